@@ -1,0 +1,11 @@
+// The extension module fastamp._native: one function per feature.
+#include <pybind11/pybind11.h>
+
+#include "bindings/amp.h"
+#include "bindings/tensors.h"
+
+PYBIND11_MODULE(_native, module) {
+  module.doc() = "The compiled core of fastamp. Private: use the fastamp package.";
+  fastamp::define_tensors(module);
+  fastamp::define_amp(module);
+}

@@ -1,0 +1,26 @@
+// The only preprocessor conditionals of the project: what differs between compilers and targets.
+#pragma once
+
+#ifdef __FAST_MATH__
+#error "fastamp must not be built with -ffast-math: it makes every finiteness check true"
+#endif
+
+/// Marks arithmetic that host and device share.
+#ifdef __CUDACC__
+#define FASTAMP_HD __host__ __device__
+#else
+#define FASTAMP_HD
+#endif
+
+/// Compiles a function once per vector width and picks one when the module is loaded. It needs the
+/// indirect functions of ELF with glibc, and the sanitizers run before those are resolved.
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(FASTAMP_SANITIZE)
+#define FASTAMP_SIMD_CLONES \
+  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define FASTAMP_SIMD_CLONES
+#endif
+
+/// Inlining that the clones above depend on: only what is inlined is compiled for each width.
+#define FASTAMP_INLINE inline __attribute__((always_inline))
+#define FASTAMP_INLINE_LAMBDA __attribute__((always_inline))

@@ -1,0 +1,20 @@
+"""fastamp: faster PyTorch training loops, one line at a time."""
+
+from fastamp._backend import backends
+from fastamp.clip import (
+    clip_grad_norm_,
+    clip_grad_value_,
+    clip_grads_with_norm_,
+    get_total_norm,
+)
+
+__all__ = [
+    "__version__",
+    "backends",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "clip_grads_with_norm_",
+    "get_total_norm",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,218 @@
+"""The op table as Python sees it, and which backend serves which tensor.
+
+Every backend meets `Ops`. The choice follows the tensor's device: compiled CUDA code for CUDA,
+compiled CPU code for the CPU, the pure-Python fallback for every other device and for every tensor
+that compiled code does not take (float64, complex, sparse, with gaps in its memory).
+`FASTAMP_BACKEND` narrows the choice to one backend and the fallback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+    from torch import Tensor
+
+_MODULES = {
+    "cuda": "fastamp._native_cuda",
+    "cpu": "fastamp._native_cpu",
+    "fallback": "fastamp._fallback",
+}  # best first
+
+COMPILED_NORMS = (1.0, 2.0, math.inf)
+
+
+class GradStats(NamedTuple):
+    """What one read of the gradients tells: 0-dim tensors that nobody has waited for."""
+
+    reduced: Tensor
+    """float64: the sum of squares (norm_type 2), of magnitudes (1), or the largest one (inf)."""
+    norm: Tensor
+    """Norm of the unscaled gradients, float32, or float64 where a gradient has 64 bits."""
+    found_inf: Tensor
+    """1.0 where any element is inf or NaN, else 0.0."""
+    clip_coef: Tensor
+    """min(1, max_norm / (norm + 1e-6)), torch.nn.utils' formula; NaN stays."""
+    factor: Tensor
+    """clip_coef / scale: multiply the gradients by this."""
+    grad_scale: Tensor
+    """scale / clip_coef: or divide them by this."""
+
+
+class Clip(NamedTuple):
+    """How gradients are to be unscaled and clipped; tensors are 0-dim float32, on their device."""
+
+    scale: Tensor | None = None
+    """Loss scale; None is 1."""
+    max_norm: float | None = None
+    """Longest norm of the unscaled gradients; None does not clip."""
+    only_finite: bool = False
+    """Leave the clip out where found_inf is 1, so that inf does not become NaN."""
+    skipped: Tensor | None = None
+    """Counter to add found_inf to."""
+
+
+class Packed(Protocol):
+    """A list of tensors that one backend has looked at once, for several ops."""
+
+    @property
+    def rest(self) -> list[int]:
+        """Indices of the tensors that this backend does not take."""
+
+    @property
+    def has_float16(self) -> bool:
+        """Whether any tensor that it takes is float16."""
+
+
+class Ops(Protocol):
+    """The op table: what every backend can do with a list of tensors."""
+
+    @property
+    def name(self) -> str:
+        """The backend's name, as in `fastamp.backends()`."""
+
+    def pack(self, tensors: Sequence[Tensor]) -> Packed:
+        """Look at the tensors, which lie on the device of the first one, or are left in `rest`."""
+
+    def grad_stats(self, packed: Any, norm_type: float, clip: Clip) -> GradStats:
+        """Read every element once; compiled backends take a norm_type of 1, 2 or inf."""
+
+    def rescale_(self, packed: Any, factor: Tensor) -> None:
+        """Multiply every element by a 0-dim float32 tensor, rounding once; 1 writes nothing."""
+
+
+class Group(NamedTuple):
+    """Tensors of one device, with the backend that serves them."""
+
+    ops: Ops
+    packed: Packed
+    device: torch.device
+
+
+@cache
+def _load(name: str) -> Ops | None:
+    """Import a backend; None where it was not built or has no device."""
+    try:
+        module = importlib.import_module(_MODULES[name])
+    except ModuleNotFoundError as error:
+        if error.name != "fastamp._native":
+            raise
+        return None
+    ops: Ops = module.ops
+    return ops if module.is_available() else None
+
+
+def _check_available(name: str, source: str) -> str:
+    """Return the name of an available backend, or raise an error that lists what there is."""
+    available = [known for known in _MODULES if _load(known) is not None]
+    if name not in available:
+        why = "is not available here" if name in _MODULES else "is not a backend"
+        msg = f"{source}={name!r} {why}; available: {', '.join(available)}"
+        raise RuntimeError(msg)
+    return name
+
+
+_only: str | None = None
+if os.environ.get("FASTAMP_BACKEND"):
+    _only = _check_available(os.environ["FASTAMP_BACKEND"], "FASTAMP_BACKEND")
+
+
+@contextmanager
+def use_only(name: str) -> Iterator[None]:
+    """Narrow the choice to one backend and the fallback, as FASTAMP_BACKEND does, for a while."""
+    global _only  # noqa: PLW0603 - one setting for the process, like the environment variable
+    before, _only = _only, _check_available(name, "backend")
+    try:
+        yield
+    finally:
+        _only = before
+
+
+def backends() -> list[str]:
+    """Return the backends that fastamp uses here, best first.
+
+    Returns:
+        A list out of "cuda", "cpu" and "fallback". "fallback" is pure Python and always there. With
+        the environment variable FASTAMP_BACKEND set, only that backend and the fallback.
+    """
+    chosen = [name for name in _MODULES if _only in (None, name) or name == "fallback"]
+    return [name for name in chosen if _load(name) is not None]
+
+
+def ops_for(device: torch.device) -> Ops:
+    """Return the backend that serves a device."""
+    name = device.type
+    if name in _MODULES and _only in (None, name):
+        ops = _load(name)
+        if ops is not None:
+            return ops
+    return fallback_ops()
+
+
+def fallback_ops() -> Ops:
+    """Return the backend that takes every tensor."""
+    ops = _load("fallback")
+    assert ops is not None  # noqa: S101 - it is part of the package
+    return ops
+
+
+def pack(tensors: Sequence[Tensor], norm_type: float = 2.0) -> list[Group]:
+    """Look at the tensors once and hand each to a backend: one group for one device.
+
+    Args:
+        tensors: at least one tensor; any devices, dtypes and layouts.
+        norm_type: order of the norm that will be asked for.
+    """
+    device = tensors[0].device
+    ops = ops_for(device) if norm_type in COMPILED_NORMS else fallback_ops()
+    packed = ops.pack(tensors)
+    groups = [Group(ops, packed, device)]
+    if packed.rest:
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for i in packed.rest:
+            by_device.setdefault(tensors[i].device, []).append(tensors[i])
+        own = by_device.pop(device, None)
+        if own is not None:
+            groups.append(Group(fallback_ops(), fallback_ops().pack(own), device))
+        for others in by_device.values():
+            groups += pack(others, norm_type)
+    return groups
+
+
+def grad_stats(groups: Sequence[Group], norm_type: float, clip: Clip) -> GradStats:
+    """Read every element of every group once.
+
+    Args:
+        groups: what `pack` returned.
+        norm_type: order of the norm.
+        clip: how to unscale and clip; its tensors lie on the first group's device.
+
+    Returns:
+        The statistics over all groups, on the first group's device.
+    """
+    first = groups[0]
+    if len(groups) == 1:
+        return first.ops.grad_stats(first.packed, norm_type, clip)
+    from fastamp import _fallback  # noqa: PLC0415 - it imports this module's types
+
+    parts = [group.ops.grad_stats(group.packed, norm_type, Clip()) for group in groups]
+    return _fallback.combine(parts, norm_type, clip)
+
+
+def rescale_(groups: Sequence[Group], factor: Tensor) -> None:
+    """Multiply every element of every group by a 0-dim tensor, rounding once to its dtype.
+
+    Raises:
+        RuntimeError: where a tensor cannot be written in place. The fallback's groups, the only
+            ones that can refuse, come before the compiled ones.
+    """
+    for group in sorted(groups, key=lambda group: group.ops.name != "fallback"):
+        group.ops.rescale_(group.packed, factor.to(group.device, non_blocking=True))

@@ -1,0 +1,49 @@
+# The compiled core, as its bindings (csrc/bindings) define it.
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+class NormType:
+    L1: NormType
+    L2: NormType
+    INF: NormType
+
+class PackedTensors:
+    @property
+    def device_index(self) -> int: ...
+    @property
+    def has_float16(self) -> bool: ...
+    @property
+    def num_chunks(self) -> int: ...
+    @property
+    def rest(self) -> list[int]: ...
+    @property
+    def tensors(self) -> tuple[Tensor, ...]: ...
+
+class Ops:
+    def grad_stats(
+        self,
+        tensors: PackedTensors,
+        norm_type: NormType,
+        scale: Tensor | None,
+        max_norm: float | None,
+        only_finite: bool,
+        skipped: Tensor | None,
+        work: Tensor,
+        stats: Tensor,
+        place: int,
+        stream: int | None = None,
+    ) -> None: ...
+    def rescale(
+        self, tensors: PackedTensors, factor: Tensor, place: int, stream: int | None = None
+    ) -> None: ...
+
+NUM_STATS: int
+built_with_cuda: bool
+cpu_ops: Ops
+cuda_ops: Ops
+
+def bind_torch(use_exchange_table: bool) -> None: ...
+def has_exchange_table() -> bool: ...
+def pack(tensors: Sequence[Tensor], device_index: int) -> PackedTensors: ...

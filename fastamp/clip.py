@@ -1,0 +1,186 @@
+"""torch.nn.utils' gradient clipping with an exact norm: one read, at most one write."""
+
+from __future__ import annotations
+
+import math
+import types
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+
+from fastamp import _backend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+__all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
+
+_PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+    foreach: bool | None = None,  # noqa: FBT001
+) -> Tensor:
+    """Clip the norm of all gradients together, in place, as `torch.nn.utils.clip_grad_norm_`.
+
+    The gradients are read once, and written once only if they are too long. The norm differs from
+    torch's on purpose where torch's is inexact: squares are summed in float64, so it cannot
+    overflow and is right to the last float32 bit.
+
+    Args:
+        parameters: a tensor or an iterable of tensors whose `.grad` is clipped; any shapes, dtypes,
+            layouts and devices. Those without a gradient are passed over.
+        max_norm: the norm that the gradients have at most afterwards.
+        norm_type: order of the norm, `inf` included.
+        error_if_nonfinite: raise where the norm is inf or NaN; costs a wait for the device.
+        foreach: taken for compatibility; fastamp always handles the list as a whole.
+
+    Returns:
+        The norm before clipping: a 0-dim tensor on the first gradient's device, float64 where a
+        gradient has 64 bits, float32 elsewhere.
+
+    Raises:
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set. The message names the
+            index of the first such parameter; the gradients are as they were.
+    """
+    parameters = _as_list(parameters)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm_type = float(norm_type)
+    if not grads:
+        return torch.tensor(0.0)
+    if not _is_ours(grads):
+        return torch.nn.utils.clip_grad_norm_(
+            parameters, max_norm, norm_type, error_if_nonfinite, foreach
+        )
+    groups = _backend.pack(grads, norm_type)
+    stats = _backend.grad_stats(groups, norm_type, _backend.Clip(max_norm=float(max_norm)))
+    if error_if_nonfinite and not stats.norm.isfinite():
+        raise RuntimeError(_nonfinite_message([p.grad for p in parameters], norm_type))
+    _backend.rescale_(groups, stats.factor)
+    return stats.norm
+
+
+@torch.no_grad()
+def get_total_norm(
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+    foreach: bool | None = None,  # noqa: FBT001
+) -> Tensor:
+    """Return the norm of all tensors together, as `torch.nn.utils.get_total_norm`, but exact.
+
+    Args:
+        tensors: a tensor or an iterable of tensors; any shapes, dtypes, layouts and devices.
+        norm_type: order of the norm, `inf` included.
+        error_if_nonfinite: raise where the norm is inf or NaN; costs a wait for the device.
+        foreach: taken for compatibility; fastamp always handles the list as a whole.
+
+    Returns:
+        A 0-dim tensor on the first tensor's device, float64 where a tensor has 64 bits, float32
+        elsewhere.
+
+    Raises:
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set. The message names the
+            index of the first such tensor.
+    """
+    tensors = _as_list(tensors)
+    norm_type = float(norm_type)
+    if not tensors:
+        return torch.tensor(0.0)
+    if not _is_ours(tensors):
+        return torch.nn.utils.get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+    groups = _backend.pack(tensors, norm_type)
+    norm = _backend.grad_stats(groups, norm_type, _backend.Clip()).norm
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(_nonfinite_message(tensors, norm_type))
+    return norm
+
+
+@torch.no_grad()
+def clip_grads_with_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    total_norm: Tensor,
+    foreach: bool | None = None,  # noqa: FBT001 - torch's signature
+) -> None:
+    """Scale the gradients by min(1, max_norm / (total_norm + 1e-6)), in place.
+
+    Args:
+        parameters: a tensor or an iterable of tensors whose `.grad` is scaled.
+        max_norm: the norm that the gradients have at most afterwards.
+        total_norm: their norm, a 0-dim tensor, as from `get_total_norm`.
+        foreach: taken for compatibility; fastamp always handles the list as a whole.
+    """
+    parameters = _as_list(parameters)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if not grads:
+        return
+    if not _is_ours(grads) or type(total_norm) is not torch.Tensor:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
+        return
+    clip_coef = torch.full_like(total_norm, float(max_norm)) / (total_norm + 1e-6)
+    _backend.rescale_(_backend.pack(grads), clip_coef.clamp(max=1.0).to(torch.float32))
+
+
+def clip_grad_value_(
+    parameters: Tensor | Iterable[Tensor],
+    clip_value: float,
+    foreach: bool | None = None,  # noqa: FBT001 - torch's signature
+) -> None:
+    """Clip every element of the gradients to [-clip_value, clip_value], in place.
+
+    This is torch's own function, which also takes sparse gradients here.
+
+    Args:
+        parameters: a tensor or an iterable of tensors whose `.grad` is clipped.
+        clip_value: the largest magnitude afterwards.
+        foreach: as in `torch.nn.utils.clip_grad_value_`.
+    """
+    dense = []
+    for parameter in _as_list(parameters):
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            # Clipping is not linear: entries of the same place have to be added up before.
+            parameter.grad = parameter.grad.coalesce()
+            parameter.grad._values().clamp_(-float(clip_value), float(clip_value))
+        else:
+            dense.append(parameter)
+    torch.nn.utils.clip_grad_value_(dense, clip_value, foreach)
+
+
+def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Return what torch.nn.utils takes for a list of tensors as one."""
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    listed = list(tensors)
+    if not listed and isinstance(tensors, types.GeneratorType):
+        message = "`parameters` is an empty generator, no gradient clipping will occur."
+        warnings.warn(message, stacklevel=4)
+    return listed
+
+
+def _is_ours(tensors: list[Tensor]) -> bool:
+    """Say whether fastamp takes the tensors; subclasses, such as DTensor, go torch's way."""
+    return {*map(type, tensors)} <= _PLAIN_TYPES
+
+
+def _nonfinite_message(tensors: Iterable[Tensor | None], norm_type: float) -> str:
+    """Say which gradient is not finite, in torch's words."""
+    index = next(
+        i
+        for i, tensor in enumerate(tensors)
+        if tensor is not None and not get_total_norm(tensor, math.inf).isfinite()
+    )
+    return (
+        f"The total norm of order {norm_type} for gradients from `parameters` is non-finite "
+        f"(first in the gradient of parameters[{index}]), so it cannot be clipped. To disable this "
+        "error and scale the gradients by the non-finite norm anyway, set "
+        "`error_if_nonfinite=False`"
+    )
