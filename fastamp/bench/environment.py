@@ -1,0 +1,66 @@
+"""The machine: its processor's name and bf16 units, and why a precision may gain no speed on it."""
+
+from __future__ import annotations
+
+import platform
+import re
+from pathlib import Path
+
+import torch
+
+import fastamp
+
+__all__ = ["describe", "no_speed_reason"]
+
+# As in /proc/cpuinfo and in torch.cpu.get_capabilities, on x86 and on ARM.
+BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16", "sve_bf16"}
+
+
+def _cpuinfo(key: str) -> str | None:
+    path = Path("/proc/cpuinfo")
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    found = re.search(rf"^(?:{key})\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def cpu_features() -> set[str]:
+    """Return the names of the processor's instruction sets, none where nothing tells them."""
+    flags = _cpuinfo("flags|Features")
+    if flags is not None:
+        return set(flags.split())
+    ask = getattr(torch.cpu, "get_capabilities", None)  # torch >= 2.10
+    return {name for name, present in ask().items() if present is True} if ask else set()
+
+
+def no_speed_reason(device: str, precision: str) -> str | None:
+    """Return why this precision cannot be expected to be faster than FP32 here; None if it can."""
+    if device == "cuda":
+        if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            return "this GPU has no bf16 units"
+        return None
+    if precision == "fp16":
+        return "fp16 has no speed-up to expect on a CPU"
+    features = cpu_features()
+    if not features:
+        return "nothing tells whether this CPU has bf16 units"
+    if not features & BF16_UNITS:
+        return "a CPU without bf16 units (avx512_bf16, amx_bf16) has no speed-up to expect"
+    return None
+
+
+def describe(device: str) -> dict[str, object]:
+    """Return what a reader needs to know of the machine to believe a number."""
+    cpu = _cpuinfo("model name") or platform.processor() or platform.machine()
+    return {
+        "torch": torch.__version__,
+        "fastamp": fastamp.__version__,
+        "backends": fastamp.backends(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": device,
+        "device_name": torch.cuda.get_device_name() if device == "cuda" else cpu,
+        "cpu": cpu,
+        "bf16_units": sorted(cpu_features() & BF16_UNITS),
+        "threads": torch.get_num_threads(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
