@@ -1,6 +1,7 @@
 """fastamp: faster PyTorch training loops, one line at a time."""
 
 from fastamp._backend import backends
+from fastamp.amp import GradScaler
 from fastamp.clip import (
     clip_grad_norm_,
     clip_grad_value_,
@@ -9,6 +10,7 @@ from fastamp.clip import (
 )
 
 __all__ = [
+    "GradScaler",
     "__version__",
     "backends",
     "clip_grad_norm_",

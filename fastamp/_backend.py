@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    import torch
     from torch import Tensor
 
 _MODULES = {
@@ -27,6 +28,7 @@ _MODULES = {
     "fallback": "fastamp._fallback",
 }  # best first
 
+_PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
 COMPILED_NORMS = (1.0, 2.0, math.inf)
 
 
@@ -45,6 +47,8 @@ class GradStats(NamedTuple):
     """clip_coef / scale: multiply the gradients by this."""
     grad_scale: Tensor
     """scale / clip_coef: or divide them by this."""
+    scale: Tensor
+    """The loss scale as it was read."""
 
 
 class Clip(NamedTuple):
@@ -95,6 +99,11 @@ class Group(NamedTuple):
     ops: Ops
     packed: Packed
     device: torch.device
+
+
+def is_plain(tensors: Sequence[Tensor]) -> bool:
+    """Say whether fastamp takes the tensors; subclasses, such as DTensor, go torch's way."""
+    return {*map(type, tensors)} <= _PLAIN_TYPES
 
 
 @cache

@@ -94,6 +94,7 @@ def _finish(
         clip_coef=clip_coef,
         factor=clip_coef * inv_scale,
         grad_scale=scale / clip_coef,
+        scale=scale.clone(),
     )
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
 
-_PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
-
 
 @torch.no_grad()
 def clip_grad_norm_(
@@ -56,7 +54,7 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     if not grads:
         return torch.tensor(0.0)
-    if not _is_ours(grads):
+    if not _backend.is_plain(grads):
         return torch.nn.utils.clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )
@@ -95,7 +93,7 @@ def get_total_norm(
     norm_type = float(norm_type)
     if not tensors:
         return torch.tensor(0.0)
-    if not _is_ours(tensors):
+    if not _backend.is_plain(tensors):
         return torch.nn.utils.get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
     groups = _backend.pack(tensors, norm_type)
     norm = _backend.grad_stats(groups, norm_type, _backend.Clip()).norm
@@ -123,7 +121,7 @@ def clip_grads_with_norm_(
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         return
-    if not _is_ours(grads) or type(total_norm) is not torch.Tensor:
+    if not _backend.is_plain(grads) or type(total_norm) is not torch.Tensor:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
         return
     clip_coef = torch.full_like(total_norm, float(max_norm)) / (total_norm + 1e-6)
@@ -164,11 +162,6 @@ def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
         message = "`parameters` is an empty generator, no gradient clipping will occur."
         warnings.warn(message, stacklevel=4)
     return listed
-
-
-def _is_ours(tensors: list[Tensor]) -> bool:
-    """Say whether fastamp takes the tensors; subclasses, such as DTensor, go torch's way."""
-    return {*map(type, tensors)} <= _PLAIN_TYPES
 
 
 def _nonfinite_message(tensors: Iterable[Tensor | None], norm_type: float) -> str:

@@ -88,6 +88,7 @@ def finish(
             "found_inf": np.float32(not math.isfinite(reduced)),
             "clip_coef": clip_coef,
             "factor": np.float32(clip_coef * inv_scale),
+            "scale": np.float32(scale),
             "grad_scale": np.float32(np.float32(scale) / clip_coef),
         }
 

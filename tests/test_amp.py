@@ -29,7 +29,7 @@ def parameters_with(*grads: torch.Tensor | None) -> list[torch.Tensor]:
     made = []
     for grad in grads:
         like = torch.zeros(1) if grad is None else grad
-        shape = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        shape = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
         parameter = torch.nn.Parameter(shape)
         parameter.grad = grad
         made.append(parameter)

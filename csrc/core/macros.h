@@ -1,6 +1,8 @@
 // The only preprocessor conditionals of the project: what differs between compilers and targets.
 #pragma once
 
+#include <cstddef>  // any header of the C library defines __GLIBC__
+
 #ifdef __FAST_MATH__
 #error "fastamp must not be built with -ffast-math: it makes every finiteness check true"
 #endif

@@ -58,6 +58,7 @@ FASTAMP_HD inline GradStats finish(double reduced, NormType norm_type, const Cli
   stats.clip_coef = coef > 1.0F ? 1.0F : coef;  // NaN stays, as in torch.clamp
   stats.factor = stats.clip_coef * inv_scale;
   stats.grad_scale = scale / stats.clip_coef;
+  stats.scale = scale;
   if (clip.skipped != nullptr) *clip.skipped += stats.found_inf;
   return stats;
 }

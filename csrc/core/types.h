@@ -40,6 +40,7 @@ struct GradStats {
   float clip_coef;   ///< min(1, max_norm / (norm + 1e-6))
   float factor;      ///< clip_coef / scale: multiply the gradients by this
   float grad_scale;  ///< scale / clip_coef: or divide them by this
+  float scale;       ///< the loss scale as it was read
 };
 
 /// Where an op runs.

@@ -1,7 +1,5 @@
 // The GPU's passes over the gradients. Launches on the caller's stream only, allocates nothing,
 // reads nothing back, and uses no atomics: the order of addition is that of core/math.h.
-#include <algorithm>
-#include <cstddef>
 #include <cstdint>
 
 #include "core/math.h"

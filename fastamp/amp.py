@@ -1,0 +1,449 @@
+"""The step of mixed-precision training: torch's GradScaler, one read of the gradients, no wait."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+
+from fastamp import _backend
+from fastamp._backend import Clip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch import Tensor
+
+__all__ = ["GradScaler", "NonFinite", "StepReport"]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step found and did: 0-dim tensors on the gradients' device, which nobody waited for.
+
+    Attributes:
+        norm: of the unscaled gradients before clipping, NaN where no one measured it.
+        clip_coef: what clipping multiplied the gradients by, 1 without clipping.
+        found_inf: 1.0 where a gradient held inf or NaN and the step was skipped, else 0.0.
+        scale: the loss scale of this step.
+    """
+
+    norm: Tensor
+    clip_coef: Tensor
+    found_inf: Tensor
+    scale: Tensor
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the optimizer left the parameters as they were; waits for the device."""
+        return bool(self.found_inf.item())
+
+
+class NonFinite(NamedTuple):
+    """One gradient with values that are not finite.
+
+    `first_index` counts in the flattened gradient; torch.unravel_index makes it a position.
+    """
+
+    name: str
+    n_nan: int
+    n_inf: int
+    first_index: int
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler that unscales, checks, clips and steps with one read of the gradients.
+
+    With torch's fused optimizers (Adam, AdamW, SGD and Adagrad with fused=True) unscaling and
+    clipping are folded into the optimizer's kernel, and nothing waits for the device. Any other
+    optimizer costs one in-place multiply, left out when the factor is 1, and one read of a flag.
+
+    Args:
+        device: type of the device that the losses are on.
+        init_scale: first loss scale.
+        growth_factor: multiplies the scale after `growth_interval` steps without an overflow.
+        backoff_factor: multiplies the scale after a step with an overflow.
+        growth_interval: steps without an overflow until the scale grows.
+        enabled: False scales nothing, for FP32 and bf16; `step(..., max_norm=...)` still clips, and
+            skips the step when a gradient is not finite.
+        min_scale: the scale never falls below this.
+        max_scale: the scale never grows above this.
+
+    Raises:
+        ValueError: `min_scale` is not above 0, or `init_scale` is not between the two bounds.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,  # noqa: FBT001, FBT002 - torch's signature
+        *,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+    ) -> None:
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+        if min_scale is not None and not min_scale > 0:
+            msg = f"min_scale: expected a number above 0, got {min_scale}"
+            raise ValueError(msg)
+        if not (min_scale or 0.0) <= init_scale <= (max_scale or float("inf")):
+            msg = f"init_scale: expected min_scale={min_scale} <= {init_scale} <= {max_scale=}"
+            raise ValueError(msg)
+        self._min_scale = min_scale
+        self._max_scale = max_scale
+        self._skipped: dict[torch.device, Tensor] = {}
+        self._skipped_before = 0  # by the instance that this one was unpickled from
+        self.last_step: StepReport | None = None
+        """What the last call of `step` found; None before the first."""
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped so far; waits for the device."""
+        return self._skipped_before + sum(int(count.item()) for count in self._skipped.values())
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *args: Any,
+        max_norm: float | None = None,
+        **kwargs: Any,
+    ) -> float | None:
+        """Unscale the gradients, check them, clip them to `max_norm`, and step if all are finite.
+
+        Afterwards `last_step` tells what happened, and `.grad` is unscaled and clipped, as after
+        torch's unscale_, clip_grad_norm_ and step. After a skipped step `.grad` still holds every
+        inf and NaN, for `nonfinite_parameters`.
+
+        Args:
+            optimizer: applies the gradients.
+            *args: handed on to `optimizer.step`.
+            max_norm: longest norm of all unscaled gradients together; None does not clip.
+            **kwargs: handed on to `optimizer.step`.
+
+        Returns:
+            What `optimizer.step` returned; None where it was not called.
+
+        Raises:
+            RuntimeError: a closure was given, or `step` was called twice since the last `update`.
+            ValueError: a gradient is float16 and the optimizer is not fused.
+        """
+        if not self._enabled and max_norm is None:
+            self.last_step = _unmeasured(torch.zeros(()))
+            retval: float | None = optimizer.step(*args, **kwargs)
+            return retval
+        if "closure" in kwargs:
+            msg = "Closure use is not currently supported if GradScaler is enabled."
+            raise RuntimeError(msg)
+        state = self._state_of(optimizer, "step")
+        if state["stage"] is OptState.STEPPED:
+            msg = "step() has already been called since the last update()."
+            raise RuntimeError(msg)
+        grads = _grads_of(optimizer)
+        if not grads or not _backend.is_plain(grads) or _takes_scaler(type(optimizer).step):
+            retval = self._step_as_torch(optimizer, state, max_norm, *args, **kwargs)
+        elif getattr(optimizer, "_step_supports_amp_scaling", False):
+            retval = self._step_folded(optimizer, state, max_norm, *args, **kwargs)
+        else:
+            retval = self._step_in_place(optimizer, state, max_norm, *args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        return retval
+
+    def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+        """Unscale the gradients, check them and clip them, in place, for use before the step.
+
+        Where a gradient is not finite they are only unscaled: `step` will skip.
+
+        Args:
+            optimizer: owns the gradients; they may have been unscaled already.
+            max_norm: longest norm of all unscaled gradients together.
+
+        Returns:
+            The norm of the unscaled gradients before clipping, a 0-dim tensor.
+
+        Raises:
+            RuntimeError: `step` has been called since the last `update`.
+            ValueError: a gradient is float16.
+        """
+        state = self._state_of(optimizer, "clip_grad_norm_")
+        if state["stage"] is OptState.STEPPED:
+            msg = "clip_grad_norm_() is being called after step()."
+            raise RuntimeError(msg)
+        grads = _grads_of(optimizer)
+        if not grads or not _backend.is_plain(grads):
+            if state["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+            return torch.nn.utils.clip_grad_norm_(_parameters_of(optimizer), max_norm)
+        groups = _backend.pack(grads)
+        if state["stage"] is OptState.READY:
+            _refuse_float16(groups)
+        stats = self._read(groups, state, max_norm)
+        _backend.rescale_(groups, stats.factor)
+        state["stage"] = OptState.UNSCALED
+        return stats.norm
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Adapt the loss scale to what the steps found, or set it; see `torch.amp.GradScaler`.
+
+        Args:
+            new_scale: the scale from now on; None multiplies it by `backoff_factor` after an
+                overflow, and by `growth_factor` after `growth_interval` steps without one.
+        """
+        if self._enabled and new_scale is None:
+            states = self._per_optimizer_states.values()
+            found = [flag for state in states for flag in state["found_inf_per_device"].values()]
+            if len(found) > 1:
+                # torch would add them up in place, in a tensor that `last_step` may hold.
+                state = _refresh_per_optimizer_state()
+                state["found_inf_per_device"] = {found[0].device: _any(found)}
+                self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state, {0: state})
+        super().update(new_scale)
+        if self._enabled and self._scale is not None and (self._min_scale or self._max_scale):
+            self._scale.clamp_(self._min_scale, self._max_scale)
+
+    def nonfinite_parameters(self, module: torch.nn.Module) -> list[NonFinite]:
+        """Name the parameters of a module whose gradients hold inf or NaN.
+
+        Call it after a step that was skipped and before the gradients are cleared; it reads all
+        of them and waits for the device.
+
+        Args:
+            module: its named parameters are looked at.
+
+        Returns:
+            One entry for each such parameter: name, number of NaN, number of inf, and the index of
+            the first of either in the flattened gradient.
+        """
+        named = [(n, p.grad) for n, p in module.named_parameters() if p.grad is not None]
+        finite = [_values_of(grad).isfinite().all() for _, grad in named]
+        return [
+            _count_nonfinite(name, grad)
+            for (name, grad), is_finite in zip(named, finite, strict=True)
+            if not is_finite
+        ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Keep the number of skipped steps, and no tensors."""
+        count = {"_skipped_before": self.skipped_steps, "_skipped": {}, "last_step": None}
+        return super().__getstate__() | count
+
+    def _state_of(self, optimizer: torch.optim.Optimizer, caller: str) -> dict[str, Any]:
+        """Return the optimizer's state in this iteration; without scaling, all is unscaled."""
+        if not self._enabled:
+            return _refresh_per_optimizer_state() | {"stage": OptState.UNSCALED}
+        self._check_scale_growth_tracker(caller)
+        return self._per_optimizer_states[id(optimizer)]
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,  # noqa: FBT001 - torch's signature
+    ) -> dict[torch.device, Tensor]:
+        """Unscale in place: torch's hook, behind unscale_ and _check_inf_per_device."""
+        grads = _grads_of(optimizer)
+        if not _backend.is_plain(grads):
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        if not grads:
+            return {}
+        with torch.no_grad():
+            groups = _backend.pack(grads)
+            if not allow_fp16:
+                _refuse_float16(groups)
+            device = groups[0].device
+            inv_scale = inv_scale.to(device, non_blocking=True)
+            stats = _backend.grad_stats(groups, 2.0, Clip(scale=inv_scale.reciprocal()))
+            _backend.rescale_(groups, inv_scale)
+        self._per_optimizer_states[id(optimizer)]["stats"] = stats
+        return {device: stats.found_inf}
+
+    @torch.no_grad()
+    def _read(
+        self,
+        groups: list[_backend.Group],
+        state: dict[str, Any],
+        max_norm: float | None,
+        *,
+        given_scale: Tensor | None = None,
+        skipped: Tensor | None = None,
+    ) -> _backend.GradStats:
+        """Read the gradients once, and record what they hold in the optimizer's state."""
+        device = groups[0].device
+        scale = given_scale
+        if state["stage"] is OptState.READY:
+            assert self._scale is not None  # noqa: S101 - _state_of has checked it
+            scale = self._scale.to(device, non_blocking=True)
+            scale = scale if given_scale is None else scale * given_scale
+        clip = Clip(scale, max_norm, only_finite=self._enabled, skipped=skipped)
+        stats = _backend.grad_stats(groups, 2.0, clip)
+        before = state["found_inf_per_device"].values()
+        if before:  # by unscale_, and the gradients may have changed since
+            stats = stats._replace(found_inf=_any([stats.found_inf, *before]))
+        state["found_inf_per_device"] = {device: stats.found_inf}
+        state["stats"] = stats
+        return stats
+
+    def _step_folded(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        max_norm: float | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> float | None:
+        """Let the optimizer's kernel unscale, clip and skip: it divides by `grad_scale`."""
+        # The user's own scale is taken out as well.
+        given: Tensor | None = getattr(optimizer, "grad_scale", None)
+        grad_scale: Tensor | None
+        if state["stage"] is OptState.READY or max_norm is not None:
+            groups = _backend.pack(_grads_of(optimizer))
+            ready = state["stage"] is OptState.READY
+            count = self._counter(groups[0].device)
+            in_kernel = count if ready else None
+            stats = self._read(groups, state, max_norm, given_scale=given, skipped=in_kernel)
+            grad_scale, found_inf = stats.grad_scale, stats.found_inf
+            if not ready:
+                count.add_(found_inf)
+        else:
+            grad_scale, found_inf = given, _any(state["found_inf_per_device"].values())
+            self._counter(found_inf.device).add_(found_inf)
+        self._report(state, found_inf)
+        optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
+        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+        try:
+            retval: float | None = optimizer.step(*args, **kwargs)
+            given = None  # it has had its effect, and goes as it does in torch
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+            if given is not None:
+                optimizer.grad_scale = given  # type: ignore[attr-defined]
+        return retval
+
+    def _step_in_place(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        max_norm: float | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> float | None:
+        """Multiply the gradients by one factor, unless the step is skipped."""
+        groups = None
+        if state["stage"] is OptState.READY or max_norm is not None:
+            groups = _backend.pack(_grads_of(optimizer))
+            if state["stage"] is OptState.READY:
+                _refuse_float16(groups)
+            self._read(groups, state, max_norm)
+        found_inf = _any(state["found_inf_per_device"].values())
+        if self._report(state, found_inf).skipped:
+            self._skipped_before += 1
+            return None
+        if groups is not None:
+            _backend.rescale_(groups, state["stats"].factor)
+            state["stage"] = OptState.UNSCALED  # should the optimizer raise
+        retval: float | None = optimizer.step(*args, **kwargs)
+        return retval
+
+    def _step_as_torch(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        max_norm: float | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> float | None:
+        """Take torch's own sequence: no gradients, subclasses, optimizers that take the scaler."""
+        norm = None
+        if max_norm is not None:
+            norm = self.clip_grad_norm_(optimizer, max_norm)
+        if self._enabled:
+            retval = super().step(optimizer, *args, **kwargs)
+            found = list(state["found_inf_per_device"].values())
+        else:
+            found = [] if norm is None else [norm.isfinite().logical_not().to(torch.float32)]
+            retval = None if found and found[0].item() else optimizer.step(*args, **kwargs)
+        report = self._report(state, _any(found) if found else torch.zeros(()))
+        self._counter(report.found_inf.device).add_(report.found_inf)
+        return retval
+
+    def _report(self, state: dict[str, Any], found_inf: Tensor) -> StepReport:
+        """Make `last_step` from what was read in this iteration."""
+        stats: _backend.GradStats | None = state.get("stats")
+        if stats is None:
+            self.last_step = _unmeasured(found_inf)
+        else:
+            self.last_step = StepReport(stats.norm, stats.clip_coef, found_inf, stats.scale)
+        return self.last_step
+
+    def _counter(self, device: torch.device) -> Tensor:
+        """Return the device's count of skipped steps."""
+        if device not in self._skipped:
+            self._skipped[device] = torch.zeros((), dtype=torch.float32, device=device)
+        return self._skipped[device]
+
+
+def _grads_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@cache
+def _takes_scaler(step: Callable[..., object]) -> bool:
+    """Say whether an optimizer's `step` has the deprecated argument `grad_scaler`."""
+    return "grad_scaler" in inspect.signature(step).parameters
+
+
+def _refuse_float16(groups: list[_backend.Group]) -> None:
+    if any(group.packed.has_float16 for group in groups):
+        msg = "Attempting to unscale FP16 gradients."
+        raise ValueError(msg)
+
+
+@torch.no_grad()
+def _any(flags: Iterable[Tensor]) -> Tensor:
+    """Join flags of 0 and 1 on the first one's device; the fused optimizers test for 1."""
+    flags = list(flags)
+    if not flags:
+        msg = "No inf checks were recorded for this optimizer."
+        raise AssertionError(msg)
+    if len(flags) == 1:
+        return flags[0]
+    device = flags[0].device
+    return torch.stack([flag.to(device, non_blocking=True) for flag in flags]).amax()
+
+
+def _unmeasured(found_inf: Tensor) -> StepReport:
+    one = torch.ones_like(found_inf)
+    return StepReport(one * torch.nan, one, found_inf, one)
+
+
+def _values_of(grad: Tensor) -> Tensor:
+    return grad.coalesce().values() if grad.is_sparse else grad
+
+
+def _count_nonfinite(name: str, grad: Tensor) -> NonFinite:
+    values = _values_of(grad)
+    bad = values.isfinite().logical_not()
+    first = int(bad.reshape(-1).to(torch.uint8).argmax().item())
+    if grad.is_sparse:
+        # Entries are sorted by place; what follows the sparse dimensions lies inside an entry.
+        entry, inside = divmod(first, max(values[0].numel(), 1))
+        place = 0
+        for size, i in zip(grad.shape, grad.coalesce().indices()[:, entry].tolist(), strict=False):
+            place = place * size + i
+        first = place * values[0].numel() + inside
+    n_nan = int(values.isnan().sum().item())
+    return NonFinite(name, n_nan, int(bad.sum().item()) - n_nan, first)
