@@ -1,0 +1,86 @@
+"""The developer's commands: `nox -s NAME`, in the environment that is active; `nox -l` lists them.
+
+CI runs the same sessions (.ci/run).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nox
+
+nox.options.default_venv_backend = "none"
+nox.options.sessions = ["lint", "types", "tests"]
+
+CXX = [str(path) for path in sorted(Path("csrc").rglob("*")) if path.is_file()]
+
+
+def install(session: nox.Session, folder: str, **defines: str) -> str:
+    """Install fastamp into a folder of its own and return that folder's path."""
+    target = Path("build", folder).absolute()
+    options = [f"-Ccmake.define.{name}={value}" for name, value in defines.items()]
+    session.run("rm", "-rf", str(target), external=True)
+    pip = ("python", "-m", "pip", "install", "-q", "--no-deps")
+    session.run(*pip, f"--target={target}", *options, ".")
+    return str(target)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check the style of Python and C++; `nox -s format` mends what a tool can mend."""
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("clang-format", "--dry-run", "-Werror", *CXX)
+
+
+@nox.session(name="format")
+def format_(session: nox.Session) -> None:
+    """Format Python and C++ in place."""
+    session.run("ruff", "check", "--fix", ".")
+    session.run("ruff", "format", ".")
+    session.run("clang-format", "-i", *CXX)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check the types."""
+    session.run("mypy")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Test the installed package, not the folder; options go to pytest."""
+    session.run("python", "-I", "-m", "pytest", *session.posargs)
+
+
+@nox.session
+def cuda(session: nox.Session) -> None:
+    """Compile the CUDA code for every architecture and import the result, GPU or not."""
+    folder = install(session, "cuda", FASTAMP_CUDA="ON")
+    check = "from fastamp import _native; assert _native.built_with_cuda, _native.__file__"
+    session.run("python", "-c", check, env={"PYTHONPATH": folder, "PYTHONSAFEPATH": "1"})
+
+
+@nox.session
+def sanitize(session: nox.Session) -> None:
+    """Run the compiled CPU core's tests under the address and undefined-behaviour sanitizers."""
+    folder = install(session, "sanitize", FASTAMP_CUDA="OFF", FASTAMP_SANITIZE="ON")
+    runtimes = [
+        str(session.run("g++", f"-print-file-name={name}", external=True, silent=True)).strip()
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    env = {
+        "PYTHONPATH": folder,
+        "PYTHONSAFEPATH": "1",
+        "LD_PRELOAD": ":".join(runtimes),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python itself keeps memory until the end
+        "FASTAMP_BACKEND": "cpu",
+    }
+    options = session.posargs or ["-q", "tests/test_amp.py", "-k", "cpu and not threads"]
+    session.run("python", "-m", "pytest", "-p", "no:cacheprovider", *options, env=env)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run the main job with this environment; options go to it."""
+    session.run("python", "-I", "-m", "fastamp.bench", *session.posargs)
