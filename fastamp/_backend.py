@@ -8,7 +8,7 @@ that compiled code does not take (float64, complex, sparse, with gaps in its mem
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import math
 import os
 from contextlib import contextmanager
@@ -109,12 +109,9 @@ def is_plain(tensors: Sequence[Tensor]) -> bool:
 @cache
 def _load(name: str) -> Ops | None:
     """Import a backend; None where it was not built or has no device."""
-    try:
-        module = importlib.import_module(_MODULES[name])
-    except ModuleNotFoundError as error:
-        if error.name != "fastamp._native":
-            raise
+    if name != "fallback" and importlib.util.find_spec("fastamp._native") is None:
         return None
+    module = importlib.import_module(_MODULES[name])
     ops: Ops = module.ops
     return ops if module.is_available() else None
 

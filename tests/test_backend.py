@@ -19,9 +19,10 @@ ROOT = Path(__file__).parents[1]
 
 
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh interpreter that imports the installed package."""
+    """Run code in a fresh interpreter, in a folder that holds no fastamp."""
     return subprocess.run(
-        [sys.executable, "-I", "-c", code],
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent,
         env={**os.environ, **env},
         capture_output=True,
         text=True,

@@ -90,11 +90,10 @@ def figures(*, speedup=2.0, peak=50, correct=50, loss=1.0):
     )
 
 
-def verdicts(arm, *, no_speed=None):
+def verdicts(arm, excused=()):
     base = figures(speedup=1.0, peak=100, correct=50)
-    return {
-        verdict.name: verdict for verdict in report.judge(base, arm, TARGETS, no_speed=no_speed)
-    }
+    found = report.judge(base, arm, TARGETS, excused=dict(excused))
+    return {verdict.name: verdict for verdict in found}
 
 
 # The text
@@ -312,7 +311,7 @@ def test_a_target_is_met_up_to_its_bound(changes, name, verdict):
 
 
 def test_a_speedup_that_cannot_be_expected_is_not_judged_but_shown():
-    found = verdicts(figures(speedup=0.1), no_speed="no units")["speed-up"]
+    found = verdicts(figures(speedup=0.1), {"speed-up": "no units"})["speed-up"]
     assert (found.verdict, found.figure, found.reason) == ("n/a", 0.1, "no units")
 
 
@@ -348,10 +347,29 @@ def test_a_missed_target_is_an_error_only_with_check(quick, options, status, cap
 
 
 def test_a_target_that_is_not_judged_is_not_missed(quick, monkeypatch, capsys):
-    monkeypatch.setattr(environment, "cpu_features", lambda: {"avx2"})
+    monkeypatch.setattr(amp, "no_speed_reason", lambda *_: "no units")
     options = "--check --min-memory-saving 0 --min-speedup 1e6 --max-accuracy-gap 1"
     assert main([*quick, *options.split()]) == 0
-    assert "x (target >= 1e+06x): n/a" in capsys.readouterr().out
+    assert (
+        "x (target >= 1e+06x): n/a, amp+fastamp against fp32: no units" in capsys.readouterr().out
+    )
+
+
+def test_a_batch_that_is_cut_for_a_slow_cpu_is_not_held_to_the_memory_target(
+    quick, monkeypatch, capsys
+):
+    def memory_line(*options):
+        main([*quick, *options])
+        return capsys.readouterr().out.splitlines()[-2]
+
+    default = quick.index("--batch-size")
+    del quick[default : default + 2]
+    monkeypatch.setattr(amp, "CPU_CUT", {"batch_size": 3, "steps": 3})
+    monkeypatch.setattr(amp, "no_speed_reason", lambda *_: "no units")
+    assert ": n/a, amp+fastamp against fp32: no units, so the default batch is cut to 3" in (
+        memory_line()
+    )
+    assert ": fail, amp+fastamp against fp32: peak of" in memory_line("--batch-size", "3")
 
 
 def test_the_json_file_says_what_the_table_says(finished):

@@ -22,6 +22,8 @@ __all__ = ["add_parser", "run"]
 # 11.2 M parameters. Many thin layers: the activations, which AMP halves, outweigh the parameters
 # and Adam's state, which it does not. Heads of 128, for which torch's bf16 attention is fastest.
 CPU_SIZES = {"layers": 14, "heads": 2, "width": 256, "block_size": 128}
+CPU_BATCH = 40
+CPU_CUT = {"batch_size": 1, "steps": 5}
 CUDA_SIZES = {"layers": 12, "heads": 12, "width": 768, "block_size": 1024}  # as GPT-2 small
 
 
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         "memory saving": args.min_memory_saving,
         "accuracy gap": args.max_accuracy_gap,
     }
-    report = measure(job, corpus, targets)
+    report = measure(job, corpus, targets, excused=_excused(args, job))
     show(render(report))
     if args.json is not None:
         write_json(report, args.json)
@@ -107,4 +109,16 @@ def _default_sizes(device: str, *, fast: bool) -> dict[str, int]:
         batch_size = next((size for size in (32, 16, 8, 4, 2) if size <= gib), 1)
         return CUDA_SIZES | {"batch_size": batch_size, "steps": 52}
     # Without units for it, a step in low precision has been seen to take 20 times one in FP32.
-    return CPU_SIZES | ({"batch_size": 40, "steps": 9} if fast else {"batch_size": 2, "steps": 5})
+    return CPU_SIZES | ({"batch_size": CPU_BATCH, "steps": 9} if fast else CPU_CUT)
+
+
+def _excused(args: argparse.Namespace, job: Job) -> dict[str, str]:
+    """Return why a target cannot be judged on this machine, by its name."""
+    reason = no_speed_reason(job.device, job.precision)
+    if reason is None:
+        return {}
+    excused = {"speed-up": reason}
+    if job.device == "cpu" and args.batch_size is None:
+        cut = f"the default batch is cut to {job.batch_size}, where parameters are most of the peak"
+        excused["memory saving"] = f"{reason}, so {cut}: try --batch-size {CPU_BATCH}"
+    return excused
