@@ -10,42 +10,47 @@ results=${RESULTS:-benchmarks/results}
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 mkdir -p "$results"
+passed=()
 failed=()
-step() {
-  local name=$1 start=$SECONDS
-  shift
-  printf '\n=== %s\n' "$name"
-  "$@" || failed+=("$name")
-  printf -- '--- %s: %d s\n' "$name" $((SECONDS - start))
-}
 
-step "build for this GPU" "$python" -m pip install -q --no-index --no-deps --no-build-isolation \
-  --target "$site" -Ccmake.define.FASTAMP_CUDA=ON -Ccmake.define.CMAKE_CUDA_ARCHITECTURES=native .
-export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
-"$python" -c "import fastamp; assert fastamp.backends() == ['cuda', 'cpu', 'fallback'], fastamp.backends()" || exit 1
-
-step "tests" "$python" -m pytest -q -p no:cacheprovider
-for tool in memcheck racecheck; do
-  step "compute-sanitizer $tool" compute-sanitizer --tool "$tool" --error-exitcode 9 --kernel-name-exclude kns=at \
-    "$python" -m pytest -q -p no:cacheprovider tests/test_amp.py -m cuda \
-    -k "promised_order or reaches_every_element or every_kind_of_gradient_at_once"
-done
-step "benchmarks" "$python" benchmarks/amp.py --device cuda --json "$site/amp.json"
-step "the main job" "$python" -m fastamp.bench --device cuda --json "$site/bench.json"
-
-"$python" - "$site" "$results" ${failed[@]+"${failed[@]}"} <<'PY'
-"""Join what was measured into one file, named after the device."""
+# Joins what was measured so far into one file, named after the device, so that a run that is cut
+# short leaves something.
+write_results() {
+  "$python" - "$site" "$results" "${passed[*]-}" "${failed[*]-}" <<'PY'
 import json, pathlib, sys
 import torch
 site, results = map(pathlib.Path, sys.argv[1:3])
 name = torch.cuda.get_device_name()
-parts = {p.stem: json.loads(p.read_text()) for p in sorted(site.glob("*.json"))}
+steps = {"passed": sys.argv[3].split(), "failed": sys.argv[4].split()}
+parts = {path.stem: json.loads(path.read_text()) for path in sorted(site.glob("*.json"))}
+environment = {"torch": torch.__version__, "cuda": torch.version.cuda, "device": name}
 out = results / (name.lower().replace(" ", "_") + ".json")
-out.write_text(json.dumps({"device": name, "failed": sys.argv[3:], **parts}, indent=1) + "\n")
-print("wrote", out)
+out.write_text(json.dumps({**environment, **steps, **parts}, indent=1) + "\n")
 PY
-if ((${#failed[@]})); then
-  printf 'FAILED: %s\n' "${failed[@]}"
-  exit 1
-fi
-echo "all passed in $SECONDS s"
+}
+
+step() {
+  local name=$1 start=$SECONDS
+  shift
+  printf '\n=== %s\n' "$name"
+  if "$@"; then passed+=("$name"); else failed+=("$name"); fi
+  printf -- '--- %s: %d s\n' "$name" $((SECONDS - start))
+  write_results
+}
+
+step build "$python" -m pip install -q --no-index --no-deps --no-build-isolation --target "$site" \
+  -Ccmake.define.FASTAMP_CUDA=ON -Ccmake.define.CMAKE_CUDA_ARCHITECTURES=native .
+export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
+"$python" -c "import fastamp; assert fastamp.backends()[0] == 'cuda', fastamp.backends()" || exit 1
+
+pytest=("$python" -m pytest -q -p no:cacheprovider)
+sanitized=(tests/test_amp.py -m cuda -k "promised_order or reaches_every_element or gradient_at_once")
+step gpu-tests "${pytest[@]}" -m cuda
+step benchmarks "$python" benchmarks/amp.py --device cuda --json "$site/amp.json"
+step memcheck compute-sanitizer --tool memcheck --error-exitcode 9 "${pytest[@]}" "${sanitized[@]}"
+step main-job "$python" -m fastamp.bench --device cuda --json "$site/bench.json"
+step racecheck compute-sanitizer --tool racecheck --error-exitcode 9 "${pytest[@]}" "${sanitized[@]}"
+step cpu-tests "${pytest[@]}" -m "not cuda"
+
+echo "results in $results, $SECONDS s, passed: ${passed[*]-}, failed: ${failed[*]-}"
+((${#failed[@]} == 0))
