@@ -53,6 +53,17 @@ def _use(name: str) -> Iterator[str]:
         yield name
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Run tiny models, here and in subprocesses, without threads that wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(params=["fallback", "cpu", CUDA])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test once for every backend."""

@@ -28,15 +28,7 @@ NAMES = ["fp32", "amp", "amp+fastamp"]
 TARGETS = {"speed-up": 1.5, "memory saving": 0.4, "accuracy gap": 0.01}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Run these tiny models, here and in subprocesses, without threads that wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

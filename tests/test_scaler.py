@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastamp
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 50
 OVERFLOWS = (3, 20)
 
