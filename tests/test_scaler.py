@@ -47,8 +47,18 @@ OPTIMIZERS = {
     "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2),
     "own": lambda ps: SignMomentum(ps, lr=1e-2),
 }
+
+
+@pytest.fixture(autouse=True)
+def no_fused_adagrad_on_cuda(request):
+    """torch has no fused Adagrad for CUDA."""
+    names = getattr(getattr(request.node, "callspec", None), "params", {})
+    on_cuda = "cuda" in (names.get("backend"), names.get("compiled"))
+    if on_cuda and names.get("name") == "adagrad fused":
+        pytest.skip("torch has no fused Adagrad for CUDA")
+
+
 FUSED = [name for name in OPTIMIZERS if name.endswith("fused")]
-UNFUSED = [name for name in OPTIMIZERS if not name.endswith("fused")]
 
 
 def convnet(device):
@@ -63,6 +73,13 @@ def convnet(device):
     return torch.nn.Sequential(*layers).to(device), random(
         (STEPS, 4, 3, 8, 8), torch.float32, device
     )
+
+
+def mlp(device):
+    """A model whose backward is the same to the bit at every run, on a GPU too."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8)]
+    return torch.nn.Sequential(*layers).to(device), random((STEPS, 4, 16), torch.float32, device)
 
 
 class TinyGPT(torch.nn.Module):
@@ -179,7 +196,7 @@ def test_whole_runs_equal_the_stock_sequence(backend, device, kind, name, max_no
 def test_without_clipping_a_power_of_two_leaves_no_difference_at_all(backend, device, name):
     results = []
     for cls, step in ((torch.amp.GradScaler, stock_step), (fastamp.GradScaler, our_step)):
-        model, data = convnet(device)
+        model, data = mlp(device)
         scaler = make_scaler(cls, device)
         results.append(train(model, data, OPTIMIZERS[name], scaler, step(None)))
     assert_same_bits(results[0]["parameters"], results[1]["parameters"])
@@ -392,7 +409,7 @@ def test_a_state_continues_in_the_other_scaler(backend, device, first):
     second = fastamp.GradScaler if first is torch.amp.GradScaler else torch.amp.GradScaler
     runs = []
     for handed_over in (False, True):
-        model, data = convnet(device)
+        model, data = mlp(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         scaler = make_scaler(first, device)
         for i, batch in enumerate(data[:20]):
