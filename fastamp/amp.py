@@ -141,6 +141,7 @@ class GradScaler(torch.amp.GradScaler):
             self.last_step = _unmeasured(torch.zeros(()))
             retval: float | None = optimizer.step(*args, **kwargs)
             return retval
+        max_norm = None if max_norm is None else float(max_norm)
         if "closure" in kwargs:
             msg = "Closure use is not currently supported if GradScaler is enabled."
             raise RuntimeError(msg)
@@ -174,6 +175,7 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: `step` has been called since the last `update`.
             ValueError: a gradient is float16.
         """
+        max_norm = float(max_norm)
         state = self._state_of(optimizer, "clip_grad_norm_")
         if state["stage"] is OptState.STEPPED:
             msg = "clip_grad_norm_() is being called after step()."
@@ -183,7 +185,7 @@ class GradScaler(torch.amp.GradScaler):
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
             return torch.nn.utils.clip_grad_norm_(_parameters_of(optimizer), max_norm)
-        groups = _backend.pack(grads)
+        groups = _pack(optimizer)
         if state["stage"] is OptState.READY:
             _refuse_float16(groups)
         stats = self._read(groups, state, max_norm)
@@ -257,7 +259,7 @@ class GradScaler(torch.amp.GradScaler):
         if not grads:
             return {}
         with torch.no_grad():
-            groups = _backend.pack(grads)
+            groups = _pack(optimizer)
             if not allow_fp16:
                 _refuse_float16(groups)
             device = groups[0].device
@@ -306,7 +308,7 @@ class GradScaler(torch.amp.GradScaler):
         given: Tensor | None = getattr(optimizer, "grad_scale", None)
         grad_scale: Tensor | None
         if state["stage"] is OptState.READY or max_norm is not None:
-            groups = _backend.pack(_grads_of(optimizer))
+            groups = _pack(optimizer)
             ready = state["stage"] is OptState.READY
             count = self._counter(groups[0].device)
             in_kernel = count if ready else None
@@ -340,7 +342,7 @@ class GradScaler(torch.amp.GradScaler):
         """Multiply the gradients by one factor, unless the step is skipped."""
         groups = None
         if state["stage"] is OptState.READY or max_norm is not None:
-            groups = _backend.pack(_grads_of(optimizer))
+            groups = _pack(optimizer)
             if state["stage"] is OptState.READY:
                 _refuse_float16(groups)
             self._read(groups, state, max_norm)
@@ -394,6 +396,24 @@ class GradScaler(torch.amp.GradScaler):
 
 def _grads_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+
+
+@torch.no_grad()
+def _pack(optimizer: torch.optim.Optimizer) -> list[_backend.Group]:
+    """Hand the gradients to their backends, none with gaps in its memory or elements that share it.
+
+    torch's fused kernels take such gradients for contiguous ones, and read past their end.
+    """
+    groups = _backend.pack(_grads_of(optimizer))
+    if all(group.ops.name != "fallback" for group in groups):
+        return groups
+    for parameter in _parameters_of(optimizer):
+        grad = parameter.grad
+        if grad is None or grad.layout is not torch.strided or grad.is_contiguous():
+            continue
+        if grad.stride() != parameter.stride():
+            parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
+    return _backend.pack(_grads_of(optimizer))
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

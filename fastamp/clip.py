@@ -51,6 +51,7 @@ def clip_grad_norm_(
     """
     parameters = _as_list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
+    max_norm = float(max_norm)
     norm_type = float(norm_type)
     if not grads:
         return torch.tensor(0.0)
@@ -59,7 +60,7 @@ def clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )
     groups = _backend.pack(grads, norm_type)
-    stats = _backend.grad_stats(groups, norm_type, _backend.Clip(max_norm=float(max_norm)))
+    stats = _backend.grad_stats(groups, norm_type, _backend.Clip(max_norm=max_norm))
     if error_if_nonfinite and not stats.norm.isfinite():
         raise RuntimeError(_nonfinite_message([p.grad for p in parameters], norm_type))
     _backend.rescale_(groups, stats.factor)
@@ -150,7 +151,8 @@ def clip_grad_value_(
             parameter.grad._values().clamp_(-float(clip_value), float(clip_value))
         else:
             dense.append(parameter)
-    torch.nn.utils.clip_grad_value_(dense, clip_value, foreach)
+    if dense:
+        torch.nn.utils.clip_grad_value_(dense, clip_value, foreach)
 
 
 def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:

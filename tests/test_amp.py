@@ -336,6 +336,36 @@ def test_clipping_is_seen_by_autograd(backend, device):
     assert grad._version > before
 
 
+def test_values_are_clipped_as_in_torch(backend, device):
+    grad = random((40, 3), torch.float32, device)
+    ours, theirs = parameters_with(grad.clone(), None), parameters_with(grad.clone(), None)
+    fastamp.clip_grad_value_(ours, 0.5)
+    torch.nn.utils.clip_grad_value_(theirs, 0.5)
+    assert torch.equal(ours[0].grad, theirs[0].grad)
+    index = torch.tensor([[0, 2, 2]])
+    values = torch.tensor([0.2, 0.4, 0.4])
+    sparse = torch.sparse_coo_tensor(index, values, (4,), check_invariants=True).to(device)
+    [parameter] = parameters_with(sparse)
+    fastamp.clip_grad_value_(parameter, 0.5)
+    assert parameter.grad.to_dense().tolist() == pytest.approx([0.2, 0.0, 0.5, 0.0])
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+def test_clipping_with_a_given_norm_agrees_with_torch(backend, device, max_norm):
+    grads = [random(size, torch.float32, device, seed=size) for size in (3, 70_001)]
+    ours, theirs = (parameters_with(*[g.clone() for g in grads]) for _ in range(2))
+    norm = fastamp.get_total_norm(grads)
+    fastamp.clip_grads_with_norm_(ours, max_norm, norm)
+    torch.nn.utils.clip_grads_with_norm_(theirs, max_norm, norm)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
+
+
+def test_torch_func_goes_torchs_way(backend):
+    gradient = torch.func.grad(lambda x: fastamp.get_total_norm([x]))(torch.ones(3))
+    assert torch.equal(gradient, torch.zeros(3))
+
+
 def test_two_threads_clip_two_models_at_once(backend, device):
     grads = [random(300_000, torch.float32, device, seed=i) for i in range(4)]
     expected = [float(reference.exact_norm([values_of(g)])) for g in grads]

@@ -594,6 +594,44 @@ def test_every_kind_of_gradient_is_checked(backend, device, kind):
     assert scaler.last_step.skipped
 
 
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("how", ["step", "unscale_", "clip_grad_norm_"])
+@pytest.mark.parametrize("kind", ["expanded", "gaps"])
+def test_a_fused_optimizer_never_sees_memory_with_gaps(backend, device, kind, how, name):
+    base = random(16, torch.float32, device)
+    grads = {"expanded": base[:1].expand(8), "gaps": base[::2]}
+    results = []
+    for grad in (grads[kind], grads[kind].clone(memory_format=torch.contiguous_format)):
+        parameters = parameters_with(grad)
+        optimizer = make_folding(name, parameters)
+        scaler = fastamp.GradScaler(device, init_scale=4.0)
+        scaler.scale(torch.ones((), device=device))
+        if how != "step":
+            getattr(scaler, how)(optimizer, *([1e9] if how == "clip_grad_norm_" else []))
+        scaler.step(optimizer, max_norm=1e9)
+        results.append(parameters[0].detach())
+    torch.testing.assert_close(*results, rtol=1e-6, atol=0)
+    assert results[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("max_norm", ["x", [1.0], torch.ones(2)])
+def test_a_max_norm_that_is_no_number_is_refused_before_anything_changes(backend, max_norm):
+    parameters = parameters_with(torch.ones(3))
+    scaler = fastamp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    for call in (
+        lambda: scaler.step(optimizer, max_norm=max_norm),
+        lambda: scaler.clip_grad_norm_(optimizer, max_norm),
+        lambda: fastamp.clip_grad_norm_(parameters, max_norm),
+        lambda: fastamp.clip_grad_norm_([], max_norm),
+    ):
+        with pytest.raises((ValueError, TypeError, RuntimeError)):
+            call()
+    assert (parameters[0].grad == 1).all()
+    assert (parameters[0] == 0).all()
+
+
 def test_finite_float64_values_whose_squares_overflow_are_finite(backend, device):
     parameters = parameters_with(torch.full((3,), 1e300, dtype=torch.float64, device=device))
     scaler = fastamp.GradScaler(device)
