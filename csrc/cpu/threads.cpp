@@ -1,6 +1,6 @@
 // See threads.h. torch's OpenMP team does the work where the process has one: it is awake after the
-// backward pass, and threads of our own would share the cores with its spinning workers (measured:
-// 1.4 ms instead of 0.6 for 8 MB on two cores). Everywhere else a pool of our own does.
+// backward pass, and threads of our own would share the cores with its spinning workers. Everywhere
+// else a pool of our own does.
 #include "cpu/threads.h"
 
 #include <dlfcn.h>
