@@ -153,9 +153,9 @@ class GradScaler(torch.amp.GradScaler):
         if not grads or not _backend.is_plain(grads) or _takes_scaler(type(optimizer).step):
             retval = self._step_as_torch(optimizer, state, max_norm, *args, **kwargs)
         elif getattr(optimizer, "_step_supports_amp_scaling", False):
-            retval = self._step_folded(optimizer, state, max_norm, *args, **kwargs)
+            retval = self._step_folded(optimizer, state, grads, max_norm, *args, **kwargs)
         else:
-            retval = self._step_in_place(optimizer, state, max_norm, *args, **kwargs)
+            retval = self._step_in_place(optimizer, state, grads, max_norm, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         return retval
 
@@ -185,7 +185,7 @@ class GradScaler(torch.amp.GradScaler):
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
             return torch.nn.utils.clip_grad_norm_(_parameters_of(optimizer), max_norm)
-        groups = _pack(optimizer)
+        groups = _pack(optimizer, grads)
         if state["stage"] is OptState.READY:
             _refuse_float16(groups)
         stats = self._read(groups, state, max_norm)
@@ -259,7 +259,7 @@ class GradScaler(torch.amp.GradScaler):
         if not grads:
             return {}
         with torch.no_grad():
-            groups = _pack(optimizer)
+            groups = _pack(optimizer, grads)
             if not allow_fp16:
                 _refuse_float16(groups)
             device = groups[0].device
@@ -299,6 +299,7 @@ class GradScaler(torch.amp.GradScaler):
         self,
         optimizer: torch.optim.Optimizer,
         state: dict[str, Any],
+        grads: list[Tensor],
         max_norm: float | None,
         *args: Any,
         **kwargs: Any,
@@ -308,7 +309,7 @@ class GradScaler(torch.amp.GradScaler):
         given: Tensor | None = getattr(optimizer, "grad_scale", None)
         grad_scale: Tensor | None
         if state["stage"] is OptState.READY or max_norm is not None:
-            groups = _pack(optimizer)
+            groups = _pack(optimizer, grads)
             ready = state["stage"] is OptState.READY
             count = self._counter(groups[0].device)
             in_kernel = count if ready else None
@@ -335,6 +336,7 @@ class GradScaler(torch.amp.GradScaler):
         self,
         optimizer: torch.optim.Optimizer,
         state: dict[str, Any],
+        grads: list[Tensor],
         max_norm: float | None,
         *args: Any,
         **kwargs: Any,
@@ -342,7 +344,7 @@ class GradScaler(torch.amp.GradScaler):
         """Multiply the gradients by one factor, unless the step is skipped."""
         groups = None
         if state["stage"] is OptState.READY or max_norm is not None:
-            groups = _pack(optimizer)
+            groups = _pack(optimizer, grads)
             if state["stage"] is OptState.READY:
                 _refuse_float16(groups)
             self._read(groups, state, max_norm)
@@ -399,12 +401,12 @@ def _grads_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _pack(optimizer: torch.optim.Optimizer) -> list[_backend.Group]:
-    """Hand the gradients to their backends, none with gaps in its memory or elements that share it.
+def _pack(optimizer: torch.optim.Optimizer, grads: list[Tensor]) -> list[_backend.Group]:
+    """Hand the optimizer's gradients to their backends, none with gaps or sharing in its memory.
 
     torch's fused kernels take such gradients for contiguous ones, and read past their end.
     """
-    groups = _backend.pack(_grads_of(optimizer))
+    groups = _backend.pack(grads)
     if all(group.ops.name != "fallback" for group in groups):
         return groups
     for parameter in _parameters_of(optimizer):
