@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import reference
 import torch
+from gradients import KINDS, bits, odd_gradients, parameters_with, random, values_of
 
 import fastamp
 from fastamp import _backend
@@ -20,38 +21,10 @@ NORM_TYPES = [1.0, 2.0, math.inf]
 SIZES = [0, 1, 7, 127, 129, 257, 8191, 8193, 65535, 65537, 3 * 65536 + 1003]
 
 
-def values_of(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().cpu().double().numpy()
-
-
-def parameters_with(*grads: torch.Tensor | None) -> list[torch.Tensor]:
-    """Make parameters that carry these gradients."""
-    made = []
-    for grad in grads:
-        like = torch.zeros(1) if grad is None else grad
-        shape = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-        parameter = torch.nn.Parameter(shape)
-        parameter.grad = grad
-        made.append(parameter)
-    return made
-
-
-def random(
-    size: int | tuple[int, ...], dtype: torch.dtype, device: str, seed: int = 0
-) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, generator=generator).to(device, dtype)
-
-
 def stats_of(
     tensors: list[torch.Tensor], norm_type: float = 2.0, **kwargs: object
 ) -> _backend.GradStats:
     return _backend.grad_stats(_backend.pack(tensors), norm_type, _backend.Clip(**kwargs))
-
-
-def bits(tensor: torch.Tensor) -> np.ndarray:
-    view = {4: torch.int32, 2: torch.int16, 8: torch.int64}[tensor.element_size()]
-    return tensor.cpu().contiguous().view(view).numpy()
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
@@ -230,32 +203,6 @@ def test_error_if_nonfinite_names_the_parameter_and_changes_nothing(backend, dev
         assert np.array_equal(bits(parameter.grad), bits(grad))
 
 
-def odd_gradients(device: str) -> dict[str, torch.Tensor]:
-    """Every kind of gradient that torch can make, all with finite values."""
-    base = random((6, 8, 5, 7), torch.float32, device)
-    index = torch.tensor([[0, 3, 3], [1, 2, 2]])
-    sparse = torch.sparse_coo_tensor(
-        index, torch.tensor([1.0, 2.0, 3.0]), (4, 5), check_invariants=True
-    )
-    return {
-        "transposed": random((40, 30), torch.float32, device).t(),
-        "channels_last": base.contiguous(memory_format=torch.channels_last),
-        "with gaps": random((50, 30), torch.float32, device)[::2, 1::3],
-        "unaligned": random(1003, torch.bfloat16, device)[1:],
-        "0-dim": torch.tensor(-3.5, device=device),
-        "empty": torch.empty(0, 3, device=device),
-        "float64": random(100, torch.float64, device),
-        "complex64": torch.complex(base, base.flip(0)),
-        "conjugate": torch.complex(base, base).conj(),
-        "negative": torch.complex(base, base).conj().imag,
-        "uncoalesced": sparse.to(device),
-        "expanded": torch.tensor([[2.0], [3.0]], device=device).expand(2, 5),
-    }
-
-
-KINDS = list(odd_gradients("cpu"))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_gradient_is_measured_and_clipped(backend, device, kind):
     grad = odd_gradients(device)[kind]
@@ -359,6 +306,38 @@ def test_clipping_with_a_given_norm_agrees_with_torch(backend, device, max_norm)
     torch.nn.utils.clip_grads_with_norm_(theirs, max_norm, norm)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("norm", [torch.tensor([5.0]), torch.tensor([[5.0]]), torch.ones(3), 5.0])
+def test_a_given_norm_that_is_not_0_dim_is_refused_as_in_torch(backend, norm):
+    messages = []
+    for clip in (torch.nn.utils.clip_grads_with_norm_, fastamp.clip_grads_with_norm_):
+        [parameter] = parameters_with(torch.tensor([3.0, 4.0, 0.0]))
+        with pytest.raises((RuntimeError, TypeError)) as error:
+            clip(parameter, 1.0, norm)
+        messages.append(str(error.value))
+        assert parameter.grad.tolist() == [3.0, 4.0, 0.0]
+    assert messages[0] == messages[1]
+
+
+def test_inference_tensors_are_written_in_inference_mode_only(backend, device):
+    with torch.inference_mode():
+        grads = [torch.full((4,), 2.0, device=device) for _ in range(2)]
+    plain = random(3, torch.float32, device)
+    parameters = parameters_with(plain.clone(), *grads)
+    norm = fastamp.get_total_norm([plain, *grads])
+    message = "Inplace update to inference tensor outside InferenceMode is not allowed"
+    for clip in (
+        lambda: torch.nn.utils.clip_grad_norm_(parameters_with(grads[0]), 1.0),
+        lambda: fastamp.clip_grad_norm_(parameters, 1.0),
+        lambda: fastamp.clip_grads_with_norm_(parameters, 1.0, norm),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            clip()
+    assert torch.equal(parameters[0].grad, plain)
+    with torch.inference_mode():
+        fastamp.clip_grad_norm_(parameters, 1.0)
+    assert parameters[2].grad[0].item() == pytest.approx(2.0 / norm.item(), rel=1e-6)
 
 
 def test_torch_func_goes_torchs_way(backend):

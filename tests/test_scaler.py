@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import pickle
 import warnings
@@ -10,202 +9,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from test_amp import bits, odd_gradients, parameters_with, random
+from gradients import KINDS, bits, odd_gradients, parameters_with, random
 from torch.utils._python_dispatch import TorchDispatchMode
+from training import FUSED, OPTIMIZERS, make_folding, make_scaler, one_step
 
 import fastamp
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-STEPS = 50
-OVERFLOWS = (3, 20)
-
-
-class SignMomentum(torch.optim.Optimizer):
-    """An optimizer that torch does not know."""
-
-    def __init__(self, parameters, lr):
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    moment = self.state[p].setdefault("moment", torch.zeros_like(p))
-                    moment.lerp_(p.grad, 0.1)
-                    p.sub_(moment.tanh(), alpha=group["lr"])
-
-
-OPTIMIZERS = {
-    "adamw fused": lambda ps: torch.optim.AdamW(ps, lr=1e-3, fused=True),
-    "adam fused": lambda ps: torch.optim.Adam(ps, lr=1e-3, fused=True),
-    "sgd fused": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, fused=True),
-    "adagrad fused": lambda ps: torch.optim.Adagrad(ps, lr=1e-2, fused=True),
-    "adamw foreach": lambda ps: torch.optim.AdamW(ps, lr=1e-3, foreach=True),
-    "sgd momentum": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9),
-    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2),
-    "own": lambda ps: SignMomentum(ps, lr=1e-2),
-}
-
-
-@pytest.fixture(autouse=True)
-def no_fused_adagrad_on_cuda(request):
-    """torch has no fused Adagrad for CUDA."""
-    names = getattr(getattr(request.node, "callspec", None), "params", {})
-    on_cuda = "cuda" in (names.get("backend"), names.get("compiled"))
-    if on_cuda and names.get("name") == "adagrad fused":
-        pytest.skip("torch has no fused Adagrad for CUDA")
-
-
-FUSED = [name for name in OPTIMIZERS if name.endswith("fused")]
-
-
-def convnet(device):
-    torch.manual_seed(0)
-    layers = [
-        torch.nn.Conv2d(3, 8, 3, bias=False),
-        torch.nn.BatchNorm2d(8),
-        torch.nn.ReLU(),
-        torch.nn.Flatten(),
-        torch.nn.Linear(8 * 36, 10),
-    ]
-    return torch.nn.Sequential(*layers).to(device), random(
-        (STEPS, 4, 3, 8, 8), torch.float32, device
-    )
-
-
-def mlp(device):
-    """A model whose backward is the same to the bit at every run, on a GPU too."""
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8)]
-    return torch.nn.Sequential(*layers).to(device), random((STEPS, 4, 16), torch.float32, device)
-
-
-class TinyGPT(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = torch.nn.Embedding(32, 16)
-        self.block = torch.nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, bias=False)
-        self.head = torch.nn.Linear(16, 32)
-
-    def forward(self, tokens):
-        mask = torch.nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], tokens.device)
-        return self.head(self.block(self.embed(tokens), src_mask=mask, is_causal=True))
-
-
-def small_gpt(device):
-    torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(32, (STEPS, 2, 12), generator=generator)
-    return TinyGPT().to(device), tokens.to(device)
-
-
-MODELS = {"convnet": convnet, "gpt": small_gpt}
-
-
-def train(model, data, make_optimizer, scaler, step, overflows=OVERFLOWS):
-    """Train with an inf in one gradient at some steps; return what there is afterwards."""
-    optimizer = make_optimizer(model.parameters())
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-    skipped, scales = [], []
-    for i, batch in enumerate(data):
-        optimizer.zero_grad()
-        loss = model(batch).square().mean()
-        scaler.scale(loss).backward()
-        if i in overflows:
-            last = [p for p in model.parameters() if p.grad is not None][-2]
-            last.grad.view(-1)[1] = math.inf
-        before = copy.deepcopy([model.state_dict(), optimizer.state_dict()["state"]])
-        did_skip = step(scaler, optimizer, model)
-        scaler.update()
-        if did_skip:
-            assert_same_bits(before, [model.state_dict(), optimizer.state_dict()["state"]])
-            skipped.append(i)
-        else:
-            scheduler.step()
-        scales.append(scaler.get_scale())
-    return {
-        "parameters": [p.detach() for p in model.parameters()],
-        "state": optimizer.state_dict()["state"],
-        "scales": scales,
-        "lr": scheduler.get_last_lr(),
-        "skipped": skipped,
-    }
-
-
-def stock_step(max_norm):
-    def step(scaler, optimizer, model):
-        scaler.unscale_(optimizer)
-        found = scaler._found_inf_per_device(optimizer).values()
-        if max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        scaler.step(optimizer)
-        return any(flag.item() for flag in found)
-
-    return step
-
-
-def our_step(max_norm):
-    def step(scaler, optimizer, _model):
-        scaler.step(optimizer, max_norm=max_norm)
-        return scaler.last_step.skipped
-
-    return step
-
-
-def tensors_in(tree):
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else []
-    return [tensor for item in items for tensor in tensors_in(item)]
-
-
-def assert_same_bits(a, b):
-    for x, y in zip(tensors_in(a), tensors_in(b), strict=True):
-        assert torch.equal(x, y)
-
-
-def make_scaler(cls, device, **kwargs):
-    return cls(device, init_scale=1024.0, growth_interval=7, **kwargs)
-
-
-@pytest.mark.parametrize("max_norm", [None, 0.05])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("kind", MODELS)
-def test_whole_runs_equal_the_stock_sequence(backend, device, kind, name, max_norm):
-    results = []
-    for cls, step in ((torch.amp.GradScaler, stock_step), (fastamp.GradScaler, our_step)):
-        model, data = MODELS[kind](device)
-        scaler = make_scaler(cls, device)
-        results.append(train(model, data, OPTIMIZERS[name], scaler, step(max_norm)))
-    stock, ours = results
-    assert ours["skipped"] == stock["skipped"] == list(OVERFLOWS)
-    assert ours["scales"] == stock["scales"]
-    assert ours["lr"] == stock["lr"]
-    # One multiply or divide instead of two multiplies, and an exact norm: up to 2 ulps (2.4e-7) in
-    # a gradient at each step, which 50 steps add up to less than 1e-5. The models have no biases
-    # whose true gradient is 0: Adam would blow their rounding noise up to whole steps.
-    for a, b in zip(ours["parameters"], stock["parameters"], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    for a, b in zip(tensors_in(ours["state"]), tensors_in(stock["state"]), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_without_clipping_a_power_of_two_leaves_no_difference_at_all(backend, device, name):
-    results = []
-    for cls, step in ((torch.amp.GradScaler, stock_step), (fastamp.GradScaler, our_step)):
-        model, data = mlp(device)
-        scaler = make_scaler(cls, device)
-        results.append(train(model, data, OPTIMIZERS[name], scaler, step(None)))
-    if (device, name) == ("cuda", "sgd fused"):
-        # torch's kernel itself rounds differently with and without a grad_scale.
-        for a, b in zip(results[0]["parameters"], results[1]["parameters"], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
-        return
-    assert_same_bits(results[0]["parameters"], results[1]["parameters"])
-    assert_same_bits(results[0]["state"], results[1]["state"])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -235,19 +45,6 @@ def test_gradients_end_unscaled_and_clipped(backend, device, how, name):
     assert scaler.skipped_steps == 0
     assert report.scale.item() == (1024.0 if how != "unscale then step" else 1.0)
     assert {t.device.type for t in (report.norm, report.clip_coef, report.found_inf)} == {device}
-
-
-def one_step(scaler, optimizer, device, **kwargs):
-    scaler.scale(torch.ones((), device=device))
-    scaler.step(optimizer, **kwargs)
-
-
-def make_folding(name, parameters):
-    """Make a fused optimizer whose kernel takes the loss scale, or skip."""
-    optimizer = OPTIMIZERS[name](parameters)
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        pytest.skip("this torch's fused Adagrad takes no loss scale")  # torch 2.11
-    return optimizer
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -415,30 +212,6 @@ def test_fine_gradients_name_nothing(backend, device):
     assert fastamp.GradScaler(device).nonfinite_parameters(module) == []
 
 
-@pytest.mark.parametrize("first", [torch.amp.GradScaler, fastamp.GradScaler])
-def test_a_state_continues_in_the_other_scaler(backend, device, first):
-    second = fastamp.GradScaler if first is torch.amp.GradScaler else torch.amp.GradScaler
-    runs = []
-    for handed_over in (False, True):
-        model, data = mlp(device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        scaler = make_scaler(first, device)
-        for i, batch in enumerate(data[:20]):
-            if handed_over and i == 10:
-                state = scaler.state_dict()
-                scaler = second(device)
-                scaler.load_state_dict(pickle.loads(pickle.dumps(state)))
-            optimizer.zero_grad()
-            scaler.scale(model(batch).square().mean()).backward()
-            if i in OVERFLOWS or i == 12:
-                next(model.parameters()).grad.view(-1)[0] = math.inf
-            scaler.step(optimizer)
-            scaler.update()
-        runs.append([scaler.state_dict(), [p.detach() for p in model.parameters()]])
-    assert runs[0][0] == runs[1][0]
-    assert_same_bits(runs[0][1], runs[1][1])
-
-
 def test_a_pickled_scaler_goes_on(backend, device):
     parameters = parameters_with(torch.full((4,), math.inf, device=device))
     scaler = fastamp.GradScaler(device, min_scale=4.0)
@@ -531,11 +304,15 @@ def test_clipping_after_the_step_is_refused(backend, device):
     ("arguments", "message"),
     [
         ({"min_scale": 0.0}, "min_scale: expected a number above 0, got 0.0"),
+        ({"max_scale": 0.0}, "max_scale: expected a number above 0, got 0.0"),
+        ({"max_scale": math.nan}, "max_scale: expected a number above 0, got nan"),
+        ({"init_scale": "x"}, "init_scale: expected a number above 0, got 'x'"),
+        ({"init_scale": None}, "init_scale: expected a number above 0, got None"),
         ({"init_scale": 2.0, "min_scale": 4.0}, "init_scale: expected min_scale=4.0 <= 2.0"),
         ({"init_scale": 2.0, "max_scale": 1.0}, "init_scale: expected .* <= max_scale=1.0"),
     ],
 )
-def test_bad_bounds_are_named(arguments, message):
+def test_bad_scales_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         fastamp.GradScaler("cpu", **arguments)
 
@@ -560,9 +337,6 @@ def test_a_fused_optimizer_takes_float16_gradients(backend, device):
     scaler = fastamp.GradScaler(device, init_scale=16.0)
     one_step(scaler, torch.optim.SGD(parameters, lr=0.1, fused=True), device)
     torch.testing.assert_close(parameters[0].grad, grad, rtol=1e-3, atol=1e-6)
-
-
-KINDS = list(odd_gradients("cpu"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -650,67 +424,6 @@ def test_unscaling_equals_torchs_to_the_bit(backend, device):
         results.append([bits(p.grad) for p in parameters])
     for a, b in zip(*results, strict=True):
         assert (a == b).all()
-
-
-def test_accumulation_and_two_losses_share_one_scale(backend, device):
-    results = []
-    for cls in (torch.amp.GradScaler, fastamp.GradScaler):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 2, device=device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-        scaler = make_scaler(cls, device)
-        for i in range(6):
-            first, second = model(random((3, 4), torch.float32, device, seed=i)).unbind(1)
-            losses = scaler.scale([first.square().mean(), (second.mean(),)])
-            (losses[0] + losses[1][0]).backward()
-            if i % 2:
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-        results.append([p.detach() for p in model.parameters()])
-    assert_same_bits(*results)
-
-
-def test_the_gradient_penalty_recipe(backend, device):
-    results = []
-    for cls in (torch.amp.GradScaler, fastamp.GradScaler):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 1, device=device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = make_scaler(cls, device)
-        for i in range(4):
-            optimizer.zero_grad()
-            loss = model(random((3, 4), torch.float32, device, seed=i)).square().mean()
-            scaled = torch.autograd.grad(scaler.scale(loss), model.parameters(), create_graph=True)
-            penalty = sum((g / scaler.get_scale()).square().sum() for g in scaled)
-            scaler.scale(loss + penalty).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        results.append([p.detach() for p in model.parameters()])
-    assert_same_bits(*results)
-
-
-def test_a_compiled_training_step_gives_the_same_result(backend, device):
-    results = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(8, 8, device=device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-        scaler = make_scaler(fastamp.GradScaler, device)
-
-        def step(batch, model=model, optimizer=optimizer, scaler=scaler):
-            optimizer.zero_grad()
-            scaler.scale(model(batch).square().mean()).backward()
-            scaler.step(optimizer, max_norm=0.1)
-            scaler.update()
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # dynamo's own, about what it leaves out of the graph
-            run = torch.compile(step, backend="eager") if compiled else step
-            for i in range(3):
-                run(random((4, 8), torch.float32, device, seed=i))
-        results.append([p.detach() for p in model.parameters()])
-    assert_same_bits(*results)
 
 
 def test_it_is_a_torch_scaler():
