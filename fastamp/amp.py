@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
@@ -75,7 +76,7 @@ class GradScaler(torch.amp.GradScaler):
         max_scale: the scale never grows above this.
 
     Raises:
-        ValueError: `min_scale` is not above 0, or `init_scale` is not between the two bounds.
+        ValueError: a scale is not a number above 0, or `init_scale` not between the two bounds.
     """
 
     def __init__(
@@ -93,11 +94,10 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
-        if min_scale is not None and not min_scale > 0:
-            msg = f"min_scale: expected a number above 0, got {min_scale}"
-            raise ValueError(msg)
-        if not (min_scale or 0.0) <= init_scale <= (max_scale or float("inf")):
-            msg = f"init_scale: expected min_scale={min_scale} <= {init_scale} <= {max_scale=}"
+        low = 0.0 if min_scale is None else _above_zero("min_scale", min_scale)
+        high = math.inf if max_scale is None else _above_zero("max_scale", max_scale)
+        if not low <= _above_zero("init_scale", init_scale) <= high:
+            msg = f"init_scale: expected {min_scale=} <= {init_scale} <= {max_scale=}"
             raise ValueError(msg)
         self._min_scale = min_scale
         self._max_scale = max_scale
@@ -394,6 +394,18 @@ class GradScaler(torch.amp.GradScaler):
         if device not in self._skipped:
             self._skipped[device] = torch.zeros((), dtype=torch.float32, device=device)
         return self._skipped[device]
+
+
+def _above_zero(name: str, value: float) -> float:
+    """Return an argument as a float, or raise an error that names it."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not number > 0:
+        msg = f"{name}: expected a number above 0, got {value!r}"
+        raise ValueError(msg)
+    return number
 
 
 def _grads_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

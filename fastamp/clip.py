@@ -47,7 +47,8 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set. The message names the
-            index of the first such parameter; the gradients are as they were.
+            index of the first such parameter; the gradients are as they were. Or a gradient was
+            made in inference mode, and this is called outside of it.
     """
     parameters = _as_list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
@@ -59,6 +60,7 @@ def clip_grad_norm_(
         return torch.nn.utils.clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )
+    _refuse_inference_tensors(grads)
     groups = _backend.pack(grads, norm_type)
     stats = _backend.grad_stats(groups, norm_type, _backend.Clip(max_norm=max_norm))
     if error_if_nonfinite and not stats.norm.isfinite():
@@ -117,14 +119,19 @@ def clip_grads_with_norm_(
         max_norm: the norm that the gradients have at most afterwards.
         total_norm: their norm, a 0-dim tensor, as from `get_total_norm`.
         foreach: taken for compatibility; fastamp always handles the list as a whole.
+
+    Raises:
+        RuntimeError: `total_norm` is not 0-dim, or a gradient was made in inference mode and this
+            is called outside of it.
     """
     parameters = _as_list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         return
-    if not _backend.is_plain(grads) or type(total_norm) is not torch.Tensor:
+    if not _backend.is_plain(grads) or type(total_norm) is not torch.Tensor or total_norm.dim() > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
         return
+    _refuse_inference_tensors(grads)
     clip_coef = torch.full_like(total_norm, float(max_norm)) / (total_norm + 1e-6)
     _backend.rescale_(_backend.pack(grads), clip_coef.clamp(max=1.0).to(torch.float32))
 
@@ -164,6 +171,13 @@ def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
         message = "`parameters` is an empty generator, no gradient clipping will occur."
         warnings.warn(message, stacklevel=4)
     return listed
+
+
+def _refuse_inference_tensors(grads: list[Tensor]) -> None:
+    """Refuse what torch's in-place operators refuse, before anything is written."""
+    if not torch.is_inference_mode_enabled() and any(map(torch.Tensor.is_inference, grads)):
+        msg = "Inplace update to inference tensor outside InferenceMode is not allowed."
+        raise RuntimeError(msg)
 
 
 def _nonfinite_message(tensors: Iterable[Tensor | None], norm_type: float) -> str:

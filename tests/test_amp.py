@@ -322,13 +322,13 @@ def test_a_given_norm_that_is_not_0_dim_is_refused_as_in_torch(backend, norm):
 
 def test_inference_tensors_are_written_in_inference_mode_only(backend, device):
     with torch.inference_mode():
-        grads = [torch.full((4,), 2.0, device=device) for _ in range(2)]
+        theirs, *grads = [torch.full((4,), 2.0, device=device) for _ in range(3)]
     plain = random(3, torch.float32, device)
     parameters = parameters_with(plain.clone(), *grads)
     norm = fastamp.get_total_norm([plain, *grads])
     message = "Inplace update to inference tensor outside InferenceMode is not allowed"
     for clip in (
-        lambda: torch.nn.utils.clip_grad_norm_(parameters_with(grads[0]), 1.0),
+        lambda: torch.nn.utils.clip_grad_norm_(parameters_with(theirs), 1.0),
         lambda: fastamp.clip_grad_norm_(parameters, 1.0),
         lambda: fastamp.clip_grads_with_norm_(parameters, 1.0, norm),
     ):
