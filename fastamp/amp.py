@@ -263,7 +263,7 @@ class GradScaler(torch.amp.GradScaler):
             if not allow_fp16:
                 _refuse_float16(groups)
             device = groups[0].device
-            inv_scale = inv_scale.to(device, non_blocking=True)
+            inv_scale = inv_scale.to(device, non_blocking=True).reshape(())
             stats = _backend.grad_stats(groups, 2.0, Clip(scale=inv_scale.reciprocal()))
             _backend.rescale_(groups, inv_scale)
         self._per_optimizer_states[id(optimizer)]["stats"] = stats
@@ -414,12 +414,14 @@ def _grads_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 @torch.no_grad()
 def _pack(optimizer: torch.optim.Optimizer, grads: list[Tensor]) -> list[_backend.Group]:
-    """Hand the optimizer's gradients to their backends, none with gaps or sharing in its memory.
+    """Hand the optimizer's gradients to their backends.
 
-    torch's fused kernels take such gradients for contiguous ones, and read past their end.
+    torch's fused kernels take gradients with gaps or sharing in their memory for contiguous ones,
+    and read past their end: they get copies.
     """
     groups = _backend.pack(grads)
-    if all(group.ops.name != "fallback" for group in groups):
+    folds = getattr(optimizer, "_step_supports_amp_scaling", False)
+    if not folds or all(group.ops.name != "fallback" for group in groups):
         return groups
     for parameter in _parameters_of(optimizer):
         grad = parameter.grad
