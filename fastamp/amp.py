@@ -409,7 +409,8 @@ def _above_zero(name: str, value: float) -> float:
 
 
 def _grads_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    parameters = _parameters_of(optimizer)
+    return [grad for parameter in parameters if (grad := parameter.grad) is not None]
 
 
 @torch.no_grad()

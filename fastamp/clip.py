@@ -51,7 +51,7 @@ def clip_grad_norm_(
             made in inference mode, and this is called outside of it.
     """
     parameters = _as_list(parameters)
-    grads = [p.grad for p in parameters if p.grad is not None]
+    grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
     max_norm = float(max_norm)
     norm_type = float(norm_type)
     if not grads:
@@ -125,7 +125,7 @@ def clip_grads_with_norm_(
             is called outside of it.
     """
     parameters = _as_list(parameters)
-    grads = [p.grad for p in parameters if p.grad is not None]
+    grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
     if not grads:
         return
     if not _backend.is_plain(grads) or type(total_norm) is not torch.Tensor or total_norm.dim() > 0:
