@@ -5,15 +5,15 @@ from __future__ import annotations
 import inspect
 import math
 from collections import defaultdict
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from fastamp import _backend
 from fastamp._backend import Clip
+from fastamp._report import NonFinite, StepReport, find_nonfinite, unmeasured
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -21,40 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["GradScaler", "NonFinite", "StepReport"]
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What one step found and did: 0-dim tensors on the gradients' device, which nobody waited for.
-
-    Attributes:
-        norm: of the unscaled gradients before clipping, NaN where no one measured it.
-        clip_coef: what clipping multiplied the gradients by, 1 without clipping.
-        found_inf: 1.0 where a gradient held inf or NaN and the step was skipped, else 0.0.
-        scale: the loss scale of this step.
-    """
-
-    norm: Tensor
-    clip_coef: Tensor
-    found_inf: Tensor
-    scale: Tensor
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the optimizer left the parameters as they were; waits for the device."""
-        return bool(self.found_inf.item())
-
-
-class NonFinite(NamedTuple):
-    """One gradient with values that are not finite.
-
-    `first_index` counts in the flattened gradient; torch.unravel_index makes it a position.
-    """
-
-    name: str
-    n_nan: int
-    n_inf: int
-    first_index: int
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -138,7 +104,7 @@ class GradScaler(torch.amp.GradScaler):
             ValueError: a gradient is float16 and the optimizer is not fused.
         """
         if not self._enabled and max_norm is None:
-            self.last_step = _unmeasured(torch.zeros(()))
+            self.last_step = unmeasured(torch.zeros(()))
             retval: float | None = optimizer.step(*args, **kwargs)
             return retval
         max_norm = None if max_norm is None else float(max_norm)
@@ -225,13 +191,7 @@ class GradScaler(torch.amp.GradScaler):
             One entry for each such parameter: name, number of NaN, number of inf, and the index of
             the first of either in the flattened gradient.
         """
-        named = [(n, p.grad) for n, p in module.named_parameters() if p.grad is not None]
-        finite = [_values_of(grad).isfinite().all() for _, grad in named]
-        return [
-            _count_nonfinite(name, grad)
-            for (name, grad), is_finite in zip(named, finite, strict=True)
-            if not is_finite
-        ]
+        return find_nonfinite(module)
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep the number of skipped steps, and no tensors."""
@@ -384,7 +344,7 @@ class GradScaler(torch.amp.GradScaler):
         """Make `last_step` from what was read in this iteration."""
         stats: _backend.GradStats | None = state.get("stats")
         if stats is None:
-            self.last_step = _unmeasured(found_inf)
+            self.last_step = unmeasured(found_inf)
         else:
             self.last_step = StepReport(stats.norm, stats.clip_coef, found_inf, stats.scale)
         return self.last_step
@@ -460,27 +420,3 @@ def _any(flags: Iterable[Tensor]) -> Tensor:
         return flags[0]
     device = flags[0].device
     return torch.stack([flag.to(device, non_blocking=True) for flag in flags]).amax()
-
-
-def _unmeasured(found_inf: Tensor) -> StepReport:
-    one = torch.ones_like(found_inf)
-    return StepReport(one * torch.nan, one, found_inf, one)
-
-
-def _values_of(grad: Tensor) -> Tensor:
-    return grad.coalesce().values() if grad.is_sparse else grad
-
-
-def _count_nonfinite(name: str, grad: Tensor) -> NonFinite:
-    values = _values_of(grad)
-    bad = values.isfinite().logical_not()
-    first = int(bad.reshape(-1).to(torch.uint8).argmax().item())
-    if grad.is_sparse:
-        # Entries are sorted by place; what follows the sparse dimensions lies inside an entry.
-        entry, inside = divmod(first, max(values[0].numel(), 1))
-        place = 0
-        for size, i in zip(grad.shape, grad.coalesce().indices()[:, entry].tolist(), strict=False):
-            place = place * size + i
-        first = place * values[0].numel() + inside
-    n_nan = int(values.isnan().sum().item())
-    return NonFinite(name, n_nan, int(bad.sum().item()) - n_nan, first)
