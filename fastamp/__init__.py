@@ -8,14 +8,19 @@ from fastamp.clip import (
     clip_grads_with_norm_,
     get_total_norm,
 )
+from fastamp.metrics import MetricsTracker, ScalarStats
+from fastamp.precision import compute_effective_precision
 
 __all__ = [
     "GradScaler",
+    "MetricsTracker",
+    "ScalarStats",
     "__version__",
     "backends",
     "clip_grad_norm_",
     "clip_grad_value_",
     "clip_grads_with_norm_",
+    "compute_effective_precision",
     "get_total_norm",
 ]
 

@@ -69,6 +69,7 @@ class GradScaler(torch.amp.GradScaler):
         self._max_scale = max_scale
         self._skipped: dict[torch.device, Tensor] = {}
         self._skipped_before = 0  # by the instance that this one was unpickled from
+        self._observers: list[Any] = []  # told of every step and update; see fastamp.metrics
         self.last_step: StepReport | None = None
         """What the last call of `step` found; None before the first."""
 
@@ -123,6 +124,8 @@ class GradScaler(torch.amp.GradScaler):
         else:
             retval = self._step_in_place(optimizer, state, grads, max_norm, *args, **kwargs)
         state["stage"] = OptState.STEPPED
+        for observer in self._observers:
+            observer.stepped()
         return retval
 
     def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
@@ -177,6 +180,8 @@ class GradScaler(torch.amp.GradScaler):
         super().update(new_scale)
         if self._enabled and self._scale is not None and (self._min_scale or self._max_scale):
             self._scale.clamp_(self._min_scale, self._max_scale)
+        for observer in self._observers:
+            observer.updated()
 
     def nonfinite_parameters(self, module: torch.nn.Module) -> list[NonFinite]:
         """Name the parameters of a module whose gradients hold inf or NaN.
@@ -194,9 +199,9 @@ class GradScaler(torch.amp.GradScaler):
         return find_nonfinite(module)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Keep the number of skipped steps, and no tensors."""
+        """Keep the number of skipped steps, no tensors, and nobody who watches."""
         count = {"_skipped_before": self.skipped_steps, "_skipped": {}, "last_step": None}
-        return super().__getstate__() | count
+        return super().__getstate__() | count | {"_observers": []}
 
     def _state_of(self, optimizer: torch.optim.Optimizer, caller: str) -> dict[str, Any]:
         """Return the optimizer's state in this iteration; without scaling, all is unscaled."""

@@ -21,7 +21,14 @@ INCLUDES = {
 
 EXTENSION = "fastamp._native"
 BACKENDS = {"fastamp._fallback", "fastamp._native_cpu", "fastamp._native_cuda"}
-PUBLIC = {"fastamp", "fastamp.amp", "fastamp.clip", "fastamp.data", "fastamp.timer"}
+PUBLIC = {
+    "fastamp",
+    "fastamp.amp",
+    "fastamp.clip",
+    "fastamp.data",
+    "fastamp.precision",
+    "fastamp.timer",
+}
 ABOVE = {"fastamp.train", "fastamp.metrics", "fastamp.bench", "fastamp.integrations"}
 # Module, or package with everything in it: which modules of fastamp it may import.
 IMPORTS = {
@@ -34,6 +41,7 @@ IMPORTS = {
     "fastamp._report": set(),
     "fastamp.clip": {"fastamp._backend"},
     "fastamp.data": {"fastamp._backend"},
+    "fastamp.precision": set(),
     "fastamp.timer": {"fastamp._backend"},
     **{name: {*PUBLIC, *ABOVE} for name in ABOVE},
 }
@@ -124,6 +132,8 @@ def test_a_forbidden_include_is_caught(folder, line):
         ("fastamp._fallback", "from fastamp._native import pack"),
         ("fastamp._native_cuda", "from fastamp import _native_cpu"),
         ("fastamp.bench.race", "from fastamp import _backend"),
+        ("fastamp.metrics.watch", "from fastamp import _backend"),
+        ("fastamp.precision", "from fastamp.amp import GradScaler"),
         ("fastamp.bench", "def f():\n    import fastamp._native"),
     ],
 )

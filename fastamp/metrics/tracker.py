@@ -1,0 +1,293 @@
+"""The tracker: a queue that costs a training step next to nothing, emptied in bulk."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections import defaultdict, deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fastamp.amp import GradScaler
+from fastamp.metrics.series import Series
+from fastamp.metrics.sinks import require
+from fastamp.metrics.watch import GpuWatch, MeansWatch, ScalerWatch
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable, Sequence
+    from typing import TypeAlias
+
+    from numpy.typing import NDArray
+
+    from fastamp.metrics.series import ScalarStats
+    from fastamp.metrics.sinks import Scalar, Sink
+
+    # Of a scalar: its name, or what makes scalars of the step and the value when it is there.
+    Name: TypeAlias = str | Callable[[int, float], Iterable[Scalar]]
+    OnDevice: TypeAlias = tuple[Tensor, torch.cuda.Stream | None]  # a copy, and where it is made
+    Entry: TypeAlias = tuple[Name, int, float | OnDevice]
+
+QUEUE = 4096
+BATCHES_IN_FLIGHT = 8
+LIMIT = 2**63
+
+
+class MetricsTracker:
+    """Record scalars of a training run in bounded memory, without waiting for the device.
+
+    `log_scalar` puts a value into a queue. `flush`, and every 4,096th value, empties the queue into
+    the histories and the sinks; values on a device follow when they have arrived, in order. Only
+    `flush`, `summary`, `history`, `plot` and `close` wait for them, and so does a queue whose
+    device is 30,000 values behind. Any thread may log. A tracker with sinks is closed at exit.
+
+    Args:
+        capacity: the longest history that is kept of one name; at least 2.
+        sinks: callables that take a list of (name, step, value), as `fastamp.metrics.JsonLines`.
+            One that raises is reported once, in the log, and called again with the next batch.
+
+    Raises:
+        TypeError: a sink is not callable.
+        ValueError: `capacity` is below 2.
+    """
+
+    def __init__(self, capacity: int = 4096, sinks: Sequence[Sink] = ()) -> None:
+        if capacity < 2:
+            msg = f"capacity: expected at least 2, for the first and the last value, got {capacity}"
+            raise ValueError(msg)
+        if not all(map(callable, sinks)):
+            msg = f"sinks: expected callables, got {sinks!r}"
+            raise TypeError(msg)
+        self.last_step = 0
+        """The step of the latest call of `log_scalar`."""
+        self._sinks = tuple(sinks)
+        self._reported: set[int] = set()
+        self._series: dict[str, Series] = defaultdict(lambda: Series(capacity))
+        self._watched: list[Any] = []
+        self._gpus: GpuWatch | None = None
+        self._samples: list[Callable[[], None]] = []
+        self._stops: list[Callable[[], None]] = []
+        self._queue: list[Entry] = []
+        self._in_flight: deque[tuple[list[Entry], list[Transfer]]] = deque()
+        self._lock = threading.RLock()
+        self._is_draining = False
+        if sinks:
+            atexit.register(self.close)
+
+    def log_scalar(self, name: str, value: Any, step: int) -> None:
+        """Record a value; costs well under a microsecond for a Python number.
+
+        Args:
+            name: of the scalar, as "train/loss".
+            value: a number, or a tensor or array with one element of any real dtype on any device.
+                It may change in place afterwards. inf and NaN are kept.
+            step: of the training; any integer of 64 bits, in any order.
+
+        Raises:
+            RuntimeError: the value is on a device and a CUDA graph is being captured.
+            TypeError: the value is not one real number, the step no integer, the name no string.
+        """
+        if type(step) is not int and hasattr(step, "__index__"):
+            step = int(step)
+        if type(name) is not str or type(step) is not int or not -LIMIT <= step < LIMIT:
+            msg = f"expected a string and an integer of 64 bits, got {name=}, {step=}"
+            raise TypeError(msg)
+        self._put(name, value, step)
+        self.last_step = step
+
+    def watch(self, source: Any, *, first_step: int = 0) -> None:
+        """Record what something that works beside the loop says of itself.
+
+        - `fastamp.GradScaler`: "train/grad_norm" at every step (NaN where nobody measured it),
+          "train/loss_scale" when it changes, and at every overflow "train/gradient_overflow" (1)
+          and "train/skipped_steps" (how many so far). Steps are counted by calls of `update`.
+        - `fastamp.Timer`, `fastamp.DataLoader`: "timer/<region>" and "loader/wait_s" and the like,
+          at every `flush` the mean seconds per call or batch since the last one.
+        - a CUDA device, as "cuda": "gpu0/utilization_pct", "gpu0/memory_nbytes" (in use by all
+          processes) and "gpu0/power_w", once a second. Nothing where there is no GPU.
+
+        Args:
+            source: one of these; watching it twice is watching it once.
+            first_step: number of a scaler's next step, for a run that is resumed.
+
+        Raises:
+            ImportError: there is a GPU and no nvidia-ml-py; it comes with the extra `gpu`.
+            TypeError: it is none of these.
+        """
+        if any(source is known for known in self._watched):
+            return
+        if isinstance(source, GradScaler):
+            self._stops.append(ScalerWatch(self, source, first_step).stop)
+        elif isinstance(source, str | torch.device):
+            has_nvml = torch.cuda.is_available() and torch.version.cuda is not None
+            if torch.device(source).type == "cuda" and has_nvml:
+                if self._gpus is None:
+                    self._gpus = GpuWatch(self)
+                    self._stops.append(self._gpus.stop)
+                self._gpus.add(torch.device(source))
+        elif hasattr(source, "summary") or hasattr(source, "stats"):
+            self._samples.append(MeansWatch(self, source).sample)
+        else:
+            msg = f"source: expected a GradScaler, Timer, DataLoader or CUDA device, got {source!r}"
+            raise TypeError(msg)
+        self._watched.append(source)
+
+    def flush(self) -> None:
+        """Hand everything logged so far to the histories and the sinks; waits for the device."""
+        for sample in self._samples:
+            sample()
+        self._drain(wait=True)
+
+    def history(self, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the steps and values of a name: the first, the last, and an even sample.
+
+        Returns:
+            Two arrays of equal length, int64 and float64, at most `capacity`, in logging order.
+
+        Raises:
+            KeyError: nothing was logged under this name.
+        """
+        with self._lock:
+            self._drain(wait=True)
+            if name not in self._series:
+                msg = f"name: nothing was logged as {name!r}, only as {list(self._series)}"
+                raise KeyError(msg)
+            return self._series[name].history()
+
+    def summary(self) -> dict[str, ScalarStats]:
+        """Return the statistics of all values of each name, in the order of their first."""
+        with self._lock:
+            self._drain(wait=True)
+            return {name: series.stats() for name, series in self._series.items()}
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw every history into a file; its suffix (.png, .svg, .pdf) says of which kind.
+
+        Raises:
+            ImportError: matplotlib is not installed; it comes with the extra `plot`.
+            ValueError: nothing was logged.
+        """
+        figures, summary = require("matplotlib.figure", "plot"), self.summary()
+        if not summary:
+            msg = "plot: nothing was logged"
+            raise ValueError(msg)
+        figure = figures.Figure(figsize=(8, 2.5 * len(summary)), layout="constrained")
+        for index, name in enumerate(summary):
+            panel = figure.add_subplot(len(summary), 1, index + 1, title=name, xlabel="step")
+            panel.plot(*self.history(name), marker=".")
+        figure.savefig(path)
+
+    def close(self) -> None:
+        """Flush, and let go of the sinks and of all that is watched; histories stay."""
+        for stop in self._stops:
+            stop()
+        self.flush()
+        self._sinks, self._watched, self._gpus, self._samples, self._stops = (), [], None, [], []
+        atexit.unregister(self.close)
+
+    def _put(self, name: Name, value: Any, step: int) -> None:
+        """Queue a value, and leave `last_step` to the loop."""
+        self._queue.append((name, step, value if type(value) is float else _to_scalar(name, value)))
+        if len(self._queue) >= QUEUE:
+            self._drain(wait=False)
+
+    def _drain(self, *, wait: bool) -> None:
+        """Empty the queue, and settle the batches whose values are there, or all of them."""
+        with self._lock:
+            if self._is_draining or _is_capturing():  # a sink may log, too
+                return
+            self._is_draining = True
+            try:
+                n = len(self._queue)  # other threads append behind it
+                batch = self._queue[:n]
+                del self._queue[:n]
+                self._in_flight.append((batch, _send(batch)))
+                while self._in_flight and (wait or self._is_first_ready()):
+                    self._settle(*self._in_flight.popleft())
+            finally:
+                self._is_draining = False
+
+    def _is_first_ready(self) -> bool:
+        transfers = self._in_flight[0][1]
+        return len(self._in_flight) > BATCHES_IN_FLIGHT or all(t.is_ready() for t in transfers)
+
+    def _settle(self, batch: list[Entry], transfers: list[Transfer]) -> None:
+        """Hand a batch to the histories and the sinks."""
+        arrived = {place: v for t in transfers for place, v in zip(t.places, t.read(), strict=True)}
+        scalars: list[Scalar] = []
+        for place, (name, step, queued) in enumerate(batch):
+            value = queued if isinstance(queued, float) else arrived[place]
+            scalars += ((name, step, value),) if isinstance(name, str) else name(step, value)
+        columns: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
+        for name, step, value in scalars:
+            steps, values = columns[name]
+            steps.append(step)
+            values.append(value)
+        for name, column in columns.items():
+            self._series[name].extend(*column)
+        for sink in self._sinks if scalars else ():
+            try:
+                sink([*scalars])
+            except Exception as error:  # noqa: BLE001, PERF203 - training outlives what a sink raises
+                if id(sink) not in self._reported:
+                    self._reported.add(id(sink))
+                    logging.getLogger(__name__).warning("a sink fails, %r: %r", sink, error)
+
+
+class Transfer:
+    """Scalars of one stream on their way to the host in one copy, and their places in a batch."""
+
+    def __init__(self, stream: Any, places: list[int], values: list[Tensor]) -> None:
+        self.places = places
+        self._event: Any = None
+        with torch.cuda.stream(stream):
+            self._values = torch.stack(values)
+            if stream is not None:  # without CUDA's events it is read when somebody asks
+                self._values = self._values.to("cpu", non_blocking=True)  # into pinned memory
+                self._event = stream.record_event()
+
+    def is_ready(self) -> bool:
+        """Say whether `read` waits for nothing."""
+        return self._event is not None and self._event.query()
+
+    def read(self) -> list[float]:
+        """Return the scalars, after waiting for them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values.tolist()
+
+
+def _send(batch: list[Entry]) -> list[Transfer]:
+    """Start one copy to the host for each device and stream that a batch has scalars on."""
+    by_stream: dict[Any, tuple[list[int], list[Tensor]]] = defaultdict(lambda: ([], []))
+    for place, (_, _, value) in enumerate(batch):
+        if not isinstance(value, float):
+            places, values = by_stream[value[0].device, value[1]]
+            places.append(place)
+            values.append(value[0])
+    return [Transfer(stream, *group) for (_, stream), group in by_stream.items()]
+
+
+def _is_capturing() -> bool:
+    """Say whether a CUDA graph is captured: work would be recorded, and a query would break it."""
+    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
+def _to_scalar(name: object, value: Any) -> float | OnDevice:
+    """Return a number as a Python float, or a copy of one that is on a device."""
+    is_far = isinstance(value, Tensor) and not (value.is_cpu or value.is_meta)
+    if is_far and value.numel() == 1 and not value.is_complex():
+        if _is_capturing():
+            msg = f"{name!r} cannot be logged while a CUDA graph is captured: do it afterwards"
+            raise RuntimeError(msg)
+        dtype = torch.float32 if value.is_mps else torch.float64  # Metal has no float64
+        stream = torch.cuda.current_stream(value.device) if value.is_cuda else None
+        return value.detach().reshape(()).to(dtype, copy=True), stream
+    with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+        return float(value.item() if hasattr(value, "item") else value)
+    msg = f"value of {name!r}: expected one real number, got {value!r}"
+    raise TypeError(msg)

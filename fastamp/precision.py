@@ -1,0 +1,66 @@
+"""Which precision a run ends up with, in Lightning's names."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["compute_effective_precision"]
+
+# What automatic mixed precision makes of each precision where it can run.
+MIXED = {
+    "64-true": "16-mixed",
+    "32-true": "16-mixed",
+    "16-true": "16-mixed",
+    "16-mixed": "16-mixed",
+    "bf16-true": "bf16-mixed",
+    "bf16-mixed": "bf16-mixed",
+    "transformer-engine": "transformer-engine",
+    "transformer-engine-float16": "transformer-engine-float16",
+}
+ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+
+
+def compute_effective_precision(
+    requested: str | int,
+    use_amp: bool | None,  # noqa: FBT001 - a fixed signature
+    cuda_available: bool | None = None,  # noqa: FBT001
+    use_gpu: bool = True,  # noqa: FBT001, FBT002
+) -> str:
+    """Decide between the precision that was asked for and a switch for mixed precision.
+
+    | use_amp | answer |
+    |---|---|
+    | None | `requested`, whatever the device: Lightning makes bf16 of "16-mixed" on a CPU itself |
+    | True, with a GPU | `requested` made mixed: bf16 stays bf16, anything else is "16-mixed" |
+    | True, without | full precision: the CPU's autocast is slower than FP32 on most processors |
+    | False | full precision |
+
+    Full precision is "32-true", or "64-true" where that was requested. Transformer Engine is a
+    kind of mixed precision, and True leaves it as it is.
+
+    Args:
+        requested: "64-true", "32-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed",
+            "transformer-engine" or "transformer-engine-float16"; or Lightning's old names 64, 32,
+            16 ("16-mixed") and "bf16" ("bf16-mixed"), as numbers or strings.
+        use_amp: switches mixed precision on or off; None leaves it to `requested`.
+        cuda_available: whether there is a GPU; None asks torch, where the answer depends on it.
+        use_gpu: whether the run would use one.
+
+    Returns:
+        One of the full names above, for `Trainer(precision=...)`.
+
+    Raises:
+        ValueError: `requested` is none of these names.
+    """
+    name = ALIASES.get(str(requested), str(requested))
+    if name not in MIXED:
+        known = ", ".join([*MIXED, *ALIASES])
+        msg = f"requested: expected one of {known}, got {requested!r}"
+        raise ValueError(msg)
+    if use_amp is None:
+        return name
+    if use_amp and use_gpu:
+        has_cuda = torch.cuda.is_available() if cuda_available is None else cuda_available
+        if has_cuda:
+            return MIXED[name]
+    return "64-true" if name == "64-true" else "32-true"

@@ -1,0 +1,56 @@
+"""compute_effective_precision: every combination of its arguments, in one table."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import fastamp
+
+# requested, as written: what use_amp=None, use_amp=True with a GPU and everything else give.
+TABLE = {
+    64: ("64-true", "16-mixed", "64-true"),
+    "64": ("64-true", "16-mixed", "64-true"),
+    "64-true": ("64-true", "16-mixed", "64-true"),
+    32: ("32-true", "16-mixed", "32-true"),
+    "32": ("32-true", "16-mixed", "32-true"),
+    "32-true": ("32-true", "16-mixed", "32-true"),
+    16: ("16-mixed", "16-mixed", "32-true"),
+    "16": ("16-mixed", "16-mixed", "32-true"),
+    "16-mixed": ("16-mixed", "16-mixed", "32-true"),
+    "16-true": ("16-true", "16-mixed", "32-true"),
+    "bf16": ("bf16-mixed", "bf16-mixed", "32-true"),
+    "bf16-mixed": ("bf16-mixed", "bf16-mixed", "32-true"),
+    "bf16-true": ("bf16-true", "bf16-mixed", "32-true"),
+    "transformer-engine": ("transformer-engine", "transformer-engine", "32-true"),
+    "transformer-engine-float16": (
+        "transformer-engine-float16",
+        "transformer-engine-float16",
+        "32-true",
+    ),
+}
+
+
+@pytest.mark.parametrize("requested", TABLE, ids=repr)
+def test_every_combination(monkeypatch, requested):
+    as_asked, mixed, full = TABLE[requested]
+    everything = itertools.product((None, True, False), (None, True, False), (True, False))
+    for use_amp, cuda_available, use_gpu in everything:
+        for torch_sees_cuda in (True, False):
+            monkeypatch.setattr(torch.cuda, "is_available", lambda sees=torch_sees_cuda: sees)
+            on_gpu = use_gpu and (torch_sees_cuda if cuda_available is None else cuda_available)
+            expected = as_asked if use_amp is None else mixed if use_amp and on_gpu else full
+            got = fastamp.compute_effective_precision(requested, use_amp, cuda_available, use_gpu)
+            assert got == expected, (use_amp, cuda_available, use_gpu, torch_sees_cuda)
+
+
+@pytest.mark.parametrize("requested", ["fp16", "32-mixed", "", 8, 16.5, True, None, ["16"]])
+@pytest.mark.parametrize("use_amp", [None, True, False])
+def test_unknown_names_are_refused_with_the_list(requested, use_amp):
+    with pytest.raises(ValueError, match=r"^requested: expected one of 64-true, ") as error:
+        fastamp.compute_effective_precision(requested, use_amp)
+    assert str(error.value).endswith(f", bf16, got {requested!r}")
+    for name in TABLE:
+        assert f"{name}, " in str(error.value)
