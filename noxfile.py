@@ -15,13 +15,13 @@ nox.options.sessions = ["lint", "types", "tests"]
 CXX = [str(path) for path in sorted(Path("csrc").rglob("*")) if path.is_file()]
 
 
-def install(session: nox.Session, folder: str, **defines: str) -> str:
+def install(session: nox.Session, folder: str, build_type: str = "Release", **defines: str) -> str:
     """Install fastamp into a folder of its own and return that folder's path."""
     target = Path("build", folder).absolute()
     options = [f"-Ccmake.define.{name}={value}" for name, value in defines.items()]
     session.run("rm", "-rf", str(target), external=True)
     pip = ("python", "-m", "pip", "install", "-q", "--no-deps")
-    session.run(*pip, f"--target={target}", *options, ".")
+    session.run(*pip, f"--target={target}", f"-Ccmake.build-type={build_type}", *options, ".")
     return str(target)
 
 
@@ -61,23 +61,40 @@ def cuda(session: nox.Session) -> None:
     session.run("python", "-c", check, env={"PYTHONPATH": folder, "PYTHONSAFEPATH": "1"})
 
 
-@nox.session
-def sanitize(session: nox.Session) -> None:
-    """Run the compiled CPU core's tests under the address and undefined-behaviour sanitizers."""
-    folder = install(session, "sanitize", FASTAMP_CUDA="OFF", FASTAMP_SANITIZE="ON")
-    runtimes = [
+def run_sanitized(session: nox.Session, kind: str, runtimes: list[str], *default: str) -> None:
+    """Run tests, or those in the options, on a compiled CPU core built with a sanitizer."""
+    # The build type keeps the symbols that a report needs.
+    options = {"FASTAMP_CUDA": "OFF", "FASTAMP_SANITIZE": kind}
+    folder = install(session, f"sanitize-{kind}", "RelWithDebInfo", **options)
+    libraries = [
         str(session.run("g++", f"-print-file-name={name}", external=True, silent=True)).strip()
-        for name in ("libasan.so", "libubsan.so")
+        for name in runtimes
     ]
     env = {
         "PYTHONPATH": folder,
         "PYTHONSAFEPATH": "1",
-        "LD_PRELOAD": ":".join(runtimes),
+        "LD_PRELOAD": ":".join(libraries),
         "ASAN_OPTIONS": "detect_leaks=0",  # Python itself keeps memory until the end
+        "TSAN_OPTIONS": "halt_on_error=1",
         "FASTAMP_BACKEND": "cpu",
     }
-    options = session.posargs or ["-q", "tests/test_amp.py", "-k", "cpu and not threads"]
-    session.run("python", "-m", "pytest", "-p", "no:cacheprovider", *options, env=env)
+    # A report goes past pytest, which does not live to show what it captured.
+    pytest = ("python", "-m", "pytest", "-p", "no:cacheprovider", "--capture=sys", "-q")
+    session.run(*pytest, *(session.posargs or default), env=env)
+
+
+@nox.session
+def sanitize(session: nox.Session) -> None:
+    """Run the compiled CPU core's tests under the address and undefined-behaviour sanitizers."""
+    files = [f"tests/test_{name}.py" for name in ("amp", "collate", "gather")]
+    chosen = "cpu and not worker and not threads"
+    run_sanitized(session, "address", ["libasan.so", "libubsan.so"], *files, "-k", chosen)
+
+
+@nox.session
+def sanitize_threads(session: nox.Session) -> None:
+    """Run the tests of what threads share, the gather queue and the leases, under TSan."""
+    run_sanitized(session, "thread", ["libtsan.so"], "tests/test_gather.py", "-k", "not fallback")
 
 
 @nox.session

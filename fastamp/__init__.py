@@ -8,13 +8,17 @@ from fastamp.clip import (
     clip_grads_with_norm_,
     get_total_norm,
 )
+from fastamp.data import BatchCollator, DataLoader, TokenDataset, prefetch
 from fastamp.metrics import MetricsTracker, ScalarStats
 from fastamp.precision import compute_effective_precision
 
 __all__ = [
+    "BatchCollator",
+    "DataLoader",
     "GradScaler",
     "MetricsTracker",
     "ScalarStats",
+    "TokenDataset",
     "__version__",
     "backends",
     "clip_grad_norm_",
@@ -22,6 +26,7 @@ __all__ = [
     "clip_grads_with_norm_",
     "compute_effective_precision",
     "get_total_norm",
+    "prefetch",
 ]
 
 __version__ = "0.1.0"

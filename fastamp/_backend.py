@@ -13,13 +13,14 @@ import math
 import os
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    import numpy.typing as npt
     from torch import Tensor
 
 _MODULES = {
@@ -93,6 +94,71 @@ class Ops(Protocol):
         """Multiply every element by a 0-dim float32 tensor, rounding once; 1 writes nothing."""
 
 
+class Column(NamedTuple):
+    """An array on the CPU whose rows become the rows of one tensor of a batch."""
+
+    array: Tensor | npt.NDArray[Any]
+    """Rows along its first dimension; they may overlap."""
+    dtype: torch.dtype
+    """Of the batch: the array's own, or int64 for unsigned and 32-bit integers."""
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape of one row."""
+        return tuple(self.array.shape[1:])
+
+
+class Gatherer(Protocol):
+    """Gathers batches out of columns, in the order of submission, for one consumer."""
+
+    def submit(self, indices: Tensor, outputs: Sequence[Tensor]) -> None:
+        """Add a batch: int64 indices of rows, and one contiguous tensor to fill for each column."""
+
+    def wait(self) -> float:
+        """Wait for the oldest batch and return the seconds that its copy took.
+
+        Raises:
+            IndexError: an index of that batch is out of bounds.
+        """
+
+
+class HostOps(Protocol):
+    """What the backends of the host do with the samples of a batch."""
+
+    @property
+    def name(self) -> str:
+        """The backend's name, as in `fastamp.backends()`."""
+
+    def column(self, samples: tuple[Any, ...], key: Any) -> tuple[Any, ...]:
+        """Return sample[key] of every sample."""
+
+    def stack(
+        self,
+        samples: Sequence[Any],
+        dtype: torch.dtype,
+        allocate: Callable[[tuple[int, ...], torch.dtype], Tensor],
+        pad: Tensor | None = None,
+        multiple: int = 1,
+    ) -> Tensor | None:
+        """Copy samples into one tensor; None where the backend does not take them.
+
+        Args:
+            samples: at least one; all tensors or all arrays, of any shapes.
+            dtype: the batch's, which is that of the first sample.
+            allocate: gives memory for a shape and a dtype; called once, when all is checked.
+            pad: the element that fills ragged dimensions, 0-dim on the CPU; None refuses them.
+            multiple: ragged dimensions, and the only one of vectors, are rounded up to it.
+        """
+
+    def gatherer(self, columns: Sequence[Column], depth: int) -> Gatherer:
+        """Return what gathers batches out of at least one column, which it keeps alive.
+
+        Args:
+            columns: arrays with the same number of rows.
+            depth: batches that may be under way.
+        """
+
+
 class Group(NamedTuple):
     """Tensors of one device, with the backend that serves them."""
 
@@ -107,6 +173,12 @@ def is_plain(tensors: Sequence[Tensor]) -> bool:
         return False
     # The graph breaks later, at the op itself; dynamo has no answer to the second question.
     return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None
+
+
+def index_error(index: int, num_rows: int) -> IndexError:
+    """Return torch's error for an index that is out of bounds."""
+    msg = f"index {index} is out of bounds for dimension 0 with size {num_rows}"
+    return IndexError(msg)
 
 
 @cache
@@ -171,6 +243,17 @@ def fallback_ops() -> Ops:
     ops = _load("fallback")
     assert ops is not None  # noqa: S101 - it is part of the package
     return ops
+
+
+def host_ops() -> HostOps:
+    """Return the backend that collates samples on the host."""
+    ops = _load("cpu") if _only in (None, "cpu") else None
+    return fallback_host_ops() if ops is None else cast("HostOps", ops)
+
+
+def fallback_host_ops() -> HostOps:
+    """Return the backend that takes samples of every kind."""
+    return cast("HostOps", fallback_ops())
 
 
 def pack(tensors: Sequence[Tensor], norm_type: float = 2.0) -> list[Group]:

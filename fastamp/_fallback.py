@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import functools
+import time
+from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from fastamp._backend import COMPILED_NORMS, Clip, GradStats
+from fastamp._backend import COMPILED_NORMS, Clip, Column, GradStats, index_error, is_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    import numpy.typing as npt
     from torch import Tensor
 
-__all__ = ["FallbackOps", "combine", "is_available", "ops"]
+__all__ = ["FallbackOps", "TorchGatherer", "combine", "is_available", "ops"]
 
 # Elements that are converted to float64 at a time, which bounds the memory of a norm. On the CPU
 # the copy stays in the cache, and the block below the size at which torch starts its threads.
 _CPU_BLOCK = 1 << 14
 _DEVICE_BLOCK = 1 << 22
+# Below this size of a batch, glibc's allocator reuses memory by itself.
+_STACK_BYTES = 32 << 20
 _WIDE = (torch.float64, torch.complex128)
 
 
@@ -123,6 +131,52 @@ def _in_place(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _are_alike(samples: Sequence[Any], *names: str) -> bool:
+    """Say whether all samples have the first one's attributes."""
+    read = attrgetter(*names)
+    expected = read(samples[0])
+    return all(read(sample) == expected for sample in samples)
+
+
+def _is_stackable(samples: Sequence[Tensor]) -> bool:
+    """Say whether torch.stack(out=) does what torch.stack does."""
+    first = samples[0]
+    return (
+        first.device.type == "cpu"
+        and first.layout is torch.strided
+        and not (first.is_nested or first.is_quantized)
+        and len(samples) * first.nbytes >= _STACK_BYTES
+        and is_plain(samples)
+        and _are_alike(samples, "dtype", "shape", "device", "layout")
+        and not any(sample.requires_grad for sample in samples)
+    )
+
+
+def _pad(
+    rows: list[Tensor],
+    allocate: Callable[[tuple[int, ...], torch.dtype], Tensor],
+    pad: Tensor,
+    multiple: int,
+) -> Tensor | None:
+    """Copy tensors, with their gradients, to the start of rows that are padding elsewhere."""
+    shapes = [row.shape for row in rows]
+    if len({*map(len, shapes)}) > 1:
+        return None
+    longest = []
+    for lengths in zip(*shapes, strict=True):
+        is_ragged = len(shapes[0]) == 1 or len({*lengths}) > 1
+        longest.append(-(-max(lengths) // multiple) * multiple if is_ragged else lengths[0])
+    dtype = functools.reduce(torch.promote_types, [row.dtype for row in rows])
+    shape = (len(rows), *longest)
+    device = rows[0].device
+    on_cpu = device.type == "cpu"
+    out = allocate(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype, device=device)
+    out.copy_(pad)
+    for i, row in enumerate(rows):
+        out[i][tuple(slice(length) for length in row.shape)].copy_(row)
+    return out
+
+
 class FallbackOps:
     """The op table in torch's operators."""
 
@@ -152,6 +206,74 @@ class FallbackOps:
         if factor.device.type == "cpu" and factor.item() == 1.0:
             return
         torch._foreach_mul_([_in_place(tensor) for tensor in packed.tensors], factor)
+
+    def column(self, samples: tuple[Any, ...], key: Any) -> tuple[Any, ...]:
+        """Return sample[key] of every sample."""
+        return tuple(map(itemgetter(key), samples))
+
+    def stack(
+        self,
+        samples: Sequence[Any],
+        dtype: torch.dtype,
+        allocate: Callable[[tuple[int, ...], torch.dtype], Tensor],
+        pad: Tensor | None = None,
+        multiple: int = 1,
+    ) -> Tensor | None:
+        """Copy arrays, large tensors, and all that is padded; see `fastamp._backend.HostOps`."""
+        if pad is not None:
+            return _pad([torch.as_tensor(s) for s in samples], allocate, pad, multiple)
+        if isinstance(samples[0], np.ndarray):
+            if {*map(type, samples)} != {type(samples[0])} or not samples[0].flags.c_contiguous:
+                return None
+            if not _are_alike(samples, "dtype", "shape", "flags.c_contiguous"):
+                return None
+            out = allocate((len(samples), *samples[0].shape), dtype)
+            np.stack(samples, out=out.numpy())
+            return out
+        if not _is_stackable(samples):
+            return None
+        out = allocate((len(samples), *samples[0].shape), dtype)
+        return torch.stack(tuple(samples), out=out)
+
+    def gatherer(self, columns: Sequence[Column], depth: int) -> TorchGatherer:
+        """Copy a batch when it is waited for; see `fastamp._backend.HostOps`."""
+        del depth
+        return TorchGatherer(columns)
+
+
+class TorchGatherer:
+    """Batches copied when they are waited for; see `fastamp._backend.Gatherer`."""
+
+    def __init__(self, columns: Sequence[Column]) -> None:
+        self._columns = columns
+        self._in_flight: deque[tuple[Tensor, Sequence[Tensor]]] = deque()
+
+    def submit(self, indices: Tensor, outputs: Sequence[Tensor]) -> None:
+        """Add a batch."""
+        self._in_flight.append((indices, outputs))
+
+    def wait(self) -> float:
+        """Copy the oldest batch and return the seconds that it took."""
+        start_s = time.perf_counter()
+        indices, outputs = self._in_flight.popleft()
+        for column, output in zip(self._columns, outputs, strict=True):
+            _take(column.array, indices, output)
+        return time.perf_counter() - start_s
+
+
+def _take(array: Tensor | npt.NDArray[Any], indices: Tensor, output: Tensor) -> None:
+    """Write the rows at the indices, which may count from the end."""
+    num_rows = array.shape[0]
+    rows = torch.where(indices < 0, indices + num_rows, indices)
+    bad = (rows < 0) | (rows >= num_rows)
+    if bad.any():
+        raise index_error(int(indices[bad][0]), num_rows)
+    if isinstance(array, np.ndarray):
+        output.copy_(torch.from_numpy(np.take(array, rows.numpy(), axis=0)))
+    elif array.dtype == output.dtype:
+        torch.index_select(array, 0, rows, out=output)
+    else:
+        output.copy_(torch.index_select(array, 0, rows))
 
 
 ops = FallbackOps()

@@ -1,8 +1,27 @@
 # The compiled core, as its bindings (csrc/bindings) define it.
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
+
+class Cast:
+    NONE: Cast
+    UINT8: Cast
+    UINT16: Cast
+    INT32: Cast
+
+class GatherQueue:
+    def __init__(
+        self,
+        columns: Sequence[tuple[int, int, int, int, Cast]],
+        depth: int,
+        num_threads: int,
+        owner: object,
+    ) -> None: ...
+    def submit(self, indices: int, count: int, outputs: Sequence[int], owner: object) -> None: ...
+    def wait(self) -> tuple[Any, float, int, int]: ...
 
 class NormType:
     L1: NormType
@@ -44,6 +63,15 @@ built_with_cuda: bool
 cpu_ops: Ops
 cuda_ops: Ops
 
-def bind_torch(use_exchange_table: bool) -> None: ...
+def bind_torch(use_exchange_table: bool, use_shims: bool = True) -> None: ...
+def column(samples: tuple[Any, ...], key: Any) -> tuple[Any, ...]: ...
 def has_exchange_table() -> bool: ...
 def pack(tensors: Sequence[Tensor], device_index: int) -> PackedTensors: ...
+def stack(
+    samples: Sequence[Any],
+    dtype: torch.dtype,
+    allocate: Callable[[tuple[int, ...], torch.dtype], Tensor],
+    pad: Tensor | None,
+    multiple: int,
+    num_threads: int,
+) -> Tensor | None: ...

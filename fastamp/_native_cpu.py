@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from fastamp import _native
-from fastamp._backend import Clip, GradStats
+from fastamp._backend import Clip, Column, GradStats, index_error
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-__all__ = ["CpuOps", "is_available", "ops"]
+__all__ = ["CompiledGatherer", "CpuOps", "is_available", "ops"]
 
 _NORM_TYPES = {
     1.0: _native.NormType.L1,
@@ -45,6 +47,68 @@ class CpuOps:
         if not torch.is_inference_mode_enabled():
             torch.autograd.graph.increment_version(packed.tensors)
         _native.cpu_ops.rescale(packed, factor, torch.get_num_threads())
+
+    column = staticmethod(_native.column)
+
+    def stack(
+        self,
+        samples: Sequence[Any],
+        dtype: torch.dtype,
+        allocate: Callable[[tuple[int, ...], torch.dtype], Tensor],
+        pad: Tensor | None = None,
+        multiple: int = 1,
+    ) -> Tensor | None:
+        """Copy contiguous samples of one dtype; see `fastamp._backend.HostOps`."""
+        return _native.stack(samples, dtype, allocate, pad, multiple, torch.get_num_threads())
+
+    def gatherer(self, columns: Sequence[Column], depth: int) -> CompiledGatherer:
+        """Gather on threads of the core; see `fastamp._backend.HostOps`."""
+        return CompiledGatherer(columns, depth)
+
+
+class CompiledGatherer:
+    """Batches copied on threads of the core, without the GIL; see `fastamp._backend.Gatherer`."""
+
+    def __init__(self, columns: Sequence[Column], depth: int) -> None:
+        self._columns = columns
+        # The consumer copies too, rather than sleep, so that one thread less does it.
+        threads = max(1, torch.get_num_threads() - 1)
+        memory = [_memory(column) for column in columns]
+        self._queue = _native.GatherQueue(memory, depth, threads, columns)
+
+    def submit(self, indices: Tensor, outputs: Sequence[Tensor]) -> None:
+        """Add a batch."""
+        addresses = [output.data_ptr() for output in outputs]
+        self._queue.submit(indices.data_ptr(), len(indices), addresses, (indices, outputs))
+
+    def wait(self) -> float:
+        """Wait for the oldest batch and return the seconds that its copy took."""
+        (indices, _), elapsed_s, bad_position, bad_column = self._queue.wait()
+        if bad_position >= 0:
+            num_rows = self._columns[bad_column].array.shape[0]
+            raise index_error(int(indices[bad_position]), num_rows)
+        return elapsed_s
+
+
+_CASTS = {
+    torch.uint8: _native.Cast.UINT8,
+    torch.uint16: _native.Cast.UINT16,
+    torch.int32: _native.Cast.INT32,
+}
+
+
+def _memory(column: Column) -> tuple[int, int, int, int, _native.Cast]:
+    """Return a column as the core takes it."""
+    array = column.array
+    if isinstance(array, np.ndarray):
+        address, stride, itemsize = array.ctypes.data, array.strides[0], array.itemsize
+        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+    else:
+        itemsize = array.element_size()
+        address, stride, dtype = array.data_ptr(), array.stride(0) * itemsize, array.dtype
+    cast = _native.Cast.NONE if dtype == column.dtype else _CASTS[dtype]
+    row_nbytes = math.prod(column.row_shape) * itemsize
+    return address, array.shape[0], stride, row_nbytes, cast
 
 
 ops = CpuOps()

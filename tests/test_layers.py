@@ -16,7 +16,13 @@ INCLUDES = {
     "cpu": [r"(core|cpu)/\w+\.h", STANDARD, r"(unistd|dlfcn)\.h"],
     "cuda": [r"(core|cuda)/\w+\.(h|cuh)", STANDARD, r"cuda_\w+\.h"],
     "no_cuda": [r"core/\w+\.h", STANDARD],
-    "bindings": [r"bindings/\w+\.h", r"core/(ops|types|math)\.h", STANDARD, r"pybind11/\w+\.h"],
+    "bindings": [
+        r"bindings/\w+\.h",
+        r"core/(ops|types|math|collate|gather)\.h",
+        STANDARD,
+        r"pybind11/\w+\.h",
+        r"dlfcn\.h",
+    ],
 }
 
 EXTENSION = "fastamp._native"

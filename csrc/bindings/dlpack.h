@@ -10,7 +10,14 @@ constexpr std::uint32_t kMajorVersion = 1;
 constexpr const char* kCapsuleName = "dlpack_exchange_api";
 
 enum DeviceType : std::int32_t { kCpu = 1, kCuda = 2, kCudaHost = 3 };
-enum TypeCode : std::uint8_t { kFloat = 2, kBfloat = 4 };
+enum TypeCode : std::uint8_t {
+  kInt = 0,
+  kUInt = 1,
+  kFloat = 2,
+  kBfloat = 4,
+  kComplex = 5,
+  kBool = 6
+};
 
 struct Device {
   std::int32_t type;
@@ -32,6 +39,10 @@ struct Tensor {
   std::int64_t* strides;  // in elements
   std::uint64_t byte_offset;
 };
+
+constexpr bool operator==(DataType a, DataType b) {
+  return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;
+}
 
 /// The table behind `torch.Tensor.__dlpack_c_exchange_api__`. The entries that take or give
 /// ownership are not used here and stay untyped.

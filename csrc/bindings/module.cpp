@@ -2,10 +2,14 @@
 #include <pybind11/pybind11.h>
 
 #include "bindings/amp.h"
+#include "bindings/collate.h"
+#include "bindings/gather.h"
 #include "bindings/tensors.h"
 
 PYBIND11_MODULE(_native, module) {
   module.doc() = "The compiled core of fastamp. Private: use the fastamp package.";
   fastamp::define_tensors(module);
   fastamp::define_amp(module);
+  fastamp::define_collate(module);
+  fastamp::define_gather(module);
 }

@@ -5,12 +5,13 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <cstring>
+#include <array>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "bindings/shims.h"
 #include "core/math.h"
 
 namespace fastamp {
@@ -28,15 +29,16 @@ constexpr DataType kBFloat16{dlpack::kBfloat, 16, 1};
 constexpr DataType kFloat64{dlpack::kFloat, 64, 1};
 constexpr DataType kOther{0, 0, 0};
 
-constexpr bool operator==(DataType a, DataType b) {
-  return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;
-}
-
 /// What is known about torch, looked up once at import. The references live as long as the process.
 struct Torch {
   std::vector<PyTypeObject*> plain_types;              // no subclass: those may lie about memory
   std::vector<std::pair<PyObject*, DataType>> dtypes;  // torch.float32 and so on
+  PyObject* requires_grad = nullptr;                   // descriptors of torch.Tensor
+  PyObject* is_neg = nullptr;
+  PyObject* is_conj = nullptr;
   const ExchangeApi* api = nullptr;
+  Shims shims;
+  std::array<DataType, 64> shim_dtypes{};  // by torch's number; kOther until one was seen
 };
 
 Torch& torch() {
@@ -77,6 +79,13 @@ std::int64_t count(int ndim, const std::int64_t* shape) {
   return numel;
 }
 
+bool is_contiguous(int ndim, const std::int64_t* shape, const std::int64_t* strides) {
+  std::int64_t expected = 1;
+  int dim = ndim - 1;
+  for (; dim >= 0 && (shape[dim] == 1 || strides[dim] == expected); --dim) expected *= shape[dim];
+  return dim < 0 || count(ndim, shape) == 0;
+}
+
 std::optional<RawTensor> read_with_api(py::handle object, const ExchangeApi& api) {
   dlpack::Tensor found;
   if (api.tensor_from_py_object(object.ptr(), &found) != 0) {
@@ -111,6 +120,64 @@ std::optional<RawTensor> read_with_attributes(py::handle object) {
   raw.dense = raw.numel == 0 || is_dense(ndim, shape.data(), strides.data());
   raw.data = reinterpret_cast<void*>(object.attr("data_ptr")().cast<std::uintptr_t>());
   return raw;
+}
+
+bool requires_grad(py::handle object) {
+  if (torch().shims) return torch().shims.requires_grad(Shims::impl_of(object.ptr()));
+  PyObject* getter = torch().requires_grad;
+  return !py::reinterpret_steal<py::object>(
+              Py_TYPE(getter)->tp_descr_get(getter, object.ptr(),
+                                            py::type::handle_of(object).ptr()))
+              .is(py::handle(Py_False));
+}
+
+/// Reads a strided tensor in host memory whose dtype was seen before.
+bool read_with_shims(py::handle object, dlpack::Tensor& found) {
+  const Shims& shims = torch().shims;
+  if (!shims) return false;
+  const Shims::Handle handle = Shims::handle_of(object.ptr());
+  std::int32_t layout = -1;
+  std::int32_t device_type = -1;
+  std::int32_t dtype = -1;
+  std::int64_t ndim = 0;
+  if (shims.layout(handle, &layout) != 0 || layout != 0 ||                 // c10::Layout::Strided
+      shims.device_type(handle, &device_type) != 0 || device_type != 0 ||  // c10::DeviceType::CPU
+      shims.dtype(handle, &dtype) != 0)
+    return false;
+  const auto& known = torch().shim_dtypes;
+  if (dtype < 0 || dtype >= static_cast<std::int32_t>(known.size())) return false;
+  found.dtype = known[static_cast<std::size_t>(dtype)];
+  if (found.dtype == kOther || shims.dim(handle, &ndim) != 0 ||
+      shims.sizes(handle, &found.shape) != 0 || shims.strides(handle, &found.strides) != 0 ||
+      shims.data_ptr(handle, &found.data) != 0)
+    return false;
+  found.ndim = static_cast<std::int32_t>(ndim);
+  found.byte_offset = 0;
+  return true;
+}
+
+/// Remembers what DLPack calls the dtype of a tensor, for the next one of it.
+void learn_dtype(py::handle object, DataType dtype) {
+  const Shims& shims = torch().shims;
+  std::int32_t number = -1;
+  auto& known = torch().shim_dtypes;
+  if (shims && shims.dtype(Shims::handle_of(object.ptr()), &number) == 0 && number >= 0 &&
+      number < static_cast<std::int32_t>(known.size()))
+    known[static_cast<std::size_t>(number)] = dtype;
+}
+
+/// Whether autograd follows the tensor, or its values are not what its memory says. Integers have
+/// neither. A negated view is the imaginary part of a conjugate, so two elements leave a gap.
+bool has_flags(py::handle object, DataType dtype, std::int64_t numel) {
+  if (dtype.code == dlpack::kInt || dtype.code == dlpack::kUInt || dtype.code == dlpack::kBool)
+    return false;
+  const auto calls = [&](PyObject* method) {
+    PyObject* self = object.ptr();
+    return !py::reinterpret_steal<py::object>(PyObject_Vectorcall(method, &self, 1, nullptr))
+                .is(py::handle(Py_False));
+  };
+  return requires_grad(object) || (numel <= 1 && calls(torch().is_neg)) ||
+         (dtype.code == dlpack::kComplex && (calls(torch().is_conj) || calls(torch().is_neg)));
 }
 
 bool is_plain(py::handle object) {
@@ -160,12 +227,10 @@ class AddressSet {
   std::vector<void*> slots_;
 };
 
-/// Fetches a tensor's metadata before it is read. Their address is the word behind the object's
-/// header (torch 2.13); in a torch where it is another word, the wrong lines are fetched, unread.
+/// Fetches a tensor's metadata before it is read; harmless where this torch has them elsewhere.
 void prefetch_tensor(PyObject* object) {
   if (!is_plain(object)) return;
-  const char* metadata;
-  std::memcpy(&metadata, reinterpret_cast<const char*>(object) + sizeof(PyObject), sizeof metadata);
+  const char* metadata = static_cast<const char*>(Shims::impl_of(object));
   for (int line = 0; line < 3; ++line) __builtin_prefetch(metadata + 64 * line);
 }
 
@@ -197,7 +262,7 @@ PackedTensors pack(const py::object& tensors, int device_index) {
   return packed;
 }
 
-void bind_torch(bool use_exchange_table) {
+void bind_torch(bool use_exchange_table, bool use_shims) {
   const py::module_ module = py::module_::import("torch");
   const py::object tensor = module.attr("Tensor");
   Torch bound;
@@ -208,6 +273,9 @@ void bind_torch(bool use_exchange_table) {
                                     {"bfloat16", kBFloat16},
                                     {"float64", kFloat64}})
     bound.dtypes.emplace_back(py::object(module.attr(name)).release().ptr(), dtype);
+  bound.requires_grad = py::object(tensor.attr("requires_grad")).release().ptr();
+  bound.is_neg = py::object(tensor.attr("is_neg")).release().ptr();
+  bound.is_conj = py::object(tensor.attr("is_conj")).release().ptr();
   constexpr const char* kName = "__dlpack_c_exchange_api__";
   if (use_exchange_table && py::hasattr(tensor, kName)) {
     const py::object capsule = tensor.attr(kName);
@@ -217,6 +285,7 @@ void bind_torch(bool use_exchange_table) {
     if (api->version.major == dlpack::kMajorVersion && api->tensor_from_py_object != nullptr)
       bound.api = api;
   }
+  if (use_shims && bound.api != nullptr) bound.shims = find_shims(module);
   torch() = std::move(bound);
 }
 
@@ -229,6 +298,26 @@ void* data_of(py::handle tensor, DataType dtype, std::int64_t numel, const char*
                          std::to_string(dtype.bits) + " tensor of at least " +
                          std::to_string(numel) + " elements");
   return raw->data;
+}
+
+bool read_host_tensor(py::handle object, HostTensor& tensor) {
+  if (torch().api == nullptr || !is_plain(object)) return false;
+  dlpack::Tensor found;
+  if (!read_with_shims(object, found)) {
+    if (torch().api->tensor_from_py_object(object.ptr(), &found) != 0) {
+      PyErr_Clear();  // sparse, quantized and the like
+      return false;
+    }
+    if (!is_on(found.device, {dlpack::kCpu, 0})) return false;
+    learn_dtype(object, found.dtype);
+  }
+  tensor.data = static_cast<char*>(found.data) + found.byte_offset;
+  tensor.ndim = found.ndim;
+  tensor.shape = found.shape;
+  tensor.numel = count(found.ndim, found.shape);
+  tensor.dtype = found.dtype;
+  return is_contiguous(found.ndim, found.shape, found.strides) &&
+         !has_flags(object, found.dtype, tensor.numel);
 }
 
 void* current_stream(int device_index) {
@@ -250,12 +339,12 @@ void define_tensors(py::module_& module) {
       .def_readonly("tensors", &PackedTensors::tensors);
   module.def("pack", &pack, py::arg("tensors"), py::arg("device_index"),
              "Read the memory of a list of tensors; device_index is -1 for the CPU.");
-  module.def("bind_torch", &bind_torch, py::arg("use_exchange_table"),
+  module.def("bind_torch", &bind_torch, py::arg("use_exchange_table"), py::arg("use_shims") = true,
              "Look torch's types up; without the exchange table, tensors are read by attribute.");
   module.def(
       "has_exchange_table", [] { return torch().api != nullptr; },
       "Whether tensors are read through torch's DLPack exchange table.");
-  bind_torch(true);
+  bind_torch(true, true);
 }
 
 }  // namespace fastamp

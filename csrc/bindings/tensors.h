@@ -23,6 +23,19 @@ struct PackedTensors {
   bool has_float16 = false;  ///< in what the core takes
 };
 
+/// A contiguous tensor in host memory, read in place; `shape` lives as long as the tensor.
+struct HostTensor {
+  void* data;
+  int ndim;
+  const std::int64_t* shape;
+  std::int64_t numel;
+  dlpack::DataType dtype;
+};
+
+/// Reads a tensor whose bytes are its values: a plain one without gradient, conjugation or
+/// negation. Says no to every other, and to all of them without torch's exchange table.
+bool read_host_tensor(py::handle object, HostTensor& tensor);
+
 /// Registers `pack`, `PackedTensors` and `bind_torch`.
 void define_tensors(py::module_& module);
 

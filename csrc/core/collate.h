@@ -1,0 +1,25 @@
+// The stack of samples into a batch, as the bindings hand it to the CPU. Host memory only.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace fastamp {
+
+/// Where the rows of a batch come from and how long they become. A row is contiguous.
+struct StackSpec {
+  std::vector<const void*> rows;
+  std::vector<std::int64_t> row_shape;  ///< of one row of the batch
+  std::vector<std::int64_t> shapes;     ///< of each row, one after the other; none: all row_shape
+  std::int64_t itemsize = 0;
+  const void* pad = nullptr;  ///< the element that fills what a row lacks at the end of a dimension
+};
+
+/// Bytes of one row of the batch.
+std::int64_t row_nbytes(const StackSpec& spec);
+
+/// Copies the rows one after the other to `out`; every byte of it is written once. With more than
+/// one thread, whole rows are shared out.
+void stack_rows(const StackSpec& spec, void* out, int num_threads);
+
+}  // namespace fastamp

@@ -1,0 +1,307 @@
+"""A collate_fn with default_collate's results and one copy per byte.
+
+The structure of a sample becomes a tree of nodes, kept for as long as the first sample of a batch
+fits it. As in torch, the first sample decides how a batch is collated.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import numbers
+import operator
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data._utils import collate as torch_collate
+
+from fastamp import _backend
+from fastamp.data.leaves import Keys, Leaf, PaddedLeaf, StackedLeaf, hint, place
+from fastamp.data.slots import Slots
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from fastamp.data.leaves import Allocate
+
+__all__ = ["BatchCollator"]
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_PLAIN_ARRAYS = (np.ndarray, np.memmap)
+
+Pad = float | Mapping[Any, Any] | None
+
+
+class BatchCollator:
+    """Collate samples into a batch as `torch.utils.data.default_collate`, but faster.
+
+    Takes what `default_collate` takes, with the same results: tensors, NumPy arrays and scalars,
+    numbers, strings and bytes, nested in mappings, sequences and namedtuples. Takes dataclasses
+    too: their fields are collated and their type is kept, without a call of `__init__`.
+    The structure is worked out at the first batch, and again when a batch has another one. Memory
+    is allocated once for a leaf and every byte copied once; in a worker it is shared memory.
+
+    Args:
+        pad: what fills up leaves whose samples differ in shape, in the structure of a sample:
+            `{"input_ids": 0, "labels": -100}`, `{"text": {"ids": 0}}`, the index as key for
+            sequences, the name for fields, or a number where a sample is itself the leaf. Such a
+            leaf is a tensor, an array, or a list of numbers, which becomes int64, float64 or bool.
+            Dimensions are padded at their end to the longest sample.
+        pad_multiple: round padded dimensions up to a multiple of this: those that differ within
+            the batch, and the only dimension of a vector.
+
+    Raises:
+        TypeError: `pad` has something else than a number for a leaf, or a number for what cannot
+            be padded.
+        ValueError: `pad_multiple` is below 1; at the first batch, `pad` has a key that the samples
+            lack, or a number that the dtype does not hold.
+        RuntimeError: samples differ in shape and `pad` has no number for them. The message names
+            the keys, the index of the sample and both shapes.
+    """
+
+    def __init__(self, pad: Pad = None, *, pad_multiple: int = 1) -> None:
+        _check_multiple(pad_multiple)
+        _check_pad(pad, "pad")
+        self.pad = pad
+        self.pad_multiple = pad_multiple
+        self._plan: tuple[_Node, dict[Any, Any]] | None = None
+        self.lease_from(Slots())
+
+    def lease_from(self, slots: Slots) -> None:
+        """Take the memory of batches from these slots from now on."""
+        self.slots, self._plan = slots, None
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        """Return the batch of at least one sample."""
+        first = samples[0]
+        plan = self._plan
+        registered = torch_collate.default_collate_fn_map
+        if plan is None or plan[1] != registered or not plan[0].fits(first):
+            root = _Planner(self.pad_multiple, self.slots.allocate).plan(first, (), self.pad)
+            plan = self._plan = (root, dict(registered))
+        return plan[0].collate(samples, _backend.host_ops())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the structure out, whose types need not be picklable, and the memory."""
+        return {"pad": self.pad, "pad_multiple": self.pad_multiple}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Begin with memory of its own."""
+        self.__init__(**state)  # type: ignore[misc]
+
+
+class _Node(Protocol):
+    """One level of a sample's structure."""
+
+    def fits(self, sample: Any) -> bool:
+        """Say whether the node was planned for such a sample."""
+
+    def collate(self, samples: Sequence[Any], ops: _backend.HostOps) -> Any:
+        """Return the batch of the samples."""
+
+
+class _Mapping:
+    """Samples with keys; those of the first are taken."""
+
+    def __init__(self, first: Mapping[Any, Any], children: dict[Any, _Node]) -> None:
+        self._type = type(first)
+        self._children = children
+        self._keys = list(children)
+
+    def fits(self, sample: Any) -> bool:
+        return (
+            type(sample) is self._type
+            and list(sample) == self._keys
+            and all(child.fits(sample[key]) for key, child in self._children.items())
+        )
+
+    def collate(self, samples: Sequence[Any], ops: _backend.HostOps) -> Any:
+        rows = tuple(samples)
+        values = {
+            key: child.collate(ops.column(rows, key), ops) for key, child in self._children.items()
+        }
+        return values if self._type is dict else _mapping_like(samples[0], values)
+
+
+class _Sequence:
+    """Samples with an equal number of elements."""
+
+    def __init__(self, first: Sequence[Any], children: list[_Node], keys: Keys) -> None:
+        self._type = type(first)
+        self._children = children
+        self._keys = keys
+
+    def fits(self, sample: Any) -> bool:
+        return (
+            type(sample) is self._type
+            and len(sample) == len(self._children)
+            and all(map(_fits, self._children, sample))
+        )
+
+    def collate(self, samples: Sequence[Any], ops: _backend.HostOps) -> Any:
+        length = len(self._children)
+        for index, sample in enumerate(samples):
+            if len(sample) != length:
+                msg = (
+                    f"{place(index, self._keys)} has length {len(sample)}, "
+                    f"{place(0, self._keys)} has length {length}: each element in list of batch "
+                    f"should be of equal size; if they are lists of numbers, {hint(self._keys)}"
+                )
+                raise RuntimeError(msg)
+        columns = zip(*samples, strict=False)
+        values = [
+            child.collate(column, ops)
+            for child, column in zip(self._children, columns, strict=False)
+        ]
+        as_list = self._type is list or issubclass(self._type, tuple)
+        return values if as_list else _sequence_like(samples[0], values)
+
+
+class _NamedTuple(_Sequence):
+    """Samples with named elements."""
+
+    def collate(self, samples: Sequence[Any], ops: _backend.HostOps) -> Any:
+        columns = zip(*samples, strict=False)
+        pairs = zip(self._children, columns, strict=False)
+        return self._type(*(child.collate(column, ops) for child, column in pairs))
+
+
+class _Dataclass:
+    """Samples with fields."""
+
+    def __init__(self, first: DataclassInstance, children: dict[str, _Node]) -> None:
+        self._type = type(first)
+        self._children = children
+
+    def fits(self, sample: Any) -> bool:
+        return type(sample) is self._type and all(
+            child.fits(getattr(sample, name)) for name, child in self._children.items()
+        )
+
+    def collate(self, samples: Sequence[Any], ops: _backend.HostOps) -> Any:
+        batch = self._type.__new__(self._type)
+        for name, child in self._children.items():
+            column = tuple(map(operator.attrgetter(name), samples))
+            object.__setattr__(batch, name, child.collate(column, ops))  # frozen ones too
+        return batch
+
+
+class _Planner:
+    """Works the structure of samples out."""
+
+    def __init__(self, pad_multiple: int, allocate: Allocate) -> None:
+        self._pad_multiple = pad_multiple
+        self._allocate = allocate
+
+    def plan(self, first: Any, keys: Keys, pad: Pad, *, as_list: bool = False) -> _Node:
+        """Return the node for samples like this one; as_list: torch gets them as a list."""
+        function = _registered(first)
+        if not isinstance(pad, Mapping) and pad is not None:
+            return self._plan_padded(first, keys, pad)
+        if function is None:
+            return self._plan_container(first, keys, pad or {})
+        if pad:
+            msg = f"pad for {place(0, keys)}: expected a number, got {pad!r}"
+            raise TypeError(msg)
+        stock = {
+            torch_collate.collate_tensor_fn: _PLAIN_TENSORS,
+            torch_collate.collate_numpy_array_fn: _PLAIN_ARRAYS,
+        }
+        if type(first) in stock.get(function, ()):
+            return StackedLeaf(first, keys, function, self._allocate)
+        return Leaf(first, keys, function, as_list)
+
+    def _plan_padded(self, first: Any, keys: Keys, pad: float) -> _Node:
+        if not (isinstance(first, (torch.Tensor, np.ndarray)) or type(first) in (list, tuple)):
+            msg = (
+                f"pad={pad!r} for {place(0, keys)}: expected a tensor, an array or a list of "
+                f"numbers to pad, got {type(first).__name__}"
+            )
+            raise TypeError(msg)
+        return PaddedLeaf(first, keys, pad, self._pad_multiple, self._allocate)
+
+    def _plan_container(self, first: Any, keys: Keys, pad: Mapping[Any, Any]) -> _Node:
+        if isinstance(first, Mapping):
+            children = self._plan_items({key: first[key] for key in first}, keys, pad, as_list=True)
+            return _Mapping(first, children)
+        if isinstance(first, tuple) and hasattr(first, "_fields"):
+            named = self._plan_items(dict(zip(first._fields, first, strict=False)), keys, pad)
+            return _NamedTuple(first, list(named.values()), keys)
+        if isinstance(first, Sequence):
+            items = self._plan_items(dict(enumerate(first)), keys, pad)
+            return _Sequence(first, list(items.values()), keys)
+        if dataclasses.is_dataclass(first) and not isinstance(first, type):
+            fields = {field.name: getattr(first, field.name) for field in dataclasses.fields(first)}
+            return _Dataclass(first, self._plan_items(fields, keys, pad, as_list=True))
+        return Leaf(first, keys, torch_collate.collate, as_list=False)  # raises torch's error
+
+    def _plan_items(
+        self, items: dict[Any, Any], keys: Keys, pad: Mapping[Any, Any], *, as_list: bool = False
+    ) -> dict[Any, _Node]:
+        for key in pad:
+            if key not in items:
+                msg = f"pad has the key {key!r} for {place(0, keys)}, which has {list(items)}"
+                raise ValueError(msg)
+        return {
+            key: self.plan(value, (*keys, key), pad.get(key), as_list=as_list)
+            for key, value in items.items()
+        }
+
+
+def _registered(sample: Any) -> Callable[..., Any] | None:
+    """Return the function that torch has for a sample, found as torch finds it."""
+    functions = torch_collate.default_collate_fn_map
+    if type(sample) in functions:
+        return functions[type(sample)]
+    for types, function in functions.items():
+        if isinstance(sample, types):
+            return function
+    return None
+
+
+def _fits(node: _Node, sample: Any) -> bool:
+    return node.fits(sample)
+
+
+def _check_multiple(pad_multiple: Any) -> None:
+    """Refuse what is not a positive integer."""
+    if not isinstance(pad_multiple, int) or pad_multiple < 1:
+        msg = f"pad_multiple={pad_multiple!r}: expected an integer of at least 1"
+        raise ValueError(msg)
+
+
+def _check_pad(pad: Any, name: str) -> None:
+    """Refuse what is neither a number nor a mapping with numbers at its ends."""
+    if isinstance(pad, Mapping):
+        for key, value in pad.items():
+            _check_pad(value, f"{name}[{key!r}]")
+    elif not (pad is None or isinstance(pad, numbers.Real)):
+        msg = f"{name}={pad!r}: expected a number, or a mapping in the structure of a sample"
+        raise TypeError(msg)
+
+
+def _mapping_like(first: Any, values: dict[Any, Any]) -> Any:
+    """Return a mapping of the first sample's type, as torch makes it."""
+    try:
+        if not isinstance(first, MutableMapping):
+            return type(first)(values)
+        clone = copy.copy(first)
+        clone.update(values)
+    except TypeError:
+        return values
+    return clone
+
+
+def _sequence_like(first: Any, values: list[Any]) -> Any:
+    """Return a sequence of the first sample's type, as torch makes it."""
+    try:
+        if not isinstance(first, MutableSequence):
+            return type(first)(values)
+        clone = copy.copy(first)
+        for index, value in enumerate(values):
+            clone[index] = value
+    except TypeError:
+        return values
+    return clone

@@ -1,0 +1,171 @@
+"""The leaves of a batch: how tensors, arrays and lists of numbers become one tensor.
+
+What the backend does not take goes to the function that torch has for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data._utils import collate as torch_collate
+
+from fastamp import _backend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
+
+Keys = tuple[Any, ...]
+
+_CPU = torch.device("cpu")
+
+
+@functools.cache
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
+    """Return torch's name for a dtype of NumPy, or None where torch has none."""
+    try:
+        return torch.from_numpy(np.empty(0, dtype)).dtype
+    except (TypeError, ValueError):
+        return None
+
+
+def place(index: int, keys: Keys) -> str:
+    """Say where in a batch something lies."""
+    return f"samples[{index}]" + "".join(f"[{key!r}]" for key in keys)
+
+
+def hint(keys: Keys) -> str:
+    """Say how to pad a leaf."""
+    pad: Any = 0
+    for key in reversed(keys):
+        pad = {key: pad}
+    return f"BatchCollator(pad={pad!r}) pads it"
+
+
+def _explain(samples: Sequence[Any], keys: Keys, advice: str) -> str | None:
+    """Name the first sample whose shape differs from that of samples[0]."""
+    shapes = [tuple(getattr(sample, "shape", ())) for sample in samples]
+    for index, shape in enumerate(shapes):
+        if shape != shapes[0]:
+            return (
+                f"{place(index, keys)} has shape {shape}, "
+                f"{place(0, keys)} has shape {shapes[0]}: {advice}"
+            )
+    return None
+
+
+class Leaf:
+    """Values that torch's own function collates."""
+
+    __slots__ = ("_as_list", "_function", "_keys", "_type")
+
+    def __init__(self, first: Any, keys: Keys, function: Callable[..., Any], as_list: bool) -> None:  # noqa: FBT001 - of what samples it is made
+        self._type = type(first)
+        self._keys = keys
+        self._function = function
+        self._as_list = as_list
+
+    def fits(self, sample: Any) -> bool:
+        """Say whether the leaf was planned for such a sample."""
+        return type(sample) is self._type
+
+    def collate(self, samples: Sequence[Any], ops: _backend.HostOps) -> Any:
+        """Return what `default_collate` makes of the samples."""
+        del ops
+        return self._by_torch(list(samples) if self._as_list else samples)
+
+    def _by_torch(self, samples: Sequence[Any]) -> Any:
+        return self._function(samples, collate_fn_map=torch_collate.default_collate_fn_map)
+
+
+class StackedLeaf(Leaf):
+    """Tensors or arrays of one shape."""
+
+    __slots__ = ("_allocate",)
+
+    def __init__(
+        self, first: Any, keys: Keys, function: Callable[..., Any], allocate: Allocate
+    ) -> None:
+        super().__init__(first, keys, function, as_list=False)
+        self._allocate = allocate
+
+    def collate(self, samples: Sequence[Any], ops: _backend.HostOps) -> Any:
+        """Return the samples as one tensor, with the dimension of the batch in front."""
+        dtype = samples[0].dtype
+        if isinstance(dtype, np.dtype):
+            # torch makes tensors of arrays on the default device.
+            on_cpu = torch.get_default_device().type == "cpu"
+            dtype = torch_dtype(dtype) if on_cpu else None
+        if dtype is not None:
+            out = ops.stack(samples, dtype, self._allocate)
+            if out is None:
+                out = _backend.fallback_host_ops().stack(samples, dtype, self._allocate)
+            if out is not None:
+                return out
+        try:
+            return self._by_torch(samples)
+        except RuntimeError as error:
+            message = _explain(samples, self._keys, hint(self._keys))
+            if message is None:
+                raise
+            raise RuntimeError(message) from error
+
+
+class PaddedLeaf(Leaf):
+    """Tensors, arrays or lists of numbers, padded to one shape."""
+
+    __slots__ = ("_allocate", "_multiple", "_pad")
+
+    def __init__(
+        self, first: Any, keys: Keys, pad: float, multiple: int, allocate: Allocate
+    ) -> None:
+        super().__init__(first, keys, torch_collate.collate, as_list=False)
+        self._allocate = allocate
+        self._pad = pad
+        self._multiple = multiple
+
+    def collate(self, samples: Sequence[Any], ops: _backend.HostOps) -> Any:
+        """Return the samples as one tensor, padded at the end of every ragged dimension."""
+        if self._type in (list, tuple):
+            samples = self._arrays(samples)
+        dtype = samples[0].dtype
+        if isinstance(dtype, np.dtype):
+            dtype = torch_dtype(dtype)
+        if dtype is None:
+            return self._by_torch(samples)
+        element = self._element(dtype)
+        for backend in (ops, _backend.fallback_host_ops()):
+            out = backend.stack(samples, dtype, self._allocate, element, self._multiple)
+            if out is not None:
+                return out
+        rows = [torch.as_tensor(sample) for sample in samples]
+        advice = "padding needs the same number of dimensions"
+        raise RuntimeError(_explain(rows, self._keys, advice))
+
+    def _arrays(self, samples: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
+        """Turn lists of numbers into arrays of one dtype; an empty list has any."""
+        try:
+            arrays = [np.asarray(sample) for sample in samples]
+            dtype = np.result_type(*[a for a in arrays if a.size] or [np.asarray(self._pad)])
+        except (TypeError, ValueError) as error:
+            msg = f"{place(0, self._keys)}: expected lists of numbers of one depth; {error}"
+            raise TypeError(msg) from error
+        if dtype.kind not in "biuf":
+            msg = f"{place(0, self._keys)}: expected lists of numbers, got {dtype} elements"
+            raise TypeError(msg)
+        return [array.astype(dtype, copy=False) for array in arrays]
+
+    def _element(self, dtype: torch.dtype) -> Tensor:
+        """Return the padding as an element of the leaf."""
+        element = torch.tensor(self._pad, device=_CPU).to(dtype)
+        exact = not (dtype.is_floating_point or dtype.is_complex)
+        if exact and element.item() != self._pad:
+            msg = f"pad={self._pad!r} for {place(0, self._keys)}: {dtype} does not hold it"
+            raise ValueError(msg)
+        return element

@@ -1,0 +1,295 @@
+"""`fastamp.DataLoader`: torch's, with native gathering, exact resume and statistics."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from dataclasses import replace
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset, Sampler, default_collate
+
+from fastamp.data.arrays import ArrayDataset, Gatherable, is_arrays, make_gatherable
+from fastamp.data.collate import BatchCollator
+from fastamp.data.fetch import Measured, make_iterator
+from fastamp.data.passes import LoaderPass, fetch_batches, gather_batches
+from fastamp.data.position import Indices, Position
+from fastamp.data.prefetch import prefetch
+from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
+from fastamp.data.stats import LoaderStats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+__all__ = ["DataLoader"]
+
+_STATE_VERSION = 1
+_DEVICE_DEPTH = 2
+
+
+class DataLoader(TorchDataLoader[Any]):
+    """Load batches as torch.utils.data.DataLoader does: same arguments, same batches, less time.
+
+    Datasets in memory or in a mapped file are gathered by threads of the compiled core, ahead of
+    the consumer: TensorDataset, `fastamp.TokenDataset`, tensors, NumPy arrays and memmaps, dicts
+    and tuples of these, and a Subset of any. Their batches are those of `default_collate`; worker
+    processes are not started for them. (A tuple of arrays is one dataset of their rows, as in
+    TensorDataset.) Every other dataset, and every dataset with a `collate_fn` or a `worker_init_fn`
+    of the user's, goes through torch's own iterators and workers, with `fastamp.BatchCollator`
+    where no `collate_fn` is given.
+
+    A batch that the user keeps is never overwritten.
+
+    Args:
+        dataset: and all the others up to `in_order`: as in torch.utils.data.DataLoader.
+        device: where batches shall be. For CUDA they are gathered into pinned memory and copied on
+            a side stream, ahead of the consumer (see `fastamp.prefetch`). None leaves them on the
+            CPU.
+        seed: shuffles epoch n with the seed `seed + n`, so that it can be repeated and resumed by
+            itself.
+        max_bytes: the most that the loader holds: batches ahead of the consumer, and slots for
+            large batches. None is 1 GiB, or one batch if that is larger.
+
+    Raises:
+        ValueError: as torch's; `max_bytes` is not positive, or, when a pass begins, less than one
+            batch; the arrays of a dict or tuple differ in length.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,  # noqa: FBT001 - torch's signature
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+        drop_last: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        device: torch.device | str | int | None = None,
+        seed: int | None = None,
+        max_bytes: int | None = None,
+    ) -> None:
+        if max_bytes is not None and max_bytes < 1:
+            msg = f"max_bytes: expected a positive number of bytes, got {max_bytes}"
+            raise ValueError(msg)
+        if is_arrays(dataset):
+            dataset = ArrayDataset(dataset)
+        if seed is not None and generator is None:
+            generator = torch.Generator()
+        if collate_fn is None and (batch_size is not None or batch_sampler is not None):
+            collate_fn = BatchCollator()
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
+        self.device = device
+        self.seed = seed
+        self.max_bytes = max_bytes
+        self._next = Position(epoch=0)  # where the next pass begins
+        self._last: Position | None = None  # of the pass that began last
+        self._told_epoch: int | None = None
+        self._began = False
+        self._stats = LoaderStats()
+        self._workers: tuple[Iterator[Measured], Indices] | None = None  # that persist
+
+    def __iter__(self) -> LoaderPass:  # type: ignore[override]  # torch's class cannot be made
+        """Begin a pass: at the start of an epoch, or where a loaded state stopped."""
+        position, self._next = replace(self._next), Position(epoch=self._next.epoch + 1)
+        self._last = position
+        if self.generator is not None:
+            if self.seed is not None:
+                self.generator.manual_seed(self.seed + position.epoch)
+            position.generator = self.generator.get_state()
+        device = None if self.device is None else torch.device(self.device)
+        to_cuda = device is not None and device.type == "cuda"
+        slots = Slots(
+            pinned=(self.pin_memory or to_cuda) and torch.accelerator.is_available(),
+            max_bytes=DEFAULT_MAX_BYTES if self.max_bytes is None else self.max_bytes,
+        )
+        gatherable = self._gatherable()
+        states: deque[Any] = deque()
+        if gatherable is not None:
+            batches = self._gathered(gatherable, position, slots)
+        else:
+            batches = self._fetched(position, slots, states)
+        if device is not None and device.type != "cpu":
+            batches = iter(prefetch(batches, device, _DEVICE_DEPTH))
+        return LoaderPass(batches, position, self._stats, states)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next pass is: for `seed`, and for a sampler that has `set_epoch`.
+
+        A loaded state stays in force if it stopped in this epoch. Without this call passes count
+        up.
+        """
+        if self._next.epoch != epoch:
+            self._next = Position(epoch=epoch)
+        self._last = None
+        self._told_epoch = epoch
+        for sampler in (self.sampler, self.batch_sampler):
+            tell = getattr(sampler, "set_epoch", None)
+            if tell is not None:
+                tell(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loader is, as a small dict, at any time.
+
+        The batches after it are those that would have come after the last one delivered; what was
+        made ahead counts as undelivered. After the last batch of an epoch, its end is the state;
+        once the loop has ended, the start of the next one is. With neither `seed` nor `generator`,
+        the epochs after this one draw from torch's default generator, which is the program's to
+        restore.
+
+        Raises:
+            TypeError: the dataset is iterable and has no `state_dict`, or is read by workers.
+        """
+        position = self._last or self._next
+        if isinstance(self.dataset, IterableDataset):
+            self._check_resumable()
+        generator, own = self.generator, self._sampler_generator()
+        started = position.generator
+        if started is None and generator is not None:
+            started = generator.get_state()
+        rng = position.rng
+        if rng is None and own is not None and own is not generator:
+            rng = own.get_state()
+        return {
+            "version": _STATE_VERSION,
+            "batch_size": self.batch_size,
+            "epoch": position.epoch,
+            "told_epoch": self._told_epoch,
+            "batch": position.batch,
+            "rng": rng,
+            "generator": None if self.seed is not None else started,
+            "dataset": position.dataset,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next pass begin where `state_dict` was called, for any number of workers.
+
+        Raises:
+            ValueError: the state is another version's, or of another batch size.
+            TypeError: see `state_dict`.
+        """
+        if state.get("version") != _STATE_VERSION:
+            msg = f"state: expected what DataLoader.state_dict returns, version {_STATE_VERSION}"
+            raise ValueError(msg)
+        if state["batch_size"] != self.batch_size:
+            msg = f"state: its batch_size is {state['batch_size']}, the loader's {self.batch_size}"
+            raise ValueError(msg)
+        if isinstance(self.dataset, IterableDataset):
+            self._check_resumable()
+        if state["told_epoch"] is not None:
+            self.set_epoch(state["told_epoch"])
+        if state["generator"] is not None and self.generator is not None:
+            self.generator.set_state(state["generator"])
+        self._next = Position(
+            state["epoch"], state["batch"], rng=state["rng"], dataset=state["dataset"]
+        )
+        self._last = None
+
+    def stats(self) -> LoaderStats:
+        """Return what the loader has done since it was made; `str` of it is the verdict."""
+        return replace(self._stats)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what a copy counts anew, and the workers, which stay with the original."""
+        return {**vars(self), "_stats": LoaderStats(), "_workers": None}
+
+    def _check_resumable(self) -> None:
+        name = type(self.dataset).__name__
+        if not hasattr(self.dataset, "state_dict"):
+            msg = f"dataset: {name} is iterable and has no state_dict, so its position is unknown"
+            raise TypeError(msg)
+        if self.num_workers > 0:
+            msg = (
+                f"num_workers={self.num_workers}: {name} is iterable, and its position is known to "
+                "its workers only; use num_workers=0 to save and load it"
+            )
+            raise TypeError(msg)
+
+    def _gatherable(self) -> Gatherable | None:
+        """Return the dataset's columns if batches can be gathered from them."""
+        collates = type(self.collate_fn) is BatchCollator and self.collate_fn.pad is None
+        if not (collates or self.collate_fn is default_collate) or self.batch_sampler is None:
+            return None
+        return make_gatherable(self.dataset) if self.worker_init_fn is None else None
+
+    def _sampler_generator(self) -> torch.Generator | None:
+        """Return what the sampler draws from; None for torch's default generator."""
+        samplers = (self.batch_sampler, getattr(self.batch_sampler, "sampler", None), self.sampler)
+        found = (getattr(sampler, "generator", None) for sampler in samplers)
+        own: torch.Generator | None = next((g for g in found if g is not None), self.generator)
+        return own
+
+    def _indices(self, position: Position) -> Indices:
+        generator = self._sampler_generator()
+        sampler = self.sampler if self.batch_sampler is None else self.batch_sampler
+        seed = self.seed if generator is self.generator else None
+        return Indices(sampler, generator, seed, position)
+
+    def _gathered(self, gatherable: Gatherable, position: Position, slots: Slots) -> Iterator[Any]:
+        """Warn and draw as torch's iterators do at first, and return the gathered batches."""
+        if self.pin_memory and not torch.accelerator.is_available():
+            warnings.warn(
+                "'pin_memory' argument is set as true but no accelerator is found, "
+                "then device pinned memory won't be used.",
+                stacklevel=3,
+            )
+        workers = self.num_workers > 0
+        if not (workers and self.persistent_workers and self._began):
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        self._began = True
+        indices = self._indices(position).tensors()
+        if workers:  # which ask for indices before the consumer does
+            indices = chain(list(islice(indices, 1)), indices)
+        if gatherable.rows is not None:
+            indices = map(gatherable.rows.__getitem__, indices)
+        return gather_batches(gatherable, indices, slots, self._stats, self.max_bytes)
+
+    def _fetched(self, position: Position, slots: Slots, states: deque[Any]) -> Iterator[Any]:
+        """Return the batches that torch's iterators make, and put the dataset's states aside."""
+        if position.dataset is not None:
+            self.dataset.load_state_dict(position.dataset)  # type: ignore[attr-defined]
+        if type(self.collate_fn) is BatchCollator and self.num_workers == 0:
+            self.collate_fn.lease_from(slots)
+        if self._workers is not None:
+            iterator, indices = self._workers
+            indices.position = position
+            iterator._reset(self)  # type: ignore[attr-defined]
+        else:
+            indices = self._indices(position)
+            iterator = make_iterator(self, indices)
+            if self.persistent_workers:
+                self._workers = (iterator, indices)
+        iterable = isinstance(self.dataset, IterableDataset) and self.num_workers == 0
+        save = getattr(self.dataset, "state_dict", None) if iterable else None
+        return fetch_batches(iterator, self._stats, save, states, persist=self.persistent_workers)

@@ -1,0 +1,225 @@
+"""Batches made ahead of their consumer by a thread, and copied to the device on a side stream."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sized
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from fastamp.data.structure import map_tensors
+
+__all__ = ["Prefetcher", "prefetch"]
+
+T = TypeVar("T")
+_JOIN_S = 5.0  # a producer that hangs in the user's code is left behind, as a daemon
+
+
+def prefetch(
+    iterable: Iterable[T], device: torch.device | str | int | None = None, depth: int = 2
+) -> Prefetcher[T]:
+    """Make the batches of an iterable ahead of the loop that consumes them.
+
+    1. A thread takes batches from the iterable, at most `depth` ahead.
+    2. For a CUDA device it pins the tensors that are not, and starts their copy on a side stream.
+       The memory comes from the consumer's stream, and the copy waits for the work that this stream
+       had before, so that a block that the consumer has dropped is not overwritten while it is
+       read.
+    3. The consumer's stream waits for the copy; the consumer does not. What it gets is ordinary
+       memory of its own stream: nothing is recorded on it, and nothing need be.
+
+    Without a device, or with the CPU, only step 1 happens.
+
+    Args:
+        iterable: of batches: tensors, in any nesting of dicts, lists, tuples and dataclasses. It is
+            consumed in the thread.
+        device: where the batches shall be; None leaves them where they are.
+        depth: batches to have ready, at least 1.
+
+    Returns:
+        An iterable with the length of the one it wraps. Each `iter` of it begins a new pass, with a
+        thread of its own, which ends with the pass, or when the pass is dropped or closed. An
+        exception of the iterable is raised where its batch would have come, with the traceback of
+        its origin.
+
+    Raises:
+        ValueError: `depth` is less than 1.
+    """
+    if depth < 1:
+        msg = f"depth: expected at least 1, got {depth}"
+        raise ValueError(msg)
+    return Prefetcher(iterable, _resolve(device), depth)
+
+
+def _resolve(device: torch.device | str | int | None) -> torch.device | None:
+    """Name the current CUDA device, which is another one in another thread."""
+    if device is None:
+        return None
+    found = torch.device(device)
+    if found == torch.device("cuda"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+class Prefetcher(Iterable[T], Generic[T]):
+    """What `prefetch` returns."""
+
+    def __init__(self, iterable: Iterable[T], device: torch.device | None, depth: int) -> None:
+        self._iterable = iterable
+        self._device = device
+        self._depth = depth
+
+    def __iter__(self) -> Pass[T]:
+        """Begin a pass."""
+        return Pass(self._iterable, self._device, self._depth)
+
+    def __len__(self) -> int:
+        if not isinstance(self._iterable, Sized):
+            msg = f"{type(self._iterable).__name__} has no length"
+            raise TypeError(msg)
+        return len(self._iterable)
+
+
+class Pass(Iterator[T], Generic[T]):
+    """One pass over an iterable, with the thread that runs ahead."""
+
+    def __init__(self, iterable: Iterable[T], device: torch.device | None, depth: int) -> None:
+        self._copies = CudaCopies(device) if device and device.type == "cuda" else None
+        self._ready: SimpleQueue[_Item] = SimpleQueue()
+        self._room = threading.Semaphore(depth)
+        self._stop = threading.Event()
+        self._owner_pid = os.getpid()
+        move = self._copies.start if self._copies else _mover(device)
+        # The thread holds no reference to this object, whose end is what ends the thread.
+        shared = (iter(iterable), move, self._ready, self._room, self._stop)
+        self._thread = threading.Thread(target=_produce, args=shared, name="fastamp", daemon=True)
+        self._thread.start()
+
+    def __next__(self) -> T:
+        if self._stop.is_set():
+            raise StopIteration
+        if self._owner_pid != os.getpid():
+            msg = (
+                "this iterator was made before the process forked and its thread stayed behind: "
+                "call iter() in the child"
+            )
+            raise RuntimeError(msg)
+        if self._copies:
+            self._copies.follow_consumer()
+        item = self._ready.get()
+        if item.error is not None:
+            self.close()
+            raise item.error
+        self._room.release()
+        if item.event is not None:
+            item.event.wait()
+        batch: T = item.batch
+        return batch
+
+    def close(self) -> None:
+        """End the pass and its thread; what was ready is dropped."""
+        self._stop.set()
+        if self._owner_pid != os.getpid():
+            return
+        self._room.release()
+        # While the interpreter ends, no other thread runs.
+        if self._thread is not threading.current_thread() and not sys.is_finalizing():
+            self._thread.join(_JOIN_S)
+        if self._copies:
+            self._copies.finish()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_thread"):
+            self.close()
+
+
+class _Item:
+    """A batch with the event that its copy is done, or the error that ends the pass."""
+
+    def __init__(self, batch: Any, event: Any = None, error: BaseException | None = None) -> None:
+        self.batch = batch
+        self.event = event
+        self.error = error
+
+
+def _produce(
+    iterator: Iterator[Any],
+    move: Any,
+    ready: SimpleQueue[_Item],
+    room: threading.Semaphore,
+    stop: threading.Event,
+) -> None:
+    try:
+        while True:
+            room.acquire()
+            if stop.is_set():
+                return
+            batch = next(iterator)
+            ready.put(_Item(*move(batch)))
+            del batch  # held no longer than the consumer holds it
+    except BaseException as error:  # noqa: BLE001 - StopIteration, too, is the consumer's
+        ready.put(_Item(None, error=error))
+    finally:
+        close = getattr(iterator, "close", None)  # a generator ends in the thread that ran it
+        if close is not None:
+            close()
+
+
+def _mover(device: torch.device | None) -> Any:
+    def move(batch: Any) -> tuple[Any]:
+        if device is None:
+            return (batch,)
+        return (map_tensors(lambda tensor: tensor.to(device), batch),)
+
+    return move
+
+
+class CudaCopies:
+    """Copies batches to a CUDA device on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._last: torch.cuda.Event | None = None
+        self.follow_consumer()
+
+    def follow_consumer(self) -> None:
+        """Take memory from the stream that is current in the calling thread from now on."""
+        self._consumer = torch.cuda.current_stream(self._device)
+
+    def start(self, batch: Any) -> tuple[Any, torch.cuda.Event]:
+        """Start the copy of a batch; return what it fills, and the event that it is full."""
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def destination(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+                return tensor.to(self._device)
+            pairs.append((torch.empty_like(tensor, device=self._device), _pinned(tensor)))
+            return pairs[-1][0]
+
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.no_grad(), torch.cuda.stream(self._consumer):
+            moved = map_tensors(destination, batch)
+            # Whoever had this memory before launched all of its work before dropping it.
+            dropped = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            dropped.record()
+        with torch.no_grad(), torch.cuda.stream(self._side):
+            dropped.wait()
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            done.record()
+        self._last = done
+        return moved, done
+
+    def finish(self) -> None:
+        """Let the consumer's stream wait for the copies into memory that nobody has taken."""
+        if self._last is not None:
+            self._consumer.wait_event(self._last)
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_pinned() else tensor.pin_memory()
