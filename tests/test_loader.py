@@ -315,6 +315,11 @@ def test_two_iterators_over_one_loader_are_apart(dataset, num_workers, backend):
     assert_same(pairs(fastamp.DataLoader), pairs(TorchDataLoader))
 
 
+def test_an_iterator_has_the_loaders_length(backend):
+    for dataset in (TensorDataset(X, Y), Squares(30)):
+        assert len(iter(fastamp.DataLoader(dataset, 7))) == len(iter(TorchDataLoader(dataset, 7)))
+
+
 def test_breaking_off_leaves_the_next_epoch_alone(backend):
     loader = fastamp.DataLoader(TensorDataset(X, Y), 10, shuffle=True, seed=5)
     whole = [list(loader) for _ in range(3)]

@@ -50,8 +50,9 @@ class DataLoader(TorchDataLoader[Any]):
             CPU.
         seed: shuffles epoch n with the seed `seed + n`, so that it can be repeated and resumed by
             itself.
-        max_bytes: the most that the loader holds: batches ahead of the consumer, and slots for
-            large batches. None is 1 GiB, or one batch if that is larger.
+        max_bytes: the most that the loader itself holds: batches gathered ahead, and slots for
+            large ones. None is 1 GiB, or one batch if that is larger. torch's workers hold what
+            `prefetch_factor` says.
 
     Raises:
         ValueError: as torch's; `max_bytes` is not positive, or, when a pass begins, less than one
@@ -142,7 +143,7 @@ class DataLoader(TorchDataLoader[Any]):
             batches = self._fetched(position, slots, states)
         if device is not None and device.type != "cpu":
             batches = iter(prefetch(batches, device, _DEVICE_DEPTH))
-        return LoaderPass(batches, position, self._stats, states)
+        return LoaderPass(batches, position, self._stats, states, self.__len__)
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next pass is: for `seed`, and for a sampler that has `set_epoch`.

@@ -29,14 +29,23 @@ class LoaderPass(Iterator[Any]):
     """One pass over a loader, which keeps count of what was delivered and of who waited."""
 
     def __init__(
-        self, batches: Iterator[Any], position: Position, stats: LoaderStats, states: deque[Any]
+        self,
+        batches: Iterator[Any],
+        position: Position,
+        stats: LoaderStats,
+        states: deque[Any],
+        length: Callable[[], int],
     ) -> None:
         self._batches = batches
         self._position = position
         self._stats = stats
         self._states = states
+        self._length = length
         self._ended = False
         self._left_s: float | None = None  # when the consumer went off with a batch
+
+    def __len__(self) -> int:
+        return self._length()
 
     def __next__(self) -> Any:
         stats, start_s = self._stats, time.perf_counter()

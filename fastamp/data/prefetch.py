@@ -16,7 +16,7 @@ from fastamp.data.structure import map_tensors
 __all__ = ["Prefetcher", "prefetch"]
 
 T = TypeVar("T")
-_JOIN_S = 5.0  # a producer that hangs in the user's code is left behind, as a daemon
+_JOIN_S = 2.0  # a producer that hangs in the user's code is left behind, as a daemon
 
 
 def prefetch(
