@@ -86,8 +86,10 @@ def run_sanitized(session: nox.Session, kind: str, runtimes: list[str], *default
 @nox.session
 def sanitize(session: nox.Session) -> None:
     """Run the compiled CPU core's tests under the address and undefined-behaviour sanitizers."""
-    files = [f"tests/test_{name}.py" for name in ("amp", "collate", "gather")]
-    chosen = "cpu and not worker and not threads"
+    files = [
+        f"tests/test_{name}.py" for name in ("amp", "collate", "gather", "timer", "timer_cuda")
+    ]
+    chosen = "cpu and not worker and not threads and not million and not costs"
     run_sanitized(session, "address", ["libasan.so", "libubsan.so"], *files, "-k", chosen)
 
 

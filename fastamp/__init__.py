@@ -11,13 +11,16 @@ from fastamp.clip import (
 from fastamp.data import BatchCollator, DataLoader, TokenDataset, prefetch
 from fastamp.metrics import MetricsTracker, ScalarStats
 from fastamp.precision import compute_effective_precision
+from fastamp.timer import RegionStats, Timer
 
 __all__ = [
     "BatchCollator",
     "DataLoader",
     "GradScaler",
     "MetricsTracker",
+    "RegionStats",
     "ScalarStats",
+    "Timer",
     "TokenDataset",
     "__version__",
     "backends",

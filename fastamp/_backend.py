@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
+    RegionMaker = Callable[[str, Any, bool], "Region"]
+
 _MODULES = {
     "cuda": "fastamp._native_cuda",
     "cpu": "fastamp._native_cpu",
@@ -77,6 +79,36 @@ class Packed(Protocol):
         """Whether any tensor that it takes is float16."""
 
 
+class Region(Protocol):
+    """One path of nested regions, in all threads, on the host's clock."""
+
+    @property
+    def path(self) -> str:
+        """Its name inside the regions around it."""
+
+    @property
+    def children(self) -> dict[str, Any]:
+        """Regions inside it, by name."""
+
+    def innermost(self) -> Region:
+        """Return the innermost open region of this thread and this timer, or else this one."""
+
+    def __enter__(self) -> object:
+        """Open the region in this thread."""
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        """Close it, and what was opened inside and left open."""
+
+    def add(self, duration_ns: int) -> None:
+        """Count a duration that was measured elsewhere."""
+
+    def figures(self) -> tuple[Any, ...]:
+        """Return count, sum, minimum and maximum, and the histogram as a buffer of int64."""
+
+    def reset(self) -> None:
+        """Forget all figures; where it is open, it counts when it ends."""
+
+
 class Ops(Protocol):
     """The op table: what every backend can do with a list of tensors."""
 
@@ -92,6 +124,13 @@ class Ops(Protocol):
 
     def rescale_(self, packed: Any, factor: Tensor) -> None:
         """Multiply every element by a 0-dim float32 tensor, rounding once; 1 writes nothing."""
+
+    def regions_for(self, timer: type) -> RegionMaker:
+        """Return what makes the regions of one timer, of this type, from path, `begin`, `always`.
+
+        `begin`, the same for all, is called with the region that opens, if `always` or if torch's
+        profiler is on; what it returns is called with the start and the end, in nanoseconds.
+        """
 
 
 class Column(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -13,12 +14,15 @@ import numpy as np
 import torch
 
 from fastamp._backend import COMPILED_NORMS, Clip, Column, GradStats, index_error, is_plain
+from fastamp._fallback_timer import FallbackRegion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
     from torch import Tensor
+
+    from fastamp._backend import RegionMaker
 
 __all__ = ["FallbackOps", "TorchGatherer", "combine", "is_available", "ops"]
 
@@ -206,6 +210,11 @@ class FallbackOps:
         if factor.device.type == "cpu" and factor.item() == 1.0:
             return
         torch._foreach_mul_([_in_place(tensor) for tensor in packed.tensors], factor)
+
+    def regions_for(self, timer: type) -> RegionMaker:
+        """Return what makes a timer's regions; calls of the type's instances stay Python's."""
+        del timer
+        return functools.partial(FallbackRegion, threading.local())
 
     def column(self, samples: tuple[Any, ...], key: Any) -> tuple[Any, ...]:
         """Return sample[key] of every sample."""

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from fastamp._backend import RegionMaker
+
 __all__ = ["CompiledGatherer", "CpuOps", "is_available", "ops"]
 
 _NORM_TYPES = {
@@ -47,6 +49,11 @@ class CpuOps:
         if not torch.is_inference_mode_enabled():
             torch.autograd.graph.increment_version(packed.tensors)
         _native.cpu_ops.rescale(packed, factor, torch.get_num_threads())
+
+    def regions_for(self, timer: type) -> RegionMaker:
+        """Return what makes regions; calls of the type's instances find them without Python."""
+        _native.call_through(timer)
+        return _native.make_region
 
     column = staticmethod(_native.column)
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from fastamp._backend import RegionMaker
+
 __all__ = ["CudaOps", "is_available", "ops"]
 
 _NORM_TYPES = {
@@ -57,6 +59,11 @@ class CudaOps:
         if not torch.is_inference_mode_enabled():
             torch.autograd.graph.increment_version(packed.tensors)
         _native.cuda_ops.rescale(packed, factor, index, _stream(index))
+
+    def regions_for(self, timer: type) -> RegionMaker:
+        """Return what makes regions; calls of the type's instances find them without Python."""
+        _native.call_through(timer)
+        return _native.make_region
 
 
 ops = CudaOps()

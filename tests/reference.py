@@ -117,3 +117,27 @@ def rescale(bits: NDArray[np.generic], dtype: str, factor: float) -> NDArray[np.
                 .view(np.uint16)
             )
         return float32_to_bfloat16(bfloat16_to_float32(bits.view(np.uint16)) * scale)
+
+
+def bucket(duration_ns: int) -> int:
+    """Return the histogram's bucket: own below 64 ns, then 32 for every doubling, up to 2**48."""
+    ns = min(duration_ns, 2**48 - 1)
+    if ns < 64:
+        return ns
+    octave = math.floor(math.log2(ns))
+    octave -= 2**octave > ns
+    return 32 * (octave - 5) + ns * 32 // 2**octave
+
+
+def durations(values_ns: NDArray[np.int64]) -> dict[str, float]:
+    """Return the exact figures of a region, in seconds."""
+    total = sum(values_ns.tolist())
+    quantiles = np.quantile(values_ns, [0.5, 0.9, 0.99], method="inverted_cdf")
+    return {
+        "count": len(values_ns),
+        "total": total / 1e9,
+        "mean": total / 1e9 / len(values_ns),
+        "min": int(values_ns.min()) / 1e9,
+        "max": int(values_ns.max()) / 1e9,
+        **{f"p{q}": float(v) / 1e9 for q, v in zip((50, 90, 99), quantiles, strict=True)},
+    }

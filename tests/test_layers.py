@@ -18,10 +18,10 @@ INCLUDES = {
     "no_cuda": [r"core/\w+\.h", STANDARD],
     "bindings": [
         r"bindings/\w+\.h",
-        r"core/(ops|types|math|collate|gather)\.h",
+        r"core/(ops|types|math|collate|gather|timer)\.h",
         STANDARD,
         r"pybind11/\w+\.h",
-        r"dlfcn\.h",
+        r"(dlfcn|structmember)\.h",
     ],
 }
 
@@ -40,7 +40,9 @@ ABOVE = {"fastamp.train", "fastamp.metrics", "fastamp.bench", "fastamp.integrati
 IMPORTS = {
     "fastamp": {"fastamp._backend", *PUBLIC, *ABOVE},
     "fastamp._backend": {"fastamp._fallback"},
-    "fastamp._fallback": {"fastamp._backend"},
+    "fastamp._fallback": {"fastamp._backend", "fastamp._fallback_timer"},
+    "fastamp._fallback_timer": set(),
+    "fastamp._timer_events": {"fastamp._backend"},
     "fastamp._native_cpu": {"fastamp._backend", EXTENSION},
     "fastamp._native_cuda": {"fastamp._backend", EXTENSION},
     "fastamp.amp": {"fastamp._backend", "fastamp._report"},
@@ -48,7 +50,7 @@ IMPORTS = {
     "fastamp.clip": {"fastamp._backend"},
     "fastamp.data": {"fastamp._backend"},
     "fastamp.precision": set(),
-    "fastamp.timer": {"fastamp._backend"},
+    "fastamp.timer": {"fastamp._backend", "fastamp._timer_events"},
     **{name: {*PUBLIC, *ABOVE} for name in ABOVE},
 }
 

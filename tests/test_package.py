@@ -40,7 +40,7 @@ def stub_names() -> dict[str, set[str]]:
             names[node.name] = {
                 inner.name if isinstance(inner, ast.FunctionDef) else inner.target.id
                 for inner in node.body
-            }
+            } - {"__enter__", "__exit__"}
         elif isinstance(node, ast.FunctionDef):
             names[""].add(node.name)
         elif isinstance(node, ast.AnnAssign):

@@ -5,6 +5,7 @@
 #include "bindings/collate.h"
 #include "bindings/gather.h"
 #include "bindings/tensors.h"
+#include "bindings/timer.h"
 
 PYBIND11_MODULE(_native, module) {
   module.doc() = "The compiled core of fastamp. Private: use the fastamp package.";
@@ -12,4 +13,5 @@ PYBIND11_MODULE(_native, module) {
   fastamp::define_amp(module);
   fastamp::define_collate(module);
   fastamp::define_gather(module);
+  fastamp::define_timer(module);
 }

@@ -1,0 +1,88 @@
+"""A GPU that tests play, behind torch.cuda: streams with their own clocks, and a count of waits.
+
+Time passes only where a test says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pytest
+
+
+@dataclass(frozen=True)
+class FakeStream:
+    cuda_stream: int
+
+
+@dataclass
+class FakeGpu:
+    """Streams by number; `host_ms` is when work that is given now can begin at the earliest."""
+
+    host_ms: float = 0.0
+    done_ms: float = 0.0
+    """What was to happen up to here has happened."""
+    stream: int = 1
+    capturing: bool = False
+    waits: int = 0
+    num_events: int = 0
+    busy_ms: dict[int, float] = field(default_factory=dict)
+
+    def work(self, duration_ms: float, stream: int | None = None) -> None:
+        """Give the current stream, or another one, something to do."""
+        stream = stream or self.stream
+        self.busy_ms[stream] = max(self.busy_ms.get(stream, 0.0), self.host_ms) + duration_ms
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        self.done_ms = max([self.host_ms, self.done_ms, *self.busy_ms.values()])
+
+
+def install(gpu: FakeGpu, patch: pytest.MonkeyPatch) -> None:
+    """Make torch.cuda offer the GPU as "cuda:0"."""
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+            gpu.num_events += 1
+            self.at_ms = float("inf")
+
+        def record(self, stream: FakeStream) -> None:
+            assert not gpu.capturing
+            self.at_ms = max(gpu.busy_ms.get(stream.cuda_stream, 0.0), gpu.host_ms)
+
+        def query(self) -> bool:
+            assert not gpu.capturing
+            return self.at_ms <= gpu.done_ms
+
+        def elapsed_time(self, end: Event) -> float:
+            assert self.query()
+            assert end.query()
+            return end.at_ms - self.at_ms
+
+        def synchronize(self) -> None:
+            gpu.waits += 1
+
+    @contextlib.contextmanager
+    def on_stream(stream: FakeStream) -> Iterator[None]:
+        before, gpu.stream = gpu.stream, stream.cuda_stream
+        yield
+        gpu.stream = before
+
+    fakes = {
+        "Event": Event,
+        "stream": on_stream,
+        "is_available": lambda: True,
+        "current_stream": lambda _: FakeStream(gpu.stream),
+        "is_current_stream_capturing": lambda: gpu.capturing,
+        "synchronize": lambda _: gpu.synchronize(),
+    }
+    for name, fake in fakes.items():
+        patch.setattr(torch.cuda, name, fake)
