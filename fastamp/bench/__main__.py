@@ -3,39 +3,93 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 from typing import TYPE_CHECKING
 
-from fastamp.bench import amp
-from fastamp.bench.options import BadArgumentError
+from fastamp.bench import amp, baseline, latency, loader, page, selftest, step, timer
+from fastamp.bench.environment import describe
+from fastamp.bench.options import STATUS, refuse
+from fastamp.bench.report import make_record, render
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
-__all__ = ["main"]
+    from fastamp.bench.report import Task
 
-DEFAULT_COMMAND = "amp"
-COMMANDS = (amp,)  # modules with add_parser(subparsers) and run(args) -> exit status
+# Modules with add_parser(subparsers), whose parser's default `prepare` makes a Task of the options.
+COMMANDS = (amp, step, loader, timer, latency, selftest)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or (words[0].startswith("-") and words[0] not in {"-h", "--help"}):
-        words.insert(0, DEFAULT_COMMAND)
+        words.insert(0, "amp")
     parser = argparse.ArgumentParser(
         prog="python -m fastamp.bench",
         description="Measure what mixed precision and fastamp gain on this machine.",
-        epilog=f"Without a command: {DEFAULT_COMMAND}; '{DEFAULT_COMMAND} --help' for its options.",
+        epilog=f"Without a command: amp; 'amp --help' for its options. {STATUS}",
     )
     subparsers = parser.add_subparsers(dest="command", metavar="command")
     for command in COMMANDS:
         command.add_parser(subparsers)
     args = parser.parse_args(words)
+    chosen = subparsers.choices[args.command]
     try:
-        return int(args.run(args))
-    except BadArgumentError as error:
-        subparsers.choices[args.command].error(str(error))  # prints the usage and exits with 2
+        _check_bounds(args)
+        return _carry_out(args.prepare(args), args, chosen.prog)
+    except argparse.ArgumentError as error:
+        chosen.error(str(error))  # prints the usage and exits with 2
+
+
+def _check_bounds(args: argparse.Namespace) -> None:
+    for name, _ in args.fail_on:
+        if args.baseline is None:
+            refuse("--fail-on", name, "needs a --baseline")
+        if name not in args.baseline["metrics"]:
+            problem = (
+                f"is no metric of the baseline, which has {', '.join(args.baseline['metrics'])}"
+            )
+            refuse("--fail-on", name, problem)
+
+
+def _carry_out(task: Task, args: argparse.Namespace, prog: str) -> int:
+    environment = describe(args.device)
+    if args.baseline is not None:
+        found = baseline.differences(args.baseline, args.command, task, environment)
+        if found:
+            print(
+                f"{prog}: no verdict: the baseline cannot be compared: {'; '.join(found)}",
+                file=sys.stderr,
+            )
+            return 3
+    report = task.run()
+    judged = [target.verdict for target in report.verdicts] if args.check else []
+    changes = baseline.hold(report.metrics, args.baseline, args.fail_on)
+    report.verdicts.extend(changes)
+    record = make_record(report, command=args.command, job=task.job, environment=environment)
+    print(render(report, record), flush=True)
+    if args.json is not None:
+        _write(args.json, json.dumps(record, indent=1, allow_nan=False) + "\n")
+    if args.report is not None:
+        _write(args.report, page.make(report, record))
+    judged += [change.verdict for change in changes]
+    if "fail" in judged:
+        return 1
+    return 3 if "inconclusive" in judged or set(judged) == {"n/a"} else 0
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, "utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

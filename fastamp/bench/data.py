@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fastamp.bench.options import BadArgumentError
+from fastamp.bench.options import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import numpy.typing as npt
 
-__all__ = ["Corpus", "load_corpus", "training_batches", "validation_batches"]
+    from fastamp.bench.train import Job
+
+    Bytes = npt.NDArray[np.uint8]
 
 VALIDATION_PART = 10  # one byte in so many
 # Third-party code, and tests, which some distributions leave out of the standard library.
@@ -33,18 +35,8 @@ class Corpus:
     source: str
     files: int
     sha256: str
-    train: npt.NDArray[np.uint8]
-    validation: npt.NDArray[np.uint8]
-
-    def describe(self) -> dict[str, object]:
-        """Return where the bytes come from and how many there are, without the bytes."""
-        return {
-            "source": self.source,
-            "files": self.files,
-            "sha256": self.sha256,
-            "train_bytes": len(self.train),
-            "validation_bytes": len(self.validation),
-        }
+    train: Bytes
+    validation: Bytes
 
 
 def load_corpus(path: str | None, *, block_size: int) -> Corpus:
@@ -56,63 +48,54 @@ def load_corpus(path: str | None, *, block_size: int) -> Corpus:
         block_size: the length of a window in bytes; both parts must hold more than one.
 
     Raises:
-        BadArgumentError: there is nothing to read at `path`, or too little.
+        argparse.ArgumentError: there is nothing to read at `path`, or too little.
     """
     if path is None:
         source = f"standard library of Python {platform.python_version()}"
-        root = Path(sysconfig.get_path("stdlib"))
-        files = _files(root, "*.py", EXCLUDED)
+        root, pattern, excluded = Path(sysconfig.get_path("stdlib")), "*.py", EXCLUDED
     else:
-        source, root = path, Path(path)
+        source, root, pattern, excluded = path, Path(path), "*", set()
         if not (root.is_file() or root.is_dir()):
-            raise BadArgumentError(option="--data", value=path, problem="is no file and no folder")
-        files = _files(root, "*", set()) if root.is_dir() else [root]
+            refuse("--data", path, "is no file and no folder")
+    names = (file.relative_to(root) for file in root.rglob(pattern) if file.is_file())
+    kept = sorted(name.as_posix() for name in names if not excluded.intersection(name.parts))
+    files = [root] if root.is_file() else [root / name for name in kept]
     if not files:
-        raise BadArgumentError(option="--data", value=str(root), problem="holds no file to read")
+        refuse("--data", str(root), "holds no file to read")
     try:
         text = b"".join(file.read_bytes() for file in files)
     except OSError as error:
-        raise BadArgumentError(
-            option="--data", value=error.filename, problem=f"cannot be read: {error}"
-        ) from error
+        refuse("--data", error.filename, f"cannot be read: {error}")
     tail = len(text) // VALIDATION_PART
     if tail <= block_size:
         least = (block_size + 1) * VALIDATION_PART
         problem = f"holds {len(text)} bytes, too few: --block-size {block_size} needs {least}"
-        raise BadArgumentError(option="--data", value=str(root), problem=problem)
+        refuse("--data", str(root), problem)
     data = np.frombuffer(text, dtype=np.uint8)
     digest = hashlib.sha256(text).hexdigest()
     return Corpus(source, len(files), digest, train=data[:-tail], validation=data[-tail:])
 
 
-def _files(root: Path, pattern: str, excluded: set[str]) -> list[Path]:
-    found = ((file.relative_to(root), file) for file in root.rglob(pattern) if file.is_file())
-    kept = [
-        (name.as_posix(), file) for name, file in found if not excluded.intersection(name.parts)
-    ]
-    return [file for _, file in sorted(kept)]
-
-
-def training_batches(
-    data: npt.NDArray[np.uint8], *, batch_size: int, block_size: int, seed: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def training_batches(data: Bytes, job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield batches drawn at random, the same for the same seed, without end."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(job.seed)
+    size = job.shape.block_size
     while True:
-        yield _windows(data, rng.integers(0, len(data) - block_size, batch_size), block_size)
+        yield _windows(data, rng.integers(0, len(data) - size, job.batch_size), size)
 
 
 def validation_batches(
-    data: npt.NDArray[np.uint8], *, windows: int, batch_size: int, block_size: int
+    data: Bytes, job: Job, windows: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield batches of windows that start at equal distances over the whole of `data`."""
-    starts = np.linspace(0, len(data) - block_size - 1, windows).astype(np.int64)
-    for first in range(0, windows, batch_size):
-        yield _windows(data, starts[first : first + batch_size], block_size)
+    size = job.shape.block_size
+    starts = np.linspace(0, len(data) - size - 1, windows).astype(np.int64)
+    for first in range(0, windows, job.batch_size):
+        yield _windows(data, starts[first : first + job.batch_size], size)
 
 
 def _windows(
-    data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], block_size: int
+    data: Bytes, starts: npt.NDArray[np.int64], block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return bytes and, one place on, the bytes to predict: two int64 [starts, block_size]."""
     window = torch.from_numpy(data[starts[:, None] + np.arange(block_size + 1)].astype(np.int64))

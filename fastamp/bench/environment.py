@@ -1,16 +1,16 @@
-"""The machine: its processor's name and bf16 units, and why a precision may gain no speed on it."""
+"""The machine and the software: what a number depends on, and why a precision may gain no speed."""
 
 from __future__ import annotations
 
+import os
 import platform
 import re
+import subprocess
 from pathlib import Path
 
 import torch
 
 import fastamp
-
-__all__ = ["describe", "no_speed_reason"]
 
 # As in /proc/cpuinfo and in torch.cpu.get_capabilities, on x86 and on ARM.
 BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16", "sve_bf16"}
@@ -35,22 +35,24 @@ def cpu_features() -> set[str]:
 def no_speed_reason(device: str, precision: str) -> str | None:
     """Return why this precision cannot be expected to be faster than FP32 here; None if it can."""
     if device == "cuda":
-        if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
-            return "this GPU has no bf16 units"
-        return None
+        emulated = not torch.cuda.is_bf16_supported(including_emulation=False)
+        return "this GPU has no bf16 units" if precision == "bf16" and emulated else None
     if precision == "fp16":
         return "fp16 has no speed-up to expect on a CPU"
     features = cpu_features()
-    if not features:
-        return "nothing tells whether this CPU has bf16 units"
-    if not features & BF16_UNITS:
+    if features & BF16_UNITS:
+        return None
+    if features:
         return "a CPU without bf16 units (avx512_bf16, amx_bf16) has no speed-up to expect"
-    return None
+    return "nothing tells whether this CPU has bf16 units"
 
 
 def describe(device: str) -> dict[str, object]:
     """Return what a reader needs to know of the machine to believe a number."""
     cpu = _cpuinfo("model name") or platform.processor() or platform.machine()
+    cuda = device == "cuda"
+    driver = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\d+\.\d+(\.\d+)?", driver.read_text()) if driver.exists() else None
     return {
         "torch": torch.__version__,
         "fastamp": fastamp.__version__,
@@ -58,9 +60,23 @@ def describe(device: str) -> dict[str, object]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "device": device,
-        "device_name": torch.cuda.get_device_name() if device == "cuda" else cpu,
+        "device_name": torch.cuda.get_device_name() if cuda else cpu,
         "cpu": cpu,
+        "cores": os.cpu_count(),
         "bf16_units": sorted(cpu_features() & BF16_UNITS),
         "threads": torch.get_num_threads(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "cuda": torch.version.cuda if cuda else None,
+        "driver": found[0] if found else None,
+        "load": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
+        "git_revision": _git_revision(),
     }
+
+
+def _git_revision() -> str | None:
+    """Return the commit of the working directory, with -dirty where files have changed."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None

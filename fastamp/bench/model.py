@@ -8,8 +8,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["GPT", "Shape"]
-
 VOCABULARY = 256  # one token per byte value
 INIT_STD = 0.02  # as in GPT-2
 

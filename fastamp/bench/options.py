@@ -7,19 +7,29 @@ import math
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from fastamp.bench import baseline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["BadArgumentError", "number", "writable_file"]
+    from fastamp.bench.report import Task
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+DEFAULT = "(default: %(default)s)"
+STATUS = """Exit status: 0; 1 a target is missed, with --check, or a bound of --fail-on; 2 a bad
+argument; 3 the environment does not allow a verdict: with --check where one is inconclusive or all
+are n/a, with --fail-on where the change is inconclusive, and with a --baseline of another schema,
+command, job or machine."""
 
 
-class BadArgumentError(ValueError):
-    """Names an option and its value, and says what is wrong with it; ends with exit status 2."""
-
-    def __init__(self, *, option: str, value: object, problem: str) -> None:
-        super().__init__(f"argument {option}: {value!r} {problem}")
+def refuse(option: str, value: object, problem: str) -> NoReturn:
+    """Refuse a value that only running can refuse; ends with exit status 2."""
+    raise argparse.ArgumentError(None, f"argument {option}: {value!r} {problem}")
 
 
 def number(kind: type[int | float], least: float, most: float = math.inf) -> Callable[[str], float]:
@@ -37,16 +47,59 @@ def number(kind: type[int | float], least: float, most: float = math.inf) -> Cal
     return parse
 
 
-def writable_file(text: str) -> Path:
-    """Return the path of a file that can be written, found out by writing beside it."""
+def numbers(text: str) -> list[int]:
+    """Return the integers of a list with commas, for argparse."""
+    return [int(number(int, 1)(item)) for item in text.split(",")]
+
+
+def _writable_file(text: str) -> Path:
     path = Path(text).resolve()  # a link stays a link: its target is what gets replaced
-    if path.exists() and not path.is_file():
-        message = f"{text!r} is not a regular file"
-        raise argparse.ArgumentTypeError(message)
+    problem = "is not a regular file" if path.exists() and not path.is_file() else None
     try:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        message = f"{text!r} cannot be written: {error.strerror}"
-        raise argparse.ArgumentTypeError(message) from error
+        problem = f"cannot be written: {error.strerror}"
+    if problem is not None:
+        raise argparse.ArgumentTypeError(repr(text) + " " + problem)
     return path
+
+
+def _device(text: str) -> str:
+    if text == "cuda" and not torch.cuda.is_available():
+        message = f"{text!r} needs a GPU, and torch finds none"
+        raise argparse.ArgumentTypeError(message)
+    return text
+
+
+def add_command(
+    subparsers: Subparsers,
+    name: str,
+    prepare: Callable[[argparse.Namespace], Task],
+    *,
+    gpu: bool = True,
+    **texts: Any,
+) -> Callable[..., argparse.Action]:
+    """Add a command with the options that all have; return what adds one more.
+
+    `gpu` says whether it can run on one; `texts` are `help`, `description` and `epilog`, which
+    names the metrics.
+    """
+    texts["epilog"] = f"Metrics for --fail-on: {texts['epilog']}. {STATUS}"
+    parser = subparsers.add_parser(name, allow_abbrev=False, **texts)
+    parser.set_defaults(prepare=prepare, device="cpu")
+    add = parser.add_argument
+    if gpu:
+        here = "cuda" if torch.cuda.is_available() else "cpu"
+        text = "(default: cuda where torch finds a GPU)"
+        add("--device", type=_device, choices=("cpu", "cuda"), default=here, help=text)
+    add("--seed", type=number(int, 0, 2**32), default=0, help=f"of all that is drawn {DEFAULT}")
+    add("--json", type=_writable_file, metavar="FILE", help="write all that was measured to FILE")
+    add("--report", type=_writable_file, metavar="FILE", help="write a page to FILE, in HTML")
+    add("--baseline", type=baseline.read, metavar="FILE", help="a file that --json wrote before")
+    moves = "a metric and how far it may move from the baseline, as in 'speedup:-5%%' or "
+    moves += "'step_time:+10%%'; may be given several times"
+    bound = baseline.bound
+    add("--fail-on", type=bound, action="append", default=[], metavar="BOUND", help=moves)
+    add("--check", action="store_true", help="exit with 1 if a target is missed")
+    return add

@@ -1,204 +1,197 @@
-"""The figures of each arm, the verdicts on the targets, and how both are shown and saved."""
+"""What a command found: one record, from which the table, the JSON file and the page are made."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import math
-import os
 import sys
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastamp.bench.compare import verdict_on
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
-    from fastamp.bench.train import Score
+    from fastamp.bench.compare import Interval, Race
 
-__all__ = [
-    "Figures",
-    "Quartiles",
-    "Report",
-    "Verdict",
-    "judge",
-    "progress",
-    "quartiles",
-    "render",
-    "show",
-    "write_json",
-]
-
-COLUMNS = ("arm", "step ms", "[quartiles]", "tokens/s", "speed-up", "peak MiB", "loss", "accuracy")
-# The targets: the bound's sign, and the factor and unit with which a figure is shown.
-TARGETS = {
-    "speed-up": (">=", 1, "x"),
-    "memory saving": (">=", 100, " %"),
-    "accuracy gap": ("<=", 1, ""),
-}
+SCHEMA_VERSION = 2
+UNITS = {"x": 1, " %": 100, "": 1}  # and the factor with which a figure is shown
 
 
-@dataclass(frozen=True, kw_only=True)
-class Quartiles:
-    """A median, and the quartiles around it."""
+@dataclass(frozen=True)
+class Figure:
+    """A figure of the record, by its JSON pointer (RFC 6901), and how it is shown."""
 
-    median: float
-    low: float
-    high: float
+    pointer: str
+    spec: str
+    factor: float = 1
+
+    def text(self, record: dict[str, Any]) -> str:
+        """Return the figure as text; n/a where it is null."""
+        value = at(record, self.pointer)
+        return "n/a" if value is None else format(value * self.factor, self.spec)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Figures:
-    """What one arm came to; `step_times_s` has every step, `step_time_s` leaves out the warm-up."""
-
-    name: str
-    step_times_s: list[float]
-    step_time_s: Quartiles
-    tokens_per_s: float
-    speedup: Quartiles
-    peak_memory_bytes: int | None
-    validation: Score
+Cell = tuple["str | Figure", ...]
+Ends = tuple["float | None", "float | None"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One target: its figure (None: not measured), and pass, fail or n/a with the reason."""
+    """One target: the figure is to lie between two ends; n/a where it cannot be judged."""
 
     name: str
-    figure: float | None
-    target: float
+    figure: Interval | None
+    ends: Ends
+    unit: str
     verdict: str
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All that one run of the main job found out; `order` names the arms as each round ran them."""
+    """What a command measured; the races hold every sample, `details` what only it knows."""
 
-    schema_version: int
-    created: str
-    environment: dict[str, Any]
+    table: list[list[Cell]]
+    races: dict[str, Race]
+    metrics: dict[str, Interval]  # the figures that a later run may be held to, with --fail-on
+    verdicts: list[Verdict] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    losses: dict[str, list[float]] = field(default_factory=dict)  # of every training step, by arm
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A command with its options settled; `job` is what two records must share to be compared."""
+
     job: dict[str, Any]
-    data: dict[str, Any]
-    parameters: int
-    warmup_steps: int
-    memory_method: str
-    order: list[list[str]]
-    arms: list[Figures]
-    targets: list[Verdict]
+    run: Callable[[], Report]
 
 
-def quartiles(values: list[float]) -> Quartiles:
-    """Return the median and the quartiles of at least one value."""
-    low, median, high = (float(value) for value in np.percentile(values, [25, 50, 75]))
-    return Quartiles(median=median, low=low, high=high)
+def at(record: dict[str, Any], pointer: str) -> Any:
+    """Return what a JSON pointer finds."""
+    value: Any = record
+    for key in pointer.split("/")[1:]:
+        value = value[int(key)] if isinstance(value, list) else value[key]
+    return value
 
 
-def judge(
-    base: Figures, arm: Figures, targets: dict[str, float], *, excused: dict[str, str]
-) -> list[Verdict]:
-    """Hold `arm` to the targets, against `base`; a figure equal to its target passes.
+def judge(name: str, figure: Interval | None, ends: Ends, unit: str, reason: str) -> Verdict:
+    """Judge a figure that is to lie between two ends; n/a where there is none."""
+    verdict = "n/a" if figure is None else verdict_on(figure, *ends)
+    return Verdict(name=name, figure=figure, ends=ends, unit=unit, verdict=verdict, reason=reason)
 
-    Args:
-        base: the figures that stand for FP32.
-        arm: the figures to judge.
-        targets: a bound for each name in TARGETS.
-        excused: why a target cannot be judged here, by its name.
-    """
-    low, high = arm.speedup.low, arm.speedup.high
-    spread = f"quartiles of the ratio in each round {low:.2f} to {high:.2f}"
+
+def heading(text: str) -> list[Cell]:
+    """Return a table's first row, whose cells are separated by commas."""
+    return [(name,) for name in text.split(",")]
+
+
+def interval_cell(pointer: str, spec: str, unit: str = "", factor: float = 1) -> Cell:
+    """Show a figure with its interval."""
+    ends = ("value", "low", "high")
+    value, low, high = (Figure(f"{pointer}/{end}", spec, factor) for end in ends)
+    return (value, unit + " [", low, ", ", high, "]")
+
+
+def make_record(
+    report: Report, *, command: str, job: dict[str, Any], environment: dict[str, Any]
+) -> dict[str, Any]:
+    """Return all of a report as JSON's types; a number that is not finite is None."""
     found = {
-        "speed-up": (arm.speedup.median, spread),
-        "memory saving": _memory_saving(base, arm),
-        "accuracy gap": _accuracy_gap(base.validation, arm.validation),
+        "metrics": {name: asdict(metric) for name, metric in report.metrics.items()},
+        "verdicts": [asdict(verdict) for verdict in report.verdicts],
+        "notes": report.notes,
+        "details": report.details,
+        "losses": report.losses,
+        "races": {name: _describe(race) for name, race in report.races.items()},
     }
-    verdicts = []
-    for name, (figure, reason) in found.items():
-        target = targets[name]
-        if figure is None or name in excused:
-            verdict = "n/a"
-        else:
-            met = figure >= target if TARGETS[name][0] == ">=" else figure <= target
-            verdict = "pass" if met else "fail"
-        verdicts.append(
-            Verdict(
-                name=name,
-                figure=figure,
-                target=target,
-                verdict=verdict,
-                reason=excused.get(name, reason),
-            )
-        )
-    return verdicts
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "command": command,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "environment": environment,
+        "job": job,
+        **_plain(found),
+    }
 
 
-# Both divide integers once, so that a saving of 40 in 100 is the number 0.40 itself.
-def _memory_saving(base: Figures, arm: Figures) -> tuple[float | None, str]:
-    theirs, ours = base.peak_memory_bytes, arm.peak_memory_bytes
-    if not theirs or ours is None:
-        return None, "no peak was measured"
-    reason = f"peak of {ours / 2**20:.0f} MiB against {theirs / 2**20:.0f} MiB"
-    return (theirs - ours) / theirs, reason
+def _describe(race: Race) -> dict[str, Any]:
+    arms = {}
+    for arm in race.arms:
+        low, median, high = np.percentile(race.times_s(arm) or [math.nan], [25, 50, 75]).tolist()
+        arms[arm] = {
+            "time_s": {"median": median, "low": low, "high": high},
+            "skipped": race.skipped(arm),
+            "speedup": asdict(race.ratio(arm)),
+        }
+    return {
+        "base": race.arms[0],
+        "warmup_rounds": race.warmup_rounds,
+        "blocks": len(race.blocks()),
+        "placebo": asdict(race.placebo()),
+        "arms": arms,
+        "rounds": [[asdict(visit) for visit in round_.values()] for round_ in race.rounds],
+    }
 
 
-def _accuracy_gap(base: Score, arm: Score) -> tuple[float, str]:
-    if not math.isfinite(base.loss - arm.loss):
-        return math.inf, f"validation loss {arm.loss} against {base.loss}"
-    reason = f"validation accuracy {arm.accuracy:.4f} against {base.accuracy:.4f}"
-    return abs(base.correct - arm.correct) / base.total, reason
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def render(report: Report) -> str:
-    """Return the table, the environment, and one line per target."""
-    rows = [COLUMNS, *(_row(arm) for arm in report.arms)]
+def render(report: Report, record: dict[str, Any]) -> str:
+    """Return the table, the notes, the environment, and one line per target."""
+    rows = [[_text(cell, record) for cell in row] for row in report.table]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
     ]
-    lines += ["", _environment(report), f"memory: {report.memory_method}"]
-    return "\n".join(lines + [_target(verdict) for verdict in report.targets])
-
-
-def _row(arm: Figures) -> tuple[str, ...]:
-    times, peak = arm.step_time_s, arm.peak_memory_bytes
-    return (
-        arm.name,
-        f"{times.median * 1e3:.1f}",
-        f"[{times.low * 1e3:.1f}, {times.high * 1e3:.1f}]",
-        f"{arm.tokens_per_s:.0f}",
-        f"{arm.speedup.median:.2f}x",
-        "n/a" if peak is None else f"{peak / 2**20:.0f}",
-        f"{arm.validation.loss:.4f}",
-        f"{arm.validation.accuracy:.4f}",
-    )
-
-
-def _environment(report: Report) -> str:
-    env, job = report.environment, report.job
-    return (
+    env = record["environment"]
+    machine = (
         f"torch {env['torch']}, {env['device']} ({env['device_name']}), {env['threads']} threads, "
-        f"fastamp {env['fastamp']} (backends {' '.join(env['backends'])}), {job['precision']}, "
-        f"{report.parameters / 1e6:.1f} M parameters, {job['steps']} steps of "
-        f"{job['batch_size']} x {job['shape']['block_size']} bytes, "
-        f"the first {report.warmup_steps} not timed"
+        f"fastamp {env['fastamp']} (backends {' '.join(env['backends'])})"
     )
+    cells = [placebo_cell(name, record) for name in record["races"]]
+    cells += [verdict_cell(i, record) for i in range(len(record["verdicts"]))]
+    return "\n".join([*lines, "", machine, *report.notes, *(_text(c, record) for c in cells)])
 
 
-def _target(verdict: Verdict) -> str:
-    bound, factor, unit = TARGETS[verdict.name]
-    figure = "-" if verdict.figure is None else f"{verdict.figure * factor:.4g}{unit}"
-    target = f"target {bound} {verdict.target * factor:g}{unit}"
-    judged = "amp+fastamp against fp32"
-    return f"{verdict.name} {figure} ({target}): {verdict.verdict}, {judged}: {verdict.reason}"
+def placebo_cell(name: str, record: dict[str, Any]) -> Cell:
+    """Show what a race cannot tell apart."""
+    text = f"placebo, {name}: {record['races'][name]['base']} against itself "
+    return (text, *interval_cell(f"/races/{name}/placebo", ".4f", "x"))
 
 
-def show(text: str) -> None:
-    """Print at once, so that a pipe has the text before the work that follows."""
-    print(text, flush=True)
+def verdict_cell(index: int, record: dict[str, Any]) -> Cell:
+    """Show one target: its name, its figure with the interval, what was wanted, and the verdict."""
+    verdict, pointer = record["verdicts"][index], f"/verdicts/{index}"
+    unit = verdict["unit"]
+    factor = UNITS[unit]
+    ends = [f"{end * factor:g}{unit}" for end in verdict["ends"] if end is not None]
+    sign = "<= " if verdict["ends"][0] is None else ">= "
+    wanted = " to ".join(ends) if len(ends) == 2 else sign + ends[0]
+    figure: Cell = ("-",)
+    if verdict["figure"] is not None:
+        figure = (Figure(f"{pointer}/figure/value", ".4g", factor), unit)
+        if verdict["figure"]["low"] != verdict["figure"]["high"]:
+            figure = interval_cell(f"{pointer}/figure", ".4g", unit, factor)
+    end = f" (target {wanted}): {verdict['verdict']}, {verdict['reason']}"
+    return (verdict["name"] + " ", *figure, end)
+
+
+def _text(cell: Cell, record: dict[str, Any]) -> str:
+    return "".join(part if isinstance(part, str) else part.text(record) for part in cell)
 
 
 @contextmanager
@@ -209,22 +202,3 @@ def progress(total: int) -> Iterator[Callable[[], object]]:
         return
     with importlib.import_module("tqdm").tqdm(total=total, leave=False) as bar:
         yield bar.update
-
-
-def write_json(report: Report, path: Path) -> None:
-    """Write the report whole or not at all; a number that is not finite is written as null."""
-    text = json.dumps(_finite(asdict(report)), indent=2, allow_nan=False)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text + "\n", encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

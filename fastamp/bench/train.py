@@ -1,4 +1,4 @@
-"""The arms, and the one training step they share: they differ in precision and in the clip."""
+"""The arms, and the one training step they share: they differ in precision and in the step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ import fastamp
 from fastamp.bench.model import GPT, Shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-__all__ = ["Arm", "Job", "Run", "Score", "evaluate", "make_arms", "make_model", "train_step"]
+    from collections.abc import Iterable
 
 MAX_NORM = 1.0
 LEARNING_RATE = 1e-3  # at a width of 256; in inverse proportion to the width, as in muP
@@ -32,36 +30,37 @@ class Job:
     steps: int
     seed: int
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What autocast computes in."""
+        return torch.float16 if self.precision == "fp16" else torch.bfloat16
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One way to train: autocast's dtype (None: no autocast), the clip, loss scaling or not."""
+    """One way to train: autocast's dtype (None: no autocast), the step (a key of STEPS), TF32."""
 
     name: str
-    dtype: torch.dtype | None
-    clip: Callable[[list[torch.nn.Parameter], float], torch.Tensor]
-    scaled: bool
+    dtype: torch.dtype | None = None
+    step: str = "stock"
+    tf32: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """How well a model predicts: mean loss in nats, and the share of next bytes that are right."""
+    """How well a model predicts: mean loss in nats, and which share of next bytes is right."""
 
     loss: float
     accuracy: float
-    correct: int
-    total: int
+    window_accuracies: list[float]
 
 
-def make_arms(precision: str) -> tuple[Arm, Arm, Arm]:
-    """Return FP32, stock AMP, and AMP with fastamp's clip."""
-    scaled = precision == "fp16"
-    dtype = torch.float16 if scaled else torch.bfloat16
-    return (
-        Arm(name="fp32", dtype=None, clip=clip_grad_norm_, scaled=False),
-        Arm(name="amp", dtype=dtype, clip=clip_grad_norm_, scaled=scaled),
-        Arm(name="amp+fastamp", dtype=dtype, clip=fastamp.clip_grad_norm_, scaled=scaled),
-    )
+def make_arms(job: Job) -> list[Arm]:
+    """Return FP32 (on CUDA strict and with TF32), stock AMP, and AMP with fastamp's step."""
+    gpu = [Arm(name="fp32-strict"), Arm(name="fp32-tf32", tf32=True)]
+    fp32 = gpu if job.device == "cuda" else [Arm(name="fp32")]
+    ours = Arm(name="amp+fastamp", dtype=job.dtype, step="fastamp")
+    return [*fp32, Arm(name="amp", dtype=job.dtype), ours]
 
 
 def make_model(job: Job) -> GPT:
@@ -71,7 +70,7 @@ def make_model(job: Job) -> GPT:
 
 
 class Run:
-    """One arm's model, which it takes over, with its optimizer and its scaler."""
+    """One arm's model, which it takes over, with its optimizer, its scaler and its losses."""
 
     def __init__(self, arm: Arm, job: Job, model: GPT) -> None:
         self.arm = arm
@@ -80,36 +79,71 @@ class Run:
         self.parameters = list(self.model.parameters())
         rate = LEARNING_RATE * 256 / job.shape.width
         self.optimizer = torch.optim.AdamW(self.parameters, lr=rate, fused=True)
-        self.scaler = torch.amp.GradScaler(job.device, enabled=arm.scaled)
+        make = fastamp.GradScaler if arm.step == "fastamp" else torch.amp.GradScaler
+        self.scaler = make(job.device, enabled=arm.dtype is torch.float16)
+        self.losses: list[torch.Tensor] = []
+        self._seen = self._count()
 
     def autocast(self) -> torch.autocast:
-        """Return the context of the forward pass; it changes nothing in an arm without a dtype."""
+        """Return the context of the forward pass, after the choice of TF32 for all that follows."""
         dtype = self.arm.dtype
+        if self.device == "cuda":
+            torch.set_float32_matmul_precision("high" if self.arm.tf32 else "highest")
         return torch.autocast(self.device, dtype=dtype, enabled=dtype is not None)
 
+    def train_step(self, tokens: torch.Tensor, targets: torch.Tensor) -> None:
+        """Take one optimizer step; without loss scaling the scaler passes everything through."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with self.autocast():
+            logits = self.model(tokens)
+            loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        torch.autograd.backward(self.scaler.scale(loss))
+        STEPS[self.arm.step](self)  # the only line in which the steps differ
+        self.scaler.update()
+        self.losses.append(loss.detach())  # read when all is done: nothing waits for it
 
-def train_step(run: Run, tokens: torch.Tensor, targets: torch.Tensor) -> None:
-    """Take one optimizer step; without loss scaling the scaler passes everything through."""
-    run.optimizer.zero_grad(set_to_none=True)
-    with run.autocast():
-        loss = functional.cross_entropy(run.model(tokens).flatten(0, 1), targets.flatten())
-    torch.autograd.backward(run.scaler.scale(loss))
+    def skipped(self) -> bool:
+        """Say whether a step since the last call changed no parameter; waits for the device."""
+        before, self._seen = self._seen, self._count()
+        return self._seen > before
+
+    def _count(self) -> float:
+        """Return a number that grows with every skipped step."""
+        if isinstance(self.scaler, fastamp.GradScaler):
+            return self.scaler.skipped_steps
+        return -self.scaler.get_scale()  # torch lowers the scale
+
+
+def _naive_step(run: Run) -> None:
     run.scaler.unscale_(run.optimizer)
-    run.arm.clip(run.parameters, MAX_NORM)  # the only line in which stock and fastamp differ
+    if torch.isfinite(clip_grad_norm_(run.parameters, MAX_NORM)).item():  # the host waits
+        run.scaler.step(run.optimizer)
+
+
+def _stock_step(run: Run) -> None:
+    run.scaler.unscale_(run.optimizer)
+    clip_grad_norm_(run.parameters, MAX_NORM)
     run.scaler.step(run.optimizer)
-    run.scaler.update()
+
+
+def _fastamp_step(run: Run) -> None:
+    run.scaler.step(run.optimizer, max_norm=MAX_NORM)
+
+
+STEPS = {"naive": _naive_step, "stock": _stock_step, "fastamp": _fastamp_step}
 
 
 def evaluate(run: Run, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Score:
     """Score the arm's own forward pass; loss and accuracy are computed in float32."""
-    loss, correct, total = 0.0, 0, 0
+    losses, shares = [], []
     with torch.no_grad():
         for tokens, targets in batches:
             with run.autocast():
-                logits = run.model(tokens.to(run.device))
-            expected = targets.to(run.device).flatten()
-            flat = logits.float().flatten(0, 1)
-            loss += functional.cross_entropy(flat, expected, reduction="sum").item()
-            correct += int((flat.argmax(dim=1) == expected).sum().item())
-            total += expected.numel()
-    return Score(loss=loss / total, accuracy=correct / total, correct=correct, total=total)
+                logits = run.model(tokens.to(run.device)).float()
+            expected = targets.to(run.device)
+            loss = functional.cross_entropy(logits.mT, expected, reduction="none")
+            losses.append(loss.mean(dim=1).cpu())
+            shares.append((logits.argmax(dim=2) == expected).double().mean(dim=1).cpu())
+    windows = torch.cat(shares)
+    mean, accuracy = torch.cat(losses).mean().item(), windows.mean().item()
+    return Score(loss=mean, accuracy=accuracy, window_accuracies=windows.tolist())

@@ -1,0 +1,96 @@
+"""A run held to a saved one: what makes the two comparable, and what counts as a regression."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastamp.bench.compare import Interval
+from fastamp.bench.report import SCHEMA_VERSION, judge
+
+if TYPE_CHECKING:
+    from fastamp.bench.report import Task, Verdict
+
+MACHINE = ("device", "device_name", "threads")
+
+
+def read(text: str) -> dict[str, Any]:
+    """Return the record of a file that --json wrote, for argparse."""
+    try:
+        record: dict[str, Any] = json.loads(Path(text).read_text(encoding="utf-8"))
+        record["schema_version"], record["metrics"]
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        message = f"{text!r} cannot be read: {error}"
+        raise argparse.ArgumentTypeError(message) from error
+    return record
+
+
+def bound(text: str) -> tuple[str, float]:
+    """Return the metric and the greatest change of "speedup:-5%", for argparse."""
+    found = re.fullmatch(r"(.+):([+-]\d+(?:\.\d+)?)%", text)
+    change = float(found[2]) / 100 if found else 0.0
+    if found is None or not -1 < change < 1 or change == 0:
+        message = f"{text!r} is not a metric and a change from -99% to +99%, as in 'speedup:-5%'"
+        raise argparse.ArgumentTypeError(message)
+    return found[1], change
+
+
+def differences(
+    baseline: dict[str, Any], command: str, task: Task, environment: dict[str, Any]
+) -> list[str]:
+    """Say what keeps a baseline from being compared with this run."""
+    if baseline["schema_version"] != SCHEMA_VERSION:
+        return [f"schema_version is {baseline['schema_version']}, not {SCHEMA_VERSION}"]
+    theirs, ours = (
+        {"command": name, **job} | {key: machine[key] for key in MACHINE}
+        for name, job, machine in (
+            (baseline["command"], baseline["job"], baseline["environment"]),
+            (command, json.loads(json.dumps(task.job)), environment),
+        )
+    )
+    pairs = {key: (theirs.get(key), ours.get(key)) for key in sorted({*theirs, *ours})}
+    return [f"{key} is {their}, not {our}" for key, (their, our) in pairs.items() if their != our]
+
+
+def hold(
+    metrics: dict[str, Interval], baseline: dict[str, Any], bounds: list[tuple[str, float]]
+) -> list[Verdict]:
+    """Judge the change of every metric since the baseline that has a bound.
+
+    A change that is estimated to lie beyond its bound is a regression if its interval leaves out no
+    change at all, and inconclusive otherwise.
+    """
+    return [_judge(n, metrics[n], baseline["metrics"][n], most) for n, most in bounds]
+
+
+def _judge(name: str, new: Interval, saved: dict[str, float | None], most: float) -> Verdict:
+    old = _logs(saved["value"], saved["low"], saved["high"])
+    now = _logs(new.value, new.low, new.high)
+    value = now.value - old.value
+    # Errors of two runs that know nothing of each other.
+    low = value - math.hypot(now.value - now.low, old.high - old.value)
+    high = value + math.hypot(now.high - now.value, old.value - old.low)
+    change = Interval(value=value, low=low, high=high).scaled(math.expm1)
+    sign = math.copysign(1.0, most)
+    verdict = "pass"
+    if not sign * change.value <= sign * most:
+        changed = min(sign * change.low, sign * change.high) > 0
+        verdict = "fail" if changed else "inconclusive"
+    reason = f"{new.value:.4g} against {math.exp(old.value):.4g}"
+    ends = (most, None) if most < 0 else (None, most)
+    target = judge(f"{name} since the baseline", change, ends, " %", reason)
+    return replace(target, verdict=verdict)
+
+
+def _logs(value: float | None, low: float | None, high: float | None) -> Interval:
+    """Take logarithms; what has none is unknown, or without an end."""
+
+    def log(x: float | None, otherwise: float) -> float:
+        return math.log(x) if x is not None and 0 < x < math.inf else otherwise
+
+    return Interval(value=log(value, math.nan), low=log(low, -math.inf), high=log(high, math.inf))

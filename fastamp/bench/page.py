@@ -1,0 +1,198 @@
+"""One self-contained page of a record: no script, nothing from elsewhere, light and dark.
+
+Every figure is a `data` element that names its place in the record by a JSON pointer.
+"""
+
+from __future__ import annotations
+
+import math
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastamp.bench.report import Figure, at, placebo_cell, verdict_cell
+
+if TYPE_CHECKING:
+    from fastamp.bench.report import Cell, Report
+
+DOTS = 80  # at most, for each arm: of more visits, evenly spaced quantiles are drawn
+BEYOND = 0.98  # with more visits the axis ends at this quantile; what lies beyond is counted
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1b1f24; --soft: #57606a; --line: #d0d7de; --paper: #fff;
+  --c0: #57606a; --c1: #0969da; --c2: #bc4c00; --c3: #8250df; --c4: #1a7f37 }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --soft: #9aa4af; --line: #363d46;
+  --paper: #0d1117; --c0: #9aa4af; --c1: #58a6ff; --c2: #f0883e; --c3: #bc8cff; --c4: #3fb950 } }
+body { margin: 0 auto; max-width: 1100px; padding: 16px; background: var(--paper);
+  color: var(--ink); font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere }
+h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem } h3 { font-size: .95rem }
+p, th, dt { color: var(--soft) } p { margin: .3rem 0 } dd { margin: 0 0 8px }
+.verdict { border-left: 4px solid var(--soft); padding-left: 12px; color: var(--ink) }
+.pass { border-color: var(--c4) } .fail { border-color: #cf222e }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
+th, td { padding: 6px 10px; text-align: right; border-bottom: 1px solid var(--line) }
+th:first-child, td:first-child { text-align: left; font-weight: 600 }
+svg { display: block; width: 100%; overflow: visible }
+line { stroke: var(--line) } g line { stroke: inherit }
+text { fill: var(--soft); font-size: 12px } .curves { margin-left: 36px; width: calc(100% - 36px) }
+@media (max-width: 700px) { thead { display: none } tbody, tr, td { display: block }
+  td { display: flex; border: 0; justify-content: space-between; gap: 16px; padding: 1px 0 }
+  tr { padding: 8px 0; border-bottom: 1px solid var(--line) }
+  td:not(:first-child)::before { color: var(--soft); content: attr(data-label) } }
+"""
+
+
+def make(report: Report, record: dict[str, Any]) -> str:
+    """Return the page of a record and of the report that it was made from."""
+    title = f"fastamp bench: {record['command']}"
+    verdicts = range(len(record["verdicts"]))
+    body = [
+        f"<h1>{escape(title)}</h1>\n<p>{escape(record['created'])}</p>",
+        *(_paragraph(verdict_cell(i, record), record, _mark(i, record)) for i in verdicts),
+        _table(report.table, record),
+        *(_paragraph((note,), record) for note in record["notes"]),
+        *(_paragraph(placebo_cell(name, record), record) for name in record["races"]),
+        "<h2>Times</h2>",
+        *(_times(name, record) for name in record["races"]),
+        "<h2>Training loss</h2>" if record["losses"] else "",
+        _losses(record["losses"]),
+        "<h2>Environment</h2>",
+        _list(record["environment"]),
+        "<h2>Job</h2>",
+        _list(record["job"]),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<link rel="icon" href="data:,">\n<title>{escape(title)}</title>\n'
+        f"<style>{STYLE}</style>\n</head>\n<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
+    )
+
+
+def _mark(index: int, record: dict[str, Any]) -> str:
+    return "verdict " + str(record["verdicts"][index]["verdict"])
+
+
+def _paragraph(cell: Cell, record: dict[str, Any], kind: str = "") -> str:
+    return f'<p class="{kind}">{_html(cell, record)}</p>'
+
+
+def _html(cell: Cell, record: dict[str, Any]) -> str:
+    return "".join(
+        escape(part) if isinstance(part, str) else _figure(part, record) for part in cell
+    )
+
+
+def _figure(figure: Figure, record: dict[str, Any]) -> str:
+    value, text = at(record, figure.pointer), figure.text(record)
+    known = "" if value is None else f'value="{value!r}" '
+    return f'<data {known}data-pointer="{escape(figure.pointer)}">{escape(text)}</data>'
+
+
+def _table(rows: list[list[Cell]], record: dict[str, Any]) -> str:
+    labels, *body = [[_html(cell, record) for cell in row] for row in rows]
+    lines = [f"<table>\n<thead><tr><th>{'</th><th>'.join(labels)}</th></tr></thead>\n<tbody>"]
+    for row in body:
+        pairs = zip(labels, row, strict=True)
+        cells = (f'<td data-label="{name}"><span>{cell}</span></td>' for name, cell in pairs)
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return "\n".join([*lines, "</tbody>\n</table>"])
+
+
+def _times(name: str, record: dict[str, Any]) -> str:
+    """Draw a dot for every visit, with the quartiles and the median, one line for each arm."""
+    race = record["races"][name]
+    visits = [visit for round_ in race["rounds"][race["warmup_rounds"] :] for visit in round_]
+    times = {
+        arm: np.array(
+            [v["elapsed_s"] * 1e3 for v in visits if v["arm"] == arm and not v["skipped"]]
+        )
+        for arm in race["arms"]
+    }
+    times = {arm: values for arm, values in times.items() if values.size}
+    ends = [np.quantile(v, [0, BEYOND if v.size > DOTS else 1]) for v in times.values()] or [[0, 1]]
+    ticks = _ticks(float(np.min(ends)), float(np.max(ends)))
+    bottom = 46 * len(times)
+
+    def x(value: float) -> str:
+        return f"{2 + 96 * (min(value, ticks[-1]) - ticks[0]) / (ticks[-1] - ticks[0]):.2f}%"
+
+    lines = [
+        f'<line x1="{x(tick)}" x2="{x(tick)}" y1="0" y2="{bottom + 4}"/>'
+        f'<text x="{x(tick)}" y="{bottom + 18}" text-anchor="middle">{tick:g}</text>'
+        for tick in ticks
+    ]
+    for i, (arm, values) in enumerate(times.items()):
+        shown = values[values <= ticks[-1]]
+        beyond = f", {values.size - shown.size} beyond the axis" if values.size > shown.size else ""
+        if shown.size > DOTS:
+            shown = np.quantile(shown, np.linspace(0, 1, DOTS))
+        low, median, high = (x(quartile) for quartile in np.percentile(values, [25, 50, 75]))
+        y = 46 * i + 29
+        dots = "".join(
+            f'<circle cx="{x(value)}" cy="{y + (j * 7) % 11 - 5}" r="2.5" fill-opacity=".65"/>'
+            for j, value in enumerate(shown)
+        )
+        lines.append(
+            f'<text x="2%" dx="4" y="{y - 15}">{escape(arm)}: {values.size}{beyond}</text>'
+            f'<g style="fill: {_colour(i)}">{dots}</g><g style="stroke: {_colour(i)}">'
+            f'<line x1="{low}" x2="{high}" y1="{y}" y2="{y}" stroke-width="16" opacity=".22"/>'
+            f'<line x1="{median}" x2="{median}" y1="{y - 9}" y2="{y + 9}" stroke-width="3"/></g>'
+        )
+    label = escape(f"{name}: milliseconds of each visit")
+    svg = f'<svg role="img" aria-label="{label}" height="{bottom + 24}">{"".join(lines)}</svg>'
+    return f"<h3>{label}</h3>\n{svg}"
+
+
+def _colour(index: int) -> str:
+    return f"var(--c{index % 5})"
+
+
+def _losses(losses: dict[str, list[float | None]]) -> str:
+    """Draw the loss of every step, one line for each arm."""
+    known = [loss for curve in losses.values() for loss in curve if loss is not None]
+    if not known:
+        return ""
+    ticks = _ticks(min(known), max(known))
+    steps = max(len(curve) for curve in losses.values())
+
+    def y(loss: float) -> str:
+        return f"{220 * (1 - (loss - ticks[0]) / (ticks[-1] - ticks[0])):.2f}"
+
+    lines = [
+        f'<line x1="0" x2="100%" y1="{y(tick)}" y2="{y(tick)}"/>'
+        f'<text x="-6" dy="4" y="{y(tick)}" text-anchor="end">{tick:g}</text>'
+        for tick in ticks
+    ]
+    curves, legend = [], []
+    for i, (arm, curve) in enumerate(losses.items()):
+        places = ((j * 100 / max(steps - 1, 1), loss) for j, loss in enumerate(curve))
+        points = " ".join(f"{x:.2f},{y(loss)}" for x, loss in places if loss is not None)
+        dashes = f"{10 - 3 * (i % 3)} {4 * (i % 3)}"  # curves that coincide stay visible
+        curves.append(
+            f'<polyline points="{points}" fill="none" stroke-width="2" stroke-dasharray="{dashes}" '
+            f'vector-effect="non-scaling-stroke" style="stroke: {_colour(i)}"/>'
+        )
+        legend.append(f'<span style="color: {_colour(i)}">\u25a0 {escape(arm)} </span>')
+    return (
+        f'<p>{"".join(legend)} steps 1 to {steps}</p>\n<svg class="curves" role="img" height="240" '
+        f'aria-label="training loss of every step">{"".join(lines)}'
+        '<svg height="220" viewBox="0 0 100 220" preserveAspectRatio="none">'
+        f"{''.join(curves)}</svg></svg>"
+    )
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Return two to seven round numbers around a range."""
+    span = (high - low) or abs(high) or 1.0
+    unit = 10.0 ** math.floor(math.log10(span))
+    size = next(s * unit for s in (0.2, 0.25, 0.5, 1, 2, 2.5, 5) if span / (s * unit) <= 4.5)
+    first = math.floor(low / size)
+    last = max(math.ceil(high / size), first + 1)
+    return [float(f"{i * size:.6g}") for i in range(first, last + 1)]
+
+
+def _list(values: dict[str, Any]) -> str:
+    items = (f"<dt>{escape(k)}</dt><dd>{escape(str(value))}</dd>" for k, value in values.items())
+    return f"<dl>{''.join(items)}</dl>"

@@ -1,0 +1,75 @@
+"""The bench measures itself: a known slowdown that it must find, and two arms that are the same."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from fastamp.bench.cases import race_cases
+from fastamp.bench.compare import AGAIN, Plan
+from fastamp.bench.options import DEFAULT, add_command, number
+from fastamp.bench.report import Report, Task, judge
+from fastamp.bench.timer import REGIONS, make_visits
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
+    from fastamp.bench.options import Subparsers
+
+UNIT = bytes(10_000)  # hashed once, a unit of work: about 6 us
+UNITS = 100
+SAME = 0.02  # identical arms are never further apart
+# Two windows that agree say little on a machine that jumps: at least so many blocks in any case.
+PLAN = Plan(rounds=40_000, window=20, warmup=200, half_width=0.004, least_blocks=400, limit_s=20.0)
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command `selftest` and its options."""
+    add = add_command(
+        subparsers,
+        "selftest",
+        _prepare,
+        gpu=False,
+        help="the bench itself: a known slowdown, and two arms that are the same",
+        description="Time a fixed amount of work, the same again, and more of it, and see whether "
+        "the difference is found; always with the exit status of --check.",
+        epilog="speedup, of the slowed arm against the plain one",
+    )
+    slowdown = f"of the slowed arm, in percent {DEFAULT}"
+    add("--slowdown", type=number(int, 0, 100), default=10, help=slowdown)
+
+
+def _prepare(args: argparse.Namespace) -> Task:
+    args.check = True
+    return Task(job={"unit_nbytes": len(UNIT), "units": UNITS}, run=lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> Report:
+    # The same unit, so many times more: the true ratio is exact.
+    slowed = UNITS + args.slowdown * UNITS // 100
+    truth = slowed / UNITS
+    arms = {"plain": _work(UNITS), AGAIN: _work(UNITS), "slowed": _work(slowed)}
+    notes = [f"the slowed arm does {args.slowdown} % more work"]
+    cost_s = min(make_visits()["region"].repeat(200, REGIONS)) / REGIONS
+    notes += [f"a region of fastamp.Timer costs {cost_s * 1e9:.0f} ns"]
+    report = race_cases(args, PLAN, ["selftest"], lambda _name: arms, notes=notes)
+    race = report.races["selftest"]
+    found = race.ratio("plain", "slowed")
+    inside = "inside" if found.low <= truth <= found.high else "outside"
+    both = (
+        ("identical arms", race.placebo(), 1.0, "the plain arm against itself"),
+        ("slowed arm", found, truth, f"the true ratio, {truth:.4f}, is {inside} the interval"),
+    )
+    verdicts = [judge(n, ratio, (t - SAME, t + SAME), "x", reason) for n, ratio, t, reason in both]
+    metrics = {"speedup": race.ratio("slowed")}
+    return replace(report, metrics=metrics, verdicts=verdicts, details={"true_ratio": truth})
+
+
+def _work(units: int) -> Callable[[], None]:
+    def work() -> None:
+        for _ in range(units):
+            hashlib.sha256(UNIT).digest()
+
+    return work

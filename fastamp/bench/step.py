@@ -1,0 +1,118 @@
+"""The step alone: torch's unscale, clip and step against fastamp's, on drawn gradients."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+import fastamp
+from fastamp.bench.cases import race_cases
+from fastamp.bench.compare import AGAIN, Plan
+from fastamp.bench.options import DEFAULT, add_command
+from fastamp.bench.report import Task
+
+if TYPE_CHECKING:
+    from fastamp.bench.cases import Arms
+    from fastamp.bench.options import Subparsers
+
+SHAPES = "4x2000000,192x50000,2000x1000"
+MAX_NORM = 1.0  # always less than the norm of what is drawn: every step clips
+PLAN = Plan(rounds=2000, window=3, warmup=12, half_width=0.01, limit_s=8.0)
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command `step` and its options."""
+    add = add_command(
+        subparsers,
+        "step",
+        _prepare,
+        help="torch's unscale, clip and step against fastamp's, without a model",
+        description="Unscale, clip and step by fused AdamW, as torch does and as fastamp does.",
+        epilog="speedup/ and the shape, as in speedup/192x50000",
+    )
+    shapes = f"tensors and elements of each, as in 2000x1000 {DEFAULT}"
+    add("--shapes", type=_parse_shapes, default=SHAPES, metavar="LIST", help=shapes)
+
+
+def _parse_shapes(text: str) -> dict[str, tuple[int, int]]:
+    shapes = {}
+    for item in text.split(","):
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", item)
+        if match is None:
+            message = f"{item!r} is not a number of tensors and of elements, as in 2000x1000"
+            raise argparse.ArgumentTypeError(message)
+        shapes[item] = (int(match[1]), int(match[2]))
+    return shapes
+
+
+def _prepare(args: argparse.Namespace) -> Task:
+    sides: dict[str, Step] = {}
+
+    def make(name: str) -> Arms:
+        sides.clear()
+        for arm in ("stock", AGAIN, "fastamp"):
+            sides[arm] = Step(args.shapes[name], args.device, args.seed)
+        check(sides["stock"], sides["fastamp"])
+        return {a: side.fastamp if a == "fastamp" else side.stock for a, side in sides.items()}
+
+    def restore(arm: str) -> None:
+        sides[arm].restore()
+
+    notes = ["fused AdamW; stock is unscale_, clip_grad_norm_, step and update"]
+    return Task(
+        job={"shapes": list(args.shapes), "seed": args.seed},
+        run=lambda: race_cases(args, PLAN, args.shapes, make, before=restore, notes=notes),
+    )
+
+
+class Step:
+    """Parameters, their gradients as drawn, an optimizer, and one side's scaler."""
+
+    def __init__(self, shape: tuple[int, int], device: str, seed: int) -> None:
+        count, numel = shape
+        generator = torch.Generator(device).manual_seed(seed)
+        draw = partial(torch.randn, numel, device=device, generator=generator)
+        weights, self.grads = ([draw() for _ in range(count)] for _ in range(2))
+        self.parameters = [torch.nn.Parameter(weight) for weight in weights]
+        for parameter in self.parameters:
+            parameter.grad = torch.empty_like(parameter)
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4, fused=True)
+        # Not a power of two, and not 1: every multiply is a real one.
+        self.stock_scaler = torch.amp.GradScaler(device, init_scale=1.01)
+        self.scaler = fastamp.GradScaler(device, init_scale=1.01)
+        for scaler in (self.stock_scaler, self.scaler):
+            scaler.scale(torch.ones((), device=device))
+
+    def restore(self) -> None:
+        """Put the gradients back as backward would leave them."""
+        grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        torch._foreach_copy_(grads, self.grads)
+
+    def stock(self) -> None:
+        """Step in torch's words."""
+        self.stock_scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
+        self.stock_scaler.step(self.optimizer)
+        self.stock_scaler.update()
+
+    def fastamp(self) -> None:
+        """Step in fastamp's words."""
+        self.scaler.step(self.optimizer, max_norm=MAX_NORM)
+        self.scaler.update()
+
+
+def check(stock: Step, ours: Step) -> None:
+    """Compare the parameters after one step of each, before anything is timed.
+
+    Raises:
+        AssertionError: they differ by more than torch's float32 norm is off.
+    """
+    for side, step in ((stock, stock.stock), (ours, ours.fastamp)):
+        side.restore()
+        step()
+    for theirs, mine in zip(stock.parameters, ours.parameters, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)

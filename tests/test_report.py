@@ -1,0 +1,276 @@
+"""The pages that the benchmark writes, and its other commands: what is shown is what is saved."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+from fastamp.bench import latency, loader, page, race, report, step, timer
+from fastamp.bench.__main__ import main
+from fastamp.bench.compare import Plan
+from fastamp.bench.race import PeakMemory
+from fastamp.bench.report import Figure, at
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TINY = "--layers 1 --heads 2 --width 32 --block-size 16 --batch-size 4"
+COMMANDS = {
+    "amp": f"amp {TINY} --steps 12 --device cpu",
+    "story": f"amp {TINY} --steps 40 --device cpu --arms naive,stock,fastamp",
+    "step": "step --shapes 3x1000,2x10 --device cpu",
+    "loader": "loader --device cpu",
+    "timer": "timer",
+    "latency": "latency --batch-sizes 1,2 --device cpu",
+    "selftest": "selftest",
+}
+QUICK = Plan(rounds=40, limit_s=0.2)
+VOID = {"meta", "link", "line", "circle", "polyline"}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Run every command once; return its page, its record and what it printed, by name."""
+    folder = tmp_path_factory.mktemp("pages")
+    (folder / "text").write_bytes(bytes(range(200)) * 50)
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(race, "peak_memory", lambda *_: PeakMemory(None, "set", "<not> measured"))
+        for command in (step, loader, timer, latency):
+            patch.setattr(command, "PLAN", QUICK)
+        patch.setattr(
+            latency, "SHAPES", {"cpu": latency.Shape(layers=1, heads=1, width=8, block_size=8)}
+        )
+        for name, command in COMMANDS.items():
+            files = [folder / f"{name}.html", folder / f"{name}.json"]
+            words = [*command.split(), "--report", str(files[0]), "--json", str(files[1])]
+            words += ["--data", str(folder / "text")] if command.startswith("amp") else []
+            shown = io.StringIO()
+            patch.setattr(sys, "stdout", shown)
+            assert main(words) in ({0, 3} if name == "selftest" else {0})
+            found[name] = (files[0], json.loads(files[1].read_text()), shown.getvalue())
+    return found
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and collects figures, references and text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.figures, self.references, self.tags = [], [], [], set()
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        attrs = dict(attrs)
+        self.references += [v for k, v in attrs.items() if k in {"src", "href", "xlink:href"}]
+        if tag == "data":
+            self.figures.append([attrs, ""])
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        assert tag in VOID
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "data":
+            self.figures[-1][1] += data
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_figure_of_a_page_is_the_records(written, name):
+    path, record, shown = written[name]
+    figures = Page(path.read_text()).figures
+    assert len(figures) >= 8
+    for attrs, text in figures:
+        value = at(record, attrs["data-pointer"])
+        if value is None:
+            assert (text, attrs.get("value")) == ("n/a", None)
+            continue
+        assert float(attrs["value"]) == value
+        digits = len(text.rpartition(".")[2]) if "." in text else 0
+        close = [value * factor for factor in (1, 100, 1e3, 1e3 / 4, 2**-20)]
+        assert min(abs(float(text) - v) / max(abs(v), 1) for v in close) <= 0.51 * 10**-digits
+        assert text in shown
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_page_stands_alone(written, name):
+    text = written[name][0].read_text()
+    found = Page(text)
+    assert found.references == ["data:,"]
+    assert "script" not in found.tags
+    assert not re.search(r"https?:|@import|url\(", text)
+
+
+def test_a_page_has_all_arms_and_what_the_user_typed_is_text(written):
+    path, record, _ = written["amp"]
+    text = path.read_text()
+    assert "&lt;not&gt; measured" in text
+    assert page._html(("<b>",), record) == "&lt;b&gt;"
+    assert text.count("<polyline") == len(record["losses"]) == 3
+    circles = sum(len(round_) for round_ in record["races"]["training"]["rounds"])
+    assert text.count("<circle") == circles - 3 * record["races"]["training"]["warmup_rounds"]
+    assert record["environment"]["torch"] in text
+
+
+def test_many_visits_are_drawn_as_quantiles_and_outliers_are_counted(written):
+    path, record, _ = written["selftest"]
+    assert len(record["races"]["selftest"]["rounds"]) > 2 * page.DOTS
+    assert path.read_text().count("<circle") <= 3 * page.DOTS
+    assert "beyond the axis" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.0, 1.0), (0.9, 1.1), (1.0, 1.0), (3.2, 3.3), (120.0, 9000.0), (0.0, 0.0)]
+)
+def test_an_axis_has_a_few_round_numbers_around_its_values(low, high):
+    ticks = page._ticks(low, high)
+    assert 1 <= len(ticks) <= 7
+    assert ticks[0] <= low
+    assert high <= ticks[-1]
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium")
+@pytest.mark.parametrize(("scheme", "paper"), [(1, "rgb(255, 255, 255)"), (0, "rgb(13, 17, 23)")])
+def test_pages_fit_a_phone_and_a_desktop_in_light_and_dark(written, tmp_path, scheme, paper):
+    frames = "".join(
+        f'<iframe src="{path.as_uri()}" width="{width}" height="900" style="border:0"></iframe>'
+        for path, _, _ in written.values()
+        for width in (400, 1400)
+    )
+    look = (
+        "onload = () => document.body.textContent = [...document.querySelectorAll('iframe')].map("
+        "f => { const d = f.contentDocument.documentElement; return f.width + ' ' + d.scrollWidth"
+        " + ' ' + f.contentWindow.getComputedStyle(d.querySelector('body')).backgroundColor })"
+        ".join(';')"
+    )
+    wrapper = tmp_path / "all.html"
+    wrapper.write_text(f"<!doctype html><body>{frames}<script>{look}</script>")
+    done = subprocess.run(
+        [
+            *("chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"),
+            *(
+                "--allow-file-access-from-files",
+                "--enable-logging=stderr",
+                "--window-size=1500,900",
+            ),
+            *(f"--user-data-dir={tmp_path / 'profile'}", "--hide-scrollbars"),
+            *(f"--blink-settings=preferredColorScheme={scheme}", wrapper.as_uri()),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert "CONSOLE" not in done.stderr
+    body = re.search(r"<body>(.*)</body>", done.stdout)[1]
+    assert body.split(";") == [f"{width} {width} {paper}" for _ in written for width in (400, 1400)]
+
+
+# The other commands
+
+
+def test_the_step_is_checked_before_it_is_timed(monkeypatch):
+    monkeypatch.setattr(step.Step, "fastamp", lambda _self: None)
+    with pytest.raises(AssertionError, match="not close"):
+        main(["step", "--shapes", "3x1000", "--device", "cpu"])
+
+
+def test_both_steps_end_at_the_same_parameters():
+    sides = [step.Step((3, 1000), "cpu", 0) for _ in range(2)]
+    step.check(*sides)
+    before = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    assert not torch.equal(sides[0].parameters[0], before)
+
+
+def test_both_loaders_give_the_same_batches_and_others_are_not_timed(monkeypatch):
+    monkeypatch.setattr(loader, "fastamp_batches", lambda *_: lambda: iter([]))
+    with pytest.raises(ValueError, match="shorter"):
+        main(["loader", "--device", "cpu"])
+    ones = [[torch.ones(2)]]
+    loader.check(lambda: iter(ones), lambda: iter(ones))
+    with pytest.raises(AssertionError, match="not equal"):
+        loader.check(lambda: iter(ones), lambda: iter([[torch.tensor([1.0, 2.0])]]))
+
+
+@pytest.mark.parametrize(("held", "verdict"), [("pass", "pass"), ("sum(range(1000))", "fail")])
+def test_a_region_is_held_to_the_cost_of_two_reads_of_a_clock(held, verdict, monkeypatch, capsys):
+    monkeypatch.setattr(timer, "TWO_READS", "sum(range(100))")
+    monkeypatch.setattr(timer, "REGION", held)
+    monkeypatch.setattr(timer, "PLAN", QUICK)
+    main(["timer", "--check"])
+    assert f": {verdict}, against two reads" in capsys.readouterr().out
+
+
+def test_a_selftest_says_what_a_region_costs(written):
+    _, record, shown = written["selftest"]
+    found = re.search(r"a region of fastamp.Timer costs (\d+) ns", shown)
+    assert 10 < int(found[1]) < 100_000
+    assert found[0] in record["notes"]
+
+
+def test_latencies_are_counted_without_the_warmup(written):
+    _, record, shown = written["latency"]
+    for name, arms in record["details"].items():
+        rounds = record["races"][name]
+        timed = len(rounds["rounds"]) - rounds["warmup_rounds"]
+        for found in arms.values():
+            assert found["requests"] == latency.REQUESTS * timed
+            assert 0 < found["p50 ms"] <= found["p90 ms"] <= found["p99 ms"]
+    assert "p99 ms" in shown
+
+
+def test_a_terminal_gets_a_progress_bar_where_tqdm_is_installed(monkeypatch):
+    pytest.importorskip("tqdm")
+
+    def shown(stream, *, terminal):
+        stream.isatty = lambda: terminal
+        monkeypatch.setattr(sys, "stderr", stream)
+        with report.progress(2) as tick:
+            tick()
+        return stream.getvalue()
+
+    assert "/2" in shown(io.StringIO(), terminal=True)
+    assert shown(io.StringIO(), terminal=False) == ""
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda _: None)
+    assert shown(io.StringIO(), terminal=True) == ""
+
+
+def test_a_figure_that_is_not_finite_is_null_and_shown_as_such():
+    plain = report._plain({"a": [float("nan"), 1.0, {"b": float("inf")}]})
+    assert plain == {"a": [None, 1.0, {"b": None}]}
+    assert Figure("/a/0", ".2f").text(plain) == "n/a"
+
+
+def test_help_lists_the_commands_and_the_exit_statuses(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--help"])
+    assert exit_.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for command in ("amp", "step", "loader", "timer", "latency", "selftest"):
+        assert f" {command} " in text
+    assert "3 the environment does not allow a verdict" in text
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    from fastamp.bench.__main__ import _write
+
+    path = tmp_path / "report.html"
+    _write(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        _write(path, "new \ud800")
+    assert path.read_text() == "old"
+    assert [found.name for found in tmp_path.iterdir()] == ["report.html"]
