@@ -376,7 +376,7 @@ def test_a_batch_larger_than_max_bytes_is_refused(backend):
     loader = fastamp.DataLoader(X, 10, max_bytes=199)
     with pytest.raises(ValueError, match=r"max_bytes=199: one batch takes 200 bytes"):
         next(iter(loader))
-    with pytest.raises(ValueError, match="max_bytes: expected a positive number of bytes, got 0"):
+    with pytest.raises(ValueError, match="max_bytes: expected an integer of at least 1, got 0"):
         fastamp.DataLoader(X, max_bytes=0)
     assert len(list(fastamp.DataLoader(X, 10, max_bytes=200))) == 60
 
@@ -437,3 +437,36 @@ def test_a_slow_dataset_is_named_as_the_cause_of_starvation(num_workers, backend
     assert str(stats) == f"starved {100 * stats.wait_share:.0f} %: getitem"
     assert stats.wait_share > 0.9
     assert stats.getitem_s >= 0.2
+
+
+def test_indices_that_are_no_integers_give_what_torch_gives(backend):
+    mask = torch.arange(N) % 2 == 0
+    samplers = [torch.nonzero(mask), [slice(0, 3), slice(1, 4)], [[1, 2], [3, 4]], [True, True]]
+    for sampler in samplers:
+        assert_same(
+            list(fastamp.DataLoader(X, 2, sampler=sampler)),
+            list(TorchDataLoader(X, 2, sampler=sampler)),
+        )
+    with pytest.raises(IndexError):
+        list(fastamp.DataLoader(Subset(X, mask.numpy()), 2))
+
+
+def test_a_pass_goes_on_after_an_error(backend):
+    for loader_class in (fastamp.DataLoader, TorchDataLoader):
+        iterator = iter(loader_class(X, 2, sampler=[1, 2, 3, N, 5, 6]))
+        assert torch.equal(next(iterator), X[1:3])
+        with pytest.raises(IndexError):
+            next(iterator)
+        assert torch.equal(next(iterator), X[5:7])
+
+
+def test_the_default_device_does_not_matter(backend):
+    with torch.device("meta"):
+        loader = fastamp.DataLoader(Subset(X, [3, 1, 2]), 2, seed=0, shuffle=True)
+        assert torch.equal(torch.cat(list(loader)).sort(0).values, X[1:4].sort(0).values)
+
+
+@pytest.mark.parametrize("seed", [1.5, "a", True, -1, 2**64])
+def test_a_bad_seed_is_refused(seed):
+    with pytest.raises(ValueError, match="seed: expected an integer of at least 0"):
+        fastamp.DataLoader(X, seed=seed)

@@ -125,6 +125,8 @@ double seconds_since(Clock::time_point start) {
 /// The jobs, and what consumer and threads share.
 class Jobs {
  public:
+  std::vector<std::thread> threads;  // the consumer's
+
   Jobs(std::vector<Column> columns, int depth)
       : columns_(std::move(columns)), slots_(static_cast<std::size_t>(depth)) {}
 
@@ -209,7 +211,7 @@ class Queue final : public GatherQueue {
       : jobs_(std::make_unique<Jobs>(std::move(columns), depth)) {
     try {
       for (int i = 0; i < num_threads; ++i)
-        threads_.emplace_back([jobs = jobs_.get()] { jobs->work(); });
+        jobs_->threads.emplace_back([jobs = jobs_.get()] { jobs->work(); });
     } catch (const std::system_error&) {
       // The system has no more threads: the consumer does what they would have done.
     }
@@ -218,12 +220,11 @@ class Queue final : public GatherQueue {
   ~Queue() override {
     if (owner_pid_ != getpid()) {
       // A forked child has none of the threads: nobody to wait for, and locks that nobody opens.
-      for (std::thread& thread : threads_) thread.detach();
       static_cast<void>(jobs_.release());
       return;
     }
     jobs_->stop();
-    for (std::thread& thread : threads_) thread.join();
+    for (std::thread& thread : jobs_->threads) thread.join();
   }
 
   void submit(GatherJob job) override {
@@ -246,7 +247,6 @@ class Queue final : public GatherQueue {
 
   const pid_t owner_pid_ = getpid();
   std::unique_ptr<Jobs> jobs_;
-  std::vector<std::thread> threads_;
 };
 
 }  // namespace

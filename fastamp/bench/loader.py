@@ -63,7 +63,9 @@ def stock_batches(dataset: Any, sampler: RandomSampler, batch_size: int, device:
 
 def fastamp_batches(dataset: Any, sampler: RandomSampler, batch_size: int, device: str) -> Batches:
     """Return what begins a pass of fastamp's loader."""
-    loader = fastamp.DataLoader(dataset, batch_size, sampler=sampler, device=device)
+    loader: fastamp.DataLoader[Any] = fastamp.DataLoader(
+        dataset, batch_size, sampler=sampler, device=device
+    )
     return lambda: iter(loader)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from fastamp._backend import Column, index_error
+from fastamp.data.position import as_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -166,10 +167,9 @@ def make_gatherable(dataset: object) -> Gatherable | None:
     Batches have the values, types and dtypes that default_collate gives them.
     """
     if type(dataset) is Subset:
-        inner = make_gatherable(dataset.dataset)
-        if inner is None:
+        inner, rows = make_gatherable(dataset.dataset), as_rows(dataset.indices)
+        if inner is None or rows is None:
             return None
-        rows = torch.as_tensor(dataset.indices, dtype=torch.int64)
         return inner._replace(rows=rows if inner.rows is None else inner.rows[rows])
     if type(dataset) is TokenDataset:
         columns = [Column(part, torch.int64) for part in (dataset.x, dataset.y)]

@@ -41,12 +41,14 @@ class _WatchedDataset(Dataset[Any]):
         return len(self.dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.__getitems__([index])[0]
+        return self._get([index], None)[0]
 
     def __getitems__(self, indices: list[Any]) -> Any:
         """Return the items of one batch."""
+        return self._get(indices, getattr(self.dataset, "__getitems__", None))
+
+    def _get(self, indices: list[Any], together: Callable[[list[Any]], Any] | None) -> Any:
         start_s = time.perf_counter()
-        together = getattr(self.dataset, "__getitems__", None)
         index: Any = indices
         try:
             if together:

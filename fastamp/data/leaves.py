@@ -6,6 +6,7 @@ What the backend does not take goes to the function that torch has for it.
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -164,8 +165,9 @@ class PaddedLeaf(Leaf):
     def _element(self, dtype: torch.dtype) -> Tensor:
         """Return the padding as an element of the leaf."""
         element = torch.tensor(self._pad, device=_CPU).to(dtype)
-        exact = not (dtype.is_floating_point or dtype.is_complex)
-        if exact and element.item() != self._pad:
+        real = dtype.is_floating_point or dtype.is_complex
+        holds = bool(element.isfinite()) if real else element.item() == self._pad
+        if not holds and math.isfinite(self._pad):
             msg = f"pad={self._pad!r} for {place(0, self._keys)}: {dtype} does not hold it"
             raise ValueError(msg)
         return element

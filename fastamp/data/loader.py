@@ -6,7 +6,7 @@ import warnings
 from collections import deque
 from dataclasses import replace
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, Sampler, default_collate
 from fastamp.data.arrays import ArrayDataset, Gatherable, is_arrays, make_gatherable
 from fastamp.data.collate import BatchCollator
 from fastamp.data.fetch import Measured, make_iterator
-from fastamp.data.passes import LoaderPass, fetch_batches, gather_batches
+from fastamp.data.passes import GatheredBatches, LoaderPass, fetch_batches
 from fastamp.data.position import Indices, Position
 from fastamp.data.prefetch import prefetch
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
@@ -30,7 +30,10 @@ _STATE_VERSION = 1
 _DEVICE_DEPTH = 2
 
 
-class DataLoader(TorchDataLoader[Any]):
+T_co = TypeVar("T_co", covariant=True)
+
+
+class DataLoader(TorchDataLoader[T_co]):
     """Load batches as torch.utils.data.DataLoader does: same arguments, same batches, less time.
 
     Datasets in memory or in a mapped file are gathered by threads of the compiled core, ahead of
@@ -83,9 +86,10 @@ class DataLoader(TorchDataLoader[Any]):
         seed: int | None = None,
         max_bytes: int | None = None,
     ) -> None:
-        if max_bytes is not None and max_bytes < 1:
-            msg = f"max_bytes: expected a positive number of bytes, got {max_bytes}"
-            raise ValueError(msg)
+        _check_integer("max_bytes", max_bytes, least=1)
+        _check_integer("seed", seed, least=0)
+        if device is not None:
+            torch.device(device)  # raises torch's error for what is no device
         if is_arrays(dataset):
             dataset = ArrayDataset(dataset)
         if seed is not None and generator is None:
@@ -112,7 +116,7 @@ class DataLoader(TorchDataLoader[Any]):
             in_order=in_order,
         )
         self.device = device
-        self.seed = seed
+        self.seed = None if seed is None else int(seed)
         self.max_bytes = max_bytes
         self._next = Position(epoch=0)  # where the next pass begins
         self._last: Position | None = None  # of the pass that began last
@@ -151,6 +155,7 @@ class DataLoader(TorchDataLoader[Any]):
         A loaded state stays in force if it stopped in this epoch. Without this call passes count
         up.
         """
+        _check_integer("epoch", epoch, least=0)
         if self._next.epoch != epoch:
             self._next = Position(epoch=epoch)
         self._last = None
@@ -184,36 +189,55 @@ class DataLoader(TorchDataLoader[Any]):
             rng = own.get_state()
         return {
             "version": _STATE_VERSION,
-            "batch_size": self.batch_size,
+            **self._identity(),
             "epoch": position.epoch,
             "told_epoch": self._told_epoch,
             "batch": position.batch,
             "rng": rng,
             "generator": None if self.seed is not None else started,
             "dataset": position.dataset,
+            "exhausted": position.exhausted,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def _identity(self) -> dict[str, Any]:
+        """Return what two loaders have in common whose states are the same."""
+        iterable = isinstance(self.dataset, IterableDataset)
+        length = None if iterable else len(self.dataset)  # type: ignore[arg-type]
+        sampler = type(self.sampler).__name__
+        return {
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "length": length,
+            "sampler": sampler,
+        }
+
+    def load_state_dict(self, state: Any) -> None:
         """Let the next pass begin where `state_dict` was called, for any number of workers.
 
         Raises:
-            ValueError: the state is another version's, or of another batch size.
+            ValueError: the state is another version's, or of a loader with another batch size,
+                seed, sampler or length of the dataset.
             TypeError: see `state_dict`.
         """
-        if state.get("version") != _STATE_VERSION:
+        if not isinstance(state, dict) or state.get("version") != _STATE_VERSION:
             msg = f"state: expected what DataLoader.state_dict returns, version {_STATE_VERSION}"
-            raise ValueError(msg)
-        if state["batch_size"] != self.batch_size:
-            msg = f"state: its batch_size is {state['batch_size']}, the loader's {self.batch_size}"
             raise ValueError(msg)
         if isinstance(self.dataset, IterableDataset):
             self._check_resumable()
+        for name, ours in self._identity().items():
+            if state.get(name) != ours:
+                msg = f"state: its {name} is {state.get(name)!r}, the loader's {ours!r}"
+                raise ValueError(msg)
         if state["told_epoch"] is not None:
             self.set_epoch(state["told_epoch"])
         if state["generator"] is not None and self.generator is not None:
             self.generator.set_state(state["generator"])
         self._next = Position(
-            state["epoch"], state["batch"], rng=state["rng"], dataset=state["dataset"]
+            state["epoch"],
+            state["batch"],
+            rng=state["rng"],
+            dataset=state["dataset"],
+            exhausted=state["exhausted"],
         )
         self._last = None
 
@@ -248,13 +272,13 @@ class DataLoader(TorchDataLoader[Any]):
         """Return what the sampler draws from; None for torch's default generator."""
         samplers = (self.batch_sampler, getattr(self.batch_sampler, "sampler", None), self.sampler)
         found = (getattr(sampler, "generator", None) for sampler in samplers)
-        own: torch.Generator | None = next((g for g in found if g is not None), self.generator)
+        own: torch.Generator | None = next((g for g in found if g is not None), None)
         return own
 
     def _indices(self, position: Position) -> Indices:
         generator = self._sampler_generator()
         sampler = self.sampler if self.batch_sampler is None else self.batch_sampler
-        seed = self.seed if generator is self.generator else None
+        seed = None if generator is None or generator is not self.generator else self.seed
         return Indices(sampler, generator, seed, position)
 
     def _gathered(self, gatherable: Gatherable, position: Position, slots: Slots) -> Iterator[Any]:
@@ -266,18 +290,25 @@ class DataLoader(TorchDataLoader[Any]):
                 stacklevel=3,
             )
         workers = self.num_workers > 0
-        if not (workers and self.persistent_workers and self._began):
+        again = workers and self.persistent_workers and self._began
+        # A resumed pass leaves the program's own draws alone.
+        if not again and (self.generator is not None or not position.resumed):
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         self._began = True
-        indices = self._indices(position).tensors()
+        indices = self._indices(position).batches()
         if workers:  # which ask for indices before the consumer does
             indices = chain(list(islice(indices, 1)), indices)
-        if gatherable.rows is not None:
-            indices = map(gatherable.rows.__getitem__, indices)
-        return gather_batches(gatherable, indices, slots, self._stats, self.max_bytes)
+        return GatheredBatches(
+            gatherable, indices, slots, self._stats, self.max_bytes, self._make_batch
+        )
+
+    def _make_batch(self, indices: list[Any]) -> Any:
+        return self.collate_fn([self.dataset[index] for index in indices])
 
     def _fetched(self, position: Position, slots: Slots, states: deque[Any]) -> Iterator[Any]:
         """Return the batches that torch's iterators make, and put the dataset's states aside."""
+        if position.exhausted:
+            return iter(())
         if position.dataset is not None:
             self.dataset.load_state_dict(position.dataset)  # type: ignore[attr-defined]
         if type(self.collate_fn) is BatchCollator and self.num_workers == 0:
@@ -288,9 +319,20 @@ class DataLoader(TorchDataLoader[Any]):
             iterator._reset(self)  # type: ignore[attr-defined]
         else:
             indices = self._indices(position)
-            iterator = make_iterator(self, indices)
+            alone = position.resumed and self.generator is None
+            with torch.random.fork_rng(devices=[], enabled=alone):  # the program's draws go on
+                iterator = make_iterator(self, indices)
             if self.persistent_workers:
                 self._workers = (iterator, indices)
         iterable = isinstance(self.dataset, IterableDataset) and self.num_workers == 0
         save = getattr(self.dataset, "state_dict", None) if iterable else None
         return fetch_batches(iterator, self._stats, save, states, persist=self.persistent_workers)
+
+
+def _check_integer(name: str, value: Any, *, least: int) -> None:
+    """Refuse an argument that is neither None nor an integer of 64 bits from `least` on."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not hasattr(value, "__index__") or not least <= value < 2**63:
+        msg = f"{name}: expected an integer of at least {least}, got {value!r}"
+        raise ValueError(msg)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Indices", "Position"]
+__all__ = ["Indices", "Position", "as_rows"]
 
 _SEQUENTIAL_CHUNK = 1 << 16  # indices made at a time, for datasets that are longer than memory
 
@@ -34,11 +33,19 @@ class Position:
     """State of the loader's generator when the pass began."""
     dataset: Any = None
     """State of an iterable dataset after the last batch delivered."""
+    exhausted: bool = False
+    """Whether an iterable dataset had ended with that batch."""
 
     def end_epoch(self) -> None:
         """Become the start of the next epoch."""
         self.epoch, self.batch = self.epoch + 1, 0
         self.rng = self.generator = self.dataset = None
+        self.exhausted = False
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the pass began earlier, with the draws of its beginning."""
+        return self.rng is not None and self.batch > 0
 
 
 class Indices:
@@ -70,9 +77,9 @@ class Indices:
         """Yield what the sampler yields."""
         return self._from_position(lambda skip: islice(iter(self._sampler), skip, None))
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield the batches as int64 tensors; the sampler yields batches of integers."""
-        return self._from_position(lambda skip: _index_tensors(self._sampler, skip))
+    def batches(self) -> Iterator[Any]:
+        """Yield batches as int64 tensors, or as lists where they are not plain integers."""
+        return self._from_position(lambda skip: _index_batches(self._sampler, skip))
 
     def _from_position(self, start: Callable[[int], Iterator[Any]]) -> Iterator[Any]:
         position, generator = self.position, self._generator
@@ -94,18 +101,15 @@ class Indices:
         yield from start(position.batch)
 
 
-def _index_tensors(sampler: Iterable[Any], skip: int) -> Iterator[Tensor]:
-    if type(sampler) is not BatchSampler:
-        for batch in islice(iter(sampler), skip, None):
-            rows = _to_tensor(batch)
-            if not len(rows):
-                msg = "batch_sampler: a batch without indices"
-                raise IndexError(msg)
-            yield rows
+def _index_batches(sampler: Iterable[Any], skip: int) -> Iterator[Any]:
+    """Yield batches as int64 tensors; as lists where they are not plain integers."""
+    chunks = _chunks(sampler.sampler) if type(sampler) is BatchSampler else None
+    if type(sampler) is not BatchSampler or chunks is None:
+        yield from map(_to_rows, islice(iter(sampler), skip, None))
         return
     size = sampler.batch_size
-    left, skipped = torch.empty(0, dtype=torch.int64), skip * size
-    for chunk in _chunks(sampler.sampler, size):
+    left, skipped = torch.empty(0, dtype=torch.int64, device="cpu"), skip * size
+    for chunk in chunks:
         here = min(skipped, len(chunk))
         skipped -= here
         chunk = torch.cat([left, chunk[here:]]) if len(left) else chunk[here:]  # noqa: PLW2901
@@ -117,23 +121,35 @@ def _index_tensors(sampler: Iterable[Any], skip: int) -> Iterator[Tensor]:
         yield left
 
 
-def _chunks(sampler: Iterable[int], size: int) -> Iterator[Tensor]:
-    """Yield a sampler's indices in the order of torch, many at a time where it is torch's own."""
+def _to_rows(batch: Iterable[Any]) -> Any:
+    batch = list(batch)
+    rows = as_rows(batch)
+    return batch if rows is None else rows
+
+
+def as_rows(indices: Any) -> Tensor | None:
+    """Return integers as an int64 tensor; None where anything else is among them."""
+    try:
+        rows = np.asarray(indices)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    if rows.ndim != 1 or rows.dtype.kind not in "iu" or rows.dtype == np.uint64:
+        return None
+    return torch.from_numpy(rows.astype(np.int64))
+
+
+def _chunks(sampler: Iterable[int]) -> Iterator[Tensor] | None:
+    """Return the indices of torch's own samplers, many at a time, in torch's order."""
     if type(sampler) is SequentialSampler:
         total = len(sampler)
-        for start in range(0, total, _SEQUENTIAL_CHUNK):
-            yield torch.arange(start, min(start + _SEQUENTIAL_CHUNK, total))
-    elif type(sampler) is RandomSampler and not sampler.replacement:
-        yield from _permutations(sampler)
-    else:
-        iterator = iter(sampler)
-        while len(chunk := _to_tensor(islice(iterator, size))):
-            yield chunk
-
-
-def _to_tensor(indices: Iterable[Any]) -> Tensor:
-    """Return indices as int64; what is no integer is refused."""
-    return torch.from_numpy(np.fromiter(map(operator.index, indices), np.int64))
+        starts = range(0, total, _SEQUENTIAL_CHUNK)
+        return (
+            torch.arange(start, min(start + _SEQUENTIAL_CHUNK, total), device="cpu")
+            for start in starts
+        )
+    if type(sampler) is RandomSampler and not sampler.replacement:
+        return _permutations(sampler)
+    return None
 
 
 def _permutations(sampler: RandomSampler) -> Iterator[Tensor]:
@@ -144,5 +160,6 @@ def _permutations(sampler: RandomSampler) -> Iterator[Tensor]:
         generator = torch.Generator()
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     for _ in range(sampler.num_samples // total):
-        yield torch.randperm(total, generator=generator)
-    yield torch.randperm(total, generator=generator)[: sampler.num_samples % total]
+        yield torch.randperm(total, generator=generator, device="cpu")
+    last = torch.randperm(total, generator=generator, device="cpu")
+    yield last[: sampler.num_samples % total]

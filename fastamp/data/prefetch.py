@@ -95,7 +95,8 @@ class Pass(Iterator[T], Generic[T]):
         self._owner_pid = os.getpid()
         move = self._copies.start if self._copies else _mover(device)
         # The thread holds no reference to this object, whose end is what ends the thread.
-        shared = (iter(iterable), move, self._ready, self._room, self._stop)
+        grad = torch.is_grad_enabled()
+        shared = (iter(iterable), move, self._ready, self._room, self._stop, grad)
         self._thread = threading.Thread(target=_produce, args=shared, name="fastamp", daemon=True)
         self._thread.start()
 
@@ -113,7 +114,10 @@ class Pass(Iterator[T], Generic[T]):
         item = self._ready.get()
         if item.error is not None:
             self.close()
-            raise item.error
+            try:
+                raise item.error
+            finally:
+                del item  # whose traceback has this frame
         self._room.release()
         if item.event is not None:
             item.event.wait()
@@ -152,7 +156,9 @@ def _produce(
     ready: SimpleQueue[_Item],
     room: threading.Semaphore,
     stop: threading.Event,
+    grad: bool,  # noqa: FBT001 - a thread's argument
 ) -> None:
+    torch.set_grad_enabled(grad)  # of this thread
     try:
         while True:
             room.acquire()
