@@ -86,7 +86,7 @@ class CompiledGatherer:
     def submit(self, indices: Tensor, outputs: Sequence[Tensor]) -> None:
         """Add a batch."""
         addresses = [output.data_ptr() for output in outputs]
-        self._queue.submit(indices.data_ptr(), len(indices), addresses, (indices, outputs))
+        self._queue.submit(indices.data_ptr(), indices.numel(), addresses, (indices, outputs))
 
     def wait(self) -> float:
         """Wait for the oldest batch and return the seconds that its copy took."""

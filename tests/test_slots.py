@@ -122,7 +122,7 @@ def test_beyond_the_cap_memory_is_fresh():
 def test_small_tensors_are_not_leased():
     slots = Slots()
     nbytes = slots_module._REUSE_NBYTES
-    assert nbytes == 32 << 20
+    assert nbytes == 1 << 20
     allocate(slots, (nbytes - 1,), torch.uint8)
     assert slots.held_nbytes == 0
     allocate(slots, (nbytes,), torch.uint8)

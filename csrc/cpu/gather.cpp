@@ -146,8 +146,9 @@ class Jobs {
   std::optional<GatherResult> wait(double timeout_s) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (delivered_ == submitted_) throw std::runtime_error("gather queue: no job to wait for");
-    if (started_ == delivered_) run_next(lock);
     const Slot& slot = slot_of(delivered_);
+    // To help costs less than to sleep until somebody else has done it.
+    while (!slot.done && started_ < submitted_) run_next(lock);
     const auto timeout = std::chrono::duration<double>(timeout_s);
     if (!done_.wait_for(lock, timeout, [&] { return slot.done; })) return std::nullopt;
     ++delivered_;

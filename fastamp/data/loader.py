@@ -122,6 +122,7 @@ class DataLoader(TorchDataLoader[T_co]):
         self._last: Position | None = None  # of the pass that began last
         self._told_epoch: int | None = None
         self._began = False
+        self._slots: Slots | None = None
         self._stats = LoaderStats()
         self._workers: tuple[Iterator[Measured], Indices] | None = None  # that persist
 
@@ -135,10 +136,12 @@ class DataLoader(TorchDataLoader[T_co]):
             position.generator = self.generator.get_state()
         device = None if self.device is None else torch.device(self.device)
         to_cuda = device is not None and device.type == "cuda"
-        slots = Slots(
-            pinned=(self.pin_memory or to_cuda) and torch.accelerator.is_available(),
-            max_bytes=DEFAULT_MAX_BYTES if self.max_bytes is None else self.max_bytes,
-        )
+        if self._slots is None:
+            self._slots = Slots(
+                pinned=(self.pin_memory or to_cuda) and torch.accelerator.is_available(),
+                max_bytes=DEFAULT_MAX_BYTES if self.max_bytes is None else self.max_bytes,
+            )
+        slots = self._slots
         gatherable = self._gatherable()
         states: deque[Any] = deque()
         if gatherable is not None:
@@ -247,7 +250,7 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what a copy counts anew, and the workers, which stay with the original."""
-        return {**vars(self), "_stats": LoaderStats(), "_workers": None}
+        return {**vars(self), "_stats": LoaderStats(), "_slots": None, "_workers": None}
 
     def _check_resumable(self) -> None:
         name = type(self.dataset).__name__

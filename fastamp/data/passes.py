@@ -110,8 +110,9 @@ class GatheredBatches(Iterator[Any]):
         self._max_bytes = max_bytes
         self._make = make
         columns = gatherable.columns
-        self._row_nbytes = sum(math.prod(c.row_shape) * c.dtype.itemsize for c in columns)
-        self._depth = torch.get_num_threads() + 2
+        self._rows = [(column.row_shape, column.dtype) for column in columns]
+        self._row_nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._rows)
+        self._depth = torch.get_num_threads() + 1
         self._gatherer: Any = _backend.host_ops().gatherer(columns, self._depth)
         self._under_way: deque[_UnderWay] = deque()
         self._held_nbytes = 0
@@ -150,19 +151,21 @@ class GatheredBatches(Iterator[Any]):
         full = len(self._under_way) == self._depth
         if full or self._drawn is None or type(self._drawn) is Failed:
             return False
-        nbytes = self._held_nbytes + len(self._drawn) * self._row_nbytes
-        return not self._under_way or nbytes <= (self._max_bytes or DEFAULT_MAX_BYTES)
+        if not self._under_way or isinstance(self._drawn, list):
+            return True
+        nbytes = self._held_nbytes + self._drawn.numel() * self._row_nbytes
+        return bool(nbytes <= (self._max_bytes or DEFAULT_MAX_BYTES))
 
     def _submit(self, rows: Any) -> _UnderWay:
         if isinstance(rows, list):
             return _UnderWay(None, rows, 0)
-        nbytes = len(rows) * self._row_nbytes
+        count = rows.numel()
+        nbytes = count * self._row_nbytes
         if self._max_bytes is not None and nbytes > self._max_bytes:
             msg = f"max_bytes={self._max_bytes}: one batch takes {nbytes} bytes"
             raise ValueError(msg)
         outputs = [
-            self._slots.allocate((len(rows), *column.row_shape), column.dtype)
-            for column in self._gatherable.columns
+            self._slots.allocate((count, *row_shape), dtype) for row_shape, dtype in self._rows
         ]
         self._gatherer.submit(rows, outputs)
         return _UnderWay(outputs, [], nbytes)

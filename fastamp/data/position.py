@@ -153,7 +153,7 @@ def _chunks(sampler: Iterable[int]) -> Iterator[Tensor] | None:
 
 
 def _permutations(sampler: RandomSampler) -> Iterator[Tensor]:
-    """Draw as RandomSampler does, the last permutation too, of which it may take nothing."""
+    """Draw as RandomSampler does: a generator that is kept draws the last permutation in vain."""
     total = len(sampler.data_source)
     generator = sampler.generator
     if generator is None:
@@ -161,5 +161,6 @@ def _permutations(sampler: RandomSampler) -> Iterator[Tensor]:
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     for _ in range(sampler.num_samples // total):
         yield torch.randperm(total, generator=generator, device="cpu")
-    last = torch.randperm(total, generator=generator, device="cpu")
-    yield last[: sampler.num_samples % total]
+    if sampler.num_samples % total or sampler.generator is not None:
+        last = torch.randperm(total, generator=generator, device="cpu")
+        yield last[: sampler.num_samples % total]
