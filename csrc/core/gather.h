@@ -48,8 +48,8 @@ class GatherQueue {
   /// Adds a job; at most `depth` may be under way.
   virtual void submit(GatherJob job) = 0;
 
-  /// Returns the result of the oldest job, or nothing after `timeout_s`. Until it is done, jobs that
-  /// no thread has begun are done here.
+  /// Returns the result of the oldest job, or nothing after `timeout_s`. Until it is done, jobs
+  /// that no thread has begun are done here.
   virtual std::optional<GatherResult> wait(double timeout_s) = 0;
 };
 
