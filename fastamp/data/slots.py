@@ -14,7 +14,7 @@ from torch.utils.data import get_worker_info
 __all__ = ["Slots"]
 
 # From here on fresh memory costs more than a lease: the C library gives freed pages back, and the
-# next batch faults them in again. Images of 9.6 MB a batch: 2.5 times as many a second with slots.
+# next batch faults them in again, as the images of benchmarks/loader.py do.
 _REUSE_NBYTES = 1 << 20
 _KEPT_FREE = 4  # of each size
 DEFAULT_MAX_BYTES = 1 << 30
