@@ -12,8 +12,10 @@ from fastamp.data import BatchCollator, DataLoader, TokenDataset, prefetch
 from fastamp.metrics import MetricsTracker, ScalarStats
 from fastamp.precision import compute_effective_precision
 from fastamp.timer import RegionStats, Timer
+from fastamp.train import Adapter, TrainConfig, TrainResult, fine_tune
 
 __all__ = [
+    "Adapter",
     "BatchCollator",
     "DataLoader",
     "GradScaler",
@@ -22,12 +24,15 @@ __all__ = [
     "ScalarStats",
     "Timer",
     "TokenDataset",
+    "TrainConfig",
+    "TrainResult",
     "__version__",
     "backends",
     "clip_grad_norm_",
     "clip_grad_value_",
     "clip_grads_with_norm_",
     "compute_effective_precision",
+    "fine_tune",
     "get_total_norm",
     "prefetch",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -67,6 +67,19 @@ class Series:
         """Return the statistics of every value so far."""
         mean = self._sum / self._n_finite if self._n_finite else math.nan
         return ScalarStats(self._count, mean, self._min, self._max, self._last[1])
+
+    def state_dict(self) -> dict[str, list[Any]]:
+        """Return all of it, as lists of numbers."""
+        sums = [self._n_finite, self._sum, self._min, self._max]
+        places = [self._capacity, self._stride, self._count, *self._last]
+        return {"steps": [*self._steps], "values": [*self._values], "at": places, "sums": sums}
+
+    def load_state_dict(self, state: dict[str, list[Any]]) -> None:
+        """Become what `state_dict` returned."""
+        self._steps, self._values = array("q", state["steps"]), array("d", state["values"])
+        self._capacity, self._stride, self._count, *last = state["at"]
+        self._last = (last[0], last[1])
+        self._n_finite, self._sum, self._min, self._max = state["sums"]
 
     def _is_last_apart(self) -> bool:
         return (self._count - 1) % self._stride > 0

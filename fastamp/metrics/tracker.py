@@ -164,6 +164,18 @@ class MetricsTracker:
             self._drain(wait=True)
             return {name: series.stats() for name, series in self._series.items()}
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the histories and statistics, as plain numbers; waits for the device."""
+        with self._lock:
+            self._drain(wait=True)
+            return {name: series.state_dict() for name, series in self._series.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with what `state_dict` returned; a scaler is watched after it, not before."""
+        with self._lock:
+            for name, series in state.items():
+                self._series[name].load_state_dict(series)
+
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw every history into a file; its suffix (.png, .svg, .pdf) says of which kind.
 

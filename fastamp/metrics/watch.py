@@ -25,7 +25,10 @@ class ScalerWatch:
 
     def __init__(self, tracker: MetricsTracker, scaler: Any, first_step: int) -> None:
         self._tracker, self._scaler = tracker, scaler
-        self._step, self._scale, self._n_skipped = first_step, math.nan, 0
+        known = tracker.summary() if first_step else {}  # of the run that is resumed
+        scale, skipped = (known.get(f"train/{name}") for name in ("loss_scale", "skipped_steps"))
+        self._step, self._scale = first_step, scale.last if scale else math.nan
+        self._n_skipped = int(skipped.last) if skipped else 0
         scaler._observers.append(self)
 
     def stop(self) -> None:

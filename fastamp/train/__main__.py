@@ -1,0 +1,117 @@
+"""`python -m fastamp.train`: train the bench's GPT, byte by byte, on the user's text."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.data import Subset
+
+from fastamp.bench.data import load_corpus
+from fastamp.bench.model import GPT, Shape
+from fastamp.bench.options import DEFAULT, number, refuse
+from fastamp.bench.report import progress
+from fastamp.data import TokenDataset
+from fastamp.metrics import MetricsTracker
+from fastamp.train import CheckpointError, TrainConfig, fine_tune
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fastamp.metrics.sinks import Scalar, Sink
+
+VALIDATION_WINDOWS = 64
+_COUNTS = {
+    "steps": (500, "of the optimizer"),
+    "batch-size": (16, "windows in a step"),
+    "block-size": (128, "bytes in a window"),
+    "layers": (4, "of the model"),
+    "heads": (4, "in a layer"),
+    "width": (256, "of the model"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, print the summary and return the exit status."""
+    parser = _make_parser()
+    args = parser.parse_args(argv)
+    try:
+        return _train(args)
+    except argparse.ArgumentError as error:
+        parser.error(str(error))  # prints the usage and exits with 2
+    except (CheckpointError, OSError) as error:
+        parser.exit(1, f"{parser.prog}: error: {error}\n")
+    except KeyboardInterrupt:
+        kept = f"; resume from {args.checkpoint_dir}" if args.checkpoint_dir else ""
+        parser.exit(130, f"{parser.prog}: interrupted{kept}\n")
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fastamp.train",
+        description="Train a small GPT on the bytes of your text; the last tenth is held out.",
+        epilog="Exit status: 0; 1 a checkpoint is refused or cannot be written; 2 a bad argument; "
+        "130 after Ctrl-C and 143 after SIGTERM, with a checkpoint written first.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--data", metavar="PATH", help="a file or folder (default: the standard library's sources)")
+    for name, (default, text) in _COUNTS.items():
+        add(f"--{name}", type=number(int, 1), default=default, help=f"{text} {DEFAULT}")
+    add("--lr", type=number(float, 1e-12), default=1e-3, help=f"the highest {DEFAULT}")
+    add("--seed", type=number(int, 0, 2**32), default=0, help=f"of all that is drawn {DEFAULT}")
+    add("--precision", choices=("32-true", "bf16-mixed", "16-mixed"), default="32-true")
+    add("--device", help="(default: cuda where torch finds a GPU)")
+    add("--checkpoint-dir", metavar="DIR", help="keep checkpoints there, and resume from them")
+    add("--checkpoint-every", type=number(int, 1), default=100, help=f"steps {DEFAULT}")
+    add("--no-resume", action="store_true", help="start anew")
+    return parser
+
+
+def _train(args: argparse.Namespace) -> int:
+    if args.width % args.heads:
+        refuse("--width", args.width, f"is no multiple of --heads {args.heads}")
+    corpus = load_corpus(args.data, block_size=args.block_size)
+    train, held_out = (
+        TokenDataset(part, args.block_size) for part in (corpus.train, corpus.validation)
+    )
+    stride = -(-len(held_out) // VALIDATION_WINDOWS)
+    torch.manual_seed(args.seed)
+    sizes = {name: getattr(args, name) for name in ("layers", "heads", "width", "block_size")}
+    model = GPT(Shape(**sizes))
+    with progress(args.steps) as advance:
+        try:
+            config = TrainConfig(
+                max_steps=args.steps,
+                batch_size=args.batch_size,
+                lr=args.lr,
+                warmup_steps=args.steps // 10,
+                precision=args.precision,
+                device=args.device,
+                seed=args.seed,
+                eval_every=args.checkpoint_every,
+                checkpoint_dir=args.checkpoint_dir,
+                checkpoint_every=args.checkpoint_every,
+                resume=not args.no_resume,
+                tracker=MetricsTracker(sinks=[_moving(advance)]),
+            )
+        except (ValueError, RuntimeError) as error:
+            refuse("--device", args.device, str(error))
+        result = fine_tune(model, train, Subset(held_out, range(0, len(held_out), stride)), config)
+    print(f"{corpus.source}: {corpus.files} files", result.summary(), sep="\n")  # noqa: T201
+    return 0
+
+
+def _moving(advance: Callable[[], object]) -> Sink:
+    def sink(scalars: list[Scalar]) -> None:
+        for name, _, _ in scalars:
+            if name == "train/loss":
+                advance()
+
+    return sink
+
+
+if __name__ == "__main__":
+    sys.exit(main())

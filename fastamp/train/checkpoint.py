@@ -1,0 +1,222 @@
+"""Checkpoints: one file each, there whole or not at all, and the signals that ask for one."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import threading
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+    from typing_extensions import Self
+
+__all__ = ["CheckpointError", "Checkpoints", "Signals", "rng_state", "set_rng_state"]
+
+_FORMAT = "fastamp.train 1"
+_NAME = re.compile(r"step-\d{8,}\.pt")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be resumed; the message names it, and the newest that can."""
+
+
+class Checkpoints:
+    """The checkpoints of one run in one folder: `step-00000123.pt` and the like.
+
+    1. A checkpoint is written to a temporary file beside it, which is flushed to the disk.
+    2. The file takes its name, in one step, and the folder is flushed.
+    3. Older checkpoints than the newest `keep` are removed.
+
+    Args:
+        folder: is made; what killed runs left there half-written is removed.
+        keep: how many stay.
+        resume: False for a run that starts anew: the checkpoints that are there go in its first 3.
+
+    Raises:
+        OSError: the folder cannot be made or written to.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int, resume: bool) -> None:
+        self._folder, self._keep = Path(folder), keep
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for leftover in self._folder.glob(".step-*.part"):
+                leftover.unlink()
+            probe = self._folder / ".step-probe.part"
+            probe.write_bytes(b"\0")
+            probe.unlink()
+        except OSError as error:
+            raise self._explained(error, "cannot be written to") from error
+        self._mine = self._found() if resume else []
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Write a checkpoint; an error leaves the others as they are.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        path = self._folder / f"step-{step:08d}.pt"
+        part = path.with_name(f".{path.name}.part")
+        try:
+            with part.open("wb") as file:
+                write_state(file, {"format": _FORMAT, **state})
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+            _sync_folder(self._folder)
+            self._mine = [*(mine for mine in self._mine if mine != path), path]
+            for old in set(self._found()) - set(self._mine[-self._keep :]):
+                old.unlink()
+        except OSError as error:
+            raise self._explained(error, f"{path.name} cannot be written") from error
+        finally:
+            part.unlink(missing_ok=True)
+
+    def load(self, problem: Callable[[dict[str, Any]], str | None]) -> dict[str, Any] | None:
+        """Return the newest checkpoint's state, None if there is none.
+
+        Args:
+            problem: says what is wrong with a state, if anything is.
+
+        Raises:
+            CheckpointError: it cannot be read, or there is a problem with it.
+        """
+        if not self._mine:
+            return None
+        newest, *others = reversed(self._mine)
+        try:
+            return _read(newest, problem)
+        except CheckpointError as error:
+            good = next((path for path in others if _is_good(path, problem)), None)
+            offer = "none of the others is good"
+            if good is not None:
+                offer = f"{good} is good: remove {newest.name} to resume from it"
+            msg = f"{error}; {offer}, or start anew with resume=False"
+            raise CheckpointError(msg) from error
+
+    def _found(self) -> list[Path]:
+        found = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]
+        return sorted(found, key=lambda path: int(path.stem.removeprefix("step-")))
+
+    def _explained(self, error: OSError, problem: str) -> OSError:
+        return OSError(error.errno, f"checkpoint_dir={self._folder}: {problem}: {error.strerror}")
+
+
+def write_state(file: Any, state: dict[str, Any]) -> None:
+    """Write a state into an open file."""
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:  # so torch tells of a write that failed
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
+def _read(path: Path, problem: Callable[[dict[str, Any]], str | None]) -> dict[str, Any]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (OSError, zipfile.BadZipFile, EOFError) as error:
+        msg = f"{path}: is cut short or no checkpoint: {error}"
+        raise CheckpointError(msg) from error
+    if damaged is not None:
+        msg = f"{path}: is damaged in {damaged}"
+        raise CheckpointError(msg)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # what is pickled in a foreign file can raise anything
+        msg = f"{path}: cannot be loaded: {error}"
+        raise CheckpointError(msg) from error
+    found = state.get("format") if isinstance(state, dict) else None
+    wrong = problem(state) if found == _FORMAT else f"expected {_FORMAT!r}, got {found!r}"
+    if wrong is not None:
+        msg = f"{path}: {wrong}"
+        raise CheckpointError(msg)
+    return state  # type: ignore[no-any-return]
+
+
+def _is_good(path: Path, problem: Callable[[dict[str, Any]], str | None]) -> bool:
+    try:
+        _read(path, problem)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """Return the states of torch's, NumPy's and Python's default generators."""
+    numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - the program's, not one of ours
+    numpy["state"]["key"] = numpy["state"]["key"].tolist()
+    state = {"torch": torch.get_rng_state(), "numpy": numpy}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return {**state, "python": random.getstate()}
+
+
+def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+    """Restore what `rng_state` returned."""
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    random.setstate(state["python"])
+
+
+class Signals:
+    """Puts SIGTERM and Ctrl-C off until `deliver`; a second Ctrl-C interrupts at once.
+
+    Only in the main thread, and only signals that something would have come of.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        in_main = threading.current_thread() is threading.main_thread()
+        self._numbers = (signal.SIGTERM, signal.SIGINT) if enabled and in_main else ()
+        self._previous: dict[int, Any] = {}
+        self.received: int | None = None
+
+    def __enter__(self) -> Self:
+        for number in self._numbers:
+            previous = signal.getsignal(number)
+            if previous not in (signal.SIG_IGN, None):
+                self._previous[number] = previous
+                signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._previous:
+            signal.signal(*self._previous.popitem())
+
+    def deliver(self) -> None:
+        """Do what the signal that was received would have done."""
+        number, self.received = self.received, None
+        if number is None:
+            return
+        is_default = self._previous.get(number) is signal.SIG_DFL
+        self.__exit__()
+        if number == signal.SIGTERM and is_default:
+            raise SystemExit(128 + number)  # and what is to be cleaned up is
+        signal.raise_signal(number)
+        self.__enter__()  # the program's own handler lets training go on
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        self.received = number
+        if number == signal.SIGINT:
+            signal.signal(number, self._previous[number])

@@ -1,0 +1,166 @@
+"""What a training run can be told, checked when it is written down."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fastamp.precision import compute_effective_precision
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from fastamp.metrics import MetricsTracker
+    from fastamp.train.adapter import Adapter
+
+__all__ = ["TrainConfig"]
+
+OPTIMIZERS = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+}
+SCHEDULES: dict[str, Callable[[float], float]] = {  # of the part of the way after the warm-up
+    "cosine": lambda part: (1 + math.cos(math.pi * part)) / 2,
+    "linear": lambda part: 1 - part,
+    "constant": lambda _: 1.0,
+}
+AUTOCAST = {"32-true": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+# Each integer and the least that it can be; those whose default is None may be None.
+_INTEGERS = {"epochs": 1, "max_steps": 1, "batch_size": 1, "warmup_steps": 0, "accumulate": 1}
+_INTEGERS |= {"seed": 0, "num_workers": 0, "eval_every": 1, "log_every": 1}
+_INTEGERS |= {"checkpoint_every": 1, "keep": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What `fastamp.fine_tune` does; every field has a default that works.
+
+    A step is one step of the optimizer, of `accumulate` batches.
+
+    Raises:
+        ValueError: a field has a value that it cannot have; the message names both.
+    """
+
+    epochs: int = 1
+    max_steps: int | None = None
+    """Ends training, in place of `epochs`."""
+    batch_size: int = 32
+    """Of a Dataset or tensors; a loader or an iterable has its own."""
+    lr: float = 1e-3
+    weight_decay: float = 0.01
+    optimizer: str | Callable[[list[nn.Parameter]], Optimizer] = "adamw"
+    """"adamw", "adam", "sgd" or "adagrad", fused where torch can; or what makes one of parameters,
+    to which `lr` and `weight_decay` are nothing."""
+    schedule: str = "cosine"
+    """Of the learning rate after the warm-up: "cosine" and "linear" end at 0, or "constant". A step
+    that is skipped does not count."""
+    warmup_steps: int = 0
+    """In which the learning rate grows from near 0."""
+    use_amp: bool | None = None
+    """See `fastamp.compute_effective_precision`, as for `precision`."""
+    precision: str | int = "32-true"
+    """Comes with `use_amp` to "32-true", which leaves dtypes alone, "bf16-mixed" or "16-mixed",
+    with loss scaling. The optimizer skips gradients that are not finite in "16-mixed", and
+    everywhere with a `max_norm`."""
+    max_norm: float | None = 1.0
+    """Longest norm of all gradients together; None does not clip."""
+    accumulate: int = 1
+    """Batches in a step. The last step of an epoch takes those that are left."""
+    compile: bool = False
+    """Whether the model runs through `torch.compile`."""
+    device: str | torch.device | None = None
+    """Where the model is moved; None is a GPU where there is one."""
+    seed: int = 0
+    """Of the order of samples and all that is drawn; the program's own draws go on afterwards as if
+    nothing had been drawn."""
+    num_workers: int = 0
+    """Processes that load a Dataset which is not in memory."""
+    eval_every: int | None = None
+    """Steps from one evaluation to the next; None evaluates after every epoch. Either way the end
+    is evaluated."""
+    log_every: int = 10
+    """Steps after which `tracker` is served, which waits for the device."""
+    checkpoint_dir: str | os.PathLike[str] | None = None
+    """Folder of the checkpoints of this run, which is made; None keeps none."""
+    checkpoint_every: int | None = None
+    """Steps from one checkpoint to the next; None writes one after every epoch. Either way there is
+    one of the end."""
+    keep: int = 3
+    """How many of the newest checkpoints stay."""
+    resume: bool = True
+    """Goes on from the newest checkpoint in `checkpoint_dir`. False starts anew, and removes those
+    that it found once it has written its own first."""
+    tracker: MetricsTracker | None = None
+    """Also gets every scalar: "train/loss", "train/lr" and "val/loss", and what it would record of
+    a scaler that it watched. Steps count from 1."""
+    loss_fn: Callable[[Tensor, Any], Tensor] | None = None
+    """Of predictions and target; see `fastamp.Adapter`."""
+    adapter: Adapter | None = None
+    """Tells how the model is called and what its loss is, in place of `loss_fn`."""
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        for name, least in _INTEGERS.items():
+            value, is_optional = getattr(self, name), type(self).__dict__[name] is None
+            is_integer = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            or_none = " or None" if is_optional else ""
+            fine = is_integer or (is_optional and value is None)
+            self._check(name, f"an integer of at least {least}{or_none}", fine=fine)
+        self._check("lr", "a number above 0", fine=_is_number(self.lr) and self.lr > 0)
+        decay = self.weight_decay
+        self._check("weight_decay", "a number of at least 0", fine=_is_number(decay) and decay >= 0)
+        is_length = self.max_norm is None or (_is_number(self.max_norm) and self.max_norm > 0)
+        self._check("max_norm", "a number above 0 or None", fine=is_length)
+        known = callable(self.optimizer) or self.optimizer in OPTIMIZERS
+        self._check("optimizer", f"a callable or one of {', '.join(OPTIMIZERS)}", fine=known)
+        self._check("schedule", f"one of {', '.join(SCHEDULES)}", fine=self.schedule in SCHEDULES)
+        alone = self.loss_fn is None or self.adapter is None
+        self._check("loss_fn", "None beside an adapter, which has its own", fine=alone)
+        has_cuda = self.chosen_device.type != "cuda" or torch.cuda.is_available()
+        self._check("device", "a device that is there", fine=has_cuda)
+        try:
+            trained = self.effective_precision in AUTOCAST
+        except ValueError as error:
+            raise ValueError(str(error).replace("requested", "precision", 1)) from None
+        names = f"what comes to one of {', '.join(AUTOCAST)}; for the dtype of the model's own"
+        self._check("precision", f"{names} parameters ask for 32-true", fine=trained)
+
+    @property
+    def chosen_device(self) -> torch.device:
+        """Where training takes place."""
+        if self.device is None:
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(self.device)
+
+    @property
+    def effective_precision(self) -> str:
+        """What `precision` and `use_amp` come to on the device."""
+        use_gpu = self.chosen_device.type == "cuda"
+        return compute_effective_precision(self.precision, self.use_amp, use_gpu=use_gpu)
+
+    def lr_factor(self, n_taken: int, total: int | None) -> float:
+        """Return what the learning rate is multiplied by after so many steps of `total`."""
+        if n_taken < self.warmup_steps:
+            return (n_taken + 1) / self.warmup_steps
+        if total is None:  # and the schedule is constant
+            return 1.0
+        part = (n_taken - self.warmup_steps) / max(total - self.warmup_steps, 1)
+        return SCHEDULES[self.schedule](min(part, 1.0))
+
+    def _check(self, name: str, expected: str, *, fine: bool) -> None:
+        if not fine:
+            msg = f"{name}: expected {expected}, got {getattr(self, name)!r}"
+            raise ValueError(msg)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
