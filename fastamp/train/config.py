@@ -50,7 +50,7 @@ class TrainConfig:
         ValueError: a field has a value that it cannot have; the message names both.
     """
 
-    epochs: int = 1
+    epochs: int = 3
     max_steps: int | None = None
     """Ends training, in place of `epochs`."""
     batch_size: int = 32

@@ -1,0 +1,461 @@
+"""`fastamp.fine_tune` on real data, step by step against hand-written loops, and its command."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from test_backend import run_python
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+from trainable import make_data, make_model, run
+
+import fastamp
+from fastamp import Adapter, TrainConfig, fine_tune
+from fastamp.bench.data import load_corpus
+from fastamp.bench.model import GPT, Shape
+from fastamp.train import __main__ as command
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+AMP = pytest.mark.parametrize("use_amp", [None, True, False])
+HELD_OUT = pytest.mark.parametrize("with_val", [False, True], ids=["alone", "with val"])
+
+
+def last(curve):
+    return curve.values[-10:].mean()
+
+
+@AMP
+@HELD_OUT
+def test_a_small_gpt_learns_the_interpreters_sources(use_amp, with_val, backend):
+    """In nats for a byte: 5.5 is knowing nothing, 3.3 knowing how frequent each byte is."""
+    corpus = load_corpus(None, block_size=32)
+    torch.manual_seed(0)
+    model = GPT(Shape(layers=1, heads=2, width=64, block_size=32))
+    data = fastamp.TokenDataset(corpus.train[:40_000], 32)
+    held_out = fastamp.TokenDataset(corpus.validation[:2_000], 32) if with_val else None
+    config = None if use_amp is None else TrainConfig(use_amp=use_amp)
+    result = fine_tune(model, data, held_out, config)
+    assert result.train_loss.values[0] > 5
+    assert last(result.train_loss) < 3.2
+    assert result.steps == len(result.train_loss.steps) == 3 * math.ceil(len(data) / 32)
+    assert not with_val or result.val_loss.values[-1] < 3.2
+    assert len(result.val_loss.steps) == (3 if with_val else 0)
+    precision = "16-mixed" if use_amp and torch.cuda.is_available() else "32-true"
+    text = rf"{result.steps} steps in {precision}, \d skipped\ntrain_loss: 5\."
+    assert re.match(text, str(result))
+
+
+def digits(device="cpu"):
+    x, y = load_digits(return_X_y=True)
+    x, y = torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y)
+    return (x[:1500], y[:1500]), (x[1500:], y[1500:])
+
+
+def classifier():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+
+
+@AMP
+@HELD_OUT
+def test_a_classifier_learns_digits_with_the_defaults(use_amp, with_val, backend, device):
+    train, held_out = digits()
+    config = None if use_amp is None else TrainConfig(use_amp=use_amp)
+    result = fine_tune(classifier(), train, held_out if with_val else None, config)
+    assert last(result.train_loss) < 1.4  # from 2.3, the logarithm of 10, in 141 steps
+    assert not with_val or result.val_loss.values[-1] < 1.5
+    assert len(result.val_loss.steps) == (3 if with_val else 0)
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_the_loss_falls_in_every_mixed_precision(precision, backend, device):
+    train, held_out = digits()
+    config = TrainConfig(lr=5e-3, precision=precision, device=device)
+    result = fine_tune(classifier(), train, held_out, config)
+    assert last(result.train_loss) < 0.3
+    assert result.val_loss.values[-1] < 0.5
+    assert result.precision == precision
+    assert result.loss_scale.values.tolist() == ([65536.0] if precision == "16-mixed" else [])
+
+
+def test_it_is_the_loop_that_one_would_write(backend, device):
+    """To the bit: fine_tune is fastamp's scaler, loader and torch's optimizer, and no more."""
+    (x, y), _ = digits()
+    model = classifier().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1, fused=True)
+    scaler = fastamp.GradScaler(device, enabled=False)
+    losses, norms, total = [], [], 3 * math.ceil(1500 / 64)
+    for epoch in range(3):
+        loader = fastamp.DataLoader((x, y), 64, shuffle=True, device=device, seed=7)
+        loader.set_epoch(epoch)
+        for inputs, target in loader:
+            done = len(losses)
+            part = (done - 5) / (total - 5)
+            factor = (done + 1) / 5 if done < 5 else (1 + math.cos(math.pi * part)) / 2
+            optimizer.param_groups[0]["lr"] = 2e-3 * factor
+            with torch.autocast(device, dtype=torch.bfloat16):
+                output = model(inputs)
+            loss = functional.cross_entropy(output.float(), target)
+            loss.backward()
+            scaler.step(optimizer, max_norm=0.5)
+            norms.append(scaler.last_step.norm.item())
+            losses.append(loss.item())
+            optimizer.zero_grad()
+    ours = classifier()
+    options = {"lr": 2e-3, "weight_decay": 0.1, "max_norm": 0.5, "warmup_steps": 5, "seed": 7}
+    config = TrainConfig(epochs=3, batch_size=64, precision="bf16-mixed", device=device, **options)
+    result = fine_tune(ours, (x, y), config=config)
+    assert result.train_loss.values.tolist() == losses
+    assert result.grad_norm.values.tolist() == norms
+    assert all(map(torch.equal, ours.parameters(), model.parameters()))
+
+
+def overflow_at(module, calls):
+    """Let the gradient of a module's weight hold an inf in some backward passes, from 1."""
+    count = [0]
+
+    def hook(grad):
+        count[0] += 1
+        if count[0] in calls:
+            grad = grad.clone()
+            grad.view(-1)[3] = math.inf
+        return grad
+
+    return module.weight.register_hook(hook)
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "32-true"])
+@pytest.mark.parametrize("optimizer", ["adamw", lambda p: torch.optim.SGD(p, 0.1)])
+def test_an_overflow_is_logged_and_the_schedule_waits(precision, optimizer, backend, device):
+    model, seen = make_model(), []
+    handle = overflow_at(model[0], {1, 4})
+    config = TrainConfig(
+        max_steps=6,
+        optimizer=optimizer,
+        schedule="linear",
+        precision=precision,
+        device=device,
+        log_every=1,
+        tracker=fastamp.MetricsTracker(sinks=[seen.extend]),
+    )
+    result = fine_tune(model, make_data(), config=config)
+    handle.remove()
+    assert (result.steps, result.skipped_steps) == (6, 2)
+    factors = result.lr.values / result.lr.values[0]
+    assert factors * 6 == pytest.approx([6, 6, 5, 4, 4, 3])
+    assert [step for name, step, _ in seen if name == "train/gradient_overflow"] == [1, 4]
+    assert [v for name, _, v in seen if name == "train/skipped_steps"] == [1, 2]
+    scales = [65536.0, 32768.0, 16384.0] if precision == "16-mixed" else []
+    assert result.loss_scale.values.tolist() == scales
+    assert np.isinf(result.grad_norm.values).tolist() == [True, False, False, True, False, False]
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("n_samples", [64, 50, 33])
+def test_accumulation_is_the_big_batch(n_samples):
+    """Also in the last step of an epoch; sums of float32 in another order differ by 1e-6."""
+    x, y = make_data(n_samples)
+    ends = []
+    for size, accumulate in ((32, 1), (8, 4)):
+        model = torch.nn.Linear(8, 2)
+        with torch.no_grad():
+            model.weight.copy_(make_model()[0].weight[:2])
+            model.bias.zero_()
+        loader = DataLoader(TensorDataset(x, y), size)
+        fields = {"accumulate": accumulate, "optimizer": "sgd", "lr": 0.5, "epochs": 4}
+        result = fine_tune(model, loader, config=TrainConfig(**fields))
+        assert result.steps == 4 * math.ceil(n_samples / 32)
+        ends.append((model.weight.detach(), model.bias.detach(), result.train_loss.values))
+    for one, many in zip(*ends, strict=True):
+        np.testing.assert_allclose(one, many, rtol=1e-5, atol=1e-6)
+
+
+def test_everything_is_left_as_it_was_found(tmp_path):
+    model = make_model()
+    model[1].eval()
+    random_before = torch.get_rng_state(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    modes = []
+
+    def loss_fn(output, target):
+        modes.append((torch.is_grad_enabled(), model.training, model[1].training))
+        return functional.cross_entropy(output, target)
+
+    run(model=model, max_steps=1, accumulate=1, loss_fn=loss_fn)
+    assert modes[:2] == [(True, True, False), (False, False, False)]
+    assert [module.training for module in model] == [True, False, True]
+    assert torch.equal(torch.get_rng_state(), random_before[0])
+    assert np.random.get_state()[1].tolist() == random_before[1]  # noqa: NPY002
+    assert all(p.grad is None for p in model.parameters())
+    model.eval()
+    run(model=model, max_steps=1)
+    assert not any(module.training for module in model)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "adagrad"])
+def test_optimizers_are_torchs_fused_ones(name, monkeypatch):
+    made = []
+    init = torch.optim.Optimizer.__init__
+    monkeypatch.setattr(
+        torch.optim.Optimizer, "__init__", lambda *args: made.append(args) or init(*args)
+    )
+    run(optimizer=name, max_steps=2, weight_decay=0.03)
+    ((optimizer, _, defaults),) = made
+    assert (type(optimizer).__name__.lower(), defaults["fused"]) == (name, True)
+    assert defaults["weight_decay"] == 0.03
+
+
+def test_compile_calls_the_compiled_model_and_leaves_the_plain_one(monkeypatch):
+    compiled = []
+    make = lambda call, **_: lambda *args: compiled.append(1) or call(*args)  # noqa: E731
+    monkeypatch.setattr(torch, "compile", make)
+    model, _ = run(compile=True, max_steps=2, accumulate=1)
+    assert len(compiled) == 2 + 3  # three batches of validation
+    model(make_data()[0])
+    assert len(compiled) == 5
+
+
+def test_evaluations_come_when_they_are_due():
+    val = make_data(30)
+    for fields, steps in [({}, [12, 24]), ({"eval_every": 5}, [5, 10, 15, 20, 24])]:
+        model = make_model()
+        result = fine_tune(model, make_data(), val, TrainConfig(epochs=2, batch_size=8, **fields))
+        assert result.val_loss.steps.tolist() == steps
+        model.eval()
+        expected = functional.cross_entropy(model(val[0]), val[1]).item()
+        assert result.val_loss.values[-1] == pytest.approx(expected, rel=1e-6)  # of batches of 8
+
+
+def test_the_result_is_bounded_pickles_and_plots(tmp_path):
+    data = (torch.randn(5000, 1), torch.randn(5000, 1))
+    config = TrainConfig(batch_size=1, log_every=1000, epochs=1)
+    result = fine_tune(torch.nn.Linear(1, 1), data, data, config)
+    assert (result.steps, len(result.train_loss.steps)) == (5000, 2501)
+    assert list(result.phase_s) == ["data", "forward", "backward", "step", "evaluate"]
+    assert all(seconds > 0 for seconds in result.phase_s.values())
+    assert 0 < result.wait_share < 1 < result.samples_per_s
+    assert str(pickle.loads(pickle.dumps(result))) == result.summary()
+    result.plot(tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"batch_size": 0}, "batch_size: expected an integer of at least 1, got 0"),
+        ({"epochs": True}, "epochs: expected an integer of at least 1, got True"),
+        ({"max_steps": 1.5}, "max_steps: expected an integer of at least 1 or None, got 1.5"),
+        ({"lr": math.nan}, "lr: expected a number above 0, got nan"),
+        ({"max_norm": 0}, "max_norm: expected a number above 0 or None, got 0"),
+        ({"weight_decay": -1}, "weight_decay: expected a number of at least 0, got -1"),
+        ({"optimizer": "lion"}, "one of adamw, adam, sgd, adagrad, got 'lion'"),
+        ({"schedule": "step"}, "schedule: expected one of cosine, linear, constant, got 'step'"),
+        ({"precision": "8"}, "precision: expected one of 64-true, .*, got '8'"),
+        ({"precision": "bf16-true"}, "precision: expected what comes to .*, got 'bf16-true'"),
+        ({"loss_fn": functional.l1_loss, "adapter": Adapter()}, "loss_fn: expected None beside"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_value(fields, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("data", "fields", "error", "message"),
+    [
+        (7, {}, TypeError, "train_data: expected a Dataset, tensors, .*, got int"),
+        ([], {}, ValueError, "train_data: no batch in this pass"),
+        (iter([make_data(8)]), {"epochs": 2}, ValueError, "an iterator, too, can be passed only"),
+        (iter([]), {"schedule": "cosine"}, ValueError, "schedule: 'cosine' needs max_steps"),
+        ((torch.ones(8, 8), torch.ones(8)), {}, ValueError, r"output \(8, 2\), target \(8,\) of"),
+    ],
+)
+def test_data_that_cannot_be_trained_on_is_refused(data, fields, error, message):
+    model = make_model()
+    with pytest.raises(error, match=message):
+        fine_tune(model, data, config=TrainConfig(**{"schedule": "constant", **fields}))
+    with pytest.raises(ValueError, match="model: Dropout has no parameter that requires"):
+        fine_tune(torch.nn.Dropout(), make_data())
+
+
+IDS = torch.arange(24).reshape(2, 12) % 7
+MASK = torch.ones_like(IDS).index_fill(1, torch.tensor([0, 1]), 0)
+
+
+class Language(torch.nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head, self.make = torch.nn.Embedding(7, 8), torch.nn.Linear(8, 7), make
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.make(self.head(self.embed(input_ids)))
+
+
+class Output:
+    def __init__(self, logits, loss=None):
+        self.logits, self.loss = logits, loss
+
+
+FORMS = {
+    "tensor": lambda logits: logits,
+    "half": lambda logits: logits.bfloat16(),
+    "tuple": lambda logits: (logits, "cache"),
+    "dict": lambda logits: {"logits": logits},
+    "object": Output,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_language_model_predicts_what_comes_next(form):
+    model, adapter = Language(FORMS[form]), Adapter()
+    logits = Language(FORMS["tensor"])(IDS[:, :-1])
+    if form == "half":
+        logits = logits.bfloat16().float()
+    each = functional.cross_entropy(logits.mT, IDS[:, 1:], reduction="none")
+    for batch in (IDS, [IDS], {"input_ids": IDS}, {"input_ids": IDS, "labels": IDS}):
+        loss = adapter(model, batch).loss
+        assert (loss.dtype, loss.item()) == (torch.float32, pytest.approx(each.mean().item()))
+    assert adapter(model, (IDS[:, :-1], IDS[:, 1:])).loss.item() == loss.item()
+    masked = adapter(model, {"input_ids": IDS, "attention_mask": MASK}).loss
+    assert masked.item() == pytest.approx(each[:, 1:].mean().item())
+
+
+class Computes(torch.nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def forward(self, x, labels=None):
+        return self.make(x, (x - labels).square().sum())
+
+
+def test_a_loss_that_the_model_computes_is_taken():
+    batch = {"x": torch.ones(3, 2), "labels": torch.zeros(3, 2)}
+    makes = (Output, lambda x, y: (y, x), lambda x, y: {"loss": y}, lambda _, y: y)
+    for make in makes:
+        assert Adapter()(Computes(make), batch).loss.item() == 6
+    assert Adapter(functional.l1_loss)(Computes(Output), batch).loss.item() == 1
+
+
+def test_several_inputs_and_other_dimensions():
+    torch.manual_seed(0)
+    model = torch.nn.Bilinear(3, 4, 5)
+    a, b, y = torch.randn(6, 3), torch.randn(6, 4), torch.arange(6) % 5
+    loss, output, target = Adapter()(model, (a, b, y))
+    assert torch.equal(loss, functional.cross_entropy(model(a, b), y))
+    assert torch.equal(output, model(a, b))
+    assert target is y
+    images, classes = torch.randn(2, 3, 8, 8), torch.randint(3, (2, 8, 8), dtype=torch.uint8)
+    loss = Adapter().loss(images, classes)
+    assert torch.equal(loss, functional.cross_entropy(images, classes.long()))
+    values = torch.randn(4, 1, dtype=torch.float64)
+    assert Adapter().loss(values, values + 2).item() == pytest.approx(4)
+    assert Adapter().loss(values, values).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("output", "target", "error", "message"),
+    [
+        (torch.ones(4, 1), torch.ones(4), ValueError, r"\(4, 1\), target \(4,\).*equal shapes"),
+        (torch.ones(4, 1), torch.ones(4).long(), ValueError, "two classes or more"),
+        (torch.ones(4, 3), torch.ones(3).long(), ValueError, r"output \(4, 3\), target \(3,\)"),
+        (torch.ones(4, 3), None, TypeError, "target: expected a tensor, got NoneType"),
+        ({"scores": 1}, torch.ones(4), TypeError, r"got dict with \['scores'\]"),
+        ("text", torch.ones(4), TypeError, "output: expected a tensor, .* got str"),
+    ],
+)
+def test_an_output_without_a_loss_is_refused(output, target, error, message):
+    with pytest.raises(error, match=message):
+        Adapter().loss(output, target)
+
+
+def test_a_loss_that_is_no_number_is_refused():
+    with pytest.raises(ValueError, match=r"loss: expected a 0-dim tensor, got torch.Size\(\[4\]\)"):
+        Adapter(lambda output, _: output)(torch.nn.Identity(), (torch.ones(4), torch.ones(4)))
+
+
+SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--block-size", "16", "--lr", "0.01"]
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 300)
+    return str(path)
+
+
+def test_the_command_trains_and_resumes(text, tmp_path, capsys):
+    args = ["--data", text, *SMALL, "--steps", "60", "--checkpoint-dir", str(tmp_path / "run")]
+    assert command.main(args) == 0
+    first = capsys.readouterr()
+    assert "60 steps in 32-true, 0 skipped\ntrain_loss: 5." in first.out
+    assert first.err == ""
+    loss = float(re.search("val_loss: .* to ([0-9.]+)", first.out)[1])
+    assert loss < 3
+    assert command.main(args) == 0
+    assert re.search("val_loss: .*", capsys.readouterr().out)[0] in first.out
+    with pytest.raises(SystemExit) as raised:
+        command.main([*args, "--lr", "0.02"])
+    assert raised.value.code == 1
+    assert "its run has lr=0.01, this one lr=0.02" in capsys.readouterr().err
+    assert command.main([*args, "--lr", "0.02", "--no-resume"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--steps", "0"], "argument --steps: '0' is not an integer of at least 1"),
+        (["--width", "10"], "argument --width: 10 is no multiple of --heads 4"),
+        (["--data", "/nowhere"], "argument --data: '/nowhere' is no file and no folder"),
+        (["--device", "abacus"], "argument --device: "),
+        (["--precision", "8"], "argument --precision: invalid choice: '8'"),
+    ],
+)
+def test_the_command_refuses_bad_arguments(args, message, capsys):
+    with pytest.raises(SystemExit) as raised:
+        command.main(args)
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_ends_as_a_signal_would(text, tmp_path):
+    args = [sys.executable, "-W", "error", "-m", "fastamp.train", "--data", text, *SMALL]
+    args += ["--steps", "3000", "--checkpoint-dir", str(tmp_path / "run")]
+    for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        found = set(tmp_path.glob("run/*.pt"))
+        child = subprocess.Popen([*args, "--checkpoint-every", "50"], stderr=subprocess.PIPE)
+        while set(tmp_path.glob("run/*.pt")) <= found:
+            assert child.poll() is None
+            time.sleep(0.01)
+        os.kill(child.pid, number)
+        message = child.communicate(timeout=60)[1].decode()
+        assert child.returncode == status
+        assert ("interrupted; resume from" in message) == (number == signal.SIGINT)
+
+
+def test_importing_fastamp_costs_little_and_imports_no_extra():
+    """Processor time, the least of three: what else the machine does is not counted."""
+    code = """
+import json, sys, time, torch, numpy
+before, start_s = set(sys.modules), time.process_time()
+import fastamp
+print(json.dumps([time.process_time() - start_s, sorted(set(sys.modules) - before)]))
+"""
+    runs = [json.loads(run_python(code).stdout) for _ in range(3)]
+    assert min(elapsed_s for elapsed_s, _ in runs) < 0.06
+    extras = ("lightning", "pytorch_lightning", "accelerate", "transformers", "wandb", "sklearn")
+    extras += ("matplotlib", "tensorboard", "tqdm", "pynvml")
+    assert not [name for name in runs[0][1] if name.startswith(extras)]
