@@ -257,9 +257,10 @@ def test_the_result_is_bounded_pickles_and_plots(tmp_path):
         ({"batch_size": 0}, "batch_size: expected an integer of at least 1, got 0"),
         ({"epochs": True}, "epochs: expected an integer of at least 1, got True"),
         ({"max_steps": 1.5}, "max_steps: expected an integer of at least 1 or None, got 1.5"),
+        ({"lr": "fast"}, "lr: expected a number above 0, got 'fast'"),
         ({"lr": math.nan}, "lr: expected a number above 0, got nan"),
-        ({"max_norm": 0}, "max_norm: expected a number above 0 or None, got 0"),
-        ({"weight_decay": -1}, "weight_decay: expected a number of at least 0, got -1"),
+        ({"max_norm": 0}, "max_norm: expected None or a number above 0, got 0"),
+        ({"weight_decay": -1}, "weight_decay: expected 0 or a number above 0, got -1"),
         ({"optimizer": "lion"}, "one of adamw, adam, sgd, adagrad, got 'lion'"),
         ({"schedule": "step"}, "schedule: expected one of cosine, linear, constant, got 'step'"),
         ({"precision": "8"}, "precision: expected one of 64-true, .*, got '8'"),
@@ -410,7 +411,7 @@ def test_the_command_trains_and_resumes(text, tmp_path, capsys):
     with pytest.raises(SystemExit) as raised:
         command.main([*args, "--lr", "0.02"])
     assert raised.value.code == 1
-    assert "its run has lr=0.01, this one lr=0.02" in capsys.readouterr().err
+    assert "it has lr=0.01, this run 0.02" in capsys.readouterr().err
     assert command.main([*args, "--lr", "0.02", "--no-resume"]) == 0
 
 

@@ -18,9 +18,9 @@ from fastamp.metrics import MetricsTracker
 from fastamp.train import CheckpointError, TrainConfig, fine_tune
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from fastamp.metrics.sinks import Scalar, Sink
+    from fastamp.metrics.sinks import Scalar
 
 VALIDATION_WINDOWS = 64
 _COUNTS = {
@@ -74,14 +74,17 @@ def _train(args: argparse.Namespace) -> int:
     if args.width % args.heads:
         refuse("--width", args.width, f"is no multiple of --heads {args.heads}")
     corpus = load_corpus(args.data, block_size=args.block_size)
-    train, held_out = (
-        TokenDataset(part, args.block_size) for part in (corpus.train, corpus.validation)
-    )
+    parts = (corpus.train, corpus.validation)
+    train, held_out = (TokenDataset(part, args.block_size) for part in parts)
     stride = -(-len(held_out) // VALIDATION_WINDOWS)
     torch.manual_seed(args.seed)
     sizes = {name: getattr(args, name) for name in ("layers", "heads", "width", "block_size")}
-    model = GPT(Shape(**sizes))
     with progress(args.steps) as advance:
+
+        def move_on(scalars: list[Scalar]) -> None:
+            for _ in (name for name, _, _ in scalars if name == "train/loss"):
+                advance()
+
         try:
             config = TrainConfig(
                 max_steps=args.steps,
@@ -95,22 +98,14 @@ def _train(args: argparse.Namespace) -> int:
                 checkpoint_dir=args.checkpoint_dir,
                 checkpoint_every=args.checkpoint_every,
                 resume=not args.no_resume,
-                tracker=MetricsTracker(sinks=[_moving(advance)]),
+                tracker=MetricsTracker(sinks=[move_on]),
             )
         except (ValueError, RuntimeError) as error:
             refuse("--device", args.device, str(error))
-        result = fine_tune(model, train, Subset(held_out, range(0, len(held_out), stride)), config)
-    print(f"{corpus.source}: {corpus.files} files", result.summary(), sep="\n")  # noqa: T201
+        validation = Subset(held_out, range(0, len(held_out), stride))
+        result = fine_tune(GPT(Shape(**sizes)), train, validation, config)
+    print(f"{corpus.source}: {corpus.files} files", result, sep="\n")  # noqa: T201
     return 0
-
-
-def _moving(advance: Callable[[], object]) -> Sink:
-    def sink(scalars: list[Scalar]) -> None:
-        for name, _, _ in scalars:
-            if name == "train/loss":
-                advance()
-
-    return sink
 
 
 if __name__ == "__main__":

@@ -17,18 +17,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Adapter", "Outcome"]
 
-IGNORED = -100  # a target that counts for nothing, as in torch and Hugging Face
+IGNORED = -100  # a target, as in torch and Hugging Face
 
 
 class Outcome(NamedTuple):
-    """What a model made of one batch."""
+    """What a model made of one batch: `output` as it returned it, `target` as `split` did."""
 
     loss: Tensor
-    """0-dim, float32 (float64 where the output is), with its graph."""
+    """0-dim, float32, or float64 where the output is, with its graph."""
     output: Any
-    """As the model returned it."""
     target: Any
-    """As `Adapter.split` returned it."""
 
 
 class Adapter:
@@ -90,17 +88,13 @@ class Adapter:
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the loss, computed in float32.
 
-        1. A `loss_fn` is given the tensor of predictions: the output, its "logits" (an attribute or
-           a key), or the first element of a tuple.
-        2. A loss that the model has computed is taken: "loss", or an output, or the first element
-           of a tuple, that is 0-dim.
-        3. Integer targets: cross entropy; the target has the shape of the output without its
-           dimension of classes, which is the last one, or the second. -100 is ignored.
-        4. Floating targets, of the same shape as the output: mean squared error.
-
-        Args:
-            output: as the model returned it.
-            target: as `split` returned it.
+        1. A `loss_fn` is given the predictions: the output, its "logits" (attribute or key), or the
+           first element of a tuple.
+        2. The loss that the model has computed: "loss", or an output, or first element, with 0
+           dimensions.
+        3. Integer targets: cross entropy, -100 ignored; the target has the shape of the output
+           without its dimension of classes, which is the last one or the second.
+        4. Floating targets, of the output's shape: mean squared error.
 
         Returns:
             A 0-dim tensor, float64 if the predictions are.
@@ -110,13 +104,14 @@ class Adapter:
             ValueError: the shapes do not fit, or the loss is not 0-dim.
         """
         computed, predictions = _read(output)
-        loss: Any
-        if self.loss_fn is not None:
-            loss = self.loss_fn(_in_float32(_predictions(output, predictions)), target)
-        elif computed is not None:
-            loss = computed
-        else:
-            loss = _default_loss(_in_float32(_predictions(output, predictions)), target)
+        loss: Any = computed
+        if self.loss_fn is not None or computed is None:
+            if not isinstance(predictions, torch.Tensor):
+                has = f" with {list(output)}" if isinstance(output, Mapping) else ""
+                got = type(output).__name__ + has
+                msg = f"output: expected a tensor, logits or a loss, got {got}"
+                raise TypeError(msg)
+            loss = (self.loss_fn or _default_loss)(_in_float32(predictions), target)
         if not isinstance(loss, torch.Tensor) or loss.ndim:
             msg = f"loss: expected a 0-dim tensor, got {getattr(loss, 'shape', loss)!r}"
             raise ValueError(msg)
@@ -128,17 +123,9 @@ def _read(output: Any) -> tuple[Any, Any]:
     if isinstance(output, Mapping):
         return output.get("loss"), output.get("logits")
     first, *rest = output if isinstance(output, (tuple, list)) else (output,)
-    if isinstance(first, torch.Tensor):
-        return (None, first) if first.ndim else (first, rest[0] if rest else None)
-    return getattr(output, "loss", None), getattr(output, "logits", None)
-
-
-def _predictions(output: Any, found: Any) -> Tensor:
-    if not isinstance(found, torch.Tensor):
-        has = f" with {list(output)}" if isinstance(output, Mapping) else ""
-        msg = f"output: expected a tensor, logits or a loss, got {type(output).__name__}{has}"
-        raise TypeError(msg)
-    return found
+    if not isinstance(first, torch.Tensor):
+        return getattr(output, "loss", None), getattr(output, "logits", None)
+    return (None, first) if first.ndim else (first, next(iter(rest), None))
 
 
 def _default_loss(output: Tensor, target: Any) -> Tensor:

@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,16 +32,12 @@ class CheckpointError(RuntimeError):
 
 
 class Checkpoints:
-    """The checkpoints of one run in one folder: `step-00000123.pt` and the like.
-
-    1. A checkpoint is written to a temporary file beside it, which is flushed to the disk.
-    2. The file takes its name, in one step, and the folder is flushed.
-    3. Older checkpoints than the newest `keep` are removed.
+    """The checkpoints of one run in one folder, `step-00000123.pt` and the like.
 
     Args:
         folder: is made; what killed runs left there half-written is removed.
-        keep: how many stay.
-        resume: False for a run that starts anew: the checkpoints that are there go in its first 3.
+        keep: how many stay, the newest ones.
+        resume: False for a run that starts anew: those that are there go when it writes its first.
 
     Raises:
         OSError: the folder cannot be made or written to.
@@ -50,37 +47,38 @@ class Checkpoints:
         self._folder, self._keep = Path(folder), keep
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / ".step-probe.part").write_bytes(b"\0")
             for leftover in self._folder.glob(".step-*.part"):
                 leftover.unlink()
-            probe = self._folder / ".step-probe.part"
-            probe.write_bytes(b"\0")
-            probe.unlink()
         except OSError as error:
-            raise self._explained(error, "cannot be written to") from error
+            raise self._explain(error, "cannot be written to") from error
         self._mine = self._found() if resume else []
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write a checkpoint; an error leaves the others as they are.
+        """Write a checkpoint to the disk beside its place, and put it there in one step.
 
         Raises:
-            OSError: the file cannot be written.
+            OSError: it cannot be written; the others are as they were.
         """
         path = self._folder / f"step-{step:08d}.pt"
         part = path.with_name(f".{path.name}.part")
         try:
             with part.open("wb") as file:
-                write_state(file, {"format": _FORMAT, **state})
+                torch.save({"format": _FORMAT, **state}, file)
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(path)
             _sync_folder(self._folder)
-            self._mine = [*(mine for mine in self._mine if mine != path), path]
-            for old in set(self._found()) - set(self._mine[-self._keep :]):
-                old.unlink()
-        except OSError as error:
-            raise self._explained(error, f"{path.name} cannot be written") from error
+        except (OSError, RuntimeError) as error:
+            cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch's way
+            if not isinstance(cause, OSError):
+                raise
+            raise self._explain(cause, f"{path.name} cannot be written") from error
         finally:
             part.unlink(missing_ok=True)
+        self._mine = [*(mine for mine in self._mine if mine != path), path]
+        for old in set(self._found()) - set(self._mine[-self._keep :]):
+            old.unlink()
 
     def load(self, problem: Callable[[dict[str, Any]], str | None]) -> dict[str, Any] | None:
         """Return the newest checkpoint's state, None if there is none.
@@ -97,10 +95,12 @@ class Checkpoints:
         try:
             return _read(newest, problem)
         except CheckpointError as error:
-            good = next((path for path in others if _is_good(path, problem)), None)
             offer = "none of the others is good"
-            if good is not None:
-                offer = f"{good} is good: remove {newest.name} to resume from it"
+            for path in others:
+                with suppress(CheckpointError):
+                    _read(path, problem)
+                    offer = f"{path} is good: remove {newest.name} to resume from it"
+                    break
             msg = f"{error}; {offer}, or start anew with resume=False"
             raise CheckpointError(msg) from error
 
@@ -108,49 +108,26 @@ class Checkpoints:
         found = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]
         return sorted(found, key=lambda path: int(path.stem.removeprefix("step-")))
 
-    def _explained(self, error: OSError, problem: str) -> OSError:
+    def _explain(self, error: OSError, problem: str) -> OSError:
         return OSError(error.errno, f"checkpoint_dir={self._folder}: {problem}: {error.strerror}")
 
 
-def write_state(file: Any, state: dict[str, Any]) -> None:
-    """Write a state into an open file."""
-    try:
-        torch.save(state, file)
-    except RuntimeError as error:  # so torch tells of a write that failed
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise
-
-
 def _read(path: Path, problem: Callable[[dict[str, Any]], str | None]) -> dict[str, Any]:
+    state: Any = None
     try:
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-    except (OSError, zipfile.BadZipFile, EOFError) as error:
-        msg = f"{path}: is cut short or no checkpoint: {error}"
-        raise CheckpointError(msg) from error
-    if damaged is not None:
-        msg = f"{path}: is damaged in {damaged}"
-        raise CheckpointError(msg)
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+            damaged = archive.testzip()  # which torch does not look for
+        if damaged is None:
+            state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # what is pickled in a foreign file can raise anything
-        msg = f"{path}: cannot be loaded: {error}"
+        msg = f"{path}: is cut short or no checkpoint: {error}"
         raise CheckpointError(msg) from error
     found = state.get("format") if isinstance(state, dict) else None
     wrong = problem(state) if found == _FORMAT else f"expected {_FORMAT!r}, got {found!r}"
-    if wrong is not None:
-        msg = f"{path}: {wrong}"
+    if damaged or wrong:
+        msg = f"{path}: {f'is damaged in {damaged}' if damaged else wrong}"
         raise CheckpointError(msg)
     return state  # type: ignore[no-any-return]
-
-
-def _is_good(path: Path, problem: Callable[[dict[str, Any]], str | None]) -> bool:
-    try:
-        _read(path, problem)
-    except CheckpointError:
-        return False
-    return True
 
 
 def _sync_folder(folder: Path) -> None:
@@ -161,23 +138,30 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def rng_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of torch's, NumPy's and Python's default generators."""
+def rng_state(device: torch.device, own: torch.Generator | None = None) -> dict[str, Any]:
+    """Return the states of torch's, NumPy's and Python's default generators, and of one's own."""
     numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - the program's, not one of ours
     numpy["state"]["key"] = numpy["state"]["key"].tolist()
-    state = {"torch": torch.get_rng_state(), "numpy": numpy}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return {**state, "python": random.getstate()}
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "numpy": numpy,
+        "python": random.getstate(),
+        "own": own and own.get_state(),
+    }
 
 
-def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+def set_rng_state(
+    state: dict[str, Any], device: torch.device, own: torch.Generator | None = None
+) -> None:
     """Restore what `rng_state` returned."""
     torch.set_rng_state(state["torch"])
-    np.random.set_state(state["numpy"])  # noqa: NPY002
-    if device.type == "cuda" and "cuda" in state:
+    if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)
+    np.random.set_state(state["numpy"])  # noqa: NPY002
     random.setstate(state["python"])
+    if own is not None:
+        own.set_state(state["own"])
 
 
 class Signals:
@@ -205,13 +189,13 @@ class Signals:
             signal.signal(*self._previous.popitem())
 
     def deliver(self) -> None:
-        """Do what the signal that was received would have done."""
+        """Do what the signal that was received, if any, would have done."""
         number, self.received = self.received, None
         if number is None:
             return
-        is_default = self._previous.get(number) is signal.SIG_DFL
+        previous = self._previous[number]
         self.__exit__()
-        if number == signal.SIGTERM and is_default:
+        if number == signal.SIGTERM and previous is signal.SIG_DFL:
             raise SystemExit(128 + number)  # and what is to be cleaned up is
         signal.raise_signal(number)
         self.__enter__()  # the program's own handler lets training go on

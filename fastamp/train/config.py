@@ -59,80 +59,76 @@ class TrainConfig:
     weight_decay: float = 0.01
     optimizer: str | Callable[[list[nn.Parameter]], Optimizer] = "adamw"
     """"adamw", "adam", "sgd" or "adagrad", fused where torch can; or what makes one of parameters,
-    to which `lr` and `weight_decay` are nothing."""
+    by itself: `lr` and `weight_decay` are nothing to it."""
     schedule: str = "cosine"
-    """Of the learning rate after the warm-up: "cosine" and "linear" end at 0, or "constant". A step
-    that is skipped does not count."""
+    """Of the learning rate: "cosine" and "linear" end at 0, or "constant". Skipped steps do not
+    count."""
     warmup_steps: int = 0
     """In which the learning rate grows from near 0."""
     use_amp: bool | None = None
-    """See `fastamp.compute_effective_precision`, as for `precision`."""
+    """See `fastamp.compute_effective_precision`."""
     precision: str | int = "32-true"
     """Comes with `use_amp` to "32-true", which leaves dtypes alone, "bf16-mixed" or "16-mixed",
-    with loss scaling. The optimizer skips gradients that are not finite in "16-mixed", and
-    everywhere with a `max_norm`."""
+    which scales the loss. Gradients that are not finite are skipped in "16-mixed", and everywhere
+    with a `max_norm`."""
     max_norm: float | None = 1.0
     """Longest norm of all gradients together; None does not clip."""
     accumulate: int = 1
     """Batches in a step. The last step of an epoch takes those that are left."""
     compile: bool = False
-    """Whether the model runs through `torch.compile`."""
+    """Runs the model through `torch.compile`."""
     device: str | torch.device | None = None
     """Where the model is moved; None is a GPU where there is one."""
     seed: int = 0
-    """Of the order of samples and all that is drawn; the program's own draws go on afterwards as if
-    nothing had been drawn."""
+    """Of all that is drawn; the program's own draws go on afterwards as if nothing had been."""
     num_workers: int = 0
     """Processes that load a Dataset which is not in memory."""
     eval_every: int | None = None
-    """Steps from one evaluation to the next; None evaluates after every epoch. Either way the end
-    is evaluated."""
+    """Steps between evaluations; None evaluates after every epoch. Both do at the end."""
     log_every: int = 10
     """Steps after which `tracker` is served, which waits for the device."""
     checkpoint_dir: str | os.PathLike[str] | None = None
-    """Folder of the checkpoints of this run, which is made; None keeps none."""
+    """Folder of this run's checkpoints; None keeps none."""
     checkpoint_every: int | None = None
-    """Steps from one checkpoint to the next; None writes one after every epoch. Either way there is
-    one of the end."""
+    """Steps between checkpoints; None writes one after every epoch. Both do at the end."""
     keep: int = 3
     """How many of the newest checkpoints stay."""
     resume: bool = True
-    """Goes on from the newest checkpoint in `checkpoint_dir`. False starts anew, and removes those
-    that it found once it has written its own first."""
+    """Goes on from the newest checkpoint. False starts anew, and removes what it found in
+    `checkpoint_dir` once it has written a checkpoint of its own."""
     tracker: MetricsTracker | None = None
-    """Also gets every scalar: "train/loss", "train/lr" and "val/loss", and what it would record of
-    a scaler that it watched. Steps count from 1."""
+    """Gets every scalar, too: "train/loss", "train/lr", "val/loss", and those of a scaler that it
+    watches. Steps count from 1."""
     loss_fn: Callable[[Tensor, Any], Tensor] | None = None
-    """Of predictions and target; see `fastamp.Adapter`."""
+    """Of predictions and target, see `Adapter.loss`."""
     adapter: Adapter | None = None
     """Tells how the model is called and what its loss is, in place of `loss_fn`."""
 
     def __post_init__(self) -> None:
         """Check every field."""
         for name, least in _INTEGERS.items():
-            value, is_optional = getattr(self, name), type(self).__dict__[name] is None
-            is_integer = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            or_none = " or None" if is_optional else ""
-            fine = is_integer or (is_optional and value is None)
-            self._check(name, f"an integer of at least {least}{or_none}", fine=fine)
-        self._check("lr", "a number above 0", fine=_is_number(self.lr) and self.lr > 0)
-        decay = self.weight_decay
-        self._check("weight_decay", "a number of at least 0", fine=_is_number(decay) and decay >= 0)
-        is_length = self.max_norm is None or (_is_number(self.max_norm) and self.max_norm > 0)
-        self._check("max_norm", "a number above 0 or None", fine=is_length)
+            value, or_none = getattr(self, name), getattr(type(self), name) is None
+            fine = type(value) is int and value >= least
+            expected = f"an integer of at least {least}{' or None' if or_none else ''}"
+            self._check(name, expected, fine=fine or (or_none and value is None))
+        for name, others in {"lr": (), "weight_decay": (0,), "max_norm": (None,)}.items():
+            value = getattr(self, name)
+            fine = isinstance(value, (int, float)) and 0 < value < math.inf
+            expected = " or ".join([*map(str, others), "a number above 0"])
+            self._check(name, expected, fine=fine or value in others)
         known = callable(self.optimizer) or self.optimizer in OPTIMIZERS
         self._check("optimizer", f"a callable or one of {', '.join(OPTIMIZERS)}", fine=known)
         self._check("schedule", f"one of {', '.join(SCHEDULES)}", fine=self.schedule in SCHEDULES)
         alone = self.loss_fn is None or self.adapter is None
         self._check("loss_fn", "None beside an adapter, which has its own", fine=alone)
-        has_cuda = self.chosen_device.type != "cuda" or torch.cuda.is_available()
-        self._check("device", "a device that is there", fine=has_cuda)
+        is_there = self.chosen_device.type != "cuda" or torch.cuda.is_available()
+        self._check("device", "a device that is there", fine=is_there)
         try:
             trained = self.effective_precision in AUTOCAST
         except ValueError as error:
             raise ValueError(str(error).replace("requested", "precision", 1)) from None
-        names = f"what comes to one of {', '.join(AUTOCAST)}; for the dtype of the model's own"
-        self._check("precision", f"{names} parameters ask for 32-true", fine=trained)
+        expected = f"what comes to one of {', '.join(AUTOCAST)}; a model of 16-bit parameters"
+        self._check("precision", f"{expected} is trained in 32-true", fine=trained)
 
     @property
     def chosen_device(self) -> torch.device:
@@ -160,7 +156,3 @@ class TrainConfig:
         if not fine:
             msg = f"{name}: expected {expected}, got {getattr(self, name)!r}"
             raise ValueError(msg)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
