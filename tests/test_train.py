@@ -93,7 +93,7 @@ def test_the_loss_falls_in_every_mixed_precision(precision, backend, device):
 
 def test_it_is_the_loop_that_one_would_write(backend, device):
     """To the bit: fine_tune is fastamp's scaler, loader and torch's optimizer, and no more."""
-    (x, y), _ = digits()
+    (x, y), (val_x, val_y) = digits()
     model = classifier().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1, fused=True)
     scaler = fastamp.GradScaler(device, enabled=False)
@@ -117,8 +117,12 @@ def test_it_is_the_loop_that_one_would_write(backend, device):
     ours = classifier()
     options = {"lr": 2e-3, "weight_decay": 0.1, "max_norm": 0.5, "warmup_steps": 5, "seed": 7}
     config = TrainConfig(epochs=3, batch_size=64, precision="bf16-mixed", device=device, **options)
-    result = fine_tune(ours, (x, y), config=config)
+    result = fine_tune(ours, (x, y), [(val_x, val_y)], config)
     assert result.train_loss.values.tolist() == losses
+    with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16):
+        output = model(val_x.to(device)).float()
+    expected = functional.cross_entropy(output, val_y.to(device)).item()
+    assert result.val_loss.values[-1] == pytest.approx(expected, rel=1e-12)
     assert result.grad_norm.values.tolist() == norms
     assert all(map(torch.equal, ours.parameters(), model.parameters()))
 
@@ -193,8 +197,9 @@ def test_everything_is_left_as_it_was_found(tmp_path):
         modes.append((torch.is_grad_enabled(), model.training, model[1].training))
         return functional.cross_entropy(output, target)
 
-    run(model=model, max_steps=1, accumulate=1, loss_fn=loss_fn)
-    assert modes[:2] == [(True, True, False), (False, False, False)]
+    run(model=model, max_steps=2, eval_every=1, accumulate=1, loss_fn=loss_fn)
+    training, evaluating = (True, True, False), (False, False, False)
+    assert modes == [training, *[evaluating] * 3] * 2
     assert [module.training for module in model] == [True, False, True]
     assert torch.equal(torch.get_rng_state(), random_before[0])
     assert np.random.get_state()[1].tolist() == random_before[1]  # noqa: NPY002

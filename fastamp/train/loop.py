@@ -200,7 +200,7 @@ class _Run:
             self.model.eval()
             for batch, n in self.held_out:
                 with self._autocast():
-                    total += self.adapter(self.called, batch).loss * n
+                    total += self.adapter(self.called, batch).loss.double() * n
                 n_samples += n
             set_modes(modes)
         self.tracker.log_scalar("val/loss", total / n_samples, self.step)
