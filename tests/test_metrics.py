@@ -460,6 +460,32 @@ def test_watching_a_scaler_reads_nothing(far_away):
     assert made.history("train/loss_scale")[1].tolist() == [8.0, 4.0]
 
 
+def test_a_tracker_goes_on_where_another_stopped():
+    """Its sample, its statistics and its scaler, as if nothing had been in between."""
+    whole, first, second = (fastamp.MetricsTracker(capacity=9) for _ in range(3))
+    scalers = [fastamp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+    whole.watch(scalers[0], first_step=1)
+    first.watch(scalers[1], first_step=1)
+    for made, scaler in zip((whole, first), scalers, strict=True):
+        overflowing_run(scaler, "cpu", {1, 3}, 20)
+        for step in range(50):
+            made.log_scalar("x", step * 0.5, step)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    again = fastamp.GradScaler("cpu")
+    again.load_state_dict(scalers[1].state_dict())
+    first.close()
+    second.watch(again, first_step=21)
+    for made, scaler in ((whole, scalers[0]), (second, again)):
+        overflowing_run(scaler, "cpu", {5}, 10)
+        made.log_scalar("x", 9.0, 50)
+    assert [*second.summary()] == [*whole.summary()]
+    for name in whole.summary():
+        assert np.array_equal(second.history(name), whole.history(name), equal_nan=True)
+    assert second.summary()["x"] == whole.summary()["x"]
+    assert second.history("train/skipped_steps")[1].tolist() == [1, 2, 3]
+    assert second.history("train/loss_scale")[1].tolist() == [8.0, 4.0, 2.0, 1.0]
+
+
 def test_a_scaler_without_scaling_tells_its_norms_until_the_tracker_is_closed():
     scaler = fastamp.GradScaler("cpu", enabled=False)
     made = fastamp.MetricsTracker()

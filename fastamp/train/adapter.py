@@ -81,7 +81,8 @@ class Adapter:
         "labels" are left out where the model's `forward` does not take them.
         """
         if isinstance(inputs, Mapping):
-            taken = _takes_labels(type(model).forward)
+            plain = getattr(model, "_orig_mod", model)  # of torch.compile
+            taken = _takes_labels(type(plain).forward)
             return model(**{key: v for key, v in inputs.items() if taken or key != "labels"})
         return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 

@@ -128,7 +128,7 @@ class _Run:
             batches = iter(self.data)
             while not self._has_all_steps() and self._train_step(batches):
                 self._pause(config.eval_every, config.checkpoint_every, signals)
-                if self.step % config.log_every == 0:
+                if config.tracker is not None and self.step % config.log_every == 0:
                     self.tracker.flush()
             if not self._has_all_steps():
                 self.epoch += 1

@@ -22,8 +22,8 @@ __all__ = ["Skipped", "as_found", "make_optimizer", "modes_of", "prepare", "set_
 
 @contextmanager
 def as_found(model: nn.Module, config: TrainConfig) -> Iterator[None]:
-    """Seed all that is drawn, and restore generators, the modules' modes and the plain call."""
-    device, compiled = config.chosen_device, model._compiled_call_impl
+    """Seed all that is drawn, and restore the generators and the modules' modes."""
+    device = config.chosen_device
     modes, before = modes_of(model), rng_state(device)
     torch.manual_seed(config.seed)
     np.random.seed(config.seed % 2**32)  # noqa: NPY002 - what a dataset may draw from
@@ -33,7 +33,6 @@ def as_found(model: nn.Module, config: TrainConfig) -> Iterator[None]:
             model.train()
         yield
     finally:
-        model._compiled_call_impl = compiled
         set_modes(modes)
         set_rng_state(before, device)
 
@@ -52,9 +51,7 @@ def set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
 def prepare(model: nn.Module, config: TrainConfig) -> nn.Module:
     """Return what is called in place of the model: here, and nowhere else, it would be wrapped."""
     model.to(config.chosen_device)
-    if config.compile:
-        model.compile()
-    return model
+    return torch.compile(model) if config.compile else model  # type: ignore[return-value]
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
@@ -77,11 +74,9 @@ class Skipped:
     """Whether a step was skipped: on its way to the host, and read when nobody waits for it."""
 
     def __init__(self, found_inf: Tensor) -> None:
-        self._flag = found_inf.to("cpu", non_blocking=True)
-        device = found_inf.device
-        self._event = (
-            torch.cuda.current_stream(device).record_event() if found_inf.is_cuda else None
-        )
+        self._flag, self._event = found_inf.to("cpu", non_blocking=True), None
+        if found_inf.is_cuda:
+            self._event = torch.cuda.current_stream(found_inf.device).record_event()
 
     def __bool__(self) -> bool:
         if self._event is not None:
