@@ -452,15 +452,18 @@ def test_the_command_ends_as_a_signal_would(text, tmp_path):
 
 
 def test_importing_fastamp_costs_little_and_imports_no_extra():
-    """Processor time, the least of three: what else the machine does is not counted."""
+    """Processor time, which knows nothing of what else the machine does; best of three."""
     code = """
 import json, sys, time, torch, numpy
 before, start_s = set(sys.modules), time.process_time()
 import fastamp
 print(json.dumps([time.process_time() - start_s, sorted(set(sys.modules) - before)]))
 """
-    runs = [json.loads(run_python(code).stdout) for _ in range(3)]
-    assert min(elapsed_s for elapsed_s, _ in runs) < 0.06
+    for _ in range(3):
+        elapsed_s, modules = json.loads(run_python(code).stdout)
+        if elapsed_s < 0.06:
+            break
+    assert elapsed_s < 0.06
     extras = ("lightning", "pytorch_lightning", "accelerate", "transformers", "wandb", "sklearn")
-    extras += ("matplotlib", "tensorboard", "tqdm", "pynvml")
-    assert not [name for name in runs[0][1] if name.startswith(extras)]
+    extras += ("matplotlib", "tensorboard", "tqdm", "pynvml", "torch._dynamo")
+    assert not [name for name in modules if name.startswith(extras)]

@@ -16,6 +16,7 @@ from fastamp.bench.report import progress
 from fastamp.data import TokenDataset
 from fastamp.metrics import MetricsTracker
 from fastamp.train import CheckpointError, TrainConfig, fine_tune
+from fastamp.train.config import AUTOCAST
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,19 +24,29 @@ if TYPE_CHECKING:
     from fastamp.metrics.sinks import Scalar
 
 VALIDATION_WINDOWS = 64
-_COUNTS = {
-    "steps": (500, "of the optimizer"),
-    "batch-size": (16, "windows in a step"),
-    "block-size": (128, "bytes in a window"),
-    "layers": (4, "of the model"),
-    "heads": (4, "in a layer"),
-    "width": (256, "of the model"),
-}
+_COUNTS = {"steps": 500, "batch-size": 16, "block-size": 128, "layers": 4, "heads": 4, "width": 256}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, print the summary and return the exit status."""
-    parser = _make_parser()
+    parser = argparse.ArgumentParser(
+        prog="python -m fastamp.train",
+        description="Train a small GPT on the bytes of your text; the last tenth is held out.",
+        epilog="Exit status: 0; 1 a checkpoint is refused or cannot be written; 2 a bad argument; "
+        "130 after Ctrl-C and 143 after SIGTERM, with a checkpoint written first.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--data", metavar="PATH", help="a file or folder (default: the standard library's sources)")
+    for name, default in _COUNTS.items():
+        add(f"--{name}", type=number(int, 1), default=default, help=DEFAULT)
+    add("--lr", type=number(float, 1e-12), default=1e-3, help=f"the highest {DEFAULT}")
+    add("--seed", type=number(int, 0, 2**32), default=0, help=f"of all that is drawn {DEFAULT}")
+    add("--precision", choices=AUTOCAST, default="32-true", help=DEFAULT)
+    add("--device", help="(default: cuda where torch finds a GPU)")
+    add("--checkpoint-dir", metavar="DIR", help="keep checkpoints there, and resume from them")
+    add("--checkpoint-every", type=number(int, 1), default=100, help=f"in steps {DEFAULT}")
+    add("--no-resume", action="store_true", help="start anew")
     args = parser.parse_args(argv)
     try:
         return _train(args)
@@ -46,28 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         kept = f"; resume from {args.checkpoint_dir}" if args.checkpoint_dir else ""
         parser.exit(130, f"{parser.prog}: interrupted{kept}\n")
-
-
-def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m fastamp.train",
-        description="Train a small GPT on the bytes of your text; the last tenth is held out.",
-        epilog="Exit status: 0; 1 a checkpoint is refused or cannot be written; 2 a bad argument; "
-        "130 after Ctrl-C and 143 after SIGTERM, with a checkpoint written first.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--data", metavar="PATH", help="a file or folder (default: the standard library's sources)")
-    for name, (default, text) in _COUNTS.items():
-        add(f"--{name}", type=number(int, 1), default=default, help=f"{text} {DEFAULT}")
-    add("--lr", type=number(float, 1e-12), default=1e-3, help=f"the highest {DEFAULT}")
-    add("--seed", type=number(int, 0, 2**32), default=0, help=f"of all that is drawn {DEFAULT}")
-    add("--precision", choices=("32-true", "bf16-mixed", "16-mixed"), default="32-true")
-    add("--device", help="(default: cuda where torch finds a GPU)")
-    add("--checkpoint-dir", metavar="DIR", help="keep checkpoints there, and resume from them")
-    add("--checkpoint-every", type=number(int, 1), default=100, help=f"steps {DEFAULT}")
-    add("--no-resume", action="store_true", help="start anew")
-    return parser
 
 
 def _train(args: argparse.Namespace) -> int:

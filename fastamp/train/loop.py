@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -124,13 +125,15 @@ class _Run:
         config, started_s = self.config, time.perf_counter()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        while not self._is_done():
+        max_steps = config.max_steps or math.inf
+        epochs = config.epochs if config.max_steps is None else math.inf
+        while self.step < max_steps and self.epoch < epochs:
             batches = iter(self.data)
-            while not self._has_all_steps() and self._train_step(batches):
+            while self.step < max_steps and self._train_step(batches):
                 self._pause(config.eval_every, config.checkpoint_every, signals)
                 if config.tracker is not None and self.step % config.log_every == 0:
                     self.tracker.flush()
-            if not self._has_all_steps():
+            if self.step < max_steps:
                 self.epoch += 1
                 # Whatever has no interval is due after every epoch.
                 eval_every, save_every = not config.eval_every, not config.checkpoint_every
@@ -217,19 +220,13 @@ class _Run:
             self.config.tracker.log_scalar(name, value, step)
         self.config.tracker.flush()
 
-    def _is_done(self) -> bool:
-        if self.config.max_steps is None:
-            return self.epoch >= self.config.epochs
-        return self._has_all_steps()
-
-    def _has_all_steps(self) -> bool:
-        return self.config.max_steps is not None and self.step >= self.config.max_steps
-
     def _count_steps(self) -> int | None:
         """Return the length of the schedule in steps, None for one that has no end."""
         config = self.config
-        if config.schedule == "constant" or config.max_steps is not None:
-            return None if config.schedule == "constant" else config.max_steps
+        if config.schedule == "constant":
+            return None
+        if config.max_steps is not None:
+            return config.max_steps
         try:
             return config.epochs * -(-len(self.data.loader) // config.accumulate)
         except TypeError:
