@@ -209,6 +209,14 @@ def test_everything_is_left_as_it_was_found(tmp_path):
     assert not any(module.training for module in model)
 
 
+def test_gradients_from_before_are_dropped():
+    fresh, used = make_model(), make_model()
+    used(make_data()[0]).sum().backward()
+    for model in (fresh, used):
+        run(model=model, max_steps=1, precision="32-true")
+    assert all(map(torch.equal, fresh.parameters(), used.parameters()))
+
+
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "adagrad"])
 def test_optimizers_are_torchs_fused_ones(name, monkeypatch):
     made = []
@@ -385,6 +393,29 @@ def test_several_inputs_and_other_dimensions():
 def test_an_output_without_a_loss_is_refused(output, target, error, message):
     with pytest.raises(error, match=message):
         Adapter().loss(output, target)
+
+
+def test_an_adapter_of_the_users_own_calls_the_model_and_makes_the_loss():
+    """A model that takes the targets, too, and returns (logits, loss)."""
+
+    class Pairs(Adapter):
+        def split(self, batch):
+            return tuple(batch), batch[1]
+
+        def loss(self, output, target):
+            return output[1]
+
+    def call(x, y):
+        logits = linear(x)
+        return logits, functional.cross_entropy(logits, y)
+
+    model = torch.nn.Module()
+    linear = model.linear = torch.nn.Linear(8, 2)
+    model.forward = call
+    config = TrainConfig(adapter=Pairs(), lr=0.1)
+    result = fine_tune(model, make_data(), make_data(20), config)
+    assert result.train_loss.values[-1] < 0.7 * result.train_loss.values[0]
+    assert result.val_loss.values[-1] < result.val_loss.values[0]
 
 
 def test_a_loss_that_is_no_number_is_refused():

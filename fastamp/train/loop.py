@@ -123,6 +123,7 @@ class _Run:
     def train(self, signals: Signals) -> TrainResult:
         """Train to the end."""
         config, started_s = self.config, time.perf_counter()
+        self.optimizer.zero_grad()  # of what was there before
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         max_steps = config.max_steps or math.inf
