@@ -16,11 +16,10 @@ import torch
 from torch.nn import functional
 
 import fastamp
-from fastamp.bench import amp, data, environment, race, story, train
+from fastamp.bench import amp, data, environment, race, report, story, train
 from fastamp.bench.__main__ import main
-from fastamp.bench.compare import Race, Visit
+from fastamp.bench.compare import Interval, Race, Visit
 from fastamp.bench.model import GPT, Shape
-from fastamp.bench.race import PeakMemory
 
 SHAPE = Shape(layers=2, heads=2, width=32, block_size=16)
 JOB = train.Job(device="cpu", precision="bf16", shape=SHAPE, batch_size=4, steps=8, seed=0)
@@ -48,7 +47,7 @@ def corpus(text):
 @pytest.fixture
 def quick(monkeypatch, text):
     """Take the subprocesses out of the main job and return its tiny options."""
-    monkeypatch.setattr(race, "peak_memory", lambda *_: PeakMemory(100, "set", "not measured"))
+    monkeypatch.setattr(race, "peak_memory", lambda *_: 100)
     monkeypatch.setattr(environment, "cpu_features", lambda: {"amx_bf16"})
     return [*TINY.split(), "--data", str(text)]
 
@@ -71,9 +70,8 @@ def finished(tmp_path_factory):
 
 def results(*, speedups=(2.0,), peak=50, gap=0.0, loss=1.0):
     """Return what a race found: a block for each speed-up, 64 windows of a score."""
-    visits = {"fp32": 1.0, "amp": 1.0}
     rounds = [
-        {n: Visit(n, t) for n, t in {**visits, "amp+fastamp": 1 / speedup}.items()}
+        {"fp32": Visit(1.0), "amp": Visit(1.0), "amp+fastamp": Visit(1 / speedup)}
         for speedup in speedups
         for _ in range(2)
     ]
@@ -83,11 +81,9 @@ def results(*, speedups=(2.0,), peak=50, gap=0.0, loss=1.0):
     }
     shifted = [share + gap for share in windows]
     scores[NAMES[2]] = [train.Score(loss=loss, accuracy=0.5 + gap, window_accuracies=shifted)]
-    peaks = {name: PeakMemory(100, "set", "") for name in NAMES[:2]}
     return race.Results(
-        arms=NAMES,
         parameters=1,
-        peaks=peaks | {NAMES[2]: PeakMemory(peak, "set", "")},
+        peaks=dict(zip(NAMES, [100, 100, peak], strict=True)),
         race=Race(arms=NAMES, rounds=rounds),
         losses={},
         scores=scores,
@@ -225,15 +221,15 @@ def test_a_score_is_computed_in_float32_outside_autocast(corpus, monkeypatch):
 
 
 def test_memory_is_measured_in_another_process_and_grows_with_the_model(corpus, monkeypatch):
-    monkeypatch.setattr(race, "_train", None)  # seen by this process and its forks only
-    small = race.peak_memory(JOB, "fp32", corpus.train)
+    monkeypatch.setattr(race, "_first_steps", None)  # seen by this process and its forks only
+    fp32 = train.make_arms(JOB)[0]
+    small = race.peak_memory(JOB, fp32, corpus.train)
     large_job = replace(JOB, shape=replace(SHAPE, width=768, layers=3))
-    large = race.peak_memory(large_job, "fp32", corpus.train)
+    large = race.peak_memory(large_job, fp32, corpus.train)
     parameters = sum(parameter.numel() for parameter in GPT(large_job.shape).parameters())
     # float32 weights, gradients and two moments are 16 bytes a parameter
-    assert 16 * parameters < large.nbytes < 32 * parameters
-    assert 0 <= small.nbytes < 2**24
-    assert "fresh process" in small.method
+    assert 16 * parameters < large < 32 * parameters
+    assert 0 <= small < 2**24
 
 
 # What is said
@@ -323,13 +319,14 @@ def test_a_batch_that_is_cut_for_a_slow_cpu_is_not_held_to_the_memory_target(
 
     default = quick.index("--batch-size")
     del quick[default : default + 2]
-    monkeypatch.setattr(amp, "CPU_CUT", {"batch_size": 3, "steps": 3})
+    cut = {"batch_size": 3, "steps": 3, "memory_batch_size": 3}
+    monkeypatch.setattr(amp, "CPU_CUT", cut)
     monkeypatch.setattr(race, "VALIDATION_WINDOWS", 4)
     monkeypatch.setattr(amp, "no_speed_reason", lambda *_: "no units")
     assert ": n/a, amp+fastamp against fp32: no units, so the default batch is cut to 3" in (
         memory_line()
     )
-    assert ": fail, amp+fastamp against fp32: set: peak of" in memory_line("--batch-size", "3")
+    assert ": fail, amp+fastamp against fp32: a peak of" in memory_line("--batch-size", "3")
 
 
 def test_the_json_file_says_what_the_table_says(finished):
@@ -340,11 +337,12 @@ def test_the_json_file_says_what_the_table_says(finished):
         arm = race_["arms"][name]
         times, ratio, peak = arm["time_s"], arm["speedup"], known[name]["peak_memory_bytes"]
         assert peak > 0
-        assert line.replace("[", "").replace("]", "").replace(",", "").split() == [
+        ratio = Interval(**{end: math.inf if x is None else x for end, x in ratio.items()})
+        assert line.split() == [
             name,
-            *(f"{times[key] * 1e3:.1f}" for key in ("median", "low", "high")),
-            f"{ratio['value']:.2f}x",
-            *("n/a" if ratio[key] is None else f"{ratio[key]:.2f}" for key in ("low", "high")),
+            f"{times['median'] * 1e3:.1f}",
+            *f"[{times['low'] * 1e3:.1f}, {times['high'] * 1e3:.1f}]".split(),
+            *ratio.text(".2f", "x").split(),
             "0",
             f"{known[name]['tokens_per_s']:.0f}",
             f"{peak / 2**20:.0f}",
@@ -356,8 +354,8 @@ def test_the_json_file_says_what_the_table_says(finished):
     for target, line in zip(found["verdicts"], lines[-3:], strict=True):
         assert line.startswith(target["name"])
         assert f": {target['verdict']}, {target['reason']}" in line
-    assert "resident set: peak of" in lines[-2]
-    assert found["schema_version"] == 2
+    assert "memory: peak of the resident set" in done.stdout
+    assert found["schema_version"] == report.SCHEMA_VERSION
     assert found["environment"]["torch"] == torch.__version__
     assert found["job"]["shape"]["width"] == 32
 
@@ -433,15 +431,14 @@ def test_a_pipe_gets_whole_lines_and_no_progress_bar(finished):
     [
         ("--steps 0", "argument --steps: '0' is not an integer of at least 3"),
         ("--steps 2", "argument --steps: '2' is not"),
-        ("--arms stock,fastamp", "argument --arms: 'stock,fastamp' is not naive and one or both"),
-        ("--arms naive,naive", "argument --arms: 'naive,naive' is not"),
+        ("--arms stock,fastamp", "argument --arms: invalid choice: 'stock,fastamp'"),
         ("step --shapes 3x", "argument --shapes: '3x' is not a number of tensors"),
         (
             "latency --batch-sizes 1,0",
             "argument --batch-sizes: '0' is not an integer of at least 1",
         ),
         ("selftest --slowdown -1", "argument --slowdown: '-1' is not an integer from 0 to 100"),
-        ("--report missing/x", "argument --report: 'missing/x' cannot be written"),
+        ("--report missing/x", "argument --report: 'missing/x' is no file that can be written"),
         ("--baseline short", "argument --baseline: 'short' cannot be read"),
         ("--fail-on speedup", "argument --fail-on: 'speedup' is not a metric and a change"),
         ("--fail-on speedup:-5%", "argument --fail-on: 'speedup' needs a --baseline"),
@@ -454,11 +451,11 @@ def test_a_pipe_gets_whole_lines_and_no_progress_bar(finished):
         ),
         ("--max-accuracy-gap nan", "argument --max-accuracy-gap: 'nan' is not"),
         ("--device tpu", "argument --device: invalid choice: 'tpu'"),
-        ("--data missing", "argument --data: 'missing' is no file and no folder"),
-        ("--data empty", "argument --data: 'empty' holds no file to read"),
+        ("--data missing", "argument --data: 'missing' is no file, and no folder that holds one"),
+        ("--data empty", "argument --data: 'empty' is no file, and no folder"),
         ("--data short", "argument --data: 'short' holds 10 bytes, too few: --block-size"),
-        ("--json missing/x", "argument --json: 'missing/x' cannot be written: No such file"),
-        ("--json empty", "argument --json: 'empty' is not a regular file"),
+        ("--json missing/x", "argument --json: 'missing/x' is no file that can be written"),
+        ("--json empty", "argument --json: 'empty' is no file that can be written"),
         ("--step 5", "unrecognized arguments: --step 5"),
         ("race", "invalid choice: 'race'"),
     ],
@@ -491,7 +488,7 @@ def test_the_main_job_runs_on_a_gpu_with_loss_scaling(tmp_path, capsys):
     assert found["environment"]["device"] == "cuda"
     arms = found["details"]["arms"]
     assert arms["amp+fastamp"]["peak_memory_bytes"] < arms["fp32-strict"]["peak_memory_bytes"]
-    assert "GPU memory, allocated" in capsys.readouterr().out
+    assert "memory: peak of the GPU memory" in capsys.readouterr().out
 
 
 @pytest.mark.cuda

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import shutil
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 import torch
 
-from fastamp.bench import latency, loader, page, race, report, step, timer
+from fastamp.bench import compare, latency, loader, page, race, report, step, timer
 from fastamp.bench.__main__ import main
 from fastamp.bench.compare import Plan
-from fastamp.bench.race import PeakMemory
-from fastamp.bench.report import Figure, at
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -42,7 +43,7 @@ def written(tmp_path_factory):
     (folder / "text").write_bytes(bytes(range(200)) * 50)
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(race, "peak_memory", lambda *_: PeakMemory(None, "set", "<not> measured"))
+        patch.setattr(race, "peak_memory", lambda *_: None)
         for command in (step, loader, timer, latency):
             patch.setattr(command, "PLAN", QUICK)
         patch.setattr(
@@ -60,11 +61,11 @@ def written(tmp_path_factory):
 
 
 class Page(HTMLParser):
-    """Checks that tags nest, and collects figures, references and text."""
+    """Checks that tags nest, and collects cells and paragraphs, references and tags."""
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.figures, self.references, self.tags = [], [], [], set()
+        self.open, self.shown, self.references, self.tags = [], [], [], set()
         self.feed(text)
         self.close()
         assert self.open == []
@@ -73,8 +74,8 @@ class Page(HTMLParser):
         self.tags.add(tag)
         attrs = dict(attrs)
         self.references += [v for k, v in attrs.items() if k in {"src", "href", "xlink:href"}]
-        if tag == "data":
-            self.figures.append([attrs, ""])
+        if tag in {"th", "td", "p"}:
+            self.shown.append("")
         if tag not in VOID:
             self.open.append(tag)
 
@@ -85,25 +86,47 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if self.open and self.open[-1] == "data":
-            self.figures[-1][1] += data
+        if {"th", "td", "p"} & set(self.open):
+            self.shown[-1] += data
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_figure_of_a_page_is_the_records(written, name):
+def test_a_page_and_the_terminal_show_what_the_record_says(written, name):
     path, record, shown = written[name]
-    figures = Page(path.read_text()).figures
-    assert len(figures) >= 8
-    for attrs, text in figures:
-        value = at(record, attrs["data-pointer"])
-        if value is None:
-            assert (text, attrs.get("value")) == ("n/a", None)
-            continue
-        assert float(attrs["value"]) == value
-        digits = len(text.rpartition(".")[2]) if "." in text else 0
-        close = [value * factor for factor in (1, 100, 1e3, 1e3 / 4, 2**-20)]
-        assert min(abs(float(text) - v) / max(abs(v), 1) for v in close) <= 0.51 * 10**-digits
+    page_ = Page(path.read_text()).shown
+    cells = [*record["table"][0], *(cell for row in record["table"] for cell in row.values())]
+    paragraphs = [verdict["text"] for verdict in record["verdicts"]] + record["notes"]
+    assert len(cells) >= 10
+    assert {*cells, *paragraphs} <= set(page_)
+    assert set(page_) <= {*cells, *paragraphs, record["created"], *legends(record)}
+    for text in [*cells, *paragraphs]:
         assert text in shown
+
+
+def legends(record):
+    arms = "".join(f"\u25a0 {arm} " for arm in record["losses"])
+    return [f"{arms} steps 1 to {len(curve)}" for curve in record["losses"].values()]
+
+
+def numbers(value):
+    if isinstance(value, dict):
+        return [x for key, item in value.items() if key != "rounds" for x in numbers(item)]
+    if isinstance(value, list):
+        return [x for item in value for x in numbers(item)]
+    return [value] if isinstance(value, (int, float)) else []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_figure_of_the_table_is_a_number_of_the_record(written, name):
+    _, record, _ = written[name]
+    known = np.array(numbers([record[key] for key in ("details", "races", "metrics")]))
+    cells = [cell for row in record["table"] for cell in list(row.values())[1:]]
+    texts = [text for cell in cells for text in re.findall(r"(?<![\w.-])-?\d+(?:\.\d+)?", cell)]
+    assert len(texts) >= 6
+    for text in texts:
+        half = 0.51 * 10.0 ** -len(text.partition(".")[2])
+        scaled = np.outer([1, 1e3, 2**-20], known)
+        assert (np.abs(scaled - float(text)) <= half).any(), text
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -118,8 +141,7 @@ def test_a_page_stands_alone(written, name):
 def test_a_page_has_all_arms_and_what_the_user_typed_is_text(written):
     path, record, _ = written["amp"]
     text = path.read_text()
-    assert "&lt;not&gt; measured" in text
-    assert page._html(("<b>",), record) == "&lt;b&gt;"
+    assert "<b>" not in page.make(record | {"notes": ["<b>"], "command": "<b>"})
     assert text.count("<polyline") == len(record["losses"]) == 3
     circles = sum(len(round_) for round_ in record["races"]["training"]["rounds"])
     assert text.count("<circle") == circles - 3 * record["races"]["training"]["warmup_rounds"]
@@ -222,13 +244,20 @@ def test_a_selftest_says_what_a_region_costs(written):
     assert found[0] in record["notes"]
 
 
-def test_latencies_are_counted_without_the_warmup(written):
+def test_latencies_are_counted_without_the_first_requests():
+    slow = iter([0.3] + [0.0] * latency.REQUESTS * 2)
+    server = latency.Server(lambda _: time.sleep(next(slow)), torch.zeros(1), None)
+    server.serve()
+    found = server.percentiles()
+    assert server.timer.summary()["request"].count == latency.REQUESTS
+    assert 0 < found["p50 ms"] <= found["p90 ms"] <= found["p99 ms"] < 100
+
+
+def test_every_batch_size_has_percentiles(written):
     _, record, shown = written["latency"]
-    for name, arms in record["details"].items():
-        rounds = record["races"][name]
-        timed = len(rounds["rounds"]) - rounds["warmup_rounds"]
+    assert set(record["details"]) == {"1", "2"}
+    for arms in record["details"].values():
         for found in arms.values():
-            assert found["requests"] == latency.REQUESTS * timed
             assert 0 < found["p50 ms"] <= found["p90 ms"] <= found["p99 ms"]
     assert "p99 ms" in shown
 
@@ -252,7 +281,7 @@ def test_a_terminal_gets_a_progress_bar_where_tqdm_is_installed(monkeypatch):
 def test_a_figure_that_is_not_finite_is_null_and_shown_as_such():
     plain = report._plain({"a": [float("nan"), 1.0, {"b": float("inf")}]})
     assert plain == {"a": [None, 1.0, {"b": None}]}
-    assert Figure("/a/0", ".2f").text(plain) == "n/a"
+    assert compare.Interval(value=1.0, low=-math.inf, high=2.0).text(".1f") == "1.0 [n/a, 2.0]"
 
 
 def test_help_lists_the_commands_and_the_exit_statuses(capsys):
@@ -263,14 +292,3 @@ def test_help_lists_the_commands_and_the_exit_statuses(capsys):
     for command in ("amp", "step", "loader", "timer", "latency", "selftest"):
         assert f" {command} " in text
     assert "3 the environment does not allow a verdict" in text
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path):
-    from fastamp.bench.__main__ import _write
-
-    path = tmp_path / "report.html"
-    _write(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        _write(path, "new \ud800")
-    assert path.read_text() == "old"
-    assert [found.name for found in tmp_path.iterdir()] == ["report.html"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,6 @@ from fastamp.bench.report import make_record, render
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from fastamp.bench.report import Task
 
@@ -40,9 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = subparsers.choices[args.command]
     try:
         _check_bounds(args)
-        return _carry_out(args.prepare(args), args, chosen.prog)
+        task = args.prepare(args)
     except argparse.ArgumentError as error:
         chosen.error(str(error))  # prints the usage and exits with 2
+    return _carry_out(task, args, chosen.prog)
 
 
 def _check_bounds(args: argparse.Namespace) -> None:
@@ -50,10 +49,8 @@ def _check_bounds(args: argparse.Namespace) -> None:
         if args.baseline is None:
             refuse("--fail-on", name, "needs a --baseline")
         if name not in args.baseline["metrics"]:
-            problem = (
-                f"is no metric of the baseline, which has {', '.join(args.baseline['metrics'])}"
-            )
-            refuse("--fail-on", name, problem)
+            known = ", ".join(args.baseline["metrics"])
+            refuse("--fail-on", name, f"is no metric of the baseline, which has {known}")
 
 
 def _carry_out(task: Task, args: argparse.Namespace, prog: str) -> int:
@@ -61,35 +58,24 @@ def _carry_out(task: Task, args: argparse.Namespace, prog: str) -> int:
     if args.baseline is not None:
         found = baseline.differences(args.baseline, args.command, task, environment)
         if found:
-            print(
-                f"{prog}: no verdict: the baseline cannot be compared: {'; '.join(found)}",
-                file=sys.stderr,
-            )
+            text = f"no verdict: the baseline cannot be compared: {'; '.join(found)}"
+            print(f"{prog}: {text}", file=sys.stderr)
             return 3
     report = task.run()
     judged = [target.verdict for target in report.verdicts] if args.check else []
-    changes = baseline.hold(report.metrics, args.baseline, args.fail_on)
-    report.verdicts.extend(changes)
+    for name, most in args.fail_on:
+        saved = args.baseline["metrics"][name]
+        report.verdicts.append(baseline.hold(name, report.metrics[name], saved, most))
+        judged.append(report.verdicts[-1].verdict)
     record = make_record(report, command=args.command, job=task.job, environment=environment)
-    print(render(report, record), flush=True)
+    print(render(record), flush=True)
     if args.json is not None:
-        _write(args.json, json.dumps(record, indent=1, allow_nan=False) + "\n")
+        args.json.write_bytes((json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
     if args.report is not None:
-        _write(args.report, page.make(report, record))
-    judged += [change.verdict for change in changes]
+        args.report.write_bytes(page.make(record).encode())
     if "fail" in judged:
         return 1
     return 3 if "inconclusive" in judged or set(judged) == {"n/a"} else 0
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, "utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

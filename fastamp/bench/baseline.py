@@ -6,15 +6,14 @@ import argparse
 import json
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastamp.bench.compare import Interval
-from fastamp.bench.report import SCHEMA_VERSION, judge
+from fastamp.bench.report import SCHEMA_VERSION, Verdict
 
 if TYPE_CHECKING:
-    from fastamp.bench.report import Task, Verdict
+    from fastamp.bench.report import Task
 
 MACHINE = ("device", "device_name", "threads")
 
@@ -57,20 +56,13 @@ def differences(
     return [f"{key} is {their}, not {our}" for key, (their, our) in pairs.items() if their != our]
 
 
-def hold(
-    metrics: dict[str, Interval], baseline: dict[str, Any], bounds: list[tuple[str, float]]
-) -> list[Verdict]:
-    """Judge the change of every metric since the baseline that has a bound.
+def hold(name: str, new: Interval, saved: dict[str, float | None], most: float) -> Verdict:
+    """Judge the change of a metric since the baseline, of at most `most`, which has a sign.
 
     A change that is estimated to lie beyond its bound is a regression if its interval leaves out no
     change at all, and inconclusive otherwise.
     """
-    return [_judge(n, metrics[n], baseline["metrics"][n], most) for n, most in bounds]
-
-
-def _judge(name: str, new: Interval, saved: dict[str, float | None], most: float) -> Verdict:
-    old = _logs(saved["value"], saved["low"], saved["high"])
-    now = _logs(new.value, new.low, new.high)
+    old, now = (_logs(**figure) for figure in (saved, vars(new)))
     value = now.value - old.value
     # Errors of two runs that know nothing of each other.
     low = value - math.hypot(now.value - now.low, old.high - old.value)
@@ -81,10 +73,14 @@ def _judge(name: str, new: Interval, saved: dict[str, float | None], most: float
     if not sign * change.value <= sign * most:
         changed = min(sign * change.low, sign * change.high) > 0
         verdict = "fail" if changed else "inconclusive"
-    reason = f"{new.value:.4g} against {math.exp(old.value):.4g}"
-    ends = (most, None) if most < 0 else (None, most)
-    target = judge(f"{name} since the baseline", change, ends, " %", reason)
-    return replace(target, verdict=verdict)
+    return Verdict(
+        name=f"{name} since the baseline",
+        figure=change,
+        ends=(most, math.inf) if most < 0 else (-math.inf, most),
+        unit=" %",
+        verdict=verdict,
+        reason=f"{new.value:.4g} against {math.exp(old.value):.4g}",
+    )
 
 
 def _logs(value: float | None, low: float | None, high: float | None) -> Interval:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -35,16 +35,29 @@ class Interval:
     low: float
     high: float
 
+    @classmethod
+    def exact(cls, value: float) -> Interval:
+        """Return a figure that was counted, not estimated."""
+        return cls(value=value, low=value, high=value)
+
     def scaled(self, change: Callable[[float], float]) -> Interval:
         """Apply a growing function to the figure and both ends."""
         return Interval(value=change(self.value), low=change(self.low), high=change(self.high))
 
+    def text(self, spec: str, unit: str = "", factor: float = 1) -> str:
+        """Return the figure and, where it was estimated, its ends."""
+        value, low, high = (show(each * factor, spec) for each in (self.value, self.low, self.high))
+        return value + unit + ("" if self.low == self.high else f" [{low}, {high}]")
 
-@dataclass(frozen=True)
-class Visit:
+
+def show(value: float, spec: str) -> str:
+    """Return a number as text; n/a where there is none."""
+    return format(value, spec) if math.isfinite(value) else "n/a"
+
+
+class Visit(NamedTuple):
     """One timed call; `skipped` says that it left out work, so that no ratio may use it."""
 
-    arm: str
     elapsed_s: float
     skipped: bool = False
 
@@ -63,25 +76,25 @@ class Plan:
 
 @dataclass(kw_only=True)
 class Race:
-    """What was measured: the arms, the first of which is the base, and the visits as they ran."""
+    """What was measured: the arms, the first of which is the base, and the visits of all rounds."""
 
     arms: list[str]
     warmup_rounds: int = 0
-    rounds: list[dict[str, Visit]] = field(default_factory=list)
+    rounds: list[dict[str, Visit]] = field(default_factory=list)  # in the order of the visits
 
-    def kept(self) -> list[dict[str, Visit]]:
-        """Return the rounds after the warm-up, each round's visits by arm in their order."""
+    @property
+    def timed(self) -> list[dict[str, Visit]]:
+        """The rounds after the warm-up."""
         return self.rounds[self.warmup_rounds :]
 
     def blocks(self, *arms: str) -> list[list[dict[str, Visit]]]:
         """Return the pairs of rounds in which none of these arms left out work."""
-        timed = self.kept()
-        pairs = (timed[i : i + 2] for i in range(0, len(timed) - 1, 2))
+        pairs = (self.timed[i : i + 2] for i in range(0, len(self.timed) - 1, 2))
         return [pair for pair in pairs if not any(r[arm].skipped for r in pair for arm in arms)]
 
     def times_s(self, arm: str) -> list[float]:
         """Return the times of an arm's visits that count."""
-        return [round_[arm].elapsed_s for round_ in self.kept() if not round_[arm].skipped]
+        return [round_[arm].elapsed_s for round_ in self.timed if not round_[arm].skipped]
 
     def skipped(self, arm: str) -> int:
         """Count the visits of an arm that left out work."""
@@ -152,12 +165,11 @@ def _student(freedom: int) -> float:
     return quantile / 1.96 * math.sqrt((freedom + 1) / freedom)
 
 
-def verdict_on(found: Interval, low: float | None = None, high: float | None = None) -> str:
+def verdict_on(found: Interval, low: float = -math.inf, high: float = math.inf) -> str:
     """Judge a figure that is to lie from `low` to `high`: pass, fail or inconclusive.
 
     It passes when its whole interval lies there, and fails when none of it does.
     """
-    low, high = -math.inf if low is None else low, math.inf if high is None else high
     if low <= found.low and found.high <= high:
         return "pass"
     return "fail" if found.high < low or high < found.low else "inconclusive"
@@ -186,8 +198,7 @@ def measure(
         visits = {}
         for name in order:
             before(name)
-            elapsed_s = timed(arms[name], device)
-            visits[name] = Visit(name, elapsed_s, skipped(name))
+            visits[name] = Visit(timed(arms[name], device), skipped(name))
         race.rounds.append(visits)
         tick()
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from fastamp.bench.train import Job
+    from fastamp.bench.train import Batch, Job
 
     Bytes = npt.NDArray[np.uint8]
 
@@ -33,7 +33,6 @@ class Corpus:
     """Bytes to train on and, after the cut, bytes to validate on: no byte is in both."""
 
     source: str
-    files: int
     sha256: str
     train: Bytes
     validation: Bytes
@@ -55,13 +54,11 @@ def load_corpus(path: str | None, *, block_size: int) -> Corpus:
         root, pattern, excluded = Path(sysconfig.get_path("stdlib")), "*.py", EXCLUDED
     else:
         source, root, pattern, excluded = path, Path(path), "*", set()
-        if not (root.is_file() or root.is_dir()):
-            refuse("--data", path, "is no file and no folder")
     names = (file.relative_to(root) for file in root.rglob(pattern) if file.is_file())
     kept = sorted(name.as_posix() for name in names if not excluded.intersection(name.parts))
     files = [root] if root.is_file() else [root / name for name in kept]
     if not files:
-        refuse("--data", str(root), "holds no file to read")
+        refuse("--data", str(root), "is no file, and no folder that holds one")
     try:
         text = b"".join(file.read_bytes() for file in files)
     except OSError as error:
@@ -73,30 +70,27 @@ def load_corpus(path: str | None, *, block_size: int) -> Corpus:
         refuse("--data", str(root), problem)
     data = np.frombuffer(text, dtype=np.uint8)
     digest = hashlib.sha256(text).hexdigest()
-    return Corpus(source, len(files), digest, train=data[:-tail], validation=data[-tail:])
+    return Corpus(source, digest, train=data[:-tail], validation=data[-tail:])
 
 
-def training_batches(data: Bytes, job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def training_batches(data: Bytes, job: Job) -> Iterator[Batch]:
     """Yield batches drawn at random, the same for the same seed, without end."""
     rng = np.random.default_rng(job.seed)
-    size = job.shape.block_size
     while True:
-        yield _windows(data, rng.integers(0, len(data) - size, job.batch_size), size)
+        starts = rng.integers(0, len(data) - job.shape.block_size, job.batch_size)
+        yield _windows(data, starts, job)
 
 
-def validation_batches(
-    data: Bytes, job: Job, windows: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def validation_batches(data: Bytes, job: Job, windows: int) -> Iterator[Batch]:
     """Yield batches of windows that start at equal distances over the whole of `data`."""
-    size = job.shape.block_size
-    starts = np.linspace(0, len(data) - size - 1, windows).astype(np.int64)
+    last = len(data) - job.shape.block_size - 1
+    starts = np.linspace(0, last, windows).astype(np.int64)
     for first in range(0, windows, job.batch_size):
-        yield _windows(data, starts[first : first + job.batch_size], size)
+        yield _windows(data, starts[first : first + job.batch_size], job)
 
 
-def _windows(
-    data: Bytes, starts: npt.NDArray[np.int64], block_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return bytes and, one place on, the bytes to predict: two int64 [starts, block_size]."""
-    window = torch.from_numpy(data[starts[:, None] + np.arange(block_size + 1)].astype(np.int64))
+def _windows(data: Bytes, starts: npt.NDArray[np.int64], job: Job) -> Batch:
+    """Return bytes and, one place on, the bytes to predict: int64 [starts, block_size]."""
+    places = starts[:, None] + np.arange(job.shape.block_size + 1)
+    window = torch.from_numpy(data[places].astype(np.int64)).to(job.device)
     return window[:, :-1].contiguous(), window[:, 1:].contiguous()

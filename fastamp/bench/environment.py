@@ -16,16 +16,17 @@ import fastamp
 BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16", "sve_bf16"}
 
 
-def _cpuinfo(key: str) -> str | None:
-    path = Path("/proc/cpuinfo")
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    found = re.search(rf"^(?:{key})\s*:\s*(.+)$", text, re.MULTILINE)
+def find(pattern: str, path: str) -> str | None:
+    """Return the group of a pattern's first match in a file, if there is one."""
+    file = Path(path)
+    text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    found = re.search(pattern, text, re.MULTILINE)
     return found[1] if found else None
 
 
 def cpu_features() -> set[str]:
     """Return the names of the processor's instruction sets, none where nothing tells them."""
-    flags = _cpuinfo("flags|Features")
+    flags = find(r"^(?:flags|Features)\s*:\s*(.+)$", "/proc/cpuinfo")
     if flags is not None:
         return set(flags.split())
     ask = getattr(torch.cpu, "get_capabilities", None)  # torch >= 2.10
@@ -49,10 +50,8 @@ def no_speed_reason(device: str, precision: str) -> str | None:
 
 def describe(device: str) -> dict[str, object]:
     """Return what a reader needs to know of the machine to believe a number."""
-    cpu = _cpuinfo("model name") or platform.processor() or platform.machine()
+    cpu = find(r"^model name\s*:\s*(.+)$", "/proc/cpuinfo") or platform.machine()
     cuda = device == "cuda"
-    driver = Path("/proc/driver/nvidia/version")
-    found = re.search(r"\d+\.\d+(\.\d+)?", driver.read_text()) if driver.exists() else None
     return {
         "torch": torch.__version__,
         "fastamp": fastamp.__version__,
@@ -66,7 +65,7 @@ def describe(device: str) -> dict[str, object]:
         "bf16_units": sorted(cpu_features() & BF16_UNITS),
         "threads": torch.get_num_threads(),
         "cuda": torch.version.cuda if cuda else None,
-        "driver": found[0] if found else None,
+        "driver": find(r"(\d+\.\d+(\.\d+)?)", "/proc/driver/nvidia/version"),
         "load": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         "git_revision": _git_revision(),
     }

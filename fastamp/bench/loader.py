@@ -34,14 +34,7 @@ PLAN = Plan(rounds=4000, window=3, warmup=12, half_width=0.01, limit_s=8.0)
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command `loader` and its options."""
-    add_command(
-        subparsers,
-        "loader",
-        _prepare,
-        help="torch's DataLoader against fastamp's, without a model",
-        description="Load shuffled batches of windows of text and of a TensorDataset.",
-        epilog="speedup/tokens, speedup/tensors",
-    )
+    add_command(subparsers, "loader", _prepare, __doc__, metrics="speedup/tokens, speedup/tensors")
 
 
 def make_sampler(dataset: Any, samples: int, seed: int) -> RandomSampler:

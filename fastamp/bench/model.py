@@ -22,6 +22,9 @@ class Shape:
     block_size: int
 
 
+GPT2_SMALL = Shape(layers=12, heads=12, width=768, block_size=1024)
+
+
 class Block(nn.Module):
     """Causal self-attention, then an MLP, each after a layer norm and added to its input."""
 

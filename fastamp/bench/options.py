@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import tempfile
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DEFAULT = "(default: %(default)s)"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISION: dict[str, Any] = {"choices": DTYPES, "default": "bf16", "help": f"of AMP {DEFAULT}"}
 STATUS = """Exit status: 0; 1 a target is missed, with --check, or a bound of --fail-on; 2 a bad
 argument; 3 the environment does not allow a verdict: with --check where one is inconclusive or all
 are n/a, with --fail-on where the change is inconclusive, and with a --baseline of another schema,
@@ -47,21 +49,11 @@ def number(kind: type[int | float], least: float, most: float = math.inf) -> Cal
     return parse
 
 
-def numbers(text: str) -> list[int]:
-    """Return the integers of a list with commas, for argparse."""
-    return [int(number(int, 1)(item)) for item in text.split(",")]
-
-
 def _writable_file(text: str) -> Path:
-    path = Path(text).resolve()  # a link stays a link: its target is what gets replaced
-    problem = "is not a regular file" if path.exists() and not path.is_file() else None
-    try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        problem = f"cannot be written: {error.strerror}"
-    if problem is not None:
-        raise argparse.ArgumentTypeError(repr(text) + " " + problem)
+    path = Path(text).absolute()
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        message = f"{text!r} is no file that can be written"
+        raise argparse.ArgumentTypeError(message)
     return path
 
 
@@ -76,23 +68,26 @@ def add_command(
     subparsers: Subparsers,
     name: str,
     prepare: Callable[[argparse.Namespace], Task],
+    text: str | None,
     *,
+    metrics: str,
     gpu: bool = True,
-    **texts: Any,
 ) -> Callable[..., argparse.Action]:
     """Add a command with the options that all have; return what adds one more.
 
-    `gpu` says whether it can run on one; `texts` are `help`, `description` and `epilog`, which
-    names the metrics.
+    `text` says what the command measures, `metrics` what it is called, `gpu` whether it can run on
+    one.
     """
-    texts["epilog"] = f"Metrics for --fail-on: {texts['epilog']}. {STATUS}"
-    parser = subparsers.add_parser(name, allow_abbrev=False, **texts)
+    epilog = f"Metrics for --fail-on: {metrics}. {STATUS}"
+    parser = subparsers.add_parser(
+        name, allow_abbrev=False, help=text, description=text, epilog=epilog
+    )
     parser.set_defaults(prepare=prepare, device="cpu")
     add = parser.add_argument
     if gpu:
         here = "cuda" if torch.cuda.is_available() else "cpu"
-        text = "(default: cuda where torch finds a GPU)"
-        add("--device", type=_device, choices=("cpu", "cuda"), default=here, help=text)
+        where = "(default: cuda where torch finds a GPU)"
+        add("--device", type=_device, choices=("cpu", "cuda"), default=here, help=where)
     add("--seed", type=number(int, 0, 2**32), default=0, help=f"of all that is drawn {DEFAULT}")
     add("--json", type=_writable_file, metavar="FILE", help="write all that was measured to FILE")
     add("--report", type=_writable_file, metavar="FILE", help="write a page to FILE, in HTML")

@@ -1,7 +1,4 @@
-"""One self-contained page of a record: no script, nothing from elsewhere, light and dark.
-
-Every figure is a `data` element that names its place in the record by a JSON pointer.
-"""
+"""One self-contained page of a record: no script, nothing from elsewhere, light and dark."""
 
 from __future__ import annotations
 
@@ -11,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastamp.bench.report import Figure, at, placebo_cell, verdict_cell
-
 if TYPE_CHECKING:
-    from fastamp.bench.report import Cell, Report
+    from collections.abc import Callable
 
 DOTS = 80  # at most, for each arm: of more visits, evenly spaced quantiles are drawn
-BEYOND = 0.98  # with more visits the axis ends at this quantile; what lies beyond is counted
+BEYOND = 0.98  # the axis ends at this quantile; what lies beyond is counted
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #57606a; --line: #d0d7de; --paper: #fff;
@@ -43,19 +38,16 @@ text { fill: var(--soft); font-size: 12px } .curves { margin-left: 36px; width: 
 """
 
 
-def make(report: Report, record: dict[str, Any]) -> str:
-    """Return the page of a record and of the report that it was made from."""
-    title = f"fastamp bench: {record['command']}"
-    verdicts = range(len(record["verdicts"]))
+def make(record: dict[str, Any]) -> str:
+    """Return the page of a record."""
+    title = escape(f"fastamp bench: {record['command']}")
     body = [
-        f"<h1>{escape(title)}</h1>\n<p>{escape(record['created'])}</p>",
-        *(_paragraph(verdict_cell(i, record), record, _mark(i, record)) for i in verdicts),
-        _table(report.table, record),
-        *(_paragraph((note,), record) for note in record["notes"]),
-        *(_paragraph(placebo_cell(name, record), record) for name in record["races"]),
+        f"<h1>{title}</h1>\n<p>{escape(record['created'])}</p>",
+        *(_paragraph(each["text"], f"verdict {each['verdict']}") for each in record["verdicts"]),
+        _table(record["table"]),
+        *(_paragraph(note) for note in record["notes"]),
         "<h2>Times</h2>",
-        *(_times(name, record) for name in record["races"]),
-        "<h2>Training loss</h2>" if record["losses"] else "",
+        *(_times(name, race) for name, race in record["races"].items()),
         _losses(record["losses"]),
         "<h2>Environment</h2>",
         _list(record["environment"]),
@@ -65,44 +57,29 @@ def make(report: Report, record: dict[str, Any]) -> str:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<link rel="icon" href="data:,">\n<title>{escape(title)}</title>\n'
+        f'<link rel="icon" href="data:,">\n<title>{title}</title>\n'
         f"<style>{STYLE}</style>\n</head>\n<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
     )
 
 
-def _mark(index: int, record: dict[str, Any]) -> str:
-    return "verdict " + str(record["verdicts"][index]["verdict"])
+def _paragraph(text: str, kind: str = "") -> str:
+    return f'<p class="{kind}">{escape(text)}</p>'
 
 
-def _paragraph(cell: Cell, record: dict[str, Any], kind: str = "") -> str:
-    return f'<p class="{kind}">{_html(cell, record)}</p>'
-
-
-def _html(cell: Cell, record: dict[str, Any]) -> str:
-    return "".join(
-        escape(part) if isinstance(part, str) else _figure(part, record) for part in cell
-    )
-
-
-def _figure(figure: Figure, record: dict[str, Any]) -> str:
-    value, text = at(record, figure.pointer), figure.text(record)
-    known = "" if value is None else f'value="{value!r}" '
-    return f'<data {known}data-pointer="{escape(figure.pointer)}">{escape(text)}</data>'
-
-
-def _table(rows: list[list[Cell]], record: dict[str, Any]) -> str:
-    labels, *body = [[_html(cell, record) for cell in row] for row in rows]
-    lines = [f"<table>\n<thead><tr><th>{'</th><th>'.join(labels)}</th></tr></thead>\n<tbody>"]
-    for row in body:
-        pairs = zip(labels, row, strict=True)
-        cells = (f'<td data-label="{name}"><span>{cell}</span></td>' for name, cell in pairs)
+def _table(rows: list[dict[str, str]]) -> str:
+    heads = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
+    lines = [f"<table>\n<thead><tr>{heads}</tr></thead>\n<tbody>"]
+    for row in rows:
+        cells = (
+            f'<td data-label="{escape(name)}"><span>{escape(cell)}</span></td>'
+            for name, cell in row.items()
+        )
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return "\n".join([*lines, "</tbody>\n</table>"])
 
 
-def _times(name: str, record: dict[str, Any]) -> str:
+def _times(name: str, race: dict[str, Any]) -> str:
     """Draw a dot for every visit, with the quartiles and the median, one line for each arm."""
-    race = record["races"][name]
     visits = [visit for round_ in race["rounds"][race["warmup_rounds"] :] for visit in round_]
     times = {
         arm: np.array(
@@ -111,42 +88,40 @@ def _times(name: str, record: dict[str, Any]) -> str:
         for arm in race["arms"]
     }
     times = {arm: values for arm, values in times.items() if values.size}
-    ends = [np.quantile(v, [0, BEYOND if v.size > DOTS else 1]) for v in times.values()] or [[0, 1]]
-    ticks = _ticks(float(np.min(ends)), float(np.max(ends)))
+    # The largest of few visits lies on the axis: a quantile that is one of them.
+    highs = (np.quantile(v, BEYOND, method="higher") for v in times.values())
+    ticks = _ticks(min(float(v.min()) for v in times.values()), float(max(highs)))
+    x = _scale(ticks, 2, 96)
     bottom = 46 * len(times)
-
-    def x(value: float) -> str:
-        return f"{2 + 96 * (min(value, ticks[-1]) - ticks[0]) / (ticks[-1] - ticks[0]):.2f}%"
-
     lines = [
-        f'<line x1="{x(tick)}" x2="{x(tick)}" y1="0" y2="{bottom + 4}"/>'
-        f'<text x="{x(tick)}" y="{bottom + 18}" text-anchor="middle">{tick:g}</text>'
+        f'<line x1="{x(tick)}%" x2="{x(tick)}%" y1="0" y2="{bottom + 4}"/>'
+        f'<text x="{x(tick)}%" y="{bottom + 18}" text-anchor="middle">{tick:g}</text>'
         for tick in ticks
     ]
-    for i, (arm, values) in enumerate(times.items()):
-        shown = values[values <= ticks[-1]]
-        beyond = f", {values.size - shown.size} beyond the axis" if values.size > shown.size else ""
-        if shown.size > DOTS:
-            shown = np.quantile(shown, np.linspace(0, 1, DOTS))
-        low, median, high = (x(quartile) for quartile in np.percentile(values, [25, 50, 75]))
-        y = 46 * i + 29
-        dots = "".join(
-            f'<circle cx="{x(value)}" cy="{y + (j * 7) % 11 - 5}" r="2.5" fill-opacity=".65"/>'
-            for j, value in enumerate(shown)
-        )
-        lines.append(
-            f'<text x="2%" dx="4" y="{y - 15}">{escape(arm)}: {values.size}{beyond}</text>'
-            f'<g style="fill: {_colour(i)}">{dots}</g><g style="stroke: {_colour(i)}">'
-            f'<line x1="{low}" x2="{high}" y1="{y}" y2="{y}" stroke-width="16" opacity=".22"/>'
-            f'<line x1="{median}" x2="{median}" y1="{y - 9}" y2="{y + 9}" stroke-width="3"/></g>'
-        )
+    lines += [_arm(i, arm, values, ticks[-1], x) for i, (arm, values) in enumerate(times.items())]
     label = escape(f"{name}: milliseconds of each visit")
     svg = f'<svg role="img" aria-label="{label}" height="{bottom + 24}">{"".join(lines)}</svg>'
     return f"<h3>{label}</h3>\n{svg}"
 
 
-def _colour(index: int) -> str:
-    return f"var(--c{index % 5})"
+def _arm(index: int, arm: str, values: Any, end: float, x: Callable[[float], str]) -> str:
+    """Draw one line of dots; of many visits, quantiles."""
+    y = 46 * index + 29
+    shown = values[values <= end]
+    beyond = f", {values.size - shown.size} beyond the axis" if values.size > shown.size else ""
+    if shown.size > DOTS:
+        shown = np.quantile(shown, np.linspace(0, 1, DOTS))
+    low, median, high = (x(min(q, end)) for q in np.percentile(values, [25, 50, 75]))
+    dots = "".join(
+        f'<circle cx="{x(value)}%" cy="{y + (j * 7) % 11 - 5}" r="2.5" fill-opacity=".65"/>'
+        for j, value in enumerate(shown)
+    )
+    return (
+        f'<text x="2%" dx="4" y="{y - 15}">{escape(arm)}: {values.size}{beyond}</text>'
+        f'<g style="fill: {_colour(index)}; stroke: {_colour(index)}"><g stroke="none">{dots}</g>'
+        f'<line x1="{low}%" x2="{high}%" y1="{y}" y2="{y}" stroke-width="16" opacity=".22"/>'
+        f'<line x1="{median}%" x2="{median}%" y1="{y - 9}" y2="{y + 9}" stroke-width="3"/></g>'
+    )
 
 
 def _losses(losses: dict[str, list[float | None]]) -> str:
@@ -155,11 +130,8 @@ def _losses(losses: dict[str, list[float | None]]) -> str:
     if not known:
         return ""
     ticks = _ticks(min(known), max(known))
+    y = _scale(ticks, 220, -220)
     steps = max(len(curve) for curve in losses.values())
-
-    def y(loss: float) -> str:
-        return f"{220 * (1 - (loss - ticks[0]) / (ticks[-1] - ticks[0])):.2f}"
-
     lines = [
         f'<line x1="0" x2="100%" y1="{y(tick)}" y2="{y(tick)}"/>'
         f'<text x="-6" dy="4" y="{y(tick)}" text-anchor="end">{tick:g}</text>'
@@ -176,11 +148,20 @@ def _losses(losses: dict[str, list[float | None]]) -> str:
         )
         legend.append(f'<span style="color: {_colour(i)}">\u25a0 {escape(arm)} </span>')
     return (
-        f'<p>{"".join(legend)} steps 1 to {steps}</p>\n<svg class="curves" role="img" height="240" '
-        f'aria-label="training loss of every step">{"".join(lines)}'
-        '<svg height="220" viewBox="0 0 100 220" preserveAspectRatio="none">'
+        f"<h2>Training loss</h2>\n<p>{''.join(legend)} steps 1 to {steps}</p>\n"
+        '<svg class="curves" role="img" height="240" aria-label="training loss of every step">'
+        f'{"".join(lines)}<svg height="220" viewBox="0 0 100 220" preserveAspectRatio="none">'
         f"{''.join(curves)}</svg></svg>"
     )
+
+
+def _colour(index: int) -> str:
+    return f"var(--c{index % 5})"
+
+
+def _scale(ticks: list[float], start: float, length: float) -> Callable[[float], str]:
+    """Return what places a value on an axis."""
+    return lambda value: f"{start + length * (value - ticks[0]) / (ticks[-1] - ticks[0]):.2f}"
 
 
 def _ticks(low: float, high: float) -> list[float]:

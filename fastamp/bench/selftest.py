@@ -1,4 +1,4 @@
-"""The bench measures itself: a known slowdown that it must find, and two arms that are the same."""
+"""The bench itself: a known slowdown that it must find, and two arms that are the same."""
 
 from __future__ import annotations
 
@@ -27,16 +27,9 @@ PLAN = Plan(rounds=40_000, window=20, warmup=200, half_width=0.004, least_blocks
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command `selftest` and its options."""
-    add = add_command(
-        subparsers,
-        "selftest",
-        _prepare,
-        gpu=False,
-        help="the bench itself: a known slowdown, and two arms that are the same",
-        description="Time a fixed amount of work, the same again, and more of it, and see whether "
-        "the difference is found; always with the exit status of --check.",
-        epilog="speedup, of the slowed arm against the plain one",
-    )
+    text = f"{__doc__} Always with the exit status of --check."
+    metrics = "speedup, of the slowed arm against the plain one"
+    add = add_command(subparsers, "selftest", _prepare, text, metrics=metrics, gpu=False)
     slowdown = f"of the slowed arm, in percent {DEFAULT}"
     add("--slowdown", type=number(int, 0, 100), default=10, help=slowdown)
 
@@ -51,9 +44,11 @@ def _run(args: argparse.Namespace) -> Report:
     slowed = UNITS + args.slowdown * UNITS // 100
     truth = slowed / UNITS
     arms = {"plain": _work(UNITS), AGAIN: _work(UNITS), "slowed": _work(slowed)}
-    notes = [f"the slowed arm does {args.slowdown} % more work"]
     cost_s = min(make_visits()["region"].repeat(200, REGIONS)) / REGIONS
-    notes += [f"a region of fastamp.Timer costs {cost_s * 1e9:.0f} ns"]
+    notes = [
+        f"the slowed arm does {args.slowdown} % more work",
+        f"a region of fastamp.Timer costs {cost_s * 1e9:.0f} ns",
+    ]
     report = race_cases(args, PLAN, ["selftest"], lambda _name: arms, notes=notes)
     race = report.races["selftest"]
     found = race.ratio("plain", "slowed")

@@ -26,14 +26,8 @@ PLAN = Plan(rounds=2000, window=3, warmup=12, half_width=0.01, limit_s=8.0)
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command `step` and its options."""
-    add = add_command(
-        subparsers,
-        "step",
-        _prepare,
-        help="torch's unscale, clip and step against fastamp's, without a model",
-        description="Unscale, clip and step by fused AdamW, as torch does and as fastamp does.",
-        epilog="speedup/ and the shape, as in speedup/192x50000",
-    )
+    metrics = "speedup/ and the shape, as in speedup/192x50000"
+    add = add_command(subparsers, "step", _prepare, __doc__, metrics=metrics)
     shapes = f"tensors and elements of each, as in 2000x1000 {DEFAULT}"
     add("--shapes", type=_parse_shapes, default=SHAPES, metavar="LIST", help=shapes)
 
@@ -53,19 +47,17 @@ def _prepare(args: argparse.Namespace) -> Task:
     sides: dict[str, Step] = {}
 
     def make(name: str) -> Arms:
-        sides.clear()
         for arm in ("stock", AGAIN, "fastamp"):
             sides[arm] = Step(args.shapes[name], args.device, args.seed)
         check(sides["stock"], sides["fastamp"])
         return {a: side.fastamp if a == "fastamp" else side.stock for a, side in sides.items()}
 
-    def restore(arm: str) -> None:
-        sides[arm].restore()
-
     notes = ["fused AdamW; stock is unscale_, clip_grad_norm_, step and update"]
     return Task(
         job={"shapes": list(args.shapes), "seed": args.seed},
-        run=lambda: race_cases(args, PLAN, args.shapes, make, before=restore, notes=notes),
+        run=lambda: race_cases(
+            args, PLAN, args.shapes, make, before=lambda arm: sides[arm].restore(), notes=notes
+        ),
     )
 
 

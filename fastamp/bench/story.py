@@ -7,10 +7,11 @@ with one part taken from the stock or the fastamp loop, or all of them.
 
 from __future__ import annotations
 
-import argparse
 import copy
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 import fastamp
@@ -18,7 +19,8 @@ from fastamp import TokenDataset
 from fastamp.bench import compare
 from fastamp.bench.compare import AGAIN, Plan
 from fastamp.bench.loader import fastamp_batches, make_sampler, stock_batches
-from fastamp.bench.report import Cell, Figure, Report, heading, interval_cell, progress
+from fastamp.bench.model import Shape
+from fastamp.bench.report import Report, progress
 from fastamp.bench.train import STEPS, Arm, Run, make_model
 
 if TYPE_CHECKING:
@@ -26,27 +28,20 @@ if TYPE_CHECKING:
 
     from torch.utils.data import RandomSampler
 
+    from fastamp.bench.compare import Race
     from fastamp.bench.data import Corpus
     from fastamp.bench.loader import Batches
     from fastamp.bench.train import Job
 
-LOOPS = ("naive", "stock", "fastamp")
+CHOICES = ("naive,stock,fastamp", "naive,stock", "naive,fastamp")
 VISIT_STEPS = 4  # a short epoch: whatever a loader prepares, it does so on the clock
-NAMES = ("layers", "heads", "width", "block_size", "batch_size", "steps")
 # Small: what is not the model's own work has to be seen beside it.
 SIZES = {
-    "cpu": dict(zip(NAMES, (2, 2, 256, 64, 8, 25 * VISIT_STEPS), strict=True)),
-    "cuda": dict(zip(NAMES, (6, 6, 384, 256, 64, 65 * VISIT_STEPS), strict=True)),
+    "cpu": asdict(Shape(layers=2, heads=2, width=256, block_size=64))
+    | {"batch_size": 8, "steps": 25 * VISIT_STEPS},
+    "cuda": asdict(Shape(layers=6, heads=6, width=384, block_size=256))
+    | {"batch_size": 64, "steps": 65 * VISIT_STEPS},
 }
-
-
-def parse_arms(text: str) -> list[str]:
-    """Return the loops to compare, naive first, for argparse."""
-    names = text.split(",")
-    if not {"naive"} < set(names) <= set(LOOPS) or len(names) != len(set(names)):
-        message = f"{text!r} is not naive and one or both of stock and fastamp: naive,stock,fastamp"
-        raise argparse.ArgumentTypeError(message)
-    return sorted(names, key=LOOPS.index)
 
 
 def _naive_batches(
@@ -142,24 +137,21 @@ def measure(job: Job, corpus: Corpus, arms: list[str]) -> Report:
     ratios = {name: race.ratio(name) for name in loops if name not in {"naive", AGAIN}}
     metrics = {f"speedup/{name.replace(': ', '/')}": ratio for name, ratio in ratios.items()}
     size = f"{VISIT_STEPS} steps of {job.batch_size} x {job.shape.block_size} bytes in a visit"
-    notes = ["times as fast as the naive loop, with that part alone and with all of them"]
-    notes += [f"{size}; AMP is {job.precision}"]
-    return Report(
-        table=_table(arms, set(loops)), races={"story": race}, metrics=metrics, notes=notes
-    )
+    notes = [
+        "times as fast as the naive loop, with that part alone and with all of them",
+        f"{size}; AMP is {job.precision}",
+    ]
+    return Report(table=_rows(arms, race), races={"story": race}, metrics=metrics, notes=notes)
 
 
-def _table(arms: list[str], known: set[str]) -> list[list[Cell]]:
-    time_ms = Figure("/races/story/arms/naive/time_s/median", ".1f", 1e3 / VISIT_STEPS)
-    rows = [heading(",".join(["repair", *(f"{arm} [95 %]" for arm in arms[1:])]))]
-    rows.append([("none: ", time_ms, " ms a step"), *([("1",)] * (len(arms) - 1))])
+def _rows(arms: list[str], race: Race) -> list[dict[str, str]]:
+    time_ms = 1e3 / VISIT_STEPS * float(np.median(race.times_s("naive")))
+    columns = {arm: f"{arm} [95 %]" for arm in arms[1:]}
+    rows = [{"repair": f"none: {time_ms:.1f} ms a step", **dict.fromkeys(columns.values(), "1")}]
     for part in (*PARTS, "all"):
-        names = [f"{part}: {arm}" for arm in arms[1:]]
-        cells = (interval_cell(f"/races/story/arms/{n}/speedup", ".3f", "x") for n in names)
-        rows.append(
-            [
-                (part,),
-                *(c if n in known else ("as stock",) for c, n in zip(cells, names, strict=True)),
-            ]
-        )
+        row = {"repair": part}
+        for arm, column in columns.items():
+            name = f"{part}: {arm}"
+            row[column] = race.ratio(name).text(".3f", "x") if name in race.arms else "as stock"
+        rows.append(row)
     return rows

@@ -1,14 +1,15 @@
-"""What a region of `fastamp.Timer` costs, against the two reads of a clock that time it bare."""
+"""A region of fastamp.Timer with nothing in it, against the two clock reads that time it bare."""
 
 from __future__ import annotations
 
+import math
 import timeit
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import fastamp
-from fastamp.bench.cases import race_cases, race_table
+from fastamp.bench.cases import race_cases
 from fastamp.bench.compare import AGAIN, Interval, Plan
 from fastamp.bench.options import add_command
 from fastamp.bench.report import Report, Task, judge
@@ -16,6 +17,8 @@ from fastamp.bench.report import Report, Task, judge
 if TYPE_CHECKING:
     import argparse
 
+    from fastamp.bench.cases import Details
+    from fastamp.bench.compare import Race
     from fastamp.bench.options import Subparsers
 
 REGIONS = 2000  # in a visit
@@ -25,16 +28,9 @@ REGION = "with timer('x'): pass"
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Add the command `timer` and its options."""
-    add_command(
-        subparsers,
-        "timer",
-        _prepare,
-        gpu=False,
-        help="a region of fastamp.Timer against two reads of a clock",
-        description="Time a region with nothing in it, histogram and nesting included.",
-        epilog="speedup/timer, which is below 1",
-    )
+    """Add the command `timer`."""
+    metrics = "speedup/timer, which is below 1"
+    add_command(subparsers, "timer", _prepare, __doc__, metrics=metrics, gpu=False)
 
 
 def _prepare(args: argparse.Namespace) -> Task:
@@ -49,15 +45,17 @@ def make_visits() -> dict[str, timeit.Timer]:
     return reads | {"region": timeit.Timer(REGION, globals=known)}
 
 
+def _least_ns(race: Race) -> Details:
+    return {arm: {"least ns": min(race.times_s(arm)) / REGIONS * 1e9} for arm in race.arms}
+
+
 def _run(args: argparse.Namespace) -> Report:
     visits = {arm: partial(visit.timeit, REGIONS) for arm, visit in make_visits().items()}
     notes = ["least ns: the shortest visit, divided by its regions; the target is its ratio"]
-    report = race_cases(args, PLAN, ["timer"], lambda _name: visits, notes=notes)
-    race = report.races["timer"]
-    least = {arm: {"least ns": min(race.times_s(arm)) / REGIONS * 1e9} for arm in race.arms}
+    report = race_cases(args, PLAN, ["timer"], lambda _name: visits, details=_least_ns, notes=notes)
+    least = report.details["timer"]
     cost = least["region"]["least ns"] / least["two reads"]["least ns"]
     most = 2.5 if "cpu" in fastamp.backends() else 8.0
-    figure = Interval(value=cost, low=cost, high=cost)
-    verdict = judge("region's cost", figure, (None, most), "x", "against two reads of the clock")
-    table = race_table(report.races, "least ns")
-    return replace(report, table=table, details={"timer": least}, verdicts=[verdict])
+    reason = "against two reads of the clock"
+    verdict = judge("region's cost", Interval.exact(cost), (-math.inf, most), "x", reason)
+    return replace(report, verdicts=[verdict])

@@ -11,9 +11,13 @@ from torch.nn.utils import clip_grad_norm_
 
 import fastamp
 from fastamp.bench.model import GPT, Shape
+from fastamp.bench.options import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from typing import TypeAlias
+
+    Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # bytes, and the bytes to predict
 
 MAX_NORM = 1.0
 LEARNING_RATE = 1e-3  # at a width of 256; in inverse proportion to the width, as in muP
@@ -33,7 +37,7 @@ class Job:
     @property
     def dtype(self) -> torch.dtype:
         """What autocast computes in."""
-        return torch.float16 if self.precision == "fp16" else torch.bfloat16
+        return DTYPES[self.precision]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,17 +137,15 @@ def _fastamp_step(run: Run) -> None:
 STEPS = {"naive": _naive_step, "stock": _stock_step, "fastamp": _fastamp_step}
 
 
-def evaluate(run: Run, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Score:
+def evaluate(run: Run, batches: Iterable[Batch]) -> Score:
     """Score the arm's own forward pass; loss and accuracy are computed in float32."""
     losses, shares = [], []
     with torch.no_grad():
         for tokens, targets in batches:
             with run.autocast():
-                logits = run.model(tokens.to(run.device)).float()
-            expected = targets.to(run.device)
-            loss = functional.cross_entropy(logits.mT, expected, reduction="none")
-            losses.append(loss.mean(dim=1).cpu())
-            shares.append((logits.argmax(dim=2) == expected).double().mean(dim=1).cpu())
+                logits = run.model(tokens).float()
+            losses.append(functional.cross_entropy(logits.mT, targets, reduction="none"))
+            shares.append((logits.argmax(dim=2) == targets).double().mean(dim=1))
     windows = torch.cat(shares)
-    mean, accuracy = torch.cat(losses).mean().item(), windows.mean().item()
-    return Score(loss=mean, accuracy=accuracy, window_accuracies=windows.tolist())
+    loss, accuracy = torch.cat(losses).mean().item(), windows.mean().item()
+    return Score(loss=loss, accuracy=accuracy, window_accuracies=windows.tolist())
