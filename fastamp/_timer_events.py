@@ -6,12 +6,11 @@ happened are read when the pool is empty, the others when somebody asks for resu
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import deque
 from itertools import islice
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.autograd import profiler
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fastamp._backend import Region, RegionMaker
-
-__all__ = ["DeviceClock", "Extras", "Span"]
 
 _MAX_EVENTS = 4096  # under way
 _HARVEST_LIMIT = 32  # bounds what one region pays for reading the events of those before it
@@ -44,17 +41,16 @@ class Extras(NamedTuple):
             opened = torch._C._profiler._RecordFunctionFast(region.path)
             opened.__enter__()
         interval = self.clock.begin(region.path) if self.clock else None
-        return functools.partial(self._end, region.path, opened, interval)
 
-    def _end(
-        self, path: str, opened: Any, interval: _Interval | None, start_ns: int, end_ns: int
-    ) -> None:
-        if self.clock and interval is not None:
-            self.clock.record(interval)
-        if opened is not None:
-            opened.__exit__(None, None, None)
-        thread = threading.get_native_id()
-        self.spans.append((path, "threads", thread, start_ns, end_ns - start_ns))
+        def end(start_ns: int, end_ns: int) -> None:
+            if self.clock and interval is not None:
+                self.clock.record(interval)
+            if opened is not None:
+                opened.__exit__(None, None, None)
+            thread = threading.get_native_id()
+            self.spans.append((region.path, "threads", thread, start_ns, end_ns - start_ns))
+
+        return end
 
 
 class DeviceFigures:
@@ -152,19 +148,14 @@ class DeviceClock:
                 lane.last = event
                 lane.clock_ns += step_ns
                 lane.behind_ns = max(lane.behind_ns, host_ns - lane.clock_ns)
-                self._happened(lane, interval, figures, step_ns)
-
-    def _happened(
-        self, lane: _Lane, interval: _Interval, figures: DeviceFigures, step_ns: int
-    ) -> None:
-        if interval.start_ns is None:
-            interval.start_ns = lane.clock_ns
-            figures.gap_ns += step_ns
-            return
-        ns = lane.clock_ns - interval.start_ns
-        figures.series.add(ns)
-        start_ns = interval.start_ns + lane.behind_ns
-        self._spans.append((interval.path, "streams", lane.number, start_ns, ns))
+                if interval.start_ns is None:
+                    interval.start_ns = lane.clock_ns
+                    figures.gap_ns += step_ns
+                    continue
+                ns = lane.clock_ns - interval.start_ns
+                figures.series.add(ns)
+                start_ns = interval.start_ns + lane.behind_ns
+                self._spans.append((interval.path, "streams", lane.number, start_ns, ns))
 
     def wait(self) -> None:
         """Wait for the device once and read every event.

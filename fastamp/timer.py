@@ -10,7 +10,6 @@ import contextlib
 import functools
 import inspect
 import json
-import math
 from collections import Counter, deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -205,7 +204,7 @@ class Timer:
         hits = np.frombuffer(buffer, np.int64)
         histogram = tuple((bucket, int(hits[bucket])) for bucket in hits.nonzero()[0].tolist())
         times = (sum_ns / 1e9, min_ns / 1e9, max_ns / 1e9)
-        return _region_stats(count, times, histogram, (host_s, *others))
+        return _region_stats(count, times, (host_s, *others), histogram)
 
     @staticmethod
     def merge(*summaries: Mapping[str, RegionStats]) -> dict[str, RegionStats]:
@@ -290,38 +289,31 @@ class Timer:
 def _device(device: str | torch.device | None) -> torch.device:
     """Return the device whose clock is asked for, with its index."""
     has_cuda = torch.cuda.is_available()
-    chosen = torch.device(("cuda" if has_cuda else "cpu") if device is None else device)
-    if chosen.type not in {"cpu", "cuda"}:
+    chosen = torch.device(device or ("cuda" if has_cuda else "cpu"))
+    if chosen.type == "cpu":
+        return chosen
+    if chosen.type != "cuda":
         msg = f"device: expected 'cpu' or a CUDA device, got {str(chosen)!r}"
         raise ValueError(msg)
-    if chosen.type == "cuda" and not has_cuda:
+    if not has_cuda:
         msg = f"device={str(chosen)!r}: no CUDA device is available here"
         raise RuntimeError(msg)
-    if chosen.type == "cuda":
-        return torch.device("cuda", torch._utils._get_device_index(chosen, optional=True))
-    return chosen
+    return torch.device("cuda", torch._utils._get_device_index(chosen, optional=True))
 
 
 def _region_stats(
-    count: int, times: Times, histogram: Histogram, others: tuple[float, float, int, int]
+    count: int, times: Times, others: tuple[float, float, int, int], histogram: Histogram
 ) -> RegionStats:
-    """Add mean and percentiles to (total, min, max) in seconds."""
+    """Add mean and percentiles, the middles of their buckets, to (total, min, max) in seconds."""
     total, low, high = times
-    ns = (_quantile_ns(histogram, math.ceil(q * count)) for q in (0.5, 0.9, 0.99))
-    p50, p90, p99 = (min(max(each / 1e9, low), high) for each in ns)
+    buckets, hits = np.array(histogram or [(0, 0)]).T
+    ranks = np.ceil(np.multiply((0.5, 0.9, 0.99), count))
+    found = buckets[np.searchsorted(hits.cumsum(), ranks)]
+    shift = np.maximum(found // 32 - 1, 0)
+    ns = ((found - 32 * shift) << shift) + ((1 << shift) - 1) / 2
+    p50, p90, p99 = np.clip(ns / 1e9, low, high).tolist()
     mean = total / max(count, 1)
     return RegionStats(count, total, mean, low, high, p50, p90, p99, *others, histogram)
-
-
-def _quantile_ns(histogram: Histogram, rank: int) -> float:
-    """Return the middle of the bucket that holds the value of this rank, from 1."""
-    bucket = 0
-    for bucket, hits in histogram:  # noqa: B007 - the one where it ends
-        rank -= hits
-        if rank <= 0:
-            break
-    shift = max(bucket // 32 - 1, 0)
-    return ((bucket - 32 * shift) << shift) + ((1 << shift) - 1) / 2
 
 
 def _join(a: RegionStats, b: RegionStats) -> RegionStats:
@@ -329,7 +321,7 @@ def _join(a: RegionStats, b: RegionStats) -> RegionStats:
     times = (a.total + b.total, min(s.min for s in timed), max(s.max for s in timed))
     hits = Counter(dict(a.histogram)) + Counter(dict(b.histogram))
     others = (a.host + b.host, a.gap + b.gap, a.dropped + b.dropped, a.captured + b.captured)
-    return _region_stats(a.count + b.count, times, tuple(sorted(hits.items())), others)
+    return _region_stats(a.count + b.count, times, others, tuple(sorted(hits.items())))
 
 
 def _duration(seconds: float) -> str:
