@@ -9,6 +9,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from torch.nn import functional
 
 import fastamp
-from fastamp.bench import amp, data, environment, race, report, story, train
+from fastamp.bench import amp, compare, data, environment, race, report, story, train
 from fastamp.bench.__main__ import main
 from fastamp.bench.compare import Interval, Race, Visit
 from fastamp.bench.model import GPT, Shape
@@ -267,8 +268,8 @@ def test_a_speedup_that_cannot_be_expected_is_not_judged_but_shown():
     [
         ({"avx2", "avx512_bf16"}, "bf16", None),
         ({"asimd", "bf16"}, "bf16", None),
-        ({"avx2"}, "bf16", "without bf16 units"),
-        (set(), "bf16", "nothing tells"),
+        ({"avx2"}, "bf16", "names no bf16 units"),
+        (set(), "bf16", "names no bf16 units"),
         ({"avx512_bf16"}, "fp16", "fp16 has no speed-up"),
     ],
 )
@@ -370,6 +371,18 @@ def test_three_seeds_are_trained_and_scored_but_one_is_timed(quick, tmp_path, ca
     assert "3 seed(s)" in capsys.readouterr().out
 
 
+def test_the_memory_is_that_of_a_large_batch_unless_a_batch_is_asked_for(quick, monkeypatch):
+    assert (amp.CPU_STEPS["steps"] - race.WARMUP_STEPS - 1) // 2 >= 20  # blocks of short steps
+    seen = []
+    monkeypatch.setattr(race, "peak_memory", lambda job, *_: seen.append(job.batch_size))
+    sizes = {"batch_size": 2, "steps": 8, "memory_batch_size": 5}
+    monkeypatch.setattr(amp, "CPU_STEPS", sizes)
+    assert main(quick) == 0
+    place = quick.index("--batch-size")
+    assert main(quick[:place] + quick[place + 2 :]) == 0
+    assert seen == [4] * 3 + [5] * 3
+
+
 def test_only_the_last_arm_steps_with_fastamp():
     assert [(arm.name, arm.step) for arm in train.make_arms(JOB)] == [
         *((name, "stock") for name in NAMES[:2]),
@@ -383,6 +396,34 @@ def test_fp32_on_a_gpu_is_measured_strict_and_with_tf32():
         ("fp32-strict", False),
         ("fp32-tf32", True),
     ]
+
+
+def test_a_slower_step_is_a_regression_of_the_main_job_and_a_rerun_is_none(
+    quick, tmp_path, monkeypatch, capsys
+):
+    saved = tmp_path / "saved.json"
+    command = [*quick, "--steps", "204"]
+    held = [*command, "--baseline", str(saved), "--fail-on", "speedup:-5%"]
+    step, clock = train.Run.train_step, time.process_time
+
+    def timed(call, _device):  # on a clock that other programs do not move
+        start_s = clock()
+        call()
+        return clock() - start_s
+
+    def slowed(run, *batch):
+        start_s = clock()
+        step(run, *batch)
+        end_s = clock()
+        while run.arm.step == "fastamp" and clock() < end_s + (end_s - start_s) / 9:
+            pass  # so that it takes a ninth longer, and has 10 % less of a speed-up
+
+    monkeypatch.setattr(compare, "timed", timed)
+    assert main([*command, "--json", str(saved)]) == 0
+    assert main(held) == 0
+    monkeypatch.setattr(train.Run, "train_step", slowed)
+    assert main(held) == 1
+    assert "(target >= -5 %): fail" in capsys.readouterr().out.splitlines()[-1]
 
 
 # The story

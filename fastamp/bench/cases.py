@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from fastamp.bench.compare import AGAIN, measure, show
 from fastamp.bench.report import Report, progress
 
@@ -54,7 +52,7 @@ def race_cases(
 
 
 def _row(name: str, arm: str, race: Race, details: Details) -> dict[str, str]:
-    figures = {"median ms": 1e3 * float(np.median(race.times_s(arm))), **details.get(arm, {})}
+    figures = {"median ms": 1e3 * race.quartiles_s(arm)[1], **details.get(arm, {})}
     return {
         "race": name,
         "arm": arm,

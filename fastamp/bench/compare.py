@@ -96,6 +96,11 @@ class Race:
         """Return the times of an arm's visits that count."""
         return [round_[arm].elapsed_s for round_ in self.timed if not round_[arm].skipped]
 
+    def quartiles_s(self, arm: str) -> tuple[float, float, float]:
+        """Return the quartiles of an arm's times, NaN where no visit counts."""
+        low, median, high = np.percentile(self.times_s(arm) or [math.nan], [25, 50, 75]).tolist()
+        return low, median, high
+
     def skipped(self, arm: str) -> int:
         """Count the visits of an arm that left out work."""
         return sum(round_[arm].skipped for round_ in self.rounds)

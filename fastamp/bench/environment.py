@@ -40,12 +40,9 @@ def no_speed_reason(device: str, precision: str) -> str | None:
         return "this GPU has no bf16 units" if precision == "bf16" and emulated else None
     if precision == "fp16":
         return "fp16 has no speed-up to expect on a CPU"
-    features = cpu_features()
-    if features & BF16_UNITS:
+    if cpu_features() & BF16_UNITS:
         return None
-    if features:
-        return "a CPU without bf16 units (avx512_bf16, amx_bf16) has no speed-up to expect"
-    return "nothing tells whether this CPU has bf16 units"
+    return "a CPU that names no bf16 units (avx512_bf16, amx_bf16) has no speed-up to expect"
 
 
 def describe(device: str) -> dict[str, object]:

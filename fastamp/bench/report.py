@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from fastamp.bench.compare import verdict_on
 
 if TYPE_CHECKING:
@@ -107,7 +105,7 @@ def make_record(
 def _describe(race: Race) -> dict[str, Any]:
     arms = {}
     for arm in race.arms:
-        low, median, high = np.percentile(race.times_s(arm) or [math.nan], [25, 50, 75]).tolist()
+        low, median, high = race.quartiles_s(arm)
         arms[arm] = {
             "time_s": {"median": median, "low": low, "high": high},
             "skipped": race.skipped(arm),
