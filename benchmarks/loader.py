@@ -12,10 +12,10 @@ peers.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,16 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 from measure import LIMIT_NBYTES, interleaved, make_plain_read
+from peers import INSTALLED, PEERS, PeerLoader
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    RandomSampler,
-    SequentialSampler,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import fastamp
 
@@ -45,6 +38,7 @@ GETITEM_S = 1e-3
 
 # An epoch at every call of `iter`; the argument says whether it is shuffled.
 Make = Callable[[bool], Iterable[Any]]
+Gather = Callable[[torch.Tensor], Any]
 
 
 @dataclass(frozen=True)
@@ -59,18 +53,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: batches per second of each arm, and their quartiles."""
+    """One comparison: batches per second of each arm, as median and quartiles."""
 
     case: str
     batch_nbytes: int
-    batches_s: dict[str, float]
-    quartiles: dict[str, tuple[float, float]]
+    batches_s: dict[str, dict[str, float]]
 
-    def best(self, prefix: str) -> float | None:
-        """Return the best rate of the arms whose names begin so."""
-        return max(
-            (r for name, r in self.batches_s.items() if name.startswith(prefix)), default=None
-        )
+    def best(self, prefix: str) -> float:
+        """Return the best rate of the arms whose names begin so, 0 where there is none."""
+        rates = (r["median"] for name, r in self.batches_s.items() if name.startswith(prefix))
+        return max(rates, default=0.0)
 
 
 class Slow(Dataset[torch.Tensor]):
@@ -96,35 +88,25 @@ class Moved:
             yield tree_map(lambda tensor: tensor.to(self._device, non_blocking=True), batch)
 
 
-def ours(dataset: Any, batch_size: int, device: torch.device, num_workers: int = 0) -> Make:
-    """Return fastamp's loader as an arm."""
-    return lambda shuffle: fastamp.DataLoader(
-        dataset,
-        batch_size,
-        shuffle,
-        drop_last=True,
-        num_workers=num_workers,
-        persistent_workers=num_workers > 0,
-        generator=torch.Generator().manual_seed(0),
-        device=device if device.type == "cuda" else None,
-    )
-
-
-def stock(dataset: Any, batch_size: int, device: torch.device, num_workers: int) -> Make:
-    """Return torch's loader as an arm."""
+def loader_of(
+    cls: type[DataLoader[Any]], case: tuple[Any, int], device: torch.device, num_workers: int = 0
+) -> Make:
+    """Return torch's loader of a dataset and a batch size, or fastamp's, as an arm."""
+    on_gpu = device.type == "cuda"
+    is_ours = cls is fastamp.DataLoader
+    own = {"device": device if on_gpu else None} if is_ours else {"pin_memory": on_gpu}
 
     def make(shuffle: bool) -> Iterable[Any]:  # noqa: FBT001 - as Make
-        loader: Iterable[Any] = DataLoader(
-            dataset,
-            batch_size,
+        loader = cls(
+            *case,
             shuffle,
             drop_last=True,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             generator=torch.Generator().manual_seed(0),
-            pin_memory=device.type == "cuda",
+            **own,
         )
-        return Moved(loader, device) if device.type == "cuda" else loader
+        return Moved(loader, device) if on_gpu and not is_ours else loader
 
     return make
 
@@ -132,23 +114,16 @@ def stock(dataset: Any, batch_size: int, device: torch.device, num_workers: int)
 class Direct:
     """A gather into the same memory at every batch."""
 
-    def __init__(
-        self,
-        num_rows: int,
-        batch_size: int,
-        gather: Callable[[torch.Tensor], Any],
-        shuffle: bool,  # noqa: FBT001 - as Make
-    ) -> None:
-        self._num_rows, self._batch_size = num_rows, batch_size
+    def __init__(self, num_rows: int, batch_size: int, gather: Gather, shuffle: bool) -> None:  # noqa: FBT001 - as Make
+        self._num_used, self._batch_size = num_rows // batch_size * batch_size, batch_size
+        self._make_order = partial(torch.randperm if shuffle else torch.arange, num_rows)
         self._gather = gather
-        self._order = torch.randperm if shuffle else torch.arange
 
     def __iter__(self) -> Iterator[Any]:
-        used = self._num_rows // self._batch_size * self._batch_size
-        return map(self._gather, self._order(self._num_rows)[:used].split(self._batch_size))
+        return map(self._gather, self._make_order()[: self._num_used].split(self._batch_size))
 
 
-def select_into(tensors: tuple[torch.Tensor, ...], batch_size: int) -> Callable[..., Any]:
+def select_into(tensors: tuple[torch.Tensor, ...], batch_size: int) -> Gather:
     """Return `index_select(out=)` of all tensors."""
     outputs = [torch.empty(batch_size, *t.shape[1:], dtype=t.dtype) for t in tensors]
 
@@ -160,7 +135,7 @@ def select_into(tensors: tuple[torch.Tensor, ...], batch_size: int) -> Callable[
     return gather
 
 
-def take_into(dataset: fastamp.TokenDataset, batch_size: int) -> Callable[..., Any]:
+def take_into(dataset: fastamp.TokenDataset, batch_size: int) -> Gather:
     """Return `numpy.take(out=)` of x and y, and their cast to int64."""
     shape = (batch_size, dataset.block_size)
     narrow = np.empty(shape, dataset.x.dtype)
@@ -176,75 +151,25 @@ def take_into(dataset: fastamp.TokenDataset, batch_size: int) -> Callable[..., A
     return gather
 
 
-class Fetched(Iterable[Any]):
-    """What the peers have in common: batches of indices, and a function that makes a batch."""
-
-    def __init__(self, dataset: Any, batch_size: int, shuffle: bool) -> None:  # noqa: FBT001
-        sampler = (RandomSampler if shuffle else SequentialSampler)(dataset)
-        self.indices = BatchSampler(sampler, batch_size, drop_last=True)
-        self.dataset = dataset
-
-    def fetch(self, indices: list[int]) -> Any:
-        """Return the batch of the items at the indices."""
-        return default_collate([self.dataset[i] for i in indices])
-
-
-class TorchDataNodes(Fetched):
-    """torchdata's nodes, with two threads."""
-
-    def __iter__(self) -> Iterator[Any]:
-        from torchdata import nodes  # noqa: PLC0415 - optional
-
-        source = nodes.SamplerWrapper(self.indices)
-        return iter(nodes.Loader(nodes.ParallelMapper(source, self.fetch, 2, method="thread")))
-
-
-class Spdl(Fetched):
-    """SPDL's pipeline, with two threads."""
-
-    def __iter__(self) -> Iterator[Any]:
-        from spdl.pipeline import PipelineBuilder  # noqa: PLC0415 - optional
-
-        builder = PipelineBuilder().add_source(self.indices)
-        builder.pipe(self.fetch, concurrency=2, output_order="input")
-        pipeline = builder.add_sink(4).build(num_threads=2)
-        with pipeline.auto_stop():
-            yield from pipeline.get_iterator()
-
-
-class Grain(Fetched):
-    """Grain's dataset, with two threads."""
-
-    def __iter__(self) -> Iterator[Any]:
-        import grain  # noqa: PLC0415 - optional
-
-        options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
-        data = grain.MapDataset.source(list(self.indices)).map(self.fetch)
-        return iter(data.to_iter_dataset(options))
-
-
-PEERS = {"torchdata": TorchDataNodes, "spdl": Spdl, "grain": Grain}
-
-
 def make_case(
     name: str,
     dataset: Any,
     batch_size: int,
     device: torch.device,
-    gather: Callable[[torch.Tensor], Any] | None = None,
+    gather: Gather | None = None,
     *,
     peers: bool = False,
 ) -> Case:
     """Return a case with fastamp's loader, torch's with 0 and 2 workers, and the others asked."""
-    arms = {"fastamp": ours(dataset, batch_size, device)}
+    what = (dataset, batch_size)
+    arms = {"fastamp": loader_of(fastamp.DataLoader, what, device)}
     for num_workers in (0, 2):
-        arms[f"torch, {num_workers} workers"] = stock(dataset, batch_size, device, num_workers)
+        arms[f"torch, {num_workers} workers"] = loader_of(DataLoader, what, device, num_workers)
     if device.type == "cpu":
         if gather is not None:
             arms["direct"] = partial(Direct, len(dataset), batch_size, gather)
-        for peer, make in PEERS.items() if peers else ():
-            if importlib.util.find_spec(peer):
-                arms[peer] = partial(make, dataset, batch_size)
+        if peers:
+            arms |= {peer: partial(PeerLoader, peer, *what) for peer in INSTALLED}
     return Case(name, dataset, batch_size, arms)
 
 
@@ -268,8 +193,10 @@ def make_cases(device: torch.device) -> Iterator[Case]:
     yield make_case("dicts of 5 tensors at 256", dicts, 256, device)
     for num_workers in (0, 2):
         arms = {
-            "fastamp": ours(Slow(), 8, device, num_workers),
-            f"torch, {num_workers} workers": stock(Slow(), 8, device, num_workers),
+            "fastamp": loader_of(fastamp.DataLoader, (Slow(), 8), device, num_workers),
+            f"torch, {num_workers} workers": loader_of(
+                DataLoader, (Slow(), 8), device, num_workers
+            ),
         }
         yield Case(f"1 ms getitem at 8, {num_workers} workers", Slow(), 8, arms)
 
@@ -318,12 +245,11 @@ def measure(
     counts = {arm: count_batches(source) for arm, source in sources.items()}
     arms = {arm: make_round(source, counts[arm]) for arm, source in sources.items()}
     timings = interleaved(arms, device, rounds=rounds)
-    rates = {arm: counts[arm] / timing.median_s for arm, timing in timings.items()}
-    quartiles = {
-        arm: (counts[arm] / timing.high_s, counts[arm] / timing.low_s)
-        for arm, timing in timings.items()
-    }
-    return Row(name, batch_nbytes, rates, quartiles)
+    rates = {}
+    for arm, timing in timings.items():
+        ends = {"median": timing.median_s, "low": timing.high_s, "high": timing.low_s}
+        rates[arm] = {end: counts[arm] / time_s for end, time_s in ends.items()}
+    return Row(name, batch_nbytes, rates)
 
 
 def count_batches(source: Iterator[Any]) -> int:
@@ -338,12 +264,7 @@ def count_batches(source: Iterator[Any]) -> int:
 
 def make_round(source: Iterator[Any], count: int) -> Callable[[], object]:
     """Return a call that consumes batches, and keeps none."""
-
-    def consume() -> None:
-        for _ in itertools.islice(source, count):
-            pass
-
-    return consume
+    return lambda: deque(itertools.islice(source, count), maxlen=0)
 
 
 def compare(case: Case, device: torch.device, rounds: int) -> Row:
@@ -359,12 +280,8 @@ def compare_collate(case: Case, rounds: int) -> Row:
     collate = fastamp.BatchCollator()
     expected = default_collate(samples)
     assert_equal("BatchCollator", collate(samples), expected)
-
-    def repeat(function: Callable[[Any], Any]) -> Iterator[Any]:
-        while True:
-            yield function(samples)
-
-    sources = {"fastamp": repeat(collate), "torch, collate": repeat(default_collate)}
+    functions = {"fastamp": collate, "torch, collate": default_collate}
+    sources = {arm: map(call, itertools.repeat(samples)) for arm, call in functions.items()}
     nbytes = sum(tensor.nbytes for tensor in tree_leaves(expected))
     cpu = torch.device("cpu")
     return measure(f"{case.name}, collate only", nbytes, sources, cpu, rounds)
@@ -374,15 +291,9 @@ def compare_training(case: Case, device: torch.device, rounds: int) -> tuple[Row
     """Measure training steps of a small network, and return the loader's verdict on them."""
     loader: Any = case.arms["fastamp"](True)
     batch = next(iter(case.arms["torch, 0 workers"](True)))
-    sources = {
-        "fastamp": train(endless(loader), device),
-        **{
-            name: train(endless(make(True)), device)
-            for name, make in case.arms.items()
-            if name.startswith("torch,")
-        },
-        "no loading": train(itertools.repeat(batch), device),
-    }
+    batches = {name: endless(case.arms[name](True)) for name in case.arms if "torch, " in name}
+    batches |= {"fastamp": endless(loader), "no loading": itertools.repeat(batch)}
+    sources = {name: train(source, device) for name, source in batches.items()}
     nbytes = sum(tensor.nbytes for tensor in batch)
     row = measure(f"training on {case.name}", nbytes, sources, device, rounds)
     return row, str(loader.stats())
@@ -407,12 +318,10 @@ def show(rows: list[Row], byte_s: float) -> None:
     print("|---|--:|--:|--:|--:|--:|--:|---|")
     for row in rows:
         mine, theirs, bare = row.best("fastamp"), row.best("torch,"), row.best("direct")
-        assert mine is not None  # noqa: S101
-        assert theirs is not None  # noqa: S101
         others = "; ".join(
-            f"{name} {rate:,.0f}" for name, rate in row.batches_s.items() if name != "fastamp"
+            f"{name} {r['median']:,.0f}" for name, r in row.batches_s.items() if name != "fastamp"
         )
-        direct_columns = " | " if bare is None else f"{bare:,.0f}/s | {mine / bare:.2f}"
+        direct_columns = f"{bare:,.0f}/s | {mine / bare:.2f}" if bare else " | "
         print(
             f"| {row.case} | {mine:,.0f}/s | {theirs:,.0f}/s | {mine / theirs:.2f}x"
             f" | {direct_columns} | {mine * row.batch_nbytes / 1e9:.1f} | {others} |"
@@ -434,7 +343,7 @@ def main() -> None:
     byte_s = limit["plain"].median_s / LIMIT_NBYTES
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {fastamp.backends()}")
     for peer in PEERS:
-        if not importlib.util.find_spec(peer):
+        if peer not in INSTALLED:
             print(f"{peer} is not installed: left out")
     rows, verdict = [], ""
     for case in make_cases(device):
