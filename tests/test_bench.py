@@ -23,7 +23,8 @@ from fastamp.bench.compare import Interval, Race, Visit
 from fastamp.bench.model import GPT, Shape
 
 SHAPE = Shape(layers=2, heads=2, width=32, block_size=16)
-JOB = train.Job(device="cpu", precision="bf16", shape=SHAPE, batch_size=4, steps=8, seed=0)
+SIZES = {"batch_size": 4, "steps": 8, "seed": 0, "memory_batch_size": 4}
+JOB = train.Job(device="cpu", precision="bf16", shape=SHAPE, **SIZES)
 TINY = "--device cpu --layers 1 --heads 2 --width 32 --block-size 16 --batch-size 4 --steps 8"
 NAMES = ["fp32", "amp", "amp+fastamp"]
 TARGETS = {"min_speedup": 1.5, "min_memory_saving": 0.4, "max_accuracy_gap": 0.01}
@@ -320,8 +321,7 @@ def test_a_batch_that_is_cut_for_a_slow_cpu_is_not_held_to_the_memory_target(
 
     default = quick.index("--batch-size")
     del quick[default : default + 2]
-    cut = {"batch_size": 3, "steps": 3, "memory_batch_size": 3}
-    monkeypatch.setattr(amp, "CPU_CUT", cut)
+    monkeypatch.setattr(amp, "CPU_CUT", {"batch_size": 3, "steps": 3})
     monkeypatch.setattr(race, "VALIDATION_WINDOWS", 4)
     monkeypatch.setattr(amp, "no_speed_reason", lambda *_: "no units")
     assert ": n/a, amp+fastamp against fp32: no units, so the default batch is cut to 3" in (
@@ -333,10 +333,10 @@ def test_a_batch_that_is_cut_for_a_slow_cpu_is_not_held_to_the_memory_target(
 def test_the_json_file_says_what_the_table_says(finished):
     done, found = finished
     lines = done.stdout.splitlines()
-    race_, known = found["races"]["training"], found["details"]["arms"]
+    race_, known = found["races"]["training"], found["details"]
     for name, line in zip(NAMES, lines[2:5], strict=True):
         arm = race_["arms"][name]
-        times, ratio, peak = arm["time_s"], arm["speedup"], known[name]["peak_memory_bytes"]
+        times, ratio, peak = arm["time_s"], arm["speedup"], known["peak_memory_nbytes"][name]
         assert peak > 0
         ratio = Interval(**{end: math.inf if x is None else x for end, x in ratio.items()})
         assert line.split() == [
@@ -345,10 +345,10 @@ def test_the_json_file_says_what_the_table_says(finished):
             *f"[{times['low'] * 1e3:.1f}, {times['high'] * 1e3:.1f}]".split(),
             *ratio.text(".2f", "x").split(),
             "0",
-            f"{known[name]['tokens_per_s']:.0f}",
+            f"{known['tokens_per_s'][name]:.0f}",
             f"{peak / 2**20:.0f}",
-            f"{known[name]['validation'][0]['loss']:.4f}",
-            f"{known[name]['validation'][0]['accuracy']:.4f}",
+            f"{known['validation'][name][0]['loss']:.4f}",
+            f"{known['validation'][name][0]['accuracy']:.4f}",
         ]
         assert len(found["losses"][name]) == 8
     assert [sorted(v["arm"] for v in round_) for round_ in race_["rounds"]] == [sorted(NAMES)] * 8
@@ -365,7 +365,7 @@ def test_three_seeds_are_trained_and_scored_but_one_is_timed(quick, tmp_path, ca
     path = tmp_path / "found.json"
     assert main([*quick, "--thorough", "--json", str(path)]) == 0
     found = json.loads(path.read_text())
-    scores = [score["loss"] for score in found["details"]["arms"]["fp32"]["validation"]]
+    scores = [score["loss"] for score in found["details"]["validation"]["fp32"]]
     assert len(set(scores)) == 3
     assert len(found["races"]["training"]["rounds"]) == 8
     assert "3 seed(s)" in capsys.readouterr().out
@@ -527,8 +527,8 @@ def test_the_main_job_runs_on_a_gpu_with_loss_scaling(tmp_path, capsys):
     assert main([*options.split(), "--precision", "fp16", "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     assert found["environment"]["device"] == "cuda"
-    arms = found["details"]["arms"]
-    assert arms["amp+fastamp"]["peak_memory_bytes"] < arms["fp32-strict"]["peak_memory_bytes"]
+    peaks = found["details"]["peak_memory_nbytes"]
+    assert peaks["amp+fastamp"] < peaks["fp32-strict"]
     assert "memory: peak of the GPU memory" in capsys.readouterr().out
 
 

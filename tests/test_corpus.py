@@ -12,7 +12,8 @@ from fastamp.bench.model import Shape
 from fastamp.bench.train import Job
 
 SHAPE = Shape(layers=1, heads=1, width=8, block_size=16)
-JOB = Job(device="cpu", precision="bf16", shape=SHAPE, batch_size=24, steps=3, seed=0)
+SIZES = {"batch_size": 24, "steps": 3, "seed": 0, "memory_batch_size": 24}
+JOB = Job(device="cpu", precision="bf16", shape=SHAPE, **SIZES)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ CPU_SHAPE = Shape(layers=14, heads=2, width=256, block_size=128)
 # Many short steps, for many blocks; the memory is that of a batch whose activations fill it.
 CPU_STEPS = {"batch_size": 8, "steps": 48, "memory_batch_size": 40}
 # Without units for it, a step in low precision has been seen to take 20 times one in FP32.
-CPU_CUT = {"batch_size": 1, "steps": 9, "memory_batch_size": 1}
+CPU_CUT = {"batch_size": 1, "steps": 9}
 THOROUGH_SEEDS = 3
 
 
@@ -68,8 +68,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def _prepare(args: argparse.Namespace) -> Task:
     sizes = _sizes(args)
-    memory_batch_size = sizes.pop("memory_batch_size", 0)
-    steps = {name: sizes.pop(name) for name in ("batch_size", "steps")}
+    steps = {name: sizes.pop(name) for name in ("batch_size", "steps", "memory_batch_size")}
     if sizes["width"] % sizes["heads"]:
         refuse("--heads", sizes["heads"], f"does not divide --width {sizes['width']}")
     shape = Shape(**sizes)
@@ -82,34 +81,29 @@ def _prepare(args: argparse.Namespace) -> Task:
     if args.arms is not None:
         shared["arms"] = args.arms
         return Task(job=shared, run=lambda: story.measure(job, corpus, args.arms.split(",")))
-    once = {
-        "seeds": THOROUGH_SEEDS if args.thorough else 1,
-        "memory_batch_size": memory_batch_size,
-    }
-    return Task(
-        job=shared | once, run=lambda: _report(args, job, measure(job, corpus, **once), once)
-    )
+    seeds = shared["seeds"] = THOROUGH_SEEDS if args.thorough else 1
+    return Task(job=shared, run=lambda: _report(args, job, measure(job, corpus, seeds=seeds)))
 
 
 def _sizes(args: argparse.Namespace) -> dict[str, int]:
     """Return the sizes of the model and of a step: those asked for, or what suits the device."""
     if args.arms is not None:
-        defaults = story.SIZES[args.device]
+        defaults = dict(story.SIZES[args.device])
     elif args.device == "cuda":
         gib = torch.cuda.get_device_properties(0).total_memory / 2**30
         # About 0.6 GiB a window in FP32, beside 5 GiB for the four arms themselves.
         batch = next((size for size in (32, 16, 8, 4, 2) if size <= gib), 1)
-        steps = {"batch_size": batch, "memory_batch_size": batch, "steps": 45}
-        defaults = asdict(GPT2_SMALL) | steps
+        defaults = asdict(GPT2_SMALL) | {"batch_size": batch, "steps": 45}
     elif no_speed_reason(args.device, args.precision) is None:
         defaults = asdict(CPU_SHAPE) | CPU_STEPS
     else:
         defaults = asdict(CPU_SHAPE) | CPU_CUT
+    defaults.setdefault("memory_batch_size", defaults["batch_size"])
     args.memory_batch_size = args.batch_size
     return {name: getattr(args, name) or default for name, default in defaults.items()}
 
 
-def _report(args: argparse.Namespace, job: Job, found: Results, once: dict[str, int]) -> Report:
+def _report(args: argparse.Namespace, job: Job, found: Results) -> Report:
     race, judged = found.race, found.race.arms[-1]
     metrics = {
         "speedup": race.ratio(judged),
@@ -119,33 +113,30 @@ def _report(args: argparse.Namespace, job: Job, found: Results, once: dict[str, 
     peak = found.peaks[judged]
     if peak is not None:
         metrics["peak_memory"] = Interval.exact(peak)
+    tokens = job.batch_size * job.shape.block_size
+    tokens_per_s = {arm: tokens / race.time_s(arm).value for arm in race.arms}
     window = f"{job.shape.block_size} bytes"
     size = f"{found.parameters / 1e6:.1f} M parameters, {job.steps} steps of {job.batch_size}"
-    memory = f"{MEMORY_STEPS} steps of {once['memory_batch_size']} x {window} in a fresh process"
+    memory = f"{MEMORY_STEPS} steps of {job.memory_batch_size} x {window} in a fresh process"
     notes = [
         f"{job.precision}, {size} x {window}, {race.warmup_rounds} not timed",
         f"memory: peak of the {MEMORY_KINDS[job.device]}, over {memory}",
         f"loss and accuracy: seed {job.seed}, on windows spread evenly over the held-out bytes",
     ]
-    arms = {name: _describe(name, job, found) for name in race.arms}
     return Report(
-        table=[_row(name, found, arm["tokens_per_s"]) for name, arm in arms.items()],
+        table=[_row(arm, found, rate) for arm, rate in tokens_per_s.items()],
         races={"training": race},
         metrics=metrics,
         verdicts=judge_targets(args, found, excused=_excused(args, job)),
         notes=notes,
         losses=found.losses,
-        details={"parameters": found.parameters, "arms": arms},
+        details={
+            "parameters": found.parameters,
+            "tokens_per_s": tokens_per_s,
+            "peak_memory_nbytes": found.peaks,
+            "validation": {arm: list(map(asdict, scores)) for arm, scores in found.scores.items()},
+        },
     )
-
-
-def _describe(arm: str, job: Job, found: Results) -> dict[str, Any]:
-    tokens = job.batch_size * job.shape.block_size
-    return {
-        "tokens_per_s": tokens / found.race.time_s(arm).value,
-        "peak_memory_bytes": found.peaks[arm],
-        "validation": [asdict(score) for score in found.scores[arm]],
-    }
 
 
 def _row(arm: str, found: Results, tokens_per_s: float) -> dict[str, str]:

@@ -52,10 +52,10 @@ class Results:
     scores: dict[str, list[Score]]
 
 
-def measure(job: Job, corpus: Corpus, *, seeds: int, memory_batch_size: int) -> Results:
+def measure(job: Job, corpus: Corpus, *, seeds: int) -> Results:
     """Measure every arm with the job's seed; with the seeds after it, train and score only."""
     arms = make_arms(job)
-    memory_job = replace(job, batch_size=memory_batch_size)
+    memory_job = replace(job, batch_size=job.memory_batch_size)
     with progress(len(arms) + seeds * job.steps) as tick:
         peaks = {}
         for arm in arms:

@@ -33,6 +33,7 @@ class Job:
     batch_size: int
     steps: int
     seed: int
+    memory_batch_size: int  # of the processes that show the peak memory
 
     @property
     def dtype(self) -> torch.dtype:
