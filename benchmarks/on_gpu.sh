@@ -47,7 +47,7 @@ pytest=("$python" -m pytest -q -p no:cacheprovider)
 sanitized=(tests/test_amp.py -m cuda -k "promised_order or reaches_every_element or gradient_at_once")
 step gpu-tests "${pytest[@]}" -m cuda
 step benchmarks env -u PYTHONSAFEPATH "$python" benchmarks/amp.py --device cuda --json "$site/amp.json"
-step timer env -u PYTHONSAFEPATH "$python" benchmarks/timer.py --json "$site/timer.json"
+step timer "$python" -m fastamp.bench timer --json "$site/timer.json"
 step memcheck compute-sanitizer --tool memcheck --error-exitcode 9 "${pytest[@]}" "${sanitized[@]}"
 step main-job "$python" -m fastamp.bench --device cuda --json "$site/bench.json"
 step racecheck compute-sanitizer --tool racecheck --error-exitcode 9 "${pytest[@]}" "${sanitized[@]}"

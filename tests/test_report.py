@@ -28,7 +28,7 @@ COMMANDS = {
     "story": f"amp {TINY} --steps 40 --device cpu --arms naive,stock,fastamp",
     "step": "step --shapes 3x1000,2x10 --device cpu",
     "loader": "loader --device cpu",
-    "timer": "timer",
+    "timer": "timer --device cpu",
     "latency": "latency --batch-sizes 1,2 --device cpu",
     "selftest": "selftest",
 }
@@ -230,10 +230,10 @@ def test_both_loaders_give_the_same_batches_and_others_are_not_timed(monkeypatch
 
 @pytest.mark.parametrize(("held", "verdict"), [("pass", "pass"), ("sum(range(1000))", "fail")])
 def test_a_region_is_held_to_the_cost_of_two_reads_of_a_clock(held, verdict, monkeypatch, capsys):
-    monkeypatch.setattr(timer, "TWO_READS", "sum(range(100))")
-    monkeypatch.setattr(timer, "REGION", held)
+    monkeypatch.setitem(timer.STATEMENTS, "two reads", "sum(range(100))")
+    monkeypatch.setitem(timer.STATEMENTS, "region", held)
     monkeypatch.setattr(timer, "PLAN", QUICK)
-    main(["timer", "--check"])
+    main(["timer", "--check", "--device", "cpu"])
     assert f": {verdict}, against two reads" in capsys.readouterr().out
 
 

@@ -18,15 +18,12 @@ import reference
 import torch
 
 import fastamp
-from fastamp import Timer
-
-COMPILED = "cpu" in fastamp.backends()
+from fastamp import Timer, _backend
+from fastamp.bench.__main__ import main
 
 
 @pytest.fixture(params=["fallback", "cpu"])
 def backend(request):
-    from fastamp import _backend
-
     if request.param not in fastamp.backends():
         pytest.skip(f"backend {request.param} is not available")
     with _backend.use_only(request.param):
@@ -258,22 +255,14 @@ def test_a_device_without_a_clock_is_refused(device, error, message, monkeypatch
         pass
 
 
-@pytest.mark.parametrize(("name", "limit"), [("cpu", 2.5), ("fallback", 8.0)])
-def test_a_region_costs_little_more_than_two_reads_of_the_clock(name, limit):
+@pytest.mark.parametrize(("name", "limit"), [("cpu", 2.5), ("fallback", 8)])
+def test_a_region_costs_little_more_than_two_reads_of_the_clock(name, limit, capsys):
     if name not in fastamp.backends():
         pytest.skip(f"backend {name} is not available")
-    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-    try:
-        import timer as benchmark
-    finally:
-        sys.path.pop(0)
-    ratios = []
-    for _ in range(5):  # on a machine that is busy with something else
-        cost_ns = benchmark.region_cost()
-        ratios.append(cost_ns[f"fastamp, {name}"] / cost_ns[benchmark.LIMIT])
-        if ratios[-1] <= limit:
-            return
-    pytest.fail(f"{ratios} times two reads of the clock")
+    with _backend.use_only(name):
+        # A machine that is busy with something else only adds to what is measured.
+        assert any(main(["timer", "--device", "cpu", "--check"]) == 0 for _ in range(5))
+    assert f"(target <= {limit}x): pass" in capsys.readouterr().out
 
 
 def test_a_subclass_keeps_its_own_call(backend):
