@@ -86,9 +86,8 @@ def run_sanitized(session: nox.Session, kind: str, runtimes: list[str], *default
 @nox.session
 def sanitize(session: nox.Session) -> None:
     """Run the compiled CPU core's tests under the address and undefined-behaviour sanitizers."""
-    files = [
-        f"tests/test_{name}.py" for name in ("amp", "collate", "gather", "timer", "timer_cuda")
-    ]
+    names = ("amp", "collate", "padding", "gather", "gather_queue", "timer", "timer_cuda")
+    files = [f"tests/test_{name}.py" for name in names]
     chosen = "cpu and not worker and not threads and not million and not costs"
     run_sanitized(session, "address", ["libasan.so", "libubsan.so"], *files, "-k", chosen)
 
@@ -96,7 +95,8 @@ def sanitize(session: nox.Session) -> None:
 @nox.session
 def sanitize_threads(session: nox.Session) -> None:
     """Run the tests of what threads share, the gather queue and the leases, under TSan."""
-    run_sanitized(session, "thread", ["libtsan.so"], "tests/test_gather.py", "-k", "not fallback")
+    files = ["tests/test_gather.py", "tests/test_gather_queue.py"]
+    run_sanitized(session, "thread", ["libtsan.so"], *files, "-k", "not fallback")
 
 
 @nox.session

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,6 +63,19 @@ def make_array(dtype, *shape, seed=0):
     return nbytes.view(dtype).reshape(shape)
 
 
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor's values, on the CPU."""
+    if tensor.is_meta:
+        return torch.empty(0, device="cpu")
+    plain = tensor.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg()
+    return plain.contiguous().view(-1).view(torch.uint8)
+
+
 def assert_same(actual: Any, expected: Any) -> None:
     """Compare type, dtype, shape and bits, all the way down."""
     assert type(actual) is type(expected)
@@ -71,8 +84,7 @@ def assert_same(actual: Any, expected: Any) -> None:
         assert actual.shape == expected.shape
         assert actual.device == expected.device
         assert actual.requires_grad == expected.requires_grad
-        ours, theirs = (t.detach().contiguous().flatten() for t in (actual, expected))
-        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+        assert torch.equal(bits(actual), bits(expected))
     elif isinstance(expected, np.ndarray):
         assert actual.dtype == expected.dtype
         assert actual.tobytes() == expected.tobytes()
@@ -80,7 +92,7 @@ def assert_same(actual: Any, expected: Any) -> None:
         assert list(actual) == list(expected)
         for key in expected:
             assert_same(actual[key], expected[key])
-    elif isinstance(expected, list | tuple):
+    elif isinstance(expected, Sequence) and not isinstance(expected, str | bytes):
         assert len(actual) == len(expected)
         for ours, theirs in zip(actual, expected, strict=True):
             assert_same(ours, theirs)
