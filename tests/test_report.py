@@ -129,6 +129,36 @@ def test_every_figure_of_the_table_is_a_number_of_the_record(written, name):
         assert (np.abs(scaled - float(text)) <= half).any(), text
 
 
+def test_a_record_of_another_shape_needs_another_schema_version(written):
+    interval, visit = {"value", "low", "high"}, {"arm", "elapsed_s", "skipped"}
+    details = {
+        "amp": {"parameters", "tokens_per_s", "peak_memory_nbytes", "validation"},
+        "story": set(),
+        "step": {"3x1000", "2x10"},
+        "loader": {"tokens", "tensors"},
+        "timer": {"timer"},
+        "latency": {"1", "2"},
+        "selftest": {"true_ratio"},
+    }
+    assert report.SCHEMA_VERSION == 3  # together with what follows
+    for name, (_, record, _) in written.items():
+        first, race_ = next(iter(record["table"])), next(iter(record["races"].values()))
+        arm = race_["arms"][race_["base"]]
+        head = {"schema_version", "command", "created", "environment", "job", "table", "notes"}
+        assert set(record) == head | {"verdicts", "metrics", "details", "losses", "races"}
+        assert set(map(type, first.values())) == {str}
+        assert set(race_) == {"base", "warmup_rounds", "blocks", "placebo", "arms", "rounds"}
+        assert set(arm) == {"time_s", "skipped", "speedup"}
+        assert set(arm["time_s"]) == {"median", "low", "high"}
+        assert set(race_["placebo"]) == set(arm["speedup"]) == interval
+        assert set(race_["rounds"][0][0]) == visit
+        assert all(set(metric) == interval for metric in record["metrics"].values())
+        for verdict in record["verdicts"]:
+            parts = {"name", "figure", "ends", "unit", "verdict", "reason", "text"}
+            assert set(verdict) == parts
+        assert set(record["details"]) == details[name]
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_page_stands_alone(written, name):
     text = written[name][0].read_text()
