@@ -54,20 +54,19 @@ def _check_bounds(args: argparse.Namespace) -> None:
 
 
 def _carry_out(task: Task, args: argparse.Namespace, prog: str) -> int:
-    environment = describe(args.device)
-    if args.baseline is not None:
-        found = baseline.differences(args.baseline, args.command, task, environment)
-        if found:
-            text = f"no verdict: the baseline cannot be compared: {'; '.join(found)}"
-            print(f"{prog}: {text}", file=sys.stderr)
-            return 3
+    run = {"command": args.command, "environment": describe(args.device), "job": task.job}
+    found = baseline.differences(args.baseline, run) if args.baseline is not None else []
+    if found:
+        text = f"no verdict: the baseline cannot be compared: {'; '.join(found)}"
+        print(f"{prog}: {text}", file=sys.stderr)
+        return 3
     report = task.run()
     judged = [target.verdict for target in report.verdicts] if args.check else []
     for name, most in args.fail_on:
         saved = args.baseline["metrics"][name]
         report.verdicts.append(baseline.hold(name, report.metrics[name], saved, most))
         judged.append(report.verdicts[-1].verdict)
-    record = make_record(report, command=args.command, job=task.job, environment=environment)
+    record = make_record(report, run)
     print(render(record), flush=True)
     if args.json is not None:
         args.json.write_bytes((json.dumps(record, indent=1, allow_nan=False) + "\n").encode())

@@ -7,13 +7,10 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastamp.bench.compare import Interval
 from fastamp.bench.report import SCHEMA_VERSION, Verdict
-
-if TYPE_CHECKING:
-    from fastamp.bench.report import Task
 
 MACHINE = ("device", "device_name", "threads")
 
@@ -39,18 +36,14 @@ def bound(text: str) -> tuple[str, float]:
     return found[1], change
 
 
-def differences(
-    baseline: dict[str, Any], command: str, task: Task, environment: dict[str, Any]
-) -> list[str]:
+def differences(baseline: dict[str, Any], run: dict[str, Any]) -> list[str]:
     """Say what keeps a baseline from being compared with this run."""
     if baseline["schema_version"] != SCHEMA_VERSION:
         return [f"schema_version is {baseline['schema_version']}, not {SCHEMA_VERSION}"]
     theirs, ours = (
-        {"command": name, **job} | {key: machine[key] for key in MACHINE}
-        for name, job, machine in (
-            (baseline["command"], baseline["job"], baseline["environment"]),
-            (command, json.loads(json.dumps(task.job)), environment),
-        )
+        {"command": each["command"], **each["job"]}
+        | {key: each["environment"][key] for key in MACHINE}
+        for each in (baseline, json.loads(json.dumps(run)))
     )
     pairs = {key: (theirs.get(key), ours.get(key)) for key in sorted({*theirs, *ours})}
     return [f"{key} is {their}, not {our}" for key, (their, our) in pairs.items() if their != our]

@@ -77,20 +77,16 @@ def judge(
     return Verdict(name=name, figure=figure, ends=ends, unit=unit, verdict=verdict, reason=reason)
 
 
-def make_record(
-    report: Report, *, command: str, job: dict[str, Any], environment: dict[str, Any]
-) -> dict[str, Any]:
-    """Return all of a report as JSON's types; a number that is not finite is None."""
+def make_record(report: Report, run: dict[str, Any]) -> dict[str, Any]:
+    """Return a report, and what `run` says of it, as JSON's types; None for what is not finite."""
     placebos = [
         f"placebo, {name}: {race.arms[0]} against itself {race.placebo().text('.4f', 'x')}"
         for name, race in report.races.items()
     ]
     record: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
-        "command": command,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "environment": environment,
-        "job": job,
+        **run,
         "table": report.table,
         "notes": report.notes + placebos,
         "verdicts": [asdict(verdict) | {"text": verdict.text()} for verdict in report.verdicts],
