@@ -9,6 +9,7 @@ from fastamp.clip import (
     get_total_norm,
 )
 from fastamp.data import BatchCollator, DataLoader, TokenDataset, prefetch
+from fastamp.integrations.lightning import adapt
 from fastamp.metrics import MetricsTracker, ScalarStats
 from fastamp.precision import compute_effective_precision
 from fastamp.timer import RegionStats, Timer
@@ -27,6 +28,7 @@ __all__ = [
     "TrainConfig",
     "TrainResult",
     "__version__",
+    "adapt",
     "backends",
     "clip_grad_norm_",
     "clip_grad_value_",

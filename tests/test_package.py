@@ -89,3 +89,14 @@ def test_importing_fastamp_is_silent_and_leaves_the_bench_out():
     code = "import sys, fastamp; print([m for m in sys.modules if m.startswith('fastamp.bench')])"
     result = run_python(code)
     assert (result.stdout.strip(), result.stderr) == ("[]", "")
+
+
+def test_importing_fastamp_and_its_integrations_imports_no_extra():
+    code = (
+        "import sys, torch, fastamp, fastamp.integrations.accelerate, fastamp.integrations.wandb\n"
+        "extras = {'lightning', 'pytorch_lightning', 'accelerate', 'transformers', 'wandb',"
+        " 'matplotlib', 'tensorboard'}\n"
+        "print(extras & {name.split('.')[0] for name in sys.modules})"
+    )
+    result = run_python(code, PYTHONWARNINGS="error")
+    assert (result.stdout.strip(), result.stderr) == ("set()", "")

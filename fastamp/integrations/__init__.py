@@ -1,0 +1,1 @@
+"""fastamp in the frameworks people use; each module needs the extra of its name."""

@@ -1,0 +1,69 @@
+"""Accelerate, and with it the Hugging Face Trainer: fastamp's scaler in the place of torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastamp.amp import GradScaler
+
+__all__ = ["prepare_scaler"]
+
+
+class _Scaler(GradScaler):
+    """Tells Accelerate's optimizers when a step was skipped.
+
+    They take a step for skipped when torch's scaler has not called the optimizer, but a fused one
+    is called every time, and skips by itself.
+    """
+
+    def __init__(self, accelerator: Any, device: str, *, enabled: bool) -> None:
+        super().__init__(device, enabled=enabled)
+        self._accelerator = accelerator
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *args: Any,
+        max_norm: float | None = None,
+        **kwargs: Any,
+    ) -> float | None:
+        """Step as `fastamp.GradScaler`; waits for the device."""
+        retval = super().step(optimizer, *args, max_norm=max_norm, **kwargs)
+        if self.last_step is not None and self.last_step.skipped:
+            for wrapper in self._accelerator._optimizers:
+                if wrapper.optimizer is optimizer:
+                    wrapper._accelerate_step_called = False
+        return retval
+
+
+def prepare_scaler(accelerator: Any) -> GradScaler | None:
+    """Replace the scaler of an Accelerator by a `fastamp.GradScaler` in the same state.
+
+    `accelerator.optimizer_step_was_skipped` is then right for fused optimizers, too, so that
+    schedulers do not advance on a skipped step. Call it once, before or after
+    `accelerator.prepare`; for the Hugging Face Trainer, `prepare_scaler(trainer.accelerator)`
+    before `trainer.train()`.
+
+    Args:
+        accelerator: an `accelerate.Accelerator`.
+
+    Returns:
+        The scaler that the accelerator has now; None where it scales nothing, as with "bf16".
+
+    Raises:
+        TypeError: the scaler is not torch's own: FSDP has one that scales by itself.
+    """
+    stock = accelerator.scaler
+    if stock is None or isinstance(stock, _Scaler):
+        return stock
+    if type(stock) is not torch.amp.GradScaler:
+        msg = f"accelerator.scaler: expected a torch.amp.GradScaler, got {type(stock).__name__}"
+        raise TypeError(msg)
+    scaler = _Scaler(accelerator, stock._device, enabled=stock.is_enabled())
+    scaler.load_state_dict(stock.state_dict())
+    accelerator.scaler = scaler
+    for optimizer in accelerator._optimizers:
+        optimizer.scaler = scaler
+    return scaler

@@ -1,0 +1,325 @@
+"""Lightning: a precision plugin with fastamp's step, a callback that logs, any model as a module.
+
+`lightning.pytorch` and `pytorch_lightning` have the same names and unrelated classes: the classes
+here get their base class when an instance is made, from the package that is in use.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import defaultdict
+from functools import cache, partial
+from importlib.util import find_spec
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from fastamp.amp import GradScaler
+from fastamp.metrics import MetricsTracker
+from fastamp.metrics.sinks import require
+from fastamp.train.adapter import Adapter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from typing_extensions import Self
+
+    from fastamp.metrics.sinks import Scalar
+
+__all__ = ["AmpCallback", "AmpPrecision", "adapt"]
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+SCALED_BY_STRATEGY = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
+SKIPPED = "step, skipped"
+EVENTS = ("train/loss_scale", "train/gradient_overflow", "train/skipped_steps")
+
+
+class OfLightning:
+    """Gets its base class from Lightning when an instance is made."""
+
+    base: str
+    """Where the class is in the package."""
+
+    def __new__(cls, *_args: Any, package: str | tuple[str, ...] | None = None, **_kw: Any) -> Self:
+        """Make an instance of a class that is Lightning's, too."""
+        names = _packages_in_use() if package is None else package
+        made: type[Self] = _made(cls, (names,) if isinstance(names, str) else names)  # type: ignore[arg-type]
+        return super().__new__(made)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle and copy the instance; its class is made where it arrives."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        return (_again, type(self).made_of, *reduced[2:])  # type: ignore[attr-defined]
+
+
+def _packages_in_use() -> tuple[str, ...]:
+    """Return the packages that are imported, or else the first that is installed."""
+    imported = tuple(name for name in PACKAGES if name in sys.modules)
+    has_second = not find_spec("lightning") and find_spec(PACKAGES[1])
+    return imported or (PACKAGES[bool(has_second)],)
+
+
+@cache
+def _made(cls: Any, names: tuple[str, ...]) -> Any:
+    """Return a subclass of a class here and of Lightning's; a callback can be both packages'."""
+    if not set(names) <= set(PACKAGES):
+        msg = f"package: expected one of {', '.join(PACKAGES)}, got {', '.join(names)}"
+        raise ValueError(msg)
+    if len(names) > 1 and cls.base != "Callback":
+        msg = f"{cls.__name__}: {' and '.join(names)} are both imported; name one as package="
+        raise ValueError(msg)
+    bases = [attrgetter(cls.base)(require(name, "lightning")) for name in names]
+    made = type(cls.__name__, (cls, *bases), {"__module__": cls.__module__})
+    made.made_of = (cls, names)  # type: ignore[attr-defined]
+    if issubclass(cls, AmpPrecision):
+        made.__qualname__ = "MixedPrecision"  # its key in checkpoints: Lightning's own go on here
+    return made
+
+
+def _again(cls: type[OfLightning], names: tuple[str, ...]) -> OfLightning:
+    return cls.__new__(cls, package=names)
+
+
+class AmpPrecision(OfLightning):
+    """Lightning's MixedPrecision plugin with `fastamp.GradScaler`.
+
+    `Trainer(gradient_clip_val=...)` works with fused optimizers, and clipping by norm is part of
+    the step. After a step that was skipped, for inf or NaN in a gradient, schedulers of the
+    interval "step" stay where they are; to know that costs one wait a step. "bf16-mixed" scales
+    nothing, but clips and skips in the same way.
+
+    Gradients are scaled until the step, as in `on_after_backward`; where the module or a callback
+    has a hook between backward and step, they are unscaled before it.
+
+    Args:
+        precision: "16-mixed" or "bf16-mixed".
+        device: type of the device to train on; None is "cuda" where there is one, else "cpu".
+        scaler: for "16-mixed"; None makes one.
+        package: "lightning.pytorch" or "pytorch_lightning", where both are imported.
+
+    Raises:
+        ImportError: Lightning is not installed; it comes with the extra `lightning`.
+        TypeError: `scaler` is not a `fastamp.GradScaler`.
+        ValueError: both packages are imported and `package` is None; or another precision.
+    """
+
+    base = "plugins.MixedPrecision"
+    scaler: GradScaler
+
+    def __init__(
+        self,
+        precision: str = "16-mixed",
+        device: str | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        *,
+        package: str | None = None,  # noqa: ARG002 - __new__ has read it
+    ) -> None:
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            msg = f"scaler: expected a fastamp.GradScaler, got {scaler!r}"
+            raise TypeError(msg)
+        if precision == "16-mixed" and scaler is None:
+            scaler = GradScaler(device)
+        super().__init__(precision, device, scaler)  # type: ignore[call-arg]
+        self.scaler = scaler or GradScaler(device, enabled=False)
+        self._max_norms: dict[int, float] = {}
+
+    def convert_module(self, module: Any) -> Any:
+        """Refuse strategies that scale the loss or share out the gradients by themselves."""
+        names = {cls.__name__ for cls in type(module.trainer.strategy).__mro__}
+        if refused := names.intersection(SCALED_BY_STRATEGY):
+            msg = f"{refused.pop()} scales by itself: use Trainer(precision=...) without a plugin"
+            raise TypeError(msg)
+        return super().convert_module(module)  # type: ignore[misc]
+
+    def optimizer_step(
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Run forward and backward, clip, step unless a gradient is not finite, adapt the scale."""
+        if isinstance(optimizer, torch.optim.LBFGS):  # refused in Lightning's words
+            return super().optimizer_step(optimizer, model, closure, **kwargs)  # type: ignore[misc]
+        result = closure()
+        is_backward_left_out = result is None and model.automatic_optimization
+        if not is_backward_left_out and self._has_hook_before_step(model):
+            self._unscale(optimizer)
+        self._after_closure(model, optimizer)  # type: ignore[attr-defined]
+        max_norm = self._max_norms.pop(id(optimizer), None)
+        if is_backward_left_out:
+            return result
+        if max_norm is None and not self.scaler.is_enabled():
+            max_norm = math.inf  # clips nothing, but looks
+        result = self.scaler.step(optimizer, max_norm=max_norm, **kwargs)
+        self.scaler.update()
+        self._hold_schedulers(model.trainer.lr_scheduler_configs)
+        return result
+
+    def clip_gradients(
+        self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm"
+    ) -> None:
+        """Clip to a value now, or to a norm in the step that follows."""
+        if clip_val <= 0:
+            return
+        if isinstance(optimizer, self._lightning.core.optimizer.LightningOptimizer):
+            optimizer = optimizer.optimizer  # which step is given
+        if gradient_clip_algorithm == "norm":
+            self._max_norms[id(optimizer)] = float(clip_val)
+        elif self._unscale(optimizer).isfinite():  # else the step is skipped
+            self.clip_grad_by_value(optimizer, clip_val)  # type: ignore[attr-defined]
+
+    @property
+    def _lightning(self) -> Any:
+        """The package whose plugin this is."""
+        (name,) = type(self).made_of[1]  # type: ignore[attr-defined]
+        return sys.modules[name]
+
+    def _unscale(self, optimizer: Any) -> torch.Tensor:
+        """Unscale the gradients unless that is done, and return their norm."""
+        return self.scaler.clip_grad_norm_(optimizer, math.inf)
+
+    def _has_hook_before_step(self, model: Any) -> bool:
+        is_overridden = self._lightning.utilities.model_helpers.is_overridden
+        step, clip = "on_before_optimizer_step", "configure_gradient_clipping"
+        callbacks, base = model.trainer.callbacks, self._lightning.Callback
+        return (
+            is_overridden(step, model)
+            or is_overridden(clip, model)
+            or any(is_overridden(step, callback, base) for callback in callbacks)
+        )
+
+    def _hold_schedulers(self, configs: list[Any]) -> None:
+        """Make Lightning step the schedulers of this interval only if the optimizer has stepped."""
+        configs = [config for config in configs if config.interval in ("step", SKIPPED)]
+        if configs:
+            assert self.scaler.last_step is not None  # noqa: S101 - it has just stepped
+            skipped = self.scaler.last_step.skipped
+        for config in configs:
+            config.interval = SKIPPED if skipped else "step"
+
+
+class AmpCallback(OfLightning):
+    """Log the loss scale, overflows, the gradient norm and the throughput to the Trainer's loggers.
+
+    "train/loss_scale" when it changes, "train/gradient_overflow" and "train/skipped_steps" at every
+    overflow, with their steps; "train/grad_norm", "train/batches_per_s" and, where a batch holds
+    tensors, "train/samples_per_s" every `log_every_n_steps`, which is when the device is waited for
+    and the loggers are called. Of Lightning's own plugin only the loss scale is known.
+
+    Raises:
+        ImportError: Lightning is not installed; it comes with the extra `lightning`.
+    """
+
+    base = "Callback"
+    tracker: MetricsTracker
+    """What was logged, as `tracker.summary()`; there from the start of training."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Watch the scaler."""
+        self.tracker = MetricsTracker(sinks=[partial(_log, trainer.loggers)])
+        if isinstance(trainer.scaler, GradScaler):
+            self.tracker.watch(trainer.scaler, first_step=trainer.global_step)
+        self.on_validation_end(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count, and log every so often."""
+        del pl_module, outputs, batch_idx
+        tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+        self._n_samples += next((len(tensor) for tensor in tensors if tensor.ndim), 0)
+        self._n_batches += 1
+        if self._n_batches == trainer.log_every_n_steps:
+            step, elapsed_s = max(trainer.global_step - 1, 0), time.perf_counter() - self._start_s
+            self.tracker.log_scalar("train/batches_per_s", self._n_batches / elapsed_s, step)
+            if self._n_samples:
+                self.tracker.log_scalar("train/samples_per_s", self._n_samples / elapsed_s, step)
+            if trainer.scaler is not None and not isinstance(trainer.scaler, GradScaler):
+                self.tracker.log_scalar("train/loss_scale", trainer.scaler.get_scale(), step)
+            self.on_validation_end(trainer, None)
+            self.tracker.flush()  # its wait counts for the batches that follow
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Measure the throughput from here."""
+        del trainer, pl_module
+        self._n_batches, self._n_samples, self._start_s = 0, 0, time.perf_counter()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log what is left."""
+        del trainer, pl_module
+        self.tracker.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Log what there is."""
+        del trainer, pl_module, exception
+        if hasattr(self, "tracker"):
+            self.tracker.close()
+
+
+def _log(loggers: Iterable[Any], scalars: list[Scalar]) -> None:
+    """Hand every event, and the last value of everything else, to Lightning's loggers."""
+    last = {name: step for name, step, _ in scalars}
+    rows: dict[int, dict[str, float]] = defaultdict(dict)
+    for name, step, value in scalars:
+        if name in EVENTS or step == last[name]:
+            rows[step][name] = value
+    for step, row in sorted(rows.items()):
+        for logger in loggers:
+            logger.log_metrics(row, step=step)
+
+
+class _Adapted(OfLightning):
+    """A model, how it is called, and its optimizer."""
+
+    base = "LightningModule"
+
+    def __init__(
+        self, model: torch.nn.Module, adapter: Adapter, optimizer: Callable[[Any], Any]
+    ) -> None:
+        super().__init__()
+        self.model, self._adapter, self._optimizer = model, adapter, optimizer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+    def training_step(self, batch: Any, _batch_idx: int) -> torch.Tensor:
+        loss = self._adapter(self.model, batch).loss
+        self.log("train/loss", loss)  # type: ignore[attr-defined]
+        return loss
+
+    def validation_step(self, batch: Any, _batch_idx: int) -> None:
+        loss = self._adapter(self.model, batch).loss
+        self.log("val/loss", loss, prog_bar=True)  # type: ignore[attr-defined]
+
+    def configure_optimizers(self) -> Any:
+        return self._optimizer(self.parameters())  # type: ignore[attr-defined]
+
+
+def adapt(
+    model: torch.nn.Module,
+    *,
+    optimizer: Callable[[Any], Any] = torch.optim.AdamW,
+    loss_fn: Callable[[torch.Tensor, Any], torch.Tensor] | None = None,
+    adapter: Adapter | None = None,
+    package: str | None = None,
+) -> Any:
+    """Make a LightningModule of any model.
+
+    It trains with the loss that `fine_tune` takes, and logs "train/loss" and "val/loss".
+
+    Args:
+        model: is called as the adapter says.
+        optimizer: makes of the parameters what `configure_optimizers` returns.
+        loss_fn: `loss_fn(output, target)`; None chooses by the target, see `Adapter.loss`.
+        adapter: how the model is called and what its loss is, instead of `loss_fn`.
+        package: "lightning.pytorch" or "pytorch_lightning", where both are imported.
+
+    Raises:
+        ImportError: Lightning is not installed; it comes with the extra `lightning`.
+        ValueError: both packages are imported and `package` is None.
+    """
+    made = _Adapted.__new__(_Adapted, package=package)
+    made.__init__(model, adapter or Adapter(loss_fn), optimizer)  # type: ignore[misc]
+    return made

@@ -1,0 +1,80 @@
+"""Weights & Biases: a sink for the tracker, and a Lightning callback that logs the precision."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from fastamp.integrations.lightning import OfLightning
+from fastamp.metrics.sinks import require
+
+if TYPE_CHECKING:
+    from fastamp.metrics.sinks import Scalar
+
+__all__ = ["AmpWandbCallback", "WandbSink"]
+
+STEP = "fastamp/step"
+
+
+class WandbSink:
+    """Log what a `fastamp.MetricsTracker` hands on to a run of W&B, one `log` for each step.
+
+    A chart has the tracker's steps on its x axis: they stand in the row as "fastamp/step". W&B's
+    own step is left alone, so that the loop may log beside it and late values are kept.
+
+    Args:
+        run: from `wandb.init`; None is the run that is active.
+
+    Raises:
+        ImportError: W&B is not installed; it comes with the extra `wandb`.
+        ValueError: no run is active.
+    """
+
+    def __init__(self, run: Any = None) -> None:
+        self._run = run or require("wandb", "wandb").run
+        if self._run is None:
+            msg = "run: no run of W&B is active; call wandb.init first"
+            raise ValueError(msg)
+        self._run.define_metric(STEP)
+        self._known: set[str] = set()
+
+    def __call__(self, scalars: list[Scalar]) -> None:
+        """Log a batch of (name, step, value)."""
+        rows: dict[int, dict[str, float]] = defaultdict(dict)
+        for name, step, value in scalars:
+            rows[step][name] = value
+            if name not in self._known:
+                self._known.add(name)
+                self._run.define_metric(name, step_metric=STEP)
+        for step, row in rows.items():
+            self._run.log({STEP: step, **row})
+
+
+class AmpWandbCallback(OfLightning):
+    """Log to W&B, at the end of every training epoch, in which precision a Trainer trains.
+
+    "amp/precision" is the Trainer's, as "16-mixed"; "amp/enabled" says whether it is a mixed one;
+    "amp/loss_scale" is the scaler's, None where nothing is scaled. Without an active run nothing is
+    logged. `AmpCallback` logs every change of the scale with its step.
+
+    Raises:
+        ImportError: Lightning is not installed; it comes with the extra `lightning`.
+    """
+
+    base = "Callback"
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log one row."""
+        del pl_module
+        run = getattr(sys.modules.get("wandb"), "run", None)
+        if run is None:
+            return
+        precision, scaler = str(trainer.precision), trainer.scaler
+        is_scaling = scaler is not None and scaler.is_enabled()
+        row = {
+            "amp/precision": precision,
+            "amp/enabled": precision in {"16", "bf16"} or "mixed" in precision,
+            "amp/loss_scale": scaler.get_scale() if is_scaling else None,
+        }
+        run.log(row)
