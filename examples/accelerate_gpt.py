@@ -1,0 +1,54 @@
+"""Train a small GPT with Accelerate and fastamp's scaler: `python examples/accelerate_gpt.py`.
+
+Needs `pip install 'fastamp[accelerate]'`. Accelerate scales losses on GPUs only: on a CPU this
+trains in bf16, and nothing is replaced. The Hugging Face Trainer takes the scaler in the same way:
+`prepare_scaler(trainer.accelerator)` before `trainer.train()`.
+"""
+
+import sysconfig
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch.nn.functional import cross_entropy
+
+import fastamp
+from fastamp.bench.model import GPT, Shape
+from fastamp.integrations.accelerate import prepare_scaler
+
+STEPS, BATCH, BLOCK = 60, 16, 32
+
+
+def make_loader():
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
+    return fastamp.DataLoader(fastamp.TokenDataset(text, BLOCK), BATCH, shuffle=True, seed=0)
+
+
+def main():
+    torch.manual_seed(0)
+    accelerator = Accelerator(mixed_precision="fp16" if torch.cuda.is_available() else "bf16")
+    prepare_scaler(accelerator)  # the only line that is new
+    model = GPT(Shape(layers=1, heads=2, width=32, block_size=BLOCK))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    model, optimizer, scheduler, loader = accelerator.prepare(
+        model, optimizer, scheduler, make_loader()
+    )
+    for step, (x, y) in enumerate(islice(loader, STEPS)):
+        with accelerator.autocast():
+            loss = cross_entropy(model(x).flatten(0, 1), y.flatten())
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()  # which waits where the step was skipped
+        optimizer.zero_grad()
+        if step % 10 == 0:
+            print(f"step {step}: loss {loss.item():.3f}")
+    print("skipped steps:", accelerator.scaler.skipped_steps if accelerator.scaler else "none")
+
+
+if __name__ == "__main__":
+    main()
