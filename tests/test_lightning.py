@@ -7,6 +7,7 @@ import logging
 import math
 import pickle
 import sys
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -170,6 +171,19 @@ def test_bf16_skips_whatever_is_clipped(pl, batches):
         assert all(p.isfinite().all() for p in module.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
+def test_a_batch_that_training_step_leaves_out_changes_nothing(pl, batches):
+    expected, *_ = train_by_hand(batches[1:3], "16-mixed", SGD, clip=clip_value_and_step)
+
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx in {0, 3} else LOSS(self.model(batch[0]), batch[1])
+
+    module = make_module(pl, SGD, training_step=training_step)
+    options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    fit(pl, module, batches[:4], plugins=[make_plugin(pl)], **options)
+    assert_same_bits(module.model.state_dict(), expected.state_dict())
+
+
 def test_hooks_before_the_step_see_unscaled_gradients(pl, batches):
     scaled, seen = [], []
     hooks = {
@@ -281,13 +295,14 @@ def test_the_callback_calls_the_loggers_only_so_often(pl, batches):
     assert calls[5] == calls[10] < calls[11]
 
 
-def test_the_callback_knows_the_scale_of_lightnings_own_plugin(pl, batches):
+def test_validation_does_not_count_for_the_throughput(pl, batches):
     recorder = Recorder(pl)
-    stock = pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 8.0))
-    options = {"logger": recorder, "callbacks": [AmpCallback()], "log_every_n_steps": 6}
-    fit(pl, make_module(pl, SGD, None), batches[:3] * 2, plugins=[stock], **options)
-    assert logged(recorder, "train/loss_scale") == [(5, 8.0)]
-    assert len(logged(recorder, "train/batches_per_s")) == 1
+    validation_step = {"validation_step": lambda *_: time.sleep(0.3)}
+    options = {"val_check_interval": 2, "callbacks": AmpCallback(), "log_every_n_steps": 6}
+    module = make_module(pl, **validation_step)
+    fit(pl, module, batches[:6], val=batches[:1], logger=recorder, **options)
+    ((_, rate),) = logged(recorder, "train/batches_per_s")
+    assert rate > 6 / 0.6  # of the three validations two are in between
 
 
 def test_an_exception_leaves_what_was_logged(pl, batches):

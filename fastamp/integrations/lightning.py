@@ -34,7 +34,7 @@ __all__ = ["AmpCallback", "AmpPrecision", "adapt"]
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 SCALED_BY_STRATEGY = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
-SKIPPED = "step, skipped"
+HELD = "step, held"  # an interval that Lightning waits for in vain
 EVENTS = ("train/loss_scale", "train/gradient_overflow", "train/skipped_steps")
 
 
@@ -53,14 +53,15 @@ class OfLightning:
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle and copy the instance; its class is made where it arrives."""
         reduced: Any = super().__reduce_ex__(protocol)
-        return (_again, type(self).made_of, *reduced[2:])  # type: ignore[attr-defined]
+        cls, names = type(self).made_of  # type: ignore[attr-defined]
+        return (partial(OfLightning.__new__, cls, package=names), (), *reduced[2:])
 
 
 def _packages_in_use() -> tuple[str, ...]:
     """Return the packages that are imported, or else the first that is installed."""
     imported = tuple(name for name in PACKAGES if name in sys.modules)
-    has_second = not find_spec("lightning") and find_spec(PACKAGES[1])
-    return imported or (PACKAGES[bool(has_second)],)
+    installed = (name for name in PACKAGES if find_spec(name.partition(".")[0]))
+    return imported or (next(installed, PACKAGES[0]),)
 
 
 @cache
@@ -80,17 +81,13 @@ def _made(cls: Any, names: tuple[str, ...]) -> Any:
     return made
 
 
-def _again(cls: type[OfLightning], names: tuple[str, ...]) -> OfLightning:
-    return cls.__new__(cls, package=names)
-
-
 class AmpPrecision(OfLightning):
     """Lightning's MixedPrecision plugin with `fastamp.GradScaler`.
 
     `Trainer(gradient_clip_val=...)` works with fused optimizers, and clipping by norm is part of
-    the step. After a step that was skipped, for inf or NaN in a gradient, schedulers of the
-    interval "step" stay where they are; to know that costs one wait a step. "bf16-mixed" scales
-    nothing, but clips and skips in the same way.
+    the step. Schedulers of the interval "step" stay where they are when a step is skipped, for inf
+    or NaN in a gradient; to know that costs one wait a step. "bf16-mixed" scales nothing, but clips
+    and skips in the same way.
 
     Gradients are scaled until the step, as in `on_after_backward`; where the module or a callback
     has a hook between backward and step, they are unscaled before it.
@@ -142,19 +139,16 @@ class AmpPrecision(OfLightning):
         """Run forward and backward, clip, step unless a gradient is not finite, adapt the scale."""
         if isinstance(optimizer, torch.optim.LBFGS):  # refused in Lightning's words
             return super().optimizer_step(optimizer, model, closure, **kwargs)  # type: ignore[misc]
-        result = closure()
-        is_backward_left_out = result is None and model.automatic_optimization
-        if not is_backward_left_out and self._has_hook_before_step(model):
+        if closure() is None and model.automatic_optimization:
+            return self._hold_schedulers(model, left_out=True)  # there is nothing to step with
+        if self.scaler.is_enabled() and self._has_hook_before_step(model):
             self._unscale(optimizer)
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
-        max_norm = self._max_norms.pop(id(optimizer), None)
-        if is_backward_left_out:
-            return result
-        if max_norm is None and not self.scaler.is_enabled():
-            max_norm = math.inf  # clips nothing, but looks
+        unclipped = None if self.scaler.is_enabled() else math.inf  # which has the step look
+        max_norm = self._max_norms.pop(id(optimizer), unclipped)
         result = self.scaler.step(optimizer, max_norm=max_norm, **kwargs)
         self.scaler.update()
-        self._hold_schedulers(model.trainer.lr_scheduler_configs)
+        self._hold_schedulers(model)
         return result
 
     def clip_gradients(
@@ -190,23 +184,22 @@ class AmpPrecision(OfLightning):
             or any(is_overridden(step, callback, base) for callback in callbacks)
         )
 
-    def _hold_schedulers(self, configs: list[Any]) -> None:
+    def _hold_schedulers(self, model: Any, *, left_out: bool = False) -> None:
         """Make Lightning step the schedulers of this interval only if the optimizer has stepped."""
-        configs = [config for config in configs if config.interval in ("step", SKIPPED)]
-        if configs:
-            assert self.scaler.last_step is not None  # noqa: S101 - it has just stepped
-            skipped = self.scaler.last_step.skipped
-        for config in configs:
-            config.interval = SKIPPED if skipped else "step"
+        report = self.scaler.last_step
+        for config in model.trainer.lr_scheduler_configs:
+            if config.interval in {"step", HELD}:
+                is_held = left_out or (report is not None and report.skipped)
+                config.interval = HELD if is_held else "step"
 
 
 class AmpCallback(OfLightning):
-    """Log the loss scale, overflows, the gradient norm and the throughput to the Trainer's loggers.
+    """Log what `AmpPrecision` does, and the throughput, to the loggers of a Trainer.
 
     "train/loss_scale" when it changes, "train/gradient_overflow" and "train/skipped_steps" at every
     overflow, with their steps; "train/grad_norm", "train/batches_per_s" and, where a batch holds
-    tensors, "train/samples_per_s" every `log_every_n_steps`, which is when the device is waited for
-    and the loggers are called. Of Lightning's own plugin only the loss scale is known.
+    tensors, "train/samples_per_s" every `log_every_n_steps` batches. Only then is the device waited
+    for, and are the loggers called.
 
     Raises:
         ImportError: Lightning is not installed; it comes with the extra `lightning`.
@@ -215,47 +208,46 @@ class AmpCallback(OfLightning):
     base = "Callback"
     tracker: MetricsTracker
     """What was logged, as `tracker.summary()`; there from the start of training."""
+    _start_s = 0.0
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Any, _module: Any) -> None:
         """Watch the scaler."""
         self.tracker = MetricsTracker(sinks=[partial(_log, trainer.loggers)])
         if isinstance(trainer.scaler, GradScaler):
             self.tracker.watch(trainer.scaler, first_step=trainer.global_step)
-        self.on_validation_end(trainer, pl_module)
+        self._n_batches, self._n_samples, self._start_s = 0, 0, time.perf_counter()
 
     def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Any, _module: Any, _outputs: Any, batch: Any, _batch_idx: int
     ) -> None:
         """Count, and log every so often."""
-        del pl_module, outputs, batch_idx
         tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
         self._n_samples += next((len(tensor) for tensor in tensors if tensor.ndim), 0)
         self._n_batches += 1
         if self._n_batches == trainer.log_every_n_steps:
-            step, elapsed_s = max(trainer.global_step - 1, 0), time.perf_counter() - self._start_s
-            self.tracker.log_scalar("train/batches_per_s", self._n_batches / elapsed_s, step)
-            if self._n_samples:
-                self.tracker.log_scalar("train/samples_per_s", self._n_samples / elapsed_s, step)
-            if trainer.scaler is not None and not isinstance(trainer.scaler, GradScaler):
-                self.tracker.log_scalar("train/loss_scale", trainer.scaler.get_scale(), step)
-            self.on_validation_end(trainer, None)
-            self.tracker.flush()  # its wait counts for the batches that follow
+            step, now_s = max(trainer.global_step - 1, 0), time.perf_counter()
+            for name, count in (("batches", self._n_batches), ("samples", self._n_samples)):
+                if count:
+                    rate = count / (now_s - self._start_s)
+                    self.tracker.log_scalar(f"train/{name}_per_s", rate, step)
+            # The wait for the device counts for the batches that follow.
+            self._n_batches, self._n_samples, self._start_s = 0, 0, now_s
+            self.tracker.flush()
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Measure the throughput from here."""
-        del trainer, pl_module
-        self._n_batches, self._n_samples, self._start_s = 0, 0, time.perf_counter()
+    def on_validation_start(self, *_: Any) -> None:
+        """Stop the clock."""
+        self._paused_s = time.perf_counter()
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log what is left."""
-        del trainer, pl_module
-        self.tracker.close()
+    def on_validation_end(self, *_: Any) -> None:
+        """Let the clock go on."""
+        self._start_s += time.perf_counter() - self._paused_s
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Log what there is."""
-        del trainer, pl_module, exception
+    def on_train_end(self, *_: Any) -> None:
+        """Log what is left, after an exception too."""
         if hasattr(self, "tracker"):
             self.tracker.close()
+
+    on_exception = on_train_end
 
 
 def _log(loggers: Iterable[Any], scalars: list[Scalar]) -> None:
@@ -271,7 +263,7 @@ def _log(loggers: Iterable[Any], scalars: list[Scalar]) -> None:
 
 
 class _Adapted(OfLightning):
-    """A model, how it is called, and its optimizer."""
+    """A model, how it is called, and what makes its optimizer."""
 
     base = "LightningModule"
 

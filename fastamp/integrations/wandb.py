@@ -64,17 +64,13 @@ class AmpWandbCallback(OfLightning):
 
     base = "Callback"
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: Any, _module: Any) -> None:
         """Log one row."""
-        del pl_module
         run = getattr(sys.modules.get("wandb"), "run", None)
         if run is None:
             return
         precision, scaler = str(trainer.precision), trainer.scaler
         is_scaling = scaler is not None and scaler.is_enabled()
-        row = {
-            "amp/precision": precision,
-            "amp/enabled": precision in {"16", "bf16"} or "mixed" in precision,
-            "amp/loss_scale": scaler.get_scale() if is_scaling else None,
-        }
-        run.log(row)
+        is_mixed = precision in {"16", "bf16"} or "mixed" in precision
+        scale = scaler.get_scale() if is_scaling else None
+        run.log({"amp/precision": precision, "amp/enabled": is_mixed, "amp/loss_scale": scale})
