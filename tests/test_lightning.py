@@ -163,12 +163,17 @@ def test_values_are_clipped_after_unscaling(pl, batches):
         assert plugin.scaler.skipped_steps == 2
 
 
-def test_bf16_skips_whatever_is_clipped(pl, batches):
-    for options in ({}, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}):
-        module, plugin = make_module(pl), make_plugin(pl, "bf16-mixed")
-        fit(pl, module, batches, plugins=[plugin], **options)
-        assert plugin.scaler.skipped_steps == 2
-        assert all(p.isfinite().all() for p in module.parameters())
+@pytest.mark.parametrize("algorithm", [None, "norm", "value"])
+def test_bf16_skips_whatever_is_clipped(pl, batches, algorithm):
+    def overflow(self):
+        if self.trainer.global_step == 1:
+            self.model[0].weight.grad[0, 0] = math.inf  # which clipping to a value would hide
+
+    module, plugin = make_module(pl, on_after_backward=overflow), make_plugin(pl, "bf16-mixed")
+    options = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": algorithm} if algorithm else {}
+    fit(pl, module, batches[:3], plugins=[plugin], **options)
+    assert plugin.scaler.skipped_steps == 1
+    assert all(p.isfinite().all() for p in module.parameters())
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
@@ -198,11 +203,12 @@ def test_hooks_before_the_step_see_unscaled_gradients(pl, batches):
 
 
 def test_manual_optimization_clips_each_optimizer(pl, batches):
-    def training_step(self, batch, _batch_idx):
+    def training_step(self, batch, batch_idx):
         optimizers = self.optimizers()
         self.manual_backward(LOSS(self.model(batch[0]), batch[1]))
         for optimizer in optimizers:
-            self.clip_gradients(optimizer, 0.1, "norm")
+            if batch_idx != 1:
+                self.clip_gradients(optimizer, 0.1, "norm")
             optimizer.step()
             optimizer.zero_grad()
 
@@ -216,12 +222,12 @@ def test_manual_optimization_clips_each_optimizer(pl, batches):
 
     model, scaler = make_model(), make_scaler()
     optimizers = FUSED(model[0].parameters()), SGD(model[2].parameters())
-    for x, y in batches[:3]:
+    for (x, y), max_norm in zip(batches, (0.1, None, 0.1), strict=False):
         with torch.autocast("cpu", torch.float16):
             loss = LOSS(model(x), y)
         scaler.scale(loss).backward()
         for optimizer in optimizers:
-            scaler.step(optimizer, max_norm=0.1)
+            scaler.step(optimizer, max_norm=max_norm)
             scaler.update()  # as Lightning does, each time
             optimizer.zero_grad()
     assert_same_bits(module.model.state_dict(), model.state_dict())
@@ -327,8 +333,11 @@ def test_checkpoints_of_lightnings_own_plugin_go_on(pl, batches, tmp_path):
     trainer.save_checkpoint(path)
     plugin = AmpPrecision("16-mixed", "cpu", package=pl.__name__)
     module = make_module(pl, SGD, None)
-    fit(pl, module, batches[:1], plugins=[plugin], max_epochs=2, ckpt_path=path)
-    assert plugin.scaler.get_scale() == stock.scaler.get_scale() != 65536.0
+    recorder = Recorder(pl)
+    options = {"callbacks": AmpCallback(), "logger": recorder, "log_every_n_steps": 1}
+    fit(pl, module, batches[:1], plugins=[plugin], max_epochs=2, ckpt_path=path, **options)
+    assert logged(recorder, "train/loss_scale") == [(N_BATCHES, stock.scaler.get_scale())]
+    assert stock.scaler.get_scale() != 65536.0
 
 
 def test_lbfgs_is_refused(pl, batches):

@@ -32,9 +32,8 @@ class _Scaler(GradScaler):
         """Step as `fastamp.GradScaler`; waits for the device."""
         retval = super().step(optimizer, *args, max_norm=max_norm, **kwargs)
         if self.last_step is not None and self.last_step.skipped:
-            for wrapper in self._accelerator._optimizers:
-                if wrapper.optimizer is optimizer:
-                    wrapper._accelerate_step_called = False
+            for wrapper in self._accelerator._optimizers:  # of all others it is False anyway
+                wrapper._accelerate_step_called = False
         return retval
 
 

@@ -161,7 +161,8 @@ class AmpPrecision(OfLightning):
             optimizer = optimizer.optimizer  # which step is given
         if gradient_clip_algorithm == "norm":
             self._max_norms[id(optimizer)] = float(clip_val)
-        elif self._unscale(optimizer).isfinite():  # else the step is skipped
+        else:  # NaN stays, and an overflow is remembered: the step is skipped
+            self._unscale(optimizer)
             self.clip_grad_by_value(optimizer, clip_val)  # type: ignore[attr-defined]
 
     @property
@@ -170,9 +171,9 @@ class AmpPrecision(OfLightning):
         (name,) = type(self).made_of[1]  # type: ignore[attr-defined]
         return sys.modules[name]
 
-    def _unscale(self, optimizer: Any) -> torch.Tensor:
-        """Unscale the gradients unless that is done, and return their norm."""
-        return self.scaler.clip_grad_norm_(optimizer, math.inf)
+    def _unscale(self, optimizer: Any) -> None:
+        """Unscale the gradients unless that is done; without scaling, inf becomes NaN."""
+        self.scaler.clip_grad_norm_(optimizer, math.inf)
 
     def _has_hook_before_step(self, model: Any) -> bool:
         is_overridden = self._lightning.utilities.model_helpers.is_overridden
