@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
+import test_lightning
 import torch
-from test_lightning import LOSS, OVERFLOWS, batches, make_model
+from test_lightning import LOSS, OVERFLOWS, make_model
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from training import assert_same_bits
 
@@ -14,12 +15,12 @@ import fastamp
 from fastamp.integrations.accelerate import prepare_scaler
 
 accelerate = pytest.importorskip("accelerate")
+batches = test_lightning.batches
 pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIMIZERS = {
     "fused": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
     "sgd": lambda ps: torch.optim.SGD(ps, lr=1e-2),
 }
-__all__ = ["batches"]  # a fixture
 
 
 def use_fp16(accelerator):

@@ -371,7 +371,7 @@ def test_wrong_arguments_are_refused(pl):
 
 def test_the_package_in_use_is_taken(monkeypatch):
     first, second = map(pytest.importorskip, PACKAGES)
-    with pytest.raises(ValueError, match=r"AmpPrecision: lightning.* name one as pack"):
+    with pytest.raises(ValueError, match=r"package: expected .* of one, lightning.* both"):
         AmpPrecision("16-mixed", "cpu")
     assert isinstance(AmpCallback(), first.Callback)
     assert isinstance(AmpCallback(), second.Callback)

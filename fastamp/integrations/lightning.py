@@ -71,7 +71,7 @@ def _made(cls: Any, names: tuple[str, ...]) -> Any:
         msg = f"package: expected one of {', '.join(PACKAGES)}, got {', '.join(names)}"
         raise ValueError(msg)
     if len(names) > 1 and cls.base != "Callback":
-        msg = f"{cls.__name__}: {' and '.join(names)} are both imported; name one as package="
+        msg = f"package: expected the name of one, {' and '.join(names)} are both imported"
         raise ValueError(msg)
     bases = [attrgetter(cls.base)(require(name, "lightning")) for name in names]
     made = type(cls.__name__, (cls, *bases), {"__module__": cls.__module__})
