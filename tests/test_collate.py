@@ -419,3 +419,12 @@ def test_other_ways_to_read_tensors_give_the_same(compiled, table):
         assert fastamp.BatchCollator(pad=0)([torch.ones(1), torch.ones(2)]).shape == (2, 2)
     finally:
         _native.bind_torch(True)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.parametrize("pad", [None, {"x": 0}])
+def test_nested_tensors_are_refused_by_name(layout, pad, backend):
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=layout)
+    with pytest.raises(RuntimeError, match=r"samples\[0\]\['x'\]: expected a tensor of one shape"):
+        fastamp.BatchCollator(pad)([{"x": nested}] * 2)

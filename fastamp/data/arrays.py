@@ -94,7 +94,10 @@ def _open_tokens(
         msg = f"path_or_array: expected one dimension, got shape {tokens.shape}"
         raise ValueError(msg)
     if tokens.dtype not in _TOKEN_DTYPES:
-        msg = f"path_or_array: expected uint8, uint16, int32 or int64, got {tokens.dtype.name}"
+        msg = (
+            "path_or_array: expected uint8, uint16, int32 or int64 in this machine's byte order, "
+            f"got {tokens.dtype}"
+        )
         raise ValueError(msg)
     return tokens
 

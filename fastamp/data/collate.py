@@ -57,8 +57,8 @@ class BatchCollator:
             be padded.
         ValueError: `pad_multiple` is below 1; at the first batch, `pad` has a key that the samples
             lack, or a number that the dtype does not hold.
-        RuntimeError: samples differ in shape and `pad` has no number for them. The message names
-            the keys, the index of the sample and both shapes.
+        RuntimeError: samples differ in shape and `pad` has no number for them: the message names
+            the keys, the index of the sample and both shapes. Or they are nested tensors.
     """
 
     def __init__(self, pad: Pad = None, *, pad_multiple: int = 1) -> None:
@@ -198,6 +198,13 @@ class _Planner:
     def plan(self, first: Any, keys: Keys, pad: Pad, *, as_list: bool = False) -> _Node:
         """Return the node for samples like this one; as_list: torch gets them as a list."""
         function = _registered(first)
+        stock = {
+            torch_collate.collate_tensor_fn: _PLAIN_TENSORS,
+            torch_collate.collate_numpy_array_fn: _PLAIN_ARRAYS,
+        }
+        if function in stock and isinstance(first, torch.Tensor) and first.is_nested:
+            msg = f"{place(0, keys)}: expected a tensor of one shape, got a nested tensor"
+            raise RuntimeError(msg)
         if not isinstance(pad, Mapping) and pad is not None:
             return self._plan_padded(first, keys, pad)
         if function is None:
@@ -205,10 +212,6 @@ class _Planner:
         if pad:
             msg = f"pad for {place(0, keys)}: expected a number, got {pad!r}"
             raise TypeError(msg)
-        stock = {
-            torch_collate.collate_tensor_fn: _PLAIN_TENSORS,
-            torch_collate.collate_numpy_array_fn: _PLAIN_ARRAYS,
-        }
         if type(first) in stock.get(function, ()):
             return StackedLeaf(first, keys, function, self._allocate)
         return Leaf(first, keys, function, as_list)

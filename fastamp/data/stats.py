@@ -40,7 +40,12 @@ class LoaderStats:
 
     @property
     def verdict(self) -> str:
-        """One word: "compute-bound", or "starved 18 %: getitem", the share and its cause."""
+        """One word: "compute-bound", or "starved 18 %: getitem", the share and its cause.
+
+        Before the first batch: "nothing measured yet".
+        """
+        if not self.batches:
+            return "nothing measured yet"
         if self.wait_share < _STARVED_SHARE:
             return "compute-bound"
         causes = {
