@@ -268,7 +268,7 @@ def test_a_loader_can_be_made_anew_from_its_attributes(backend):
     attributes = {k: v for k, v in vars(loader).items() if not k.startswith("_")}
     kwargs = {name: value for name, value in attributes.items() if name in names}
     missing = set(names) - {"self"} - set(kwargs)
-    assert missing <= {"shuffle", "multiprocessing_context"}
+    assert missing <= {"shuffle", "multiprocessing_context", "shard", "rank", "world_size"}
     sampler = DistributedSampler(loader.dataset, num_replicas=2, rank=0, shuffle=False)
     again = type(loader)(**{**kwargs, "sampler": sampler, "batch_sampler": None})
     assert torch.equal(torch.cat([batch["y"][0] for batch in again]), Y[::2])
@@ -397,6 +397,8 @@ def test_token_files_that_do_not_fit_are_refused(tmp_path):
         fastamp.TokenDataset(path, 0, dtype="u1")
     with pytest.raises(ValueError, match="float32"):
         fastamp.TokenDataset(np.zeros(9, "f4"), 2)
+    with pytest.raises(ValueError, match=r"in this machine's byte order, got [<>]u2"):
+        fastamp.TokenDataset(np.zeros(9, np.dtype("u2").newbyteorder()), 2)
     with pytest.raises(ValueError, match=r"\(3, 3\)"):
         fastamp.TokenDataset(np.zeros((3, 3), "u1"), 2)
 
@@ -409,6 +411,7 @@ def test_a_token_file_travels_as_its_path(tmp_path):
 
 def test_statistics_count_what_was_delivered(backend):
     loader = fastamp.DataLoader(TensorDataset(X, Y), 100)
+    assert str(loader.stats()) == "nothing measured yet"
     list(loader)
     stats = loader.stats()
     assert (stats.batches, stats.nbytes) == (6, X.nbytes + Y.nbytes)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from loading import Squares, assert_same, check, make_array
 from resumable import EPOCHS, VARIANTS, make_loader, run
-from torch.utils.data import IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, TensorDataset
 
 import fastamp
 
@@ -234,12 +234,15 @@ def test_taking_a_state_does_not_depend_on_the_position(backend):
                 asked.append(index)
                 yield index
 
-    loader = fastamp.DataLoader(X, 4, sampler=Counting(X, generator=torch.Generator()))
+    def loader_of_counted():
+        return fastamp.DataLoader(X, 4, sampler=Counting(X, generator=torch.Generator()))
+
+    loader = loader_of_counted()
     iterator = iter(loader)
     next(iterator)
     before = len(asked)
     state = loader.state_dict()
-    fastamp.DataLoader(X, 4, sampler=Counting(X)).load_state_dict(state)
+    loader_of_counted().load_state_dict(state)
     assert len(asked) == before
 
 
@@ -249,6 +252,22 @@ def test_foreign_states_are_refused_and_change_nothing(backend):
     other = fastamp.DataLoader(X, 5, shuffle=True, seed=1)
     with pytest.raises(ValueError, match="its batch_size is 5, the loader's 4"):
         loader.load_state_dict(other.state_dict())
+    for options, message in (
+        ({"drop_last": True}, "its drop_last is False, the loader's True"),
+        ({"shuffle": False}, "its sampler is 'RandomSampler', the loader's 'SequentialSampler'"),
+        ({"seed": None}, "its seed is 1, the loader's None"),
+    ):
+        other = fastamp.DataLoader(X, 4, **{"shuffle": True, "seed": 1, **options})
+        with pytest.raises(ValueError, match=message):
+            other.load_state_dict(expected)
+    own = fastamp.DataLoader(X, 4, shuffle=True, generator=torch.Generator())
+    with pytest.raises(ValueError, match="its source of randomness is 'a generator'"):
+        fastamp.DataLoader(X, 4, shuffle=True).load_state_dict(own.state_dict())
+    batches = BatchSampler(RandomSampler(X), 5, drop_last=False)
+    with pytest.raises(ValueError, match="its batch_size is 5, the loader's 4"):
+        fastamp.DataLoader(X, 4, shuffle=True).load_state_dict(
+            fastamp.DataLoader(X, batch_sampler=batches).state_dict()
+        )
     for state in ({}, {"version": 99}, {"epoch": 1, "batch": 2}):
         with pytest.raises(ValueError, match=r"expected what DataLoader\.state_dict returns"):
             loader.load_state_dict(state)

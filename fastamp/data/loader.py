@@ -18,6 +18,7 @@ from fastamp.data.fetch import Measured, make_iterator
 from fastamp.data.passes import GatheredBatches, LoaderPass, fetch_batches
 from fastamp.data.position import Indices, Position
 from fastamp.data.prefetch import prefetch
+from fastamp.data.shard import ShardSampler, make_shard
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
 from fastamp.data.stats import LoaderStats
 
@@ -53,13 +54,22 @@ class DataLoader(TorchDataLoader[T_co]):
             CPU.
         seed: shuffles epoch n with the seed `seed + n`, so that it can be repeated and resumed by
             itself.
+        shard: load this rank's part of the dataset. The parts are those of DistributedSampler with
+            this `shuffle`, `drop_last` and `seed` (or 0), whatever the `generator`: padded to the
+            same length with the order's first samples, or cut if `drop_last`. The ranks are those
+            of torch.distributed, or one where it is not in use.
+        rank: with `world_size`, the part in place of torch.distributed's; both imply `shard`.
+        world_size: the number of parts.
         max_bytes: the most that the loader itself holds: batches gathered ahead, and slots for
             large ones. None is 1 GiB, or one batch if that is larger. torch's workers hold what
             `prefetch_factor` says.
 
     Raises:
         ValueError: as torch's; `max_bytes` is not positive, or, when a pass begins, less than one
-            batch; the arrays of a dict or tuple differ in length.
+            batch; the arrays of a dict or tuple differ in length; a sharded loader has a sampler of
+            the user's; `rank` and `world_size` do not go together.
+        TypeError: a sharded loader has an iterable dataset.
+        RuntimeError: `shard`, a launcher has set WORLD_SIZE, and torch.distributed is not in use.
     """
 
     def __init__(
@@ -84,15 +94,35 @@ class DataLoader(TorchDataLoader[T_co]):
         in_order: bool = True,
         device: torch.device | str | int | None = None,
         seed: int | None = None,
+        shard: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
         max_bytes: int | None = None,
     ) -> None:
         _check_integer("max_bytes", max_bytes, least=1)
         _check_integer("seed", seed, least=0)
+        _check_integer("rank", rank, least=0)
+        _check_integer("world_size", world_size, least=1)
         if device is not None:
             torch.device(device)  # raises torch's error for what is no device
         if is_arrays(dataset):
             dataset = ArrayDataset(dataset)
-        if seed is not None and generator is None:
+        if shard or rank is not None or world_size is not None:
+            for name, value in (("sampler", sampler), ("batch_sampler", batch_sampler)):
+                if value is not None:
+                    msg = f"{name}: expected None for a sharded loader, which makes its own"
+                    raise ValueError(msg)
+            sampler = make_shard(
+                dataset,
+                rank,
+                world_size,
+                shuffle=bool(shuffle),
+                seed=seed or 0,
+                drop_last=drop_last,
+            )
+            shuffle = None
+        # The seeds of workers differ from rank to rank: they are the program's.
+        if seed is not None and generator is None and not isinstance(sampler, ShardSampler):
             generator = torch.Generator()
         if collate_fn is None and (batch_size is not None or batch_sampler is not None):
             collate_fn = BatchCollator()
@@ -118,6 +148,7 @@ class DataLoader(TorchDataLoader[T_co]):
         self.device = device
         self.seed = None if seed is None else int(seed)
         self.max_bytes = max_bytes
+        self._shard = sampler if isinstance(sampler, ShardSampler) else None
         self._next = Position(epoch=0)  # where the next pass begins
         self._last: Position | None = None  # of the pass that began last
         self._told_epoch: int | None = None
@@ -128,10 +159,14 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def __iter__(self) -> LoaderPass:  # type: ignore[override]  # torch's class cannot be made
         """Begin a pass: at the start of an epoch, or where a loaded state stopped."""
-        position, self._next = replace(self._next), Position(epoch=self._next.epoch + 1)
+        shard = self._shard
+        if shard is not None and shard.epoch != self._next.epoch:  # somebody told the sampler
+            self.set_epoch(shard.epoch)
+        position = replace(self._next)
+        self._begin_at(Position(epoch=position.epoch + 1))
         self._last = position
         if self.generator is not None:
-            if self.seed is not None:
+            if self.seed is not None and shard is None:
                 self.generator.manual_seed(self.seed + position.epoch)
             position.generator = self.generator.get_state()
         device = None if self.device is None else torch.device(self.device)
@@ -159,14 +194,19 @@ class DataLoader(TorchDataLoader[T_co]):
         up.
         """
         _check_integer("epoch", epoch, least=0)
-        if self._next.epoch != epoch:
-            self._next = Position(epoch=epoch)
+        self._begin_at(self._next if self._next.epoch == epoch else Position(epoch=epoch))
         self._last = None
         self._told_epoch = epoch
         for sampler in (self.sampler, self.batch_sampler):
             tell = getattr(sampler, "set_epoch", None)
             if tell is not None:
                 tell(epoch)
+
+    def _begin_at(self, position: Position) -> None:
+        """Begin the next pass there."""
+        self._next = position
+        if self._shard is not None:
+            self._shard.set_epoch(position.epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader is, as a small dict, at any time.
@@ -176,6 +216,10 @@ class DataLoader(TorchDataLoader[T_co]):
         once the loop has ended, the start of the next one is. With neither `seed` nor `generator`,
         the epochs after this one draw from torch's default generator, which is the program's to
         restore.
+
+        The state of a sharded loader is that of all ranks, and each of them may load it, whatever
+        their number and their batch size: it says how many samples of the epoch all of them have
+        had, if each has had as many batches as this one.
 
         Raises:
             TypeError: the dataset is iterable and has no `state_dict`, or is read by workers.
@@ -190,12 +234,18 @@ class DataLoader(TorchDataLoader[T_co]):
         rng = position.rng
         if rng is None and own is not None and own is not generator:
             rng = own.get_state()
+        batch, consumed = position.batch, 0
+        if self._shard is not None:
+            at_once = (self.batch_size or 1) * self._shard.num_replicas
+            consumed = min(position.consumed + batch * at_once, len(self.dataset))  # type: ignore[arg-type]
+            batch = 0
         return {
             "version": _STATE_VERSION,
             **self._identity(),
             "epoch": position.epoch,
             "told_epoch": self._told_epoch,
-            "batch": position.batch,
+            "batch": batch,
+            "consumed": consumed,
             "rng": rng,
             "generator": None if self.seed is not None else started,
             "dataset": position.dataset,
@@ -204,22 +254,27 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def _identity(self) -> dict[str, Any]:
         """Return what two loaders have in common whose states are the same."""
+        batches, shard = self._batches, self._shard
+        size, seed = getattr(batches, "batch_size", None), self.seed
+        source = "torch's default generator" if self._sampler_generator() is None else "a generator"
+        if shard is not None:
+            size, seed, source = None, shard.seed, "the seed" if shard.shuffle else "nothing"
         iterable = isinstance(self.dataset, IterableDataset)
-        length = None if iterable else len(self.dataset)  # type: ignore[arg-type]
-        sampler = type(self.sampler).__name__
         return {
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-            "length": length,
-            "sampler": sampler,
+            "sampler": type(getattr(batches, "sampler", batches)).__name__,
+            "batch_size": size,
+            "drop_last": getattr(batches, "drop_last", False),
+            "length": None if iterable else len(self.dataset),  # type: ignore[arg-type]
+            "seed": seed,
+            "source of randomness": source,
         }
 
     def load_state_dict(self, state: Any) -> None:
         """Let the next pass begin where `state_dict` was called, for any number of workers.
 
         Raises:
-            ValueError: the state is another version's, or of a loader with another batch size,
-                seed, sampler or length of the dataset.
+            ValueError: the state is another version's, or of a loader with another sampler, batch
+                size, `drop_last`, length of the dataset, seed or source of randomness.
             TypeError: see `state_dict`.
         """
         if not isinstance(state, dict) or state.get("version") != _STATE_VERSION:
@@ -235,13 +290,8 @@ class DataLoader(TorchDataLoader[T_co]):
             self.set_epoch(state["told_epoch"])
         if state["generator"] is not None and self.generator is not None:
             self.generator.set_state(state["generator"])
-        self._next = Position(
-            state["epoch"],
-            state["batch"],
-            rng=state["rng"],
-            dataset=state["dataset"],
-            exhausted=state["exhausted"],
-        )
+        names = ("epoch", "batch", "consumed", "rng", "dataset", "exhausted")
+        self._begin_at(Position(**{name: state[name] for name in names}))
         self._last = None
 
     def stats(self) -> LoaderStats:
@@ -271,18 +321,22 @@ class DataLoader(TorchDataLoader[T_co]):
             return None
         return make_gatherable(self.dataset) if self.worker_init_fn is None else None
 
+    @property
+    def _batches(self) -> Any:
+        """What yields the indices of batches, or single ones where the loader does not batch."""
+        return self.sampler if self.batch_sampler is None else self.batch_sampler
+
     def _sampler_generator(self) -> torch.Generator | None:
         """Return what the sampler draws from; None for torch's default generator."""
-        samplers = (self.batch_sampler, getattr(self.batch_sampler, "sampler", None), self.sampler)
+        samplers = (self._batches, getattr(self._batches, "sampler", None), self.sampler)
         found = (getattr(sampler, "generator", None) for sampler in samplers)
         own: torch.Generator | None = next((g for g in found if g is not None), None)
         return own
 
     def _indices(self, position: Position) -> Indices:
         generator = self._sampler_generator()
-        sampler = self.sampler if self.batch_sampler is None else self.batch_sampler
         seed = None if generator is None or generator is not self.generator else self.seed
-        return Indices(sampler, generator, seed, position)
+        return Indices(self._batches, generator, seed, position)
 
     def _gathered(self, gatherable: Gatherable, position: Position, slots: Slots) -> Iterator[Any]:
         """Warn and draw as torch's iterators do at first, and return the gathered batches."""

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
+from fastamp.data.shard import ShardSampler, strides
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor
 
 __all__ = ["Indices", "Position", "as_rows"]
-
-_SEQUENTIAL_CHUNK = 1 << 16  # indices made at a time, for datasets that are longer than memory
 
 
 @dataclass
@@ -27,6 +27,8 @@ class Position:
     epoch: int
     batch: int = 0
     """Delivered to the consumer."""
+    consumed: int = 0
+    """Samples that the ranks of a sharded loader had had before the first of these batches."""
     rng: Tensor | None = None
     """State of the generator before the sampler drew from it."""
     generator: Tensor | None = None
@@ -38,14 +40,14 @@ class Position:
 
     def end_epoch(self) -> None:
         """Become the start of the next epoch."""
-        self.epoch, self.batch = self.epoch + 1, 0
+        self.epoch, self.batch, self.consumed = self.epoch + 1, 0, 0
         self.rng = self.generator = self.dataset = None
         self.exhausted = False
 
     @property
     def resumed(self) -> bool:
         """Whether the pass began earlier, with the draws of its beginning."""
-        return self.rng is not None and self.batch > 0
+        return self.batch + self.consumed > 0
 
 
 class Indices:
@@ -75,19 +77,23 @@ class Indices:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield what the sampler yields."""
-        return self._from_position(lambda skip: islice(iter(self._sampler), skip, None))
+        return self._from_position(lambda sampler, skip: islice(iter(sampler), skip, None))
 
     def batches(self) -> Iterator[Any]:
         """Yield batches as int64 tensors, or as lists where they are not plain integers."""
-        return self._from_position(lambda skip: _index_batches(self._sampler, skip))
+        return self._from_position(_index_batches)
 
-    def _from_position(self, start: Callable[[int], Iterator[Any]]) -> Iterator[Any]:
+    def _from_position(self, begin: Callable[[Iterable[Any], int], Iterator[Any]]) -> Iterator[Any]:
         position, generator = self.position, self._generator
+        placed = _place_shard(self._sampler, position)
+        if placed is not None:
+            yield from begin(placed, position.batch)
+            return
         if generator is None and position.rng is not None:
             # The program's own draws go on as if nothing had been drawn here.
             with torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(position.rng)
-                rest = start(position.batch)
+                rest = begin(self._sampler, position.batch)
                 first = list(islice(rest, 1))
             yield from chain(first, rest)
             return
@@ -98,7 +104,18 @@ class Indices:
             source.set_state(position.rng)
         else:
             position.rng = source.get_state()
-        yield from start(position.batch)
+        yield from begin(self._sampler, position.batch)
+
+
+def _place_shard(sampler: Any, position: Position) -> Iterable[Any] | None:
+    """Return a rank's sampler, or the one of its batches, for what is left of the epoch."""
+    if isinstance(sampler, ShardSampler):
+        return sampler.at(position.epoch, position.consumed)
+    inner = sampler.sampler if type(sampler) is BatchSampler else None
+    if not isinstance(inner, ShardSampler):
+        return None
+    placed = inner.at(position.epoch, position.consumed)
+    return BatchSampler(placed, sampler.batch_size, sampler.drop_last)
 
 
 def _index_batches(sampler: Iterable[Any], skip: int) -> Iterator[Any]:
@@ -141,12 +158,9 @@ def as_rows(indices: Any) -> Tensor | None:
 def _chunks(sampler: Iterable[int]) -> Iterator[Tensor] | None:
     """Return the indices of torch's own samplers, many at a time, in torch's order."""
     if type(sampler) is SequentialSampler:
-        total = len(sampler)
-        starts = range(0, total, _SEQUENTIAL_CHUNK)
-        return (
-            torch.arange(start, min(start + _SEQUENTIAL_CHUNK, total), device="cpu")
-            for start in starts
-        )
+        return strides(0, len(sampler))
+    if isinstance(sampler, ShardSampler):
+        return sampler.chunks()
     if type(sampler) is RandomSampler and not sampler.replacement:
         return _permutations(sampler)
     return None

@@ -1,0 +1,110 @@
+"""The part of a dataset that one rank loads: DistributedSampler's, from any sample on."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler, IterableDataset
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+    from typing_extensions import Self
+
+__all__ = ["ShardSampler", "make_shard", "strides"]
+
+_CHUNK = 1 << 16  # indices made at a time, for datasets that are longer than memory
+
+
+class ShardSampler(DistributedSampler[Any]):
+    """Yields what DistributedSampler yields, or what is left of it when it is shared out anew.
+
+    All ranks together go through one order of the dataset, a permutation seeded with `seed + epoch`
+    or the rows in sequence: sample i is that of rank `i % world_size`. From `consumed` samples of
+    this order on, the rest is shared out in the same way, padded with the order's first samples, or
+    cut, so that each rank has as many.
+    """
+
+    consumed = 0
+    """Samples of the epoch's order that all ranks have had before."""
+
+    def at(self, epoch: int, consumed: int) -> Self:
+        """Return the sampler of a place in an epoch."""
+        placed = copy.copy(self)
+        placed.epoch, placed.consumed = epoch, consumed
+        return placed
+
+    def chunks(self) -> Iterator[Tensor]:
+        """Yield the indices, many at a time."""
+        length, ranks = len(self.dataset), self.num_replicas  # type: ignore[arg-type]
+        left = length - self.consumed
+        count = left // ranks if self.drop_last else -(-left // ranks)
+        first = self.consumed + self.rank
+        order = None
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(length, generator=generator, device="cpu")
+        for places in strides(first, first + count * ranks, ranks):
+            wrapped = places.remainder_(length)  # the padding is the order's beginning
+            yield wrapped if order is None else order[wrapped]
+
+    def __iter__(self) -> Iterator[int]:
+        for chunk in self.chunks():
+            yield from chunk.tolist()
+
+
+def strides(start: int, stop: int, step: int = 1) -> Iterator[Tensor]:
+    """Yield the numbers of a range as int64 tensors."""
+    for begin in range(start, stop, step * _CHUNK):
+        yield torch.arange(begin, min(stop, begin + step * _CHUNK), step, device="cpu")
+
+
+def make_shard(
+    dataset: Any,
+    rank: int | None,
+    world_size: int | None,
+    *,
+    shuffle: bool,
+    seed: int,
+    drop_last: bool,
+) -> ShardSampler:
+    """Return the sampler of this rank: the one given, torch.distributed's, or else 0 of 1.
+
+    Raises:
+        TypeError: the dataset is iterable.
+        ValueError: one of `rank` and `world_size` is missing, or the rank is not below the number
+            of ranks.
+        RuntimeError: a launcher has started several ranks, which have not found each other yet.
+    """
+    if isinstance(dataset, IterableDataset):
+        name = type(dataset).__name__
+        msg = f"dataset: {name} is iterable: it has no indices to share out among ranks"
+        raise TypeError(msg)
+    if (rank is None) != (world_size is None):
+        missing, given = ("rank", "world_size") if rank is None else ("world_size", "rank")
+        msg = f"{missing}: expected together with {given}, got None"
+        raise ValueError(msg)
+    if rank is None or world_size is None:
+        rank, world_size = _find_rank()
+    if rank >= world_size:
+        msg = f"rank: expected less than world_size={world_size}, got {rank}"
+        raise ValueError(msg)
+    return ShardSampler(dataset, world_size, rank, shuffle, seed, drop_last)
+
+
+def _find_rank() -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if launched != "1":
+        msg = (
+            f"shard=True with WORLD_SIZE={launched}: call torch.distributed.init_process_group "
+            "before, or give rank and world_size"
+        )
+        raise RuntimeError(msg)
+    return 0, 1
