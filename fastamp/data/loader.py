@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, Sampler, default_collate
 from fastamp.data.arrays import ArrayDataset, Gatherable, is_arrays, make_gatherable
 from fastamp.data.collate import BatchCollator
 from fastamp.data.fetch import Measured, make_iterator
-from fastamp.data.passes import GatheredBatches, LoaderPass, fetch_batches
+from fastamp.data.passes import LoaderPass, fetch_batches, gather_batches
 from fastamp.data.position import Indices, Position
 from fastamp.data.prefetch import prefetch
 from fastamp.data.shard import ShardSampler, make_shard
@@ -296,7 +296,8 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def stats(self) -> LoaderStats:
         """Return what the loader has done since it was made; `str` of it is the verdict."""
-        return replace(self._stats)
+        slot_wait_s = self._slots.wait_s if self._slots else 0.0
+        return replace(self._stats, slot_wait_s=slot_wait_s)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what a copy counts anew, and the workers, which stay with the original."""
@@ -355,7 +356,7 @@ class DataLoader(TorchDataLoader[T_co]):
         indices = self._indices(position).batches()
         if workers:  # which ask for indices before the consumer does
             indices = chain(list(islice(indices, 1)), indices)
-        return GatheredBatches(
+        return gather_batches(
             gatherable, indices, slots, self._stats, self.max_bytes, self._make_batch
         )
 

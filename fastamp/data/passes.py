@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fastamp.data.slots import Slots
     from fastamp.data.stats import LoaderStats
 
-__all__ = ["GatheredBatches", "LoaderPass", "fetch_batches"]
+__all__ = ["LoaderPass", "fetch_batches", "gather_batches"]
 
 
 class Failed:
@@ -49,25 +49,24 @@ class LoaderPass(Iterator[Any]):
         self._states = states
         self._length = length
         self._ended = False
-        self._left_s: float | None = None  # when the consumer went off with a batch
+        self._left_s = 0.0  # when the consumer went off with a batch
 
     def __len__(self) -> int:
         return self._length()
 
     def __next__(self) -> Any:
         stats, start_s = self._stats, time.perf_counter()
-        if self._left_s is not None:
-            stats.elapsed_s += start_s - self._left_s
         try:
             batch = next(self._batches)
         except StopIteration:
             if not self._ended:
                 self._position.end_epoch()
-            self._ended, self._left_s = True, None
+            self._ended = True
             raise
-        self._left_s = time.perf_counter()
-        stats.elapsed_s += self._left_s - start_s
-        stats.wait_s += self._left_s - start_s
+        end_s = time.perf_counter()
+        stats.wait_s += end_s - start_s
+        stats.elapsed_s += end_s - (self._left_s or start_s)
+        self._left_s = end_s
         self._position.batch += 1
         if type(batch) is Failed:
             try:
@@ -80,102 +79,70 @@ class LoaderPass(Iterator[Any]):
         return batch
 
 
-class _UnderWay(NamedTuple):
-    """A batch that the gatherer fills, or the indices of one that Python makes in its turn."""
-
-    outputs: list[torch.Tensor] | None
-    indices: list[Any]
-    nbytes: int
-
-
-class GatheredBatches(Iterator[Any]):
-    """The batches of the rows at the indices, with others under way; or `Failed`.
+def gather_batches(
+    gatherable: Gatherable,
+    indices: Iterator[Any],
+    slots: Slots,
+    stats: LoaderStats,
+    max_bytes: int | None,
+    make: Callable[[list[Any]], Any],
+) -> Iterator[Any]:
+    """Yield the batches of the rows at the indices, with others under way; or `Failed`.
 
     `make` is for indices that are not plain integers: it does what torch would do with them.
     """
+    columns, build, subset = gatherable
+    rows = [(column.row_shape, column.dtype) for column in columns]
+    row_nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in rows)
+    depth = torch.get_num_threads() + 1
+    gatherer = _backend.host_ops().gatherer(columns, depth)
+    under_way: deque[tuple[Any, ...]] = deque()  # functions that return a batch, with arguments
+    held_nbytes = 0
 
-    def __init__(
-        self,
-        gatherable: Gatherable,
-        indices: Iterator[Any],
-        slots: Slots,
-        stats: LoaderStats,
-        max_bytes: int | None,
-        make: Callable[[list[Any]], Any],
-    ) -> None:
-        self._gatherable = gatherable
-        self._indices = indices
-        self._slots = slots
-        self._stats = stats
-        self._max_bytes = max_bytes
-        self._make = make
-        columns = gatherable.columns
-        self._rows = [(column.row_shape, column.dtype) for column in columns]
-        self._row_nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._rows)
-        self._depth = torch.get_num_threads() + 1
-        self._gatherer: Any = _backend.host_ops().gatherer(columns, self._depth)
-        self._under_way: deque[_UnderWay] = deque()
-        self._held_nbytes = 0
-        self._began = False
-        self._drawn: Any = None  # the next batch's indices; None at the end
+    def collect(outputs: list[torch.Tensor], nbytes: int) -> Any:
+        nonlocal held_nbytes
+        held_nbytes -= nbytes
+        stats.copy_s += gatherer.wait()
+        stats.nbytes += nbytes
+        return build(outputs)
 
-    def __next__(self) -> Any:
-        if not self._began:
-            self._began, self._drawn = True, _or_failed(self._draw)
-        while self._has_room():
-            self._under_way.append(self._submit(self._drawn))
-            self._held_nbytes += self._under_way[-1].nbytes
-            self._drawn = _or_failed(self._draw)
-        self._stats.slot_wait_s += self._slots.wait_s
-        self._slots.wait_s = 0.0
-        if self._under_way:
-            batch = self._under_way.popleft()
-            self._held_nbytes -= batch.nbytes
-            return _or_failed(self._finish, batch)
-        self._gatherer = None  # and its threads
-        if self._drawn is None:
-            raise StopIteration
-        failed, self._drawn = self._drawn, None
-        return failed
+    drawn = _or_failed(_draw, indices, subset)
+    while True:
+        while len(under_way) < depth:
+            if type(drawn) is torch.Tensor:
+                count = drawn.numel()
+                nbytes = count * row_nbytes
+                if max_bytes is not None and nbytes > max_bytes:
+                    msg = f"max_bytes={max_bytes}: one batch takes {nbytes} bytes"
+                    raise ValueError(msg)
+                if under_way and held_nbytes + nbytes > (max_bytes or DEFAULT_MAX_BYTES):
+                    break
+                outputs = [slots.allocate((count, *shape), dtype) for shape, dtype in rows]
+                gatherer.submit(drawn, outputs)
+                under_way.append((collect, outputs, nbytes))
+                del outputs  # held no longer than the consumer holds them
+                held_nbytes += nbytes
+            elif type(drawn) is list:
+                under_way.append((make, drawn))
+            else:
+                break
+            drawn = _or_failed(_draw, indices, subset)
+        if not under_way:
+            break
+        yield _or_failed(*under_way.popleft())
+    if drawn is not None:
+        yield drawn
 
-    def _draw(self) -> Any:
-        rows = next(self._indices, None)
-        if self._gatherable.rows is None or not isinstance(rows, torch.Tensor):
-            return rows
-        try:
-            return self._gatherable.rows[rows]
-        except IndexError:  # the dataset says it in its own words
-            return rows.tolist()
 
-    def _has_room(self) -> bool:
-        full = len(self._under_way) == self._depth
-        if full or self._drawn is None or type(self._drawn) is Failed:
-            return False
-        if not self._under_way or isinstance(self._drawn, list):
-            return True
-        nbytes = self._held_nbytes + self._drawn.numel() * self._row_nbytes
-        return bool(nbytes <= (self._max_bytes or DEFAULT_MAX_BYTES))
-
-    def _submit(self, rows: Any) -> _UnderWay:
-        if isinstance(rows, list):
-            return _UnderWay(None, rows, 0)
-        count = rows.numel()
-        nbytes = count * self._row_nbytes
-        if self._max_bytes is not None and nbytes > self._max_bytes:
-            msg = f"max_bytes={self._max_bytes}: one batch takes {nbytes} bytes"
-            raise ValueError(msg)
-        outputs = [
-            self._slots.allocate((count, *row_shape), dtype) for row_shape, dtype in self._rows
-        ]
-        self._gatherer.submit(rows, outputs)
-        return _UnderWay(outputs, [], nbytes)
-
-    def _finish(self, batch: _UnderWay) -> Any:
-        if batch.outputs is None:
-            return self._make(batch.indices)
-        self._stats.copy_s += self._gatherer.wait()
-        self._stats.nbytes += batch.nbytes
-        return self._gatherable.build(batch.outputs)
+def _draw(indices: Iterator[Any], subset: torch.Tensor | None) -> Any:
+    """Return the rows of the next batch; as a list where Python finds them; None at the end."""
+    rows = next(indices, None)
+    if subset is None or type(rows) is not torch.Tensor:
+        return rows
+    try:
+        return subset[rows]
+    except IndexError:  # the dataset says it in its own words
+        return rows.tolist()
 
 
 def fetch_batches(

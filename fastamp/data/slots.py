@@ -16,6 +16,7 @@ __all__ = ["Slots"]
 # From here on fresh memory costs more than a lease: the C library gives freed pages back, and the
 # next batch faults them in again, as the images of benchmarks/loader.py do.
 _REUSE_NBYTES = 1 << 20
+_KNOWN_SHAPES = 64  # of small tensors: those of ragged batches do not end
 _KEPT_FREE = 4  # of each size
 DEFAULT_MAX_BYTES = 1 << 30
 _CPU = torch.device("cpu")
@@ -43,13 +44,19 @@ class Slots:
         self._pinned = pinned
         self._max_bytes = max_bytes
         self._rings: dict[int, _Ring] = {}
+        self._small: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
         self.wait_s = 0.0
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised, contiguous tensor on the CPU."""
+        like = self._small.get((shape, dtype))
+        if like is not None and get_worker_info() is None:
+            # It costs torch half the time to be shown a tensor than to be told of one.
+            return torch.empty_like(like, memory_format=torch.contiguous_format)
         nbytes = math.prod(shape) * dtype.itemsize
-        if nbytes < _REUSE_NBYTES and not self._pinned and get_worker_info() is None:
-            return torch.empty(shape, dtype=dtype, device=_CPU)
+        if nbytes < _REUSE_NBYTES and not self._pinned and len(self._small) < _KNOWN_SHAPES:
+            one = torch.empty((), dtype=dtype, device=_CPU)
+            self._small[shape, dtype] = one.expand(shape)
         start_s = time.perf_counter()
         tensor = self._allocate(shape, dtype, nbytes)
         self.wait_s += time.perf_counter() - start_s
