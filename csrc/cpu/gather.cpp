@@ -25,6 +25,9 @@ constexpr std::int64_t kRowsAhead = 2;
 constexpr std::int64_t kPrefetchBytes = 4096;
 constexpr std::int64_t kLine = 64;
 
+// What is copied in the time that it takes to wake a thread is left to the consumer.
+constexpr std::int64_t kWakeBytes = 8 << 10;
+
 void prefetch(const char* line) { __builtin_prefetch(line, 0, 2); }
 
 FASTAMP_SIMD_CLONES void copy(const char* source, std::int64_t nbytes, const char* ahead,
@@ -98,6 +101,12 @@ std::int64_t row_of(const Column& column, std::int64_t index) {
   return row < column.num_rows ? std::max<std::int64_t>(row, -1) : -1;
 }
 
+std::int64_t nbytes_of(const std::vector<Column>& columns, const GatherJob& job) {
+  std::int64_t row_nbytes = 0;
+  for (const Column& column : columns) row_nbytes += output_nbytes(column);
+  return job.count * row_nbytes;
+}
+
 GatherResult gather(const std::vector<Column>& columns, const GatherJob& job) {
   for (std::size_t c = 0; c < columns.size(); ++c) {
     const Column& column = columns[c];
@@ -131,6 +140,7 @@ class Jobs {
       : columns_(std::move(columns)), slots_(static_cast<std::size_t>(depth)) {}
 
   void submit(GatherJob job) {
+    const bool is_small = nbytes_of(columns_, job) < kWakeBytes;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (submitted_ - delivered_ == slots_.size())
@@ -140,7 +150,7 @@ class Jobs {
       slot.done = false;
       ++submitted_;
     }
-    wake_.notify_one();
+    if (!is_small) wake_.notify_one();
   }
 
   std::optional<GatherResult> wait(double timeout_s) {

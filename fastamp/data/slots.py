@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-import queue
 import time
 import weakref
+from collections import deque
 
 import torch
 from torch.utils.data import get_worker_info
@@ -81,8 +81,8 @@ class Slots:
     def _take(self, nbytes: int) -> tuple[_Ring, torch.Tensor] | None:
         ring = self._rings.setdefault(nbytes, _Ring())
         try:
-            return ring, ring.free.get_nowait()
-        except queue.Empty:
+            return ring, ring.free.pop()  # the last one, which may be in the caches yet
+        except IndexError:
             if self.held_nbytes + nbytes > self._max_bytes:
                 return None
         memory = torch.empty(nbytes, dtype=torch.uint8, device=_CPU)
@@ -94,7 +94,7 @@ class _Ring:
     """The slots of one size. Its methods may be called by any thread, in the middle of another."""
 
     def __init__(self) -> None:
-        self.free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        self.free: deque[torch.Tensor] = deque()
         self.slots: set[int] = set()
 
     def lease(self, memory: torch.Tensor, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
@@ -105,8 +105,8 @@ class _Ring:
         return torch.frombuffer(owner, dtype=dtype)
 
     def _take_back(self, memory: torch.Tensor) -> None:
-        if self.free.qsize() < _KEPT_FREE:
-            self.free.put(memory)
+        if len(self.free) < _KEPT_FREE:
+            self.free.append(memory)
         else:
             self.slots.discard(memory.data_ptr())
 
