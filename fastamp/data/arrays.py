@@ -146,11 +146,12 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, tree
 
 
-def _map(tree: Any, function: Callable[[Any], Any]) -> Any:
+def _map(tree: Any, function: Callable[[Any], Any], make: type = tuple) -> Any:
+    """Replace the arrays; `make` makes what stands for tuples."""
     if type(tree) is dict:
-        return {key: _map(child, function) for key, child in tree.items()}
+        return {key: _map(child, function, make) for key, child in tree.items()}
     if type(tree) is tuple:
-        return tuple(_map(child, function) for child in tree)
+        return make(_map(child, function, make) for child in tree)
     return function(tree)
 
 
@@ -177,37 +178,24 @@ def make_gatherable(dataset: object) -> Gatherable | None:
     if type(dataset) is TokenDataset:
         columns = [Column(part, torch.int64) for part in (dataset.x, dataset.y)]
         return Gatherable(columns, list, None)
+    tree: Any = dataset
     if type(dataset) is TensorDataset:
-        return _gatherable(dataset.tensors)
-    if type(dataset) is ArrayDataset:
-        return _gatherable(dataset.arrays)
-    return _gatherable(dataset)
-
-
-def _gatherable(tree: Any) -> Gatherable | None:
-    columns = [_column(array) for _, array in _leaves(tree, "")]
-    if not columns or None in columns:
+        tree = dataset.tensors
+    elif type(dataset) is ArrayDataset:
+        tree = dataset.arrays
+    arrays = [array for _, array in _leaves(tree, "")]
+    columns = [column for column in map(_column, arrays) if column is not None]
+    if not columns or len(columns) < len(arrays):
         return None
-    found = [column for column in columns if column is not None]
+    if type(tree) is tuple and len(tree) == len(arrays):
+        return Gatherable(columns, list, None)
 
     def build(tensors: list[Tensor]) -> Any:
+        """Put the tensors where the arrays are; default_collate makes lists of tuples."""
         remaining = iter(tensors)
-        return _collated(tree, remaining)
+        return _map(tree, lambda _: next(remaining), list)
 
-    return Gatherable(found, list if _is_flat_tuple(tree) else build, None)
-
-
-def _is_flat_tuple(tree: Any) -> bool:
-    return type(tree) is tuple and not any(type(child) in (dict, tuple) for child in tree)
-
-
-def _collated(tree: Any, tensors: Iterator[Tensor]) -> Any:
-    """Put the tensors where the arrays are; default_collate makes lists of tuples."""
-    if type(tree) is dict:
-        return {key: _collated(child, tensors) for key, child in tree.items()}
-    if type(tree) is tuple:
-        return [_collated(child, tensors) for child in tree]
-    return next(tensors)
+    return Gatherable(columns, build, None)
 
 
 def _column(array: Any) -> Column | None:

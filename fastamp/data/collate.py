@@ -62,7 +62,10 @@ class BatchCollator:
     """
 
     def __init__(self, pad: Pad = None, *, pad_multiple: int = 1) -> None:
-        _check_multiple(pad_multiple)
+        multiple: Any = pad_multiple
+        if not isinstance(multiple, int) or multiple < 1:
+            msg = f"pad_multiple={pad_multiple!r}: expected an integer of at least 1"
+            raise ValueError(msg)
         _check_pad(pad, "pad")
         self.pad = pad
         self.pad_multiple = pad_multiple
@@ -137,7 +140,7 @@ class _Sequence:
         return (
             type(sample) is self._type
             and len(sample) == len(self._children)
-            and all(map(_fits, self._children, sample))
+            and all(child.fits(value) for child, value in zip(self._children, sample, strict=True))
         )
 
     def collate(self, samples: Sequence[Any], ops: _backend.HostOps) -> Any:
@@ -150,22 +153,20 @@ class _Sequence:
                     f"should be of equal size; if they are lists of numbers, {hint(self._keys)}"
                 )
                 raise RuntimeError(msg)
-        columns = zip(*samples, strict=False)
-        values = [
-            child.collate(column, ops)
-            for child, column in zip(self._children, columns, strict=False)
-        ]
+        values = self._collate_columns(samples, ops)
         as_list = self._type is list or issubclass(self._type, tuple)
         return values if as_list else _sequence_like(samples[0], values)
+
+    def _collate_columns(self, samples: Sequence[Any], ops: _backend.HostOps) -> list[Any]:
+        pairs = zip(self._children, zip(*samples, strict=False), strict=False)
+        return [child.collate(column, ops) for child, column in pairs]
 
 
 class _NamedTuple(_Sequence):
     """Samples with named elements."""
 
     def collate(self, samples: Sequence[Any], ops: _backend.HostOps) -> Any:
-        columns = zip(*samples, strict=False)
-        pairs = zip(self._children, columns, strict=False)
-        return self._type(*(child.collate(column, ops) for child, column in pairs))
+        return self._type(*self._collate_columns(samples, ops))
 
 
 class _Dataclass:
@@ -256,23 +257,8 @@ class _Planner:
 def _registered(sample: Any) -> Callable[..., Any] | None:
     """Return the function that torch has for a sample, found as torch finds it."""
     functions = torch_collate.default_collate_fn_map
-    if type(sample) in functions:
-        return functions[type(sample)]
-    for types, function in functions.items():
-        if isinstance(sample, types):
-            return function
-    return None
-
-
-def _fits(node: _Node, sample: Any) -> bool:
-    return node.fits(sample)
-
-
-def _check_multiple(pad_multiple: Any) -> None:
-    """Refuse what is not a positive integer."""
-    if not isinstance(pad_multiple, int) or pad_multiple < 1:
-        msg = f"pad_multiple={pad_multiple!r}: expected an integer of at least 1"
-        raise ValueError(msg)
+    own = functions.get(type(sample))
+    return own or next((f for types, f in functions.items() if isinstance(sample, types)), None)
 
 
 def _check_pad(pad: Any, name: str) -> None:

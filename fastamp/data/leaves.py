@@ -51,20 +51,16 @@ def hint(keys: Keys) -> str:
 
 def _explain(samples: Sequence[Any], keys: Keys, advice: str) -> str | None:
     """Name the first sample whose shape differs from that of samples[0]."""
-    shapes = [tuple(getattr(sample, "shape", ())) for sample in samples]
-    for index, shape in enumerate(shapes):
-        if shape != shapes[0]:
-            return (
-                f"{place(index, keys)} has shape {shape}, "
-                f"{place(0, keys)} has shape {shapes[0]}: {advice}"
-            )
+    first, *shapes = [tuple(getattr(sample, "shape", ())) for sample in samples]
+    for index, shape in enumerate(shapes, 1):
+        if shape != first:
+            there, here = place(index, keys), place(0, keys)
+            return f"{there} has shape {shape}, {here} has shape {first}: {advice}"
     return None
 
 
 class Leaf:
     """Values that torch's own function collates."""
-
-    __slots__ = ("_as_list", "_function", "_keys", "_type")
 
     def __init__(self, first: Any, keys: Keys, function: Callable[..., Any], as_list: bool) -> None:  # noqa: FBT001 - of what samples it is made
         self._type = type(first)
@@ -87,8 +83,6 @@ class Leaf:
 
 class StackedLeaf(Leaf):
     """Tensors or arrays of one shape."""
-
-    __slots__ = ("_allocate",)
 
     def __init__(
         self, first: Any, keys: Keys, function: Callable[..., Any], allocate: Allocate
@@ -120,8 +114,6 @@ class StackedLeaf(Leaf):
 
 class PaddedLeaf(Leaf):
     """Tensors, arrays or lists of numbers, padded to one shape."""
-
-    __slots__ = ("_allocate", "_multiple", "_pad")
 
     def __init__(
         self, first: Any, keys: Keys, pad: float, multiple: int, allocate: Allocate

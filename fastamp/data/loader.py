@@ -18,7 +18,7 @@ from fastamp.data.fetch import Measured, make_iterator
 from fastamp.data.passes import LoaderPass, fetch_batches, gather_batches
 from fastamp.data.position import Indices, Position
 from fastamp.data.prefetch import prefetch
-from fastamp.data.shard import ShardSampler, make_shard
+from fastamp.data.shard import ShardSampler, check_shardable, find_ranks
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
 from fastamp.data.stats import LoaderStats
 
@@ -108,18 +108,9 @@ class DataLoader(TorchDataLoader[T_co]):
         if is_arrays(dataset):
             dataset = ArrayDataset(dataset)
         if shard or rank is not None or world_size is not None:
-            for name, value in (("sampler", sampler), ("batch_sampler", batch_sampler)):
-                if value is not None:
-                    msg = f"{name}: expected None for a sharded loader, which makes its own"
-                    raise ValueError(msg)
-            sampler = make_shard(
-                dataset,
-                rank,
-                world_size,
-                shuffle=bool(shuffle),
-                seed=seed or 0,
-                drop_last=drop_last,
-            )
+            check_shardable(dataset, sampler=sampler, batch_sampler=batch_sampler)
+            ranks = find_ranks(rank, world_size)
+            sampler = ShardSampler(dataset, *ranks, bool(shuffle), seed or 0, drop_last)
             shuffle = None
         # The seeds of workers differ from rank to rank: they are the program's.
         if seed is not None and generator is None and not isinstance(sampler, ShardSampler):
@@ -254,17 +245,16 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def _identity(self) -> dict[str, Any]:
         """Return what two loaders have in common whose states are the same."""
-        batches, shard = self._batches, self._shard
+        batches, shard, data = self._batches, self._shard, self.dataset
         size, seed = getattr(batches, "batch_size", None), self.seed
         source = "torch's default generator" if self._sampler_generator() is None else "a generator"
         if shard is not None:
             size, seed, source = None, shard.seed, "the seed" if shard.shuffle else "nothing"
-        iterable = isinstance(self.dataset, IterableDataset)
         return {
             "sampler": type(getattr(batches, "sampler", batches)).__name__,
             "batch_size": size,
             "drop_last": getattr(batches, "drop_last", False),
-            "length": None if iterable else len(self.dataset),  # type: ignore[arg-type]
+            "length": None if isinstance(data, IterableDataset) else len(data),  # type: ignore[arg-type]
             "seed": seed,
             "source of randomness": source,
         }
@@ -331,8 +321,7 @@ class DataLoader(TorchDataLoader[T_co]):
         """Return what the sampler draws from; None for torch's default generator."""
         samplers = (self._batches, getattr(self._batches, "sampler", None), self.sampler)
         found = (getattr(sampler, "generator", None) for sampler in samplers)
-        own: torch.Generator | None = next((g for g in found if g is not None), None)
-        return own
+        return next((generator for generator in found if generator is not None), None)
 
     def _indices(self, position: Position) -> Indices:
         generator = self._sampler_generator()
@@ -356,12 +345,11 @@ class DataLoader(TorchDataLoader[T_co]):
         indices = self._indices(position).batches()
         if workers:  # which ask for indices before the consumer does
             indices = chain(list(islice(indices, 1)), indices)
-        return gather_batches(
-            gatherable, indices, slots, self._stats, self.max_bytes, self._make_batch
-        )
 
-    def _make_batch(self, indices: list[Any]) -> Any:
-        return self.collate_fn([self.dataset[index] for index in indices])
+        def make(rows: list[Any]) -> Any:
+            return self.collate_fn([self.dataset[row] for row in rows])
+
+        return gather_batches(gatherable, indices, slots, self._stats, self.max_bytes, make)
 
     def _fetched(self, position: Position, slots: Slots, states: deque[Any]) -> Iterator[Any]:
         """Return the batches that torch's iterators make, and put the dataset's states aside."""

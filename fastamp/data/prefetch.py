@@ -6,8 +6,9 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sized
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -93,7 +94,7 @@ class Pass(Iterator[T], Generic[T]):
         self._room = threading.Semaphore(depth)
         self._stop = threading.Event()
         self._owner_pid = os.getpid()
-        move = self._copies.start if self._copies else _mover(device)
+        move = self._copies.start if self._copies else partial(_move, device)
         # The thread holds no reference to this object, whose end is what ends the thread.
         grad = torch.is_grad_enabled()
         shared = (iter(iterable), move, self._ready, self._room, self._stop, grad)
@@ -141,13 +142,12 @@ class Pass(Iterator[T], Generic[T]):
             self.close()
 
 
-class _Item:
+class _Item(NamedTuple):
     """A batch with the event that its copy is done, or the error that ends the pass."""
 
-    def __init__(self, batch: Any, event: Any = None, error: BaseException | None = None) -> None:
-        self.batch = batch
-        self.event = event
-        self.error = error
+    batch: Any
+    event: Any = None
+    error: BaseException | None = None
 
 
 def _produce(
@@ -175,13 +175,9 @@ def _produce(
             close()
 
 
-def _mover(device: torch.device | None) -> Any:
-    def move(batch: Any) -> tuple[Any]:
-        if device is None:
-            return (batch,)
-        return (map_tensors(lambda tensor: tensor.to(device), batch),)
-
-    return move
+def _move(device: torch.device | None, batch: Any) -> tuple[Any]:
+    moved = batch if device is None else map_tensors(lambda tensor: tensor.to(device), batch)
+    return (moved,)
 
 
 class CudaCopies:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Self
 
-__all__ = ["ShardSampler", "make_shard", "strides"]
+__all__ = ["ShardSampler", "check_shardable", "find_ranks", "strides"]
 
 _CHUNK = 1 << 16  # indices made at a time, for datasets that are longer than memory
 
@@ -64,42 +64,36 @@ def strides(start: int, stop: int, step: int = 1) -> Iterator[Tensor]:
         yield torch.arange(begin, min(stop, begin + step * _CHUNK), step, device="cpu")
 
 
-def make_shard(
-    dataset: Any,
-    rank: int | None,
-    world_size: int | None,
-    *,
-    shuffle: bool,
-    seed: int,
-    drop_last: bool,
-) -> ShardSampler:
-    """Return the sampler of this rank: the one given, torch.distributed's, or else 0 of 1.
-
-    Raises:
-        TypeError: the dataset is iterable.
-        ValueError: one of `rank` and `world_size` is missing, or the rank is not below the number
-            of ranks.
-        RuntimeError: a launcher has started several ranks, which have not found each other yet.
-    """
+def check_shardable(dataset: Any, **samplers: Any) -> None:
+    """Refuse an iterable dataset, and samplers of the user's."""
     if isinstance(dataset, IterableDataset):
         name = type(dataset).__name__
         msg = f"dataset: {name} is iterable: it has no indices to share out among ranks"
         raise TypeError(msg)
+    for name, sampler in samplers.items():
+        if sampler is not None:
+            msg = f"{name}: expected None for a sharded loader, which makes its own"
+            raise ValueError(msg)
+
+
+def find_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Return the number of ranks and this one: those given, torch.distributed's, or 1 and 0.
+
+    Raises:
+        ValueError: one of the two is missing, or the rank is not below the number of ranks.
+        RuntimeError: a launcher has started several ranks, which have not found each other yet.
+    """
     if (rank is None) != (world_size is None):
         missing, given = ("rank", "world_size") if rank is None else ("world_size", "rank")
         msg = f"{missing}: expected together with {given}, got None"
         raise ValueError(msg)
-    if rank is None or world_size is None:
-        rank, world_size = _find_rank()
-    if rank >= world_size:
-        msg = f"rank: expected less than world_size={world_size}, got {rank}"
-        raise ValueError(msg)
-    return ShardSampler(dataset, world_size, rank, shuffle, seed, drop_last)
-
-
-def _find_rank() -> tuple[int, int]:
+    if rank is not None and world_size is not None:
+        if rank >= world_size:
+            msg = f"rank: expected less than world_size={world_size}, got {rank}"
+            raise ValueError(msg)
+        return world_size, rank
     if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
+        return dist.get_world_size(), dist.get_rank()
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched != "1":
         msg = (
@@ -107,4 +101,4 @@ def _find_rank() -> tuple[int, int]:
             "before, or give rank and world_size"
         )
         raise RuntimeError(msg)
-    return 0, 1
+    return 1, 0
