@@ -425,7 +425,7 @@ def test_a_slow_consumer_is_told_that_it_is_compute_bound(backend):
     for _ in loader:
         time.sleep(0.05)
     assert str(loader.stats()) == "compute-bound"
-    assert loader.stats().elapsed_s > 0.25
+    assert loader.stats().elapsed_s > 0.3  # the last batch counts too
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

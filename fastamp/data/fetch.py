@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, MapDataPipe, get_worker_info
@@ -23,11 +24,11 @@ class Measured(NamedTuple):
     collate_s: float
 
 
+@dataclass(eq=False)
 class _Clock:
     """Seconds in the dataset since the last batch; one for each worker."""
 
-    def __init__(self) -> None:
-        self.getitem_s = 0.0
+    getitem_s: float = 0.0
 
 
 class _WatchedDataset(Dataset[Any]):
@@ -65,12 +66,12 @@ class _WatchedDataset(Dataset[Any]):
         return items
 
 
+@dataclass(eq=False)
 class _MeasuredCollate:
     """A collate function that takes its own time."""
 
-    def __init__(self, collate_fn: Callable[[Any], Any], clock: _Clock) -> None:
-        self._collate_fn = collate_fn
-        self._clock = clock
+    _collate_fn: Callable[[Any], Any]
+    _clock: _Clock
 
     def __call__(self, samples: Any) -> Measured:
         getitem_s, self._clock.getitem_s = self._clock.getitem_s, 0.0
@@ -79,12 +80,12 @@ class _MeasuredCollate:
         return Measured(batch, getitem_s, time.perf_counter() - start_s)
 
 
+@dataclass(eq=False)
 class _WorkerInit:
     """Shows the user's code in a worker the user's dataset."""
 
-    def __init__(self, dataset: Any, worker_init_fn: Callable[[int], None] | None) -> None:
-        self._dataset = dataset
-        self._worker_init_fn = worker_init_fn
+    _dataset: Any
+    _worker_init_fn: Callable[[int], None] | None
 
     def __call__(self, worker_id: int) -> None:
         object.__setattr__(get_worker_info(), "dataset", self._dataset)  # it is frozen

@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
@@ -25,31 +26,24 @@ if TYPE_CHECKING:
 __all__ = ["LoaderPass", "fetch_batches", "gather_batches"]
 
 
+@dataclass(eq=False)
 class Failed:
     """Stands for a batch whose making raised; the pass goes on after it, as torch's does."""
 
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+    error: Exception
 
 
+@dataclass(eq=False, repr=False)
 class LoaderPass(Iterator[Any]):
     """One pass over a loader, which keeps count of what was delivered and of who waited."""
 
-    def __init__(
-        self,
-        batches: Iterator[Any],
-        position: Position,
-        stats: LoaderStats,
-        states: deque[Any],
-        length: Callable[[], int],
-    ) -> None:
-        self._batches = batches
-        self._position = position
-        self._stats = stats
-        self._states = states
-        self._length = length
-        self._ended = False
-        self._left_s = 0.0  # when the consumer went off with a batch
+    _batches: Iterator[Any]
+    _position: Position
+    _stats: LoaderStats
+    _states: deque[Any]
+    _length: Callable[[], int]
+    _ended: bool = False
+    _left_s: float = 0.0  # when the consumer went off with a batch
 
     def __len__(self) -> int:
         return self._length()
@@ -60,6 +54,7 @@ class LoaderPass(Iterator[Any]):
             batch = next(self._batches)
         except StopIteration:
             if not self._ended:
+                stats.elapsed_s += start_s - (self._left_s or start_s)
                 self._position.end_epoch()
             self._ended = True
             raise

@@ -50,30 +50,21 @@ class Position:
         return self.batch + self.consumed > 0
 
 
+@dataclass(eq=False)
 class Indices:
-    """What a sampler yields in one epoch, from a position on, as a sampler itself.
+    """What a sampler yields in one epoch, from a position on, as a sampler itself."""
 
-    Args:
-        sampler: what yields batches of indices, or single ones where the loader does not batch.
-        generator: what the sampler draws from, None for torch's default generator.
-        seed: seeds the generator anew for each epoch, together with the epoch; None does not.
-        position: where to begin. Not yet there, the state of the generator is put into it.
-    """
-
-    def __init__(
-        self,
-        sampler: Iterable[Any],
-        generator: torch.Generator | None,
-        seed: int | None,
-        position: Position,
-    ) -> None:
-        self._sampler = sampler
-        self._generator = generator
-        self._seed = seed
-        self.position = position
+    sampler: Any
+    """What yields batches of indices, or single ones where the loader does not batch."""
+    generator: torch.Generator | None
+    """What the sampler draws from, None for torch's default generator."""
+    seed: int | None
+    """Seeds the generator anew for each epoch, together with the epoch; None does not."""
+    position: Position
+    """Where to begin. Not yet there, the state of the generator is put into it."""
 
     def __len__(self) -> int:
-        return len(self._sampler)  # type: ignore[arg-type]
+        return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield what the sampler yields."""
@@ -84,8 +75,8 @@ class Indices:
         return self._from_position(_index_batches)
 
     def _from_position(self, begin: Callable[[Iterable[Any], int], Iterator[Any]]) -> Iterator[Any]:
-        position, generator = self.position, self._generator
-        placed = _place_shard(self._sampler, position)
+        position, generator = self.position, self.generator
+        placed = _place_shard(self.sampler, position)
         if placed is not None:
             yield from begin(placed, position.batch)
             return
@@ -93,18 +84,18 @@ class Indices:
             # The program's own draws go on as if nothing had been drawn here.
             with torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(position.rng)
-                rest = begin(self._sampler, position.batch)
+                rest = begin(self.sampler, position.batch)
                 first = list(islice(rest, 1))
             yield from chain(first, rest)
             return
         source = torch.default_generator if generator is None else generator
-        if self._seed is not None:
-            source.manual_seed(self._seed + position.epoch)
+        if self.seed is not None:
+            source.manual_seed(self.seed + position.epoch)
         elif position.rng is not None:
             source.set_state(position.rng)
         else:
             position.rng = source.get_state()
-        yield from begin(self._sampler, position.batch)
+        yield from begin(self.sampler, position.batch)
 
 
 def _place_shard(sampler: Any, position: Position) -> Iterable[Any] | None:

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -66,13 +67,13 @@ def _resolve(device: torch.device | str | int | None) -> torch.device | None:
     return found
 
 
+@dataclass(eq=False, repr=False)
 class Prefetcher(Iterable[T], Generic[T]):
     """What `prefetch` returns."""
 
-    def __init__(self, iterable: Iterable[T], device: torch.device | None, depth: int) -> None:
-        self._iterable = iterable
-        self._device = device
-        self._depth = depth
+    _iterable: Iterable[T]
+    _device: torch.device | None
+    _depth: int
 
     def __iter__(self) -> Pass[T]:
         """Begin a pass."""
