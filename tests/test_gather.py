@@ -83,6 +83,14 @@ def test_batches_of_every_length_are_copied(backend, count):
     gather(columns, rng().integers(-64, 64, count).tolist())
 
 
+@pytest.mark.parametrize("nbytes", [4095, 4096, 4097, 5000, 12345])
+def test_batches_larger_than_the_caches_are_copied(backend, nbytes):
+    """They take another way past 4 MiB; rows of an odd length have every alignment."""
+    columns = [same_dtype(random_bytes(7, nbytes)), Column(np.ones((7, 60), "u2"), torch.int64)]
+    for count in (1030, 300):
+        gather(columns, rng().integers(-7, 7, count).tolist())
+
+
 @pytest.mark.parametrize(
     "array",
     [

@@ -26,3 +26,13 @@
 /// Inlining that the clones above depend on: only what is inlined is compiled for each width.
 #define FASTAMP_INLINE inline __attribute__((always_inline))
 #define FASTAMP_INLINE_LAMBDA __attribute__((always_inline))
+
+/// Stores a vector of two long long past the caches, where the target can. FASTAMP_STREAM_END
+/// orders such stores before what follows.
+#if defined(__x86_64__) && !defined(__clang__)
+#define FASTAMP_STREAM(to, block) __builtin_ia32_movntdq(to, block)
+#define FASTAMP_STREAM_END() __builtin_ia32_sfence()
+#else
+#define FASTAMP_STREAM(to, block) (*(to) = (block))
+#define FASTAMP_STREAM_END() static_cast<void>(0)
+#endif

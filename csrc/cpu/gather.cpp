@@ -25,6 +25,11 @@ constexpr std::int64_t kRowsAhead = 2;
 constexpr std::int64_t kPrefetchBytes = 4096;
 constexpr std::int64_t kLine = 64;
 
+// Batches from this size on push each other out of the caches before anybody reads them. Their long
+// rows are written past the caches, which spares the memory a read of what is overwritten.
+constexpr std::int64_t kStreamBytes = 4 << 20;
+typedef long long Block __attribute__((vector_size(16), may_alias));
+
 // What is copied in the time that it takes to wake a thread is left to the consumer.
 constexpr std::int64_t kWakeBytes = 8 << 10;
 
@@ -36,6 +41,19 @@ FASTAMP_SIMD_CLONES void copy(const char* source, std::int64_t nbytes, const cha
   for (; i + kLine <= std::min(nbytes, kPrefetchBytes); i += kLine) {
     prefetch(ahead + i);
     std::memcpy(output + i, source + i, kLine);
+  }
+  std::memcpy(output + i, source + i, static_cast<std::size_t>(nbytes - i));
+}
+
+void stream(const char* source, std::int64_t nbytes, char* output) {
+  constexpr std::int64_t kBlock = sizeof(Block);
+  std::int64_t i = -reinterpret_cast<std::intptr_t>(output) & (kBlock - 1);
+  std::memcpy(output, source, static_cast<std::size_t>(i));
+  for (; i + kLine <= nbytes; i += kLine) {
+    Block line[kLine / kBlock];
+    std::memcpy(line, source + i, kLine);
+    auto* to = reinterpret_cast<Block*>(output + i);
+    for (const Block block : line) FASTAMP_STREAM(to++, block);
   }
   std::memcpy(output + i, source + i, static_cast<std::size_t>(nbytes - i));
 }
@@ -108,20 +126,28 @@ std::int64_t nbytes_of(const std::vector<Column>& columns, const GatherJob& job)
 }
 
 GatherResult gather(const std::vector<Column>& columns, const GatherJob& job) {
+  const bool is_large = nbytes_of(columns, job) >= kStreamBytes;
   for (std::size_t c = 0; c < columns.size(); ++c) {
     const Column& column = columns[c];
     const std::int64_t out_nbytes = output_nbytes(column);
+    const bool streams = is_large && column.cast == Cast::kNone && out_nbytes >= kPrefetchBytes;
     for (std::int64_t i = 0; i < job.count; ++i) {
       const std::int64_t row = row_of(column, job.indices[i]);
       if (row < 0) return {0, i, static_cast<std::int64_t>(c)};
       if (out_nbytes == 0) continue;
+      const char* source = column.data + row * column.row_stride;
+      char* output = job.outputs[c] + i * out_nbytes;
+      if (streams) {
+        stream(source, out_nbytes, output);
+        continue;
+      }
       const std::int64_t next =
           row_of(column, job.indices[std::min(i + kRowsAhead, job.count - 1)]);
-      copy_row(column, column.data + row * column.row_stride,
-               column.data + std::max<std::int64_t>(next, 0) * column.row_stride,
-               job.outputs[c] + i * out_nbytes);
+      copy_row(column, source, column.data + std::max<std::int64_t>(next, 0) * column.row_stride,
+               output);
     }
   }
+  if (is_large) FASTAMP_STREAM_END();
   return {0, -1, -1};
 }
 
