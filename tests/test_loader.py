@@ -73,6 +73,7 @@ GATHERED = {
     "memmap": memmap,
     "nested": lambda _: (NESTED, Rows(N, nested_row)),
     "tuple": lambda _: ((X, Y.numpy()), Rows(N, lambda i: (X[i], Y.numpy()[i]))),
+    "dict in a tuple": lambda _: (({"x": X}, Y), Rows(N, lambda i: ({"x": X[i]}, Y[i]))),
     "Subset": lambda _: Subset(TensorDataset(X, Y), list(range(N))[::-1]),
     "Subset of range": lambda _: Subset(X, range(N)),
     "Subset with negatives": lambda _: Subset(X.numpy(), [-1, 0, -N] * 200),

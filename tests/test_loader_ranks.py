@@ -189,6 +189,17 @@ def test_workers_resume_too(num_workers, backend):
         assert_same(list(loader), list(first))
 
 
+def test_the_state_of_any_rank_is_the_same():
+    """A generator draws nothing but the seeds of workers, which are the rank's own."""
+    loaders = make_loaders(3, seed=None)
+    states = []
+    for rank, loader in enumerate(loaders):
+        loader.generator = torch.Generator().manual_seed(rank)
+        take(iter(loader), 2)
+        states.append(loader.state_dict())
+    assert states[0] == states[1] == states[2]
+
+
 def test_what_is_left_is_cut_where_the_last_is_dropped():
     loaders = make_loaders(2, drop_last=True)
     before = flat(samples(take(iter(loader), 3)) for loader in loaders)

@@ -187,7 +187,7 @@ def make_gatherable(dataset: object) -> Gatherable | None:
     columns = [column for column in map(_column, arrays) if column is not None]
     if not columns or len(columns) < len(arrays):
         return None
-    if type(tree) is tuple and len(tree) == len(arrays):
+    if type(tree) is tuple and not any(type(child) in (dict, tuple) for child in tree):
         return Gatherable(columns, list, None)
 
     def build(tensors: list[Tensor]) -> Any:

@@ -219,9 +219,9 @@ class DataLoader(TorchDataLoader[T_co]):
         if isinstance(self.dataset, IterableDataset):
             self._check_resumable()
         generator, own = self.generator, self._sampler_generator()
-        started = position.generator
-        if started is None and generator is not None:
-            started = generator.get_state()
+        started = None
+        if generator is not None and self.seed is None and self._shard is None:
+            started = generator.get_state() if position.generator is None else position.generator
         rng = position.rng
         if rng is None and own is not None and own is not generator:
             rng = own.get_state()
@@ -238,7 +238,7 @@ class DataLoader(TorchDataLoader[T_co]):
             "batch": batch,
             "consumed": consumed,
             "rng": rng,
-            "generator": None if self.seed is not None else started,
+            "generator": started,
             "dataset": position.dataset,
             "exhausted": position.exhausted,
         }
