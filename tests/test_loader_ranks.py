@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 import torch
-from loading import Squares, assert_same, check
+from loading import Rows, Squares, assert_same, check
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler, TensorDataset
 
@@ -200,6 +200,21 @@ def test_the_state_of_any_rank_is_the_same():
     assert states[0] == states[1] == states[2]
 
 
+def test_workers_draw_what_they_draw_beside_a_distributed_sampler():
+    """Their seeds are the program's: with the loader's own they would be alike on all ranks."""
+    noise = Rows(8, lambda _: torch.rand(3))
+    drawn = []
+    for rank in range(2):
+        ours = fastamp.DataLoader(noise, 2, seed=5, num_workers=1, rank=rank, world_size=2)
+        sampler = DistributedSampler(noise, 2, rank, shuffle=False)
+        for loader in (ours, TorchDataLoader(noise, 2, sampler=sampler, num_workers=1)):
+            torch.manual_seed(rank)
+            drawn.append(torch.cat(list(loader)))
+    assert torch.equal(drawn[0], drawn[1])
+    assert torch.equal(drawn[2], drawn[3])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
 def test_what_is_left_is_cut_where_the_last_is_dropped():
     loaders = make_loaders(2, drop_last=True)
     before = flat(samples(take(iter(loader), 3)) for loader in loaders)
@@ -221,6 +236,8 @@ def test_the_end_of_an_epoch_is_a_state_for_all_ranks():
     (alone,) = make_loaders(1)
     alone.load_state_dict(state)
     assert list(alone) == []
+    ended = alone.state_dict()
+    assert (ended["epoch"], ended["consumed"]) == (1, 0)
     assert sorted(samples(alone)) == list(range(N))
     assert list(iterator) == []
     assert (loader.state_dict()["epoch"], loader.state_dict()["consumed"]) == (1, 0)
