@@ -51,7 +51,7 @@ class Slots:
         """Return an uninitialised, contiguous tensor on the CPU."""
         like = self._small.get((shape, dtype))
         if like is not None and get_worker_info() is None:
-            # It costs torch half the time to be shown a tensor than to be told of one.
+            # torch makes a tensor like another in less time than from a shape and a dtype.
             return torch.empty_like(like, memory_format=torch.contiguous_format)
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < _REUSE_NBYTES and not self._pinned and len(self._small) < _KNOWN_SHAPES:
