@@ -11,9 +11,10 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import sys
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
     RegionMaker = Callable[[str, Any, bool], "Region"]
 
@@ -198,20 +200,69 @@ class HostOps(Protocol):
         """
 
 
+class Layout(NamedTuple):
+    """Which other ranks hold more of the same tensors, and which of them count what they share."""
+
+    groups: tuple[ProcessGroup, ...] = ()
+    """Reduced over one after the other, they make every mesh whole."""
+    counts: bool = True
+    """Whether this rank is the first one that holds its elements."""
+    process_group: ProcessGroup | None = None
+    """The last to reduce over, given by the user."""
+    leads: bool = True
+    """Whether this rank is the first one of its mesh in that group."""
+
+
+Shards: TypeAlias = "dict[Layout, list[Tensor]]"
+"""What this rank holds of tensors that are spread over several."""
+
+
 class Group(NamedTuple):
     """Tensors of one device, with the backend that serves them."""
 
     ops: Ops
     packed: Packed
     device: torch.device
+    layout: Layout | None = None
+    """None where no other rank takes part."""
 
 
 def is_plain(tensors: Sequence[Tensor]) -> bool:
-    """Say whether fastamp takes the tensors: no subclasses, such as DTensor, and no torch.func."""
+    """Say whether backends take the tensors: no subclasses, such as DTensor, and no torch.func."""
     if not {*map(type, tensors)} <= _PLAIN_TYPES:
         return False
     # The graph breaks later, at the op itself; dynamo has no answer to the second question.
     return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor: a DTensor's part, and all of any other."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def take(
+    tensors: list[Tensor],
+    process_group: ProcessGroup | None = None,
+    *,
+    owners: Sequence[Tensor] = (),
+) -> list[Tensor] | Shards | None:
+    """Return tensors in the form that `pack` takes; None where they have to go torch's own way.
+
+    Args:
+        tensors: of any types.
+        process_group: over which plain tensors are spread, if they are.
+        owners: parameters whose gradients the tensors are, where those will be written.
+    """
+    if process_group is None and is_plain(tensors):
+        return tensors
+    if process_group is None and "torch.distributed.tensor" not in sys.modules:
+        return None  # without it there are no DTensors
+    from fastamp import _shards  # noqa: PLC0415 - it costs half a second, and imports this module
+
+    if owners:
+        _shards.settle(owners)
+        tensors = [owner.grad for owner in owners if owner.grad is not None]
+    return _shards.take(tensors, process_group)
 
 
 def index_error(index: int, num_rows: int) -> IndexError:
@@ -295,13 +346,16 @@ def fallback_host_ops() -> HostOps:
     return cast("HostOps", fallback_ops())
 
 
-def pack(tensors: Sequence[Tensor], norm_type: float = 2.0) -> list[Group]:
+def pack(tensors: Sequence[Tensor] | Shards, norm_type: float = 2.0) -> list[Group]:
     """Look at the tensors once and hand each to a backend: one group for one device.
 
     Args:
-        tensors: at least one tensor; any devices, dtypes and layouts.
+        tensors: at least one tensor, or what `take` returned; any devices, dtypes and layouts.
         norm_type: order of the norm that will be asked for.
     """
+    if isinstance(tensors, dict):
+        items = [(layout, pack(parts, norm_type)) for layout, parts in tensors.items()]
+        return [group._replace(layout=layout) for layout, groups in items for group in groups]
     device = tensors[0].device
     ops = ops_for(device) if norm_type in COMPILED_NORMS else fallback_ops()
     packed = ops.pack(tensors)
@@ -330,6 +384,11 @@ def grad_stats(groups: Sequence[Group], norm_type: float, clip: Clip) -> GradSta
         The statistics over all groups, on the first group's device.
     """
     first = groups[0]
+    layouts = [group.layout for group in groups if group.layout is not None]
+    if layouts:
+        from fastamp import _shards  # noqa: PLC0415 - it is loaded by now
+
+        return _shards.grad_stats(groups, layouts, norm_type, clip)
     if len(groups) == 1:
         return first.ops.grad_stats(first.packed, norm_type, clip)
     from fastamp import _fallback  # noqa: PLC0415 - it imports this module's types

@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
+
+from fastamp import _backend
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 __all__ = ["NonFinite", "StepReport", "find_nonfinite", "unmeasured"]
 
@@ -35,16 +39,24 @@ class StepReport:
         return bool(self.found_inf.item())
 
 
-class NonFinite(NamedTuple):
-    """One gradient with values that are not finite.
-
-    `first_index` counts in the flattened gradient; torch.unravel_index makes it a position.
-    """
-
+class _Counts(NamedTuple):
     name: str
     n_nan: int
     n_inf: int
     first_index: int
+
+
+class NonFinite(_Counts):
+    """One gradient with values that are not finite: name, n_nan, n_inf, first_index.
+
+    `first_index` counts in the flattened gradient; torch.unravel_index makes it a position.
+    """
+
+    rank: int | None = None
+    """Whose values these are, beside the four; None without torch.distributed."""
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, rank={self.rank})"
 
 
 def unmeasured(found_inf: Tensor) -> StepReport:
@@ -53,22 +65,34 @@ def unmeasured(found_inf: Tensor) -> StepReport:
     return StepReport(one * torch.nan, one, found_inf, one)
 
 
-def find_nonfinite(module: torch.nn.Module) -> list[NonFinite]:
-    """Name the parameters of a module whose gradients hold inf or NaN."""
+def find_nonfinite(
+    module: torch.nn.Module, process_group: ProcessGroup | None = None
+) -> list[NonFinite]:
+    """Name the parameters of a module whose gradients hold inf or NaN, on all ranks."""
     named = [(n, p.grad) for n, p in module.named_parameters() if p.grad is not None]
-    finite = [_values_of(grad).isfinite().all() for _, grad in named]
-    return [
+    finite = [_values_of(_backend.local_of(grad)).isfinite().all() for _, grad in named]
+    found = [
         _count_nonfinite(name, grad)
         for (name, grad), is_finite in zip(named, finite, strict=True)
         if not is_finite
     ]
+    if dist.is_available() and dist.is_initialized():
+        for entry in found:
+            entry.rank = dist.get_rank()
+        shards = _backend.take([grad for _, grad in named], process_group)
+        if isinstance(shards, dict):
+            from fastamp import _shards  # noqa: PLC0415 - it is loaded by now
+
+            return _shards.gather(found, shards)
+    return found
 
 
 def _values_of(grad: Tensor) -> Tensor:
     return grad.coalesce().values() if grad.is_sparse else grad
 
 
-def _count_nonfinite(name: str, grad: Tensor) -> NonFinite:
+def _count_nonfinite(name: str, whole: Tensor) -> NonFinite:
+    grad = _backend.local_of(whole)
     values = _values_of(grad)
     bad = values.isfinite().logical_not()
     first = int(bad.reshape(-1).to(torch.uint8).argmax().item())
@@ -79,5 +103,9 @@ def _count_nonfinite(name: str, grad: Tensor) -> NonFinite:
         for size, i in zip(grad.shape, grad.coalesce().indices()[:, entry].tolist(), strict=False):
             place = place * size + i
         first = place * values[0].numel() + inside
+    if grad is not whole:
+        from fastamp import _shards  # noqa: PLC0415 - only DTensors need it
+
+        first = _shards.index_in_whole(whole, first)
     n_nan = int(values.isnan().sum().item())
     return NonFinite(name, n_nan, int(bad.sum().item()) - n_nan, first)

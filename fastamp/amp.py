@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    Taken = list[Tensor] | _backend.Shards
 
 __all__ = ["GradScaler", "NonFinite", "StepReport"]
 
@@ -30,6 +33,10 @@ class GradScaler(torch.amp.GradScaler):
     clipping are folded into the optimizer's kernel, and nothing waits for the device. Any other
     optimizer costs one in-place multiply, left out when the factor is 1, and one read of a flag.
 
+    Gradients that are DTensors, of any meshes and placements, add one all-reduce for each process
+    group, and all ranks find the same norm, verdict and scale. So do plain gradients with
+    `process_group`; with DDP, where all ranks have the same ones, leave it out.
+
     Args:
         device: type of the device that the losses are on.
         init_scale: first loss scale.
@@ -40,6 +47,9 @@ class GradScaler(torch.amp.GradScaler):
             skips the step when a gradient is not finite.
         min_scale: the scale never falls below this.
         max_scale: the scale never grows above this.
+        process_group: the ranks over which plain gradients are spread, each element on one of them
+            (FSDP1, or the stages of a pipeline), or over which meshes of DTensors are. A pickled
+            scaler leaves it behind.
 
     Raises:
         ValueError: a scale is not a number above 0, or `init_scale` not between the two bounds.
@@ -56,6 +66,7 @@ class GradScaler(torch.amp.GradScaler):
         *,
         min_scale: float | None = None,
         max_scale: float | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
@@ -67,6 +78,7 @@ class GradScaler(torch.amp.GradScaler):
             raise ValueError(msg)
         self._min_scale = min_scale
         self._max_scale = max_scale
+        self.process_group = process_group
         self._skipped: dict[torch.device, Tensor] = {}
         self._skipped_before = 0  # by the instance that this one was unpickled from
         self._observers: list[Any] = []  # told of every step and update; see fastamp.metrics
@@ -116,8 +128,8 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             msg = "step() has already been called since the last update()."
             raise RuntimeError(msg)
-        grads = _grads_of(optimizer)
-        if not grads or not _backend.is_plain(grads) or _takes_scaler(type(optimizer).step):
+        grads = self._take(optimizer)
+        if not grads or _takes_scaler(type(optimizer).step):
             retval = self._step_as_torch(optimizer, state, max_norm, *args, **kwargs)
         elif getattr(optimizer, "_step_supports_amp_scaling", False):
             retval = self._step_folded(optimizer, state, grads, max_norm, *args, **kwargs)
@@ -149,12 +161,12 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             msg = "clip_grad_norm_() is being called after step()."
             raise RuntimeError(msg)
-        grads = _grads_of(optimizer)
-        if not grads or not _backend.is_plain(grads):
+        grads = self._take(optimizer)
+        if not grads:
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
             return torch.nn.utils.clip_grad_norm_(_parameters_of(optimizer), max_norm)
-        groups = _pack(optimizer, grads)
+        groups = self._pack(optimizer, grads)
         if state["stage"] is OptState.READY:
             _refuse_float16(groups)
         stats = self._read(groups, state, max_norm)
@@ -187,21 +199,23 @@ class GradScaler(torch.amp.GradScaler):
         """Name the parameters of a module whose gradients hold inf or NaN.
 
         Call it after a step that was skipped and before the gradients are cleared; it reads all
-        of them and waits for the device.
+        of them and waits for the device. With DTensors or a `process_group` all ranks have to call
+        it, and get the same list.
 
         Args:
             module: its named parameters are looked at.
 
         Returns:
-            One entry for each such parameter: name, number of NaN, number of inf, and the index of
-            the first of either in the flattened gradient.
+            One entry for each such parameter, and for each rank that holds such values: name,
+            number of NaN, number of inf, and the index of the first of either in the flattened
+            gradient, which is the whole one of a DTensor. The attribute `rank` tells whose it is.
         """
-        return find_nonfinite(module)
+        return find_nonfinite(module, self.process_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Keep the number of skipped steps, no tensors, and nobody who watches."""
+        """Keep the number of skipped steps; no tensors, no ranks, and nobody who watches."""
         count = {"_skipped_before": self.skipped_steps, "_skipped": {}, "last_step": None}
-        return super().__getstate__() | count | {"_observers": []}
+        return super().__getstate__() | count | {"_observers": [], "process_group": None}
 
     def _state_of(self, optimizer: torch.optim.Optimizer, caller: str) -> dict[str, Any]:
         """Return the optimizer's state in this iteration; without scaling, all is unscaled."""
@@ -218,13 +232,11 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,  # noqa: FBT001 - torch's signature
     ) -> dict[torch.device, Tensor]:
         """Unscale in place: torch's hook, behind unscale_ and _check_inf_per_device."""
-        grads = _grads_of(optimizer)
-        if not _backend.is_plain(grads):
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        grads = self._take(optimizer)
         if not grads:
-            return {}
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         with torch.no_grad():
-            groups = _pack(optimizer, grads)
+            groups = self._pack(optimizer, grads)
             if not allow_fp16:
                 _refuse_float16(groups)
             device = groups[0].device
@@ -264,7 +276,7 @@ class GradScaler(torch.amp.GradScaler):
         self,
         optimizer: torch.optim.Optimizer,
         state: dict[str, Any],
-        grads: list[Tensor],
+        grads: Taken,
         max_norm: float | None,
         *args: Any,
         **kwargs: Any,
@@ -274,7 +286,7 @@ class GradScaler(torch.amp.GradScaler):
         given: Tensor | None = getattr(optimizer, "grad_scale", None)
         grad_scale: Tensor | None
         if state["stage"] is OptState.READY or max_norm is not None:
-            groups = _pack(optimizer, grads)
+            groups = self._pack(optimizer, grads)
             ready = state["stage"] is OptState.READY
             count = self._counter(groups[0].device)
             in_kernel = count if ready else None
@@ -301,7 +313,7 @@ class GradScaler(torch.amp.GradScaler):
         self,
         optimizer: torch.optim.Optimizer,
         state: dict[str, Any],
-        grads: list[Tensor],
+        grads: Taken,
         max_norm: float | None,
         *args: Any,
         **kwargs: Any,
@@ -309,7 +321,7 @@ class GradScaler(torch.amp.GradScaler):
         """Multiply the gradients by one factor, unless the step is skipped."""
         groups = None
         if state["stage"] is OptState.READY or max_norm is not None:
-            groups = _pack(optimizer, grads)
+            groups = self._pack(optimizer, grads)
             if state["stage"] is OptState.READY:
                 _refuse_float16(groups)
             self._read(groups, state, max_norm)
@@ -345,6 +357,32 @@ class GradScaler(torch.amp.GradScaler):
         self._counter(report.found_inf.device).add_(report.found_inf)
         return retval
 
+    @torch.no_grad()
+    def _take(self, optimizer: torch.optim.Optimizer) -> Taken | None:
+        """Return the optimizer's gradients; None or nothing where torch has to handle them."""
+        parameters = _parameters_of(optimizer)
+        grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
+        return _backend.take(grads, self.process_group, owners=parameters)
+
+    @torch.no_grad()
+    def _pack(self, optimizer: torch.optim.Optimizer, grads: Taken) -> list[_backend.Group]:
+        """Hand the optimizer's gradients to their backends.
+
+        torch's fused kernels take gradients with gaps or sharing in their memory for contiguous
+        ones, and read past their end: they get copies.
+        """
+        groups = _backend.pack(grads)
+        folds = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if not folds or all(group.ops.name != "fallback" for group in groups):
+            return groups
+        for parameter in _parameters_of(optimizer):
+            grad = parameter.grad
+            if grad is None or grad.layout is not torch.strided or grad.is_contiguous():
+                continue
+            if grad.stride() != parameter.stride():
+                parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
+        return _backend.pack(self._take(optimizer) or [])
+
     def _report(self, state: dict[str, Any], found_inf: Tensor) -> StepReport:
         """Make `last_step` from what was read in this iteration."""
         stats: _backend.GradStats | None = state.get("stats")
@@ -371,31 +409,6 @@ def _above_zero(name: str, value: float) -> float:
         msg = f"{name}: expected a number above 0, got {value!r}"
         raise ValueError(msg)
     return number
-
-
-def _grads_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    parameters = _parameters_of(optimizer)
-    return [grad for parameter in parameters if (grad := parameter.grad) is not None]
-
-
-@torch.no_grad()
-def _pack(optimizer: torch.optim.Optimizer, grads: list[Tensor]) -> list[_backend.Group]:
-    """Hand the optimizer's gradients to their backends.
-
-    torch's fused kernels take gradients with gaps or sharing in their memory for contiguous ones,
-    and read past their end: they get copies.
-    """
-    groups = _backend.pack(grads)
-    folds = getattr(optimizer, "_step_supports_amp_scaling", False)
-    if not folds or all(group.ops.name != "fallback" for group in groups):
-        return groups
-    for parameter in _parameters_of(optimizer):
-        grad = parameter.grad
-        if grad is None or grad.layout is not torch.strided or grad.is_contiguous():
-            continue
-        if grad.stride() != parameter.stride():
-            parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
-    return _backend.pack(_grads_of(optimizer))
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -31,7 +31,9 @@ def clip_grad_norm_(
 
     The gradients are read once, and written once only if they are too long. The norm differs from
     torch's on purpose where torch's is inexact: squares are summed in float64, so it cannot
-    overflow and is right to the last float32 bit.
+    overflow and is right to the last float32 bit. DTensors may have any meshes and placements, and
+    plain tensors may stand among them, the same on all ranks of the largest mesh: it takes one
+    all-reduce for each process group, and all ranks get the same norm.
 
     Args:
         parameters: a tensor or an iterable of tensors whose `.grad` is clipped; any shapes, dtypes,
@@ -56,12 +58,13 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     if not grads:
         return torch.tensor(0.0)
-    if not _backend.is_plain(grads):
+    taken = _backend.take(grads, owners=parameters)
+    if taken is None:
         return torch.nn.utils.clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )
     _refuse_inference_tensors(grads)
-    groups = _backend.pack(grads, norm_type)
+    groups = _backend.pack(taken, norm_type)
     stats = _backend.grad_stats(groups, norm_type, _backend.Clip(max_norm=max_norm))
     if error_if_nonfinite and not stats.norm.isfinite():
         raise RuntimeError(_nonfinite_message([p.grad for p in parameters], norm_type))
@@ -85,8 +88,8 @@ def get_total_norm(
         foreach: taken for compatibility; fastamp always handles the list as a whole.
 
     Returns:
-        A 0-dim tensor on the first tensor's device, float64 where a tensor has 64 bits, float32
-        elsewhere.
+        A 0-dim tensor, no DTensor, on the first tensor's device: float64 where a tensor has 64
+        bits, float32 elsewhere.
 
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set. The message names the
@@ -96,9 +99,10 @@ def get_total_norm(
     norm_type = float(norm_type)
     if not tensors:
         return torch.tensor(0.0)
-    if not _backend.is_plain(tensors):
+    taken = _backend.take(tensors)
+    if taken is None:
         return torch.nn.utils.get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
-    groups = _backend.pack(tensors, norm_type)
+    groups = _backend.pack(taken, norm_type)
     norm = _backend.grad_stats(groups, norm_type, _backend.Clip()).norm
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(_nonfinite_message(tensors, norm_type))
@@ -128,12 +132,15 @@ def clip_grads_with_norm_(
     grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
     if not grads:
         return
-    if not _backend.is_plain(grads) or type(total_norm) is not torch.Tensor or total_norm.dim() > 0:
+    taken = _backend.take(grads, owners=parameters)
+    if hasattr(total_norm, "full_tensor"):  # torch's own norm of DTensors is one
+        total_norm = total_norm.full_tensor()
+    if taken is None or type(total_norm) is not torch.Tensor or total_norm.dim() > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
         return
     _refuse_inference_tensors(grads)
     clip_coef = torch.full_like(total_norm, float(max_norm)) / (total_norm + 1e-6)
-    _backend.rescale_(_backend.pack(grads), clip_coef.clamp(max=1.0).to(torch.float32))
+    _backend.rescale_(_backend.pack(taken), clip_coef.clamp(max=1.0).to(torch.float32))
 
 
 def clip_grad_value_(
@@ -182,14 +189,14 @@ def _refuse_inference_tensors(grads: list[Tensor]) -> None:
 
 def _nonfinite_message(tensors: Iterable[Tensor | None], norm_type: float) -> str:
     """Say which gradient is not finite, in torch's words."""
-    index = next(
-        i
-        for i, tensor in enumerate(tensors)
-        if tensor is not None and not get_total_norm(tensor, math.inf).isfinite()
-    )
+    where = "in a gradient of another rank"
+    for i, tensor in enumerate(tensors):
+        held = [] if tensor is None else [_backend.local_of(tensor)]
+        if not get_total_norm(held, math.inf).isfinite():
+            where = f"first in the gradient of parameters[{i}]"
+            break
     return (
         f"The total norm of order {norm_type} for gradients from `parameters` is non-finite "
-        f"(first in the gradient of parameters[{index}]), so it cannot be clipped. To disable this "
-        "error and scale the gradients by the non-finite norm anyway, set "
-        "`error_if_nonfinite=False`"
+        f"({where}), so it cannot be clipped. To disable this error and scale the gradients by the "
+        "non-finite norm anyway, set `error_if_nonfinite=False`"
     )

@@ -39,14 +39,15 @@ ABOVE = {"fastamp.train", "fastamp.metrics", "fastamp.bench", "fastamp.integrati
 # Module, or package with everything in it: which modules of fastamp it may import.
 IMPORTS = {
     "fastamp": {"fastamp._backend", *PUBLIC, *ABOVE},
-    "fastamp._backend": {"fastamp._fallback"},
+    "fastamp._backend": {"fastamp._fallback", "fastamp._shards"},
     "fastamp._fallback": {"fastamp._backend", "fastamp._fallback_timer"},
     "fastamp._fallback_timer": set(),
     "fastamp._timer_events": {"fastamp._backend"},
     "fastamp._native_cpu": {"fastamp._backend", EXTENSION},
     "fastamp._native_cuda": {"fastamp._backend", EXTENSION},
     "fastamp.amp": {"fastamp._backend", "fastamp._report"},
-    "fastamp._report": set(),
+    "fastamp._report": {"fastamp._backend", "fastamp._shards"},
+    "fastamp._shards": {"fastamp._backend", "fastamp._fallback"},
     "fastamp.clip": {"fastamp._backend"},
     "fastamp.data": {"fastamp._backend"},
     "fastamp.precision": set(),

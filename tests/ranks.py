@@ -1,0 +1,92 @@
+"""Processes that play the ranks of a job: they are started once and run function after function."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
+
+COLLECTIVE_S = 30.0  # after which a rank gives up waiting for the others
+CALL_S = 90.0  # after which the ranks are killed
+
+
+def _serve(connection: Connection) -> None:
+    """Run what comes, in a process group of its own, until nothing comes any more."""
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            function, args, rank, count, path = connection.recv()
+            store = dist.FileStore(path, count)
+            timeout = timedelta(seconds=COLLECTIVE_S)
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=count, timeout=timeout
+            )
+            try:
+                connection.send((True, function(*args)))
+            except Exception:  # noqa: BLE001 - the test raises it
+                connection.send((False, traceback.format_exc()))
+            dist.destroy_process_group()
+
+
+class Ranks:
+    """Ranks in processes of their own."""
+
+    def __init__(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._processes, self._connections = [], []
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def run(self, count: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call the function on the first `count` ranks and return what each returned."""
+        chosen = self._connections[:count]
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(Path(folder, "store"))
+            for rank, connection in enumerate(chosen):
+                connection.send((function, args, rank, count, path))
+            end_s = time.monotonic() + CALL_S
+            answers = []
+            for connection in chosen:
+                if not connection.poll(max(0.0, end_s - time.monotonic())):
+                    self.kill()
+                    message = f"{function.__name__} did not end on rank {len(answers)}"
+                    raise TimeoutError(message)
+                answers.append(connection.recv())
+        failures = [f"rank {i}: {text}" for i, (ok, text) in enumerate(answers) if not ok]
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return [result for _, result in answers]
+
+    def kill(self) -> None:
+        """End all processes."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+
+@contextlib.contextmanager
+def start(count: int) -> Iterator[Ranks]:
+    """Start ranks, and leave no process behind."""
+    ranks = Ranks(count)
+    try:
+        yield ranks
+    finally:
+        ranks.kill()
