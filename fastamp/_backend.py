@@ -245,6 +245,7 @@ def take(
     process_group: ProcessGroup | None = None,
     *,
     owners: Sequence[Tensor] = (),
+    align: bool = False,
 ) -> list[Tensor] | Shards | None:
     """Return tensors in the form that `pack` takes; None where they have to go torch's own way.
 
@@ -252,6 +253,7 @@ def take(
         tensors: of any types.
         process_group: over which plain tensors are spread, if they are.
         owners: parameters whose gradients the tensors are, where those will be written.
+        align: bring the gradients to the placements of their owners.
     """
     if process_group is None and is_plain(tensors):
         return tensors
@@ -259,10 +261,7 @@ def take(
         return None  # without it there are no DTensors
     from fastamp import _shards  # noqa: PLC0415 - it costs half a second, and imports this module
 
-    if owners:
-        _shards.settle(owners)
-        tensors = [owner.grad for owner in owners if owner.grad is not None]
-    return _shards.take(tensors, process_group)
+    return _shards.take(_shards.settle(owners) if align else tensors, process_group, owners)
 
 
 def index_error(index: int, num_rows: int) -> IndexError:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from fastamp._backend import RegionMaker
 
-__all__ = ["FallbackOps", "TorchGatherer", "combine", "is_available", "ops"]
+__all__ = ["FallbackOps", "TorchGatherer", "combine", "finish", "is_available", "ops"]
 
 # Elements that are converted to float64 at a time, which bounds the memory of a norm. On the CPU
 # the copy stays in the cache, and the block below the size at which torch starts its threads.
@@ -81,7 +81,7 @@ def _join(parts: Tensor, norm_type: float) -> Tensor:
     return norm
 
 
-def _finish(
+def finish(
     reduced: Tensor, found_inf: Tensor, norm_type: float, clip: Clip, dtype: torch.dtype
 ) -> GradStats:
     """Turn a reduction into what a step needs: csrc/core/math.h, finish, in torch's operators."""
@@ -117,7 +117,7 @@ def combine(parts: Sequence[GradStats], norm_type: float, clip: Clip) -> GradSta
     dtype = torch.float32 if first.device.type == "mps" else dtype
     reduced = torch.stack([p.reduced.to(first.device, first.dtype) for p in parts])
     found_inf = torch.stack([p.found_inf.to(first.device) for p in parts]).amax()
-    return _finish(_join(reduced, norm_type), found_inf, norm_type, clip, dtype)
+    return finish(_join(reduced, norm_type), found_inf, norm_type, clip, dtype)
 
 
 def _in_place(tensor: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ class FallbackOps:
             bad = [_values(t).isfinite().logical_not().any() for t in packed.tensors]
             found_inf = torch.stack(bad).any()
         dtype = torch.float64 if wide else torch.float32
-        return _finish(reduced, found_inf.to(torch.float32), norm_type, clip, dtype)
+        return finish(reduced, found_inf.to(torch.float32), norm_type, clip, dtype)
 
     def rescale_(self, packed: TensorPack, factor: Tensor) -> None:
         """Multiply in place; on the CPU, where looking costs nothing, not by 1."""

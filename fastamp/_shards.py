@@ -30,48 +30,68 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 
-def take(tensors: Iterable[Tensor], process_group: ProcessGroup | None) -> Shards | None:
+def take(
+    tensors: Sequence[Tensor],
+    process_group: ProcessGroup | None,
+    owners: Sequence[Tensor] = (),
+) -> Shards | None:
     """Sort this rank's parts of the tensors by layout; None where torch has to take them.
 
-    A Partial DTensor is reduced first, and what is returned is part of a copy; see `settle`.
+    Partial DTensors are added up first: in `owners`, or else into copies.
     """
+    plain, dtensors = _sort(tensors)
     shards: Shards = {}
-    layouts: dict[tuple[DeviceMesh, tuple[Placement, ...]], Layout] = {}
-    plain: list[Tensor] = []
-    for tensor in tensors:
-        if not isinstance(tensor, DTensor):
-            plain.append(tensor)
-            continue
-        whole: DTensor = tensor
-        if any(placement.is_partial() for placement in tensor.placements):
-            summed = [Replicate() if p.is_partial() else p for p in tensor.placements]
-            whole = tensor.redistribute(placements=summed)
-        key = (whole.device_mesh, whole.placements)
-        if key not in layouts:
-            layouts[key] = _layout(*key, process_group)
-        shards.setdefault(layouts[key], []).append(_part_of(whole))
+    for (mesh, placements), alike in dtensors.items():
+        summed = tuple(Replicate() if p.is_partial() else p for p in placements)
+        if summed != placements:
+            if owners:
+                return take(settle(owners), process_group)
+            alike[:] = [tensor.redistribute(placements=summed) for tensor in alike]
+        parts = shards.setdefault(_layout(mesh, summed, process_group), [])
+        parts += [tensor._local_tensor for tensor in alike]
     if process_group is not None and not shards:
         plain = plain or [torch.empty(0)]  # the other ranks wait for this one
     if plain:  # the same on all ranks of the largest mesh, and counted on the first one
         largest = max(shards, key=_num_ranks, default=Layout(process_group=process_group))
         counts = all(group.rank() == 0 for group in largest.groups)
         shards.setdefault(largest._replace(counts=counts), []).extend(plain)
-    return shards if all(is_plain(parts) for parts in shards.values()) else None
+    for parts in shards.values():
+        if not is_plain(parts):
+            parts[:] = [p.wait() if isinstance(p, AsyncCollectiveTensor) else p for p in parts]
+    return shards if all(map(is_plain, shards.values())) else None
 
 
-def settle(parameters: Iterable[Tensor]) -> None:
-    """Bring gradients to their parameters' placements, as optimizers do, to be scaled in place."""
+def _sort(
+    tensors: Iterable[Tensor],
+) -> tuple[list[Tensor], dict[tuple[DeviceMesh, tuple[Placement, ...]], list[DTensor]]]:
+    """Part tensors into plain ones, and DTensors by mesh and placements."""
+    plain: list[Tensor] = []
+    dtensors: dict[tuple[DeviceMesh, tuple[Placement, ...]], list[DTensor]] = {}
+    mesh, placements, alike = None, None, []
+    for tensor in tensors:
+        if type(tensor) is not DTensor:
+            plain.append(tensor)
+            continue
+        spec = tensor._spec
+        if spec.mesh is not mesh or spec.placements != placements:  # neighbours are mostly alike
+            mesh, placements = spec.mesh, spec.placements
+            alike = dtensors.setdefault((mesh, placements), [])
+        alike.append(tensor)
+    return plain, dtensors
+
+
+def settle(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Bring gradients to their parameters' placements, as optimizers do, and return them."""
+    grads = []
     for parameter in parameters:
         grad = parameter.grad
-        if not isinstance(parameter, DTensor) or not isinstance(grad, DTensor):
-            continue
-        if grad.placements != parameter.placements:
-            parameter.grad = grad.redistribute(placements=parameter.placements)
-
-
-def _part_of(tensor: DTensor) -> Tensor:
-    local = local_of(tensor)
-    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+        if type(parameter) is type(grad) is DTensor and grad._spec is not parameter._spec:
+            placements = parameter.placements
+            if grad.placements != placements:
+                parameter.grad = grad.redistribute(placements=placements)
+        if parameter.grad is not None:
+            grads.append(parameter.grad)
+    return grads
 
 
 def _num_ranks(layout: Layout) -> int:
@@ -110,12 +130,14 @@ def grad_stats(
         raise ValueError(msg)
     parts = [group.ops.grad_stats(group.packed, norm_type, Clip()) for group in groups]
     like = parts[0].reduced
-    found = torch.stack([part.found_inf.to(like) for part in parts]).amax()
+    found = _join([part.found_inf.to(like) for part in parts], math.inf)
     # Of the orders that have no sum, the fallback returns the norm.
     power = 1.0 if norm_type in (0.0, *COMPILED_NORMS) else norm_type
     held: dict[Layout, list[Tensor]] = {}
     for layout, part in zip(layouts, parts, strict=True):
-        value = part.reduced.to(like).pow(power)
+        value = part.reduced.to(like)
+        if power != 1:
+            value = value.pow(power)
         if norm_type == math.inf:  # a maximum may lose NaN: the flag tells of it, as 2
             found = torch.where(value.isnan(), 2.0, found)
             value = value.nan_to_num(0.0, math.inf)
@@ -125,10 +147,11 @@ def grad_stats(
     found, total = _reduce(found, sums, norm_type)
     if norm_type == math.inf:
         total = torch.where(found == 2, math.nan, total)
-    widest = max(parts, key=lambda part: part.norm.itemsize)
+    if power != 1:
+        total = total.pow(1 / power)
     found_inf = found.clamp(max=1.0).to(torch.float32)
-    whole = widest._replace(reduced=total.pow(1 / power), found_inf=found_inf)
-    return _fallback.combine([whole], norm_type, clip)
+    dtype = max((part.norm.dtype for part in parts), key=lambda dtype: dtype.itemsize)
+    return _fallback.finish(total, found_inf, norm_type, clip, dtype)
 
 
 def _reduce(found: Tensor, sums: dict[Layout, Tensor], norm_type: float) -> tuple[Tensor, ...]:
@@ -147,6 +170,8 @@ def _reduce(found: Tensor, sums: dict[Layout, Tensor], norm_type: float) -> tupl
 
 
 def _join(parts: Sequence[Tensor], norm_type: float) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
     stacked = torch.stack([*parts])
     return stacked.amax() if norm_type == math.inf else stacked.sum()
 

@@ -362,7 +362,8 @@ class GradScaler(torch.amp.GradScaler):
         """Return the optimizer's gradients; None or nothing where torch has to handle them."""
         parameters = _parameters_of(optimizer)
         grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
-        return _backend.take(grads, self.process_group, owners=parameters)
+        folds = getattr(optimizer, "_step_supports_amp_scaling", False)
+        return _backend.take(grads, self.process_group, owners=parameters, align=folds)
 
     @torch.no_grad()
     def _pack(self, optimizer: torch.optim.Optimizer, grads: Taken) -> list[_backend.Group]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import types
 import warnings
@@ -63,7 +64,7 @@ def clip_grad_norm_(
         return torch.nn.utils.clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )
-    _refuse_inference_tensors(grads)
+    _refuse_inference_tensors(taken)
     groups = _backend.pack(taken, norm_type)
     stats = _backend.grad_stats(groups, norm_type, _backend.Clip(max_norm=max_norm))
     if error_if_nonfinite and not stats.norm.isfinite():
@@ -138,7 +139,7 @@ def clip_grads_with_norm_(
     if taken is None or type(total_norm) is not torch.Tensor or total_norm.dim() > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
         return
-    _refuse_inference_tensors(grads)
+    _refuse_inference_tensors(taken)
     clip_coef = torch.full_like(total_norm, float(max_norm)) / (total_norm + 1e-6)
     _backend.rescale_(_backend.pack(taken), clip_coef.clamp(max=1.0).to(torch.float32))
 
@@ -180,9 +181,12 @@ def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
     return listed
 
 
-def _refuse_inference_tensors(grads: list[Tensor]) -> None:
+def _refuse_inference_tensors(grads: list[Tensor] | _backend.Shards) -> None:
     """Refuse what torch's in-place operators refuse, before anything is written."""
-    if not torch.is_inference_mode_enabled() and any(map(torch.Tensor.is_inference, grads)):
+    if torch.is_inference_mode_enabled():
+        return
+    held = itertools.chain(*grads.values()) if isinstance(grads, dict) else grads
+    if any(map(torch.Tensor.is_inference, held)):
         msg = "Inplace update to inference tensor outside InferenceMode is not allowed."
         raise RuntimeError(msg)
 
