@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import multiprocessing
 import pickle
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import shard_cases
 import torch
 
 import fastamp
+from fastamp.bench.__main__ import main
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
 
@@ -248,3 +250,12 @@ def test_a_process_of_its_own_does_not_import_dtensors():
         "assert 'torch.distributed.tensor' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_bench_starts_ranks_compares_and_leaves_none_behind(capsys):
+    before = set(multiprocessing.active_children())
+    assert main(["step", "--ranks", "2", "--shapes", "3x1000"]) == 0
+    assert set(multiprocessing.active_children()) == before
+    shown = capsys.readouterr().out
+    assert "3x1000: collectives a step 2 (stock), 1 (fastamp); host time" in shown
+    assert len([line for line in shown.splitlines() if line.startswith("3x1000 ")]) == 2

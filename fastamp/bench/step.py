@@ -12,7 +12,7 @@ import torch
 import fastamp
 from fastamp.bench.cases import race_cases
 from fastamp.bench.compare import AGAIN, Plan
-from fastamp.bench.options import DEFAULT, add_command
+from fastamp.bench.options import add_command, number
 from fastamp.bench.report import Task
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fastamp.bench.options import Subparsers
 
 SHAPES = "4x2000000,192x50000,2000x1000"
+SHARDED_SHAPES = "4x2000000,192x50000,1000x1000"  # DTensors take torch long to get to know
 MAX_NORM = 1.0  # always less than the norm of what is drawn: every step clips
 PLAN = Plan(rounds=2000, window=3, warmup=12, half_width=0.01, limit_s=8.0)
 
@@ -28,8 +29,10 @@ def add_parser(subparsers: Subparsers) -> None:
     """Add the command `step` and its options."""
     metrics = "speedup/ and the shape, as in speedup/192x50000"
     add = add_command(subparsers, "step", _prepare, __doc__, metrics=metrics)
-    shapes = f"tensors and elements of each, as in 2000x1000 {DEFAULT}"
-    add("--shapes", type=_parse_shapes, default=SHAPES, metavar="LIST", help=shapes)
+    shapes = f"tensors and elements of each (default: {SHAPES}; with --ranks {SHARDED_SHAPES})"
+    add("--shapes", type=_parse_shapes, metavar="LIST", help=shapes)
+    ranks = "of processes that share the tensors as FSDP2's shards, on the CPU over gloo"
+    add("--ranks", type=number(int, 2), metavar="N", help=ranks)
 
 
 def _parse_shapes(text: str) -> dict[str, tuple[int, int]]:
@@ -44,6 +47,15 @@ def _parse_shapes(text: str) -> dict[str, tuple[int, int]]:
 
 
 def _prepare(args: argparse.Namespace) -> Task:
+    default = SHAPES if args.ranks is None else SHARDED_SHAPES
+    args.shapes = args.shapes or _parse_shapes(default)
+    job = {"shapes": list(args.shapes), "seed": args.seed}
+    if args.ranks is not None:
+        from fastamp.bench import ranks  # noqa: PLC0415 - it needs torch.distributed, and a second
+
+        args.device = "cpu"
+        job["ranks"] = args.ranks
+        return Task(job=job, run=lambda: ranks.run(args.ranks, args.shapes, args.seed))
     sides: dict[str, Step] = {}
 
     def make(name: str) -> Arms:
@@ -54,7 +66,7 @@ def _prepare(args: argparse.Namespace) -> Task:
 
     notes = ["fused AdamW; stock is unscale_, clip_grad_norm_, step and update"]
     return Task(
-        job={"shapes": list(args.shapes), "seed": args.seed},
+        job=job,
         run=lambda: race_cases(
             args, PLAN, args.shapes, make, before=lambda arm: sides[arm].restore(), notes=notes
         ),
