@@ -12,7 +12,7 @@ import importlib.util
 import math
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
@@ -20,6 +20,7 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     import numpy.typing as npt
     from torch import Tensor
@@ -262,6 +263,15 @@ def take(
     from fastamp import _shards  # noqa: PLC0415 - it costs half a second, and imports this module
 
     return _shards.take(_shards.settle(owners) if align else tensors, process_group, owners)
+
+
+def fused_on_parts(tensors: list[Tensor] | Shards) -> AbstractContextManager[object]:
+    """Return a context in which fused optimizers work on what this rank holds."""
+    if not isinstance(tensors, dict):
+        return nullcontext()
+    from fastamp import _shards  # noqa: PLC0415 - it is loaded by now
+
+    return _shards.FusedOnParts()
 
 
 def index_error(index: int, num_rows: int) -> IndexError:

@@ -6,6 +6,7 @@ flags of all ranks. This module is imported when the first such gradient appears
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.overrides import TorchFunctionMode
 
 from fastamp import _fallback
 from fastamp._backend import COMPILED_NORMS, Clip, GradStats, Layout, is_plain, local_of
@@ -92,6 +94,35 @@ def settle(parameters: Iterable[Tensor]) -> list[Tensor]:
         if parameter.grad is not None:
             grads.append(parameter.grad)
     return grads
+
+
+class FusedOnParts(TorchFunctionMode):
+    """Runs torch's fused optimizers on this rank's parts of DTensors.
+
+    They work element by element, so that is what dispatching DTensors comes to, but torch has no
+    rule for some of them, takes no plain tensors beside DTensors, and is slow for many.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Replace the lists of tensors of a fused kernel."""
+        del types
+        if func in _FUSED:
+            lists = [[*map(local_of, tensors)] for tensors in args]
+            shapes = [part.shape for part in lists[0]]
+            # Beside parts of the same shapes there are only counters of steps, which are 0-dim.
+            pairs = (zip(parts, shapes, strict=False) for parts in lists)
+            if all(part.shape in (shape, ()) for part, shape in itertools.chain(*pairs)):
+                torch.autograd.graph.increment_version(args[0])
+                args = lists
+        return func(*args, **kwargs or {})
+
+
+_FUSED = {
+    getattr(torch, name)
+    for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+}
 
 
 def _num_ranks(layout: Layout) -> int:

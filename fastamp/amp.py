@@ -301,7 +301,8 @@ class GradScaler(torch.amp.GradScaler):
         optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         try:
-            retval: float | None = optimizer.step(*args, **kwargs)
+            with _backend.fused_on_parts(grads):
+                retval: float | None = optimizer.step(*args, **kwargs)
             given = None  # it has had its effect, and goes as it does in torch
         finally:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
@@ -378,9 +379,11 @@ class GradScaler(torch.amp.GradScaler):
             return groups
         for parameter in _parameters_of(optimizer):
             grad = parameter.grad
-            if grad is None or grad.layout is not torch.strided or grad.is_contiguous():
+            if grad is None or grad.layout is not torch.strided:
                 continue
-            if grad.stride() != parameter.stride():
+            part = _backend.local_of(grad)
+            like = _backend.local_of(parameter)
+            if not part.is_contiguous() and part.stride() != like.stride():
                 parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
         return _backend.pack(self._take(optimizer) or [])
 

@@ -416,9 +416,7 @@ def pipeline(bad_rank):
     scaler = fastamp.GradScaler("cpu", init_scale=1.0, process_group=group)
     scaler.scale(torch.ones(()))
     with CommDebugMode() as counted:
-        # torch's fused kernels take no plain tensors beside DTensors, in one group.
-        groups = [{"params": [parameter]} for parameter in parameters]
-        scaler.step(torch.optim.AdamW(groups, lr=1.0, fused=True), max_norm=1.0)
+        scaler.step(torch.optim.AdamW(parameters, lr=1.0, fused=True), max_norm=1.0)
     scaler.update()
     wholes = [values, torch.tensor([1.0, 1.0, 2.0, 2.0])]
     expected = fastamp.get_total_norm(wholes).item()

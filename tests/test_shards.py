@@ -13,6 +13,7 @@ import pytest
 import ranks
 import shard_cases
 import torch
+from training import OPTIMIZERS
 
 import fastamp
 from fastamp.bench.__main__ import main
@@ -20,8 +21,6 @@ from fastamp.bench.__main__ import main
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
 
 LAYOUTS = ["fsdp", "tensor parallel", "partial", "hsdp", "mixed"]
-# Torch has no rule for DTensors in its other fused optimizers.
-STEPPED = ["adamw fused", "adam fused", "adamw foreach", "sgd momentum"]
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +73,8 @@ def test_nan_on_one_rank_is_the_norm_of_all(four, order):
 @pytest.mark.parametrize("how", ["step", "unscale then step", "clip then step"])
 @pytest.mark.parametrize(
     ("layout", "name"),
-    [("fsdp", name) for name in STEPPED]
-    + [(layout, "adamw fused") for layout in ("tensor parallel", "partial", "hsdp")]
+    [("fsdp", name) for name in OPTIMIZERS]
+    + [(layout, "adamw fused") for layout in LAYOUTS[1:]]
     + [("mixed", "sgd momentum")],
 )
 def test_gradients_end_unscaled_and_clipped_as_in_one_process(four, layout, name, how):
