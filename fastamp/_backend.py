@@ -12,20 +12,21 @@ import importlib.util
 import math
 import os
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
 
     import numpy.typing as npt
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    P = ParamSpec("P")
+    T = TypeVar("T")
     RegionMaker = Callable[[str, Any, bool], "Region"]
 
 _MODULES = {
@@ -265,13 +266,15 @@ def take(
     return _shards.take(_shards.settle(owners) if align else tensors, process_group, owners)
 
 
-def fused_on_parts(tensors: list[Tensor] | Shards) -> AbstractContextManager[object]:
-    """Return a context in which fused optimizers work on what this rank holds."""
-    if not isinstance(tensors, dict):
-        return nullcontext()
+def on_parts(step: Callable[P, T]) -> Callable[P, T]:
+    """Return a function in which torch's fused optimizers work on what this rank holds."""
     from fastamp import _shards  # noqa: PLC0415 - it is loaded by now
 
-    return _shards.FusedOnParts()
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _shards.FusedOnParts():
+            return step(*args, **kwargs)
+
+    return call
 
 
 def index_error(index: int, num_rows: int) -> IndexError:

@@ -83,16 +83,21 @@ def _sort(
 
 
 def settle(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Bring gradients to their parameters' placements, as optimizers do, and return them."""
+    """Bring gradients to their parameters' placements, as optimizers do, and return them.
+
+    Parts with gaps in their memory are filled up as well: fused kernels would read past their end.
+    """
     grads = []
     for parameter in parameters:
         grad = parameter.grad
-        if type(parameter) is type(grad) is DTensor and grad._spec is not parameter._spec:
-            placements = parameter.placements
-            if grad.placements != placements:
-                parameter.grad = grad.redistribute(placements=placements)
-        if parameter.grad is not None:
-            grads.append(parameter.grad)
+        if type(parameter) is type(grad) is DTensor:
+            spec, part, like = parameter._spec, grad._local_tensor, parameter._local_tensor
+            if grad._spec is not spec and grad._spec.placements != spec.placements:
+                grad = parameter.grad = grad.redistribute(placements=spec.placements)
+            elif not part.is_contiguous() and part.stride() != like.stride():
+                grad = parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
+        if grad is not None:
+            grads.append(grad)
     return grads
 
 

@@ -132,7 +132,10 @@ class GradScaler(torch.amp.GradScaler):
         if not grads or _takes_scaler(type(optimizer).step):
             retval = self._step_as_torch(optimizer, state, max_norm, *args, **kwargs)
         elif getattr(optimizer, "_step_supports_amp_scaling", False):
-            retval = self._step_folded(optimizer, state, grads, max_norm, *args, **kwargs)
+            folded = self._step_folded
+            if isinstance(grads, dict):
+                folded = _backend.on_parts(folded)
+            retval = folded(optimizer, state, grads, max_norm, *args, **kwargs)
         else:
             retval = self._step_in_place(optimizer, state, grads, max_norm, *args, **kwargs)
         state["stage"] = OptState.STEPPED
@@ -301,8 +304,7 @@ class GradScaler(torch.amp.GradScaler):
         optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         try:
-            with _backend.fused_on_parts(grads):
-                retval: float | None = optimizer.step(*args, **kwargs)
+            retval: float | None = optimizer.step(*args, **kwargs)
             given = None  # it has had its effect, and goes as it does in torch
         finally:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
@@ -379,11 +381,9 @@ class GradScaler(torch.amp.GradScaler):
             return groups
         for parameter in _parameters_of(optimizer):
             grad = parameter.grad
-            if grad is None or grad.layout is not torch.strided:
+            if grad is None or grad.layout is not torch.strided or grad.is_contiguous():
                 continue
-            part = _backend.local_of(grad)
-            like = _backend.local_of(parameter)
-            if not part.is_contiguous() and part.stride() != like.stride():
+            if grad.stride() != parameter.stride():
                 parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
         return _backend.pack(self._take(optimizer) or [])
 

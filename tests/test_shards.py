@@ -85,6 +85,16 @@ def test_gradients_end_unscaled_and_clipped_as_in_one_process(four, layout, name
             torch.testing.assert_close(got, expected, rtol=tolerance, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", ["adamw fused", "sgd momentum"])
+def test_a_part_with_gaps_in_its_memory_steps_like_one_without(four, name):
+    for (grad, parameter), (plain_grad, plain_parameter) in four.run(
+        2, shard_cases.step_with_gaps, name
+    ):
+        torch.testing.assert_close(grad, plain_grad, rtol=1e-6, atol=0)
+        torch.testing.assert_close(parameter, plain_parameter, rtol=1e-6, atol=0)
+        assert parameter.abs().min() > 0
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_functions_clip_as_in_one_process(four, layout):
     for alone, ours in four.run(4, shard_cases.clip_functions, layout):
