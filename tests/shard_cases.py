@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 import warnings
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -88,6 +89,19 @@ def norms(backend, layout, orders):
         wholes, grads = grads_on(layout)
         ours = [fastamp.get_total_norm(grads, order).item() for order in orders]
         return ours, [fastamp.get_total_norm(wholes, order).item() for order in orders]
+
+
+def norm_in_larger_world(layout):
+    """Return the norm where no process group spans the meshes, and the collectives it took."""
+    wholes, grads = grads_on(layout)
+    size_of = dist.get_world_size
+
+    def larger(group=None):
+        return 9 if group is None else size_of(group)
+
+    with mock.patch.object(dist, "get_world_size", larger), CommDebugMode() as counted:
+        norm = fastamp.get_total_norm(grads).item()
+    return norm, fastamp.get_total_norm(wholes).item(), counted.get_total_counts()
 
 
 def norm_with(value, layout, order, rank, index):
@@ -441,11 +455,12 @@ def pipeline(bad_rank):
     return got, expected, counted.get_total_counts()
 
 
-def world_over_meshes():
-    """Return the norm where the process group holds all ranks of the mesh."""
+def group_over_mesh(name):
+    """Return the norm where the process group holds all ranks of the mesh, or a row of them."""
     wholes, grads = grads_on("hsdp")
     norm = fastamp.get_total_norm(wholes).item()
-    scaler = fastamp.GradScaler("cpu", enabled=False, process_group=dist.group.WORLD)
+    group = dist.group.WORLD if name == "world" else mesh_of(2, 2).get_group(name)
+    scaler = fastamp.GradScaler("cpu", enabled=False, process_group=group)
     with CommDebugMode() as counted:
         scaler.step(torch.optim.AdamW(as_parameters(grads), fused=True), max_norm=1.0)
     return scaler.last_step.norm.item(), norm, counted.get_total_counts()

@@ -55,6 +55,13 @@ def test_two_ranks_agree_too(four):
     assert ours == alone
 
 
+@pytest.mark.parametrize(("layout", "collectives"), [("fsdp", 1), ("hsdp", 2), ("mixed", 3)])
+def test_a_mesh_that_does_not_span_the_world_takes_its_own_groups(four, layout, collectives):
+    norm, expected, count = same(four.run(4, shard_cases.norm_in_larger_world, layout))
+    assert norm == expected
+    assert count == collectives
+
+
 @pytest.mark.parametrize("order", [2.0, 1.0, math.inf])
 @pytest.mark.parametrize("layout", ["fsdp", "tensor parallel", "hsdp", "mixed"])
 def test_a_bad_value_on_one_rank_is_everybodys_verdict(four, layout, order):
@@ -211,10 +218,11 @@ def test_one_stages_overflow_is_skipped_by_all(four):
     assert same([got[1:] for got, _, _ in results]) == (True, 0.5)
 
 
-def test_a_process_group_that_holds_the_mesh_counts_nothing_twice(four):
-    norm, expected, count = same(four.run(4, shard_cases.world_over_meshes))
+@pytest.mark.parametrize(("name", "collectives"), [("world", 1), ("inner", 2), ("outer", 2)])
+def test_a_process_group_of_ranks_of_one_mesh_counts_nothing_twice(four, name, collectives):
+    norm, expected, count = same(four.run(4, shard_cases.group_over_mesh, name))
     assert norm == expected
-    assert count == 1
+    assert count == collectives
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "tensor parallel"])
