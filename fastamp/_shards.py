@@ -244,10 +244,8 @@ def gather(mine: list[T], shards: Shards) -> list[T]:
     return [item for rank in sorted(known) for item in known[rank]]
 
 
-def index_in_whole(tensor: Tensor, index: int) -> int:
-    """Return where an element of this rank's part lies in the flattened whole tensor."""
-    if not isinstance(tensor, DTensor):
-        return index
+def index_in_whole(tensor: Any, index: int) -> int:
+    """Return where an element of this rank's part of a DTensor lies in the flattened whole."""
     place = torch.unravel_index(torch.tensor(index), local_of(tensor).shape)
     whole = 0
     for dim, (size, i) in enumerate(zip(tensor.shape, place, strict=True)):

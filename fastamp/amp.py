@@ -6,7 +6,7 @@ import inspect
 import math
 from collections import defaultdict
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
@@ -33,9 +33,9 @@ class GradScaler(torch.amp.GradScaler):
     clipping are folded into the optimizer's kernel, and nothing waits for the device. Any other
     optimizer costs one in-place multiply, left out when the factor is 1, and one read of a flag.
 
-    Gradients that are DTensors, of any meshes and placements, add one all-reduce for each process
-    group, and all ranks find the same norm, verdict and scale. So do plain gradients with
-    `process_group`; with DDP, where all ranks have the same ones, leave it out.
+    DTensors, of any meshes and placements, cost one all-reduce for each process group, and all
+    ranks find the same norm, verdict and scale. So do plain gradients with a `process_group`; with
+    DDP, where all ranks have the same ones, leave it out.
 
     Args:
         device: type of the device that the losses are on.
@@ -47,9 +47,9 @@ class GradScaler(torch.amp.GradScaler):
             skips the step when a gradient is not finite.
         min_scale: the scale never falls below this.
         max_scale: the scale never grows above this.
-        process_group: the ranks over which plain gradients are spread, each element on one of them
-            (FSDP1, or the stages of a pipeline), or over which meshes of DTensors are. A pickled
-            scaler leaves it behind.
+        process_group: ranks that hold other gradients than this one: the parts of FSDP1, or the
+            stages of a pipeline. DTensors on a mesh inside of it count once. A pickled or copied
+            scaler has none.
 
     Raises:
         ValueError: a scale is not a number above 0, or `init_scale` not between the two bounds.
@@ -385,7 +385,7 @@ class GradScaler(torch.amp.GradScaler):
                 continue
             if grad.stride() != parameter.stride():
                 parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
-        return _backend.pack(self._take(optimizer) or [])
+        return _backend.pack(cast("Taken", self._take(optimizer)))
 
     def _report(self, state: dict[str, Any], found_inf: Tensor) -> StepReport:
         """Make `last_step` from what was read in this iteration."""

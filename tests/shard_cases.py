@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import OPTIMIZERS
 
 import fastamp
-from fastamp import _backend
+from fastamp import _backend, _shards
 from fastamp.bench.model import GPT, Shape
 
 SHAPES = [(1,), (3,), (2, 5), (1003, 7), (64, 130), ()]  # uneven over 4, and empty on some
@@ -485,6 +485,32 @@ def bad_names(layout):
             grad.to_local().copy_(fresh.to_local())
     found = fastamp.GradScaler("cpu").nonfinite_parameters(Named(grads))
     return [(entry.rank, tuple(entry)) for entry in found], repr(found[0])
+
+
+def fsdp_over_tensor_parallel():
+    """Step a model on two meshes, and check where every element of this rank lies."""
+    grid = mesh_of(2, 2)
+    layers = [torch.nn.Linear(5, 14), torch.nn.Linear(14, 3), torch.nn.LayerNorm(3)]
+    model = torch.nn.Sequential(*layers)
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallelize_module(model, grid["inner"], plan)
+    fully_shard(model, mesh=grid["outer"])
+    scaler = fastamp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(random((4, 5), torch.float32, "cpu")).square().sum()).backward()
+    wholes = [whole(p.grad) / 4 for p in model.parameters()]
+    scaler.step(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), max_norm=0.1)
+    scaler.update()
+    wrong = 0
+    for p in model.parameters():
+        places = torch.arange(p.numel(), dtype=torch.float32).view(p.shape)
+        everywhere = [Replicate()] * p.device_mesh.ndim
+        placed = DTensor.from_local(places, p.device_mesh, everywhere)
+        expected = placed.redistribute(placements=p.placements).to_local().flatten().tolist()
+        found = [_shards.index_in_whole(p, i) for i in range(len(expected))]
+        wrong += found != expected
+    kinds = " ".join(str(p.placements) for p in model.parameters())
+    norm = fastamp.get_total_norm(wholes).item()
+    return scaler.last_step.norm.item(), norm, wrong, kinds
 
 
 def bad_names_of_plain_parts(bad_rank):
