@@ -83,19 +83,14 @@ def _sort(
 
 
 def settle(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Bring gradients to their parameters' placements, as optimizers do, and return them.
-
-    Parts with gaps in their memory are filled up as well: fused kernels would read past their end.
-    """
+    """Bring gradients to their parameters' placements, as optimizers do, and return them."""
     grads = []
     for parameter in parameters:
         grad = parameter.grad
-        if type(parameter) is type(grad) is DTensor:
-            spec, part, like = parameter._spec, grad._local_tensor, parameter._local_tensor
-            if grad._spec is not spec and grad._spec.placements != spec.placements:
-                grad = parameter.grad = grad.redistribute(placements=spec.placements)
-            elif not part.is_contiguous() and part.stride() != like.stride():
-                grad = parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
+        if type(parameter) is type(grad) is DTensor and grad._spec is not parameter._spec:
+            placements = parameter._spec.placements
+            if grad._spec.placements != placements:
+                grad = parameter.grad = grad.redistribute(placements=placements)
         if grad is not None:
             grads.append(grad)
     return grads
@@ -213,9 +208,8 @@ def _join(parts: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def _mesh_groups(layouts: Iterable[Layout]) -> list[ProcessGroup]:
-    """Return the groups of all meshes; one that spans others comes after them."""
-    groups = dict.fromkeys(group for layout in layouts for group in layout.groups)
-    return sorted(groups, key=dist.get_world_size)
+    """Return the groups of all meshes, in an order that is the same on all ranks."""
+    return [*dict.fromkeys(group for layout in layouts for group in layout.groups)]
 
 
 def _all_reduce(
