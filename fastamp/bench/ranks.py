@@ -9,7 +9,6 @@ import pickle
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,38 +66,28 @@ def _work(rank: int, count: int, folder: str, shapes: Shapes, seed: int) -> None
 
 def _race(shapes: Shapes, seed: int) -> Report:
     sides: dict[str, ShardedStep] = {}
-    known: dict[str, dict[str, Cost]] = {}
+    costs: dict[str, Cost] = {}
 
     def make(name: str) -> Arms:
         for arm in ("stock", AGAIN, "fastamp"):
             sides[arm] = ShardedStep(shapes[name], seed)
         check(sides["stock"], sides["fastamp"])
-        steps = {a: s.fastamp if a == "fastamp" else s.stock for a, s in sides.items()}
-        known[name] = {arm: Cost(step) for arm, step in steps.items()}
-        return {arm: cost.visit for arm, cost in known[name].items()}
+        for arm, side in sides.items():
+            costs[arm] = Cost(side.fastamp if arm == "fastamp" else side.stock)
+        return {arm: cost.visit for arm, cost in costs.items()}
 
-    report = race_cases(
+    return race_cases(
         argparse.Namespace(device="cpu", seed=seed),
         PLAN,
         shapes,
         make,
         before=lambda arm: sides[arm].restore(),
-        notes=["FSDP2's shards, fused AdamW; stock is unscale_, clip_grad_norm_, step and update"],
+        details=lambda _: {arm: cost.figures() for arm, cost in costs.items()},
+        notes=[
+            "FSDP2's shards, fused AdamW; stock is unscale_, clip_grad_norm_, step and update",
+            "collectives of a step; host: the time that rank 0's main thread is busy with it",
+        ],
     )
-    for name, costs in known.items():
-        stock, ours = costs["stock"], costs["fastamp"]
-        report.notes.append(
-            f"{name}: collectives a step {stock.collectives} (stock), {ours.collectives} (fastamp);"
-            f" host time {stock.host_ms():.2f} ms, {ours.host_ms():.2f} ms"
-        )
-    details = {
-        name: {
-            arm: {"collectives": cost.collectives, "host_ms": cost.host_ms()}
-            for arm, cost in costs.items()
-        }
-        for name, costs in known.items()
-    }
-    return replace(report, details=details)
 
 
 class Cost:
@@ -109,7 +98,7 @@ class Cost:
         self._host_s: list[float] = []
         with CommDebugMode() as counted:  # type: ignore[no-untyped-call]
             step()
-        self.collectives: int = counted.get_total_counts()
+        self._collectives: int = counted.get_total_counts()
 
     def visit(self) -> None:
         """Step, and keep the thread's time."""
@@ -117,9 +106,10 @@ class Cost:
         self._step()
         self._host_s.append(time.thread_time() - start_s)
 
-    def host_ms(self) -> float:
-        """Return the median of the visits after the warm-up."""
-        return 1e3 * float(np.median(self._host_s[PLAN.warmup :]))
+    def figures(self) -> dict[str, float]:
+        """Return what one step takes; the time is the median of the visits after the warm-up."""
+        host_ms = 1e3 * float(np.median(self._host_s[PLAN.warmup :]))
+        return {"collectives": self._collectives, "host ms": host_ms}
 
 
 class ShardedStep(Step):

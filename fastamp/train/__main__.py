@@ -93,7 +93,7 @@ def _train(args: argparse.Namespace) -> int:
             refuse("--device", args.device, str(error))
         validation = Subset(held_out, range(0, len(held_out), stride))
         result = fine_tune(GPT(Shape(**sizes)), train, validation, config)
-    print(f"{corpus.source}: {corpus.files} files", result, sep="\n")  # noqa: T201
+    print(corpus.source, result, sep="\n")  # noqa: T201
     return 0
 
 
