@@ -335,7 +335,10 @@ def test_the_command_trains_and_resumes(text, tmp_path, capsys):
     [
         (["--steps", "0"], "argument --steps: '0' is not an integer of at least 1"),
         (["--width", "10"], "argument --width: 10 is no multiple of --heads 4"),
-        (["--data", "/nowhere"], "argument --data: '/nowhere' is no file, and no folder that holds one"),
+        (
+            ["--data", "/nowhere"],
+            "argument --data: '/nowhere' is no file, and no folder that holds one",
+        ),
         (["--device", "abacus"], "argument --device: "),
         (["--precision", "8"], "argument --precision: invalid choice: '8'"),
     ],
