@@ -340,6 +340,7 @@ def test_the_command_trains_and_resumes(text, tmp_path, capsys):
             "argument --data: '/nowhere' is no file, and no folder that holds one",
         ),
         (["--device", "abacus"], "argument --device: "),
+        (["--parallel", "ddp"], "argument --parallel: 'ddp' needs ranks: start them with torchrun"),
         (["--precision", "8"], "argument --precision: invalid choice: '8'"),
     ],
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +19,7 @@ from fastamp.data import TokenDataset
 from fastamp.metrics import MetricsTracker
 from fastamp.train import CheckpointError, TrainConfig, fine_tune
 from fastamp.train.config import AUTOCAST
+from fastamp.train.ranks import is_launched
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,29 +27,19 @@ if TYPE_CHECKING:
     from fastamp.metrics.sinks import Scalar
 
 VALIDATION_WINDOWS = 64
-_COUNTS = {"steps": 500, "batch-size": 16, "block-size": 128, "layers": 4, "heads": 4, "width": 256}
+_COUNTS = {
+    "steps": (500, "of the optimizer"),
+    "batch-size": (16, "windows in a step, on every rank"),
+    "block-size": (128, "bytes in a window"),
+    "layers": (4, "of the model"),
+    "heads": (4, "in a layer"),
+    "width": (256, "of the model"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, print the summary and return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fastamp.train",
-        description="Train a small GPT on the bytes of your text; the last tenth is held out.",
-        epilog="Exit status: 0; 1 a checkpoint is refused or cannot be written; 2 a bad argument; "
-        "130 after Ctrl-C and 143 after SIGTERM, with a checkpoint written first.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--data", metavar="PATH", help="a file or folder (default: the standard library's sources)")
-    for name, default in _COUNTS.items():
-        add(f"--{name}", type=number(int, 1), default=default, help=DEFAULT)
-    add("--lr", type=number(float, 1e-12), default=1e-3, help=f"the highest {DEFAULT}")
-    add("--seed", type=number(int, 0, 2**32), default=0, help=f"of all that is drawn {DEFAULT}")
-    add("--precision", choices=AUTOCAST, default="32-true", help=DEFAULT)
-    add("--device", help="(default: cuda where torch finds a GPU)")
-    add("--checkpoint-dir", metavar="DIR", help="keep checkpoints there, and resume from them")
-    add("--checkpoint-every", type=number(int, 1), default=100, help=f"in steps {DEFAULT}")
-    add("--no-resume", action="store_true", help="start anew")
+    parser = _make_parser()
     args = parser.parse_args(argv)
     try:
         return _train(args)
@@ -59,16 +52,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.exit(130, f"{parser.prog}: interrupted{kept}\n")
 
 
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fastamp.train",
+        description="Train a small GPT on the bytes of your text; the last tenth is held out.",
+        epilog="Exit status: 0; 1 a checkpoint is refused or cannot be written; 2 a bad argument; "
+        "130 after Ctrl-C and 143 after SIGTERM, with a checkpoint written first.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--data", metavar="PATH", help="a file or folder (default: the standard library's sources)")
+    for name, (default, text) in _COUNTS.items():
+        add(f"--{name}", type=number(int, 1), default=default, help=f"{text} {DEFAULT}")
+    add("--lr", type=number(float, 1e-12), default=1e-3, help=f"the highest {DEFAULT}")
+    add("--seed", type=number(int, 0, 2**32), default=0, help=f"of all that is drawn {DEFAULT}")
+    add("--precision", choices=tuple(AUTOCAST), default="32-true")
+    add("--device", help="(default: cuda where torch finds a GPU)")
+    text = "under torchrun, which trains with ddp where this is not given"
+    add("--parallel", choices=("ddp", "fsdp"), help=text)
+    add("--checkpoint-dir", metavar="DIR", help="keep checkpoints there, and resume from them")
+    add("--checkpoint-every", type=number(int, 1), default=100, help=f"steps {DEFAULT}")
+    add("--no-resume", action="store_true", help="start anew")
+    return parser
+
+
 def _train(args: argparse.Namespace) -> int:
     if args.width % args.heads:
         refuse("--width", args.width, f"is no multiple of --heads {args.heads}")
+    if args.parallel and not is_launched():
+        refuse("--parallel", args.parallel, "needs ranks: start them with torchrun")
+    is_first = os.environ.get("RANK", "0") == "0"
     corpus = load_corpus(args.data, block_size=args.block_size)
     parts = (corpus.train, corpus.validation)
     train, held_out = (TokenDataset(part, args.block_size) for part in parts)
     stride = -(-len(held_out) // VALIDATION_WINDOWS)
     torch.manual_seed(args.seed)
     sizes = {name: getattr(args, name) for name in ("layers", "heads", "width", "block_size")}
-    with progress(args.steps) as advance:
+    with progress(args.steps) if is_first else nullcontext(lambda: None) as advance:
 
         def move_on(scalars: list[Scalar]) -> None:
             for _ in (name for name, _, _ in scalars if name == "train/loss"):
@@ -82,6 +102,7 @@ def _train(args: argparse.Namespace) -> int:
                 warmup_steps=args.steps // 10,
                 precision=args.precision,
                 device=args.device,
+                parallel=args.parallel,
                 seed=args.seed,
                 eval_every=args.checkpoint_every,
                 checkpoint_dir=args.checkpoint_dir,
@@ -93,7 +114,8 @@ def _train(args: argparse.Namespace) -> int:
             refuse("--device", args.device, str(error))
         validation = Subset(held_out, range(0, len(held_out), stride))
         result = fine_tune(GPT(Shape(**sizes)), train, validation, config)
-    print(corpus.source, result, sep="\n")  # noqa: T201
+    if is_first:
+        print(corpus.source, result, sep="\n")  # noqa: T201
     return 0
 
 

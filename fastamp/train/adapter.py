@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,7 +82,8 @@ class Adapter:
         "labels" are left out where the model's `forward` does not take them.
         """
         if isinstance(inputs, Mapping):
-            plain = getattr(model, "_orig_mod", model)  # of torch.compile
+            plain = model.module if isinstance(model, DistributedDataParallel) else model
+            plain = getattr(plain, "_orig_mod", plain)  # of torch.compile
             taken = _takes_labels(type(plain).forward)
             return model(**{key: v for key, v in inputs.items() if taken or key != "labels"})
         return model(*inputs) if isinstance(inputs, tuple) else model(inputs)

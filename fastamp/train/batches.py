@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from fastamp.data import DataLoader
 from fastamp.data.arrays import is_arrays
+from fastamp.data.shard import ShardSampler
 from fastamp.data.structure import map_tensors
 from fastamp.train.checkpoint import rng_state, set_rng_state
 
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fastamp.train.config import TrainConfig
+    from fastamp.train.ranks import Ranks
 
 __all__ = ["Batches"]
 
@@ -33,19 +37,27 @@ class Batches:
         name: of the argument, for errors.
         data: what the user gave.
         config: says how a Dataset or tensors are loaded.
-        shuffle: whether they are shuffled.
+        ranks: share out a Dataset or tensors. A loader or an iterable has to do so itself, with the
+            same number of batches on every rank.
+        shuffle: whether they are shuffled. If not, samples that pad a rank's share do not count.
 
     Raises:
         TypeError: it is no Dataset, tensors or iterable.
     """
 
-    def __init__(self, name: str, data: Any, config: TrainConfig, *, shuffle: bool) -> None:
+    def __init__(
+        self, name: str, data: Any, config: TrainConfig, ranks: Ranks, *, shuffle: bool
+    ) -> None:
         self._name, self._device = name, config.chosen_device
-        self.loader: Any = _make_loader(data, config, shuffle=shuffle)
+        self.loader: Any = _make_loader(data, config, ranks, shuffle=shuffle)
         if not hasattr(self.loader, "__iter__"):
             kinds = "a Dataset, tensors, a DataLoader or an iterable of batches"
             msg = f"{name}: expected {kinds}, got {type(data).__name__}"
             raise TypeError(msg)
+        sampler = getattr(self.loader, "sampler", None)
+        self.is_shared, self._n_own = isinstance(sampler, ShardSampler), sys.maxsize
+        if isinstance(sampler, ShardSampler) and not shuffle:  # without what pads its share
+            self._n_own = len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # type: ignore[arg-type]
         self._has_state = False
         with suppress(AttributeError, TypeError):  # of a loader whose dataset has none
             self._has_state = self.loader.state_dict() is not None
@@ -55,6 +67,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         """Begin a pass, or go on with the one that a loaded state was in."""
+        n_left = self._n_own
         for batch in iter(self.loader) if self._has_state else self._begin():
             self._n_consumed += 1
             lengths: list[int] = []
@@ -63,7 +76,12 @@ class Batches:
                 lengths.append(len(tensor) if tensor.ndim else 1)
                 return tensor.to(self._device, non_blocking=True)
 
-            yield map_tensors(move, batch), next(iter(lengths), 1)
+            moved, n = map_tensors(move, batch), next(iter(lengths), 1)
+            if 0 < n_left < n:
+                moved = map_tensors(partial(_first, n_left), moved)
+            n = min(n, n_left)
+            n_left -= n
+            yield moved, n
         if not self._n_consumed:
             msg = f"{self._name}: no batch in this pass; an iterator, too, can be passed only once"
             raise ValueError(msg)
@@ -100,15 +118,21 @@ class Batches:
         return batches
 
 
-def _make_loader(data: Any, config: TrainConfig, *, shuffle: bool) -> Any:
+def _first(n: int, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:n] if tensor.ndim else tensor
+
+
+def _make_loader(data: Any, config: TrainConfig, ranks: Ranks, *, shuffle: bool) -> Any:
     is_sized = hasattr(data, "__getitem__") and not isinstance(data, (list, tuple, dict))
     if not (is_sized or isinstance(data, Dataset) or is_arrays(data)):
         return data
+    is_shared = ranks.mode is not None and not isinstance(data, IterableDataset)
     return DataLoader(
         data,
         config.batch_size,
         shuffle=shuffle and not isinstance(data, IterableDataset),
         num_workers=config.num_workers,
+        shard=is_shared,
         device=config.chosen_device,
         seed=config.seed,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 import signal
 import threading
 import zipfile
@@ -19,12 +20,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
+    from torch import nn
     from typing_extensions import Self
 
-__all__ = ["CheckpointError", "Checkpoints", "Signals", "rng_state", "set_rng_state"]
+__all__ = [
+    "DEFERRED",
+    "CheckpointError",
+    "Checkpoints",
+    "Signals",
+    "read_file",
+    "rng_state",
+    "set_rng_state",
+    "write_file",
+]
 
+DEFERRED = (signal.SIGTERM, signal.SIGINT)
 _FORMAT = "fastamp.train 1"
-_NAME = re.compile(r"step-\d{8,}\.pt")
+_NAME = re.compile(r"step-\d{8,}(\.pt)?")  # folders are those of several ranks
 
 
 class CheckpointError(RuntimeError):
@@ -43,42 +55,31 @@ class Checkpoints:
         OSError: the folder cannot be made or written to.
     """
 
+    suffix = ".pt"
+
     def __init__(self, folder: str | os.PathLike[str], *, keep: int, resume: bool) -> None:
         self._folder, self._keep = Path(folder), keep
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / ".step-probe.part").write_bytes(b"\0")
-            for leftover in self._folder.glob(".step-*.part"):
-                leftover.unlink()
-        except OSError as error:
-            raise self._explain(error, "cannot be written to") from error
-        self._mine = self._found() if resume else []
+        found = self._prepare()
+        self._mine = found if resume else []
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
+    def save(
+        self, step: int, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
         """Write a checkpoint to the disk beside its place, and put it there in one step.
 
         Raises:
             OSError: it cannot be written; the others are as they were.
         """
-        path = self._folder / f"step-{step:08d}.pt"
+        path = self._folder / f"step-{step:08d}{self.suffix}"
         part = path.with_name(f".{path.name}.part")
-        try:
-            with part.open("wb") as file:
-                torch.save({"format": _FORMAT, **state}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-            _sync_folder(self._folder)
-        except (OSError, RuntimeError) as error:
-            cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch's way
-            if not isinstance(cause, OSError):
-                raise
-            raise self._explain(cause, f"{path.name} cannot be written") from error
-        finally:
-            part.unlink(missing_ok=True)
         self._mine = [*(mine for mine in self._mine if mine != path), path]
-        for old in set(self._found()) - set(self._mine[-self._keep :]):
-            old.unlink()
+        try:
+            self._write(part, state, model, optimizer)
+            self._publish(part, path)
+        except OSError as error:
+            raise self._explain(error, f"{path.name} cannot be written") from error
+        finally:
+            _remove(part)
 
     def load(self, problem: Callable[[dict[str, Any]], str | None]) -> dict[str, Any] | None:
         """Return the newest checkpoint's state, None if there is none.
@@ -93,16 +94,59 @@ class Checkpoints:
             return None
         newest, *others = reversed(self._mine)
         try:
-            return _read(newest, problem)
+            return self._read(newest, problem)
         except CheckpointError as error:
             offer = "none of the others is good"
             for path in others:
                 with suppress(CheckpointError):
-                    _read(path, problem)
+                    self._read(path, problem)
                     offer = f"{path} is good: remove {newest.name} to resume from it"
                     break
             msg = f"{error}; {offer}, or start anew with resume=False"
             raise CheckpointError(msg) from error
+
+    def restore(
+        self, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Bring the model and the optimizer to what `load` returned."""
+        optimizer.load_state_dict(state["optimizer"])
+        model.load_state_dict(state["model"])
+
+    def _prepare(self) -> list[Path]:
+        """Make the folder fit to be written to, and return the checkpoints in it."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / ".step-probe.part").write_bytes(b"\0")
+            for leftover in self._folder.glob(".step-*.part"):
+                _remove(leftover)
+        except OSError as error:
+            raise self._explain(error, "cannot be written to") from error
+        return self._found()
+
+    def _write(
+        self,
+        part: Path,
+        state: dict[str, Any],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        tensors = {"optimizer": optimizer.state_dict(), "model": model.state_dict()}
+        write_file(part, state | tensors)
+
+    def _publish(self, part: Path, path: Path) -> None:
+        """Put a whole checkpoint in its place, and remove what is not to be kept."""
+        if path.is_dir():  # which would be in the way
+            _remove(path)
+        part.replace(path)
+        _sync_folder(self._folder)
+        for old in set(self._found()) - set(self._mine[-self._keep :]):
+            _remove(old)
+
+    def _read(self, path: Path, problem: Callable[[dict[str, Any]], str | None]) -> dict[str, Any]:
+        if path.is_dir():
+            msg = f"{path}: was written by several ranks: torchrun --nproc-per-node 1 resumes it"
+            raise CheckpointError(msg)
+        return read_file(path, problem)
 
     def _found(self) -> list[Path]:
         found = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]
@@ -112,7 +156,19 @@ class Checkpoints:
         return OSError(error.errno, f"checkpoint_dir={self._folder}: {problem}: {error.strerror}")
 
 
-def _read(path: Path, problem: Callable[[dict[str, Any]], str | None]) -> dict[str, Any]:
+def write_file(path: Path, state: dict[str, Any]) -> None:
+    """Write a state to the disk."""
+    with path.open("wb") as file:
+        try:
+            torch.save({"format": _FORMAT, **state}, file)
+        except RuntimeError as error:  # torch's, where writing has failed
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_file(path: Path, problem: Callable[[dict[str, Any]], str | None]) -> dict[str, Any]:
+    """Return the state in a file; raise a CheckpointError if it is damaged or has a problem."""
     state: Any = None
     try:
         with zipfile.ZipFile(path) as archive:
@@ -128,6 +184,13 @@ def _read(path: Path, problem: Callable[[dict[str, Any]], str | None]) -> dict[s
         msg = f"{path}: {f'is damaged in {damaged}' if damaged else wrong}"
         raise CheckpointError(msg)
     return state  # type: ignore[no-any-return]
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -172,9 +235,11 @@ class Signals:
 
     def __init__(self, *, enabled: bool) -> None:
         in_main = threading.current_thread() is threading.main_thread()
-        self._numbers = (signal.SIGTERM, signal.SIGINT) if enabled and in_main else ()
+        self._numbers = DEFERRED if enabled and in_main else ()
         self._previous: dict[int, Any] = {}
+        self.heard: int | None = None
         self.received: int | None = None
+        """What to act on: what this process, or a rank of its run, has heard."""
 
     def __enter__(self) -> Self:
         for number in self._numbers:
@@ -193,7 +258,8 @@ class Signals:
         number, self.received = self.received, None
         if number is None:
             return
-        previous = self._previous[number]
+        self.heard = None
+        previous = self._previous.get(number, signal.SIG_DFL)
         self.__exit__()
         if number == signal.SIGTERM and previous is signal.SIG_DFL:
             raise SystemExit(128 + number)  # and what is to be cleaned up is
@@ -201,6 +267,6 @@ class Signals:
         self.__enter__()  # the program's own handler lets training go on
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
-        self.received = number
+        self.heard = number
         if number == signal.SIGINT:
             signal.signal(number, self._previous[number])

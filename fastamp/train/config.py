@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,6 @@ import torch
 from fastamp.precision import compute_effective_precision
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable
 
     from torch import Tensor, nn
@@ -38,6 +38,7 @@ AUTOCAST = {"32-true": None, "16-mixed": torch.float16, "bf16-mixed": torch.bflo
 _INTEGERS = {"epochs": 1, "max_steps": 1, "batch_size": 1, "warmup_steps": 0, "accumulate": 1}
 _INTEGERS |= {"seed": 0, "num_workers": 0, "eval_every": 1, "log_every": 1}
 _INTEGERS |= {"checkpoint_every": 1, "keep": 1}
+_PARALLEL = (None, "ddp", "fsdp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class TrainConfig:
     max_steps: int | None = None
     """Ends training, in place of `epochs`."""
     batch_size: int = 32
-    """Of a Dataset or tensors; a loader or an iterable has its own."""
+    """Of a Dataset or tensors, on every rank; a loader or an iterable has its own."""
     lr: float = 1e-3
     weight_decay: float = 0.01
     optimizer: str | Callable[[list[nn.Parameter]], Optimizer] = "adamw"
@@ -78,15 +79,21 @@ class TrainConfig:
     compile: bool = False
     """Runs the model through `torch.compile`."""
     device: str | torch.device | None = None
-    """Where the model is moved; None is a GPU where there is one."""
+    """Where the model is moved; None is a GPU where there is one. Under torchrun a GPU without a
+    number is the rank's own."""
+    parallel: str | None = None
+    """"ddp" or "fsdp", for the ranks of torchrun or of an initialised torch.distributed; None is
+    "ddp" where there are ranks, and a process of its own where there are none."""
     seed: int = 0
-    """Of all that is drawn; the program's own draws go on afterwards as if nothing had been."""
+    """Of all that is drawn, together with the rank; the program's own draws go on afterwards as if
+    nothing had been."""
     num_workers: int = 0
     """Processes that load a Dataset which is not in memory."""
     eval_every: int | None = None
     """Steps between evaluations; None evaluates after every epoch. Both do at the end."""
     log_every: int = 10
-    """Steps after which `tracker` is served, which waits for the device."""
+    """Steps after which `tracker` is served, which waits for the device. Then, too, ranks exchange
+    their losses, and whether one of them has received a signal."""
     checkpoint_dir: str | os.PathLike[str] | None = None
     """Folder of this run's checkpoints; None keeps none."""
     checkpoint_every: int | None = None
@@ -119,6 +126,7 @@ class TrainConfig:
         known = callable(self.optimizer) or self.optimizer in OPTIMIZERS
         self._check("optimizer", f"a callable or one of {', '.join(OPTIMIZERS)}", fine=known)
         self._check("schedule", f"one of {', '.join(SCHEDULES)}", fine=self.schedule in SCHEDULES)
+        self._check("parallel", "None, 'ddp' or 'fsdp'", fine=self.parallel in _PARALLEL)
         alone = self.loss_fn is None or self.adapter is None
         self._check("loss_fn", "None beside an adapter, which has its own", fine=alone)
         is_there = self.chosen_device.type != "cuda" or torch.cuda.is_available()
@@ -134,8 +142,12 @@ class TrainConfig:
     def chosen_device(self) -> torch.device:
         """Where training takes place."""
         if self.device is None:
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device(self.device)
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        else:
+            device = torch.device(self.device)
+        if str(device) == "cuda" and "LOCAL_RANK" in os.environ:
+            return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        return device
 
     @property
     def effective_precision(self) -> str:

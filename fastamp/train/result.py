@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from fastamp.timer import RankStats
+
 __all__ = ["Curve", "TrainResult"]
 
 
@@ -55,6 +57,9 @@ class TrainResult:
     came; of the GPU where there is one."""
     wait_share: float
     """The part of the time of training in which the loop waited for data."""
+    over_ranks: dict[str, RankStats]
+    """For the regions of `phase_s`, mean seconds on the fastest and on the slowest rank, and which
+    they are; empty for a process of its own."""
 
     def summary(self) -> str:
         """Return the result as text."""
@@ -69,6 +74,11 @@ class TrainResult:
             lines.append(f"{self.samples_per_s:,.1f} samples/s, data wait {self.wait_share:.0%}")
             seconds = ", ".join(f"{name} {value:.3g}" for name, value in self.phase_s.items())
             lines.append(f"seconds: {seconds}")
+        for name, stats in self.over_ranks.items():
+            lines.append(
+                f"{name}: {stats.min:.3g} s on rank {stats.min_rank}, "
+                f"{stats.max:.3g} s on rank {stats.max_rank}"
+            )
         if self.peak_memory_nbytes is not None:
             lines.append(f"peak memory: {self.peak_memory_nbytes / 2**20:,.0f} MiB")
         return "\n".join(lines)

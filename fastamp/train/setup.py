@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-__all__ = ["Skipped", "as_found", "make_optimizer", "modes_of", "prepare", "set_modes"]
+    from fastamp.train.ranks import Ranks
+
+__all__ = ["Skipped", "as_found", "make_optimizer", "modes_of", "prepare", "seed_all", "set_modes"]
 
 
 @contextmanager
-def as_found(model: nn.Module, config: TrainConfig) -> Iterator[None]:
+def as_found(model: nn.Module, config: TrainConfig, ranks: Ranks) -> Iterator[None]:
     """Seed all that is drawn, and restore the generators and the modules' modes."""
     device = config.chosen_device
     modes, before = modes_of(model), rng_state(device)
-    torch.manual_seed(config.seed)
-    np.random.seed(config.seed % 2**32)  # noqa: NPY002 - what a dataset may draw from
-    random.seed(config.seed)
+    seed_all(config.seed, ranks.rank, 0)
     try:
         if not model.training:
             model.train()
@@ -35,6 +35,15 @@ def as_found(model: nn.Module, config: TrainConfig) -> Iterator[None]:
     finally:
         set_modes(modes)
         set_rng_state(before, device)
+
+
+def seed_all(seed: int, rank: int, step: int) -> None:
+    """Seed the default generators; every rank draws something else."""
+    if rank or step:
+        seed = int(np.random.SeedSequence((seed, rank, step)).generate_state(1, np.uint64)[0] >> 1)
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - what a dataset may draw from
+    random.seed(seed)
 
 
 def modes_of(model: nn.Module) -> list[tuple[nn.Module, bool]]:
@@ -48,13 +57,19 @@ def set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
         module.training = training
 
 
-def prepare(model: nn.Module, config: TrainConfig) -> nn.Module:
-    """Return what is called in place of the model: here, and nowhere else, it would be wrapped."""
-    model.to(config.chosen_device)
-    return torch.compile(model) if config.compile else model  # type: ignore[return-value]
+def prepare(model: nn.Module, config: TrainConfig, ranks: Ranks) -> tuple[nn.Module, nn.Module]:
+    """Return what is called in place of the model, in training and in evaluation.
+
+    Here, and nowhere else, it is moved, sharded and wrapped.
+    """
+    device = config.chosen_device
+    model.to(device)
+    ranks.shard(model, device)
+    called: Any = torch.compile(model) if config.compile else model
+    return ranks.wrap(called, device), called
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, config: TrainConfig, ranks: Ranks) -> torch.optim.Optimizer:
     """Return the optimizer of the parameters that are trained."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
@@ -65,7 +80,9 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     make: Any = OPTIMIZERS[config.optimizer]
     options = {"lr": config.lr, "weight_decay": config.weight_decay}
     try:
-        return make(parameters, **options, fused=True)  # type: ignore[no-any-return]
+        # Without the scaler's help torch's fused SGD and Adagrad take no DTensors.
+        fused = ranks.mode != "fsdp" or config.max_norm is not None
+        return make(parameters, **options, fused=fused)  # type: ignore[no-any-return]
     except RuntimeError:  # torch has none for this device or dtype
         return make(parameters, **options)  # type: ignore[no-any-return]
 
