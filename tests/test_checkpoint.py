@@ -142,6 +142,15 @@ def test_an_epoch_is_counted_once_and_a_finished_run_stays(tmp_path):
     assert (tmp_path / "step-00000018.pt").stat().st_mtime_ns == written
 
 
+def test_an_epoch_whose_last_step_is_short_is_counted_once(tmp_path):
+    fields = {"max_steps": None, "epochs": 3, "accumulate": 5}  # of 12 batches
+    expected = outcome(*run(**fields))
+    with pytest.raises(CrashError):
+        run(tmp_path, loss_fn=act_at(4, crash, accumulate=4), **fields)
+    assert names(tmp_path) == ["step-00000003.pt"]
+    assert outcome(*run(tmp_path, **fields)) == expected
+
+
 def test_a_run_with_a_constant_rate_can_be_made_longer(tmp_path):
     fields = {"schedule": "constant", "eval_every": 4}
     expected = outcome(*run(max_steps=20, **fields))

@@ -146,6 +146,7 @@ class _Run:
         hands_on = config.tracker is not None and ranks.rank == 0
         self.tracker = MetricsTracker(sinks=[self._hand_on] if hands_on else [])
         self.step = self.epoch = self.n_skipped = self.evaluated_at = self.n_samples = 0
+        self.has_ended = False  # the pass over the data, whose last step may be under way
         self.pending: Skipped | None = None  # of the last step, for the schedule
         self.losses: list[tuple[int, torch.Tensor]] = []  # of steps, that ranks have not exchanged
         self.saved_at: tuple[int, ...] = ()
@@ -161,13 +162,13 @@ class _Run:
         max_steps = config.max_steps or math.inf
         epochs = config.epochs if config.max_steps is None else math.inf
         while self.step < max_steps and self.epoch < epochs:
-            batches = iter(self.data)
+            batches = iter(() if self.has_ended else self.data)
             while self.step < max_steps and self._train_step(batches):
                 self._pause(config.eval_every, config.checkpoint_every, signals)
                 if config.tracker is not None and self.step % config.log_every == 0:
                     self.tracker.flush()
             if self.step < max_steps:
-                self.epoch += 1
+                self.epoch, self.has_ended = self.epoch + 1, False
                 # Whatever has no interval is due after every epoch.
                 eval_every, save_every = not config.eval_every, not config.checkpoint_every
                 self._pause(int(eval_every), int(save_every), signals)
@@ -227,7 +228,9 @@ class _Run:
 
     def _fetch(self, batches: Iterator[tuple[Any, int]]) -> tuple[Any, int]:
         with self.timer("data"):
-            return next(batches, (None, 0))
+            batch, n = next(batches, (None, 0))
+        self.has_ended = not n
+        return batch, n
 
     def _unless_last(self, n_following: int) -> AbstractContextManager[None]:
         """Let DDP exchange gradients in the last backward pass of a step only."""
@@ -311,6 +314,7 @@ class _Run:
             own = {"data": self.data.state_dict(), "rng": rng_state(self.device)}
             state = own | {name: part.state_dict() for name, part in self._parts().items()}
             state |= {"config": self._identity(), "place": place, "n_skipped": self.n_skipped}
+            state["has_ended"] = self.has_ended
             if self.ranks.mode is not None:
                 state["ranks"] = self.ranks.gather(own)
             self.checkpoints.save(self.step, state, self.model, self.optimizer)
@@ -333,6 +337,7 @@ class _Run:
             raise CheckpointError(msg + str(error)) from error
         self.saved_at, self.n_skipped = state["place"], state["n_skipped"]
         self.step, self.epoch, self.evaluated_at = self.saved_at
+        self.has_ended = state["has_ended"]
         if as_many:
             set_rng_state(own["rng"], self.device)
             return
