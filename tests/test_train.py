@@ -266,9 +266,9 @@ def test_the_result_is_bounded_pickles_and_plots(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"batch_size": 0}, "batch_size: expected an integer of at least 1, got 0"),
-        ({"epochs": True}, "epochs: expected an integer of at least 1, got True"),
-        ({"max_steps": 1.5}, "max_steps: expected an integer of at least 1 or None, got 1.5"),
+        ({"batch_size": 0}, r"batch_size: expected an integer from 1 to 2\*\*63 - 1, got 0"),
+        ({"epochs": True}, "epochs: expected an integer from 1 to .*, got True"),
+        ({"max_steps": 1.5}, "max_steps: expected an integer from 1 to .* or None, got 1.5"),
         ({"lr": "fast"}, "lr: expected a number above 0, got 'fast'"),
         ({"lr": math.nan}, "lr: expected a number above 0, got nan"),
         ({"max_norm": 0}, "max_norm: expected None or a number above 0, got 0"),
@@ -278,6 +278,12 @@ def test_the_result_is_bounded_pickles_and_plots(tmp_path):
         ({"precision": "8"}, "precision: expected one of 64-true, .*, got '8'"),
         ({"precision": "bf16-true"}, "precision: expected what comes to .*, got 'bf16-true'"),
         ({"loss_fn": functional.l1_loss, "adapter": Adapter()}, "loss_fn: expected None beside"),
+        ({"loss_fn": 3}, "loss_fn: expected None or a Callable, got 3"),
+        ({"adapter": Adapter}, "adapter: expected None or a Adapter, got <class"),
+        ({"tracker": 3}, "tracker: expected None or a MetricsTracker, got 3"),
+        ({"device": "bogus"}, "device: expected a device that is there, got 'bogus'"),
+        ({"device": "meta"}, "device: expected a device that is there, got 'meta'"),
+        ({"seed": 2**63}, "seed: expected an integer from 0 to .*, got 9223372036854775808"),
     ],
 )
 def test_a_wrong_field_is_named_with_its_value(fields, message):

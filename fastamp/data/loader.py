@@ -276,6 +276,8 @@ class DataLoader(TorchDataLoader[T_co]):
             if state.get(name) != ours:
                 msg = f"state: its {name} is {state.get(name)!r}, the loader's {ours!r}"
                 raise ValueError(msg)
+        for name in ("epoch", "batch", "consumed"):
+            _check_integer(f"state: its {name}", state[name], least=0)
         if state["told_epoch"] is not None:
             self.set_epoch(state["told_epoch"])
         if state["generator"] is not None and self.generator is not None:

@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except argparse.ArgumentError as error:
         parser.error(str(error))  # prints the usage and exits with 2
     except (CheckpointError, OSError) as error:
-        parser.exit(1, f"{parser.prog}: error: {error}\n")
+        message = str(error).replace("resume=False", "--no-resume")
+        parser.exit(1, f"{parser.prog}: error: {message}\n")
     except KeyboardInterrupt:
         kept = f"; resume from {args.checkpoint_dir}" if args.checkpoint_dir else ""
         parser.exit(130, f"{parser.prog}: interrupted{kept}\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import re
 import shutil
@@ -58,7 +59,8 @@ class Checkpoints:
     suffix = ".pt"
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int, resume: bool) -> None:
-        self._folder, self._keep = Path(folder), keep
+        self._folder, self._keep = Path(folder).absolute(), keep
+        self._is_readable = False  # what this run writes, as far as is known
         found = self._prepare()
         self._mine = found if resume else []
 
@@ -69,12 +71,16 @@ class Checkpoints:
 
         Raises:
             OSError: it cannot be written; the others are as they were.
+            CheckpointError: it is the first one, and could not be read again.
         """
         path = self._folder / f"step-{step:08d}{self.suffix}"
         part = path.with_name(f".{path.name}.part")
         self._mine = [*(mine for mine in self._mine if mine != path), path]
         try:
             self._write(part, state, model, optimizer)
+            if not self._is_readable:
+                self._read(part, lambda _: None)
+                self._is_readable = True
             self._publish(part, path)
         except OSError as error:
             raise self._explain(error, f"{path.name} cannot be written") from error
@@ -96,13 +102,13 @@ class Checkpoints:
         try:
             return self._read(newest, problem)
         except CheckpointError as error:
-            offer = "none of the others is good"
+            offer = ""
             for path in others:
                 with suppress(CheckpointError):
                     self._read(path, problem)
-                    offer = f"{path} is good: remove {newest.name} to resume from it"
+                    offer = f"; {path} is good: remove {newest.name} to resume from it"
                     break
-            msg = f"{error}; {offer}, or start anew with resume=False"
+            msg = f"{error}{offer}; resume=False starts anew"
             raise CheckpointError(msg) from error
 
     def restore(
@@ -175,6 +181,11 @@ def read_file(path: Path, problem: Callable[[dict[str, Any]], str | None]) -> di
             damaged = archive.testzip()  # which torch does not look for
         if damaged is None:
             state = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        kind = re.search(r"GLOBAL (\S+)", str(error))
+        of_what = f" of {kind[1]}" if kind else ""
+        msg = f"{path}: holds an object{of_what}, which is neither a tensor nor a plain value"
+        raise CheckpointError(msg) from error
     except Exception as error:  # what is pickled in a foreign file can raise anything
         msg = f"{path}: is cut short or no checkpoint: {error}"
         raise CheckpointError(msg) from error

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fastamp.metrics import MetricsTracker
 from fastamp.precision import compute_effective_precision
+from fastamp.train.adapter import Adapter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor, nn
     from torch.optim import Optimizer
-
-    from fastamp.metrics import MetricsTracker
-    from fastamp.train.adapter import Adapter
 
 __all__ = ["TrainConfig"]
 
@@ -38,6 +36,7 @@ AUTOCAST = {"32-true": None, "16-mixed": torch.float16, "bf16-mixed": torch.bflo
 _INTEGERS = {"epochs": 1, "max_steps": 1, "batch_size": 1, "warmup_steps": 0, "accumulate": 1}
 _INTEGERS |= {"seed": 0, "num_workers": 0, "eval_every": 1, "log_every": 1}
 _INTEGERS |= {"checkpoint_every": 1, "keep": 1}
+_LONGEST = 2**63 - 1  # what torch takes for an integer
 _PARALLEL = (None, "ddp", "fsdp")
 
 
@@ -115,21 +114,32 @@ class TrainConfig:
         """Check every field."""
         for name, least in _INTEGERS.items():
             value, or_none = getattr(self, name), getattr(type(self), name) is None
-            fine = type(value) is int and value >= least
-            expected = f"an integer of at least {least}{' or None' if or_none else ''}"
+            fine = type(value) is int and least <= value <= _LONGEST
+            expected = f"an integer from {least} to 2**63 - 1{' or None' if or_none else ''}"
             self._check(name, expected, fine=fine or (or_none and value is None))
         for name, others in {"lr": (), "weight_decay": (0,), "max_norm": (None,)}.items():
             value = getattr(self, name)
             fine = isinstance(value, (int, float)) and 0 < value < math.inf
             expected = " or ".join([*map(str, others), "a number above 0"])
             self._check(name, expected, fine=fine or value in others)
+            if value is not None:  # NumPy's are no plain values in a checkpoint
+                object.__setattr__(self, name, float(value))
         known = callable(self.optimizer) or self.optimizer in OPTIMIZERS
         self._check("optimizer", f"a callable or one of {', '.join(OPTIMIZERS)}", fine=known)
         self._check("schedule", f"one of {', '.join(SCHEDULES)}", fine=self.schedule in SCHEDULES)
         self._check("parallel", "None, 'ddp' or 'fsdp'", fine=self.parallel in _PARALLEL)
+        kinds: dict[str, Any] = {"loss_fn": Callable, "adapter": Adapter, "tracker": MetricsTracker}
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            fine = value is None or isinstance(value, kind)
+            self._check(name, f"None or a {kind.__name__}", fine=fine)
         alone = self.loss_fn is None or self.adapter is None
         self._check("loss_fn", "None beside an adapter, which has its own", fine=alone)
-        is_there = self.chosen_device.type != "cuda" or torch.cuda.is_available()
+        try:
+            kind = self.chosen_device.type
+        except RuntimeError:
+            kind = "meta"
+        is_there = kind != "meta" and (kind != "cuda" or torch.cuda.is_available())
         self._check("device", "a device that is there", fine=is_there)
         try:
             trained = self.effective_precision in AUTOCAST

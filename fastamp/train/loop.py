@@ -81,7 +81,8 @@ def fine_tune(
 
     With a checkpoint folder SIGTERM and Ctrl-C let the step under way end, with its evaluation, and
     write a checkpoint first. On a CPU a run that is interrupted, or killed, and resumed comes to
-    the bit to what it would have been.
+    the bit to what it would have been, but for random numbers that workers draw in the middle of an
+    epoch.
 
     Under torchrun, or where torch.distributed is initialised, every rank calls this, with the same
     arguments, and trains on its part of a Dataset or tensors, with DDP or FSDP2; a loader or an
@@ -108,6 +109,7 @@ def fine_tune(
     Raises:
         CheckpointError: the newest checkpoint is damaged, or of another model, data or config; the
             message names the newest good one. Nothing has changed by then but the model's device.
+            Or the first one to be written holds what could not be read again.
         OSError: a checkpoint cannot be written; the model and older checkpoints are untouched.
         TypeError: the data, or the model's output, is nothing that can be trained on.
         ValueError: there is no batch, nothing to train, or shapes do not fit.
@@ -148,6 +150,7 @@ class _Run:
         self.step = self.epoch = self.n_skipped = self.evaluated_at = self.n_samples = 0
         self.has_ended = False  # the pass over the data, whose last step may be under way
         self.pending: Skipped | None = None  # of the last step, for the schedule
+        self.began: dict[str, Any] | None = None  # where a step under way did, beside workers
         self.losses: list[tuple[int, torch.Tensor]] = []  # of steps, that ranks have not exchanged
         self.saved_at: tuple[int, ...] = ()
         self._resume()
@@ -163,7 +166,7 @@ class _Run:
         epochs = config.epochs if config.max_steps is None else math.inf
         while self.step < max_steps and self.epoch < epochs:
             batches = iter(() if self.has_ended else self.data)
-            while self.step < max_steps and self._train_step(batches):
+            while self.step < max_steps and self._train_step(batches, signals):
                 self._pause(config.eval_every, config.checkpoint_every, signals)
                 if config.tracker is not None and self.step % config.log_every == 0:
                     self.tracker.flush()
@@ -199,8 +202,30 @@ class _Run:
             self.tracker.log_scalar("train/loss", mean, step)
         self.losses.clear()
 
-    def _train_step(self, batches: Iterator[tuple[Any, int]]) -> bool:
+    def _train_step(self, batches: Iterator[tuple[Any, int]], signals: Signals) -> bool:
         """Take a step of the optimizer, of at most `accumulate` batches; False if none is left."""
+        if self.checkpoints is not None and getattr(self.data.loader, "num_workers", None):
+            self.began = self._own_state()
+        try:
+            n_samples, full, mean = self._accumulate(batches)
+        except RuntimeError:
+            if signals.heard is not None and self.began is not None and self.ranks.mode is None:
+                self.has_ended = False
+                self._pause(None, None, signals)  # it has ended a worker, too: the step is dropped
+            raise
+        self.began = None
+        if not n_samples:
+            return False
+        self._settle()
+        self.step, self.n_samples = self.step + 1, self.n_samples + n_samples
+        self.losses.append((self.step, mean * (full / n_samples)))
+        self.tracker.log_scalar("train/lr", self.optimizer.param_groups[0]["lr"], self.step)
+        with self.timer("step"):
+            self._optimize(full / n_samples)
+        return True
+
+    def _accumulate(self, batches: Iterator[tuple[Any, int]]) -> tuple[int, int, torch.Tensor]:
+        """Return the samples of a step, those of a full one, and the loss for so many."""
         timer, mean = self.timer, torch.zeros((), device=self.device)
         batch, n = self._fetch(batches)
         full, n_samples = n * self.config.accumulate, 0  # in a full step, in this one
@@ -216,15 +241,7 @@ class _Run:
                     torch.autograd.backward(self.scaler.scale(loss))
             mean += loss.detach()
             batch, n = following
-        if not n_samples:
-            return False
-        self._settle()
-        self.step, self.n_samples = self.step + 1, self.n_samples + n_samples
-        self.losses.append((self.step, mean * (full / n_samples)))
-        self.tracker.log_scalar("train/lr", self.optimizer.param_groups[0]["lr"], self.step)
-        with timer("step"):
-            self._optimize(full / n_samples)
-        return True
+        return n_samples, full, mean
 
     def _fetch(self, batches: Iterator[tuple[Any, int]]) -> tuple[Any, int]:
         with self.timer("data"):
@@ -305,13 +322,17 @@ class _Run:
         """Name what has a state of its own, the same on all ranks."""
         return {name: getattr(self, name) for name in ("scheduler", "scaler", "tracker")}
 
+    def _own_state(self) -> dict[str, Any]:
+        """Return what every rank has of its own."""
+        return {"data": self.data.state_dict(), "rng": rng_state(self.device)}
+
     def _save(self) -> None:
         place = (self.step, self.epoch, self.evaluated_at)
         if self.checkpoints is None or self.saved_at == place:
             return
         with self.timer("checkpoint"):
             self._settle()
-            own = {"data": self.data.state_dict(), "rng": rng_state(self.device)}
+            own = self.began or self._own_state()
             state = own | {name: part.state_dict() for name, part in self._parts().items()}
             state |= {"config": self._identity(), "place": place, "n_skipped": self.n_skipped}
             state["has_ended"] = self.has_ended
@@ -354,9 +375,9 @@ class _Run:
 
     def _identity(self) -> dict[str, Any]:
         """Return what must be the same for a run to be resumed."""
+        own = {"optimizer": type(self.optimizer).__name__, "precision": self.precision}
         fixed = {name: getattr(self.config, name) for name in (*_FIXED, "warmup_steps")}
-        fixed |= {"optimizer": type(self.optimizer).__name__, "precision": self.precision}
-        return fixed | {"total_steps": self.total}
+        return {"total_steps": self.total, **own, **fixed}
 
     def _find_problem(self, state: dict[str, Any]) -> str | None:
         """Say why a checkpoint cannot be resumed, None if it can."""

@@ -76,7 +76,11 @@ def make_optimizer(model: nn.Module, config: TrainConfig, ranks: Ranks) -> torch
         msg = f"model: {type(model).__name__} has no parameter that requires a gradient"
         raise ValueError(msg)
     if not isinstance(config.optimizer, str):
-        return config.optimizer(parameters)
+        made: Any = config.optimizer(parameters)
+        if not isinstance(made, torch.optim.Optimizer):
+            msg = f"optimizer: expected a callable that returns an Optimizer, it returned {made!r}"
+            raise TypeError(msg)
+        return made
     make: Any = OPTIMIZERS[config.optimizer]
     options = {"lr": config.lr, "weight_decay": config.weight_decay}
     try:
