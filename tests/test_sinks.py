@@ -46,6 +46,18 @@ def test_a_sink_that_raises_is_reported_once_and_stops_nothing(caplog):
     assert sum(name == "x" for name, _, _ in sink) == made.summary()["x"].count == 20_000
 
 
+def test_only_the_first_rank_has_sinks(monkeypatch):
+    sink = Collect()
+    made = fastamp.MetricsTracker(sinks=[sink])
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    for rank in (1, 0):
+        monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+        made.log_scalar("x", rank, 7)
+        made.flush()
+    assert sink == [("x", 7, 0.0)]
+    assert made.history("x")[1].tolist() == [1.0, 0.0]
+
+
 @pytest.mark.parametrize("kind", [JsonLines, Csv])
 def test_files_hold_what_was_logged_and_are_continued(tmp_path, kind):
     path = tmp_path / "new" / "run"

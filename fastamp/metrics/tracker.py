@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fastamp.amp import GradScaler
@@ -48,7 +49,8 @@ class MetricsTracker:
     Args:
         capacity: the longest history that is kept of one name; at least 2.
         sinks: callables that take a list of (name, step, value), as `fastamp.metrics.JsonLines`.
-            One that raises is reported once, in the log, and called again with the next batch.
+            One that raises is reported once, in the log, and called again with the next batch. Of
+            the ranks of torch.distributed the first one calls its sinks; all keep histories.
 
     Raises:
         TypeError: a sink is not callable.
@@ -241,7 +243,7 @@ class MetricsTracker:
             values.append(value)
         for name, column in columns.items():
             self._series[name].extend(*column)
-        for sink in self._sinks if scalars else ():
+        for sink in self._sinks if scalars and _is_first_rank() else ():
             try:
                 sink([*scalars])
             except Exception as error:  # noqa: BLE001, PERF203 - training outlives what a sink raises
@@ -282,6 +284,10 @@ def _send(batch: list[Entry]) -> list[Transfer]:
             places.append(place)
             values.append(value[0])
     return [Transfer(stream, *group) for (_, stream), group in by_stream.items()]
+
+
+def _is_first_rank() -> bool:
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
 def _is_capturing() -> bool:

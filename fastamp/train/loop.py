@@ -145,8 +145,7 @@ class _Run:
         self.scheduler = LambdaLR(self.optimizer, lambda n: config.lr_factor(n, self.total))
         self.scaler = GradScaler(self.device.type, enabled=self.precision == "16-mixed")
         self.timer = Timer(self.device)
-        hands_on = config.tracker is not None and ranks.rank == 0
-        self.tracker = MetricsTracker(sinks=[self._hand_on] if hands_on else [])
+        self.tracker = MetricsTracker(sinks=[] if config.tracker is None else [self._hand_on])
         self.step = self.epoch = self.n_skipped = self.evaluated_at = self.n_samples = 0
         self.has_ended = False  # the pass over the data, whose last step may be under way
         self.pending: Skipped | None = None  # of the last step, for the schedule
