@@ -175,3 +175,11 @@ def fail_to_write(folder, mode, where):
         if at == 0 and where == "the rest":
             patch.setattr(sharded, "write_file", fail)
         return error_of(folder, parallel=mode, stop_at=-1)
+
+
+def call(args, fields):
+    return train(*args, **fields)
+
+
+def call_for_error(args, fields):
+    return error_of(*args, **fields)

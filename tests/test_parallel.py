@@ -17,6 +17,8 @@ import ranks
 import torch
 from parallel_cases import (
     N,
+    call,
+    call_for_error,
     draws_and_pauses,
     error_of,
     fail_to_write,
@@ -48,14 +50,6 @@ def run(started, count, *args, **fields):
     for result in results:
         assert repr(result.get("curves")) == repr(results[0].get("curves"))
     return results[0], seen
-
-
-def call(args, fields):
-    return train(*args, **fields)
-
-
-def call_for_error(args, fields):
-    return error_of(*args, **fields)
 
 
 def names(folder):
