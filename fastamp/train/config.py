@@ -132,7 +132,7 @@ class TrainConfig:
         for name, kind in kinds.items():
             value = getattr(self, name)
             fine = value is None or isinstance(value, kind)
-            self._check(name, f"None or a {kind.__name__}", fine=fine)
+            self._check(name, f"{kind.__name__} or None", fine=fine)
         alone = self.loss_fn is None or self.adapter is None
         self._check("loss_fn", "None beside an adapter, which has its own", fine=alone)
         try:

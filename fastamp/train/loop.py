@@ -375,7 +375,7 @@ class _Run:
     def _identity(self) -> dict[str, Any]:
         """Return what must be the same for a run to be resumed."""
         own = {"optimizer": type(self.optimizer).__name__, "precision": self.precision}
-        fixed = {name: getattr(self.config, name) for name in (*_FIXED, "warmup_steps")}
+        fixed = {name: getattr(self.config, name) for name in _FIXED}
         return {"total_steps": self.total, **own, **fixed}
 
     def _find_problem(self, state: dict[str, Any]) -> str | None:
