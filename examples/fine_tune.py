@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import fastamp
-from fastamp.bench.model import GPT, Shape
+from fastamp.train.gpt import GPT, Shape
 
 BLOCK = 32
 

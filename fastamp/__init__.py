@@ -1,17 +1,17 @@
 """fastamp: faster PyTorch training loops, one line at a time."""
 
-from fastamp._backend import backends
-from fastamp.amp import GradScaler
-from fastamp.clip import (
+from fastamp._ops import backends
+from fastamp.data import BatchCollator, DataLoader, TokenDataset, prefetch
+from fastamp.integrations.lightning import adapt
+from fastamp.metrics import MetricsTracker, ScalarStats
+from fastamp.step import GradScaler
+from fastamp.step.clip import (
     clip_grad_norm_,
     clip_grad_value_,
     clip_grads_with_norm_,
     get_total_norm,
 )
-from fastamp.data import BatchCollator, DataLoader, TokenDataset, prefetch
-from fastamp.integrations.lightning import adapt
-from fastamp.metrics import MetricsTracker, ScalarStats
-from fastamp.precision import compute_effective_precision
+from fastamp.step.precision import compute_effective_precision
 from fastamp.timer import RegionStats, Timer
 from fastamp.train import Adapter, TrainConfig, TrainResult, fine_tune
 

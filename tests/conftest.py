@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fastamp
-from fastamp import _backend
+from fastamp import _ops
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +49,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def _use(name: str) -> Iterator[str]:
     if name not in AVAILABLE:
         pytest.skip(f"backend {name} is not available")
-    with _backend.use_only(name):
+    with _ops.use_only(name):
         yield name
 
 

@@ -7,18 +7,18 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from fastamp.bench import amp, baseline, latency, loader, page, selftest, step, timer
+from fastamp.bench import baseline, latency, loader, main_job, page, selftest, step, timer
 from fastamp.bench.environment import describe
 from fastamp.bench.options import STATUS, refuse
-from fastamp.bench.report import make_record, render
+from fastamp.bench.record import make_record, render
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fastamp.bench.report import Task
+    from fastamp.bench.record import Task
 
 # Modules with add_parser(subparsers), whose parser's default `prepare` makes a Task of the options.
-COMMANDS = (amp, step, loader, timer, latency, selftest)
+COMMANDS = (main_job, step, loader, timer, latency, selftest)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

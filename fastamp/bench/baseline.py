@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastamp.bench.compare import Interval
-from fastamp.bench.report import SCHEMA_VERSION, Verdict
+from fastamp.bench.record import SCHEMA_VERSION, Verdict
 
 MACHINE = ("device", "device_name", "threads")
 

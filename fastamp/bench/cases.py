@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastamp.bench.compare import AGAIN, measure, show
-from fastamp.bench.report import Report, progress
+from fastamp.bench.record import Report, progress
 
 if TYPE_CHECKING:
     import argparse

@@ -11,9 +11,9 @@ import fastamp
 from fastamp.bench.cases import race_cases
 from fastamp.bench.compare import Plan
 from fastamp.bench.environment import no_speed_reason
-from fastamp.bench.model import GPT, GPT2_SMALL, Shape
 from fastamp.bench.options import DEFAULT, DTYPES, PRECISION, add_command, number
-from fastamp.bench.report import Task
+from fastamp.bench.record import Task
+from fastamp.train.gpt import GPT, GPT2_SMALL, Shape
 
 if TYPE_CHECKING:
     import argparse

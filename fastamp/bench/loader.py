@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 import fastamp
 from fastamp.bench.cases import race_cases
 from fastamp.bench.compare import AGAIN, Plan
-from fastamp.bench.data import load_corpus
 from fastamp.bench.options import add_command
-from fastamp.bench.report import Task
+from fastamp.bench.record import Task
+from fastamp.train.text import load_corpus
 
 if TYPE_CHECKING:
     import argparse

@@ -16,7 +16,7 @@ from fastamp.bench import baseline
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastamp.bench.report import Task
+    from fastamp.bench.record import Task
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 

@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from fastamp.bench import compare
+from fastamp.bench.arms import Arm, Job, Run, evaluate, make_arms, make_model
 from fastamp.bench.compare import Plan, Race
-from fastamp.bench.data import training_batches, validation_batches
 from fastamp.bench.environment import find
-from fastamp.bench.model import Shape
-from fastamp.bench.report import progress
-from fastamp.bench.train import Arm, Job, Run, evaluate, make_arms, make_model
+from fastamp.bench.record import progress
+from fastamp.train.gpt import Shape
+from fastamp.train.text import training_batches, validation_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fastamp.bench.data import Bytes, Corpus
-    from fastamp.bench.train import Batch, Score
+    from fastamp.bench.arms import Batch, Score
+    from fastamp.train.text import Bytes, Corpus
 
 WARMUP_STEPS = 4  # at most: kernels, optimizer state and the allocator's pools are made
 VALIDATION_WINDOWS = 64

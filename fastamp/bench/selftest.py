@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fastamp.bench.cases import race_cases
 from fastamp.bench.compare import AGAIN, Plan
 from fastamp.bench.options import DEFAULT, add_command, number
-from fastamp.bench.report import Report, Task, judge
+from fastamp.bench.record import Report, Task, judge
 from fastamp.bench.timer import REGIONS, make_visits
 
 if TYPE_CHECKING:

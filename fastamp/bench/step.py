@@ -13,7 +13,7 @@ import fastamp
 from fastamp.bench.cases import race_cases
 from fastamp.bench.compare import AGAIN, Plan
 from fastamp.bench.options import add_command, number
-from fastamp.bench.report import Task
+from fastamp.bench.record import Task
 
 if TYPE_CHECKING:
     from fastamp.bench.cases import Arms
@@ -51,11 +51,11 @@ def _prepare(args: argparse.Namespace) -> Task:
     args.shapes = args.shapes or _parse_shapes(default)
     job = {"shapes": list(args.shapes), "seed": args.seed}
     if args.ranks is not None:
-        from fastamp.bench import ranks  # noqa: PLC0415 - it needs torch.distributed, and a second
-
         args.device = "cpu"
         job["ranks"] = args.ranks
-        return Task(job=job, run=lambda: ranks.run(args.ranks, args.shapes, args.seed))
+        from fastamp.bench import local_ranks  # noqa: PLC0415 - it needs torch.distributed
+
+        return Task(job=job, run=lambda: local_ranks.run(args.ranks, args.shapes, args.seed))
     sides: dict[str, Step] = {}
 
     def make(name: str) -> Arms:

@@ -16,21 +16,21 @@ import torch
 import fastamp
 from fastamp import TokenDataset
 from fastamp.bench import compare
+from fastamp.bench.arms import STEPS, Arm, Run, make_model
 from fastamp.bench.compare import AGAIN, Plan
 from fastamp.bench.loader import fastamp_batches, make_sampler, stock_batches
-from fastamp.bench.model import Shape
-from fastamp.bench.report import Report, progress
-from fastamp.bench.train import STEPS, Arm, Run, make_model
+from fastamp.bench.record import Report, progress
+from fastamp.train.gpt import Shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch.utils.data import RandomSampler
 
+    from fastamp.bench.arms import Job
     from fastamp.bench.compare import Race
-    from fastamp.bench.data import Corpus
     from fastamp.bench.loader import Batches
-    from fastamp.bench.train import Job
+    from fastamp.train.text import Corpus
 
 CHOICES = ("naive,stock,fastamp", "naive,stock", "naive,fastamp")
 VISIT_STEPS = 4  # a short epoch: whatever a loader prepares, it does so on the clock

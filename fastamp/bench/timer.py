@@ -17,7 +17,7 @@ import fastamp
 from fastamp.bench.cases import race_cases
 from fastamp.bench.compare import AGAIN, Interval, Plan
 from fastamp.bench.options import add_command
-from fastamp.bench.report import Report, Task, judge
+from fastamp.bench.record import Report, Task, judge
 
 if TYPE_CHECKING:
     import argparse

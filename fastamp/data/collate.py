@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils import collate as torch_collate
 
-from fastamp import _backend
+from fastamp import _ops
 from fastamp.data.leaves import Keys, Leaf, PaddedLeaf, StackedLeaf, hint, place
 from fastamp.data.slots import Slots
 
@@ -84,7 +84,7 @@ class BatchCollator:
         if plan is None or plan[1] != registered or not plan[0].fits(first):
             root = _Planner(self.pad_multiple, self.slots.allocate).plan(first, (), self.pad)
             plan = self._plan = (root, dict(registered))
-        return plan[0].collate(samples, _backend.host_ops())
+        return plan[0].collate(samples, _ops.host_ops())
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the structure out, whose types need not be picklable, and the memory."""
@@ -101,7 +101,7 @@ class _Node(Protocol):
     def fits(self, sample: Any) -> bool:
         """Say whether the node was planned for such a sample."""
 
-    def collate(self, samples: Sequence[Any], ops: _backend.HostOps) -> Any:
+    def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
         """Return the batch of the samples."""
 
 
@@ -120,7 +120,7 @@ class _Mapping:
             and all(child.fits(sample[key]) for key, child in self._children.items())
         )
 
-    def collate(self, samples: Sequence[Any], ops: _backend.HostOps) -> Any:
+    def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
         rows = tuple(samples)
         values = {
             key: child.collate(ops.column(rows, key), ops) for key, child in self._children.items()
@@ -143,7 +143,7 @@ class _Sequence:
             and all(child.fits(value) for child, value in zip(self._children, sample, strict=True))
         )
 
-    def collate(self, samples: Sequence[Any], ops: _backend.HostOps) -> Any:
+    def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
         length = len(self._children)
         for index, sample in enumerate(samples):
             if len(sample) != length:
@@ -157,7 +157,7 @@ class _Sequence:
         as_list = self._type is list or issubclass(self._type, tuple)
         return values if as_list else _sequence_like(samples[0], values)
 
-    def _collate_columns(self, samples: Sequence[Any], ops: _backend.HostOps) -> list[Any]:
+    def _collate_columns(self, samples: Sequence[Any], ops: _ops.HostOps) -> list[Any]:
         pairs = zip(self._children, zip(*samples, strict=False), strict=False)
         return [child.collate(column, ops) for child, column in pairs]
 
@@ -165,7 +165,7 @@ class _Sequence:
 class _NamedTuple(_Sequence):
     """Samples with named elements."""
 
-    def collate(self, samples: Sequence[Any], ops: _backend.HostOps) -> Any:
+    def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
         return self._type(*self._collate_columns(samples, ops))
 
 
@@ -181,7 +181,7 @@ class _Dataclass:
             child.fits(getattr(sample, name)) for name, child in self._children.items()
         )
 
-    def collate(self, samples: Sequence[Any], ops: _backend.HostOps) -> Any:
+    def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
         batch = self._type.__new__(self._type)
         for name, child in self._children.items():
             column = tuple(map(operator.attrgetter(name), samples))

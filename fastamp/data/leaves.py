@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils import collate as torch_collate
 
-from fastamp import _backend
+from fastamp import _ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -72,7 +72,7 @@ class Leaf:
         """Say whether the leaf was planned for such a sample."""
         return type(sample) is self._type
 
-    def collate(self, samples: Sequence[Any], ops: _backend.HostOps) -> Any:
+    def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
         """Return what `default_collate` makes of the samples."""
         del ops
         return self._by_torch(list(samples) if self._as_list else samples)
@@ -90,7 +90,7 @@ class StackedLeaf(Leaf):
         super().__init__(first, keys, function, as_list=False)
         self._allocate = allocate
 
-    def collate(self, samples: Sequence[Any], ops: _backend.HostOps) -> Any:
+    def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
         """Return the samples as one tensor, with the dimension of the batch in front."""
         dtype = samples[0].dtype
         if isinstance(dtype, np.dtype):
@@ -100,7 +100,7 @@ class StackedLeaf(Leaf):
         if dtype is not None:
             out = ops.stack(samples, dtype, self._allocate)
             if out is None:
-                out = _backend.fallback_host_ops().stack(samples, dtype, self._allocate)
+                out = _ops.fallback_host_ops().stack(samples, dtype, self._allocate)
             if out is not None:
                 return out
         try:
@@ -123,7 +123,7 @@ class PaddedLeaf(Leaf):
         self._pad = pad
         self._multiple = multiple
 
-    def collate(self, samples: Sequence[Any], ops: _backend.HostOps) -> Any:
+    def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
         """Return the samples as one tensor, padded at the end of every ragged dimension."""
         if self._type in (list, tuple):
             samples = self._arrays(samples)
@@ -133,7 +133,7 @@ class PaddedLeaf(Leaf):
         if dtype is None:
             return self._by_torch(samples)
         element = self._element(dtype)
-        for backend in (ops, _backend.fallback_host_ops()):
+        for backend in (ops, _ops.fallback_host_ops()):
             out = backend.stack(samples, dtype, self._allocate, element, self._multiple)
             if out is not None:
                 return out

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, Sampler, default_collate
 
-from fastamp.data.arrays import ArrayDataset, Gatherable, is_arrays, make_gatherable
 from fastamp.data.collate import BatchCollator
+from fastamp.data.datasets import ArrayDataset, Gatherable, is_arrays, make_gatherable
 from fastamp.data.fetch import Measured, make_iterator
 from fastamp.data.passes import LoaderPass, fetch_batches, gather_batches
 from fastamp.data.position import Indices, Position

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastamp import _backend
+from fastamp import _ops
 from fastamp.data.slots import DEFAULT_MAX_BYTES
 from fastamp.data.structure import count_nbytes
 
 if TYPE_CHECKING:
-    from fastamp.data.arrays import Gatherable
+    from fastamp.data.datasets import Gatherable
     from fastamp.data.fetch import Measured
     from fastamp.data.position import Position
     from fastamp.data.slots import Slots
@@ -90,7 +90,7 @@ def gather_batches(
     rows = [(column.row_shape, column.dtype) for column in columns]
     row_nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in rows)
     depth = torch.get_num_threads() + 1
-    gatherer = _backend.host_ops().gatherer(columns, depth)
+    gatherer = _ops.host_ops().gatherer(columns, depth)
     under_way: deque[tuple[Any, ...]] = deque()  # functions that return a batch, with arguments
     held_nbytes = 0
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fastamp.amp import GradScaler
+from fastamp.step import GradScaler
 
 __all__ = ["prepare_scaler"]
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from fastamp.amp import GradScaler
 from fastamp.metrics import MetricsTracker
 from fastamp.metrics.sinks import require
+from fastamp.step import GradScaler
 from fastamp.train.adapter import Adapter
 
 if TYPE_CHECKING:

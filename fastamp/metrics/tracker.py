@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastamp.amp import GradScaler
 from fastamp.metrics.series import Series
 from fastamp.metrics.sinks import require
 from fastamp.metrics.watch import GpuWatch, MeansWatch, ScalerWatch
+from fastamp.step import GradScaler
 
 if TYPE_CHECKING:
     import os

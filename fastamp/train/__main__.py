@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.data import Subset
 
-from fastamp.bench.data import load_corpus
-from fastamp.bench.model import GPT, Shape
 from fastamp.bench.options import DEFAULT, number, refuse
-from fastamp.bench.report import progress
+from fastamp.bench.record import progress
 from fastamp.data import TokenDataset
 from fastamp.metrics import MetricsTracker
 from fastamp.train import CheckpointError, TrainConfig, fine_tune
 from fastamp.train.config import AUTOCAST
+from fastamp.train.gpt import GPT, Shape
 from fastamp.train.ranks import is_launched
+from fastamp.train.text import load_corpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from fastamp.data import DataLoader
-from fastamp.data.arrays import is_arrays
+from fastamp.data.datasets import is_arrays
 from fastamp.data.shard import ShardSampler
 from fastamp.data.structure import map_tensors
 from fastamp.train.checkpoint import rng_state, set_rng_state

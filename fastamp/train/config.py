@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastamp.metrics import MetricsTracker
-from fastamp.precision import compute_effective_precision
+from fastamp.step.precision import compute_effective_precision
 from fastamp.train.adapter import Adapter
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
-from fastamp.amp import GradScaler
 from fastamp.metrics import MetricsTracker
+from fastamp.step import GradScaler
 from fastamp.timer import Timer
 from fastamp.train.adapter import Adapter
 from fastamp.train.batches import Batches
@@ -422,7 +422,7 @@ def _make_checkpoints(config: TrainConfig, ranks: Ranks) -> Checkpoints | None:
     folder, keep, resume = config.checkpoint_dir, config.keep, config.resume
     if ranks.mode is None:
         return Checkpoints(folder, keep=keep, resume=resume)
-    from fastamp.train.sharded import ShardedCheckpoints  # noqa: PLC0415 - imports DTensor
+    from fastamp.train.sharded_checkpoint import ShardedCheckpoints  # noqa: PLC0415 - imports DTensor
 
     return ShardedCheckpoints(folder, keep=keep, resume=resume, ranks=ranks)
 

@@ -1,0 +1,162 @@
+// Finds the memory of a batch's samples, tensors or NumPy arrays, and has it copied.
+#include "module.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "tensor/tensors.h"
+#include "data/collate.h"
+
+namespace fastamp {
+namespace {
+
+// Bytes of a batch from which on other Python threads, and more than one thread here, are worth it.
+constexpr std::int64_t kReleaseBytes = 256 * 1024;
+
+/// Collects the rows of a batch. Shapes are kept where padding allows them to differ.
+class Rows {
+ public:
+  Rows(std::size_t count, bool padded) : padded_(padded) { spec.rows.reserve(count); }
+
+  StackSpec spec;
+
+  /// Takes a row, unless its shape does not go with the rows before.
+  template <typename Length>
+  bool add(const void* data, int ndim, const Length* shape) {
+    std::vector<std::int64_t>& longest = spec.row_shape;
+    if (spec.rows.empty()) longest.assign(shape, shape + ndim);
+    spec.rows.push_back(data);
+    if (static_cast<std::size_t>(ndim) != longest.size()) return false;
+    if (!padded_) return std::equal(longest.begin(), longest.end(), shape);
+    for (std::size_t dim = 0; dim < longest.size(); ++dim) {
+      spec.shapes.push_back(shape[dim]);
+      longest[dim] = std::max<std::int64_t>(longest[dim], shape[dim]);
+    }
+    return true;
+  }
+
+  /// Rounds up the dimensions that differ, and the only one of a vector.
+  void round_up(std::int64_t multiple) {
+    const std::size_t ndim = spec.row_shape.size();
+    bool differ = false;
+    for (std::size_t dim = 0; dim < ndim; ++dim) {
+      std::int64_t& longest = spec.row_shape[dim];
+      bool ragged = ndim == 1;
+      for (std::size_t i = dim; i < spec.shapes.size(); i += ndim)
+        ragged |= spec.shapes[i] != longest;
+      if (ragged) longest = (longest + multiple - 1) / multiple * multiple;
+      differ |= ragged;
+    }
+    if (!differ) spec.shapes.clear();
+  }
+
+ private:
+  bool padded_;
+};
+
+std::int64_t itemsize_of(dlpack::DataType dtype) { return (dtype.bits * dtype.lanes + 7) / 8; }
+
+bool read_tensors(const py::tuple& samples, Rows& rows) {
+  HostTensor first;
+  if (samples.empty() || !read_host_tensor(samples[0], first)) return false;
+  rows.spec.itemsize = itemsize_of(first.dtype);
+  for (const py::handle sample : samples) {
+    HostTensor tensor;
+    if (!read_host_tensor(sample, tensor) || !(tensor.dtype == first.dtype) ||
+        !rows.add(tensor.data, tensor.ndim, tensor.shape))
+      return false;
+  }
+  return true;
+}
+
+/// Takes arrays of one type and one dtype, which is known to be one of torch's.
+bool read_arrays(const py::tuple& samples, Rows& rows) {
+  const py::handle type = py::type::handle_of(samples[0]);
+  const py::object dtype = py::getattr(samples[0], "dtype");
+  const py::str name("dtype");
+  for (const py::handle sample : samples) {
+    if (!py::type::handle_of(sample).is(type)) return false;
+    const py::object own = py::getattr(sample, name);
+    if (!own.is(dtype) && !own.equal(dtype)) return false;
+    Py_buffer buffer;
+    if (PyObject_GetBuffer(sample.ptr(), &buffer, PyBUF_C_CONTIGUOUS) != 0) {
+      PyErr_Clear();
+      return false;
+    }
+    rows.spec.itemsize = buffer.itemsize;
+    const bool fits = rows.add(buffer.buf, buffer.ndim, buffer.shape);
+    PyBuffer_Release(&buffer);  // the tuple keeps the array, and its memory, as it is
+    if (!fits) return false;
+  }
+  return true;
+}
+
+/// Returns the address of the batch's memory, after a look at its size.
+void* check_out(const py::object& out, const StackSpec& spec) {
+  const std::int64_t nbytes = static_cast<std::int64_t>(spec.rows.size()) * row_nbytes(spec);
+  HostTensor tensor;
+  if (!read_host_tensor(out, tensor) || tensor.numel * itemsize_of(tensor.dtype) != nbytes)
+    throw std::runtime_error("allocate: expected a contiguous CPU tensor of " +
+                             std::to_string(nbytes) + " bytes");
+  return tensor.data;
+}
+
+py::object stack(const py::object& samples, const py::object& dtype, const py::object& allocate,
+                 const py::object& pad, std::int64_t multiple, int num_threads) {
+  // Other Python threads may change the list; nobody takes the samples from the tuple.
+  const auto owned = py::reinterpret_steal<py::tuple>(PySequence_Tuple(samples.ptr()));
+  if (!owned) throw py::error_already_set();
+  Rows rows(owned.size(), !pad.is_none());
+  const bool arrays = owned.size() > 0 && PyObject_CheckBuffer(owned[0].ptr()) != 0;
+  if (!(arrays ? read_arrays(owned, rows) : read_tensors(owned, rows))) return py::none();
+  if (!pad.is_none()) {
+    HostTensor element;
+    if (!read_host_tensor(pad, element)) return py::none();
+    rows.spec.pad = element.data;
+    rows.round_up(multiple);
+  }
+  py::tuple shape(1 + rows.spec.row_shape.size());
+  shape[0] = owned.size();
+  for (std::size_t dim = 0; dim < rows.spec.row_shape.size(); ++dim)
+    shape[1 + dim] = rows.spec.row_shape[dim];
+  py::object out = allocate(shape, dtype);
+  void* target = check_out(out, rows.spec);
+  const auto count = static_cast<std::int64_t>(rows.spec.rows.size());
+  if (count * row_nbytes(rows.spec) < kReleaseBytes) {
+    stack_rows(rows.spec, target, 1);
+  } else {
+    const py::gil_scoped_release no_gil;
+    stack_rows(rows.spec, target, num_threads);
+  }
+  return out;
+}
+
+/// `[sample[key] for sample in samples]`, as a tuple.
+py::tuple column(const py::tuple& samples, const py::object& key) {
+  const Py_ssize_t count = PyTuple_GET_SIZE(samples.ptr());
+  py::tuple values(count);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* sample = PyTuple_GET_ITEM(samples.ptr(), i);
+    PyObject* value = nullptr;
+    if (PyDict_CheckExact(sample)) value = PyDict_GetItemWithError(sample, key.ptr());
+    Py_XINCREF(value);
+    if (value == nullptr && PyErr_Occurred() == nullptr)
+      value = PyObject_GetItem(sample, key.ptr());
+    if (value == nullptr) throw py::error_already_set();
+    PyTuple_SET_ITEM(values.ptr(), i, value);
+  }
+  return values;
+}
+
+}  // namespace
+
+void define_collate(py::module_& module) {
+  module.def("column", &column, py::arg("samples"), py::arg("key"),
+             "Return sample[key] of every sample.");
+  module.def("stack", &stack, py::arg("samples"), py::arg("dtype"), py::arg("allocate"),
+             py::arg("pad"), py::arg("multiple"), py::arg("num_threads"),
+             "Copy contiguous tensors or arrays into a batch, or return None.");
+}
+
+}  // namespace fastamp

@@ -1,0 +1,91 @@
+// Copies the samples of a batch into one block of memory, and pads what is shorter.
+#include "data/collate.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <vector>
+
+#include "parallel/threads.h"
+
+namespace fastamp {
+namespace {
+
+// Bytes that are worth a thread's while.
+constexpr std::int64_t kTaskBytes = 128 * 1024;
+
+/// Repeats an element, in copies that double.
+void fill(char* out, std::int64_t nbytes, const void* element, std::int64_t itemsize) {
+  if (nbytes == 0) return;
+  std::memcpy(out, element, static_cast<std::size_t>(itemsize));
+  for (std::int64_t done = itemsize; done < nbytes; done *= 2)
+    std::memcpy(out + done, out, static_cast<std::size_t>(std::min(done, nbytes - done)));
+}
+
+/// One row whose lengths are `shape`, on its way into a row of the batch.
+struct PaddedCopy {
+  const StackSpec& spec;
+  const std::int64_t* strides;  ///< bytes of the batch that one index of a dimension spans
+  const std::int64_t* shape;
+  std::size_t last;  ///< behind this dimension the row is as long as the batch's
+  const char* row;
+  char* out;
+
+  /// Copies what is there from dimension `dim` on, and fills in the padding behind it.
+  void copy(std::size_t dim) {
+    const std::int64_t length = shape[dim];
+    if (dim == last) {
+      const std::int64_t nbytes = length * strides[dim];
+      if (nbytes > 0) std::memcpy(out, row, static_cast<std::size_t>(nbytes));
+      row += nbytes;
+      out += nbytes;
+    } else {
+      for (std::int64_t i = 0; i < length; ++i) copy(dim + 1);
+    }
+    const std::int64_t missing = (spec.row_shape[dim] - length) * strides[dim];
+    fill(out, missing, spec.pad, spec.itemsize);
+    out += missing;
+  }
+};
+
+void copy_padded_rows(const StackSpec& spec, std::size_t begin, std::size_t end, char* out) {
+  const std::size_t ndim = spec.row_shape.size();
+  std::vector<std::int64_t> strides(ndim, spec.itemsize);
+  for (std::size_t dim = ndim - 1; dim > 0; --dim)
+    strides[dim - 1] = strides[dim] * spec.row_shape[dim];
+  for (std::size_t i = begin; i < end; ++i) {
+    const std::int64_t* shape = spec.shapes.data() + i * ndim;
+    std::size_t last = ndim - 1;
+    while (last > 0 && shape[last] == spec.row_shape[last]) --last;
+    PaddedCopy row{spec, strides.data(), shape, last, static_cast<const char*>(spec.rows[i]), out};
+    row.copy(0);
+    out = row.out;
+  }
+}
+
+}  // namespace
+
+std::int64_t row_nbytes(const StackSpec& spec) {
+  std::int64_t nbytes = spec.itemsize;
+  for (const std::int64_t length : spec.row_shape) nbytes *= length;
+  return nbytes;
+}
+
+void stack_rows(const StackSpec& spec, void* out, int num_threads) {
+  const std::int64_t nbytes = row_nbytes(spec);
+  const auto count = static_cast<std::int64_t>(spec.rows.size());
+  if (nbytes == 0) return;
+  const std::int64_t rows_per_task = std::max<std::int64_t>(1, kTaskBytes / nbytes);
+  const std::int64_t tasks = (count + rows_per_task - 1) / rows_per_task;
+  const auto copy = [&](std::int64_t task) {
+    const auto begin = static_cast<std::size_t>(task * rows_per_task);
+    const auto end = static_cast<std::size_t>(std::min(count, (task + 1) * rows_per_task));
+    auto* target = static_cast<char*>(out) + static_cast<std::int64_t>(begin) * nbytes;
+    if (!spec.shapes.empty()) return copy_padded_rows(spec, begin, end, target);
+    for (std::size_t i = begin; i < end; ++i, target += nbytes)
+      std::memcpy(target, spec.rows[i], static_cast<std::size_t>(nbytes));
+  };
+  parallel_for(tasks, num_threads, copy);
+}
+
+}  // namespace fastamp

@@ -1,0 +1,14 @@
+// What each feature adds to the extension module, in its bind.cpp.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace fastamp {
+
+void define_tensors(pybind11::module_& module);
+void define_step(pybind11::module_& module);
+void define_collate(pybind11::module_& module);
+void define_gather(pybind11::module_& module);
+void define_timer(pybind11::module_& module);
+
+}  // namespace fastamp

@@ -1,0 +1,269 @@
+// The GPU's passes over the gradients. Launches on the caller's stream only, allocates nothing,
+// reads nothing back, and uses no atomics: the order of addition is that of step/math.h.
+#include <cstdint>
+
+#include "step/math.h"
+#include "step/ops.h"
+#include "step/convert.cuh"
+#include "step/device.h"
+
+namespace fastamp {
+namespace {
+
+constexpr int kWarp = 32;
+constexpr int kThreads = kWarp * static_cast<int>(kStripsPerChunk);  // one warp for each strip
+constexpr int kVectorBytes = 16;                                     // of one load or store
+constexpr int kUnroll = 8;                                           // loads in flight per thread
+
+// The tensors travel as a kernel argument (at most 32,764 bytes), so nothing is copied to the
+// device and a captured graph holds its own table.
+struct Entry {
+  void* data;
+  std::uint32_t first_chunk;
+  std::uint32_t tail_numel : 24;  // elements of the last chunk
+  std::uint32_t dtype : 8;
+};
+static_assert(sizeof(Entry) == 16, "the table is sized for 16-byte entries");
+
+constexpr int kMaxEntries = 2000;
+struct Table {
+  Entry entries[kMaxEntries];
+  std::uint32_t count;
+  std::uint32_t num_chunks;
+};
+static_assert(sizeof(Table) + 64 <= 32764, "the table must fit in the kernel's arguments");
+
+struct Chunk {
+  void* data;
+  int numel;
+  DType dtype;
+};
+
+__device__ Chunk find_chunk(const Table& table, std::uint32_t index) {
+  std::uint32_t low = 0;  // the last entry that starts at or before `index`
+  std::uint32_t high = table.count;
+  while (high - low > 1) {
+    const std::uint32_t middle = (low + high) / 2;
+    (table.entries[middle].first_chunk <= index ? low : high) = middle;
+  }
+  const Entry& entry = table.entries[low];
+  const std::uint32_t end =
+      low + 1 < table.count ? table.entries[low + 1].first_chunk : table.num_chunks;
+  const auto dtype = static_cast<DType>(entry.dtype);
+  const std::int64_t offset =
+      static_cast<std::int64_t>(index - entry.first_chunk) * kChunk * size_of(dtype);
+  const int numel = index + 1 == end ? static_cast<int>(entry.tail_numel) : int{kChunk};
+  return {static_cast<char*>(entry.data) + offset, numel, dtype};
+}
+
+/// The one place that turns a DType into a type.
+template <typename Fn>
+__device__ auto visit_dtype(DType dtype, Fn fn) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return fn(__nv_bfloat16{});
+    case DType::kFloat16:
+      return fn(__half{});
+    case DType::kFloat32:
+      break;
+  }
+  return fn(float{});
+}
+
+template <typename T>
+struct alignas(kVectorBytes) Vector {
+  static constexpr int kSize = kVectorBytes / static_cast<int>(sizeof(T));
+  T values[kSize];
+};
+
+__device__ bool is_aligned(const void* data) {
+  return reinterpret_cast<std::uintptr_t>(data) % kVectorBytes == 0;
+}
+
+template <NormType kType>
+__device__ double join_halves(double* lanes, int count) {
+  for (int half = count / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] = combine<kType>(lanes[i], lanes[i + half]);
+  return lanes[0];
+}
+
+/// Reduces one strip with one warp; thread t holds the lanes t * kSize to (t + 1) * kSize - 1. The
+/// result is thread 0's.
+template <NormType kType, typename T>
+__device__ double reduce_strip(const T* data, int numel) {
+  constexpr int kSize = Vector<T>::kSize;
+  constexpr int kLanes = kWarp * kSize;
+  const int first = static_cast<int>(threadIdx.x % kWarp) * kSize;
+  double lanes[kSize] = {};
+  int start = 0;
+  if (is_aligned(data)) {
+#pragma unroll kUnroll
+    for (; start + kLanes <= numel; start += kLanes) {
+      const auto row = *reinterpret_cast<const Vector<T>*>(data + start + first);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i)
+        lanes[i] = accumulate<kType>(lanes[i], static_cast<double>(to_float(row.values[i])));
+    }
+  }
+  for (; start < numel; start += kLanes)
+#pragma unroll
+    for (int i = 0; i < kSize; ++i)
+      if (start + first + i < numel)
+        lanes[i] =
+            accumulate<kType>(lanes[i], static_cast<double>(to_float(data[start + first + i])));
+  for (int offset = kWarp / 2; offset > 0; offset /= 2)
+#pragma unroll
+    for (int i = 0; i < kSize; ++i)
+      lanes[i] = combine<kType>(lanes[i], __shfl_down_sync(0xffffffffU, lanes[i], offset));
+#pragma unroll
+  for (int half = kSize / 2; half > 0; half /= 2)
+#pragma unroll
+    for (int i = 0; i < half; ++i) lanes[i] = combine<kType>(lanes[i], lanes[i + half]);
+  return lanes[0];
+}
+
+/// One block reduces one chunk into partial[blockIdx.x].
+template <NormType kType>
+__global__ void __launch_bounds__(kThreads)
+    reduce_kernel(const __grid_constant__ Table table, double* partial) {
+  __shared__ double strips[kStripsPerChunk];
+  const Chunk chunk = find_chunk(table, blockIdx.x);
+  const int strip = static_cast<int>(threadIdx.x) / kWarp;
+  const int start = strip * static_cast<int>(kStrip);
+  const int left = chunk.numel - start;
+  const double sum = visit_dtype(chunk.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    const int numel = left < kStrip ? left : static_cast<int>(kStrip);
+    return left > 0 ? reduce_strip<kType>(static_cast<const T*>(chunk.data) + start, numel) : 0.0;
+  });
+  if (threadIdx.x % kWarp == 0) strips[strip] = sum;
+  __syncthreads();
+  if (threadIdx.x == 0)
+    partial[blockIdx.x] = join_halves<kType>(strips, static_cast<int>(kStripsPerChunk));
+}
+
+/// One block of kFinalLanes threads joins the chunks and computes what the step needs.
+template <NormType kType>
+__global__ void __launch_bounds__(kFinalLanes)
+    finish_kernel(double* work, std::int64_t num_chunks, ClipSpec clip, GradStats* stats) {
+  __shared__ double lanes[kFinalLanes];
+  const int lane = static_cast<int>(threadIdx.x);
+  double sum = 0;
+  for (std::int64_t i = lane; i < num_chunks; i += kFinalLanes)
+    sum = combine<kType>(sum, work[1 + i]);
+  lanes[lane] = sum;
+  for (int half = kFinalLanes / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (lane < half) lanes[lane] = combine<kType>(lanes[lane], lanes[lane + half]);
+  }
+  if (lane != 0) return;
+  work[0] = lanes[0];
+  *stats = finish(lanes[0], kType, clip);
+}
+
+template <typename T>
+__device__ void rescale_chunk(T* data, int numel, float factor) {
+  constexpr int kSize = Vector<T>::kSize;
+  int start = 0;
+  if (is_aligned(data)) {
+    constexpr int kStep = kThreads * kSize;
+    const int first = static_cast<int>(threadIdx.x) * kSize;
+#pragma unroll 4
+    for (; start + kStep <= numel; start += kStep) {
+      auto* place = reinterpret_cast<Vector<T>*>(data + start + first);
+      Vector<T> row = *place;
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) from_float(to_float(row.values[i]) * factor, &row.values[i]);
+      *place = row;
+    }
+  }
+  for (int i = start + static_cast<int>(threadIdx.x); i < numel; i += kThreads)
+    from_float(to_float(data[i]) * factor, &data[i]);
+}
+
+/// One block rescales one chunk.
+__global__ void __launch_bounds__(kThreads)
+    rescale_kernel(const __grid_constant__ Table table, const float* factor) {
+  const float value = *factor;
+  if (value == 1.0F) return;
+  const Chunk chunk = find_chunk(table, blockIdx.x);
+  visit_dtype(chunk.dtype, [&](auto tag) {
+    rescale_chunk(static_cast<decltype(tag)*>(chunk.data), chunk.numel, value);
+  });
+}
+
+/// Calls launch(table, index of the table's first chunk) for every group of tensors that fits in a
+/// kernel's arguments: one group up to kMaxEntries tensors.
+template <typename Fn>
+std::int64_t for_each_table(const TensorList& tensors, const Fn& launch) {
+  Table table;
+  table.count = 0;
+  table.num_chunks = 0;
+  std::int64_t done = 0;
+  const auto flush = [&] {
+    if (table.num_chunks > 0) launch(table, done);
+    done += table.num_chunks;
+    table.count = 0;
+    table.num_chunks = 0;
+  };
+  for (const TensorView& tensor : tensors) {
+    if (tensor.numel == 0) continue;
+    if (table.count == kMaxEntries) flush();
+    const std::int64_t chunks = chunks_of(tensor.numel);
+    Entry& entry = table.entries[table.count++];
+    entry.data = tensor.data;
+    entry.first_chunk = table.num_chunks;
+    entry.tail_numel = static_cast<std::uint32_t>(tensor.numel - (chunks - 1) * kChunk);
+    entry.dtype = static_cast<std::uint32_t>(tensor.dtype);
+    table.num_chunks += static_cast<std::uint32_t>(chunks);
+  }
+  flush();
+  return done;
+}
+
+template <NormType kType>
+void launch_stats(const TensorList& tensors, const ClipSpec& clip, double* work, GradStats* stats,
+                  cudaStream_t stream) {
+  // One block per chunk: a chunk is 128 or 256 KiB, so large gradients fill the device many times
+  // over and small tensors cost one block each.
+  const std::int64_t chunks = for_each_table(tensors, [&](const Table& table, std::int64_t first) {
+    reduce_kernel<kType><<<table.num_chunks, kThreads, 0, stream>>>(table, work + 1 + first);
+    check_cuda(cudaGetLastError(), "the launch of reduce_kernel");
+  });
+  finish_kernel<kType><<<1, kFinalLanes, 0, stream>>>(work, chunks, clip, stats);
+  check_cuda(cudaGetLastError(), "the launch of finish_kernel");
+}
+
+void grad_stats(const TensorList& tensors, NormType norm_type, const ClipSpec& clip, double* work,
+                GradStats* stats, const Launch& launch) {
+  const DeviceGuard guard(launch.device_index);
+  const auto stream = static_cast<cudaStream_t>(launch.stream);
+  switch (norm_type) {
+    case NormType::kL1:
+      return launch_stats<NormType::kL1>(tensors, clip, work, stats, stream);
+    case NormType::kInf:
+      return launch_stats<NormType::kInf>(tensors, clip, work, stats, stream);
+    case NormType::kL2:
+      return launch_stats<NormType::kL2>(tensors, clip, work, stats, stream);
+  }
+}
+
+void rescale(const TensorList& tensors, const float* factor, const Launch& launch) {
+  const DeviceGuard guard(launch.device_index);
+  for_each_table(tensors, [&](const Table& table, std::int64_t) {
+    rescale_kernel<<<table.num_chunks, kThreads, 0, static_cast<cudaStream_t>(launch.stream)>>>(
+        table, factor);
+    check_cuda(cudaGetLastError(), "the launch of rescale_kernel");
+  });
+}
+
+}  // namespace
+
+const OpTable& cuda_ops() {
+  static constexpr OpTable table{grad_stats, rescale};
+  return table;
+}
+
+bool built_with_cuda() { return true; }
+
+}  // namespace fastamp

@@ -1,0 +1,29 @@
+// The CUDA backend's symbols for a module that was built without it.
+#include <stdexcept>
+
+#include "step/ops.h"
+
+namespace fastamp {
+namespace {
+
+[[noreturn]] void refuse() {
+  throw std::runtime_error(
+      "fastamp was built without CUDA; rebuild it with nvcc on the PATH and FASTAMP_CUDA=ON");
+}
+
+void grad_stats(const TensorList&, NormType, const ClipSpec&, double*, GradStats*, const Launch&) {
+  refuse();
+}
+
+void rescale(const TensorList&, const float*, const Launch&) { refuse(); }
+
+}  // namespace
+
+const OpTable& cuda_ops() {
+  static constexpr OpTable table{grad_stats, rescale};
+  return table;
+}
+
+bool built_with_cuda() { return false; }
+
+}  // namespace fastamp

@@ -1,0 +1,24 @@
+// The op table: one row per op, filled once by every backend that the compiled module holds.
+#pragma once
+
+#include "step/types.h"
+
+namespace fastamp {
+
+struct OpTable {
+  /// Reads every element once. `work` has 1 + count_chunks(tensors) slots on the tensors' device;
+  /// work[0] becomes the float64 reduction in the fixed order of step/math.h, the rest is scratch.
+  void (*grad_stats)(const TensorList& tensors, NormType norm_type, const ClipSpec& clip,
+                     double* work, GradStats* stats, const Launch& launch);
+
+  /// Multiplies every element by *factor, rounded once to its dtype; *factor == 1 writes nothing.
+  void (*rescale)(const TensorList& tensors, const float* factor, const Launch& launch);
+};
+
+const OpTable& cpu_ops();
+
+/// Without CUDA code in the module every entry throws (csrc/no_cuda).
+const OpTable& cuda_ops();
+bool built_with_cuda();
+
+}  // namespace fastamp

@@ -1,0 +1,126 @@
+"""The CPU backend: compiled code on torch's number of threads."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fastamp import _native
+from fastamp._ops.types import Clip, Column, GradStats, index_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from fastamp._ops.types import RegionMaker
+
+__all__ = ["CompiledGatherer", "CpuOps", "is_available", "ops"]
+
+_NORM_TYPES = {
+    1.0: _native.NormType.L1,
+    2.0: _native.NormType.L2,
+    float("inf"): _native.NormType.INF,
+}
+
+
+class CpuOps:
+    """The op table in compiled code for the CPU."""
+
+    name = "cpu"
+
+    def pack(self, tensors: Sequence[Tensor]) -> _native.PackedTensors:
+        """Take the dense float32, bfloat16 and float16 tensors on the CPU."""
+        return _native.pack(tensors, -1)
+
+    def grad_stats(self, packed: _native.PackedTensors, norm_type: float, clip: Clip) -> GradStats:
+        """Read every element once; see `fastamp._ops.Ops`."""
+        work = torch.empty(1 + packed.num_chunks, dtype=torch.float64, device="cpu")
+        stats = torch.empty(_native.NUM_STATS, dtype=torch.float32, device="cpu")
+        threads = torch.get_num_threads()
+        _native.cpu_ops.grad_stats(packed, _NORM_TYPES[norm_type], *clip, work, stats, threads)
+        return GradStats(work[0], *stats.unbind())
+
+    def rescale_(self, packed: _native.PackedTensors, factor: Tensor) -> None:
+        """Multiply in place; see `fastamp._ops.Ops`."""
+        if not torch.is_inference_mode_enabled():
+            torch.autograd.graph.increment_version(packed.tensors)
+        _native.cpu_ops.rescale(packed, factor, torch.get_num_threads())
+
+    def regions_for(self, timer: type) -> RegionMaker:
+        """Return what makes regions; calls of the type's instances find them without Python."""
+        _native.call_through(timer)
+        return _native.make_region
+
+    column = staticmethod(_native.column)
+
+    def stack(
+        self,
+        samples: Sequence[Any],
+        dtype: torch.dtype,
+        allocate: Callable[[tuple[int, ...], torch.dtype], Tensor],
+        pad: Tensor | None = None,
+        multiple: int = 1,
+    ) -> Tensor | None:
+        """Copy contiguous samples of one dtype; see `fastamp._ops.HostOps`."""
+        return _native.stack(samples, dtype, allocate, pad, multiple, torch.get_num_threads())
+
+    def gatherer(self, columns: Sequence[Column], depth: int) -> CompiledGatherer:
+        """Gather on threads of the core; see `fastamp._ops.HostOps`."""
+        return CompiledGatherer(columns, depth)
+
+
+class CompiledGatherer:
+    """Batches copied on threads of the core, without the GIL; see `fastamp._ops.Gatherer`."""
+
+    def __init__(self, columns: Sequence[Column], depth: int) -> None:
+        self._columns = columns
+        # The consumer copies too, rather than sleep, so that one thread less does it.
+        threads = max(1, torch.get_num_threads() - 1)
+        memory = [_memory(column) for column in columns]
+        self._queue = _native.GatherQueue(memory, depth, threads, columns)
+
+    def submit(self, indices: Tensor, outputs: Sequence[Tensor]) -> None:
+        """Add a batch."""
+        addresses = [output.data_ptr() for output in outputs]
+        self._queue.submit(indices.data_ptr(), indices.numel(), addresses, (indices, outputs))
+
+    def wait(self) -> float:
+        """Wait for the oldest batch and return the seconds that its copy took."""
+        (indices, _), elapsed_s, bad_position, bad_column = self._queue.wait()
+        if bad_position >= 0:
+            num_rows = self._columns[bad_column].array.shape[0]
+            raise index_error(int(indices[bad_position]), num_rows)
+        return elapsed_s
+
+
+_CASTS = {
+    torch.uint8: _native.Cast.UINT8,
+    torch.uint16: _native.Cast.UINT16,
+    torch.int32: _native.Cast.INT32,
+}
+
+
+def _memory(column: Column) -> tuple[int, int, int, int, _native.Cast]:
+    """Return a column as the core takes it."""
+    array = column.array
+    if isinstance(array, np.ndarray):
+        address, stride, itemsize = array.ctypes.data, array.strides[0], array.itemsize
+        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+    else:
+        itemsize = array.element_size()
+        address, stride, dtype = array.data_ptr(), array.stride(0) * itemsize, array.dtype
+    cast = _native.Cast.NONE if dtype == column.dtype else _CASTS[dtype]
+    row_nbytes = math.prod(column.row_shape) * itemsize
+    return address, array.shape[0], stride, row_nbytes, cast
+
+
+ops = CpuOps()
+
+
+def is_available() -> bool:
+    """Say that the compiled code is there: importing this module needs it."""
+    return True

@@ -1,0 +1,293 @@
+"""The backend without compiled code: torch's own operators, for every device, dtype and layout."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fastamp._ops.regions import FallbackRegion
+from fastamp._ops.types import COMPILED_NORMS, Clip, Column, GradStats, index_error, is_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from fastamp._ops.types import RegionMaker
+
+__all__ = ["FallbackOps", "TorchGatherer", "combine", "finish", "is_available", "ops"]
+
+# Elements that are converted to float64 at a time, which bounds the memory of a norm. On the CPU
+# the copy stays in the cache, and the block below the size at which torch starts its threads.
+_CPU_BLOCK = 1 << 14
+_DEVICE_BLOCK = 1 << 22
+# Below this size of a batch, glibc's allocator reuses memory by itself.
+_STACK_BYTES = 32 << 20
+_WIDE = (torch.float64, torch.complex128)
+
+
+@dataclass(frozen=True)
+class TensorPack:
+    """The tensors as they are."""
+
+    tensors: list[Tensor]
+    rest: list[int]
+
+    @property
+    def has_float16(self) -> bool:
+        """Whether any tensor is float16."""
+        return any(tensor.dtype == torch.float16 for tensor in self.tensors)
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """Return the elements that are stored, as a strided tensor."""
+    return tensor if tensor.layout is torch.strided else tensor.coalesce().values()
+
+
+def _blocks(tensor: Tensor, norm_type: float) -> Sequence[Tensor]:
+    """Split a tensor into flat, non-empty pieces of real numbers with the same norm."""
+    values = _values(tensor)
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj()) if norm_type == 2 else values.abs()
+    size = _CPU_BLOCK if values.device.type == "cpu" else _DEVICE_BLOCK
+    return torch.split(values.reshape(-1), size) if values.numel() else ()
+
+
+def _reduce(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Return the 0-dim reduction over all tensors, in float64 where the device has it."""
+    device = tensors[0].device
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    blocks = [block for tensor in tensors for block in _blocks(tensor, norm_type)]
+    if not blocks:
+        return torch.zeros((), dtype=dtype, device=device)
+    norms = torch.stack(torch._foreach_norm(blocks, norm_type, dtype=dtype))
+    return _join(norms.square() if norm_type == 2 else norms, norm_type)
+
+
+def _join(parts: Tensor, norm_type: float) -> Tensor:
+    """Join reductions: sums of squares for order 2, norms (order 0: counts) for every other."""
+    if norm_type in (0, 1, 2):
+        return parts.sum()
+    norm: Tensor = torch.linalg.vector_norm(parts, norm_type)
+    return norm
+
+
+def finish(
+    reduced: Tensor, found_inf: Tensor, norm_type: float, clip: Clip, dtype: torch.dtype
+) -> GradStats:
+    """Turn a reduction into what a step needs: csrc/step/math.h, finish, in torch's operators."""
+    scale = clip.scale
+    if scale is None:
+        scale = torch.ones((), dtype=torch.float32, device=reduced.device)
+    inv_scale = scale.to(reduced.dtype).reciprocal().to(torch.float32)
+    root = reduced.sqrt() if norm_type == 2 else reduced
+    norm = (root * inv_scale.to(reduced.dtype)).to(dtype)
+    clip_coef = torch.ones_like(norm)
+    if clip.max_norm is not None:
+        clip_coef = (torch.full_like(norm, clip.max_norm) / (norm + 1e-6)).clamp(max=1.0)
+        if clip.only_finite:
+            clip_coef = torch.where(found_inf == 0, clip_coef, 1.0)
+    clip_coef = clip_coef.to(torch.float32)
+    if clip.skipped is not None:
+        clip.skipped.add_(found_inf)
+    return GradStats(
+        reduced=reduced,
+        norm=norm,
+        found_inf=found_inf,
+        clip_coef=clip_coef,
+        factor=clip_coef * inv_scale,
+        grad_scale=scale / clip_coef,
+        scale=scale.clone(),
+    )
+
+
+def combine(parts: Sequence[GradStats], norm_type: float, clip: Clip) -> GradStats:
+    """Join the statistics of several groups, on the device of the first."""
+    first = parts[0].reduced
+    dtype = torch.float64 if any(p.norm.dtype == torch.float64 for p in parts) else torch.float32
+    dtype = torch.float32 if first.device.type == "mps" else dtype
+    reduced = torch.stack([p.reduced.to(first.device, first.dtype) for p in parts])
+    found_inf = torch.stack([p.found_inf.to(first.device) for p in parts]).amax()
+    return finish(_join(reduced, norm_type), found_inf, norm_type, clip, dtype)
+
+
+def _in_place(tensor: Tensor) -> Tensor:
+    """Return a view that holds every stored element once, so that it can be written."""
+    if tensor.layout is not torch.strided:
+        tensor = tensor._values()
+    # A real factor commutes with a pending conjugation or negation: write what is underneath.
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    if tensor.is_neg():
+        tensor = torch._neg_view(tensor)
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _are_alike(samples: Sequence[Any], *names: str) -> bool:
+    """Say whether all samples have the first one's attributes."""
+    read = attrgetter(*names)
+    expected = read(samples[0])
+    return all(read(sample) == expected for sample in samples)
+
+
+def _is_stackable(samples: Sequence[Tensor]) -> bool:
+    """Say whether torch.stack(out=) does what torch.stack does."""
+    first = samples[0]
+    return (
+        first.device.type == "cpu"
+        and first.layout is torch.strided
+        and not (first.is_nested or first.is_quantized)
+        and len(samples) * first.nbytes >= _STACK_BYTES
+        and is_plain(samples)
+        and _are_alike(samples, "dtype", "shape", "device", "layout")
+        and not any(sample.requires_grad for sample in samples)
+    )
+
+
+def _pad(
+    rows: list[Tensor],
+    allocate: Callable[[tuple[int, ...], torch.dtype], Tensor],
+    pad: Tensor,
+    multiple: int,
+) -> Tensor | None:
+    """Copy tensors, with their gradients, to the start of rows that are padding elsewhere."""
+    shapes = [row.shape for row in rows]
+    if len({*map(len, shapes)}) > 1:
+        return None
+    longest = []
+    for lengths in zip(*shapes, strict=True):
+        is_ragged = len(shapes[0]) == 1 or len({*lengths}) > 1
+        longest.append(-(-max(lengths) // multiple) * multiple if is_ragged else lengths[0])
+    dtype = functools.reduce(torch.promote_types, [row.dtype for row in rows])
+    shape = (len(rows), *longest)
+    device = rows[0].device
+    on_cpu = device.type == "cpu"
+    out = allocate(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype, device=device)
+    out.copy_(pad)
+    for i, row in enumerate(rows):
+        out[i][tuple(slice(length) for length in row.shape)].copy_(row)
+    return out
+
+
+class FallbackOps:
+    """The op table in torch's operators."""
+
+    name = "fallback"
+
+    def pack(self, tensors: Sequence[Tensor]) -> TensorPack:
+        """Take every tensor on the device of the first one."""
+        device = tensors[0].device
+        rest = [i for i, tensor in enumerate(tensors) if tensor.device != device]
+        kept = [tensor for tensor in tensors if tensor.device == device] if rest else list(tensors)
+        return TensorPack(kept, rest)
+
+    def grad_stats(self, packed: TensorPack, norm_type: float, clip: Clip) -> GradStats:
+        """Read every element once; see `fastamp._ops.Ops`."""
+        reduced = _reduce(packed.tensors, norm_type)
+        found_inf = reduced.isfinite().logical_not()
+        wide = [tensor for tensor in packed.tensors if tensor.dtype in _WIDE]
+        if wide or norm_type not in COMPILED_NORMS:
+            # Finite 64-bit values, and powers other than 1 and 2, can overflow the reduction.
+            bad = [_values(t).isfinite().logical_not().any() for t in packed.tensors]
+            found_inf = torch.stack(bad).any()
+        dtype = torch.float64 if wide else torch.float32
+        return finish(reduced, found_inf.to(torch.float32), norm_type, clip, dtype)
+
+    def rescale_(self, packed: TensorPack, factor: Tensor) -> None:
+        """Multiply in place; on the CPU, where looking costs nothing, not by 1."""
+        if factor.device.type == "cpu" and factor.item() == 1.0:
+            return
+        torch._foreach_mul_([_in_place(tensor) for tensor in packed.tensors], factor)
+
+    def regions_for(self, timer: type) -> RegionMaker:
+        """Return what makes a timer's regions; calls of the type's instances stay Python's."""
+        del timer
+        return functools.partial(FallbackRegion, threading.local())
+
+    def column(self, samples: tuple[Any, ...], key: Any) -> tuple[Any, ...]:
+        """Return sample[key] of every sample."""
+        return tuple(map(itemgetter(key), samples))
+
+    def stack(
+        self,
+        samples: Sequence[Any],
+        dtype: torch.dtype,
+        allocate: Callable[[tuple[int, ...], torch.dtype], Tensor],
+        pad: Tensor | None = None,
+        multiple: int = 1,
+    ) -> Tensor | None:
+        """Copy arrays, large tensors, and all that is padded; see `fastamp._ops.HostOps`."""
+        if pad is not None:
+            return _pad([torch.as_tensor(s) for s in samples], allocate, pad, multiple)
+        if isinstance(samples[0], np.ndarray):
+            if {*map(type, samples)} != {type(samples[0])} or not samples[0].flags.c_contiguous:
+                return None
+            if not _are_alike(samples, "dtype", "shape", "flags.c_contiguous"):
+                return None
+            out = allocate((len(samples), *samples[0].shape), dtype)
+            np.stack(samples, out=out.numpy())
+            return out
+        if not _is_stackable(samples):
+            return None
+        out = allocate((len(samples), *samples[0].shape), dtype)
+        return torch.stack(tuple(samples), out=out)
+
+    def gatherer(self, columns: Sequence[Column], depth: int) -> TorchGatherer:
+        """Copy a batch when it is waited for; see `fastamp._ops.HostOps`."""
+        del depth
+        return TorchGatherer(columns)
+
+
+class TorchGatherer:
+    """Batches copied when they are waited for; see `fastamp._ops.Gatherer`."""
+
+    def __init__(self, columns: Sequence[Column]) -> None:
+        self._columns = columns
+        self._in_flight: deque[tuple[Tensor, Sequence[Tensor]]] = deque()
+
+    def submit(self, indices: Tensor, outputs: Sequence[Tensor]) -> None:
+        """Add a batch."""
+        self._in_flight.append((indices, outputs))
+
+    def wait(self) -> float:
+        """Copy the oldest batch and return the seconds that it took."""
+        start_s = time.perf_counter()
+        indices, outputs = self._in_flight.popleft()
+        for column, output in zip(self._columns, outputs, strict=True):
+            _take(column.array, indices, output)
+        return time.perf_counter() - start_s
+
+
+def _take(array: Tensor | npt.NDArray[Any], indices: Tensor, output: Tensor) -> None:
+    """Write the rows at the indices, which may count from the end."""
+    num_rows = array.shape[0]
+    rows = torch.where(indices < 0, indices + num_rows, indices)
+    bad = (rows < 0) | (rows >= num_rows)
+    if bad.any():
+        raise index_error(int(indices[bad][0]), num_rows)
+    if isinstance(array, np.ndarray):
+        output.copy_(torch.from_numpy(np.take(array, rows.numpy(), axis=0)))
+    elif array.dtype == output.dtype:
+        torch.index_select(array, 0, rows, out=output)
+    else:
+        output.copy_(torch.index_select(array, 0, rows))
+
+
+ops = FallbackOps()
+
+
+def is_available() -> bool:
+    """Say that the fallback is there."""
+    return True

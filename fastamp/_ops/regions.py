@@ -1,0 +1,137 @@
+"""The timer's regions without compiled code: csrc/bindings/timer.cpp in Python.
+
+A region appends its duration to a list, which needs no lock; the list is counted in batches.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.autograd import profiler
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["FallbackRegion"]
+
+# csrc/core/timer.h, csrc/bindings/timer.cpp
+_NUM_BUCKETS = 44 * 32
+_LONGEST_NS = (1 << 48) - 1
+_MAX_PENDING = 2048
+
+_Frame = tuple["FallbackRegion", Any, int, Any]
+
+_lock = threading.RLock()
+os.register_at_fork(
+    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+)
+
+
+class FallbackRegion:
+    """One path of nested regions; see `fastamp._ops.Region`.
+
+    `local` is of one timer. Its `stack`, for each thread, holds the innermost open region: that
+    itself, what ends with it, its start, and what was innermost before. Lists would cost more.
+    """
+
+    __slots__ = ("_always", "_begin", "_exact", "_hits", "_local", "_pending", "children", "path")
+
+    def __init__(self, local: threading.local, path: str, begin: Any, always: bool) -> None:  # noqa: FBT001
+        self.path = path
+        self.children: dict[str, FallbackRegion] = {}
+        self._local = local
+        self._begin = begin
+        self._always = always
+        self._pending: list[int] = []
+        self._exact = (0, 0, 0, 0)
+        self._hits = np.zeros(_NUM_BUCKETS, np.int64)
+
+    def innermost(self) -> FallbackRegion:
+        """Return the innermost open region of this thread, or else this one."""
+        try:
+            frame: _Frame | None = self._local.stack[0]
+        except AttributeError:
+            return self
+        return frame[0] if frame else self
+
+    def __enter__(self) -> Self:
+        """Open the region in this thread."""
+        try:
+            stack: list[_Frame] = self._local.stack
+        except AttributeError:
+            stack = self._local.stack = [None]
+        end = None
+        if self._always or profiler._is_profiler_enabled:
+            end = self._begin(self)
+        stack[0] = (self, end, perf_counter_ns(), stack[0])
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        """Close it, and what was opened inside and left open."""
+        end_ns = perf_counter_ns()
+        try:
+            stack: list[_Frame] = self._local.stack
+            region, end, start_ns, outer = stack[0]
+        except (AttributeError, TypeError):  # nothing was or is open
+            outer, region = None, None
+        if region is not self:
+            self._close_inner(outer)
+            _, end, start_ns, outer = stack[0]
+        stack[0] = outer
+        pending = self._pending
+        pending.append(end_ns - start_ns)
+        if len(pending) > _MAX_PENDING:
+            self._fold()
+        if end is not None:
+            end(start_ns, end_ns)
+
+    def _close_inner(self, outer: _Frame | None) -> None:
+        while outer and outer[0] is not self:
+            outer = outer[3]
+        if outer is None:
+            msg = f"region {self.path!r} is not open in this thread"
+            raise RuntimeError(msg)
+        while (inner := self.innermost()) is not self:
+            inner.__exit__(None, None, None)
+
+    def add(self, duration_ns: int) -> None:
+        """Count a duration that was measured elsewhere."""
+        self._pending.append(duration_ns)
+        if len(self._pending) > _MAX_PENDING:
+            self._fold()
+
+    def _fold(self) -> None:
+        """Count what is pending; other threads may append meanwhile."""
+        with _lock:
+            ns = np.fromiter(self._pending[:], np.int64)
+            if not ns.size:
+                return
+            del self._pending[: ns.size]
+            count, sum_ns, min_ns, max_ns = self._exact
+            low, high = int(ns.min()), int(ns.max())
+            self._exact = (
+                count + ns.size,
+                sum_ns + int(ns.sum()),
+                min(min_ns, low) if count else low,
+                max(max_ns, high) if count else high,
+            )
+            ns = np.minimum(ns, _LONGEST_NS)
+            shift = np.maximum(np.frexp(ns)[1] - 6, 0)  # frexp's exponent is the length in bits
+            self._hits += np.bincount((shift << 5) + (ns >> shift), minlength=_NUM_BUCKETS)
+
+    def figures(self) -> tuple[Any, ...]:
+        """Return count, sum, minimum and maximum, and the histogram as a buffer of int64."""
+        with _lock:
+            self._fold()
+            return (*self._exact, self._hits.tobytes())
+
+    def reset(self) -> None:
+        """Forget all figures."""
+        with _lock:
+            self._pending.clear()
+            self._exact = (0, 0, 0, 0)
+            self._hits = np.zeros(_NUM_BUCKETS, np.int64)

@@ -1,0 +1,260 @@
+"""Gradients that are spread over ranks: DTensors, and plain tensors over a process group.
+
+Every rank reads what it holds; one all-reduce in each process group then adds up the sums and the
+flags of all ranks. This module is imported when the first such gradient appears.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.overrides import TorchFunctionMode
+
+from fastamp._ops import fallback
+from fastamp._ops.types import COMPILED_NORMS, Clip, GradStats, Layout, is_plain, local_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
+
+    from fastamp._ops.types import Group, Shards
+
+    T = TypeVar("T")
+
+
+def take(
+    tensors: Sequence[Tensor],
+    process_group: ProcessGroup | None,
+    owners: Sequence[Tensor] = (),
+) -> Shards | None:
+    """Sort this rank's parts of the tensors by layout; None where torch has to take them.
+
+    Partial DTensors are added up first: in `owners`, or else into copies.
+    """
+    plain, dtensors = _sort(tensors)
+    shards: Shards = {}
+    for (mesh, placements), alike in dtensors.items():
+        summed = tuple(Replicate() if p.is_partial() else p for p in placements)
+        if summed != placements:
+            if owners:
+                return take(settle(owners), process_group)
+            alike[:] = [tensor.redistribute(placements=summed) for tensor in alike]
+        parts = shards.setdefault(_layout(mesh, summed, process_group), [])
+        parts += [tensor._local_tensor for tensor in alike]
+    if process_group is not None and not shards:
+        plain = plain or [torch.empty(0)]  # the other ranks wait for this one
+    if plain:  # the same on all ranks of the largest mesh, and counted on the first one
+        largest = max(shards, key=_num_ranks, default=Layout(process_group=process_group))
+        counts = all(group.rank() == 0 for group in largest.groups)
+        shards.setdefault(largest._replace(counts=counts), []).extend(plain)
+    for parts in shards.values():
+        if not is_plain(parts):
+            parts[:] = [p.wait() if isinstance(p, AsyncCollectiveTensor) else p for p in parts]
+    return shards if all(map(is_plain, shards.values())) else None
+
+
+def _sort(
+    tensors: Iterable[Tensor],
+) -> tuple[list[Tensor], dict[tuple[DeviceMesh, tuple[Placement, ...]], list[DTensor]]]:
+    """Part tensors into plain ones, and DTensors by mesh and placements."""
+    plain: list[Tensor] = []
+    dtensors: dict[tuple[DeviceMesh, tuple[Placement, ...]], list[DTensor]] = {}
+    mesh, placements, alike = None, None, []
+    for tensor in tensors:
+        if type(tensor) is not DTensor:
+            plain.append(tensor)
+            continue
+        spec = tensor._spec
+        if spec.mesh is not mesh or spec.placements != placements:  # neighbours are mostly alike
+            mesh, placements = spec.mesh, spec.placements
+            alike = dtensors.setdefault((mesh, placements), [])
+        alike.append(tensor)
+    return plain, dtensors
+
+
+def settle(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Bring gradients to their parameters' placements, as optimizers do, and return them."""
+    grads = []
+    for parameter in parameters:
+        grad = parameter.grad
+        if type(parameter) is type(grad) is DTensor and grad._spec is not parameter._spec:
+            placements = parameter._spec.placements
+            if grad._spec.placements != placements:
+                grad = parameter.grad = grad.redistribute(placements=placements)
+        if grad is not None:
+            grads.append(grad)
+    return grads
+
+
+class FusedOnParts(TorchFunctionMode):
+    """Runs torch's fused optimizers on this rank's parts of DTensors.
+
+    They work element by element, so that is what dispatching DTensors comes to, but torch has no
+    rule for some of them, takes no plain tensors beside DTensors, and is slow for many.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Replace the lists of tensors of a fused kernel."""
+        del types
+        if func in _FUSED:
+            lists = [[*map(local_of, tensors)] for tensors in args]
+            shapes = [part.shape for part in lists[0]]
+            # Beside parts of the same shapes there are only counters of steps, which are 0-dim.
+            pairs = (zip(parts, shapes, strict=False) for parts in lists)
+            if all(part.shape in (shape, ()) for part, shape in itertools.chain(*pairs)):
+                torch.autograd.graph.increment_version(args[0])
+                args = lists
+        return func(*args, **kwargs or {})
+
+
+_FUSED = {
+    getattr(torch, name)
+    for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+}
+
+
+def _num_ranks(layout: Layout) -> int:
+    return math.prod(group.size() for group in layout.groups)
+
+
+def _layout(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], process_group: ProcessGroup | None
+) -> Layout:
+    """Say over which groups to reduce, and count every element on one rank."""
+    place = cast("tuple[int, ...]", mesh.get_coordinate())
+    counts = all(i == 0 for i, p in zip(place, placements, strict=True) if p.is_replicate())
+    groups = mesh.get_all_groups()
+    if mesh.size() == dist.get_world_size():
+        groups = [cast("ProcessGroup", dist.group.WORLD)]  # one for all dimensions
+    leads = True
+    if process_group is not None:
+        ranks = {*mesh.mesh.flatten().tolist()}
+        shared = ranks & {*dist.get_process_group_ranks(process_group)}
+        leads = dist.get_rank() == min(shared)
+        if shared == ranks:
+            groups, leads = [], True  # the process group is all that it takes
+    return Layout(tuple(g for g in groups if g.size() > 1), counts, process_group, leads)
+
+
+def grad_stats(
+    groups: Sequence[Group], layouts: Sequence[Layout], norm_type: float, clip: Clip
+) -> GradStats:
+    """Read this rank's parts, then reduce over all ranks; see `fastamp._ops.grad_stats`.
+
+    Raises:
+        ValueError: the order of the norm is negative.
+    """
+    if norm_type < 0:
+        msg = f"norm_type: expected at least 0 for gradients over several ranks, got {norm_type}"
+        raise ValueError(msg)
+    parts = [group.ops.grad_stats(group.packed, norm_type, Clip()) for group in groups]
+    like = parts[0].reduced
+    found = _join([part.found_inf.to(like) for part in parts], math.inf)
+    # Of the orders that have no sum, the fallback returns the norm.
+    power = 1.0 if norm_type in (0.0, *COMPILED_NORMS) else norm_type
+    held: dict[Layout, list[Tensor]] = {}
+    for layout, part in zip(layouts, parts, strict=True):
+        value = part.reduced.to(like)
+        if power != 1:
+            value = value.pow(power)
+        if norm_type == math.inf:  # a maximum may lose NaN: the flag tells of it, as 2
+            found = torch.where(value.isnan(), 2.0, found)
+            value = value.nan_to_num(0.0, math.inf)
+        counted = value if layout.counts else torch.zeros_like(value)
+        held.setdefault(layout._replace(counts=True), []).append(counted)
+    sums = {layout: _join(values, norm_type) for layout, values in held.items()}
+    found, total = _reduce(found, sums, norm_type)
+    if norm_type == math.inf:
+        total = torch.where(found == 2, math.nan, total)
+    if power != 1:
+        total = total.pow(1 / power)
+    found_inf = found.clamp(max=1.0).to(torch.float32)
+    dtype = max((part.norm.dtype for part in parts), key=lambda dtype: dtype.itemsize)
+    return fallback.finish(total, found_inf, norm_type, clip, dtype)
+
+
+def _reduce(found: Tensor, sums: dict[Layout, Tensor], norm_type: float) -> tuple[Tensor, ...]:
+    """Return the flag and the sum over all ranks, the same to the bit on each of them."""
+    for group in _mesh_groups(sums):
+        layouts = [layout for layout in sums if group in layout.groups]
+        held = (sums[layout] for layout in layouts)
+        found, *reduced = _all_reduce([found, *held], norm_type, group)
+        sums |= zip(layouts, reduced, strict=True)
+    led = [part if layout.leads else torch.zeros_like(part) for layout, part in sums.items()]
+    total = _join(led, norm_type)
+    process_group = next(iter(sums)).process_group
+    if process_group is None:
+        return found, total
+    return _all_reduce([found, total], norm_type, process_group)
+
+
+def _join(parts: Sequence[Tensor], norm_type: float) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    stacked = torch.stack([*parts])
+    return stacked.amax() if norm_type == math.inf else stacked.sum()
+
+
+def _mesh_groups(layouts: Iterable[Layout]) -> list[ProcessGroup]:
+    """Return the groups of all meshes, in an order that is the same on all ranks."""
+    return [*dict.fromkeys(group for layout in layouts for group in layout.groups)]
+
+
+def _all_reduce(
+    values: Sequence[Tensor], norm_type: float, group: ProcessGroup
+) -> tuple[Tensor, ...]:
+    packed = torch.stack([*values])
+    # Gradients may have been moved to the CPU, where the group has no backend.
+    devices = group._device_types
+    here = any(device.type == packed.device.type for device in devices)
+    moved = packed if here else packed.to(devices[0])
+    op = dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM
+    dist.all_reduce(moved, op, group)
+    return moved.to(packed.device).unbind()
+
+
+def gather(mine: list[T], shards: Shards) -> list[T]:
+    """Return the lists of all ranks that hold parts of the same gradients, in rank order."""
+    known = {dist.get_rank(): mine}
+    groups = _mesh_groups(shards)
+    process_group = next(iter(shards)).process_group
+    for group in groups if process_group is None else [*groups, process_group]:
+        others: list[Any] = [None] * group.size()
+        dist.all_gather_object(others, known, group)
+        for other in others:
+            known |= other
+    return [item for rank in sorted(known) for item in known[rank]]
+
+
+def index_in_whole(tensor: Any, index: int) -> int:
+    """Return where an element of this rank's part of a DTensor lies in the flattened whole."""
+    place = torch.unravel_index(torch.tensor(index), local_of(tensor).shape)
+    whole = 0
+    for dim, (size, i) in enumerate(zip(tensor.shape, place, strict=True)):
+        # Whatever the placements make of this dimension, they make of its indices.
+        rows = [_along(placement, dim) for placement in tensor.placements]
+        held = distribute_tensor(torch.arange(size), tensor.device_mesh, rows, src_data_rank=None)
+        whole = whole * size + int(local_of(held)[i].item())
+    return whole
+
+
+def _along(placement: Any, dim: int) -> Placement:
+    """Return what a placement does to one dimension, for a tensor that has no other."""
+    if getattr(placement, "dim", None) != dim:
+        return Replicate()
+    if type(placement) is Shard:
+        return Shard(0)
+    strided: Placement = type(placement)(0, split_factor=placement.split_factor)
+    return strided

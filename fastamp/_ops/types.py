@@ -1,0 +1,228 @@
+"""What every backend meets (`Ops`, `HostOps`), and what they take and give: plain types only."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy.typing as npt
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+_PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
+COMPILED_NORMS = (1.0, 2.0, math.inf)
+RegionMaker: TypeAlias = "Callable[[str, Any, bool], Region]"
+
+
+class GradStats(NamedTuple):
+    """What one read of the gradients tells: 0-dim tensors that nobody has waited for."""
+
+    reduced: Tensor
+    """float64: the sum of squares (norm_type 2), of magnitudes (1), or the largest one (inf)."""
+    norm: Tensor
+    """Norm of the unscaled gradients, float32, or float64 where a gradient has 64 bits."""
+    found_inf: Tensor
+    """1.0 where any element is inf or NaN, else 0.0."""
+    clip_coef: Tensor
+    """min(1, max_norm / (norm + 1e-6)), torch.nn.utils' formula; NaN stays."""
+    factor: Tensor
+    """clip_coef / scale: multiply the gradients by this."""
+    grad_scale: Tensor
+    """scale / clip_coef: or divide them by this."""
+    scale: Tensor
+    """The loss scale as it was read."""
+
+
+class Clip(NamedTuple):
+    """How gradients are to be unscaled and clipped; tensors are 0-dim float32, on their device."""
+
+    scale: Tensor | None = None
+    """Loss scale; None is 1."""
+    max_norm: float | None = None
+    """Longest norm of the unscaled gradients; None does not clip."""
+    only_finite: bool = False
+    """Leave the clip out where found_inf is 1, so that inf does not become NaN."""
+    skipped: Tensor | None = None
+    """Counter to add found_inf to."""
+
+
+class Packed(Protocol):
+    """A list of tensors that one backend has looked at once, for several ops."""
+
+    @property
+    def rest(self) -> list[int]:
+        """Indices of the tensors that this backend does not take."""
+
+    @property
+    def has_float16(self) -> bool:
+        """Whether any tensor that it takes is float16."""
+
+
+class Region(Protocol):
+    """One path of nested regions, in all threads, on the host's clock."""
+
+    @property
+    def path(self) -> str:
+        """Its name inside the regions around it."""
+
+    @property
+    def children(self) -> dict[str, Any]:
+        """Regions inside it, by name."""
+
+    def innermost(self) -> Region:
+        """Return the innermost open region of this thread and this timer, or else this one."""
+
+    def __enter__(self) -> object:
+        """Open the region in this thread."""
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        """Close it, and what was opened inside and left open."""
+
+    def add(self, duration_ns: int) -> None:
+        """Count a duration that was measured elsewhere."""
+
+    def figures(self) -> tuple[Any, ...]:
+        """Return count, sum, minimum and maximum, and the histogram as a buffer of int64."""
+
+    def reset(self) -> None:
+        """Forget all figures; where it is open, it counts when it ends."""
+
+
+class Ops(Protocol):
+    """The op table: what every backend can do with a list of tensors."""
+
+    @property
+    def name(self) -> str:
+        """The backend's name, as in `fastamp.backends()`."""
+
+    def pack(self, tensors: Sequence[Tensor]) -> Packed:
+        """Look at the tensors, which lie on the device of the first one, or are left in `rest`."""
+
+    def grad_stats(self, packed: Any, norm_type: float, clip: Clip) -> GradStats:
+        """Read every element once; compiled backends take a norm_type of 1, 2 or inf."""
+
+    def rescale_(self, packed: Any, factor: Tensor) -> None:
+        """Multiply every element by a 0-dim float32 tensor, rounding once; 1 writes nothing."""
+
+    def regions_for(self, timer: type) -> RegionMaker:
+        """Return what makes the regions of one timer, of this type, from path, `begin`, `always`.
+
+        `begin`, the same for all, is called with the region that opens, if `always` or if torch's
+        profiler is on; what it returns is called with the start and the end, in nanoseconds.
+        """
+
+
+class Column(NamedTuple):
+    """An array on the CPU whose rows become the rows of one tensor of a batch."""
+
+    array: Tensor | npt.NDArray[Any]
+    """Rows along its first dimension; they may overlap."""
+    dtype: torch.dtype
+    """Of the batch: the array's own, or int64 for unsigned and 32-bit integers."""
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape of one row."""
+        return tuple(self.array.shape[1:])
+
+
+class Gatherer(Protocol):
+    """Gathers batches out of columns, in the order of submission, for one consumer."""
+
+    def submit(self, indices: Tensor, outputs: Sequence[Tensor]) -> None:
+        """Add a batch: int64 indices of rows, and one contiguous tensor to fill for each column."""
+
+    def wait(self) -> float:
+        """Wait for the oldest batch and return the seconds that its copy took.
+
+        Raises:
+            IndexError: an index of that batch is out of bounds.
+        """
+
+
+class HostOps(Protocol):
+    """What the backends of the host do with the samples of a batch."""
+
+    @property
+    def name(self) -> str:
+        """The backend's name, as in `fastamp.backends()`."""
+
+    def column(self, samples: tuple[Any, ...], key: Any) -> tuple[Any, ...]:
+        """Return sample[key] of every sample."""
+
+    def stack(
+        self,
+        samples: Sequence[Any],
+        dtype: torch.dtype,
+        allocate: Callable[[tuple[int, ...], torch.dtype], Tensor],
+        pad: Tensor | None = None,
+        multiple: int = 1,
+    ) -> Tensor | None:
+        """Copy samples into one tensor; None where the backend does not take them.
+
+        Args:
+            samples: at least one; all tensors or all arrays, of any shapes.
+            dtype: the batch's, which is that of the first sample.
+            allocate: gives memory for a shape and a dtype; called once, when all is checked.
+            pad: the element that fills ragged dimensions, 0-dim on the CPU; None refuses them.
+            multiple: ragged dimensions, and the only one of vectors, are rounded up to it.
+        """
+
+    def gatherer(self, columns: Sequence[Column], depth: int) -> Gatherer:
+        """Return what gathers batches out of at least one column, which it keeps alive.
+
+        Args:
+            columns: arrays with the same number of rows.
+            depth: batches that may be under way.
+        """
+
+
+class Layout(NamedTuple):
+    """Which other ranks hold more of the same tensors, and which of them count what they share."""
+
+    groups: tuple[ProcessGroup, ...] = ()
+    """Reduced over one after the other, they make every mesh whole."""
+    counts: bool = True
+    """Whether this rank is the first one that holds its elements."""
+    process_group: ProcessGroup | None = None
+    """The last to reduce over, given by the user."""
+    leads: bool = True
+    """Whether this rank is the first one of its mesh in that group."""
+
+
+Shards: TypeAlias = "dict[Layout, list[Tensor]]"
+"""What this rank holds of tensors that are spread over several."""
+
+
+class Group(NamedTuple):
+    """Tensors of one device, with the backend that serves them."""
+
+    ops: Ops
+    packed: Packed
+    device: torch.device
+    layout: Layout | None = None
+    """None where no other rank takes part."""
+
+
+def is_plain(tensors: Sequence[Tensor]) -> bool:
+    """Say whether backends take the tensors: no subclasses, such as DTensor, and no torch.func."""
+    if not {*map(type, tensors)} <= _PLAIN_TYPES:
+        return False
+    # The graph breaks later, at the op itself; dynamo has no answer to the second question.
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor: a DTensor's part, and all of any other."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def index_error(index: int, num_rows: int) -> IndexError:
+    """Return torch's error for an index that is out of bounds."""
+    msg = f"index {index} is out of bounds for dimension 0 with size {num_rows}"
+    return IndexError(msg)

@@ -1,0 +1,22 @@
+"""The step: unscale, check, clip and update with one read of the gradients."""
+
+from fastamp.step.clip import (
+    clip_grad_norm_,
+    clip_grad_value_,
+    clip_grads_with_norm_,
+    get_total_norm,
+)
+from fastamp.step.precision import compute_effective_precision
+from fastamp.step.report import NonFinite, StepReport
+from fastamp.step.scaler import GradScaler
+
+__all__ = [
+    "GradScaler",
+    "NonFinite",
+    "StepReport",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "clip_grads_with_norm_",
+    "compute_effective_precision",
+    "get_total_norm",
+]

@@ -1,0 +1,206 @@
+"""torch.nn.utils' gradient clipping with an exact norm: one read, at most one write."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import types
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+
+from fastamp import _ops
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+__all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+    foreach: bool | None = None,  # noqa: FBT001
+) -> Tensor:
+    """Clip the norm of all gradients together, in place, as `torch.nn.utils.clip_grad_norm_`.
+
+    The gradients are read once, and written once only if they are too long. The norm differs from
+    torch's on purpose where torch's is inexact: squares are summed in float64, so it cannot
+    overflow and is right to the last float32 bit. DTensors may have any meshes and placements, and
+    plain tensors may stand among them, the same on all ranks of the largest mesh: it takes one
+    all-reduce for each process group, and all ranks get the same norm.
+
+    Args:
+        parameters: a tensor or an iterable of tensors whose `.grad` is clipped; any shapes, dtypes,
+            layouts and devices. Those without a gradient are passed over.
+        max_norm: the norm that the gradients have at most afterwards.
+        norm_type: order of the norm, `inf` included.
+        error_if_nonfinite: raise where the norm is inf or NaN; costs a wait for the device.
+        foreach: taken for compatibility; fastamp always handles the list as a whole.
+
+    Returns:
+        The norm before clipping: a 0-dim tensor on the first gradient's device, float64 where a
+        gradient has 64 bits, float32 elsewhere.
+
+    Raises:
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set. The message names the
+            index of the first such parameter; the gradients are as they were. Or a gradient was
+            made in inference mode, and this is called outside of it.
+    """
+    parameters = _as_list(parameters)
+    grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
+    max_norm = float(max_norm)
+    norm_type = float(norm_type)
+    if not grads:
+        return torch.tensor(0.0)
+    taken = _ops.take(grads, owners=parameters)
+    if taken is None:
+        return torch.nn.utils.clip_grad_norm_(
+            parameters, max_norm, norm_type, error_if_nonfinite, foreach
+        )
+    _refuse_inference_tensors(taken)
+    groups = _ops.pack(taken, norm_type)
+    stats = _ops.grad_stats(groups, norm_type, _ops.Clip(max_norm=max_norm))
+    if error_if_nonfinite and not stats.norm.isfinite():
+        raise RuntimeError(_nonfinite_message([p.grad for p in parameters], norm_type))
+    _ops.rescale_(groups, stats.factor)
+    return stats.norm
+
+
+@torch.no_grad()
+def get_total_norm(
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+    foreach: bool | None = None,  # noqa: FBT001
+) -> Tensor:
+    """Return the norm of all tensors together, as `torch.nn.utils.get_total_norm`, but exact.
+
+    Args:
+        tensors: a tensor or an iterable of tensors; any shapes, dtypes, layouts and devices.
+        norm_type: order of the norm, `inf` included.
+        error_if_nonfinite: raise where the norm is inf or NaN; costs a wait for the device.
+        foreach: taken for compatibility; fastamp always handles the list as a whole.
+
+    Returns:
+        A 0-dim tensor, no DTensor, on the first tensor's device: float64 where a tensor has 64
+        bits, float32 elsewhere.
+
+    Raises:
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set. The message names the
+            index of the first such tensor.
+    """
+    tensors = _as_list(tensors)
+    norm_type = float(norm_type)
+    if not tensors:
+        return torch.tensor(0.0)
+    taken = _ops.take(tensors)
+    if taken is None:
+        return torch.nn.utils.get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+    groups = _ops.pack(taken, norm_type)
+    norm = _ops.grad_stats(groups, norm_type, _ops.Clip()).norm
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(_nonfinite_message(tensors, norm_type))
+    return norm
+
+
+@torch.no_grad()
+def clip_grads_with_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    total_norm: Tensor,
+    foreach: bool | None = None,  # noqa: FBT001 - torch's signature
+) -> None:
+    """Scale the gradients by min(1, max_norm / (total_norm + 1e-6)), in place.
+
+    Args:
+        parameters: a tensor or an iterable of tensors whose `.grad` is scaled.
+        max_norm: the norm that the gradients have at most afterwards.
+        total_norm: their norm, a 0-dim tensor, as from `get_total_norm`.
+        foreach: taken for compatibility; fastamp always handles the list as a whole.
+
+    Raises:
+        RuntimeError: `total_norm` is not 0-dim, or a gradient was made in inference mode and this
+            is called outside of it.
+    """
+    parameters = _as_list(parameters)
+    grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
+    if not grads:
+        return
+    taken = _ops.take(grads, owners=parameters)
+    if hasattr(total_norm, "full_tensor"):  # torch's own norm of DTensors is one
+        total_norm = total_norm.full_tensor()
+    if taken is None or type(total_norm) is not torch.Tensor or total_norm.dim() > 0:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
+        return
+    _refuse_inference_tensors(taken)
+    clip_coef = torch.full_like(total_norm, float(max_norm)) / (total_norm + 1e-6)
+    _ops.rescale_(_ops.pack(taken), clip_coef.clamp(max=1.0).to(torch.float32))
+
+
+def clip_grad_value_(
+    parameters: Tensor | Iterable[Tensor],
+    clip_value: float,
+    foreach: bool | None = None,  # noqa: FBT001 - torch's signature
+) -> None:
+    """Clip every element of the gradients to [-clip_value, clip_value], in place.
+
+    This is torch's own function, which also takes sparse gradients here.
+
+    Args:
+        parameters: a tensor or an iterable of tensors whose `.grad` is clipped.
+        clip_value: the largest magnitude afterwards.
+        foreach: as in `torch.nn.utils.clip_grad_value_`.
+    """
+    dense = []
+    for parameter in _as_list(parameters):
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            # Clipping is not linear: entries of the same place have to be added up before.
+            parameter.grad = parameter.grad.coalesce()
+            parameter.grad._values().clamp_(-float(clip_value), float(clip_value))
+        else:
+            dense.append(parameter)
+    if dense:
+        torch.nn.utils.clip_grad_value_(dense, clip_value, foreach)
+
+
+def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Return what torch.nn.utils takes for a list of tensors as one."""
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    listed = list(tensors)
+    if not listed and isinstance(tensors, types.GeneratorType):
+        message = "`parameters` is an empty generator, no gradient clipping will occur."
+        warnings.warn(message, stacklevel=4)
+    return listed
+
+
+def _refuse_inference_tensors(grads: list[Tensor] | _ops.Shards) -> None:
+    """Refuse what torch's in-place operators refuse, before anything is written."""
+    if torch.is_inference_mode_enabled():
+        return
+    held = itertools.chain(*grads.values()) if isinstance(grads, dict) else grads
+    if any(map(torch.Tensor.is_inference, held)):
+        msg = "Inplace update to inference tensor outside InferenceMode is not allowed."
+        raise RuntimeError(msg)
+
+
+def _nonfinite_message(tensors: Iterable[Tensor | None], norm_type: float) -> str:
+    """Say which gradient is not finite, in torch's words."""
+    where = "in a gradient of another rank"
+    for i, tensor in enumerate(tensors):
+        held = [] if tensor is None else [_ops.local_of(tensor)]
+        if not get_total_norm(held, math.inf).isfinite():
+            where = f"first in the gradient of parameters[{i}]"
+            break
+    return (
+        f"The total norm of order {norm_type} for gradients from `parameters` is non-finite "
+        f"({where}), so it cannot be clipped. To disable this error and scale the gradients by the "
+        "non-finite norm anyway, set `error_if_nonfinite=False`"
+    )

@@ -1,0 +1,111 @@
+"""What a step found: its report, and the gradients that are not finite."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fastamp import _ops
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+__all__ = ["NonFinite", "StepReport", "find_nonfinite", "unmeasured"]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step found and did: 0-dim tensors on the gradients' device, which nobody waited for.
+
+    Attributes:
+        norm: of the unscaled gradients before clipping, NaN where no one measured it.
+        clip_coef: what clipping multiplied the gradients by, 1 without clipping.
+        found_inf: 1.0 where a gradient held inf or NaN and the step was skipped, else 0.0.
+        scale: the loss scale of this step.
+    """
+
+    norm: Tensor
+    clip_coef: Tensor
+    found_inf: Tensor
+    scale: Tensor
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the optimizer left the parameters as they were; waits for the device."""
+        return bool(self.found_inf.item())
+
+
+class _Counts(NamedTuple):
+    name: str
+    n_nan: int
+    n_inf: int
+    first_index: int
+
+
+class NonFinite(_Counts):
+    """One gradient with values that are not finite: name, n_nan, n_inf, first_index.
+
+    `first_index` counts in the flattened gradient; torch.unravel_index makes it a position.
+    """
+
+    rank: int | None = None
+    """Whose values these are, beside the four; None without torch.distributed."""
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, rank={self.rank})"
+
+
+def unmeasured(found_inf: Tensor) -> StepReport:
+    """Report a step in which nobody measured the gradients."""
+    one = torch.ones_like(found_inf)
+    return StepReport(one * torch.nan, one, found_inf, one)
+
+
+def find_nonfinite(
+    module: torch.nn.Module, process_group: ProcessGroup | None = None
+) -> list[NonFinite]:
+    """Name the parameters of a module whose gradients hold inf or NaN, on all ranks."""
+    named = [(n, p.grad) for n, p in module.named_parameters() if p.grad is not None]
+    finite = [_values_of(_ops.local_of(grad)).isfinite().all() for _, grad in named]
+    found = [
+        _count_nonfinite(name, grad)
+        for (name, grad), is_finite in zip(named, finite, strict=True)
+        if not is_finite
+    ]
+    if dist.is_available() and dist.is_initialized():
+        for entry in found:
+            entry.rank = dist.get_rank()
+        shards = _ops.take([grad for _, grad in named], process_group)
+        if isinstance(shards, dict):
+            from fastamp._ops import sharded  # noqa: PLC0415 - it is loaded by now
+
+            return sharded.gather(found, shards)
+    return found
+
+
+def _values_of(grad: Tensor) -> Tensor:
+    return grad.coalesce().values() if grad.is_sparse else grad
+
+
+def _count_nonfinite(name: str, whole: Tensor) -> NonFinite:
+    grad = _ops.local_of(whole)
+    values = _values_of(grad)
+    bad = values.isfinite().logical_not()
+    first = int(bad.reshape(-1).to(torch.uint8).argmax().item())
+    if grad.is_sparse:
+        # Entries are sorted by place; what follows the sparse dimensions lies inside an entry.
+        entry, inside = divmod(first, max(values[0].numel(), 1))
+        place = 0
+        for size, i in zip(grad.shape, grad.coalesce().indices()[:, entry].tolist(), strict=False):
+            place = place * size + i
+        first = place * values[0].numel() + inside
+    if grad is not whole:
+        from fastamp._ops import sharded  # noqa: PLC0415 - only DTensors need it
+
+        first = sharded.index_in_whole(whole, first)
+    n_nan = int(values.isnan().sum().item())
+    return NonFinite(name, n_nan, int(bad.sum().item()) - n_nan, first)

@@ -1,0 +1,176 @@
+"""What goes along with a region of the timer: CUDA events, a range of the profiler, the trace.
+
+Events are pooled and recorded on the current stream. Nobody waits for them: those that have
+happened are read when the pool is empty, the others when somebody asks for results.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from itertools import islice
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.autograd import profiler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastamp._ops import Region, RegionMaker
+
+_MAX_EVENTS = 4096  # under way
+_HARVEST_LIMIT = 32  # bounds what one region pays for reading the events of those before it
+
+
+# One region that ended, for a trace: path, "threads" or "streams", which one, start, duration.
+Span = tuple[str, str, int, int, int]
+
+
+class Extras(NamedTuple):
+    """What begins and ends with the regions of one timer, where there is anything."""
+
+    clock: DeviceClock | None
+    spans: deque[Span]
+
+    def begin(self, region: Region) -> Callable[[int, int], None]:
+        """Return what is to be called when the region ends, with the host's start and end."""
+        opened = None
+        if profiler._is_profiler_enabled:
+            opened = torch._C._profiler._RecordFunctionFast(region.path)
+            opened.__enter__()
+        interval = self.clock.begin(region.path) if self.clock else None
+
+        def end(start_ns: int, end_ns: int) -> None:
+            if self.clock and interval is not None:
+                self.clock.record(interval)
+            if opened is not None:
+                opened.__exit__(None, None, None)
+            thread = threading.get_native_id()
+            self.spans.append((region.path, "threads", thread, start_ns, end_ns - start_ns))
+
+        return end
+
+
+class DeviceFigures:
+    """What one path adds up to on the device."""
+
+    def __init__(self, series: Region) -> None:
+        self.series = series
+        self.gap_ns = self.dropped = self.captured = 0
+
+
+class _Interval:
+    """A region on the device: the time between two events of one stream."""
+
+    def __init__(self, path: str, stream: torch.cuda.Stream) -> None:
+        self.path = path
+        self.stream = stream
+        self.start_ns: int | None = None  # on the lane's clock, once it is known
+
+
+class _Lane:
+    """A stream. Its events happen in order, so the time between neighbours adds up to a clock."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        # Under way: the event, what it begins or ends, and when it was recorded.
+        self.marks: deque[tuple[torch.cuda.Event, _Interval, DeviceFigures, int]] = deque()
+        self.last: torch.cuda.Event | None = None  # the newest that has happened
+        self.clock_ns = 0  # when it did, since the lane's first one
+        self.behind_ns = 0  # host's clock - lane's; no event happens before it is recorded
+
+
+class DeviceClock:
+    """The events of one timer on one device."""
+
+    def __init__(self, device: torch.device, make_region: RegionMaker, spans: deque[Span]) -> None:
+        self._figures: dict[str, DeviceFigures] = {}
+        self._device = device
+        self._make_region = make_region
+        self._spans = spans
+        self._lock = threading.RLock()
+        self._lanes: dict[int, _Lane] = {}
+        self._free: list[torch.cuda.Event] = []
+        self._num_events = 0
+
+    def begin(self, path: str) -> _Interval | None:
+        """Start a region's clock on the current stream, or count why not."""
+        if torch.cuda._is_in_bad_fork():
+            return None
+        interval = _Interval(path, torch.cuda.current_stream(self._device))
+        return interval if self.record(interval) else None
+
+    def figures_of(self, path: str) -> DeviceFigures:
+        """Return what a path adds up to; `wait` completes it."""
+        with self._lock:
+            if path not in self._figures:
+                self._figures[path] = DeviceFigures(self._make_region(path, None, False))
+            return self._figures[path]
+
+    def record(self, interval: _Interval) -> bool:
+        """Record an event on the interval's stream, or count why not."""
+        with self._lock:
+            figures = self.figures_of(interval.path)
+            if torch.cuda.is_current_stream_capturing():
+                figures.captured += 1
+                return False
+            event = self._take_event()
+            if event is None:
+                figures.dropped += 1
+                return False
+            key = interval.stream.cuda_stream
+            lane = self._lanes.get(key) or self._lanes.setdefault(key, _Lane(len(self._lanes)))
+            lane.marks.append((event, interval, figures, perf_counter_ns()))
+            event.record(interval.stream)
+        return True
+
+    def _take_event(self) -> torch.cuda.Event | None:
+        if not self._free:
+            self._harvest(_HARVEST_LIMIT)
+        if not self._free and self._num_events < _MAX_EVENTS:
+            self._num_events += 1
+            return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        return self._free.pop() if self._free else None
+
+    def _harvest(self, limit: int) -> None:
+        """Read what has happened by now, at most `limit` events of each lane."""
+        for lane in self._lanes.values():
+            for event, interval, figures, host_ns in list(islice(lane.marks, limit)):
+                if not event.query():  # type: ignore[no-untyped-call]
+                    break
+                lane.marks.popleft()
+                step_ns = 0
+                if lane.last is not None:
+                    step_ns = round(lane.last.elapsed_time(event) * 1e6)
+                    self._free.append(lane.last)
+                lane.last = event
+                lane.clock_ns += step_ns
+                lane.behind_ns = max(lane.behind_ns, host_ns - lane.clock_ns)
+                if interval.start_ns is None:
+                    interval.start_ns = lane.clock_ns
+                    figures.gap_ns += step_ns
+                    continue
+                ns = lane.clock_ns - interval.start_ns
+                figures.series.add(ns)
+                start_ns = interval.start_ns + lane.behind_ns
+                self._spans.append((interval.path, "streams", lane.number, start_ns, ns))
+
+    def wait(self) -> None:
+        """Wait for the device once and read every event.
+
+        Raises:
+            RuntimeError: the current stream is being captured into a CUDA graph.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            msg = "a timer cannot be read while a CUDA graph is captured"
+            raise RuntimeError(msg)
+        torch.cuda.synchronize(self._device)
+        with self._lock:
+            self._harvest(_MAX_EVENTS)
+
+    def reset(self) -> None:
+        """Forget all figures, also those of events under way."""
+        with self._lock:
+            self._figures = {}

@@ -1,0 +1,332 @@
+"""The timer: what each part of a program takes, on the host or on the GPU, without waiting for it.
+
+Regions are counted exactly and summed exactly; percentiles come from a histogram. So the memory is
+bounded, however long the program runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+from collections import Counter, deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from fastamp import _ops
+from fastamp.timer.events import DeviceClock, Extras, Span
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Mapping
+
+    from fastamp._ops import Region, RegionMaker
+
+    Histogram = tuple[tuple[int, int], ...]
+    Times = tuple[float, float, float]
+
+__all__ = ["RankStats", "RegionStats", "Timer"]
+
+_F = TypeVar("_F", bound="Callable[..., Any]")
+
+_MAX_PATHS = 1000
+_MAX_DEPTH = 200
+_OTHER = "(other)"
+_MAX_SPANS = 65536
+
+
+class RegionStats(NamedTuple):
+    """What is known about one region, in seconds: of the GPU where the timer has one."""
+
+    count: int  # type: ignore[assignment]  # hides the tuple's method
+    """How often it was timed; exact, like the sum, the minimum and the maximum."""
+    total: float
+    mean: float
+    min: float
+    max: float
+    p50: float
+    """From a histogram whose buckets are at most 3.2 % wide, and so are p90 and p99."""
+    p90: float
+    p99: float
+    host: float = 0.0
+    """Total on the host. Where it is near the GPU's total, the region is launch-bound."""
+    gap: float = 0.0
+    """Total on the GPU between the event before the region, in its stream, and the region."""
+    dropped: int = 0
+    """How often it was not timed on the GPU: 4,096 events were under way."""
+    captured: int = 0
+    """How often it was not timed on the GPU: a CUDA graph was being captured."""
+    histogram: tuple[tuple[int, int], ...] = ()
+    """(bucket, count), for `Timer.merge`; nanoseconds below 64 are their own bucket, and every
+    doubling above has 32."""
+
+
+class RankStats(NamedTuple):
+    """One region over the ranks of a process group: the mean of each rank, in seconds."""
+
+    min: float
+    min_rank: int
+    max: float
+    max_rank: int
+
+
+class Timer:
+    """Time regions of a program, on a GPU without waiting for it.
+
+    `with timer("forward"): ...` costs about as much as two reads of a clock. On CUDA an event is
+    recorded on the current stream when the region begins and when it ends; nobody waits for them
+    until `summary()`. Regions that are opened inside another one are named by their path,
+    "outer/inner", per thread. A region counts also when an exception leaves it. 1,000 paths are
+    kept apart; further ones are counted together as "(other)".
+
+    Inside `torch.compile` regions are left out of the graph. While a CUDA graph is captured they
+    are not timed on the GPU, and counted in `captured`. torch's profiler shows them as ranges.
+
+    Args:
+        device: "cpu" for the host's clock, or a CUDA device; None is the current CUDA device where
+            there is one, else "cpu".
+        trace: keep the newest 65,536 regions for `to_chrome_trace`.
+
+    Raises:
+        ValueError: the device is neither "cpu" nor a CUDA device.
+        RuntimeError: the device is not there.
+    """
+
+    __slots__ = ("__weakref__", "_clock", "_device", "_make", "_regions", "_root", "_spans")
+
+    def __init__(self, device: str | torch.device | None = None, trace: bool = False) -> None:  # noqa: FBT001, FBT002
+        self._device = _device(device)
+        self._spans: deque[Span] = deque(maxlen=_MAX_SPANS if trace else 0)
+        make_region: RegionMaker = _ops.ops_for(self._device).regions_for(Timer)
+        self._clock: DeviceClock | None = None
+        if self._device.type == "cuda":
+            self._clock = DeviceClock(self._device, make_region, self._spans)
+        begin = Extras(self._clock, self._spans).begin
+        always = trace or self._clock is not None
+        self._make: Callable[[str], Region] = lambda path: make_region(path, begin, always)
+        self._root = self._make("")
+        self._regions: dict[str, Region] = {}
+
+    def __call__(self, name: str) -> Region | contextlib.nullcontext[None]:
+        """Return the region of this name inside the innermost open one, for a `with` statement."""
+        # Compiled backends find known names without Python; torch.compile reads these lines.
+        if is_dynamo_compiling():
+            return contextlib.nullcontext()
+        outer = self._root.innermost()
+        try:
+            region: Region = outer.children[name]
+        except KeyError:
+            return self._new_region(outer, name)
+        return region
+
+    def _new_region(self, outer: Region, name: object) -> Region:
+        if not isinstance(name, str):
+            msg = f"name: expected a str, got {name!r}"
+            raise TypeError(msg)
+        if outer.path.count("/") >= _MAX_DEPTH - 1:
+            msg = f"region {name!r}: {_MAX_DEPTH} are open around it; is a stop() missing?"
+            raise RuntimeError(msg)
+        path = f"{outer.path}/{name}" if outer.path else name
+        if path not in self._regions and len(self._regions) >= _MAX_PATHS:
+            return self._regions.setdefault(_OTHER, self._make(_OTHER))
+        region = self._regions.setdefault(path, self._make(path))
+        outer.children[name] = region
+        return region
+
+    def start(self, name: str) -> None:
+        """Open a region, to be closed by `stop` in the same thread."""
+        if not is_dynamo_compiling():
+            self(name).__enter__()
+
+    def stop(self, name: str) -> None:
+        """Close the region, which is the innermost open one of this thread.
+
+        Raises:
+            RuntimeError: it is not; the message names the one that is, and nothing changes.
+        """
+        if is_dynamo_compiling():
+            return
+        inner = self._root.innermost()
+        if inner is self._root or not f"/{inner.path}".endswith((f"/{name}", _OTHER)):
+            msg = f"stop({name!r}): the innermost open region of this thread is {inner.path!r}"
+            raise RuntimeError(msg)
+        inner.__exit__(None, None, None)
+
+    def wrap(self, name: str) -> Callable[[_F], _F]:
+        """Return a decorator that makes every call of a function a region.
+
+        Raises:
+            TypeError: the function is a generator or asynchronous: its body runs in pieces, between
+                which other regions begin and end.
+        """
+
+        def decorate(function: _F) -> _F:
+            is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+            if is_async or inspect.isgeneratorfunction(function):
+                msg = f"wrap({name!r}): {function.__qualname__} is a generator or asynchronous"
+                raise TypeError(msg)
+
+            @functools.wraps(function)
+            def timed(*args: Any, **kwargs: Any) -> Any:
+                with self(name):
+                    return function(*args, **kwargs)
+
+            return timed  # type: ignore[return-value]
+
+        return decorate
+
+    def summary(self) -> dict[str, RegionStats]:
+        """Return what is known by now about every region, after one wait for the GPU.
+
+        Regions that are still open are not in it. On the CPU nothing is waited for.
+
+        Raises:
+            RuntimeError: the current stream is being captured into a CUDA graph.
+        """
+        if self._clock is not None:
+            self._clock.wait()
+        found = {path: self._stats(region) for path, region in list(self._regions.items())}
+        return {path: s for path, s in found.items() if s.count or s.dropped or s.captured}
+
+    def _stats(self, region: Region) -> RegionStats:
+        figures, others = region.figures(), (0.0, 0, 0)
+        host_s = figures[1] / 1e9
+        if self._clock is not None:
+            device = self._clock.figures_of(region.path)
+            figures = device.series.figures()
+            others = (device.gap_ns / 1e9, device.dropped, device.captured)
+        count, sum_ns, min_ns, max_ns, buffer = figures
+        hits = np.frombuffer(buffer, np.int64)
+        histogram = tuple((bucket, int(hits[bucket])) for bucket in hits.nonzero()[0].tolist())
+        times = (sum_ns / 1e9, min_ns / 1e9, max_ns / 1e9)
+        return _region_stats(count, times, (host_s, *others), histogram)
+
+    @staticmethod
+    def merge(*summaries: Mapping[str, RegionStats]) -> dict[str, RegionStats]:
+        """Join summaries, of this process or of others, as if one timer had seen everything."""
+        merged: dict[str, RegionStats] = {}
+        for path, stats in (item for summary in summaries for item in summary.items()):
+            merged[path] = _join(merged[path], stats) if path in merged else stats
+        return merged
+
+    def summary_over_ranks(self) -> dict[str, RankStats]:
+        """Compare the ranks of the default process group, in one gather that every rank must join.
+
+        Without an initialised process group this process is the only rank.
+        """
+        mine = {path: stats.mean for path, stats in self.summary().items() if stats.count}
+        everyone: list[Any] = [mine]
+        distributed = torch.distributed
+        if distributed.is_available() and distributed.is_initialized():
+            everyone = [None] * distributed.get_world_size()
+            distributed.all_gather_object(everyone, mine)
+        compared = {}
+        for path in dict.fromkeys(path for means in everyone for path in means):
+            ranked = [(means[path], rank) for rank, means in enumerate(everyone) if path in means]
+            compared[path] = RankStats(*min(ranked), *max(ranked))
+        return compared
+
+    def table(self) -> str:
+        """Return `summary()` as text: a line for each region, then what was not timed and why."""
+        times = ["total", "mean", "min", "p50", "p90", "p99", "max"]
+        times += ["host", "gap"] * (self._clock is not None)
+        rows, notes = [["region", "count", *times]], []
+        for path, stats in self.summary().items():
+            durations = [_duration(getattr(stats, name)) for name in times]
+            rows.append([path, f"{stats.count:,}", *durations])
+            if stats.dropped:
+                notes.append(f"{path}: {stats.dropped:,} not timed, too many events were under way")
+            if stats.captured:
+                notes.append(f"{path}: {stats.captured:,} not timed in the capture of a CUDA graph")
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+            for row in rows
+        ]
+        return "\n".join(lines + notes)
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Write `summary()` to a file, in seconds."""
+        regions = {name: stats._asdict() for name, stats in self.summary().items()}
+        content = {"schema": 1, "unit": "s", "device": str(self._device), "regions": regions}
+        Path(path).write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+    def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the newest 65,536 regions as a trace for chrome://tracing or Perfetto.
+
+        On CUDA each region is there twice, for its thread and for its stream. The GPU's clock is
+        placed by the host's: each stream is as early as its events allow.
+
+        Raises:
+            RuntimeError: the timer was made without `trace=True`.
+        """
+        if not self._spans.maxlen:
+            msg = "to_chrome_trace: this timer keeps no trace; make it with Timer(trace=True)"
+            raise RuntimeError(msg)
+        if self._clock is not None:
+            self._clock.wait()
+        events = [
+            {"ph": "X", "name": name, "pid": kind, "tid": track, "ts": begin / 1e3, "dur": ns / 1e3}
+            for name, kind, track, begin, ns in list(self._spans)
+        ]
+        content = {"traceEvents": events, "displayTimeUnit": "ms"}
+        Path(path).write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+    def reset(self) -> None:
+        """Forget all figures."""
+        if self._clock is not None:
+            self._clock.reset()
+        for region in list(self._regions.values()):
+            region.reset()
+        self._spans.clear()
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    """Return the device whose clock is asked for, with its index."""
+    has_cuda = torch.cuda.is_available()
+    chosen = torch.device(device or ("cuda" if has_cuda else "cpu"))
+    if chosen.type == "cpu":
+        return chosen
+    if chosen.type != "cuda":
+        msg = f"device: expected 'cpu' or a CUDA device, got {str(chosen)!r}"
+        raise ValueError(msg)
+    if not has_cuda:
+        msg = f"device={str(chosen)!r}: no CUDA device is available here"
+        raise RuntimeError(msg)
+    return torch.device("cuda", torch._utils._get_device_index(chosen, optional=True))
+
+
+def _region_stats(
+    count: int, times: Times, others: tuple[float, float, int, int], histogram: Histogram
+) -> RegionStats:
+    """Add mean and percentiles, the middles of their buckets, to (total, min, max) in seconds."""
+    total, low, high = times
+    buckets, hits = np.array(histogram or [(0, 0)]).T
+    ranks = np.ceil(np.multiply((0.5, 0.9, 0.99), count))
+    found = buckets[np.searchsorted(hits.cumsum(), ranks)]
+    shift = np.maximum(found // 32 - 1, 0)
+    ns = ((found - 32 * shift) << shift) + ((1 << shift) - 1) / 2
+    p50, p90, p99 = np.clip(ns / 1e9, low, high).tolist()
+    mean = total / max(count, 1)
+    return RegionStats(count, total, mean, low, high, p50, p90, p99, *others, histogram)
+
+
+def _join(a: RegionStats, b: RegionStats) -> RegionStats:
+    timed = [stats for stats in (a, b) if stats.count] or [a]
+    times = (a.total + b.total, min(s.min for s in timed), max(s.max for s in timed))
+    hits = Counter(dict(a.histogram)) + Counter(dict(b.histogram))
+    others = (a.host + b.host, a.gap + b.gap, a.dropped + b.dropped, a.captured + b.captured)
+    return _region_stats(a.count + b.count, times, others, tuple(sorted(hits.items())))
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration with three or four digits and a unit."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.4g} {unit}"
+    return f"{seconds * 1e9:.4g} ns"

@@ -1,0 +1,96 @@
+"""The text: bytes read in a fixed order, split into training and validation, cut into windows."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from fastamp.bench.options import refuse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy.typing as npt
+
+    from fastamp.bench.arms import Batch, Job
+
+    Bytes = npt.NDArray[np.uint8]
+
+VALIDATION_PART = 10  # one byte in so many
+# Third-party code, and tests, which some distributions leave out of the standard library.
+EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Bytes to train on and, after the cut, bytes to validate on: no byte is in both."""
+
+    source: str
+    sha256: str
+    train: Bytes
+    validation: Bytes
+
+
+def load_corpus(path: str | None, *, block_size: int) -> Corpus:
+    """Read the text and keep its tail for validation.
+
+    Args:
+        path: a file, or a folder whose files are all read; None for the sources of the running
+            interpreter's standard library. Files are joined in the order of their relative paths.
+        block_size: the length of a window in bytes; both parts must hold more than one.
+
+    Raises:
+        argparse.ArgumentError: there is nothing to read at `path`, or too little.
+    """
+    if path is None:
+        source = f"standard library of Python {platform.python_version()}"
+        root, pattern, excluded = Path(sysconfig.get_path("stdlib")), "*.py", EXCLUDED
+    else:
+        source, root, pattern, excluded = path, Path(path), "*", set()
+    names = (file.relative_to(root) for file in root.rglob(pattern) if file.is_file())
+    kept = sorted(name.as_posix() for name in names if not excluded.intersection(name.parts))
+    files = [root] if root.is_file() else [root / name for name in kept]
+    if not files:
+        refuse("--data", str(root), "is no file, and no folder that holds one")
+    try:
+        text = b"".join(file.read_bytes() for file in files)
+    except OSError as error:
+        refuse("--data", error.filename, f"cannot be read: {error}")
+    tail = len(text) // VALIDATION_PART
+    if tail <= block_size:
+        least = (block_size + 1) * VALIDATION_PART
+        problem = f"holds {len(text)} bytes, too few: --block-size {block_size} needs {least}"
+        refuse("--data", str(root), problem)
+    data = np.frombuffer(text, dtype=np.uint8)
+    digest = hashlib.sha256(text).hexdigest()
+    return Corpus(source, digest, train=data[:-tail], validation=data[-tail:])
+
+
+def training_batches(data: Bytes, job: Job) -> Iterator[Batch]:
+    """Yield batches drawn at random, the same for the same seed, without end."""
+    rng = np.random.default_rng(job.seed)
+    while True:
+        starts = rng.integers(0, len(data) - job.shape.block_size, job.batch_size)
+        yield _windows(data, starts, job)
+
+
+def validation_batches(data: Bytes, job: Job, windows: int) -> Iterator[Batch]:
+    """Yield batches of windows that start at equal distances over the whole of `data`."""
+    last = len(data) - job.shape.block_size - 1
+    starts = np.linspace(0, last, windows).astype(np.int64)
+    for first in range(0, windows, job.batch_size):
+        yield _windows(data, starts[first : first + job.batch_size], job)
+
+
+def _windows(data: Bytes, starts: npt.NDArray[np.int64], job: Job) -> Batch:
+    """Return bytes and, one place on, the bytes to predict: int64 [starts, block_size]."""
+    places = starts[:, None] + np.arange(job.shape.block_size + 1)
+    window = torch.from_numpy(data[places].astype(np.int64)).to(job.device)
+    return window[:, :-1].contiguous(), window[:, 1:].contiguous()

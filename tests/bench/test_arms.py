@@ -1,0 +1,138 @@
+"""The main job's model and arms: what a step computes, and how a model is scored."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional
+
+import fastamp
+from fastamp.bench import arms as arms_
+from fastamp.train import text
+from fastamp.train.gpt import GPT, Shape
+
+SHAPE = Shape(layers=2, heads=2, width=32, block_size=16)
+SIZES = {"batch_size": 4, "steps": 8, "seed": 0, "memory_batch_size": 4}
+JOB = arms_.Job(device="cpu", precision="bf16", shape=SHAPE, **SIZES)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    (tmp_path / "text").write_bytes(bytes(range(200)) * 50)
+    return text.load_corpus(str(tmp_path), block_size=SHAPE.block_size)
+
+
+def test_a_byte_changes_no_prediction_before_it():
+    torch.manual_seed(0)
+    model = GPT(SHAPE)
+    tokens = torch.randint(256, (2, 16))
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 256
+    with torch.no_grad():
+        before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert (before[:, 9:] != after[:, 9:]).any(dim=2).all()
+
+
+def test_autocast_reaches_the_residual_stream():
+    model = GPT(SHAPE)
+    seen = []
+    model.norm.register_forward_hook(lambda _module, args, _out: seen.append(args[0].dtype))
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    for arm in arms_.make_arms(JOB):
+        with arms_.Run(arm, JOB, model).autocast():
+            model(tokens)
+    assert seen == [torch.float32, torch.bfloat16, torch.bfloat16]
+
+
+def test_the_fp32_arm_is_a_plain_loop_to_the_last_bit(corpus):
+    model = arms_.make_model(JOB)
+    torch.nn.init.normal_(model.head.weight)  # steep enough for the clip to act
+    run = arms_.Run(arms_.make_arms(JOB)[0], JOB, copy.deepcopy(model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * 256 / 32, fused=True)
+    batches = text.training_batches(corpus.train, JOB)
+    for tokens, targets in itertools.islice(batches, 3):
+        run.train_step(tokens, targets)
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 1
+        optimizer.step()
+    for ours, plain in zip(run.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_every_step_clips_the_same_gradients_and_ends_at_the_same_weights(corpus, precision):
+    job = replace(JOB, precision=precision)
+    model = arms_.make_model(job)
+    torch.nn.init.normal_(model.head.weight, std=0.3)  # steep enough for the clip to act
+    tokens, targets = next(text.training_batches(corpus.train, JOB))
+    ends = {}
+    for step in arms_.STEPS:
+        run = arms_.Run(arms_.Arm(name=step, dtype=job.dtype, step=step), job, copy.deepcopy(model))
+        run.train_step(tokens, targets)
+        assert run.scaler.is_enabled() == (precision == "fp16")
+        assert isinstance(run.scaler, fastamp.GradScaler) == (step == "fastamp")
+        norm = torch.nn.utils.get_total_norm([p.grad for p in run.parameters])
+        assert norm.item() == pytest.approx(1.0, abs=1e-5)
+        assert not run.skipped()
+        ends[step] = torch.cat([p.detach().flatten() for p in run.parameters])
+    torch.testing.assert_close(ends["fastamp"], ends["stock"], rtol=1e-4, atol=1e-6)
+    assert torch.equal(ends["naive"], ends["stock"])
+
+
+@pytest.mark.parametrize("step", arms_.STEPS)
+def test_a_step_with_an_overflow_is_counted_as_skipped_once(corpus, step):
+    job = replace(JOB, precision="fp16")
+    run = arms_.Run(arms_.Arm(name=step, dtype=job.dtype, step=step), job, arms_.make_model(job))
+    batches = text.training_batches(corpus.train, JOB)
+    run.train_step(*next(batches))
+    assert not run.skipped()
+    hook = run.parameters[0].register_hook(lambda grad: grad * math.inf)
+    run.train_step(*next(batches))
+    hook.remove()
+    assert run.skipped()
+    run.train_step(*next(batches))
+    assert not run.skipped()
+    assert len(run.losses) == 3
+
+
+def test_a_score_is_computed_in_float32_outside_autocast(corpus, monkeypatch):
+    seen = []
+    cross_entropy = functional.cross_entropy
+
+    def spy(logits, targets, **options):
+        seen.append((logits.dtype, torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
+        return cross_entropy(logits, targets, **options)
+
+    monkeypatch.setattr(arms_.functional, "cross_entropy", spy)
+    run = arms_.Run(arms_.make_arms(JOB)[1], JOB, arms_.make_model(JOB))
+    windows = text.validation_batches(corpus.validation, JOB, 6)
+    score = arms_.evaluate(run, windows)
+    assert seen == [(torch.float32, False, False)] * 2
+    assert len(score.window_accuracies) == 6
+    assert score.accuracy == pytest.approx(sum(score.window_accuracies) / 6)
+    assert score.loss == pytest.approx(math.log(256), rel=0.2)  # nothing is learnt yet
+
+
+def test_only_the_last_arm_steps_with_fastamp():
+    assert [(arm.name, arm.step) for arm in arms_.make_arms(JOB)] == [
+        *((name, "stock") for name in ("fp32", "amp")),
+        ("amp+fastamp", "fastamp"),
+    ]
+
+
+def test_fp32_on_a_gpu_is_measured_strict_and_with_tf32():
+    arms = arms_.make_arms(replace(JOB, device="cuda"))
+    assert [(arm.name, arm.tf32) for arm in arms[:2]] == [
+        ("fp32-strict", False),
+        ("fp32-tf32", True),
+    ]

@@ -1,0 +1,429 @@
+"""The main job of the benchmark: what it measures, and what it says."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fastamp
+from fastamp.bench import arms as arms_
+from fastamp.bench import compare, environment, main_job, race, record, story
+from fastamp.bench.__main__ import main
+from fastamp.bench.compare import Interval, Race, Visit
+from fastamp.train import text as train_text
+from fastamp.train.gpt import GPT, Shape
+
+SHAPE = Shape(layers=2, heads=2, width=32, block_size=16)
+SIZES = {"batch_size": 4, "steps": 8, "seed": 0, "memory_batch_size": 4}
+JOB = arms_.Job(device="cpu", precision="bf16", shape=SHAPE, **SIZES)
+TINY = "--device cpu --layers 1 --heads 2 --width 32 --block-size 16 --batch-size 4 --steps 8"
+NAMES = ["fp32", "amp", "amp+fastamp"]
+TARGETS = {"min_speedup": 1.5, "min_memory_saving": 0.4, "max_accuracy_gap": 0.01}
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def text(tmp_path):
+    """Return a file of text whose validation part holds bytes of its own."""
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(100)) * 90 + bytes(range(100, 200)) * 10)
+    return path
+
+
+@pytest.fixture
+def corpus(text):
+    return train_text.load_corpus(str(text), block_size=SHAPE.block_size)
+
+
+@pytest.fixture
+def quick(monkeypatch, text):
+    """Take the subprocesses out of the main job and return its tiny options."""
+    monkeypatch.setattr(race, "peak_memory", lambda *_: 100)
+    monkeypatch.setattr(environment, "cpu_features", lambda: {"amx_bf16"})
+    return [*TINY.split(), "--data", str(text)]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Run the main job once, on the standard library, as a user does, in a pipe."""
+    folder = tmp_path_factory.mktemp("a folder")
+    command = [sys.executable, "-W", "error", "-m", "fastamp.bench", *TINY.split()]
+    done = subprocess.run(
+        [*command, "--json", "all of it.json"],
+        cwd=folder,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done, json.loads((folder / "all of it.json").read_text())
+
+
+def results(*, speedups=(2.0,), peak=50, gap=0.0, loss=1.0):
+    """Return what a race found: a block for each speed-up, 64 windows of a score."""
+    rounds = [
+        {"fp32": Visit(1.0), "amp": Visit(1.0), "amp+fastamp": Visit(1 / speedup)}
+        for speedup in speedups
+        for _ in range(2)
+    ]
+    windows = [0.5] * 64
+    scores = {
+        name: [arms_.Score(loss=1.0, accuracy=0.5, window_accuracies=windows)] for name in NAMES
+    }
+    shifted = [share + gap for share in windows]
+    scores[NAMES[2]] = [arms_.Score(loss=loss, accuracy=0.5 + gap, window_accuracies=shifted)]
+    return race.Results(
+        parameters=1,
+        peaks=dict(zip(NAMES, [100, 100, peak], strict=True)),
+        race=Race(arms=NAMES, rounds=rounds),
+        losses={},
+        scores=scores,
+    )
+
+
+def verdicts(found, excused=()):
+    targets = main_job.judge_targets(argparse.Namespace(**TARGETS), found, excused=dict(excused))
+    return {verdict.name: verdict for verdict in targets}
+
+
+def test_every_arm_starts_from_the_same_weights_and_sees_the_same_batches(
+    quick, monkeypatch, capsys
+):
+    seen = {name: [] for name in NAMES}
+    starts = {}
+    step = arms_.Run.train_step
+
+    def spy(run, tokens, targets):
+        starts.setdefault(run.arm.name, copy.deepcopy(run.model.state_dict()))
+        seen[run.arm.name].append((tokens.clone(), targets.clone()))
+        step(run, tokens, targets)
+
+    monkeypatch.setattr(arms_.Run, "train_step", spy)
+    assert main(quick) == 0
+    assert capsys.readouterr().err == ""
+    for name in NAMES[1:]:
+        assert all(torch.equal(starts[name][key], starts["fp32"][key]) for key in starts["fp32"])
+    rounds = list(zip(*seen.values(), strict=True))
+    assert len(rounds) == 8
+    for tokens, targets in ([torch.stack(part) for part in zip(*r, strict=True)] for r in rounds):
+        assert (tokens == tokens[0]).all()
+        assert (targets == targets[0]).all()
+    assert not torch.equal(rounds[0][0][0], rounds[1][0][0])
+
+
+# What is measured
+
+
+def test_memory_is_measured_in_another_process_and_grows_with_the_model(corpus, monkeypatch):
+    monkeypatch.setattr(race, "_first_steps", None)  # seen by this process and its forks only
+    fp32 = arms_.make_arms(JOB)[0]
+    small = race.peak_memory(JOB, fp32, corpus.train)
+    large_job = replace(JOB, shape=replace(SHAPE, width=768, layers=3))
+    large = race.peak_memory(large_job, fp32, corpus.train)
+    parameters = sum(parameter.numel() for parameter in GPT(large_job.shape).parameters())
+    # float32 weights, gradients and two moments are 16 bytes a parameter
+    assert 16 * parameters < large < 32 * parameters
+    assert 0 <= small < 2**24
+
+
+# What is said
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "verdict"),
+    [
+        ({"speedups": [1.5] * 6}, "speed-up", "pass"),
+        ({"speedups": [1.4999] * 6}, "speed-up", "fail"),
+        ({"speedups": [1.4, 1.4, 1.5, 1.6, 1.6, 1.6]}, "speed-up", "inconclusive"),
+        ({"speedups": [2.0] * 2}, "speed-up", "inconclusive"),  # too few for an interval
+        ({"peak": 60}, "memory saving", "pass"),
+        ({"peak": 61}, "memory saving", "fail"),
+        ({"peak": None}, "memory saving", "n/a"),
+        ({"gap": 0.0099}, "accuracy gap", "pass"),
+        ({"gap": -0.0099}, "accuracy gap", "pass"),
+        ({"gap": 0.0101}, "accuracy gap", "fail"),
+        ({"gap": -0.0101}, "accuracy gap", "fail"),
+        ({"loss": math.nan}, "accuracy gap", "fail"),
+    ],
+)
+def test_a_target_is_met_up_to_its_bound(changes, name, verdict):
+    assert verdicts(results(**changes))[name].verdict == verdict
+
+
+def test_a_speedup_that_cannot_be_expected_is_not_judged_but_shown():
+    found = verdicts(results(speedups=[0.1] * 6), {"speed-up": "no units"})["speed-up"]
+    assert (found.verdict, found.reason) == ("n/a", "amp+fastamp against fp32: no units")
+    assert found.figure.value == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("features", "precision", "reason"),
+    [
+        ({"avx2", "avx512_bf16"}, "bf16", None),
+        ({"asimd", "bf16"}, "bf16", None),
+        ({"avx2"}, "bf16", "names no bf16 units"),
+        (set(), "bf16", "names no bf16 units"),
+        ({"avx512_bf16"}, "fp16", "fp16 has no speed-up"),
+    ],
+)
+def test_a_cpu_without_units_has_no_speedup_to_expect(monkeypatch, features, precision, reason):
+    monkeypatch.setattr(environment, "cpu_features", lambda: features)
+    found = environment.no_speed_reason("cpu", precision)
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize(
+    ("options", "status"),
+    [
+        ("--check", 1),  # the peaks are equal: nothing is saved
+        ("", 0),
+        ("--check --min-memory-saving 0 --min-speedup 0 --max-accuracy-gap 1", 0),
+    ],
+)
+def test_a_missed_target_is_an_error_only_with_check(quick, options, status, capsys):
+    assert main(["amp", *quick, *options.split()]) == status
+    assert ("memory saving 0 % (target >= 40 %): fail" in capsys.readouterr().out) == (
+        "--min" not in options
+    )
+
+
+@pytest.mark.parametrize(("speedups", "status"), [([2.0] * 6, 0), ([1.0, 2.0] * 3, 3)])
+def test_a_target_that_is_met_perhaps_is_no_success(quick, monkeypatch, speedups, status, capsys):
+    monkeypatch.setattr(main_job, "measure", lambda *_, **__: results(speedups=speedups))
+    assert main([*quick, "--check"]) == status
+    assert ("inconclusive" in capsys.readouterr().out) == (status == 3)
+
+
+@pytest.mark.parametrize(("peak", "status"), [(50, 0), (None, 3)])
+def test_targets_of_which_none_can_be_judged_are_not_met(quick, monkeypatch, peak, status, capsys):
+    monkeypatch.setattr(main_job, "no_speed_reason", lambda *_: "no units")
+    monkeypatch.setattr(main_job, "measure", lambda *_, **__: results(peak=peak))
+    if peak is None:
+        monkeypatch.setattr(main_job, "_accuracy_gap", lambda *_: (None, "not scored"))
+    assert main([*quick, "--check"]) == status
+    assert ": n/a, amp+fastamp against fp32: no units" in capsys.readouterr().out
+
+
+def test_a_batch_that_is_cut_for_a_slow_cpu_is_not_held_to_the_memory_target(
+    quick, monkeypatch, capsys
+):
+    def memory_line(*options):
+        main([*quick, *options])
+        return capsys.readouterr().out.splitlines()[-2]
+
+    default = quick.index("--batch-size")
+    del quick[default : default + 2]
+    monkeypatch.setattr(main_job, "CPU_CUT", {"batch_size": 3, "steps": 3})
+    monkeypatch.setattr(race, "VALIDATION_WINDOWS", 4)
+    monkeypatch.setattr(main_job, "no_speed_reason", lambda *_: "no units")
+    assert ": n/a, amp+fastamp against fp32: no units, so the default batch is cut to 3" in (
+        memory_line()
+    )
+    assert ": fail, amp+fastamp against fp32: a peak of" in memory_line("--batch-size", "3")
+
+
+def test_the_json_file_says_what_the_table_says(finished):
+    done, found = finished
+    lines = done.stdout.splitlines()
+    race_, known = found["races"]["training"], found["details"]
+    for name, line in zip(NAMES, lines[2:5], strict=True):
+        arm = race_["arms"][name]
+        times, ratio, peak = arm["time_s"], arm["speedup"], known["peak_memory_nbytes"][name]
+        assert peak > 0
+        ratio = Interval(**{end: math.inf if x is None else x for end, x in ratio.items()})
+        assert line.split() == [
+            name,
+            f"{times['median'] * 1e3:.1f}",
+            *f"[{times['low'] * 1e3:.1f}, {times['high'] * 1e3:.1f}]".split(),
+            *ratio.text(".2f", "x").split(),
+            "0",
+            f"{known['tokens_per_s'][name]:.0f}",
+            f"{peak / 2**20:.0f}",
+            f"{known['validation'][name][0]['loss']:.4f}",
+            f"{known['validation'][name][0]['accuracy']:.4f}",
+        ]
+        assert len(found["losses"][name]) == 8
+    assert [sorted(v["arm"] for v in round_) for round_ in race_["rounds"]] == [sorted(NAMES)] * 8
+    for target, line in zip(found["verdicts"], lines[-3:], strict=True):
+        assert line.startswith(target["name"])
+        assert f": {target['verdict']}, {target['reason']}" in line
+    assert "memory: peak of the resident set" in done.stdout
+    assert found["schema_version"] == record.SCHEMA_VERSION
+    assert found["environment"]["torch"] == torch.__version__
+    assert found["job"]["shape"]["width"] == 32
+
+
+def test_three_seeds_are_trained_and_scored_but_one_is_timed(quick, tmp_path, capsys):
+    path = tmp_path / "found.json"
+    assert main([*quick, "--thorough", "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    scores = [score["loss"] for score in found["details"]["validation"]["fp32"]]
+    assert len(set(scores)) == 3
+    assert len(found["races"]["training"]["rounds"]) == 8
+    assert "3 seed(s)" in capsys.readouterr().out
+
+
+def test_the_memory_is_that_of_a_large_batch_unless_a_batch_is_asked_for(quick, monkeypatch):
+    assert (main_job.CPU_STEPS["steps"] - race.WARMUP_STEPS - 1) // 2 >= 20  # blocks of short steps
+    seen = []
+    monkeypatch.setattr(race, "peak_memory", lambda job, *_: seen.append(job.batch_size))
+    sizes = {"batch_size": 2, "steps": 8, "memory_batch_size": 5}
+    monkeypatch.setattr(main_job, "CPU_STEPS", sizes)
+    assert main(quick) == 0
+    place = quick.index("--batch-size")
+    assert main(quick[:place] + quick[place + 2 :]) == 0
+    assert seen == [4] * 3 + [5] * 3
+
+
+def test_a_slower_step_is_a_regression_of_the_main_job_and_a_rerun_is_none(
+    quick, tmp_path, monkeypatch, capsys
+):
+    saved = tmp_path / "saved.json"
+    command = [*quick, "--steps", "204"]
+    held = [*command, "--baseline", str(saved), "--fail-on", "speedup:-5%"]
+    step, clock = arms_.Run.train_step, time.process_time
+
+    def timed(call, _device):  # on a clock that other programs do not move
+        start_s = clock()
+        call()
+        return clock() - start_s
+
+    def slowed(run, *batch):
+        start_s = clock()
+        step(run, *batch)
+        end_s = clock()
+        while run.arm.step == "fastamp" and clock() < end_s + (end_s - start_s) / 9:
+            pass  # so that it takes a ninth longer, and has 10 % less of a speed-up
+
+    monkeypatch.setattr(compare, "timed", timed)
+    assert main([*command, "--json", str(saved)]) == 0
+    assert main(held) == 0
+    monkeypatch.setattr(arms_.Run, "train_step", slowed)
+    assert main(held) == 1
+    assert "(target >= -5 %): fail" in capsys.readouterr().out.splitlines()[-1]
+
+
+# The story
+
+
+def test_every_repair_has_a_loop_of_its_own_that_differs_in_that_part_alone():
+    loops = story.make_loops(["naive", "stock", "fastamp"])
+    naive = loops.pop("naive")
+    assert loops.pop("again") == naive
+    assert set(naive.values()) == {"naive"}
+    for name, parts in loops.items():
+        part, arm = name.split(": ")
+        changed = {key: value for key, value in parts.items() if value != "naive"}
+        assert changed == parts if part == "all" else changed == {part: arm}
+    assert {"loader: fastamp", "step: fastamp", "timing: fastamp", "precision: stock"} < set(loops)
+
+
+def test_the_story_races_all_loops_and_says_what_each_repair_brings(quick, tmp_path, capsys):
+    path = tmp_path / "found.json"
+    options = ["--arms", "naive,stock,fastamp", "--steps", "40", "--json", str(path)]
+    assert main([*quick, *options]) == 0
+    found = json.loads(path.read_text())
+    assert found["metrics"]["speedup/step/fastamp"]["value"] > 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:8]] == ["none:", *story.PARTS, "all"]
+
+
+def test_fastamps_timer_counts_every_step_of_the_story(corpus):
+    parts = dict.fromkeys(story.PARTS, "naive") | {"timing": "fastamp"}
+    windows = fastamp.TokenDataset(corpus.train, 16)
+    run = arms_.Run(arms_.make_arms(JOB)[0], JOB, arms_.make_model(JOB))
+    loop = story.Loop(parts, run, windows, JOB)
+    loop.epoch()
+    assert loop.timer.summary()["step"].count == story.VISIT_STEPS
+
+
+def test_a_pipe_gets_whole_lines_and_no_progress_bar(finished):
+    done, _ = finished
+    assert done.stderr == ""
+    assert "\r" not in done.stdout
+    assert done.stdout.startswith("standard library of Python")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--steps 0", "argument --steps: '0' is not an integer of at least 3"),
+        ("--steps 2", "argument --steps: '2' is not"),
+        ("--arms stock,fastamp", "argument --arms: invalid choice: 'stock,fastamp'"),
+        ("step --shapes 3x", "argument --shapes: '3x' is not a number of tensors"),
+        (
+            "latency --batch-sizes 1,0",
+            "argument --batch-sizes: '0' is not an integer of at least 1",
+        ),
+        ("selftest --slowdown -1", "argument --slowdown: '-1' is not an integer from 0 to 100"),
+        ("--report missing/x", "argument --report: 'missing/x' is no file that can be written"),
+        ("--baseline short", "argument --baseline: 'short' cannot be read"),
+        ("--fail-on speedup", "argument --fail-on: 'speedup' is not a metric and a change"),
+        ("--fail-on speedup:-5%", "argument --fail-on: 'speedup' needs a --baseline"),
+        ("--batch-size -1", "argument --batch-size: '-1' is not an integer of at least 1"),
+        ("--width x", "argument --width: 'x' is not"),
+        ("--width 32 --heads 3", "argument --heads: 3 does not divide --width 32"),
+        (
+            "--min-memory-saving 40",
+            "argument --min-memory-saving: '40' is not a number from -1 to 1",
+        ),
+        ("--max-accuracy-gap nan", "argument --max-accuracy-gap: 'nan' is not"),
+        ("--device tpu", "argument --device: invalid choice: 'tpu'"),
+        ("--data missing", "argument --data: 'missing' is no file, and no folder that holds one"),
+        ("--data empty", "argument --data: 'empty' is no file, and no folder"),
+        ("--data short", "argument --data: 'short' holds 10 bytes, too few: --block-size"),
+        ("--json missing/x", "argument --json: 'missing/x' is no file that can be written"),
+        ("--json empty", "argument --json: 'empty' is no file that can be written"),
+        ("--step 5", "unrecognized arguments: --step 5"),
+        ("race", "invalid choice: 'race'"),
+    ],
+)
+def test_a_bad_argument_is_named_before_any_work(options, message, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(main_job, "measure", None)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "short").write_bytes(b"0123456789")
+    with pytest.raises(SystemExit) as exit_:
+        main(options.split())
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_there_is_a_bad_argument(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as exit_:
+        main(["--device", "cuda"])
+    assert exit_.value.code == 2
+    assert "argument --device: 'cuda' needs a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.cuda
+def test_the_main_job_runs_on_a_gpu_with_loss_scaling(tmp_path, capsys):
+    options = "--layers 2 --heads 2 --width 64 --block-size 64 --batch-size 64 --steps 4"
+    path = tmp_path / "found.json"
+    assert main([*options.split(), "--precision", "fp16", "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert found["environment"]["device"] == "cuda"
+    peaks = found["details"]["peak_memory_nbytes"]
+    assert peaks["amp+fastamp"] < peaks["fp32-strict"]
+    assert "memory: peak of the GPU memory" in capsys.readouterr().out
+
+
+@pytest.mark.cuda
+def test_the_other_commands_run_on_a_gpu(tmp_path, capsys):
+    for command in ("step --shapes 3x1000", "latency --batch-sizes 1"):
+        assert main(command.split()) == 0
+    quick = "--layers 1 --heads 2 --width 64 --block-size 64 --batch-size 4 --steps 40"
+    assert main([*quick.split(), "--arms", "naive,stock,fastamp"]) == 0
+    assert "all" in capsys.readouterr().out

@@ -1,0 +1,271 @@
+"""The statistics of the benchmark: the order of visits, intervals, verdicts, baselines."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fastamp.bench import compare, environment, record, selftest
+from fastamp.bench.__main__ import main
+from fastamp.bench.baseline import bound, hold
+from fastamp.bench.compare import Interval, Plan, Race, Visit, bootstrap, measure, verdict_on
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PLAN = Plan(rounds=64, warmup=0)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Replace the clock: an arm's callable returns how long it took."""
+    monkeypatch.setattr(compare, "timed", lambda call, _device: call())
+
+
+# The order of visits, and what becomes of them
+
+
+def test_a_block_is_a_random_order_and_its_reverse(clock):
+    race = measure({name: lambda: 1.0 for name in "abc"}, PLAN, seed=1)
+    orders = ["".join(round_) for round_ in race.rounds]
+    assert orders[1::2] == [order[::-1] for order in orders[::2]]
+    assert len(orders) == 64
+    assert set(orders) == {"".join(order) for order in itertools.permutations("abc")}
+
+
+def test_a_machine_that_slows_down_steadily_does_not_move_the_ratio(clock):
+    now = itertools.count()
+
+    def arm(seconds):
+        return lambda: seconds * (1 + 0.01 * next(now))
+
+    race = measure({"stock": arm(1.5), "ours": arm(1.0)}, PLAN)
+    assert race.ratio("ours").value == pytest.approx(1.5, rel=1e-3)
+    first, last = (list(race.rounds[i].values())[i].elapsed_s for i in (0, -1))
+    assert last / first > 1.5  # as much as what is to be found
+    placebo = race.placebo()
+    assert placebo.low < 1 < placebo.high
+
+
+def test_the_warmup_ends_when_two_windows_agree(clock):
+    times = iter([9.0, 5.0, 2.0, 1.0, 1.01, *[1.0] * 50])
+    race = measure({"a": lambda: next(times)}, Plan(rounds=10, window=1, warmup=9))
+    assert race.warmup_rounds == 6  # the fifth agrees with the fourth, one more leaves whole blocks
+    assert len(race.rounds) == 10
+    assert [visit for visit in race.times_s("a") if visit != 1.0] == []
+
+
+def test_the_warmup_of_a_machine_that_never_settles_is_bounded(clock):
+    times = itertools.cycle([1.0, 3.0])
+    race = measure({"a": lambda: next(times)}, Plan(rounds=20, window=1, warmup=8))
+    assert (race.warmup_rounds, len(race.rounds)) == (8, 20)
+
+
+def test_a_visit_that_left_out_work_is_counted_and_in_no_ratio(clock):
+    calls = itertools.count()
+    skips = {4, 9}
+    now = iter(range(1000))
+    race = measure(
+        {"a": lambda: 2.0, "b": lambda: 1e-3 if next(calls) in skips else 1.0},
+        Plan(rounds=16, warmup=0),
+        skipped=lambda name: name == "b" and next(now) in skips,
+    )
+    assert race.skipped("b") == 2
+    assert race.ratio("b") == Interval(value=2.0, low=2.0, high=2.0)
+    assert race.times_s("b") == [1.0] * 14
+
+
+def test_a_race_stops_when_all_intervals_are_narrow_or_its_time_is_over(clock):
+    rng = np.random.default_rng(0)
+    arms = {name: lambda: math.exp(rng.normal(0, 0.05)) for name in "ab"}
+    narrow = measure(arms, Plan(rounds=4000, warmup=0, half_width=0.02))
+    assert 12 <= len(narrow.blocks()) < 200
+    assert math.log(narrow.ratio("b").high / narrow.ratio("b").low) <= 0.04
+    assert len(measure(arms, Plan(rounds=4000, warmup=0, limit_s=0)).blocks()) == 3
+
+
+def test_the_base_again_is_the_placebo_where_it_runs(clock):
+    race = measure({"a": lambda: 2.0, compare.AGAIN: lambda: 1.0}, PLAN)
+    assert race.placebo().value == 2.0
+
+
+# Intervals and verdicts
+
+
+@pytest.mark.parametrize("blocks", [5, 12, 60])
+@pytest.mark.parametrize("hits", [0.0, 0.25])
+def test_an_interval_covers_the_truth_as_often_as_it_says(blocks, hits):
+    rng = np.random.default_rng(blocks)
+    covered = 0
+    for _ in range(200):
+        noise = rng.normal(0, 0.01, (blocks, 4))
+        noise += (rng.random((blocks, 4)) < hits) * rng.exponential(0.5, (blocks, 4))
+        found = bootstrap((noise @ [0.5, 0.5, -0.5, -0.5]).tolist())
+        covered += found.low <= 0 <= found.high
+    assert covered >= 180  # of 190 expected, 3.2 standard deviations
+
+
+def test_neighbours_that_resemble_each_other_widen_the_interval():
+    rng = np.random.default_rng(0)
+    alone = rng.normal(0, 1, 320)
+    runs = np.repeat(alone[:32], 10)
+    widths = [bootstrap(values.tolist()) for values in (alone, runs)]
+    assert widths[1].high - widths[1].low > 2 * (widths[0].high - widths[0].low)
+
+
+def test_few_blocks_have_no_interval_and_none_no_figure():
+    two = bootstrap([1.0, 2.0])
+    assert (two.value, two.low, two.high) == (1.5, -math.inf, math.inf)
+    assert math.isnan(bootstrap([]).value)
+    assert verdict_on(two, 0) == "inconclusive"
+
+
+@pytest.mark.parametrize(
+    ("ends", "verdict"),
+    [
+        ((1.5, 1.6), "pass"),
+        ((1.4, 1.4999), "fail"),
+        ((1.4, 1.5), "inconclusive"),
+        ((math.nan, math.nan), "inconclusive"),
+    ],
+)
+def test_only_an_interval_that_clears_the_target_passes(ends, verdict):
+    assert verdict_on(Interval(value=1.5, low=ends[0], high=ends[1]), low=1.5) == verdict
+
+
+# The bench measures itself
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Run the selftest's command with no slowdown, once, and return the file."""
+    path = tmp_path_factory.mktemp("saved") / "base.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selftest, "PLAN", Plan(**(vars(selftest.PLAN) | {"least_blocks": 100})))
+        torch.set_num_threads(1)
+        assert main(["selftest", "--slowdown", "0", "--json", str(path)]) == 0
+    return path
+
+
+def test_a_known_slowdown_is_found_and_identical_arms_are_the_same(tmp_path, capsys):
+    path = tmp_path / "found.json"
+    assert main(["selftest", "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert found["details"]["true_ratio"] == 1.1
+    assert found["metrics"]["speedup"]["high"] < 0.93
+    assert found["races"]["selftest"]["placebo"]["value"] == pytest.approx(1, abs=0.02)
+    assert "the true ratio, 1.1000, is" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("slowdown", "status"), [(10, 1), (0, 0)])
+def test_a_regression_of_ten_percent_is_an_error_and_a_rerun_is_none(
+    saved, slowdown, status, monkeypatch, capsys
+):
+    monkeypatch.setattr(selftest, "PLAN", Plan(**(vars(selftest.PLAN) | {"least_blocks": 100})))
+    held = ["--baseline", str(saved), "--fail-on", "speedup:-5%"]
+    assert main(["selftest", "--slowdown", str(slowdown), *held]) == status
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("speedup since the baseline")
+    assert f"(target >= -5 %): {['pass', 'fail'][status]}" in line
+
+
+def test_a_selftest_that_finds_nothing_fails(monkeypatch, capsys):
+    monkeypatch.setattr(compare, "timed", lambda _call, _device: 1.0)
+    monkeypatch.setattr(selftest, "PLAN", Plan(rounds=40))
+    assert main(["selftest"]) == 1
+    assert "slowed arm 1x (target" not in capsys.readouterr().err
+
+
+# Baselines
+
+
+def metric(value, spread):
+    return Interval(value=value, low=value * (1 - spread), high=value * (1 + spread))
+
+
+@pytest.mark.parametrize(
+    ("new", "spread", "bound_", "verdict"),
+    [
+        (1.0, 0.01, "m:-5%", "pass"),
+        (0.97, 0.04, "m:-5%", "pass"),  # no regression that far is seen
+        (0.9, 0.01, "m:-5%", "fail"),
+        (0.94, 0.03, "m:-5%", "fail"),
+        (0.94, 0.06, "m:-5%", "inconclusive"),
+        (1.2, 0.01, "m:-5%", "pass"),
+        (1.2, 0.01, "m:+10%", "fail"),
+        (0.5, 0.01, "m:+10%", "pass"),
+        (math.nan, 0.01, "m:-5%", "inconclusive"),
+    ],
+)
+def test_a_regression_is_beyond_the_bound_and_no_chance(new, spread, bound_, verdict):
+    saved = {"value": 1.0, "low": 1 - spread, "high": 1 + spread}
+    name, most = bound(bound_)
+    assert hold(name, metric(new, spread), saved, most).verdict == verdict
+
+
+def test_a_baseline_without_an_interval_proves_nothing():
+    saved = {"value": 1.0, "low": 0.0, "high": None}
+    found = hold("m", metric(0.5, 0.01), saved, -0.05)
+    assert (found.verdict, found.figure.high) == ("inconclusive", math.inf)
+
+
+@pytest.mark.parametrize(
+    "text", ["speedup", "speedup:5%", "speedup:-5", "speedup:-0%", ":-5%", "a:-100%"]
+)
+def test_a_bound_is_a_metric_and_a_signed_change(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a metric and a change"):
+        bound(text)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("schema_version",), 2, f"schema_version is 2, not {record.SCHEMA_VERSION}"),
+        (("command",), "amp", "command is amp, not selftest"),
+        (("job", "units"), 7, "units is 7, not 100"),
+        (("environment", "device_name"), "a toaster", "device_name is a toaster, not "),
+    ],
+)
+def test_a_baseline_of_something_else_is_refused_before_any_work(
+    saved, tmp_path, place, value, message, monkeypatch, capsys
+):
+    monkeypatch.setattr(selftest, "race_cases", None)
+    record = json.loads(saved.read_text())
+    inside = record
+    for key in place[:-1]:
+        inside = inside[key]
+    inside[place[-1]] = value
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(record))
+    assert main(["selftest", "--baseline", str(other)]) == 3
+    assert f"no verdict: the baseline cannot be compared: {message}" in capsys.readouterr().err
+
+
+def test_a_metric_that_the_baseline_lacks_is_a_bad_argument(saved, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["selftest", "--baseline", str(saved), "--fail-on", "speed:-5%"])
+    assert exit_.value.code == 2
+    message = "argument --fail-on: 'speed' is no metric of the baseline, which has speedup"
+    assert message in capsys.readouterr().err
+
+
+def test_the_environment_names_the_commit_of_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert environment.describe("cpu")["git_revision"] is None
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert environment.describe("cpu")["git_revision"] is None
+
+
+def test_times_and_ratios_of_a_race_come_from_its_visits():
+    rounds = [{"a": Visit(a), "b": Visit(1.0)} for a in (2.0, 8.0)] * 3
+    race = Race(arms=["a", "b"], rounds=rounds)
+    assert race.time_s("a").value == pytest.approx(4.0)
+    assert race.ratio("b").value == pytest.approx(4.0)
+    assert race.ratio("a", "b").value == pytest.approx(0.25)

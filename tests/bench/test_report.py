@@ -1,0 +1,326 @@
+"""The pages that the benchmark writes, and its other commands: what is shown is what is saved."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+
+from fastamp.bench import compare, latency, loader, page, race, step, timer
+from fastamp.bench.__main__ import main
+from fastamp.bench.compare import Plan
+from fastamp.bench.record import SCHEMA_VERSION, _plain, progress
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TINY = "--layers 1 --heads 2 --width 32 --block-size 16 --batch-size 4"
+COMMANDS = {
+    "amp": f"amp {TINY} --steps 12 --device cpu",
+    "story": f"amp {TINY} --steps 40 --device cpu --arms naive,stock,fastamp",
+    "step": "step --shapes 3x1000,2x10 --device cpu",
+    "loader": "loader --device cpu",
+    "timer": "timer --device cpu",
+    "latency": "latency --batch-sizes 1,2 --device cpu",
+    "selftest": "selftest",
+}
+QUICK = Plan(rounds=40, limit_s=0.2)
+VOID = {"meta", "link", "line", "circle", "polyline"}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Run every command once; return its page, its record and what it printed, by name."""
+    folder = tmp_path_factory.mktemp("pages")
+    (folder / "text").write_bytes(bytes(range(200)) * 50)
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(race, "peak_memory", lambda *_: None)
+        for command in (step, loader, timer, latency):
+            patch.setattr(command, "PLAN", QUICK)
+        patch.setattr(
+            latency, "SHAPES", {"cpu": latency.Shape(layers=1, heads=1, width=8, block_size=8)}
+        )
+        for name, command in COMMANDS.items():
+            files = [folder / f"{name}.html", folder / f"{name}.json"]
+            words = [*command.split(), "--report", str(files[0]), "--json", str(files[1])]
+            words += ["--data", str(folder / "text")] if command.startswith("amp") else []
+            shown = io.StringIO()
+            patch.setattr(sys, "stdout", shown)
+            assert main(words) in ({0, 3} if name == "selftest" else {0})
+            found[name] = (files[0], json.loads(files[1].read_text()), shown.getvalue())
+    return found
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and collects cells and paragraphs, references and tags."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.shown, self.references, self.tags = [], [], [], set()
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        attrs = dict(attrs)
+        self.references += [v for k, v in attrs.items() if k in {"src", "href", "xlink:href"}]
+        if tag in {"th", "td", "p"}:
+            self.shown.append("")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        assert tag in VOID
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if {"th", "td", "p"} & set(self.open):
+            self.shown[-1] += data
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_page_and_the_terminal_show_what_the_record_says(written, name):
+    path, record, shown = written[name]
+    page_ = Page(path.read_text()).shown
+    cells = [*record["table"][0], *(cell for row in record["table"] for cell in row.values())]
+    paragraphs = [verdict["text"] for verdict in record["verdicts"]] + record["notes"]
+    assert len(cells) >= 10
+    assert {*cells, *paragraphs} <= set(page_)
+    assert set(page_) <= {*cells, *paragraphs, record["created"], *legends(record)}
+    for text in [*cells, *paragraphs]:
+        assert text in shown
+
+
+def legends(record):
+    arms = "".join(f"\u25a0 {arm} " for arm in record["losses"])
+    return [f"{arms} steps 1 to {len(curve)}" for curve in record["losses"].values()]
+
+
+def numbers(value):
+    if isinstance(value, dict):
+        return [x for key, item in value.items() if key != "rounds" for x in numbers(item)]
+    if isinstance(value, list):
+        return [x for item in value for x in numbers(item)]
+    return [value] if isinstance(value, (int, float)) else []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_figure_of_the_table_is_a_number_of_the_record(written, name):
+    _, record, _ = written[name]
+    known = np.array(numbers([record[key] for key in ("details", "races", "metrics")]))
+    cells = [cell for row in record["table"] for cell in list(row.values())[1:]]
+    texts = [text for cell in cells for text in re.findall(r"(?<![\w.-])-?\d+(?:\.\d+)?", cell)]
+    assert len(texts) >= 6
+    for text in texts:
+        half = 0.51 * 10.0 ** -len(text.partition(".")[2])
+        scaled = np.outer([1, 1e3, 2**-20], known)
+        assert (np.abs(scaled - float(text)) <= half).any(), text
+
+
+def test_a_record_of_another_shape_needs_another_schema_version(written):
+    interval, visit = {"value", "low", "high"}, {"arm", "elapsed_s", "skipped"}
+    details = {
+        "amp": {"parameters", "tokens_per_s", "peak_memory_nbytes", "validation"},
+        "story": set(),
+        "step": {"3x1000", "2x10"},
+        "loader": {"tokens", "tensors"},
+        "timer": {"timer"},
+        "latency": {"1", "2"},
+        "selftest": {"true_ratio"},
+    }
+    assert SCHEMA_VERSION == 3  # together with what follows
+    for name, (_, record, _) in written.items():
+        first, race_ = next(iter(record["table"])), next(iter(record["races"].values()))
+        arm = race_["arms"][race_["base"]]
+        head = {"schema_version", "command", "created", "environment", "job", "table", "notes"}
+        assert set(record) == head | {"verdicts", "metrics", "details", "losses", "races"}
+        assert set(map(type, first.values())) == {str}
+        assert set(race_) == {"base", "warmup_rounds", "blocks", "placebo", "arms", "rounds"}
+        assert set(arm) == {"time_s", "skipped", "speedup"}
+        assert set(arm["time_s"]) == {"median", "low", "high"}
+        assert set(race_["placebo"]) == set(arm["speedup"]) == interval
+        assert set(race_["rounds"][0][0]) == visit
+        assert all(set(metric) == interval for metric in record["metrics"].values())
+        for verdict in record["verdicts"]:
+            parts = {"name", "figure", "ends", "unit", "verdict", "reason", "text"}
+            assert set(verdict) == parts
+        assert set(record["details"]) == details[name]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_page_stands_alone(written, name):
+    text = written[name][0].read_text()
+    found = Page(text)
+    assert found.references == ["data:,"]
+    assert "script" not in found.tags
+    assert not re.search(r"https?:|@import|url\(", text)
+
+
+def test_a_page_has_all_arms_and_what_the_user_typed_is_text(written):
+    path, record, _ = written["amp"]
+    text = path.read_text()
+    assert "<b>" not in page.make(record | {"notes": ["<b>"], "command": "<b>"})
+    assert text.count("<polyline") == len(record["losses"]) == 3
+    circles = sum(len(round_) for round_ in record["races"]["training"]["rounds"])
+    assert text.count("<circle") == circles - 3 * record["races"]["training"]["warmup_rounds"]
+    assert record["environment"]["torch"] in text
+
+
+def test_many_visits_are_drawn_as_quantiles_and_outliers_are_counted(written):
+    path, record, _ = written["selftest"]
+    assert len(record["races"]["selftest"]["rounds"]) > 2 * page.DOTS
+    assert path.read_text().count("<circle") <= 3 * page.DOTS
+    assert "beyond the axis" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.0, 1.0), (0.9, 1.1), (1.0, 1.0), (3.2, 3.3), (120.0, 9000.0), (0.0, 0.0)]
+)
+def test_an_axis_has_a_few_round_numbers_around_its_values(low, high):
+    ticks = page._ticks(low, high)
+    assert 1 <= len(ticks) <= 7
+    assert ticks[0] <= low
+    assert high <= ticks[-1]
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium")
+@pytest.mark.parametrize(("scheme", "paper"), [(1, "rgb(255, 255, 255)"), (0, "rgb(13, 17, 23)")])
+def test_pages_fit_a_phone_and_a_desktop_in_light_and_dark(written, tmp_path, scheme, paper):
+    frames = "".join(
+        f'<iframe src="{path.as_uri()}" width="{width}" height="900" style="border:0"></iframe>'
+        for path, _, _ in written.values()
+        for width in (400, 1400)
+    )
+    look = (
+        "onload = () => document.body.textContent = [...document.querySelectorAll('iframe')].map("
+        "f => { const d = f.contentDocument.documentElement; return f.width + ' ' + d.scrollWidth"
+        " + ' ' + f.contentWindow.getComputedStyle(d.querySelector('body')).backgroundColor })"
+        ".join(';')"
+    )
+    wrapper = tmp_path / "all.html"
+    wrapper.write_text(f"<!doctype html><body>{frames}<script>{look}</script>")
+    done = subprocess.run(
+        [
+            *("chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"),
+            *(
+                "--allow-file-access-from-files",
+                "--enable-logging=stderr",
+                "--window-size=1500,900",
+            ),
+            *(f"--user-data-dir={tmp_path / 'profile'}", "--hide-scrollbars"),
+            *(f"--blink-settings=preferredColorScheme={scheme}", wrapper.as_uri()),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert "CONSOLE" not in done.stderr
+    body = re.search(r"<body>(.*)</body>", done.stdout)[1]
+    assert body.split(";") == [f"{width} {width} {paper}" for _ in written for width in (400, 1400)]
+
+
+# The other commands
+
+
+def test_the_step_is_checked_before_it_is_timed(monkeypatch):
+    monkeypatch.setattr(step.Step, "fastamp", lambda _self: None)
+    with pytest.raises(AssertionError, match="not close"):
+        main(["step", "--shapes", "3x1000", "--device", "cpu"])
+
+
+def test_both_steps_end_at_the_same_parameters():
+    sides = [step.Step((3, 1000), "cpu", 0) for _ in range(2)]
+    step.check(*sides)
+    before = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    assert not torch.equal(sides[0].parameters[0], before)
+
+
+def test_both_loaders_give_the_same_batches_and_others_are_not_timed(monkeypatch):
+    monkeypatch.setattr(loader, "fastamp_batches", lambda *_: lambda: iter([]))
+    with pytest.raises(ValueError, match="shorter"):
+        main(["loader", "--device", "cpu"])
+    ones = [[torch.ones(2)]]
+    loader.check(lambda: iter(ones), lambda: iter(ones))
+    with pytest.raises(AssertionError, match="not equal"):
+        loader.check(lambda: iter(ones), lambda: iter([[torch.tensor([1.0, 2.0])]]))
+
+
+@pytest.mark.parametrize(("held", "verdict"), [("pass", "pass"), ("sum(range(1000))", "fail")])
+def test_a_region_is_held_to_the_cost_of_two_reads_of_a_clock(held, verdict, monkeypatch, capsys):
+    monkeypatch.setitem(timer.STATEMENTS, "two reads", "sum(range(100))")
+    monkeypatch.setitem(timer.STATEMENTS, "region", held)
+    monkeypatch.setattr(timer, "PLAN", QUICK)
+    main(["timer", "--check", "--device", "cpu"])
+    assert f": {verdict}, against two reads" in capsys.readouterr().out
+
+
+def test_a_selftest_says_what_a_region_costs(written):
+    _, record, shown = written["selftest"]
+    found = re.search(r"a region of fastamp.Timer costs (\d+) ns", shown)
+    assert 10 < int(found[1]) < 100_000
+    assert found[0] in record["notes"]
+
+
+def test_latencies_are_counted_without_the_first_requests():
+    slow = iter([0.3] + [0.0] * latency.REQUESTS * 2)
+    server = latency.Server(lambda _: time.sleep(next(slow)), torch.zeros(1), None)
+    server.serve()
+    found = server.percentiles()
+    assert server.timer.summary()["request"].count == latency.REQUESTS
+    assert 0 < found["p50 ms"] <= found["p90 ms"] <= found["p99 ms"] < 100
+
+
+def test_every_batch_size_has_percentiles(written):
+    _, record, shown = written["latency"]
+    assert set(record["details"]) == {"1", "2"}
+    for arms in record["details"].values():
+        for found in arms.values():
+            assert 0 < found["p50 ms"] <= found["p90 ms"] <= found["p99 ms"]
+    assert "p99 ms" in shown
+
+
+def test_a_terminal_gets_a_progress_bar_where_tqdm_is_installed(monkeypatch):
+    pytest.importorskip("tqdm")
+
+    def shown(stream, *, terminal):
+        stream.isatty = lambda: terminal
+        monkeypatch.setattr(sys, "stderr", stream)
+        with progress(2) as tick:
+            tick()
+        return stream.getvalue()
+
+    assert "/2" in shown(io.StringIO(), terminal=True)
+    assert shown(io.StringIO(), terminal=False) == ""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert shown(io.StringIO(), terminal=True) == ""
+
+
+def test_a_figure_that_is_not_finite_is_null_and_shown_as_such():
+    plain = _plain({"a": [float("nan"), 1.0, {"b": float("inf")}]})
+    assert plain == {"a": [None, 1.0, {"b": None}]}
+    assert compare.Interval(value=1.0, low=-math.inf, high=2.0).text(".1f") == "1.0 [n/a, 2.0]"
+
+
+def test_help_lists_the_commands_and_the_exit_statuses(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--help"])
+    assert exit_.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for command in ("amp", "step", "loader", "timer", "latency", "selftest"):
+        assert f" {command} " in text
+    assert "3 the environment does not allow a verdict" in text

@@ -1,0 +1,172 @@
+"""What BatchCollator(pad=...) promises: ragged leaves in one batch, and telling errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+import torch
+from support.loading import Point, assert_same
+
+import fastamp
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def padded(rows, pad, shape):
+    """Pad arrays the slow and obvious way."""
+    out = np.full((len(rows), *shape), pad, dtype=rows[0].dtype)
+    for i, row in enumerate(rows):
+        out[(i, *map(slice, row.shape))] = row
+    return out
+
+
+RAGGED = [
+    [(3,), (5,), (0,)],
+    [(2, 3), (4, 1), (1, 2)],
+    [(2, 3), (4, 3), (0, 3)],
+    [(3, 2), (3, 4), (3, 1)],
+    [(2, 0, 3), (2, 2, 1), (1, 1, 1)],
+    [(2, 3, 2), (2, 1, 2), (2, 3, 2)],
+    [(4,), (4,)],
+    [(), ()],
+]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "array", "transposed"])
+@pytest.mark.parametrize("dtype", ["i8", "u1", "f4", "f2", "c8", "?"])
+@pytest.mark.parametrize("shapes", RAGGED, ids=str)
+def test_ragged_leaves_are_padded_to_the_longest(backend, kind, dtype, shapes):
+    rng = np.random.default_rng(0)
+    rows = [np.asarray(rng.integers(0, 100, shape)).astype(dtype) for shape in shapes]
+    expected = padded(rows, 1, np.max(np.array(shapes, dtype=int), axis=0))
+    make = {
+        "tensor": torch.from_numpy,
+        "array": lambda a: a,
+        "transposed": lambda a: torch.from_numpy(a.copy(order="F")),
+    }[kind]
+    batch = fastamp.BatchCollator(pad={"x": 1})([{"x": make(row)} for row in rows])["x"]
+    assert_same(batch, torch.from_numpy(expected))
+
+
+def test_lists_of_numbers_are_padded(backend):
+    samples = [
+        {"ids": [1, 2, 3], "labels": [5], "f": (0.5,), "i": 7},
+        {"ids": [], "labels": [1, 2], "f": (), "i": 8},
+    ]
+    batch = fastamp.BatchCollator(pad={"ids": 0, "labels": -100, "f": 0})(samples)
+    assert_same(batch["ids"], torch.tensor([[1, 2, 3], [0, 0, 0]]))
+    assert_same(batch["labels"], torch.tensor([[5, -100], [1, 2]]))
+    assert_same(batch["f"], torch.tensor([[0.5], [0]], dtype=torch.float64))
+    assert_same(batch["i"], torch.tensor([7, 8]))
+    assert_same(fastamp.BatchCollator(pad=0)([[], []]), torch.zeros(2, 0, dtype=torch.int64))
+    nested = fastamp.BatchCollator(pad=0)([[[1, 2]], [[3, 4], [5, 6]]])
+    assert nested.tolist() == [[[1, 2], [0, 0]], [[3, 4], [5, 6]]]
+
+
+def test_padding_follows_the_structure_of_a_sample(backend):
+    @dataclasses.dataclass
+    class Item:
+        ids: torch.Tensor
+
+    def sample(n):
+        ids = torch.ones(n)
+        return {"text": {"ids": ids}, "pair": (ids, n), "point": Point(ids, n), "item": Item(ids)}
+
+    pad = {"text": {"ids": 9}, "pair": {0: 8}, "point": {"x": 7}, "item": {"ids": 6}}
+    batch = fastamp.BatchCollator(pad)([sample(1), sample(2)])
+    assert batch["text"]["ids"].tolist() == [[1, 9], [1, 1]]
+    assert batch["pair"][0].tolist() == [[1, 8], [1, 1]]
+    assert batch["point"].x.tolist() == [[1, 7], [1, 1]]
+    assert batch["item"].ids.tolist() == [[1, 6], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ([(3,), (5,)], (8,)),
+        ([(5,), (5,)], (8,)),
+        ([(8,), (3,)], (8,)),
+        ([(0,), (0,)], (0,)),
+        ([(3, 5), (2, 5)], (4, 5)),
+        ([(3, 5), (3, 5)], (3, 5)),
+        ([(3, 5), (9, 6)], (12, 8)),
+    ],
+)
+def test_padded_dimensions_are_rounded_up(backend, shapes, expected):
+    collate = fastamp.BatchCollator(pad=0, pad_multiple=4)
+    rows = [np.ones(shape, np.float32) for shape in shapes]
+    assert_same(collate(rows), torch.from_numpy(padded(rows, 0, expected)))
+    assert_same(collate([*map(torch.tensor, rows)]), torch.from_numpy(padded(rows, 0, expected)))
+
+
+def test_large_padded_batches(backend):
+    torch.set_num_threads(3)
+    rows = [np.full((n, 500), n, np.float32) for n in range(1, 90)]
+    batch = fastamp.BatchCollator(pad=-1)(rows)
+    assert_same(batch, torch.from_numpy(padded(rows, -1, (89, 500))))
+
+
+def test_padding_keeps_gradients_and_promotes_dtypes(backend):
+    samples = [torch.ones(2, requires_grad=True), torch.ones(3, dtype=torch.float64)]
+    batch = fastamp.BatchCollator(pad=0)(samples)
+    assert batch.dtype == torch.float64
+    batch.sum().backward()
+    assert samples[0].grad.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("make", [torch.ones, np.ones])
+def test_ragged_input_names_keys_index_and_both_shapes(backend, make):
+    samples = [{"text": {"ids": make(n)}} for n in (3, 3, 4)]
+    message = (
+        "samples[2]['text']['ids'] has shape (4,), samples[0]['text']['ids'] has shape (3,): "
+        "BatchCollator(pad={'text': {'ids': 0}}) pads it"
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+        fastamp.BatchCollator()(samples)
+
+
+def test_ragged_lists_name_keys_index_and_both_lengths(backend):
+    with pytest.raises(RuntimeError, match="each element in list of batch should be") as caught:
+        fastamp.BatchCollator()([{"ids": [1, 2]}, {"ids": [1]}])
+    assert "samples[1]['ids'] has length 1, samples[0]['ids'] has length 2" in str(caught.value)
+    assert "BatchCollator(pad={'ids': 0})" in str(caught.value)
+
+
+def test_padding_needs_one_number_of_dimensions(backend):
+    with pytest.raises(RuntimeError, match=re.escape("samples[1] has shape (2, 2)")):
+        fastamp.BatchCollator(pad=0)([torch.ones(2), torch.ones(2, 2)])
+
+
+@pytest.mark.parametrize(
+    ("pad", "samples", "error", "message"),
+    [
+        ({"idz": 0}, [{"ids": torch.ones(1)}], ValueError, "pad has the key 'idz' for samples[0]"),
+        ({1: 0}, [(torch.ones(1),)], ValueError, "pad has the key 1 for samples[0], which has [0]"),
+        (
+            {"ids": {"x": 0}},
+            [{"ids": torch.ones(1)}],
+            TypeError,
+            "samples[0]['ids']: expected a nu",
+        ),
+        ({"ids": 0}, [{"ids": "text"}], TypeError, "samples[0]['ids']: expected a tensor, an arr"),
+        ({"ids": 0}, [{"ids": {"x": 1}}], TypeError, "to pad, got dict"),
+        ({"ids": 0}, [{"ids": ["a"]}], TypeError, "samples[0]['ids']: expected lists of numbers"),
+        ({"ids": 0}, [{"ids": [1, [2]]}], TypeError, "expected lists of numbers of one depth"),
+        (0.5, [torch.ones(1, dtype=torch.int64)], ValueError, "torch.int64 does not hold it"),
+        (-1, [torch.ones(1, dtype=torch.uint8)], ValueError, "torch.uint8 does not hold it"),
+    ],
+)
+def test_bad_padding_is_refused_at_the_first_batch(backend, pad, samples, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        fastamp.BatchCollator(pad)(samples)
+
+
+def test_bad_options_are_refused():
+    with pytest.raises(TypeError, match=re.escape("pad['a']['b']='0': expected a number")):
+        fastamp.BatchCollator({"a": {"b": "0"}})
+    for multiple in (0, -8, 1.5, None):
+        with pytest.raises(ValueError, match=f"pad_multiple={multiple}: expected an integer"):
+            fastamp.BatchCollator(pad=0, pad_multiple=multiple)

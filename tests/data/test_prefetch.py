@@ -1,0 +1,318 @@
+"""What fastamp.prefetch promises: the same batches, no further ahead than asked, no thread left."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import gc
+import threading
+import time
+import typing
+import weakref
+
+import pytest
+import torch
+from support.loading import assert_same
+
+import fastamp
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Pair(typing.NamedTuple):
+    x: torch.Tensor
+    label: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+    number: int = 3
+
+
+BATCHES = [
+    torch.arange(6).reshape(2, 3),
+    {"x": torch.ones(2), "name": ["a", "b"], "n": {"y": torch.zeros(1)}},
+    collections.OrderedDict(z=torch.ones(1), a=torch.zeros(2, dtype=torch.int32)),
+    (torch.ones(3), 1, None),
+    [torch.ones(3), "text", b"bytes"],
+    Pair(torch.ones(2), "label"),
+    [Pair(torch.ones(2), "label"), {"deep": (torch.zeros(1),)}],
+    "no tensor",
+    None,
+    torch.empty(0, 4),
+]
+DEVICES = [None, "cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "fastamp"]
+
+
+def ends(condition):
+    """Wait until something that another thread does has happened."""
+    deadline_s = time.monotonic() + 5
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.005)
+    return condition()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    gc.collect()
+    assert ends(lambda: not threads())
+
+
+def to(device, batch):
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device or "cpu"), batch)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("depth", [1, 2, 100])
+def test_batches_keep_order_values_and_types(depth, device):
+    ahead = fastamp.prefetch(BATCHES, device, depth=depth)
+    for _ in range(2):  # every iter is a new pass
+        assert_same(list(ahead), to(device, BATCHES))
+    assert len(ahead) == len(BATCHES)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dataclasses_stay_dataclasses(device):
+    (batch,) = fastamp.prefetch([Frozen(torch.ones(3), 7)], device)
+    assert type(batch) is Frozen
+    assert batch.number == 7
+    assert_same(batch.x, torch.ones(3, device=device or "cpu"))
+
+
+def test_a_batch_on_the_cpu_is_the_producers_own():
+    batch = {"x": torch.ones(2)}
+    (same,) = fastamp.prefetch([batch])
+    assert same is batch
+    (same,) = fastamp.prefetch([batch], "cpu")
+    assert same["x"].data_ptr() == batch["x"].data_ptr()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_no_more_than_depth_batches_are_made_ahead(depth):
+    made = []
+
+    def produce():
+        for i in range(20):
+            made.append(i)
+            yield torch.tensor(i)
+
+    iterator = iter(fastamp.prefetch(produce(), depth=depth))
+    for delivered in range(10):
+        assert ends(lambda: len(made) == delivered + depth)  # noqa: B023 - called at once
+        time.sleep(0.01)
+        assert len(made) == delivered + depth
+        next(iterator)
+
+
+def test_production_and_consumption_overlap():
+    def produce():
+        for i in range(6):
+            time.sleep(0.05)
+            yield i
+
+    start_s = time.monotonic()
+    for _ in fastamp.prefetch(produce()):
+        time.sleep(0.05)
+    assert time.monotonic() - start_s < 0.55  # 0.35 at best, 0.6 without overlap
+
+
+@pytest.mark.parametrize("depth", [0, -1])
+def test_a_depth_below_one_is_refused(depth):
+    with pytest.raises(ValueError, match=f"depth: expected at least 1, got {depth}"):
+        fastamp.prefetch([], depth=depth)
+
+
+def test_a_length_is_there_where_the_iterable_has_one():
+    assert len(fastamp.prefetch(fastamp.DataLoader(torch.ones(10), 3))) == 4
+    with pytest.raises(TypeError, match="generator has no length"):
+        len(fastamp.prefetch(x for x in ()))
+
+
+class BrokenError(Exception):
+    def __init__(self, one, *, two):
+        super().__init__(one)
+        self.two = two
+
+
+@pytest.mark.parametrize("kind", [BrokenError, KeyboardInterrupt, SystemExit])
+def test_the_producers_own_exception_is_raised_in_its_place(kind):
+    error = BrokenError("broken", two=2) if kind is BrokenError else kind("broken")
+
+    def produce_and_fail():
+        yield 1
+        yield 2
+        raise error
+
+    iterator = iter(fastamp.prefetch(produce_and_fail()))
+    assert [next(iterator), next(iterator)] == [1, 2]
+    with pytest.raises(kind) as caught:
+        next(iterator)
+    assert caught.value is error
+    assert "produce_and_fail" in [entry.name for entry in caught.traceback]
+    with pytest.raises(StopIteration):
+        next(iterator)
+    assert ends(lambda: not threads())
+
+
+def test_an_iterable_that_cannot_be_iterated_fails_at_once():
+    with pytest.raises(TypeError, match="not iterable"):
+        iter(fastamp.prefetch(3))
+
+
+def test_an_exhausted_pass_stays_exhausted():
+    iterator = iter(fastamp.prefetch([1]))
+    assert list(iterator) == [1]
+    assert list(iterator) == []
+
+
+def counted(ended):
+    try:
+        while True:
+            yield torch.zeros(3)
+    finally:
+        ended.append(threading.current_thread().name)
+
+
+def break_off(iterator, ended):
+    for batch in iterator:
+        assert batch.shape == (3,)
+        break
+
+
+def drop(iterator, ended):
+    next(iterator)
+
+
+def close(iterator, ended):
+    next(iterator)
+    iterator.close()
+    assert ended == ["fastamp"]
+    iterator.close()  # once more does no harm
+    assert next(iterator, None) is None
+
+
+def never_begin(iterator, ended):
+    ends(threads)
+
+
+@pytest.mark.parametrize("consume", [break_off, drop, close, never_begin])
+def test_the_thread_ends_with_its_pass(consume):
+    ended = []
+    iterator = iter(fastamp.prefetch(counted(ended)))
+    assert len(threads()) == 1
+    consume(iterator, ended)
+    del iterator
+    assert ends(lambda: not threads())
+    assert ended == ["fastamp"]  # the generator is closed in the thread that ran it
+
+
+def test_a_pass_that_is_dropped_while_an_error_is_handled_ends_its_thread():
+    def consume():
+        for _ in fastamp.prefetch(counted([])):
+            msg = "in the loop"
+            raise LookupError(msg)
+
+    with pytest.raises(LookupError):
+        consume()
+
+
+def test_batches_are_not_held_once_delivered():
+    class Batch:
+        pass
+
+    iterator = iter(fastamp.prefetch(Batch() for _ in range(5)))
+    alive = weakref.WeakSet()
+    for batch in iterator:
+        alive.add(batch)
+        del batch
+        assert len(alive) <= 1
+    assert ends(lambda: not alive)
+
+
+def test_a_broken_off_loader_can_be_prefetched_anew():
+    x = torch.arange(100)
+    ahead = fastamp.prefetch(fastamp.DataLoader(x, 10))
+    for _ in range(50):
+        for batch in ahead:
+            assert batch[0] == 0
+            break
+    assert torch.equal(torch.cat(list(ahead)), x)
+
+
+@pytest.mark.cuda
+def test_the_device_that_is_current_in_the_caller_is_meant():
+    last = torch.cuda.device_count() - 1
+    with torch.cuda.device(last):
+        ahead = fastamp.prefetch([torch.ones(3)], "cuda")
+        (batch,) = ahead
+    assert batch.device.index == last
+    (batch,) = ahead  # also after the caller has gone back to another device
+    assert batch.device.index == last
+
+
+def busy(elapsed_ms=20):
+    torch.cuda._sleep(int(elapsed_ms * 1e6))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_values_are_right_behind_a_long_kernel(pinned, own_stream):
+    """Batches are read late, by kernels that wait; later ones are copied into freed memory."""
+
+    def produce():
+        for i in range(200):
+            batch = torch.full((1000,), i, dtype=torch.float32)
+            yield batch.pin_memory() if pinned else batch
+
+    stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
+    sums = []
+    with torch.cuda.stream(stream):
+        for i, batch in enumerate(fastamp.prefetch(produce(), "cuda", depth=3)):
+            if i % 20 == 0:
+                busy()
+            sums.append(torch.stack([batch.min(), batch.max()]))
+            del batch
+        expected = torch.arange(200, dtype=torch.float32, device="cuda")
+        assert torch.equal(torch.stack(sums), expected[:, None].expand(200, 2))
+
+
+@pytest.mark.cuda
+def test_memory_that_the_consumer_overwrites_is_its_own():
+    x = torch.arange(64_000, dtype=torch.float32).reshape(500, 128)
+    kept = []
+    for i, batch in enumerate(fastamp.prefetch(fastamp.DataLoader(x, 5), "cuda")):
+        if i % 10 == 0:
+            busy(5)
+        scratch = torch.full_like(batch, -1)  # may take the memory of a batch that was dropped
+        kept.append((batch + 0, scratch))
+    assert torch.equal(torch.cat([batch for batch, _ in kept]).cpu(), x)
+    assert all(bool((scratch == -1).all()) for _, scratch in kept)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("through", ["prefetch", "DataLoader"])
+def test_the_host_does_not_wait(through):
+    x = torch.arange(4000, dtype=torch.float32).reshape(1000, 4)
+    device = {"device": "cuda"} if through == "DataLoader" else {}
+    batches = fastamp.DataLoader(x, 10, **device)
+    if through == "prefetch":
+        batches = fastamp.prefetch(batches, "cuda")
+    list(batches)  # the first pinned memory is allocated
+    torch.cuda.synchronize()
+    iterator = iter(batches)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        taken = []
+        busy(200)
+        taken.extend(next(iterator) for _ in range(20))
+        assert not torch.cuda.current_stream().query()  # the kernel still runs
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(torch.cat(taken).cpu(), x[:200])

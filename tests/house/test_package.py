@@ -1,0 +1,102 @@
+"""What is installed: the version, the stub of the extension, what it links, what it imports."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import inspect
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.processes import run_python
+
+import fastamp
+
+ROOT = Path(__file__).parents[2]
+native = pytest.importorskip("fastamp._native") if "cpu" in fastamp.backends() else None
+needs_native = pytest.mark.skipif(native is None, reason="needs the compiled core")
+
+
+def test_the_version_is_stated_once():
+    assert importlib.metadata.version("fastamp") == fastamp.__version__
+    assert "version =" not in (ROOT / "pyproject.toml").read_text().split("[tool")[0]
+
+
+def test_the_public_names_are_there():
+    for name in fastamp.__all__:
+        assert hasattr(fastamp, name)
+
+
+def stub_names() -> dict[str, set[str]]:
+    """Return the names in the stub: of the module under "", of each class under its name."""
+    tree = ast.parse((Path(fastamp.__file__).parent / "_native.pyi").read_text())
+    names: dict[str, set[str]] = {"": set()}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            names[""].add(node.name)
+            names[node.name] = {
+                inner.name if isinstance(inner, ast.FunctionDef) else inner.target.id
+                for inner in node.body
+            } - {"__enter__", "__exit__"}
+        elif isinstance(node, ast.FunctionDef):
+            names[""].add(node.name)
+        elif isinstance(node, ast.AnnAssign):
+            names[""].add(node.target.id)
+    return names
+
+
+@needs_native
+def test_the_stub_names_what_the_extension_has():
+    stub = stub_names()
+    assert stub.pop("") == {name for name in dir(native) if not name.startswith("_")}
+    for cls, members in stub.items():
+        ours = {n for n in vars(getattr(native, cls)) if not n.startswith("_")}
+        ours -= {"name", "value"}  # which every pybind11 enum has
+        assert ours == members - {"__init__"}, cls
+
+
+@needs_native
+def test_the_stub_has_the_arguments_of_the_extension():
+    tree = ast.parse((Path(fastamp.__file__).parent / "_native.pyi").read_text())
+    functions = [(native, node) for node in tree.body if isinstance(node, ast.FunctionDef)]
+    for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        owner = getattr(native, cls.name)
+        functions += [
+            (owner, n) for n in cls.body if isinstance(n, ast.FunctionDef) and not n.decorator_list
+        ]
+    assert len(functions) >= 5
+    for owner, node in functions:
+        described = inspect.getdoc(getattr(owner, node.name)).splitlines()[0]
+        expected = re.findall(r"(\w+):", described[described.index("(") :])
+        assert [a.arg for a in node.args.args] == expected, node.name
+
+
+@needs_native
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="needs readelf")
+def test_the_extension_links_no_torch_and_no_cuda():
+    dynamic = subprocess.run(
+        ["readelf", "-d", native.__file__], capture_output=True, text=True, check=True
+    ).stdout
+    needed = re.findall(r"NEEDED.*\[(.+?)\]", dynamic)
+    assert needed
+    assert not [name for name in needed if re.search("torch|c10|cuda", name)]
+
+
+def test_importing_fastamp_is_silent_and_leaves_the_bench_out():
+    code = "import sys, fastamp; print([m for m in sys.modules if m.startswith('fastamp.bench')])"
+    result = run_python(code)
+    assert (result.stdout.strip(), result.stderr) == ("[]", "")
+
+
+def test_importing_fastamp_and_its_integrations_imports_no_extra():
+    code = (
+        "import sys, torch, fastamp, fastamp.integrations.accelerate, fastamp.integrations.wandb\n"
+        "extras = {'lightning', 'pytorch_lightning', 'accelerate', 'transformers', 'wandb',"
+        " 'matplotlib', 'tensorboard'}\n"
+        "print(extras & {name.split('.')[0] for name in sys.modules})"
+    )
+    result = run_python(code, PYTHONWARNINGS="error")
+    assert (result.stdout.strip(), result.stderr) == ("set()", "")

@@ -1,0 +1,421 @@
+"""Lightning: the precision plugin, the callback and the module, in Trainers of both packages."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import pickle
+import sys
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.processes import run_python
+from support.training import assert_same_bits
+
+import fastamp
+from fastamp.integrations.lightning import PACKAGES, AmpCallback, AmpPrecision
+from fastamp.step.report import StepReport
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # Lightning 2.6 asks torch 2.13's pytree in the way of torch 2.6, and wants workers
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+]
+N_BATCHES, OVERFLOWS = 12, (3, 7)
+LOSS = torch.nn.functional.cross_entropy
+FUSED = partial(torch.optim.AdamW, lr=1e-2, fused=True)
+SGD = partial(torch.optim.SGD, lr=1e-2)
+
+
+@pytest.fixture(params=PACKAGES)
+def pl(request):
+    """Run the test with either package, without what its Trainers say of the hardware."""
+    package = pytest.importorskip(request.param)
+    logging.getLogger(f"{request.param}.utilities.rank_zero").setLevel(logging.ERROR)
+    return package
+
+
+@pytest.fixture(scope="module")
+def batches():
+    """Return batches of which some make gradients that are not finite, and a finite loss."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(N_BATCHES, 8, 16, generator=generator)
+    inputs[OVERFLOWS, 0, 0] = math.inf
+    return list(zip(inputs, torch.randint(4, (N_BATCHES, 8), generator=generator), strict=True))
+
+
+def make_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
+
+
+def make_scaler():
+    return fastamp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+
+
+def make_plugin(pl, precision="16-mixed"):
+    scaler = make_scaler() if precision == "16-mixed" else None
+    return AmpPrecision(precision, "cpu", scaler, package=pl.__name__)
+
+
+def make_module(pl, make_optimizer=FUSED, interval="step", **members):
+    """Make a module whose class has the given members too."""
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = make_model()
+
+        def training_step(self, batch, _batch_idx):
+            return LOSS(self.model(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            optimizer = make_optimizer(self.parameters())
+            if interval is None:
+                return optimizer
+            self.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+            config = {"scheduler": self.scheduler, "interval": interval}
+            return {"optimizer": optimizer, "lr_scheduler": config}
+
+    for name, member in members.items():
+        setattr(Module, name, member)
+    return Module()
+
+
+def fit(pl, module, batches, *, ckpt_path=None, val=None, **options):
+    quiet = dict.fromkeys(["enable_progress_bar", "enable_model_summary"], False)
+    defaults = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, "devices": 1}
+    trainer = pl.Trainer(accelerator="cpu", **{**quiet, **defaults, **options})
+    loaders = [
+        data and torch.utils.data.DataLoader(data, batch_size=None) for data in (batches, val)
+    ]
+    trainer.fit(module, *loaders, ckpt_path=ckpt_path)
+    return trainer
+
+
+def train_by_hand(batches, precision, make_optimizer=FUSED, *, accumulate=1, clip):
+    """Train as the Trainer should, with `clip(scaler, optimizer)` in the place of the step."""
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    scaler = make_scaler() if precision == "16-mixed" else fastamp.GradScaler("cpu", enabled=False)
+    dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
+    for i, (x, y) in enumerate(batches):
+        with torch.autocast("cpu", dtype):
+            loss = LOSS(model(x), y) / accumulate
+        scaler.scale(loss).backward()
+        if (i + 1) % accumulate == 0 or i + 1 == len(batches):
+            clip(scaler, optimizer)
+            if not scaler.last_step.skipped:
+                scheduler.step()
+            scaler.update()
+            optimizer.zero_grad()
+    return model, scaler, scheduler
+
+
+def clip_value_and_step(scaler, optimizer):
+    scaler.unscale_(optimizer)
+    fastamp.clip_grad_value_(optimizer.param_groups[0]["params"], 0.01)
+    scaler.step(optimizer)
+
+
+def clip_norm_and_step(scaler, optimizer):
+    scaler.step(optimizer, max_norm=0.1)
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize("make_optimizer", [FUSED, SGD], ids=["fused", "sgd"])
+@pytest.mark.parametrize("accumulate", [1, 5])
+def test_a_trainer_trains_as_the_loop_written_by_hand(
+    pl, batches, precision, make_optimizer, accumulate
+):
+    expected, scaler, scheduler = train_by_hand(
+        batches, precision, make_optimizer, accumulate=accumulate, clip=clip_norm_and_step
+    )
+    module, plugin = make_module(pl, make_optimizer), make_plugin(pl, precision)
+    fit(
+        pl,
+        module,
+        batches,
+        plugins=[plugin],
+        gradient_clip_val=0.1,
+        accumulate_grad_batches=accumulate,
+    )
+    assert_same_bits(module.model.state_dict(), expected.state_dict())
+    assert plugin.scaler.state_dict() == scaler.state_dict()
+    assert plugin.scaler.skipped_steps == scaler.skipped_steps == 2
+    assert module.scheduler.get_last_lr() == scheduler.get_last_lr()
+
+
+def test_values_are_clipped_after_unscaling(pl, batches):
+    expected, *_ = train_by_hand(batches, "16-mixed", SGD, clip=clip_value_and_step)
+    for make_optimizer in (SGD, partial(SGD, fused=True)):
+        module, plugin = make_module(pl, make_optimizer), make_plugin(pl)
+        options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+        fit(pl, module, batches, plugins=[plugin], **options)
+        # torch's fused SGD rounds once where the other one rounds twice
+        torch.testing.assert_close(module.model.state_dict(), expected.state_dict())
+        assert plugin.scaler.skipped_steps == 2
+
+
+@pytest.mark.parametrize("algorithm", [None, "norm", "value"])
+def test_bf16_skips_whatever_is_clipped(pl, batches, algorithm):
+    def overflow(self):
+        if self.trainer.global_step == 1:
+            self.model[0].weight.grad[0, 0] = math.inf  # which clipping to a value would hide
+
+    module, plugin = make_module(pl, on_after_backward=overflow), make_plugin(pl, "bf16-mixed")
+    options = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": algorithm} if algorithm else {}
+    fit(pl, module, batches[:3], plugins=[plugin], **options)
+    assert plugin.scaler.skipped_steps == 1
+    assert all(p.isfinite().all() for p in module.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
+def test_a_batch_that_training_step_leaves_out_changes_nothing(pl, batches):
+    expected, *_ = train_by_hand(batches[1:3], "16-mixed", SGD, clip=clip_value_and_step)
+
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx in {0, 3} else LOSS(self.model(batch[0]), batch[1])
+
+    module = make_module(pl, SGD, training_step=training_step)
+    options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    fit(pl, module, batches[:4], plugins=[make_plugin(pl)], **options)
+    assert_same_bits(module.model.state_dict(), expected.state_dict())
+
+
+def test_hooks_before_the_step_see_unscaled_gradients(pl, batches):
+    scaled, seen = [], []
+    hooks = {
+        "on_after_backward": lambda self: scaled.append(self.model[0].bias.grad.clone()),
+        "on_before_optimizer_step": lambda self, _: seen.append(self.model[0].bias.grad.clone()),
+    }
+    module = make_module(pl, **hooks)
+    fit(pl, module, batches[:2], plugins=[make_plugin(pl)], gradient_clip_val=0.1)
+    assert_same_bits(seen, [grad / 1024 for grad in scaled])
+    expected, *_ = train_by_hand(batches[:2], "16-mixed", clip=clip_norm_and_step)
+    torch.testing.assert_close(module.model.state_dict(), expected.state_dict())
+
+
+def test_manual_optimization_clips_each_optimizer(pl, batches):
+    def training_step(self, batch, batch_idx):
+        optimizers = self.optimizers()
+        self.manual_backward(LOSS(self.model(batch[0]), batch[1]))
+        for optimizer in optimizers:
+            if batch_idx != 1:
+                self.clip_gradients(optimizer, 0.1, "norm")
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        return FUSED(self.model[0].parameters()), SGD(self.model[2].parameters())
+
+    plugin = make_plugin(pl)
+    module = make_module(pl, training_step=training_step, configure_optimizers=configure_optimizers)
+    module.automatic_optimization = False
+    fit(pl, module, batches[:3], plugins=[plugin])
+
+    model, scaler = make_model(), make_scaler()
+    optimizers = FUSED(model[0].parameters()), SGD(model[2].parameters())
+    for (x, y), max_norm in zip(batches, (0.1, None, 0.1), strict=False):
+        with torch.autocast("cpu", torch.float16):
+            loss = LOSS(model(x), y)
+        scaler.scale(loss).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer, max_norm=max_norm)
+            scaler.update()  # as Lightning does, each time
+            optimizer.zero_grad()
+    assert_same_bits(module.model.state_dict(), model.state_dict())
+
+
+def test_a_scheduler_of_epochs_goes_on_and_one_of_steps_waits(pl, batches):
+    for interval, n in {"step": N_BATCHES - 2, "epoch": 1}.items():
+        module = make_module(pl, interval=interval)
+        # the last step is skipped, too
+        fit(pl, module, [*batches[4:], *batches[:4]], plugins=[make_plugin(pl)])
+        assert module.scheduler.last_epoch == n
+
+
+def test_without_such_a_scheduler_nothing_waits_for_the_step(pl, batches, monkeypatch):
+    monkeypatch.setattr(StepReport, "skipped", property(lambda _: pytest.fail("it was read")))
+    fit(pl, make_module(pl, interval=None), batches, plugins=[make_plugin(pl)])
+
+
+class Recorder:
+    """What a logger was told, in the shape of either package's."""
+
+    def __new__(cls, pl):
+        def log_metrics(self, metrics, step):
+            self.rows.append((step, dict(metrics)))
+
+        members = {
+            "name": "recorder",
+            "version": 0,
+            "log_metrics": log_metrics,
+            "log_hyperparams": lambda *_: None,
+        }
+        recorder = type("Recorder", (pl.loggers.logger.Logger,), members)()
+        recorder.rows = []
+        return recorder
+
+
+def logged(recorder, name):
+    return [(step, row[name]) for step, row in recorder.rows if name in row]
+
+
+def test_the_callback_logs_scale_changes_overflows_norms_and_throughput(pl, batches):
+    recorder, plugin = Recorder(pl), make_plugin(pl)
+    norms, step = [], plugin.scaler.step
+
+    def recording_step(*args, **kwargs):
+        step(*args, **kwargs)
+        norms.append(plugin.scaler.last_step.norm.item())
+
+    plugin.scaler.step = recording_step
+    options = {"logger": recorder, "callbacks": AmpCallback(), "log_every_n_steps": 5}
+    fit(pl, make_module(pl), batches, plugins=[plugin], **options)
+    scales = [(0, 1024.0), (3, 2048.0), (4, 1024.0), (7, 2048.0), (8, 1024.0), (11, 2048.0)]
+    assert logged(recorder, "train/loss_scale") == scales
+    assert logged(recorder, "train/gradient_overflow") == [(3, 1.0), (7, 1.0)]
+    assert logged(recorder, "train/skipped_steps") == [(3, 1.0), (7, 2.0)]
+    assert logged(recorder, "train/grad_norm") == [(i, norms[i]) for i in (4, 9, 11)]
+    assert [s for s, _ in logged(recorder, "train/batches_per_s")] == [4, 9]
+    rates = zip(
+        *(logged(recorder, f"train/{n}_per_s") for n in ("samples", "batches")), strict=True
+    )
+    assert all(n == pytest.approx(8 * n_batches) for (_, n), (_, n_batches) in rates)
+    assert plugin.scaler._observers == []
+
+
+def test_the_callback_calls_the_loggers_only_so_often(pl, batches):
+    recorder, calls = Recorder(pl), []
+    hook = {"on_train_batch_end": lambda *_: calls.append(len(recorder.rows))}
+    options = {"logger": recorder, "callbacks": [AmpCallback()], "log_every_n_steps": 6}
+    fit(pl, make_module(pl, **hook), batches, plugins=[make_plugin(pl)], **options)
+    assert calls[:5] == [0] * 5
+    assert calls[5] == calls[10] < calls[11]
+
+
+def test_validation_does_not_count_for_the_throughput(pl, batches):
+    recorder = Recorder(pl)
+    validation_step = {"validation_step": lambda *_: time.sleep(0.3)}
+    options = {"val_check_interval": 2, "callbacks": AmpCallback(), "log_every_n_steps": 6}
+    module = make_module(pl, **validation_step)
+    fit(pl, module, batches[:6], val=batches[:1], logger=recorder, **options)
+    ((_, rate),) = logged(recorder, "train/batches_per_s")
+    assert rate > 6 / 0.6  # of the three validations two are in between
+
+
+def test_an_exception_leaves_what_was_logged(pl, batches):
+    recorder, plugin = Recorder(pl), make_plugin(pl)
+
+    def stop(_self, _batch, batch_idx):
+        if batch_idx == 2:
+            raise RuntimeError
+
+    module = make_module(pl, on_train_batch_start=stop)
+    options = {"logger": recorder, "callbacks": [AmpCallback()], "log_every_n_steps": 12}
+    with pytest.raises(RuntimeError):
+        fit(pl, module, batches, plugins=[plugin], **options)
+    assert logged(recorder, "train/loss_scale") == [(0, 1024.0)]
+    assert plugin.scaler._observers == []
+
+
+def test_checkpoints_of_lightnings_own_plugin_go_on(pl, batches, tmp_path):
+    path = tmp_path / "run.ckpt"
+    stock = pl.plugins.MixedPrecision("16-mixed", "cpu", make_scaler())
+    trainer = fit(pl, make_module(pl, SGD), batches, plugins=[stock])
+    trainer.save_checkpoint(path)
+    plugin = AmpPrecision("16-mixed", "cpu", package=pl.__name__)
+    module = make_module(pl, SGD, None)
+    recorder = Recorder(pl)
+    options = {"callbacks": AmpCallback(), "logger": recorder, "log_every_n_steps": 1}
+    fit(pl, module, batches[:1], plugins=[plugin], max_epochs=2, ckpt_path=path, **options)
+    assert logged(recorder, "train/loss_scale") == [(N_BATCHES, stock.scaler.get_scale())]
+    assert stock.scaler.get_scale() != 65536.0
+
+
+def test_lbfgs_is_refused(pl, batches):
+    for precision in ("16-mixed", "bf16-mixed"):
+        module = make_module(pl, torch.optim.LBFGS, None)
+        with pytest.raises(Exception, match="AMP and the LBFGS optimizer are not compatible"):
+            fit(pl, module, batches, plugins=[make_plugin(pl, precision)])
+
+
+@pytest.mark.parametrize("name", ["DeepSpeedStrategy", "ModelParallelStrategy"])
+def test_strategies_that_scale_by_themselves_are_refused(pl, name):
+    cls = getattr(pl.strategies, name)
+    module = SimpleNamespace(trainer=SimpleNamespace(strategy=object.__new__(cls)))
+    with pytest.raises(TypeError, match=f"{name} scales by itself: use Trainer"):
+        make_plugin(pl).convert_module(module)
+
+
+def test_lightning_refuses_the_plugin_with_fsdp(pl):
+    with pytest.raises(TypeError, match="FSDP strategy can only work with the `FSDPPrecision`"):
+        pl.strategies.FSDPStrategy(precision_plugin=make_plugin(pl))
+
+
+def test_wrong_arguments_are_refused(pl):
+    with pytest.raises(TypeError, match=r"scaler: expected a fastamp.GradScaler, got <torch"):
+        AmpPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"), package=pl.__name__)
+    with pytest.raises(ValueError, match="must be '16-mixed' or 'bf16-mixed'"):
+        AmpPrecision("32-true", "cpu", package=pl.__name__)
+    with pytest.raises(ValueError, match=r"package: expected one of lightning.*got torch"):
+        AmpPrecision(package="torch")
+
+
+def test_the_package_in_use_is_taken(monkeypatch):
+    first, second = map(pytest.importorskip, PACKAGES)
+    with pytest.raises(ValueError, match=r"package: expected .* of one, lightning.* both"):
+        AmpPrecision("16-mixed", "cpu")
+    assert isinstance(AmpCallback(), first.Callback)
+    assert isinstance(AmpCallback(), second.Callback)
+    monkeypatch.delitem(sys.modules, PACKAGES[0])
+    plugin = AmpPrecision("16-mixed", "cpu")
+    assert isinstance(plugin, second.plugins.Precision)
+    assert not isinstance(plugin, first.plugins.Precision)
+
+
+def test_plugins_callbacks_and_modules_are_pickled_and_copied(pl):
+    module = fastamp.adapt(make_model(), package=pl.__name__)
+    for made in (make_plugin(pl), AmpCallback(), module):
+        for again in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
+            assert type(again) is type(made)
+            assert set(vars(again)) == set(vars(made))
+
+
+def test_any_model_is_adapted(pl, batches):
+    finite = [batch for i, batch in enumerate(batches) if i not in OVERFLOWS]
+    recorder = Recorder(pl)
+    module = fastamp.adapt(make_model(), optimizer=FUSED, package=pl.__name__)
+    assert isinstance(module, pl.LightningModule)
+    options = {"logger": recorder, "log_every_n_steps": 1, "max_epochs": 3, "val": finite}
+    fit(pl, module, finite, plugins=[make_plugin(pl)], **options)
+    for name in ("train/loss", "val/loss"):
+        losses = [value for _, value in logged(recorder, name)]
+        assert losses[-1] < 0.9 * losses[0]
+    with torch.no_grad():
+        assert torch.equal(module(finite[0][0]), module.model(finite[0][0]))
+
+
+def test_a_loss_of_ones_own_is_taken(pl, batches):
+    module = fastamp.adapt(make_model(), loss_fn=lambda out, _: out.mean(), package=pl.__name__)
+    module.log = lambda *_: None
+    assert torch.equal(module.training_step(batches[0], 0), module(batches[0][0]).mean())
+
+
+def test_without_lightning_an_error_names_the_extra():
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['lightning', 'pytorch_lightning']))\n"
+        "import fastamp, torch\n"
+        "for make in (fastamp.integrations.lightning.AmpCallback, fastamp.adapt):\n"
+        "    try: make(torch.nn.Linear(1, 1))\n"
+        "    except ImportError as error: print(error)\n"
+    )
+    result = run_python(code)
+    assert result.stdout.count("pip install 'fastamp[lightning]'") == 2, result.stderr

@@ -1,0 +1,152 @@
+"""Where scalars go: files, TensorBoard, plots, and callables that fail."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import signal
+
+import pytest
+from support.processes import run_python
+from support.tracking import Collect, logged
+
+import fastamp
+from fastamp.metrics import Csv, JsonLines, TensorBoard, tracker
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_sinks_get_every_value_in_order_until_the_tracker_is_closed():
+    sink, batches = Collect(), []
+    made = logged(map(float, range(10_000)), capacity=2, sinks=[sink, batches.append])
+    made.close()
+    made.log_scalar("x", 2.0, 1)
+    made.close()
+    assert made.summary()["x"].count == 10_001
+    assert sink == [("x", step, float(step)) for step in range(10_000)]
+    assert [len(batch) for batch in batches] == [tracker.QUEUE, tracker.QUEUE, 10_000 % 4096]
+
+
+def test_a_sink_that_raises_is_reported_once_and_stops_nothing(caplog):
+    def full(scalars):
+        made.log_scalar("batches", len(scalars), 0)
+        made.flush()
+        scalars.clear()
+        msg = "no space left"
+        raise OSError(msg)
+
+    sink = Collect()
+    made = fastamp.MetricsTracker(sinks=[full, sink])
+    for step in range(20_000):
+        made.log_scalar("x", 0.5, step)
+    made.close()
+    (report,) = caplog.messages
+    assert "no space left" in report
+    assert sum(name == "x" for name, _, _ in sink) == made.summary()["x"].count == 20_000
+
+
+def test_only_the_first_rank_has_sinks(monkeypatch):
+    sink = Collect()
+    made = fastamp.MetricsTracker(sinks=[sink])
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    for rank in (1, 0):
+        monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+        made.log_scalar("x", rank, 7)
+        made.flush()
+    assert sink == [("x", 7, 0.0)]
+    assert made.history("x")[1].tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", [JsonLines, Csv])
+def test_files_hold_what_was_logged_and_are_continued(tmp_path, kind):
+    path = tmp_path / "new" / "run"
+    names, values = ['a "b"', "c,d", "é"], [0.1, math.inf, -math.inf, 1e-300, math.nan, 3]
+    expected = []
+    for run in range(2):
+        for name in names:
+            logged(values, sinks=[kind(path)], name=name).close()
+            expected += [(name, step, repr(float(value))) for step, value in enumerate(values)]
+        if run == 0:
+            with path.open("ab") as file:
+                file.write(b'{"name": "a", "st')  # killed in the middle of a line
+    text = path.read_text(encoding="utf-8")
+    if kind is JsonLines:
+        rows = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+        rows = [(row["name"], row["step"], row["value"]) for row in rows]
+    else:
+        header, *rows = csv.reader(text.splitlines())
+        assert header == ["name", "step", "value"]
+    assert [(name, int(step), repr(float(value))) for name, step, value in rows] == expected
+
+
+@pytest.mark.parametrize("kind", [JsonLines, Csv])
+def test_a_file_of_something_else_is_left_alone(tmp_path, kind):
+    path = tmp_path / "notes.txt"
+    path.write_text("mine")
+    with pytest.raises(ValueError, match="path: expected a file that starts with"):
+        kind(path)
+    assert path.read_text() == "mine"
+    with pytest.raises(OSError, match=str(tmp_path)):
+        kind(tmp_path)
+
+
+def test_flushed_values_survive_a_kill(tmp_path):
+    code = f"""
+import os, signal, fastamp
+tracker = fastamp.MetricsTracker(sinks=[fastamp.metrics.JsonLines({str(tmp_path / "run.jsonl")!r})])
+for step in range(10_000):
+    tracker.log_scalar("loss", step / 2, step)
+tracker.flush()
+tracker.log_scalar("loss", 1.0, 10_000)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert run_python(code).returncode == -signal.SIGKILL
+    rows = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert rows == [{"name": "loss", "step": s, "value": s / 2} for s in range(10_000)]
+
+
+def test_what_is_left_is_written_at_exit(tmp_path):
+    path = tmp_path / "run.csv"
+    code = f"""
+import fastamp
+tracker = fastamp.MetricsTracker(sinks=[fastamp.metrics.Csv({str(path)!r})])
+tracker.log_scalar("loss", 0.5, 3)
+del tracker
+raise SystemExit(0)
+"""
+    result = run_python(code)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert path.read_text() == "name,step,value\nloss,3,0.5\n"
+
+
+def test_tensorboard_gets_every_value(tmp_path):
+    pytest.importorskip("tensorboard")
+    logged([0.0, 0.5, 1.0], sinks=[TensorBoard(tmp_path)], name="train/loss").close()
+    code = f"""
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+events = EventAccumulator({str(tmp_path)!r})
+events.Reload()
+print([(e.step, e.value) for e in events.Scalars("train/loss")])
+"""
+    assert run_python(code).stdout.strip() == "[(0, 0.0), (1, 0.5), (2, 1.0)]"
+
+
+def test_a_plot_is_drawn_without_a_display(tmp_path):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ValueError, match="nothing was logged"):
+        fastamp.MetricsTracker().plot(tmp_path / "plot.png")
+    made = logged([math.nan, 1.0, 0.5])
+    made.log_scalar("y", 1.0, 1)
+    made.plot(tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_importing_fastamp_imports_no_extra():
+    code = """
+import sys, torch
+before = {*sys.modules}  # torch itself imports pynvml
+import fastamp
+print({"matplotlib", "tensorboard", "pynvml"} & ({*sys.modules} - before))
+"""
+    assert run_python(code).stdout.strip() == "set()"

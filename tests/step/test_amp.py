@@ -1,0 +1,364 @@
+"""What one read and one write of the gradients promise, on every backend."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import numpy as np
+import pytest
+import torch
+from support import reference
+from support.gradients import KINDS, bits, odd_gradients, parameters_with, random, values_of
+
+import fastamp
+from fastamp import _ops
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NO_CLIP = _ops.Clip()
+NORM_TYPES = [1.0, 2.0, math.inf]
+# 0, 1, odd, around a row, a strip, a chunk and several chunks.
+SIZES = [0, 1, 7, 127, 129, 257, 8191, 8193, 65535, 65537, 3 * 65536 + 1003]
+
+
+def stats_of(
+    tensors: list[torch.Tensor], norm_type: float = 2.0, **kwargs: object
+) -> _ops.GradStats:
+    return _ops.grad_stats(_ops.pack(tensors), norm_type, _ops.Clip(**kwargs))
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_norm_is_right_to_the_last_float32_bit(backend, device, dtype, norm_type):
+    tensors = [random(size, dtype, device, seed=size) for size in SIZES]
+    norm = stats_of(tensors, norm_type).norm
+    assert norm.dtype == torch.float32
+    assert norm.device.type == device
+    assert norm.item() == reference.exact_norm([values_of(t) for t in tensors], norm_type)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_tensor_of_every_size(backend, device, dtype, size):
+    tensor = random(size, dtype, device)
+    assert stats_of([tensor]).norm.item() == reference.exact_norm([values_of(tensor)])
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_compiled_code_adds_in_the_promised_order(compiled, device, dtype, norm_type):
+    tensors = [random(size, dtype, device, seed=size) for size in SIZES]
+    reduced = stats_of(tensors, norm_type).reduced.item()
+    itemsizes = [t.element_size() for t in tensors]
+    assert reduced == reference.ordered_sum([values_of(t) for t in tensors], itemsizes, norm_type)
+
+
+def test_many_small_tensors_add_in_the_promised_order(compiled, device):
+    tensors = [random(1 + i % 300, DTYPES[i % 3], device, seed=i) for i in range(5000)]
+    itemsizes = [t.element_size() for t in tensors]
+    expected = reference.ordered_sum([values_of(t) for t in tensors], itemsizes)
+    assert stats_of(tensors).reduced.item() == expected
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_the_norm_does_not_depend_on_the_number_of_threads(backend, device, threads):
+    tensor = random(2**24, torch.float32, device)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        norm = stats_of([tensor]).norm.item()
+    finally:
+        torch.set_num_threads(before)
+    assert norm == reference.exact_norm([values_of(tensor)])
+
+
+def test_a_norm_beyond_float16_does_not_overflow(backend, device):
+    grad = torch.full((4, 100), 5120.0, dtype=torch.float16, device=device)
+    [parameter] = parameters_with(grad)
+    assert fastamp.clip_grad_norm_([parameter], 1.0).item() == 102400.0
+    assert torch.nn.utils.get_total_norm([torch.full((400,), 5120.0, dtype=torch.float16)]).isinf()
+    assert parameter.grad.double().norm().item() == pytest.approx(1.0, rel=2**-10)
+
+
+@pytest.mark.parametrize("scale", [3.4e38, 2.0**-149, 1e-42])
+def test_squares_neither_overflow_nor_vanish(backend, device, scale):
+    tensor = torch.full((300,), scale, device=device)
+    assert stats_of([tensor], math.inf).norm.item() == np.float32(scale)
+    expected = math.sqrt(300) * float(np.float32(scale))
+    assert stats_of([tensor]).reduced.sqrt().item() == pytest.approx(expected, rel=1e-14)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_one_bad_value_is_found_at_every_position(backend, device, norm_type, bad, dtype):
+    step = 1 if norm_type == 2 and bad != -math.inf else 83
+    tensor = torch.ones(1003, dtype=dtype, device=device)
+    groups = _ops.pack([tensor])
+    assert _ops.grad_stats(groups, norm_type, NO_CLIP).found_inf.item() == 0.0
+    for i in range(0, 1003, step):
+        tensor[i] = bad
+        assert _ops.grad_stats(groups, norm_type, NO_CLIP).found_inf.item() == 1.0, i
+        tensor[i] = 1.0
+
+
+def test_a_nan_outlives_a_later_infinity(backend, device):
+    for values in ([math.nan, math.inf], [math.inf, math.nan]):
+        tensor = torch.ones(300, device=device)
+        tensor[[3, 290]] = torch.tensor(values, device=device)
+        for norm_type in NORM_TYPES:
+            assert stats_of([tensor], norm_type).norm.isnan()
+
+
+@pytest.mark.parametrize("reduced", [0.0, 1e-30, 2.0, 9e10, 1e70, math.inf, math.nan])
+@pytest.mark.parametrize("scale", [None, 1.0, 65536.0, 3.0])
+@pytest.mark.parametrize("max_norm", [None, 0.0, 1.0, 1e5, math.inf])
+def test_the_statistics_are_the_formulas_to_the_bit(backend, device, reduced, scale, max_norm):
+    tensor = torch.tensor([math.sqrt(reduced)], device=device)
+    there = None if scale is None else torch.tensor(scale, device=device)
+    stats = stats_of([tensor], scale=there, max_norm=max_norm)
+    expected = reference.finish(stats.reduced.item(), 2.0, scale or 1.0, max_norm)
+    got = {name: np.float32(getattr(stats, name).item()) for name in expected}
+    np.testing.assert_equal(got, expected)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1 / 3, 1e-7, 2.0**-24, 65536.0, 0.0, math.inf, math.nan])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rescaling_rounds_once_to_the_nearest(backend, device, dtype, factor):
+    if dtype == torch.float32:
+        rng = np.random.default_rng(0)
+        raw = rng.integers(0, 2**32, 100_003, dtype=np.uint32).view(np.int32)
+    else:
+        raw = np.arange(2**16, dtype=np.uint16).view(np.int16)
+    tensor = torch.from_numpy(raw.copy()).view(dtype).to(device)
+    _ops.rescale_(_ops.pack([tensor]), torch.tensor(factor, device=device))
+    name = str(dtype).removeprefix("torch.")
+    expected = torch.from_numpy(reference.rescale(raw, name, factor).view(raw.dtype)).view(dtype)
+    assert torch.equal(tensor.isnan().cpu(), expected.isnan())
+    kept = ~expected.isnan()
+    np.testing.assert_array_equal(bits(tensor)[kept], bits(expected)[kept])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rescaling_reaches_every_element_and_no_other(backend, device, dtype, size):
+    memory = torch.ones(size + 40, dtype=dtype, device=device)
+    for start in (0, 1, 8, 13):
+        memory.fill_(1.0)
+        tensor = memory[start : start + size]
+        if size:
+            _ops.rescale_(_ops.pack([tensor]), torch.tensor(0.5, device=device))
+        expected = torch.ones_like(memory)
+        expected[start : start + size] = 0.5
+        assert torch.equal(memory, expected)
+
+
+def test_a_factor_of_one_writes_nothing(compiled, device):
+    # A signalling NaN would become a quiet one if it were written.
+    tensor = torch.tensor([0x7F800001] * 1000, dtype=torch.int32, device=device).view(torch.float32)
+    _ops.rescale_(_ops.pack([tensor]), torch.tensor(1.0, device=device))
+    assert (bits(tensor) == 0x7F800001).all()
+
+
+@pytest.mark.parametrize("norm_type", [0.5, 1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e6])
+def test_clipping_agrees_with_torch(backend, device, max_norm, norm_type):
+    grads = [random(size, torch.float32, device, seed=size) for size in (1, 33, 8193, 70_001)]
+    ours = parameters_with(*[g.clone() for g in grads], None)
+    theirs = parameters_with(*[g.clone() for g in grads], None)
+    norm = fastamp.clip_grad_norm_(ours, max_norm, norm_type)
+    expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm, norm_type)
+    # torch's float32 sums and its reciprocal-then-multiply are off by a few ulps.
+    torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+    for a, b in zip(ours[:-1], theirs[:-1], strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=0)
+    assert ours[-1].grad is None
+
+
+def test_gradients_that_are_short_enough_keep_their_bits(backend, device):
+    grad = random(1003, torch.float32, device)
+    [parameter] = parameters_with(grad.clone())
+    fastamp.clip_grad_norm_([parameter], 1e9)
+    assert torch.equal(parameter.grad, grad)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_nonfinite_norm_spoils_the_gradients_as_in_torch(backend, device, bad):
+    grad = torch.tensor([1.0, bad, -3.0], device=device)
+    ours, theirs = parameters_with(grad.clone()), parameters_with(grad.clone())
+    norm = fastamp.clip_grad_norm_(ours, 1.0)
+    expected = torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+    torch.testing.assert_close(norm, expected, equal_nan=True)
+    torch.testing.assert_close(ours[0].grad, theirs[0].grad, equal_nan=True)
+
+
+def test_error_if_nonfinite_names_the_parameter_and_changes_nothing(backend, device):
+    grads = [random(10, torch.float32, device, seed=i) for i in range(4)]
+    grads[2][3] = math.nan
+    parameters = parameters_with(None, *[g.clone() for g in grads])
+    message = r"total norm of order 2.0 .*non-finite \(first in the gradient of parameters\[3\]\)"
+    with pytest.raises(RuntimeError, match=message):
+        fastamp.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True)
+    for parameter, grad in zip(parameters[1:], grads, strict=True):
+        assert np.array_equal(bits(parameter.grad), bits(grad))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_gradient_is_measured_and_clipped(backend, device, kind):
+    grad = odd_gradients(device)[kind]
+    plain = random(500, torch.float32, device)
+    dense = grad.to_dense().clone().resolve_conj().resolve_neg()
+    total = math.hypot(dense.abs().double().norm().item(), plain.double().norm().item())
+    parameters = parameters_with(grad, plain.clone())
+    norm = fastamp.clip_grad_norm_(parameters, total / 2)
+    assert norm.item() == pytest.approx(total, rel=1e-7)
+    assert norm.dtype == (torch.float64 if kind == "float64" else torch.float32)
+    tolerance = 2**-8 if dense.dtype == torch.bfloat16 else 1e-6
+    got = parameters[0].grad.to_dense().resolve_conj().resolve_neg()
+    torch.testing.assert_close(got, dense / 2, rtol=tolerance, atol=0)
+    torch.testing.assert_close(parameters[1].grad, plain / 2, rtol=1e-6, atol=0)
+
+
+def test_every_kind_of_gradient_at_once(backend, device):
+    grads = list(odd_gradients(device).values())
+    squares = 0.0
+    for grad in grads:
+        dense = grad.to_dense()
+        real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+        squares += real.double().square().sum().item()
+    norm = fastamp.clip_grad_norm_(parameters_with(*grads), 1.0)
+    assert norm.item() == pytest.approx(math.sqrt(squares), rel=1e-12)
+
+
+def test_the_same_gradient_twice_counts_twice_and_is_scaled_twice(backend, device):
+    # As torch does on the CPU; on CUDA its two multiplies race.
+    grad = random(100_000, torch.float32, device)
+    ours = grad.clone()
+    norm = fastamp.clip_grad_norm_(parameters_with(ours, ours), 1.0).item()
+    assert norm == pytest.approx(math.sqrt(2) * grad.double().norm().item(), rel=1e-7)
+    torch.testing.assert_close(ours, grad / norm / norm, rtol=1e-5, atol=0)
+
+
+def test_no_gradients_at_all(backend):
+    assert fastamp.clip_grad_norm_([], 1.0).item() == 0.0
+    assert fastamp.clip_grad_norm_(parameters_with(None), 1.0).item() == 0.0
+    assert fastamp.clip_grad_norm_(parameters_with(torch.empty(0)), 1.0).item() == 0.0
+
+
+def test_one_tensor_instead_of_a_list(backend, device):
+    [parameter] = parameters_with(torch.tensor([3.0, 4.0], device=device))
+    assert fastamp.clip_grad_norm_(parameter, 1.0).item() == 5.0
+
+
+def test_an_exhausted_generator_warns_as_torch_does(backend):
+    with pytest.warns(UserWarning, match="empty generator"):
+        fastamp.clip_grad_norm_((p for p in []), 1.0)
+
+
+@pytest.mark.parametrize("exchange_table", [True, False], ids=["dlpack", "attributes"])
+def test_both_ways_to_read_a_tensor_agree(compiled, device, exchange_table):
+    native = pytest.importorskip("fastamp._native")
+    grads = list(odd_gradients(device).values()) + [random(70_001, d, device) for d in DTYPES]
+    native.bind_torch(exchange_table)
+    try:
+        if exchange_table and not native.has_exchange_table():
+            pytest.skip("this torch has no exchange table")
+        assert native.has_exchange_table() == exchange_table
+        groups = _ops.pack(grads)
+        reduced = _ops.grad_stats(groups, 2.0, NO_CLIP).reduced.item()
+        taken = [i for i in range(len(grads)) if i not in groups[0].packed.rest]
+        _ops.rescale_(groups, torch.tensor(0.5, device=device))
+        halved = _ops.grad_stats(_ops.pack(grads), 2.0, NO_CLIP).reduced.item()
+    finally:
+        native.bind_torch(True)
+    read = ["transposed", "channels_last", "unaligned", "0-dim", "empty"]
+    assert taken == [*map(KINDS.index, read), *range(len(KINDS), len(grads))]
+    assert halved == pytest.approx(reduced / 4, rel=1e-3)
+
+
+def test_clipping_is_seen_by_autograd(backend, device):
+    grad = random(10, torch.float32, device)
+    before = grad._version
+    fastamp.clip_grad_norm_(parameters_with(grad), 0.1)
+    assert grad._version > before
+
+
+def test_values_are_clipped_as_in_torch(backend, device):
+    grad = random((40, 3), torch.float32, device)
+    ours, theirs = parameters_with(grad.clone(), None), parameters_with(grad.clone(), None)
+    fastamp.clip_grad_value_(ours, 0.5)
+    torch.nn.utils.clip_grad_value_(theirs, 0.5)
+    assert torch.equal(ours[0].grad, theirs[0].grad)
+    index = torch.tensor([[0, 2, 2]])
+    values = torch.tensor([0.2, 0.4, 0.4])
+    sparse = torch.sparse_coo_tensor(index, values, (4,), check_invariants=True).to(device)
+    [parameter] = parameters_with(sparse)
+    fastamp.clip_grad_value_(parameter, 0.5)
+    assert parameter.grad.to_dense().tolist() == pytest.approx([0.2, 0.0, 0.5, 0.0])
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+def test_clipping_with_a_given_norm_agrees_with_torch(backend, device, max_norm):
+    grads = [random(size, torch.float32, device, seed=size) for size in (3, 70_001)]
+    ours, theirs = (parameters_with(*[g.clone() for g in grads]) for _ in range(2))
+    norm = fastamp.get_total_norm(grads)
+    fastamp.clip_grads_with_norm_(ours, max_norm, norm)
+    torch.nn.utils.clip_grads_with_norm_(theirs, max_norm, norm)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("norm", [torch.tensor([5.0]), torch.tensor([[5.0]]), torch.ones(3), 5.0])
+def test_a_given_norm_that_is_not_0_dim_is_refused_as_in_torch(backend, norm):
+    messages = []
+    for clip in (torch.nn.utils.clip_grads_with_norm_, fastamp.clip_grads_with_norm_):
+        [parameter] = parameters_with(torch.tensor([3.0, 4.0, 0.0]))
+        with pytest.raises((RuntimeError, TypeError)) as error:
+            clip(parameter, 1.0, norm)
+        messages.append(str(error.value))
+        assert parameter.grad.tolist() == [3.0, 4.0, 0.0]
+    assert messages[0] == messages[1]
+
+
+def test_inference_tensors_are_written_in_inference_mode_only(backend, device):
+    with torch.inference_mode():
+        theirs, *grads = [torch.full((4,), 2.0, device=device) for _ in range(3)]
+    plain = random(3, torch.float32, device)
+    parameters = parameters_with(plain.clone(), *grads)
+    norm = fastamp.get_total_norm([plain, *grads])
+    message = "Inplace update to inference tensor outside InferenceMode is not allowed"
+    for clip in (
+        lambda: torch.nn.utils.clip_grad_norm_(parameters_with(theirs), 1.0),
+        lambda: fastamp.clip_grad_norm_(parameters, 1.0),
+        lambda: fastamp.clip_grads_with_norm_(parameters, 1.0, norm),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            clip()
+    assert torch.equal(parameters[0].grad, plain)
+    with torch.inference_mode():
+        fastamp.clip_grad_norm_(parameters, 1.0)
+    assert parameters[2].grad[0].item() == pytest.approx(2.0 / norm.item(), rel=1e-6)
+
+
+def test_torch_func_goes_torchs_way(backend):
+    gradient = torch.func.grad(lambda x: fastamp.get_total_norm([x]))(torch.ones(3))
+    assert torch.equal(gradient, torch.zeros(3))
+
+
+def test_two_threads_clip_two_models_at_once(backend, device):
+    grads = [random(300_000, torch.float32, device, seed=i) for i in range(4)]
+    expected = [float(reference.exact_norm([values_of(g)])) for g in grads]
+    failures = []
+
+    def work(i: int) -> None:
+        for _ in range(20):
+            [parameter] = parameters_with(grads[i].clone())
+            if fastamp.clip_grad_norm_([parameter], 1.0).item() != expected[i]:
+                failures.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures

@@ -1,0 +1,186 @@
+"""Which backend serves what, and that all of them offer the same ops."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from support.processes import run_python
+
+import fastamp
+from fastamp import _ops
+from fastamp._ops import fallback
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_backends_are_listed_best_first():
+    order = [name for name in ("cuda", "cpu", "fallback") if name in fastamp.backends()]
+    assert fastamp.backends() == order
+    assert order[-1] == "fallback"
+
+
+def test_the_choice_follows_the_device():
+    best = "cpu" if "cpu" in fastamp.backends() else "fallback"
+    assert _ops.ops_for(torch.device("cpu")).name == best
+    assert _ops.ops_for(torch.device("meta")).name == "fallback"
+    assert _ops.ops_for(torch.device("mps")).name == "fallback"
+
+
+@pytest.mark.cuda
+def test_cuda_tensors_go_to_the_cuda_backend():
+    assert fastamp.backends()[0] == "cuda"
+    assert _ops.ops_for(torch.device("cuda", 0)).name == "cuda"
+
+
+@pytest.mark.parametrize("name", fastamp.backends())
+def test_the_environment_variable_narrows_the_choice(name):
+    result = run_python("import fastamp; print(fastamp.backends())", FASTAMP_BACKEND=name)
+    expected = [name] if name == "fallback" else [name, "fallback"]
+    assert result.stdout.strip() == str(expected), result.stderr
+
+
+@pytest.mark.parametrize("name", ["cuda", "cpu", "cdua"])
+def test_a_backend_that_is_not_there_is_refused_with_the_list(name):
+    if name in fastamp.backends():
+        pytest.skip(f"{name} is there")
+    result = run_python("import fastamp", FASTAMP_BACKEND=name)
+    assert result.returncode != 0
+    why = "is not a backend" if name == "cdua" else "is not available here"
+    listed = ", ".join(fastamp.backends())
+    assert f"RuntimeError: FASTAMP_BACKEND='{name}' {why}; available: {listed}" in result.stderr
+
+
+def test_use_only_restores_the_choice():
+    before = fastamp.backends()
+    with _ops.use_only("fallback"):
+        assert fastamp.backends() == ["fallback"]
+    with (
+        pytest.raises(RuntimeError, match="backend='none' is not a backend"),
+        _ops.use_only("none"),
+    ):
+        pass
+    assert fastamp.backends() == before
+
+
+def op_table() -> dict[str, inspect.Signature]:
+    functions = {k: v for k, v in vars(_ops.Ops).items() if inspect.isfunction(v)}
+    return {k: inspect.signature(v) for k, v in functions.items() if not k.startswith("_")}
+
+
+def missing_ops(cls: type) -> list[str]:
+    """Name the ops of the table that a backend lacks or takes with other arguments."""
+    return [
+        name
+        for name, signature in op_table().items()
+        if not hasattr(cls, name)
+        or list(inspect.signature(getattr(cls, name)).parameters) != list(signature.parameters)
+    ]
+
+
+def test_every_backend_has_every_op():
+    assert set(op_table()) == {"pack", "grad_stats", "rescale_", "regions_for"}
+    classes = [fallback.FallbackOps]
+    if "cpu" in fastamp.backends():
+        from fastamp._ops import compiled, compiled_cuda
+
+        classes += [compiled.CpuOps, compiled_cuda.CudaOps]
+    for cls in classes:
+        assert missing_ops(cls) == []
+
+
+def test_a_missing_or_changed_op_is_noticed():
+    complete = vars(fallback.FallbackOps)
+    for name in op_table():
+        rest = {key: value for key, value in complete.items() if key != name}
+        assert missing_ops(type("Incomplete", (), rest)) == [name]
+        assert missing_ops(type("Changed", (), {**rest, name: lambda self: None})) == [name]
+
+
+def test_every_row_of_the_compiled_op_table_is_bound():
+    table = (ROOT / "csrc/step/ops.h").read_text()
+    rows = re.findall(r"void \(\*(\w+)\)\(", table)
+    assert rows == ["grad_stats", "rescale"]
+    bindings = (ROOT / "csrc/step/bind.cpp").read_text()
+    for row in rows:
+        assert f"table->{row}(" in bindings
+    # A row that a backend leaves out does not compile: missing-field-initializers is an error.
+    assert "-Werror=missing-field-initializers" in (ROOT / "CMakeLists.txt").read_text()
+
+
+@pytest.mark.skipif("cpu" not in fastamp.backends(), reason="needs the compiled core")
+def test_cuda_ops_without_cuda_code_say_so():
+    from fastamp import _native
+
+    if _native.built_with_cuda:
+        pytest.skip("built with CUDA")
+    packed = _native.pack([], -1)
+    with pytest.raises(RuntimeError, match="built without CUDA"):
+        _native.cuda_ops.rescale(packed, torch.tensor(1.0), 0, 0)
+
+
+@pytest.mark.skipif("cpu" not in fastamp.backends(), reason="needs the compiled core")
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("scale", torch.tensor(1.0, dtype=torch.float64)),
+        ("work", torch.empty(1, dtype=torch.float64)),
+        ("stats", torch.empty(4)),
+        ("stats", "x"),
+    ],
+)
+def test_the_core_refuses_a_wrong_buffer_by_name(argument, value):
+    from fastamp import _native
+
+    packed = _native.pack([torch.ones(10)], -1)
+    arguments = {
+        "scale": None,
+        "max_norm": None,
+        "only_finite": False,
+        "skipped": None,
+        "work": torch.empty(2, dtype=torch.float64),
+        "stats": torch.empty(_native.NUM_STATS),
+        argument: value,
+    }
+    with pytest.raises(TypeError, match=f"^{argument}: expected a dense float"):
+        _native.cpu_ops.grad_stats(packed, _native.NormType.L2, **arguments, place=1)
+
+
+def test_mixed_devices_share_one_norm():
+    with _ops.use_only("fallback"):
+        assert len(_ops.pack([torch.ones(2), torch.ones(3, device="meta")])) == 2
+
+
+@pytest.mark.cuda
+def test_gradients_on_the_cpu_and_the_gpu_share_one_norm():
+    made = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    made[1] = torch.nn.Parameter(torch.zeros(1, device="cuda"))
+    for parameter, value in zip(made, (3.0, 4.0), strict=True):
+        parameter.grad = torch.full_like(parameter, value)
+    norm = fastamp.clip_grad_norm_(made, 1.0)
+    assert norm.item() == 5.0
+    assert norm.device.type == "cpu"
+    assert made[1].grad.item() == pytest.approx(0.8)
+
+
+# torch's own threads do not survive a fork: everything of torch's that starts them comes before.
+FORK = """
+import os, sys, torch, fastamp
+torch.set_num_threads(2)
+def parameter():
+    p = torch.nn.Parameter(torch.zeros(1 << 20)); p.grad = torch.ones(1 << 20); return p
+first, second = parameter(), parameter()
+assert fastamp.clip_grad_norm_(first, 1.0).item() == 1024.0
+pid = os.fork()
+if pid == 0:
+    os._exit(0 if fastamp.clip_grad_norm_(second, 1.0).item() == 1024.0 else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.skipif("cpu" not in fastamp.backends(), reason="needs the compiled core")
+def test_a_forked_child_gets_threads_of_its_own():
+    assert run_python(FORK).returncode == 0

@@ -1,0 +1,434 @@
+"""The step: what torch's GradScaler and clipping do, with one read, on every backend."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+from support.gradients import KINDS, bits, odd_gradients, parameters_with, random
+from support.training import FUSED, OPTIMIZERS, make_folding, make_scaler, one_step
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastamp
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("how", ["step", "unscale then step", "clip then step"])
+def test_gradients_end_unscaled_and_clipped(backend, device, how, name):
+    grads = [random(size, torch.float32, device, seed=size) for size in (1, 300, 70_001)]
+    norm = math.sqrt(sum(g.double().square().sum().item() for g in grads))
+    parameters = parameters_with(*[g * 1024 for g in grads], None)
+    optimizer = OPTIMIZERS[name](parameters)
+    scaler = make_scaler(fastamp.GradScaler, device)
+    scaler.scale(torch.ones((), device=device))
+    if how == "step":
+        scaler.step(optimizer, max_norm=norm / 2)
+    elif how == "unscale then step":
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer, max_norm=norm / 2)
+    else:
+        assert scaler.clip_grad_norm_(optimizer, norm / 2).item() == pytest.approx(norm, rel=1e-7)
+        scaler.step(optimizer)
+    for parameter, grad in zip(parameters, grads, strict=False):
+        torch.testing.assert_close(parameter.grad, grad / 2, rtol=1e-6, atol=0)
+    report = scaler.last_step
+    assert report.norm.item() == pytest.approx(norm, rel=1e-7)
+    assert report.clip_coef.item() == pytest.approx(0.5, rel=1e-5)
+    assert report.found_inf.item() == 0.0
+    assert not report.skipped
+    assert scaler.skipped_steps == 0
+    assert report.scale.item() == (1024.0 if how != "unscale then step" else 1.0)
+    assert {t.device.type for t in (report.norm, report.clip_coef, report.found_inf)} == {device}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_scale_that_the_user_set_is_respected(backend, device, name):
+    grad = random(1000, torch.float32, device)
+    norm = grad.double().norm().item()
+    parameters = parameters_with(grad * 1024 * 4)
+    optimizer = make_folding(name, parameters)
+    optimizer.grad_scale = torch.tensor(4.0, device=device)
+    scaler = make_scaler(fastamp.GradScaler, device)
+    one_step(scaler, optimizer, device, max_norm=norm / 2)
+    torch.testing.assert_close(parameters[0].grad, grad / 2, rtol=1e-6, atol=0)
+    assert scaler.last_step.norm.item() == pytest.approx(norm, rel=1e-7)
+    assert not hasattr(optimizer, "grad_scale")
+    assert not hasattr(optimizer, "found_inf")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, None])
+def test_without_scaling_a_step_clips_and_skips(backend, device, bad, name):
+    grad = random(1000, torch.float32, device)
+    norm = grad.double().norm().item()
+    if bad is not None:
+        grad[7] = bad
+    parameters = parameters_with(grad.clone())
+    before = parameters[0].detach().clone()
+    scaler = fastamp.GradScaler(device, enabled=False)
+    scaler.step(OPTIMIZERS[name](parameters), max_norm=norm / 2)
+    scaler.update()
+    assert torch.equal(parameters[0], before) == (bad is not None)
+    assert scaler.last_step.skipped == (bad is not None)
+    assert scaler.skipped_steps == (bad is not None)
+    if bad is None:
+        torch.testing.assert_close(parameters[0].grad, grad / 2, rtol=1e-6, atol=0)
+
+
+def test_without_scaling_and_clipping_the_step_is_the_optimizers(backend, device):
+    parameters = parameters_with(torch.tensor([math.nan, 1.0], device=device))
+    scaler = fastamp.GradScaler(device, enabled=False)
+    loss = scaler.step(torch.optim.SGD(parameters, lr=1.0), lambda: 3.0)
+    assert loss == 3.0
+    assert parameters[0].isnan()[0]
+    assert not scaler.last_step.skipped
+    assert scaler.last_step.norm.isnan()
+
+
+READS = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero"}
+
+
+class ReadsRefused(TorchDispatchMode):
+    """Raises wherever a value of a tensor comes to the host, or a tensor leaves its device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        if name in READS:
+            message = f"{name} reads a value"
+            raise AssertionError(message)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def sync_refused(device):
+    """Raise on a GPU wherever the host waits for it."""
+    if device == "cpu":
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode calls itself a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_folded_step_reads_nothing_on_the_host(backend, device, enabled, name):
+    parameters = parameters_with(*[random(1000, torch.float32, device, seed=i) for i in range(3)])
+    optimizer = make_folding(name, parameters)
+    scaler = make_scaler(fastamp.GradScaler, device, enabled=enabled)
+    one_step(scaler, optimizer, device, max_norm=1.0)  # makes the optimizer's state
+    scaler.update()
+    with sync_refused(device), ReadsRefused():
+        one_step(scaler, optimizer, device, max_norm=1.0)
+        scaler.update()
+        one_step(scaler, optimizer, device)
+        scaler.update()
+        if enabled and device == "cuda":  # in place, the CPU looks whether the factor is 1
+            scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+
+
+def test_the_probe_notices_a_read():
+    with ReadsRefused(), pytest.raises(AssertionError, match="reads a value"):
+        torch.ones(()).item()
+
+
+def test_an_overflow_on_two_devices_skips_where_torchs_step_does_not(backend, device):
+    results = {}
+    for cls in (torch.amp.GradScaler, fastamp.GradScaler):
+        parameters = parameters_with(torch.full((4,), math.inf, device=device))
+        before = parameters[0].detach().clone()
+        optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True)
+        scaler = cls(device)
+        scaler.scale(torch.ones((), device=device))
+        scaler.unscale_(optimizer)
+        flag = torch.ones((), device=device)
+        state = scaler._per_optimizer_states[id(optimizer)]
+        state["found_inf_per_device"] = {"one device": flag, "another": flag.clone()}
+        scaler.step(optimizer)
+        results[cls] = torch.equal(parameters[0], before)
+    assert results == {torch.amp.GradScaler: False, fastamp.GradScaler: True}
+
+
+def test_found_inf_stays_0_or_1_with_several_optimizers(backend, device):
+    pairs = [parameters_with(torch.full((4,), math.inf, device=device)) for _ in range(3)]
+    optimizers = [torch.optim.SGD(p, lr=0.1, fused=True) for p in pairs]
+    scaler = fastamp.GradScaler(device)
+    scaler.scale(torch.ones((), device=device))
+    reports = []
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+        reports.append(scaler.last_step)
+    scaler.update()
+    assert [report.found_inf.item() for report in reports] == [1.0, 1.0, 1.0]
+    assert scaler.get_scale() == 2.0**15
+    assert scaler.skipped_steps == 3
+
+
+@pytest.mark.parametrize("name", ["adamw fused", "adamw foreach", "own"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_the_one_bad_parameter_among_148_is_named(backend, device, bad, name):
+    module = torch.nn.ParameterDict(
+        {f"w{i}": torch.nn.Parameter(torch.zeros(7, 11, device=device)) for i in range(148)}
+    )
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    module["w93"].grad[4, 5] = bad
+    module["w93"].grad[6, 1] = math.inf
+    scaler = fastamp.GradScaler(device)
+    one_step(scaler, OPTIMIZERS[name](module.parameters()), device, max_norm=1.0)
+    assert scaler.last_step.skipped
+    n_nan = int(math.isnan(bad))
+    [found] = scaler.nonfinite_parameters(module)
+    assert found == ("w93", n_nan, 2 - n_nan, 4 * 11 + 5)
+    assert found.first_index == 49
+
+
+def test_the_bad_entry_of_a_sparse_gradient_is_named(backend, device):
+    module = torch.nn.Embedding(50, 4, sparse=True, device=device)
+    module(torch.tensor([7, 3, 7], device=device)).sum().backward()
+    module.weight.grad._values()[1, 2] = math.inf  # row 3
+    module.weight.grad._values()[2, 0] = math.nan  # row 7
+    scaler = fastamp.GradScaler(device)
+    one_step(scaler, torch.optim.SGD(module.parameters(), lr=0.1), device)
+    assert scaler.nonfinite_parameters(module) == [("weight", 1, 1, 3 * 4 + 2)]
+
+
+def test_fine_gradients_name_nothing(backend, device):
+    module = torch.nn.Linear(3, 2, device=device)
+    assert fastamp.GradScaler(device).nonfinite_parameters(module) == []
+    module(torch.ones(1, 3, device=device)).sum().backward()
+    assert fastamp.GradScaler(device).nonfinite_parameters(module) == []
+
+
+def test_a_pickled_scaler_goes_on(backend, device):
+    parameters = parameters_with(torch.full((4,), math.inf, device=device))
+    scaler = fastamp.GradScaler(device, min_scale=4.0)
+    one_step(scaler, torch.optim.SGD(parameters, lr=0.1, fused=True), device)
+    scaler.update()
+    copied = pickle.loads(pickle.dumps(scaler))
+    assert copied.state_dict() == scaler.state_dict()
+    assert copied.skipped_steps == scaler.skipped_steps == 1
+    copied.scale(torch.ones((), device=device))
+    assert copied.get_scale() == 2.0**15
+
+
+def test_the_scale_stays_within_its_bounds(backend, device):
+    scaler = fastamp.GradScaler(device, 8.0, growth_interval=1, min_scale=4.0, max_scale=16.0)
+    good, bad = parameters_with(
+        torch.ones(3, device=device), torch.full((3,), math.inf, device=device)
+    )
+    seen = []
+    for parameter in (bad, bad, good, good, good, good):
+        one_step(scaler, torch.optim.SGD([parameter], lr=0.0, fused=True), device)
+        scaler.update()
+        seen.append(scaler.get_scale())
+    assert seen == [4.0, 4.0, 8.0, 16.0, 16.0, 16.0]
+
+
+@pytest.mark.parametrize("name", ["sgd fused", "sgd momentum"])
+def test_an_exception_out_of_the_optimizer_leaves_the_scaler_usable(backend, device, name):
+    grad = random(100, torch.float32, device)
+    parameters = parameters_with(grad * 1024)
+    optimizer = OPTIMIZERS[name](parameters)
+    scaler = make_scaler(fastamp.GradScaler, device)
+    handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        one_step(scaler, optimizer, device, max_norm=1e9)
+    assert not hasattr(optimizer, "found_inf")
+    handle.remove()
+    scaler.step(optimizer, max_norm=1e9)
+    torch.testing.assert_close(parameters[0].grad, grad, rtol=1e-6, atol=0)
+    scaler.update()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_misuse_is_refused_as_torch_refuses_it(backend, device, name):
+    def failures(cls):
+        seen = []
+
+        def fails(call):
+            try:
+                call()
+            except (RuntimeError, AssertionError, ValueError) as error:
+                seen.append((type(error), str(error)))
+            else:
+                seen.append(None)
+
+        parameters = parameters_with(torch.ones(3, device=device))
+        optimizer = OPTIMIZERS[name](parameters)
+        empty = torch.optim.SGD(parameters_with(None), lr=0.1)
+        scaler = cls(device)
+        fails(lambda: scaler.step(optimizer))
+        fails(scaler.update)
+        scaler.scale(torch.ones((), device=device))
+        fails(scaler.update)
+        fails(lambda: scaler.step(empty))
+        fails(lambda: scaler.step(optimizer, closure=lambda: 1.0))
+        scaler.unscale_(optimizer)
+        fails(lambda: scaler.unscale_(optimizer))
+        fails(lambda: pickle.dumps(scaler))
+        scaler.step(optimizer)
+        fails(lambda: scaler.step(optimizer))
+        fails(lambda: scaler.unscale_(optimizer))
+        scaler.update()
+        fails(lambda: scaler.scale(3.0))
+        fails(lambda: scaler.load_state_dict({}))
+        return seen
+
+    theirs = failures(torch.amp.GradScaler)
+    assert failures(fastamp.GradScaler) == theirs
+    assert None not in theirs
+
+
+def test_clipping_after_the_step_is_refused(backend, device):
+    optimizer = torch.optim.SGD(parameters_with(torch.ones(3, device=device)), lr=0.1)
+    scaler = fastamp.GradScaler(device)
+    one_step(scaler, optimizer, device)
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) is being called after step\(\)"):
+        scaler.clip_grad_norm_(optimizer, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"min_scale": 0.0}, "min_scale: expected a number above 0, got 0.0"),
+        ({"max_scale": 0.0}, "max_scale: expected a number above 0, got 0.0"),
+        ({"max_scale": math.nan}, "max_scale: expected a number above 0, got nan"),
+        ({"init_scale": "x"}, "init_scale: expected a number above 0, got 'x'"),
+        ({"init_scale": None}, "init_scale: expected a number above 0, got None"),
+        ({"init_scale": 2.0, "min_scale": 4.0}, "init_scale: expected min_scale=4.0 <= 2.0"),
+        ({"init_scale": 2.0, "max_scale": 1.0}, "init_scale: expected .* <= max_scale=1.0"),
+    ],
+)
+def test_bad_scales_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        fastamp.GradScaler("cpu", **arguments)
+
+
+@pytest.mark.parametrize("how", ["unscale_", "clip_grad_norm_", "step"])
+def test_float16_gradients_are_refused_before_they_change(backend, device, how):
+    grads = [torch.ones(3, device=device), torch.ones(3, dtype=torch.float16, device=device)]
+    optimizer = torch.optim.SGD(parameters_with(*grads), lr=0.1)
+    scaler = fastamp.GradScaler(device)
+    scaler.scale(torch.ones((), device=device))
+    arguments = (1.0,) if how == "clip_grad_norm_" else ()
+    with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients\."):
+        getattr(scaler, how)(optimizer, *arguments)
+    assert all((grad == 1).all() for grad in grads)
+
+
+def test_a_fused_optimizer_takes_float16_gradients(backend, device):
+    if device == "cpu":
+        pytest.skip("torch's fused CPU kernels have no loss scale for float16")
+    grad = random(1000, torch.float16, device)
+    parameters = parameters_with(grad * 16)
+    scaler = fastamp.GradScaler(device, init_scale=16.0)
+    one_step(scaler, torch.optim.SGD(parameters, lr=0.1, fused=True), device)
+    torch.testing.assert_close(parameters[0].grad, grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_gradient_is_unscaled_and_clipped(backend, device, kind):
+    grad = odd_gradients(device)[kind]
+    dense = grad.to_dense().clone().resolve_conj().resolve_neg()
+    parameters = parameters_with(grad)
+    optimizer = torch.optim.SGD(parameters, lr=0.0)
+    scaler = fastamp.GradScaler(device, init_scale=4.0)
+    one_step(scaler, optimizer, device, max_norm=math.inf)
+    got = parameters[0].grad.to_dense().resolve_conj().resolve_neg()
+    tolerance = 2**-8 if dense.dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(got, dense / 4, rtol=tolerance, atol=0)
+    assert not scaler.last_step.skipped
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "empty"])
+def test_every_kind_of_gradient_is_checked(backend, device, kind):
+    grad = odd_gradients(device)[kind]
+    parameters = parameters_with(grad)
+    values = grad._values() if grad.is_sparse else grad
+    if kind == "expanded":
+        values = values[:, :1]
+    values.reshape(-1)[-1:] = math.nan  # a copy where memory has gaps: written back below
+    if not grad.to_dense().isnan().any():
+        (values[(-1,) * values.ndim] if values.ndim else values).fill_(math.nan)
+    scaler = fastamp.GradScaler(device)
+    one_step(scaler, torch.optim.SGD(parameters, lr=0.0), device, max_norm=1.0)
+    assert scaler.last_step.skipped
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("how", ["step", "unscale_", "clip_grad_norm_"])
+@pytest.mark.parametrize("kind", ["expanded", "gaps"])
+def test_a_fused_optimizer_never_sees_memory_with_gaps(backend, device, kind, how, name):
+    base = random(16, torch.float32, device)
+    grads = {"expanded": base[:1].expand(8), "gaps": base[::2]}
+    results = []
+    for grad in (grads[kind], grads[kind].clone(memory_format=torch.contiguous_format)):
+        parameters = parameters_with(grad)
+        optimizer = make_folding(name, parameters)
+        scaler = fastamp.GradScaler(device, init_scale=4.0)
+        scaler.scale(torch.ones((), device=device))
+        if how != "step":
+            getattr(scaler, how)(optimizer, *([1e9] if how == "clip_grad_norm_" else []))
+        scaler.step(optimizer, max_norm=1e9)
+        results.append(parameters[0].detach())
+    torch.testing.assert_close(*results, rtol=1e-6, atol=0)
+    assert results[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("max_norm", ["x", [1.0], torch.ones(2)])
+def test_a_max_norm_that_is_no_number_is_refused_before_anything_changes(backend, max_norm):
+    parameters = parameters_with(torch.ones(3))
+    scaler = fastamp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    for call in (
+        lambda: scaler.step(optimizer, max_norm=max_norm),
+        lambda: scaler.clip_grad_norm_(optimizer, max_norm),
+        lambda: fastamp.clip_grad_norm_(parameters, max_norm),
+        lambda: fastamp.clip_grad_norm_([], max_norm),
+    ):
+        with pytest.raises((ValueError, TypeError, RuntimeError)):
+            call()
+    assert (parameters[0].grad == 1).all()
+    assert (parameters[0] == 0).all()
+
+
+def test_finite_float64_values_whose_squares_overflow_are_finite(backend, device):
+    parameters = parameters_with(torch.full((3,), 1e300, dtype=torch.float64, device=device))
+    scaler = fastamp.GradScaler(device)
+    one_step(scaler, torch.optim.SGD(parameters, lr=0.0), device)
+    assert not scaler.last_step.skipped
+
+
+def test_unscaling_equals_torchs_to_the_bit(backend, device):
+    grads = [random(size, torch.float32, device, seed=size) for size in (1, 129, 70_001)]
+    results = []
+    for cls in (torch.amp.GradScaler, fastamp.GradScaler):
+        parameters = parameters_with(*[g.clone() for g in grads])
+        scaler = cls(device, init_scale=3.0)
+        scaler.scale(torch.ones((), device=device))
+        scaler.unscale_(torch.optim.SGD(parameters, lr=0.1))
+        results.append([bits(p.grad) for p in parameters])
+    for a, b in zip(*results, strict=True):
+        assert (a == b).all()
+
+
+def test_it_is_a_torch_scaler():
+    scaler = fastamp.GradScaler("cpu")
+    assert isinstance(scaler, torch.amp.GradScaler)
+    assert scaler.is_enabled()
+    assert scaler.get_scale() == 65536.0
+    assert scaler.last_step is None

@@ -1,0 +1,145 @@
+"""Threads and processes: steps at once, no thread beyond torch's number, workers after a fork."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from support.gradients import parameters_with, random
+from support.processes import run_python
+from support.training import OPTIMIZERS, assert_same_bits, make_scaler
+
+import fastamp
+
+SIZES = (300_001, 7, 70_000, 65_536)  # several chunks: enough for the threads to share
+WITHOUT_GPU = [name for name in fastamp.backends() if name != "cuda"]
+
+
+def step_a_model(device, name, seed):
+    """Take six steps, one of them skipped, on two threads; return what there is afterwards."""
+    torch.set_num_threads(2)
+    parameters = parameters_with(*[torch.zeros(size, device=device) for size in SIZES])
+    optimizer = OPTIMIZERS[name](parameters)
+    scaler = make_scaler(fastamp.GradScaler, device)
+    norms = []
+    for i in range(6):
+        for j, parameter in enumerate(parameters):
+            parameter.grad = random(parameter.shape, torch.float32, device, seed=100 * seed + i + j)
+        if i == seed:
+            parameters[0].grad[-1] = torch.inf
+        scaler.scale(torch.ones((), device=device))
+        scaler.step(optimizer, max_norm=1e-4)
+        scaler.update()
+        norms.append(scaler.last_step.norm)
+    assert scaler.skipped_steps == 1
+    return [*[p.detach() for p in parameters], *norms, scaler._scale]
+
+
+def in_threads(calls, *, at_once):
+    """Run every call in a thread of its own, all at once or one after the other."""
+    results = [None] * len(calls)
+    start = threading.Barrier(len(calls) if at_once else 1)
+
+    def run(i):
+        start.wait()
+        results[i] = calls[i]()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+        if not at_once:
+            thread.join()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.mark.parametrize("name", ["adamw fused", "sgd momentum"])
+def test_two_models_step_at_once_as_one_after_the_other(backend, device, name):
+    before = torch.get_num_threads()
+    calls = [lambda seed=seed: step_a_model(device, name, seed) for seed in range(2)]
+    try:
+        expected = in_threads(calls, at_once=False)
+        for _ in range(3):
+            assert_same_bits(in_threads(calls, at_once=True), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+COUNT_THREADS = """
+import os, torch, fastamp
+threads = lambda: len(os.listdir("/proc/self/task"))
+torch.set_num_threads(1)
+p = torch.nn.Parameter(torch.zeros(1 << 20))
+p.grad = torch.ones(1 << 20)
+before = threads()
+scaler = fastamp.GradScaler("cpu")
+scaler.scale(torch.ones(()))
+scaler.step(torch.optim.SGD([p], lr=0.1), max_norm=1e-3)
+fastamp.clip_grad_norm_(p, 1e-6)
+at_one = threads() - before
+torch.set_num_threads(3)
+fastamp.clip_grad_norm_(p, 1e-9)
+print(at_one, threads() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
+@pytest.mark.parametrize("name", WITHOUT_GPU)
+def test_one_thread_means_no_thread_is_started(name):
+    result = run_python(COUNT_THREADS, FASTAMP_BACKEND=name)
+    at_one, at_three = result.stdout.split() or pytest.fail(result.stderr)
+    assert at_one == "0"
+    if name == "cpu":
+        assert at_three == "2"  # so the count can tell
+
+
+# In a forked worker torch's own operators must stay on one thread; NumPy makes the gradients, so
+# that fastamp alone runs on two.
+WORKERS = """
+import sys
+import numpy as np, torch, fastamp
+
+def clipped(threads):
+    torch.set_num_threads(threads)
+    p = torch.nn.Parameter(torch.from_numpy(np.zeros(1 << 20, np.float32)))
+    p.grad = torch.from_numpy(np.ones(1 << 20, np.float32))
+    norm = fastamp.clip_grad_norm_(p, 1.0).item()
+    return [norm, float(np.abs(p.grad.numpy() - 2.0**-10).max() < 1e-8)]
+
+class Clips(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, i):
+        return torch.tensor(clipped(1 + i % 2 if "cpu" in fastamp.backends() else 1))
+
+if __name__ == "__main__":
+    assert clipped(2) == [1024.0, 1.0]  # starts threads that a forked worker does not have
+    loader = torch.utils.data.DataLoader(
+        Clips(), batch_size=2, num_workers=2, multiprocessing_context=sys.argv[1], timeout=30
+    )
+    assert torch.cat(list(loader)).tolist() == [[1024.0, 1.0]] * 8
+    assert clipped(2) == [1024.0, 1.0]
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "name"), [("spawn", WITHOUT_GPU[0]), *(("fork", name) for name in WITHOUT_GPU)]
+)
+def test_data_loader_workers_clip(tmp_path, start, name):
+    script = tmp_path / "workers.py"
+    script.write_text(WORKERS)
+    result = subprocess.run(
+        [sys.executable, str(script), start],
+        env={**os.environ, "FASTAMP_BACKEND": name},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr

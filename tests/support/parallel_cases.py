@@ -1,0 +1,186 @@
+"""What the ranks of tests/test_parallel.py run: whole trainings, and what they came to."""
+
+from __future__ import annotations
+
+import errno
+import math
+
+import pytest
+import torch
+from support.trainable import CURVES
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import fastamp
+from fastamp.train import CheckpointError
+from fastamp.train import sharded_checkpoint as sharded
+from fastamp.train.gpt import GPT, Shape
+
+BLOCK, N, N_HELD_OUT = 8, 96, 21
+
+
+class CrashError(RuntimeError):
+    pass
+
+
+def make_data(n=N):
+    """Return windows of bytes that follow a rule, what follows each, and the number of each."""
+    first = torch.randint(256, (n, 1), generator=torch.Generator().manual_seed(n))
+    tokens = (first + 3 * torch.arange(BLOCK + 1)) % 256
+    return tokens[:, :-1], tokens[:, 1:], torch.arange(n)
+
+
+class Dropping(torch.nn.Module):
+    """A GPT whose logits lose some, so that random numbers count."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.gpt = GPT(Shape(layers=2, heads=2, width=16, block_size=BLOCK))
+        self.dropout = torch.nn.Dropout(dropout)
+
+    def forward(self, tokens):
+        return self.dropout(self.gpt(tokens))
+
+
+class Watching(fastamp.Adapter):
+    """Keeps the numbers of the samples trained on, and does something before one of the batches."""
+
+    def __init__(self, at=0, action=None, overflow_at=0):
+        super().__init__()
+        self.seen, self.at, self.action, self.overflow_at = [], at, action, overflow_at
+
+    def split(self, batch):
+        tokens, following, numbers = batch
+        if torch.is_grad_enabled():
+            self.seen.append(numbers.tolist())
+            if len(self.seen) == self.at:
+                self.action()
+        return tokens, following
+
+    def loss(self, output, target):
+        overflows = torch.is_grad_enabled() and len(self.seen) == self.overflow_at
+        return super().loss(output, target) * (math.inf if overflows else 1)
+
+
+def crash():
+    raise CrashError
+
+
+def train(
+    folder=None,
+    *,
+    dropout=0.0,
+    stop_at=0,
+    action=crash,
+    overflow_at=0,
+    sinks=(),
+    looks=True,
+    data=None,
+    **fields,
+):
+    """Train a tiny GPT, and return all that a test may look at."""
+    settings = {"epochs": 2, "batch_size": 8, "lr": 0.01, "warmup_steps": 3, "eval_every": 5}
+    settings |= {"checkpoint_dir": folder, "checkpoint_every": 3, "log_every": 4, "keep": 9}
+    adapter = Watching(stop_at, action, overflow_at)
+    settings |= {"adapter": adapter, "tracker": fastamp.MetricsTracker(sinks=list(sinks))}
+    # Every rank starts with a model of its own: the first one's counts.
+    torch.manual_seed(_rank())
+    model = Dropping(dropout)
+    try:
+        result = fastamp.fine_tune(
+            model,
+            data or make_data(),
+            make_data(N_HELD_OUT),
+            fastamp.TrainConfig(**(settings | fields)),
+        )
+    except CrashError:
+        return {"seen": adapter.seen}
+    if not looks:
+        return {}
+    weights = {
+        name: (t.full_tensor() if isinstance(t, DTensor) else t).numpy().copy()
+        for name, t in model.state_dict().items()
+    }
+    curves = {name: [part.tolist() for part in getattr(result, name)] for name in CURVES}
+    counts = {"steps": result.steps, "skipped": result.skipped_steps, "seen": adapter.seen}
+    over_ranks = {name: stats._asdict() for name, stats in result.over_ranks.items()}
+    spread = sum(isinstance(p, DTensor) for p in model.parameters())
+    return counts | {
+        "weights": weights,
+        "curves": curves,
+        "over_ranks": over_ranks,
+        "text": str(result),
+        "spread": spread,
+        "units": sum("FSDP" in type(m).__name__ for m in model.modules()),
+    }
+
+
+def _rank():
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def train_and_overflow_on_one(mode):
+    at = 5 if torch.distributed.get_rank() == 1 else 0
+    return train(parallel=mode, overflow_at=at, precision="16-mixed", max_steps=10)
+
+
+def draws_and_pauses(accumulate):
+    """Return what this rank draws in its third batch, and how often DDP exchanged nothing."""
+    drawn, pauses, no_sync = [], [], DistributedDataParallel.no_sync
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            DistributedDataParallel, "no_sync", lambda self: pauses.append(1) or no_sync(self)
+        )
+        look = {"stop_at": 3, "action": lambda: drawn.append(torch.rand(1).item())}
+        train(accumulate=accumulate, epochs=1, **look)
+    return drawn[0], len(pauses)
+
+
+def train_from_a_list(folder, stop_at=0):
+    """Train on batches that a rank has cut for itself."""
+    rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    columns = [column[rank::count].split(8) for column in make_data()]
+    try:
+        return train(folder, stop_at=stop_at, data=list(zip(*columns, strict=True)))
+    except CheckpointError as error:
+        return str(error)
+
+
+def train_with_sinks(mode):
+    """Return what the sinks of this rank have got."""
+    got = []
+    return train(parallel=mode, sinks=[got.extend], max_steps=10) | {"got": got}
+
+
+def error_of(folder, **fields):
+    """Return the kind and the text of the error that training raises."""
+    try:
+        train(folder, **fields)
+    except (OSError, RuntimeError, ValueError) as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def fail_to_write(folder, mode, where):
+    """Train where the second rank cannot write its part, or the first one what goes with it."""
+    at = torch.distributed.get_rank()
+
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if at == 1 and where == "its part":
+            patch.setattr(FileSystemWriter, "write_data", fail)
+        if at == 0 and where == "the rest":
+            patch.setattr(sharded, "write_file", fail)
+        return error_of(folder, parallel=mode, stop_at=-1)
+
+
+def call(args, fields):
+    return train(*args, **fields)
+
+
+def call_for_error(args, fields):
+    return error_of(*args, **fields)

@@ -1,0 +1,143 @@
+"""The oracle: every promise of the core written out in NumPy and float64, slow and obvious."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+Array = "NDArray[np.generic]"
+
+STRIP = 8192
+STRIPS_PER_CHUNK = 8
+CHUNK = STRIP * STRIPS_PER_CHUNK
+ROW_BYTES = 512
+FINAL_LANES = 1024
+
+
+def exact_norm(arrays: Sequence[NDArray[np.generic]], norm_type: float = 2.0) -> np.float32:
+    """Return the norm over all arrays, correctly rounded sums (math.fsum), as float32."""
+    wide = [a.astype(np.float64).ravel() for a in arrays]
+    if norm_type == math.inf:
+        return np.float32(np.max([np.abs(a).max() for a in wide if a.size], initial=0.0))
+    terms = (np.square(a) if norm_type == 2 else np.abs(a) for a in wide)
+    total = math.fsum(math.fsum(t) for t in terms)
+    return np.float32(math.sqrt(total) if norm_type == 2 else total)
+
+
+def _halve(lanes: NDArray[np.float64], norm_type: float) -> NDArray[np.float64]:
+    """Join the last axis, a power of two long, by halves until one is left."""
+    while lanes.shape[-1] > 1:
+        half = lanes.shape[-1] // 2
+        left, right = lanes[..., :half], lanes[..., half:]
+        lanes = np.maximum(left, right) if norm_type == math.inf else left + right
+    return lanes[..., 0]
+
+
+def _add_rows(rows: NDArray[np.float64], norm_type: float) -> NDArray[np.float64]:
+    """Join the second last axis, one row after the other."""
+    total = np.zeros_like(rows[..., 0, :])
+    for i in range(rows.shape[-2]):
+        row = rows[..., i, :]
+        total = np.maximum(total, row) if norm_type == math.inf else total + row
+    return total
+
+
+def _pad(values: NDArray[np.float64], multiple: int) -> NDArray[np.float64]:
+    return np.pad(values, (0, -values.size % multiple))
+
+
+def ordered_sum(
+    arrays: Sequence[NDArray[np.generic]], itemsizes: Sequence[int], norm_type: float = 2.0
+) -> float:
+    """Return the float64 reduction in the order that csrc/step/math.h promises, to the bit."""
+    chunks = []
+    for array, itemsize in zip(arrays, itemsizes, strict=True):
+        values = array.astype(np.float64).ravel()
+        terms = np.square(values) if norm_type == 2 else np.abs(values)
+        lanes = ROW_BYTES // itemsize
+        rows = _pad(terms, CHUNK).reshape(-1, STRIPS_PER_CHUNK, STRIP // lanes, lanes)
+        strips = _halve(_add_rows(rows, norm_type), norm_type)
+        chunks.append(_halve(strips, norm_type))
+    flat = np.concatenate(chunks) if chunks else np.zeros(0)
+    final = _add_rows(_pad(flat, FINAL_LANES).reshape(-1, FINAL_LANES), norm_type)
+    return float(_halve(final, norm_type))
+
+
+def finish(
+    reduced: float, norm_type: float, scale: float, max_norm: float | None
+) -> dict[str, np.float32]:
+    """Return the statistics of a step, every operation rounded as the core promises."""
+    one = np.float32(1)
+    with np.errstate(all="ignore"):
+        inv_scale = np.float32(1.0 / np.float64(scale))
+        root = np.sqrt(np.float64(reduced)) if norm_type == 2 else np.float64(reduced)
+        norm = np.float32(root * np.float64(inv_scale))
+        clip_coef = one
+        if max_norm is not None:
+            clip_coef = np.float32(max_norm) / (norm + np.float32(1e-6))
+            clip_coef = min(clip_coef, one)
+        return {
+            "norm": norm,
+            "found_inf": np.float32(not math.isfinite(reduced)),
+            "clip_coef": clip_coef,
+            "factor": np.float32(clip_coef * inv_scale),
+            "scale": np.float32(scale),
+            "grad_scale": np.float32(np.float32(scale) / clip_coef),
+        }
+
+
+def bfloat16_to_float32(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """Return the values of bfloat16 bit patterns."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def float32_to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Return the bit patterns nearest to finite or infinite values, ties to even."""
+    bits = values.view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def rescale(bits: NDArray[np.generic], dtype: str, factor: float) -> NDArray[np.generic]:
+    """Return bit patterns multiplied by a float32 factor in float32, rounded once to the dtype."""
+    scale = np.float32(factor)
+    with np.errstate(all="ignore"):
+        if dtype == "float32":
+            return (bits.view(np.float32) * scale).view(np.uint32)
+        if dtype == "float16":
+            return (
+                (bits.view(np.float16).astype(np.float32) * scale)
+                .astype(np.float16)
+                .view(np.uint16)
+            )
+        return float32_to_bfloat16(bfloat16_to_float32(bits.view(np.uint16)) * scale)
+
+
+def bucket(duration_ns: int) -> int:
+    """Return the histogram's bucket: own below 64 ns, then 32 for every doubling, up to 2**48."""
+    ns = min(duration_ns, 2**48 - 1)
+    if ns < 64:
+        return ns
+    octave = math.floor(math.log2(ns))
+    octave -= 2**octave > ns
+    return 32 * (octave - 5) + ns * 32 // 2**octave
+
+
+def durations(values_ns: NDArray[np.int64]) -> dict[str, float]:
+    """Return the exact figures of a region, in seconds."""
+    total = sum(values_ns.tolist())
+    quantiles = np.quantile(values_ns, [0.5, 0.9, 0.99], method="inverted_cdf")
+    return {
+        "count": len(values_ns),
+        "total": total / 1e9,
+        "mean": total / 1e9 / len(values_ns),
+        "min": int(values_ns.min()) / 1e9,
+        "max": int(values_ns.max()) / 1e9,
+        **{f"p{q}": float(v) / 1e9 for q, v in zip((50, 90, 99), quantiles, strict=True)},
+    }

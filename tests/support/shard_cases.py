@@ -1,0 +1,527 @@
+"""What the ranks of tests/test_shards.py run; every function returns what the test looks at."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+import warnings
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from support.gradients import parameters_with, random
+from support.training import OPTIMIZERS
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import fastamp
+from fastamp import _ops
+from fastamp._ops import sharded
+from fastamp.train.gpt import GPT, Shape
+
+SHAPES = [(1,), (3,), (2, 5), (1003, 7), (64, 130), ()]  # uneven over 4, and empty on some
+STEPS, BAD_STEP = 20, 7
+MAX_NORM = 0.5
+BATCH = 4
+
+
+def mesh_of(*sizes):
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "inner")[-len(sizes) :])
+
+
+def spread(tensor, mesh, *placements):
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+
+
+def summands(tensor, mesh):
+    """Return the tensor as a Partial one, whose parts differ."""
+    rank, count = mesh.get_local_rank(), mesh.size()
+    part = tensor * (2 * rank + 1) / count**2
+    return DTensor.from_local(part, mesh, [Partial()])
+
+
+def grads_on(layout):
+    """Return tensors that all ranks know, and the same ones spread over the ranks."""
+    wholes = [random(shape, torch.float32, "cpu", seed=i) for i, shape in enumerate(SHAPES)]
+    count = dist.get_world_size()
+    line = mesh_of(count)
+    if layout == "fsdp":
+        return wholes, [spread(w, line, Shard(0) if w.ndim else Replicate()) for w in wholes]
+    if layout == "partial":
+        return wholes, [summands(w, line) for w in wholes]
+    if layout == "tensor parallel":
+        kinds = [Replicate(), Replicate(), Shard(1), Shard(1), Shard(0), Replicate()]
+        return wholes, [spread(w, line, kind) for w, kind in zip(wholes, kinds, strict=True)]
+    grid = mesh_of(2, count // 2)
+    if layout == "hsdp":
+        kinds = [Shard(0) if w.ndim else Replicate() for w in wholes]
+        return wholes, [spread(w, grid, Replicate(), k) for w, k in zip(wholes, kinds, strict=True)]
+    assert layout == "mixed"
+    mixed = [
+        wholes[0],
+        spread(wholes[1], grid["inner"], Shard(0)),
+        spread(wholes[2], grid["outer"], Shard(1)),
+        spread(wholes[3], grid, Shard(0), Shard(0)),
+        spread(wholes[4], grid, Shard(1), Replicate()),
+        spread(wholes[5], line, Replicate()),
+    ]
+    return wholes, mixed
+
+
+def norms(backend, layout, orders):
+    """Return norms of tensors that are spread, and of the same ones that are not."""
+    with _ops.use_only(backend):
+        wholes, grads = grads_on(layout)
+        ours = [fastamp.get_total_norm(grads, order).item() for order in orders]
+        return ours, [fastamp.get_total_norm(wholes, order).item() for order in orders]
+
+
+def norm_in_larger_world(layout):
+    """Return the norm where no process group spans the meshes, and the collectives it took."""
+    wholes, grads = grads_on(layout)
+    size_of = dist.get_world_size
+
+    def larger(group=None):
+        return 9 if group is None else size_of(group)
+
+    with mock.patch.object(dist, "get_world_size", larger), CommDebugMode() as counted:
+        norm = fastamp.get_total_norm(grads).item()
+    return norm, fastamp.get_total_norm(wholes).item(), counted.get_total_counts()
+
+
+def norm_with(value, layout, order, rank, index):
+    """Return the norm where one rank holds a bad value, and whether the step was skipped."""
+    _, grads = grads_on(layout)
+    if dist.get_rank() == rank:
+        _ops.local_of(grads[index]).view(-1)[0] = value
+    norm = fastamp.get_total_norm(grads, order).item()
+    scaler = fastamp.GradScaler("cpu", enabled=False)
+    scaler.step(torch.optim.SGD(as_parameters(grads), lr=1.0), max_norm=1.0)
+    return repr(norm), scaler.last_step.skipped
+
+
+def as_parameters(grads):
+    made = []
+    for grad in grads:
+        placed = grad
+        if isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements):
+            placed = grad.redistribute(placements=[Replicate()] * grad.device_mesh.ndim)
+        parameter = torch.nn.Parameter(torch.zeros_like(placed))
+        parameter.grad = grad
+        made.append(parameter)
+    return made
+
+
+def whole(tensor):
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def step(layout, how, name):
+    """Unscale, clip and step, spread and not, and return gradients and parameters of both."""
+    wholes, grads = grads_on(layout)
+    norm = fastamp.get_total_norm(wholes).item()
+    results = []
+    for side in (wholes, grads):
+        parameters = as_parameters([g * 1024 for g in side])
+        optimizer = OPTIMIZERS[name](parameters)
+        scaler = fastamp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(torch.ones(()))
+        if how == "unscale then step":
+            scaler.unscale_(optimizer)
+        if how == "clip then step":
+            clipped = scaler.clip_grad_norm_(optimizer, norm / 2)
+            assert type(clipped) is torch.Tensor
+            assert clipped.item() == norm
+            scaler.step(optimizer)
+        else:
+            scaler.step(optimizer, max_norm=norm / 2)
+        scaler.update()
+        assert scaler.last_step.norm.item() == norm
+        results.append([(whole(p.grad), whole(p)) for p in parameters])
+    return results
+
+
+def step_with_gaps(name):
+    """Step where this rank's part of a gradient has gaps, and where it has none."""
+    mesh = mesh_of(dist.get_world_size())
+    wide = random((8, 6), torch.float32, "cpu")
+    results = []
+    for local in (wide[:, ::2], wide[:, ::2].contiguous()):
+        grad = DTensor.from_local(local, mesh, [Shard(0)])
+        assert _ops.local_of(grad).is_contiguous() == local.is_contiguous()
+        parameter = torch.nn.Parameter(spread(torch.zeros(8 * mesh.size(), 3), mesh, Shard(0)))
+        parameter.grad = grad
+        scaler = fastamp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        scaler.step(OPTIMIZERS[name]([parameter]), max_norm=1.0)
+        results.append((whole(parameter.grad), whole(parameter)))
+    return results
+
+
+def clip_functions(layout):
+    """Return gradients after clipping with and without a given norm, spread and not."""
+    wholes, grads = grads_on(layout)
+    results = []
+    for side in (wholes, grads):
+        ours, given = (as_parameters([g.clone() for g in side]) for _ in range(2))
+        norm = fastamp.clip_grad_norm_(ours, 1.0)
+        fastamp.clip_grads_with_norm_(given, 1.0, norm)
+        results.append([[whole(p.grad) for p in ps] for ps in (ours, given)])
+    return results
+
+
+def stock_norm_is_taken():
+    """Clip by a norm of torch's, which is a DTensor."""
+    _, grads = grads_on("fsdp")
+    norm = torch.nn.utils.get_total_norm(grads[:5])
+    parameters = as_parameters(grads[:5])
+    fastamp.clip_grads_with_norm_(parameters, 1.0, norm)
+    return fastamp.get_total_norm([p.grad for p in parameters]).item()
+
+
+def error_text():
+    """Return what clipping says where the second gradient of rank 0 is not finite."""
+    _, grads = grads_on("fsdp")
+    if dist.get_rank() == 0:
+        grads[1].to_local()[0] = math.inf
+    try:
+        fastamp.clip_grad_norm_(as_parameters(grads), 1.0, error_if_nonfinite=True)
+    except RuntimeError as error:
+        return str(error)
+
+
+def refused_order():
+    """Return what a norm of negative order says."""
+    _, grads = grads_on("fsdp")
+    try:
+        fastamp.get_total_norm(grads, -1.0)
+    except ValueError as error:
+        return str(error)
+
+
+# --- training ---
+
+
+def make_gpt():
+    torch.manual_seed(0)
+    return GPT(Shape(layers=2, heads=2, width=16, block_size=8))
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(256, (STEPS, BATCH, 9), generator=generator)
+
+
+def train(model, scaler, optimizer, rank=0, count=1, bad_rank=0):
+    """Train on this rank's part of each batch, with an inf in one part of a gradient."""
+    seen = {"skipped": [], "scales": [], "norms": []}
+    for i, batch in enumerate(batches()):
+        optimizer.zero_grad()
+        part = batch[rank * BATCH // count : (rank + 1) * BATCH // count]
+        logits = model(part[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())
+        scaler.scale(loss).backward()
+        if i == BAD_STEP and rank == bad_rank:
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            held = [g for g in map(_ops.local_of, grads) if g.numel()]
+            held[-1].view(-1)[0] = math.inf
+        scaler.step(optimizer, max_norm=MAX_NORM)
+        scaler.update()
+        seen["skipped"].append(scaler.last_step.skipped)
+        seen["scales"].append(scaler.get_scale())
+        seen["norms"].append(scaler.last_step.norm.item())
+    return seen
+
+
+def make_scaler(**kwargs):
+    return fastamp.GradScaler("cpu", init_scale=1024.0, growth_interval=6, **kwargs)
+
+
+def train_alone(name):
+    model = make_gpt()
+    seen = train(model, make_scaler(), OPTIMIZERS[name](model.parameters()))
+    return seen, [p.detach() for p in model.parameters()]
+
+
+def train_sharded(name, sizes, bad_rank):
+    """Train with fully_shard on a mesh of one dimension, or two for HSDP."""
+    mesh = mesh_of(*sizes)
+    model = make_gpt()
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    seen = train(model, make_scaler(), optimizer, dist.get_rank(), dist.get_world_size(), bad_rank)
+    return seen, [whole(p) for p in model.parameters()]
+
+
+def train_fsdp1(name, bad_rank):
+    """Train with FullyShardedDataParallel, whose gradients are plain parts."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FSDP1 says that it is deprecated
+        model = FullyShardedDataParallel(make_gpt(), device_id=torch.device("cpu"))
+        optimizer = OPTIMIZERS[name](model.parameters())
+        scaler = make_scaler(process_group=dist.group.WORLD)
+        seen = train(model, scaler, optimizer, dist.get_rank(), dist.get_world_size(), bad_rank)
+        with FullyShardedDataParallel.summon_full_params(model):
+            return seen, [p.detach().clone() for p in model.parameters()]
+
+
+def train_ddp(name, accumulate):
+    """Train with DDP; accumulate: the batch comes in two halves, the first without a reduction."""
+    model = DistributedDataParallel(make_gpt())
+    optimizer = OPTIMIZERS[name](model.parameters())
+    scaler = make_scaler()
+    rank, count = dist.get_rank(), dist.get_world_size()
+    scales = []
+    for batch in batches():
+        optimizer.zero_grad()
+        part = batch[rank * BATCH // count : (rank + 1) * BATCH // count]
+        micro = part.chunk(2) if accumulate else [part]
+        for i, tokens in enumerate(micro):
+            last = i == len(micro) - 1
+            with contextlib.nullcontext() if last else model.no_sync():
+                logits = model(tokens[:, :-1]).flatten(0, 1)
+                loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
+                scaler.scale(loss / len(micro)).backward()
+        scaler.step(optimizer, max_norm=MAX_NORM)
+        scaler.update()
+        scales.append((scaler.get_scale(), scaler.last_step.norm.item()))
+    return scales, [p.detach() for p in model.parameters()]
+
+
+def train_uneven():
+    """Train with DDP where rank 1 has fewer batches, under join."""
+    model = DistributedDataParallel(make_gpt())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    scaler = make_scaler()
+    rank = dist.get_rank()
+    steps = 0
+    with model.join():
+        for batch in batches()[: 3 if rank == 1 else 5]:
+            optimizer.zero_grad()
+            logits = model(batch[rank : rank + 1, :-1]).flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(logits, batch[rank, 1:])
+            scaler.scale(loss).backward()
+            scaler.step(optimizer, max_norm=MAX_NORM)
+            scaler.update()
+            steps += not scaler.last_step.skipped
+    return steps, [p.detach() for p in model.parameters()]
+
+
+# --- what stock gets wrong ---
+
+
+def split_verdict(stock):
+    """Step plain parts, of which rank 0's holds an inf; return whether the parameters moved."""
+    grad = torch.ones(4)
+    if dist.get_rank() == 0:
+        grad[1] = math.inf
+    parameters = parameters_with(grad)
+    cls = ShardedGradScaler if stock else fastamp.GradScaler
+    scaler = cls("cpu", process_group=dist.group.WORLD)
+    scaler.scale(torch.ones(()))
+    scaler.step(torch.optim.AdamW(parameters, lr=0.1, fused=True))
+    scaler.update()
+    return bool(parameters[0].any()), scaler.get_scale()
+
+
+def unscale_then_fused(stock):
+    """Unscale, then step with a fused optimizer; return the error, or the parameters."""
+    parameters = parameters_with(torch.full((4,), 2.0**16))
+    optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True)
+    cls = ShardedGradScaler if stock else fastamp.GradScaler
+    scaler = cls("cpu", process_group=dist.group.WORLD)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    try:
+        scaler.step(optimizer)
+    except RuntimeError as error:
+        return str(error)
+    return parameters[0].tolist()
+
+
+def mixed_verdict(stock, how):
+    """Check [Replicate, Shard] with an inf in rank 1's shard; return this rank's verdict."""
+    mesh = mesh_of(dist.get_world_size())
+    grads = [spread(torch.ones(4), mesh, Replicate()), spread(torch.ones(4), mesh, Shard(0))]
+    if dist.get_rank() == 1:
+        grads[1].to_local()[0] = math.inf
+    optimizer = torch.optim.AdamW(as_parameters(grads), lr=0.1, fused=True)
+    scaler = (torch.amp.GradScaler if stock else fastamp.GradScaler)("cpu")
+    scaler.scale(torch.ones(()))
+    getattr(scaler, how)(optimizer)
+    [flag] = scaler._found_inf_per_device(optimizer).values()
+    return flag.item()
+
+
+# --- counts ---
+
+
+def collectives(what, stock):
+    """Count the collectives of one step after backward."""
+    count = dist.get_world_size()
+    if what == "tensor parallel":
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        parallelize_module(model, mesh_of(count), plan)
+        inputs = torch.ones(2, 8)
+    else:
+        model = make_gpt()
+        mesh = mesh_of(2, count // 2) if what == "hsdp" else mesh_of(count)
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh)
+        inputs = batches()[0, :, :-1]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    scaler = (torch.amp.GradScaler if stock else fastamp.GradScaler)("cpu")
+    scaler.scale(model(inputs).square().mean()).backward()
+    with CommDebugMode() as counted:
+        if stock:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            scaler.step(optimizer)
+        else:
+            scaler.step(optimizer, max_norm=MAX_NORM)
+        scaler.update()
+    return counted.get_total_counts()
+
+
+def host_times(count, rounds):
+    """Return the host's seconds of clipping so many DTensors: torch's and ours, interleaved."""
+    mesh = mesh_of(dist.get_world_size())
+    grads = [spread(torch.randn(64), mesh, Shard(0)) for _ in range(count)]
+    parameters = as_parameters(grads)
+    times = {}
+    for _ in range(rounds):
+        for clip in (torch.nn.utils.clip_grad_norm_, fastamp.clip_grad_norm_):
+            dist.barrier()
+            start_s = time.thread_time()
+            clip(parameters, 1.0)
+            times.setdefault(clip.__module__, []).append(time.thread_time() - start_s)
+    return list(times.values())
+
+
+# --- process groups, pipelines, names ---
+
+
+def plain_parts(missing):
+    """Step plain parts over a process group, of which the rank `missing` holds none."""
+    rank = dist.get_rank()
+    values = random((dist.get_world_size(), 5), torch.float32, "cpu")
+    values[missing] = 0
+    parameters = parameters_with(None if rank == missing else values[rank] * 8)
+    scaler = fastamp.GradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD)
+    scaler.scale(torch.ones(()))
+    scaler.step(torch.optim.SGD(parameters, lr=1.0, fused=True), max_norm=1.0)
+    scaler.update()
+    expected = fastamp.get_total_norm(values).item()
+    return scaler.last_step.norm.item(), expected, scaler.last_step.skipped
+
+
+def pipeline(bad_rank):
+    """Step two stages, each sharded over its own half of the ranks and beside a plain gradient."""
+    rank, half = dist.get_rank(), dist.get_world_size() // 2
+    grid = mesh_of(2, half)
+    values = random((2, 6, 3), torch.float32, "cpu")
+    stage = rank // half
+    parameters = as_parameters(
+        [spread(values[stage], grid["inner"], Shard(0)), torch.full((2,), 1.0 + stage)]
+    )
+    if rank == bad_rank:
+        parameters[0].grad.to_local()[0, 0] = math.nan
+    group = grid.get_group("outer")
+    scaler = fastamp.GradScaler("cpu", init_scale=1.0, process_group=group)
+    scaler.scale(torch.ones(()))
+    with CommDebugMode() as counted:
+        scaler.step(torch.optim.AdamW(parameters, lr=1.0, fused=True), max_norm=1.0)
+    scaler.update()
+    wholes = [values, torch.tensor([1.0, 1.0, 2.0, 2.0])]
+    expected = fastamp.get_total_norm(wholes).item()
+    got = scaler.last_step.norm.item(), scaler.last_step.skipped, scaler.get_scale()
+    return got, expected, counted.get_total_counts()
+
+
+def group_over_mesh(name):
+    """Return the norm where the process group holds all ranks of the mesh, or a row of them."""
+    wholes, grads = grads_on("hsdp")
+    norm = fastamp.get_total_norm(wholes).item()
+    group = dist.group.WORLD if name == "world" else mesh_of(2, 2).get_group(name)
+    scaler = fastamp.GradScaler("cpu", enabled=False, process_group=group)
+    with CommDebugMode() as counted:
+        scaler.step(torch.optim.AdamW(as_parameters(grads), fused=True), max_norm=1.0)
+    return scaler.last_step.norm.item(), norm, counted.get_total_counts()
+
+
+class Named(torch.nn.Module):
+    def __init__(self, grads):
+        super().__init__()
+        for i, parameter in enumerate(as_parameters(grads)):
+            self.register_parameter(f"w{i}", parameter)
+
+
+def bad_names(layout):
+    """Put bad values into known places of tensors that are then spread, and name them."""
+    wholes, grads = grads_on(layout)
+    wholes[1][2] = math.nan
+    wholes[4][17, 100] = math.inf
+    wholes[4][40, 3] = -math.inf
+    for grad, tensor in zip(grads, wholes, strict=True):
+        if isinstance(grad, DTensor):
+            fresh = spread(tensor, grad.device_mesh, *grad.placements)
+            grad.to_local().copy_(fresh.to_local())
+    found = fastamp.GradScaler("cpu").nonfinite_parameters(Named(grads))
+    return [(entry.rank, tuple(entry)) for entry in found], repr(found[0])
+
+
+def fsdp_over_tensor_parallel():
+    """Step a model on two meshes, and check where every element of this rank lies."""
+    grid = mesh_of(2, 2)
+    layers = [torch.nn.Linear(5, 14), torch.nn.Linear(14, 3), torch.nn.LayerNorm(3)]
+    model = torch.nn.Sequential(*layers)
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallelize_module(model, grid["inner"], plan)
+    fully_shard(model, mesh=grid["outer"])
+    scaler = fastamp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(random((4, 5), torch.float32, "cpu")).square().sum()).backward()
+    wholes = [whole(p.grad) / 4 for p in model.parameters()]
+    scaler.step(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), max_norm=0.1)
+    scaler.update()
+    wrong = 0
+    for p in model.parameters():
+        places = torch.arange(p.numel(), dtype=torch.float32).view(p.shape)
+        everywhere = [Replicate()] * p.device_mesh.ndim
+        placed = DTensor.from_local(places, p.device_mesh, everywhere)
+        expected = placed.redistribute(placements=p.placements).to_local().flatten().tolist()
+        found = [sharded.index_in_whole(p, i) for i in range(len(expected))]
+        wrong += found != expected
+    kinds = " ".join(str(p.placements) for p in model.parameters())
+    norm = fastamp.get_total_norm(wholes).item()
+    return scaler.last_step.norm.item(), norm, wrong, kinds
+
+
+def bad_names_of_plain_parts(bad_rank):
+    """Name bad values of plain parts: without a group each rank its own, else all of them."""
+    grad = torch.ones(3)
+    if dist.get_rank() == bad_rank:
+        grad[1] = math.inf
+    module = Named([grad])
+    found = [
+        fastamp.GradScaler("cpu", process_group=group).nonfinite_parameters(module)
+        for group in (None, dist.group.WORLD)
+    ]
+    return [[(entry.rank, tuple(entry)) for entry in entries] for entries in found]

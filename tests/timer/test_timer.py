@@ -1,0 +1,442 @@
+"""What the timer promises on the host, on every backend."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support import reference
+
+import fastamp
+from fastamp import Timer, _ops
+from fastamp.bench.__main__ import main
+
+
+@pytest.fixture(params=["fallback", "cpu"])
+def backend(request):
+    if request.param not in fastamp.backends():
+        pytest.skip(f"backend {request.param} is not available")
+    with _ops.use_only(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def timer(backend):
+    return Timer("cpu")
+
+
+def durations(shape: str, size: int = 100_000) -> np.ndarray:
+    """Return nanoseconds."""
+    rng = np.random.default_rng(0)
+    if shape == "lognormal":
+        return rng.lognormal(13, 2, size).astype(np.int64)
+    if shape == "bimodal":
+        fast, slow = rng.normal(2e4, 500, size), rng.normal(3e9, 1e8, size)
+        return np.where(rng.random(size) < 0.7, fast, slow).astype(np.int64)
+    return np.full(size, 123_456_789)
+
+
+def record(timer: Timer, name: str, values_ns: np.ndarray) -> None:
+    """Count durations that nobody waited for."""
+    region = timer(name)
+    for value in values_ns.tolist():
+        region.add(value)
+
+
+@pytest.mark.parametrize("shape", ["lognormal", "bimodal", "constant"])
+def test_figures_are_exact_and_percentiles_within_a_bucket(timer, shape):
+    values_ns = durations(shape)
+    record(timer, shape, values_ns)
+    stats = timer.summary()[shape]
+    expected = reference.durations(values_ns)
+    for name in ("count", "total", "mean", "min", "max"):
+        assert getattr(stats, name) == expected[name], name
+    for name in ("p50", "p90", "p99"):
+        assert getattr(stats, name) == pytest.approx(expected[name], rel=0.032), name
+
+
+def test_no_bucket_is_wider_than_promised_and_all_are_the_same_everywhere(timer):
+    exact = [*range(200), *(2**k + d for k in range(8, 50) for d in (-1, 0, 1)), 2**62]
+    for value in exact:
+        timer.reset()
+        record(timer, "x", np.array([value]))
+        stats = timer.summary()["x"]
+        assert stats.histogram == ((reference.bucket(value), 1),), value
+        assert stats.p50 == stats.min == stats.max == value / 1e9
+
+
+def test_ten_million_regions_take_no_memory(timer, backend):
+    def resident_nbytes() -> int:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            with timer("x"):
+                pass
+
+    total = 10_000_000 if backend == "cpu" else 500_000
+    run(100_000)
+    before = resident_nbytes()
+    run(total - 100_000)
+    grown = resident_nbytes() - before
+    assert timer.summary()["x"].count == total
+    assert grown <= 128 * 1024
+
+
+def test_nested_regions_are_named_by_their_path(timer):
+    for _ in range(2):
+        with timer("step"):
+            with timer("forward"), timer("attention"):
+                pass
+            with timer("backward"):
+                pass
+    with timer("forward"):
+        pass
+    counts = {path: stats.count for path, stats in timer.summary().items()}
+    assert counts == {
+        "step": 2,
+        "step/forward": 2,
+        "step/forward/attention": 2,
+        "step/backward": 2,
+        "forward": 1,
+    }
+
+
+def test_a_decorated_function_is_a_region(timer):
+    @timer.wrap("f")
+    def double(x, *, y=0):
+        """Double."""
+        return 2 * x + y
+
+    class Model:
+        @timer.wrap("method")
+        def forward(self, x):
+            return double(x)
+
+    assert (double(2, y=1), Model().forward(4)) == (5, 8)
+    assert (double.__name__, double.__doc__) == ("double", "Double.")
+    assert {p: s.count for p, s in timer.summary().items()} == {"f": 1, "method": 1, "method/f": 1}
+
+
+def test_functions_that_run_in_pieces_are_refused(timer):
+    async def coroutine():
+        pass
+
+    def generator():
+        yield
+
+    async def both():
+        yield
+
+    for function in (coroutine, generator, both):
+        with pytest.raises(TypeError, match=r"wrap\('x'\): .*generator or asynchronous"):
+            timer.wrap("x")(function)
+
+
+def test_an_exception_ends_the_region_and_leaves_the_nesting_right(timer):
+    def fail() -> None:
+        with timer("outer"):
+            timer.start("left open")
+            with timer("inner"):
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    with timer("after"):
+        pass
+    counts = {path: stats.count for path, stats in timer.summary().items()}
+    assert counts == {"outer": 1, "outer/left open": 1, "outer/left open/inner": 1, "after": 1}
+
+
+def test_the_number_of_paths_is_bounded(timer):
+    for i in range(1500):
+        with timer(f"step {i}"), timer("inner"):
+            pass
+    summary = timer.summary()
+    assert len(summary) <= 1001
+    assert summary["(other)"].count > 0
+    assert sum(stats.count for stats in summary.values()) == 3000
+    assert "(other)" in timer.table()
+
+
+def test_every_thread_nests_for_itself_and_counts_after_its_end(timer):
+    def work(name: str) -> None:
+        for _ in range(2000):
+            with timer(name), timer("inner"):
+                pass
+
+    with timer("main"):
+        threads = [threading.Thread(target=work, args=(f"t{i % 3}",)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    counts = {path: stats.count for path, stats in timer.summary().items()}
+    inner = {f"t{i}/inner": 4000 for i in range(3)}
+    assert counts == {"main": 1, **{f"t{i}": 4000 for i in range(3)}, **inner}
+
+
+def test_a_reset_forgets_and_open_regions_go_on(timer):
+    with timer("before"):
+        pass
+    with timer("open"):
+        timer.reset()
+    assert {p: s.count for p, s in timer.summary().items()} == {"open": 1}
+
+
+def test_a_trace_that_nobody_asked_for_is_refused(timer, tmp_path):
+    with pytest.raises(RuntimeError, match=r"make it with Timer\(trace=True\)"):
+        timer.to_chrome_trace(tmp_path / "trace.json")
+
+
+def test_the_profiler_sees_the_regions_only_while_it_is_on(timer):
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with timer("started before"):
+        profile.start()
+        with timer("forward"), timer("inner"):
+            torch.ones(3).add(1)
+        with timer("ends after"):
+            profile.stop()
+    with timer("off"):
+        pass
+    seen = {event.key for event in profile.key_averages()}
+    assert {"started before/forward", "started before/forward/inner"} <= seen
+    assert not {"off", "started before"} & seen
+    assert timer.summary()["started before/forward/inner"].count == 1
+
+
+def test_regions_stay_out_of_compiled_graphs(timer):
+    import torch._dynamo
+
+    @timer.wrap("wrapped")
+    def double(x):
+        return 2 * x
+
+    def step(x):
+        with timer("outer"):
+            timer.start("inner")
+            x = double(x) + 1
+            timer.stop("inner")
+        return x
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(3)).tolist() == [3.0] * 3
+    with timer("around"):
+        compiled(torch.ones(3))
+    assert list(timer.summary()) == ["around"]
+    step(torch.ones(3))
+    assert timer.summary()["outer/inner/wrapped"].count == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "message"),
+    [
+        ("meta", ValueError, "device: expected 'cpu' or a CUDA device, got 'meta'"),
+        ("cuda", RuntimeError, "device='cuda': no CUDA device is available here"),
+    ],
+)
+def test_a_device_without_a_clock_is_refused(device, error, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(error, match=message):
+        Timer(device)
+    with Timer()("x"):
+        pass
+
+
+@pytest.mark.parametrize(("name", "limit"), [("cpu", 2.5), ("fallback", 8)])
+def test_a_region_costs_little_more_than_two_reads_of_the_clock(name, limit, capsys):
+    if name not in fastamp.backends():
+        pytest.skip(f"backend {name} is not available")
+    with _ops.use_only(name):
+        # A machine that is busy with something else only adds to what is measured.
+        assert any(main(["timer", "--device", "cpu", "--check"]) == 0 for _ in range(5))
+    assert f"(target <= {limit}x): pass" in capsys.readouterr().out
+
+
+def test_a_subclass_keeps_its_own_call(backend):
+    class Prefixed(Timer):
+        def __call__(self, name):
+            return super().__call__(f"my {name}")
+
+    for cls, expected in ((Prefixed, "my x"), (Timer, "x")):
+        timer = cls("cpu")
+        for _ in range(2):
+            with timer("x"):
+                pass
+        assert timer.summary()[expected].count == 2
+
+
+def test_a_wrong_stop_names_what_is_open_and_changes_nothing(timer):
+    with pytest.raises(RuntimeError, match=r"stop\('x'\): the innermost open region .* is ''"):
+        timer.stop("x")
+    with pytest.raises(RuntimeError, match="region 'x' is not open in this thread"):
+        timer("x").__exit__(None, None, None)
+    timer.start("a")
+    timer.start("b")
+    with pytest.raises(RuntimeError, match=r"stop\('a'\): the innermost open region .* is 'a/b'"):
+        timer.stop("a")
+    timer.stop("b")
+    timer.stop("a")
+    assert {p: s.count for p, s in timer.summary().items()} == {"a": 1, "a/b": 1}
+
+
+def test_endless_starts_are_refused_before_the_memory_is(timer):
+    with pytest.raises(RuntimeError, match="region 'x': 200 are open around it; is a stop"):  # noqa: PT012
+        for _ in range(1001):
+            timer.start("x")
+    for _ in range(200):
+        timer.stop("x")
+    timer.start("y")
+    timer.stop("y")
+    assert timer.summary()["y"].count == 1
+
+
+def test_timers_that_cross_do_not_close_each_other(backend):
+    first, second = Timer("cpu"), Timer("cpu")
+    first.start("a")
+    second.start("b")
+    first.start("c")
+    with pytest.raises(RuntimeError):
+        first.stop("a")
+    first.stop("c")
+    first.stop("a")
+    with second("d"):
+        pass
+    second.stop("b")
+    assert list(first.summary()) == ["a", "a/c"]
+    assert {p: s.count for p, s in second.summary().items()} == {"b": 1, "b/d": 1}
+
+
+@pytest.mark.parametrize("name", [1, None, b"x"])
+def test_a_name_that_is_no_string_is_refused(timer, name):
+    with pytest.raises(TypeError, match=f"name: expected a str, got {name!r}"):
+        timer(name)
+    with pytest.raises(TypeError):
+        timer([])
+    with pytest.raises(TypeError):
+        timer("x", "y")
+
+
+def test_a_region_measures_the_time_inside(timer):
+    for _ in range(3):
+        with timer("sleep"):
+            time.sleep(0.02)
+    stats = timer.summary()["sleep"]
+    assert stats.count == 3
+    assert 0.02 <= stats.min <= stats.mean <= stats.max < 0.2
+    assert stats.total == pytest.approx(3 * stats.mean)
+    assert stats.host == stats.total
+
+
+def test_merged_summaries_are_those_of_one_timer(backend):
+    values_ns = durations("lognormal", 10_000)
+    whole, *parts = (Timer("cpu") for _ in range(3))
+    record(whole, "x", values_ns)
+    record(parts[0], "x", values_ns[:3000])
+    record(parts[1], "x", values_ns[3000:])
+    record(parts[1], "only here", values_ns[:1])
+    merged = Timer.merge(*(part.summary() for part in parts))
+    expected = whole.summary()["x"]
+    assert merged["x"].histogram == expected.histogram
+    assert merged["x"][:-1] == pytest.approx(expected[:-1])
+    assert merged["only here"].count == 1
+    assert Timer.merge() == {}
+
+
+def test_json_has_the_summary(timer, tmp_path):
+    record(timer, "x", durations("bimodal", 1000))
+    timer.to_json(tmp_path / "timer.json")
+    content = json.loads((tmp_path / "timer.json").read_text())
+    assert (content["schema"], content["unit"], content["device"]) == (1, "s", "cpu")
+    expected = timer.summary()["x"]
+    assert content["regions"]["x"] == {
+        **expected._asdict(),
+        "histogram": [*map(list, expected[-1])],
+    }
+
+
+def test_the_table_has_a_line_for_each_region(timer):
+    with timer("step"), timer("forward"):
+        pass
+    record(timer, "fixed", np.array([2_500_000, 2_500_000]))
+    lines = timer.table().splitlines()
+    assert lines[0].split()[:3] == ["region", "count", "total"]
+    assert [line.split()[0] for line in lines[1:]] == ["step", "step/forward", "fixed"]
+    assert lines[-1].split() == ["fixed", "2", "5", "ms", *["2.5", "ms"] * 6]
+    assert Timer("cpu").table().startswith("region")
+
+
+def test_a_trace_keeps_the_newest_regions(backend, tmp_path):
+    timer = Timer("cpu", trace=True)
+    for _ in range(70_000):
+        with timer("x"):
+            pass
+    with timer("outer"), timer("inner"):
+        time.sleep(0.001)
+    timer.to_chrome_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert len(events) == 65536
+    inner, outer = events[-2:]
+    assert (inner["name"], inner["ph"]) == ("outer/inner", "X")
+    assert outer["ts"] <= inner["ts"]
+    assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
+    assert inner["dur"] >= 1000
+    assert timer.summary()["x"].count == 70_000
+
+
+def test_a_timer_frees_what_it_holds(backend):
+    timer = Timer("cpu", trace=True)
+    with timer("x"), timer("y"):
+        pass
+    region, spans = weakref.ref(timer), weakref.ref(timer._spans)
+    del timer
+    gc.collect()
+    assert (region(), spans()) == (None, None)
+
+
+def test_ranks_are_compared_in_one_gather(timer, tmp_path):
+    timer("x").add(2_000_000)
+    assert timer.summary_over_ranks() == {"x": (0.002, 0, 0.002, 0)}
+    code = f"""
+import sys, torch, fastamp
+rank = int(sys.argv[1])
+torch.distributed.init_process_group(
+    "gloo", init_method="file://{tmp_path}/store", rank=rank, world_size=2
+)
+timer = fastamp.Timer("cpu")
+for _ in range(2):
+    timer("step").add(1_000_000 * (1 + 2 * rank))
+if rank == 1:
+    timer("only").add(5_000_000)
+calls = []
+gather = torch.distributed.all_gather_object
+torch.distributed.all_gather_object = lambda *a: (calls.append(1), gather(*a))
+found = timer.summary_over_ranks()
+assert calls == [1]
+print({{path: tuple(stats) for path, stats in found.items()}})
+torch.distributed.destroy_process_group()
+"""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank)],
+            cwd=Path(__file__).parents[1],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    expected = {"step": (0.001, 0, 0.003, 1), "only": (0.005, 1, 0.005, 1)}
+    assert outputs == [f"{expected}\n"] * 2

@@ -1,0 +1,252 @@
+"""The timer on a GPU: one that the tests play, on every backend, and a real one where there is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from support.fake_gpu import FakeGpu, install
+
+import fastamp
+from fastamp import _ops
+
+MAX_EVENTS = 4096  # fastamp/_timer_events.py
+
+
+@pytest.fixture(params=["fallback", "cpu"])
+def gpu(request, monkeypatch):
+    if request.param not in fastamp.backends():
+        pytest.skip(f"backend {request.param} is not available")
+    gpu = FakeGpu()
+    install(gpu, monkeypatch)
+    ops = _ops.ops_for(torch.device("cpu")) if request.param == "cpu" else _ops.fallback_ops()
+    monkeypatch.setattr(_ops, "ops_for", lambda _: ops)
+    return gpu
+
+
+def test_a_region_takes_what_its_work_takes_on_the_device(gpu):
+    timer = fastamp.Timer("cuda:0")
+    for duration_ms in (1.0, 2.0, 6.0):
+        with timer("step"):
+            gpu.work(duration_ms)
+    stats = timer.summary()["step"]
+    assert stats[:5] == pytest.approx((3, 0.009, 0.003, 0.001, 0.006))
+    assert stats.host < 0.009
+    assert stats.gap == 0
+
+
+def test_a_thousand_regions_wait_for_nothing_and_a_summary_once(gpu):
+    timer = fastamp.Timer("cuda:0")
+    for i in range(1000):
+        with timer("outer"), timer(f"inner {i % 7}"):
+            gpu.work(0.5)
+    assert gpu.waits == 0
+    assert timer.summary()["outer"].count == 1000
+    assert gpu.waits == 1
+    timer.table()
+    assert gpu.waits == 2
+
+
+def test_a_timer_on_the_cpu_never_waits(backend, monkeypatch):
+    def refuse(*args):
+        pytest.fail("a wait")
+
+    for owner, name in [
+        (torch.cuda, "synchronize"),
+        (torch.cuda, "current_stream"),
+        (torch.cuda.Event, "synchronize"),
+        (torch.cuda.Event, "query"),
+        (torch.cuda.Stream, "synchronize"),
+        (torch.Tensor, "item"),
+        (torch.Tensor, "cpu"),
+    ]:
+        monkeypatch.setattr(owner, name, refuse)
+    timer = fastamp.Timer("cpu")
+    for _ in range(1000):
+        with timer("x"):
+            pass
+    assert timer.summary()["x"].count == 1000
+
+
+def test_nested_regions_and_the_gaps_before_them(gpu):
+    timer = fastamp.Timer("cuda:0")
+    for _ in range(10):
+        with timer("step"):
+            gpu.work(1.0)
+            with timer("forward"):
+                gpu.work(3.0)
+            gpu.work(0.25)
+        gpu.host_ms = gpu.busy_ms[1] + 2.0  # the host is late: the device has nothing to do
+    summary = timer.summary()
+    assert summary["step"].total == pytest.approx(10 * 0.00425)
+    assert summary["step/forward"].total == pytest.approx(10 * 0.003)
+    assert summary["step/forward"].gap == pytest.approx(10 * 0.001)
+    assert summary["step"].gap == pytest.approx(9 * 0.002)
+
+
+def test_work_on_another_stream_is_not_timed(gpu):
+    timer = fastamp.Timer("cuda:0")
+    with timer("x"):
+        gpu.work(1.0)
+        gpu.work(50.0, stream=2)
+        gpu.stream = 2  # a region ends on the stream where it began
+    assert timer.summary()["x"].total == pytest.approx(0.001)
+
+
+def test_each_stream_has_its_own_clock(gpu):
+    timer = fastamp.Timer("cuda:0")
+    for i in range(100):
+        gpu.stream = 1 + i % 3
+        with timer(f"stream {gpu.stream}"):
+            gpu.work(float(gpu.stream))
+    summary = timer.summary()
+    for stream, count in ((1, 34), (2, 33), (3, 33)):
+        assert summary[f"stream {stream}"].count == count
+        assert summary[f"stream {stream}"].total == pytest.approx(count * stream / 1e3)
+
+
+def test_events_in_flight_are_bounded_and_what_is_dropped_is_counted(gpu):
+    timer = fastamp.Timer("cuda:0")
+    for _ in range(5000):
+        with timer("x"):
+            gpu.work(1.0)
+    stats = timer.summary()["x"]
+    assert gpu.num_events == MAX_EVENTS
+    assert (stats.count, stats.dropped) == (MAX_EVENTS // 2, 5000 - MAX_EVENTS // 2)
+    assert stats.total == pytest.approx(stats.count / 1e3)
+    assert "x: 2,952 not timed, too many events were under way" in timer.table()
+    with timer("x"):
+        gpu.work(1.0)
+    assert timer.summary()["x"].count == stats.count + 1
+
+
+def test_a_graph_capture_is_left_alone_and_named_in_the_table(gpu):
+    timer = fastamp.Timer("cuda:0")
+    with timer("outside"):
+        gpu.work(1.0)
+        gpu.capturing = True
+        with timer("captured"):
+            gpu.work(1.0)
+        with pytest.raises(RuntimeError, match="while a CUDA graph is captured"):
+            timer.summary()
+        gpu.capturing = False
+    summary = timer.summary()
+    assert summary["outside"][:2] == (1, pytest.approx(0.002))
+    captured = summary["outside/captured"]
+    assert (captured.count, captured.captured, captured.dropped) == (0, 1, 0)
+    assert "outside/captured: 1 not timed in the capture of a CUDA graph" in timer.table()
+    timer.start("x")
+    gpu.capturing = True
+    timer.stop("x")
+    gpu.capturing = False
+    with timer("x"):
+        gpu.work(4.0)
+    assert timer.summary()["x"][:2] == (1, pytest.approx(0.004))
+    assert timer.summary()["x"].captured == 1
+
+
+def test_what_was_recorded_before_a_reset_does_not_count(gpu):
+    timer = fastamp.Timer("cuda:0")
+    with timer("x"):
+        gpu.work(1.0)
+    timer.start("open")
+    gpu.work(2.0)
+    timer.reset()
+    timer.stop("open")
+    summary = timer.summary()
+    assert list(summary) == ["open"]
+    assert summary["open"].total == pytest.approx(0.002)
+
+
+def test_the_trace_has_both_clocks(gpu, tmp_path):
+    timer = fastamp.Timer("cuda:0", trace=True)
+    for _ in range(3):
+        with timer("step"):
+            gpu.work(2.0)
+    timer.to_chrome_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    device = [event for event in events if event["pid"] == "streams"]
+    host = [event for event in events if event["pid"] == "threads"]
+    assert [event["dur"] for event in device] == pytest.approx([2000.0] * 3)
+    assert len(host) == 3
+    # No work begins before the host asks for it, which it does just before its own clock starts.
+    assert all(d["ts"] >= h["ts"] - 1000 for d, h in zip(device, host, strict=True))
+
+
+def test_events_are_pooled_and_a_day_is_timed_as_exactly_as_a_second(gpu):
+    timer = fastamp.Timer("cuda:0")
+    gpu.host_ms = 3.6e6 * 24  # float32 milliseconds of a day's absolute time would be 8 ms apart
+    for _ in range(1000):
+        with timer("x"):
+            gpu.work(0.0625)
+        gpu.host_ms = gpu.busy_ms[1] + 3.6e6
+        gpu.done_ms = gpu.busy_ms[1]
+    assert gpu.num_events < 60
+    assert timer.summary()["x"].total == pytest.approx(0.0625, rel=1e-6)
+
+
+def test_a_forked_child_leaves_the_parent_s_device_alone(gpu, monkeypatch):
+    timer = fastamp.Timer("cuda:0")
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: pytest.fail("it was used"))
+    with timer("x"):
+        pass
+    assert timer.summary() == {}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["cuda", "fallback"])
+class TestOnAGpu:
+    @pytest.fixture
+    def timer(self, name):
+        with _ops.use_only(name):
+            yield fastamp.Timer("cuda", trace=True)
+
+    def test_a_thousand_regions_do_not_synchronize(self, timer):
+        x = torch.ones(1 << 20, device="cuda")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(1000):
+                with timer("outer"), timer("inner"):
+                    x.mul_(1.0)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        stats = timer.summary()["outer/inner"]
+        assert stats.count + stats.dropped == 1000
+        assert stats.count > 500
+        assert 0 < stats.min <= stats.p50 <= stats.max < 0.1
+
+    def test_the_time_is_the_device_s(self, timer):
+        torch.cuda._sleep(1000)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        with timer("x"):
+            torch.cuda._sleep(50_000_000)
+        end.record()
+        stats = timer.summary()["x"]
+        assert stats.total == pytest.approx(begin.elapsed_time(end) / 1e3, rel=0.01)
+        assert stats.host < stats.total / 2
+
+    def test_work_on_another_stream_is_not_timed(self, timer):
+        other = torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with timer("x"), torch.cuda.stream(other):
+            torch.cuda._sleep(100_000_000)
+        assert timer.summary()["x"].total < 0.01
+
+    def test_a_graph_is_captured_and_replayed(self, timer):
+        x = torch.zeros(8, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with timer("before"):
+            x.add_(0)
+        with torch.cuda.graph(graph), timer("captured"):
+            x.add_(1)
+        with timer("replay"):
+            graph.replay()
+        summary = timer.summary()
+        assert x.tolist() == [1.0] * 8
+        assert summary["captured"].count == 0
+        assert summary["captured"].captured == 1
+        assert summary["replay"].count == 1

@@ -1,0 +1,390 @@
+"""Checkpoints: whole or not there, resumed to the bit, refused by name, written before a signal."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.trainable import loud, make_data, make_model, outcome, run, train_to_the_end
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import fastamp
+from fastamp.train import CheckpointError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class CrashError(Exception):
+    pass
+
+
+def act_at(step, action, loss_fn=loud, *, accumulate=2):
+    """Return a loss that does something in a step, and how often it was called in training."""
+    calls = [0]
+
+    def loss(output, target):
+        if torch.is_grad_enabled():
+            calls[0] += 1
+            if calls[0] == (step - 1) * accumulate + 1:
+                action()
+        return loss_fn(output, target)
+
+    return loss
+
+
+def crash():
+    raise CrashError
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def load_all(folder):
+    for path in Path(folder).glob("step-*.pt"):
+        assert torch.load(path, weights_only=True)["format"]
+
+
+def test_a_run_that_is_killed_ten_times_comes_to_the_bit_to_the_same(tmp_path):
+    model = make_model()
+    model.register_buffer("ballast", torch.rand(1 << 18))  # so that writing takes a while
+    fields = {"max_steps": 300, "checkpoint_every": 2, "model": model}
+    expected = outcome(*run(**copy.deepcopy(fields)))
+    assert expected[-1] > 2  # skipped steps
+    context = multiprocessing.get_context("forkserver")
+    # torch imports its compiler with the first optimizer
+    context.set_forkserver_preload(["torch._dynamo", "trainable"])
+    folder, report, rng = tmp_path / "run", tmp_path / "report.npy", random.Random(0)
+    folder.mkdir()
+    n_half_written = 0
+    for kills in range(11):
+        args = (folder, report, fields)
+        child = context.Process(target=train_to_the_end, args=args)
+        child.start()
+        if kills == 10:
+            child.join(60)
+            break
+        goal = newest(folder) + rng.randint(1, 6)
+        while newest(folder) < goal:
+            assert child.is_alive()
+            time.sleep(0.001)
+        if kills % 2:
+            time.sleep(rng.random() * 0.02)  # two steps with a checkpoint take about as long
+        while not kills % 2 and not list(folder.glob(".step-*")):  # in the middle of writing
+            assert child.is_alive()
+        child.kill()
+        child.join(60)
+        assert child.exitcode == -signal.SIGKILL
+        load_all(folder)
+        n_half_written += len(list(folder.glob(".step-*")))
+    assert n_half_written
+    assert child.exitcode == 0
+    assert np.load(report.with_suffix(".done"), allow_pickle=True).tolist() == expected
+    assert names(folder) == [f"step-{step:08d}.pt" for step in (296, 298, 300)]
+
+
+def newest(folder):
+    return max((int(p.stem[5:]) for p in folder.glob("step-*.pt")), default=0)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from zip(*make_data(), strict=True)
+
+
+def generator():
+    return torch.Generator().manual_seed(3)
+
+
+DATASET = TensorDataset(*make_data())
+DATA = {
+    "tensors": make_data,
+    "dataset": lambda: DATASET,
+    "loader of fastamp": lambda: fastamp.DataLoader(DATASET, 8, shuffle=True),
+    "loader of torch": lambda: DataLoader(DATASET, 8, shuffle=True),
+    "loader with a generator": lambda: DataLoader(DATASET, 8, shuffle=True, generator=generator()),
+    "iterable dataset": Stream,
+    "list of batches": lambda: list(DataLoader(DATASET, 7)),
+}
+
+
+@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize("step", [2, 6, 7, 15])  # an epoch has 6 or 7 steps
+def test_a_run_that_crashed_goes_on_to_the_bit(kind, step, tmp_path, backend):
+    fields = {"max_steps": 20, "checkpoint_every": 1}
+    expected = outcome(*run(data=DATA[kind](), **fields))
+    with pytest.raises(CrashError):
+        run(tmp_path, DATA[kind](), loss_fn=act_at(step, crash), **fields)
+    assert newest(tmp_path) == step - 1
+    random.random(), np.random.rand(), torch.rand(1)  # noqa: NPY002 - what the program draws between
+    assert outcome(*run(tmp_path, DATA[kind](), **fields)) == expected
+
+
+def test_an_epoch_is_counted_once_and_a_finished_run_stays(tmp_path):
+    fields = {"max_steps": None, "epochs": 3, "checkpoint_every": None, "keep": 9}
+    expected = outcome(*run(**fields))
+    with pytest.raises(CrashError):
+        run(tmp_path, loss_fn=act_at(13, crash), **fields)
+    assert names(tmp_path) == ["step-00000006.pt", "step-00000012.pt"]
+    assert outcome(*run(tmp_path, **fields)) == expected
+    written = (tmp_path / "step-00000018.pt").stat().st_mtime_ns
+    assert outcome(*run(tmp_path, **fields)) == expected
+    assert (tmp_path / "step-00000018.pt").stat().st_mtime_ns == written
+
+
+def test_an_epoch_whose_last_step_is_short_is_counted_once(tmp_path):
+    fields = {"max_steps": None, "epochs": 3, "accumulate": 5}  # of 12 batches
+    expected = outcome(*run(**fields))
+    with pytest.raises(CrashError):
+        run(tmp_path, loss_fn=act_at(4, crash, accumulate=4), **fields)
+    assert names(tmp_path) == ["step-00000003.pt"]
+    assert outcome(*run(tmp_path, **fields)) == expected
+
+
+def test_a_run_with_a_constant_rate_can_be_made_longer(tmp_path):
+    fields = {"schedule": "constant", "eval_every": 4}
+    expected = outcome(*run(max_steps=20, **fields))
+    run(tmp_path, max_steps=8, **fields)
+    assert outcome(*run(tmp_path, max_steps=20, **fields)) == expected
+
+
+def test_an_iterator_resumes_where_it_was_in_its_only_pass(tmp_path):
+    fields = {"max_steps": 6, "checkpoint_every": 1}
+    expected = outcome(*run(data=iter(DataLoader(DATASET, 8)), **fields))
+    with pytest.raises(CrashError):
+        run(tmp_path, iter(DataLoader(DATASET, 8)), loss_fn=act_at(4, crash), **fields)
+    assert outcome(*run(tmp_path, iter(DataLoader(DATASET, 8)), **fields)) == expected
+    with pytest.raises(CrashError):
+        run(tmp_path / "b", iter(DataLoader(DATASET, 8)), loss_fn=act_at(4, crash), **fields)
+    with pytest.raises(ValueError, match="train_data: ended after 2 batches, and the checkpoint"):
+        run(tmp_path / "b", iter(list(DataLoader(DATASET, 8))[:2]), **fields)
+
+
+def test_the_newest_are_kept_and_leftovers_go(tmp_path):
+    (tmp_path / ".step-00000001.pt.part").write_bytes(b"half")
+    (tmp_path / "notes.txt").write_text("the user's")
+    run(tmp_path, max_steps=9, keep=2)
+    assert names(tmp_path) == ["notes.txt", "step-00000006.pt", "step-00000009.pt"]
+
+
+def test_starting_anew_replaces_the_old_run_once_there_is_a_checkpoint(tmp_path):
+    run(tmp_path, max_steps=9)
+    with pytest.raises(CrashError):
+        run(tmp_path, max_steps=9, resume=False, loss_fn=act_at(3, crash))
+    assert newest(tmp_path) == 9
+    with pytest.raises(CrashError):
+        run(tmp_path, max_steps=9, resume=False, loss_fn=act_at(5, crash))
+    assert names(tmp_path) == ["step-00000003.pt"]
+
+
+def test_another_run_is_refused_and_nothing_changes(tmp_path):
+    run(tmp_path, max_steps=9)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(
+        CheckpointError, match=r"09\.pt: it has 0\.weight='torch\.float32 \[16, 8\]'"
+    ):
+        run(tmp_path, max_steps=9, model=model)
+    assert all(map(torch.equal, model.parameters(), before))
+    for fields, problem in [
+        ({"lr": 0.02}, r"it has lr=0\.01, this run 0\.02"),
+        ({"optimizer": "sgd"}, "it has optimizer='AdamW', this run 'SGD'"),
+        ({"max_steps": 12}, "it has total_steps=9, this run 12"),
+        ({"use_amp": False}, "precision='16-mixed', this run '32-true'"),
+        ({"seed": 5}, "it has seed=0, this run 5; resume=False starts anew"),
+    ]:
+        with pytest.raises(CheckpointError, match=problem):
+            run(tmp_path, **{"max_steps": 9, **fields})
+    assert names(tmp_path) == [f"step-{step:08d}.pt" for step in (3, 6, 9)]
+
+
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[content.index(torch.load(path, weights_only=True)["model"]["0.bias"].numpy())] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "cut short or no checkpoint": cut_short,
+    "is damaged in": flip_a_bit,
+    "cut short or no checkpoint: File is not": lambda path: path.write_text("text"),
+    "expected 'fastamp.train 1', got None": lambda path: torch.save({"a": 1}, path),
+    "got 'fastamp.train 0'": lambda path: torch.save({"format": "fastamp.train 0"}, path),
+    "holds an object of .*CrashError": lambda path: torch.save(CrashError(), path),
+}
+
+
+@pytest.mark.parametrize("problem", DAMAGE)
+def test_a_bad_checkpoint_is_refused_by_name_and_a_good_one_offered(problem, tmp_path):
+    expected = outcome(*run(tmp_path, max_steps=9, keep=9))
+    for step in (9, 6):
+        DAMAGE[problem](tmp_path / f"step-{step:08d}.pt")
+    offer = r".*step-00000003\.pt is good: remove step-00000009\.pt to resume"
+    with pytest.raises(CheckpointError, match=rf"(?s)step-00000009\.pt: .*{problem}{offer}"):
+        run(tmp_path, max_steps=9)
+    for step in (9, 6):
+        (tmp_path / f"step-{step:08d}.pt").unlink()
+    assert outcome(*run(tmp_path, max_steps=9)) == expected
+
+
+def test_what_could_not_be_read_again_is_refused_when_it_is_first_written(tmp_path):
+    class Extra(torch.nn.Sequential):
+        def get_extra_state(self):
+            return Path("a path")
+
+        def set_extra_state(self, state):
+            pass
+
+    model = Extra(*make_model())
+    with pytest.raises(CheckpointError, match=r"holds an object of .*Path, which is neither"):
+        run(tmp_path, model=model)
+    assert names(tmp_path) == []
+
+
+def test_numbers_of_numpy_can_be_resumed(tmp_path):
+    run(tmp_path, max_steps=3, schedule="constant", lr=np.float64(0.01))
+    _, result = run(tmp_path, max_steps=6, schedule="constant", lr=np.float64(0.01))
+    assert result.steps == 6
+
+
+def test_the_folder_is_the_one_that_it_was_at_the_start(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run("run", loss_fn=act_at(4, lambda: os.chdir(tmp_path / "elsewhere")), max_steps=6)
+    assert names(tmp_path / "run") == ["step-00000003.pt", "step-00000006.pt"]
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_signal_that_ends_workers_too_saves_first(accumulate, tmp_path):
+    """As a batch system's, to all processes; what was accumulated is done again."""
+    script = """
+import os, signal, sys, time
+import torch, fastamp
+from support.trainable import make_model
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 160
+
+    def __getitem__(self, i):
+        time.sleep(0.005)
+        return torch.full((8,), i / 160), i % 2
+
+fields = {"max_steps": 400, "batch_size": 4, "num_workers": 2, "checkpoint_dir": sys.argv[1]}
+calls = iter(range(10**9))
+
+def loss_fn(output, target):
+    if next(calls) == 9:
+        os.killpg(0, signal.SIGTERM)
+    return torch.nn.functional.cross_entropy(output, target)
+
+config = fastamp.TrainConfig(accumulate=int(sys.argv[2]), loss_fn=loss_fn, **fields)
+fastamp.fine_tune(make_model(), Slow(), config=config)
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-c", script, str(tmp_path / "run"), str(accumulate)]
+    process = subprocess.Popen(
+        command, env=environment, start_new_session=True, stderr=subprocess.PIPE
+    )
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors.decode()
+    (saved,) = names(tmp_path / "run")
+    state = torch.load(tmp_path / "run" / saved, weights_only=True)
+    assert state["data"]["n_consumed"] == state["place"][0] * accumulate
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_first_and_then_does_what_it_does(number, tmp_path):
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    expected = outcome(*run(checkpoint_every=1000))
+    kind = SystemExit if number == signal.SIGTERM else KeyboardInterrupt
+    loss_fn = act_at(8, lambda: os.kill(os.getpid(), number))
+    with pytest.raises(kind) as raised:
+        run(tmp_path, checkpoint_every=1000, loss_fn=loss_fn)
+    assert raised.value.args == ((143,) if number == signal.SIGTERM else ())
+    assert names(tmp_path) == ["step-00000008.pt"]
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
+    assert outcome(*run(tmp_path, checkpoint_every=1000)) == expected
+
+
+def test_a_second_interrupt_does_not_wait(tmp_path):
+    def twice():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, checkpoint_every=1000, loss_fn=act_at(8, twice))
+    assert names(tmp_path) == []
+
+
+def test_a_handler_of_the_programs_own_is_called_and_training_goes_on(tmp_path):
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        send = act_at(8, lambda: signal.raise_signal(signal.SIGTERM))
+        _, result = run(tmp_path, checkpoint_every=1000, loss_fn=send)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (heard, result.steps) == ([signal.SIGTERM], 40)
+    assert names(tmp_path) == ["step-00000008.pt", "step-00000040.pt"]
+
+
+def test_signals_are_left_alone_without_checkpoints_and_in_other_threads(tmp_path):
+    seen = []
+    look = act_at(2, lambda: seen.append(signal.getsignal(signal.SIGINT)))
+    run(loss_fn=look)
+    thread = threading.Thread(target=lambda: run(tmp_path, max_steps=4))
+    thread.start()
+    thread.join()
+    assert seen == [signal.getsignal(signal.SIGINT)]
+    assert newest(tmp_path) == 4
+
+
+def test_a_full_disk_leaves_the_state_and_the_older_checkpoint(tmp_path, monkeypatch):
+    model, steps = make_model(), []
+
+    def fail(state, file):
+        if state["place"][0] < 6:
+            return save(state, file)
+        steps.append(state["place"][0])
+        file.write(b"half")
+        with Path("/dev/full").open("wb") as full:
+            return save(state, full)
+
+    save = torch.save
+    monkeypatch.setattr(torch, "save", fail)
+    text = rf"checkpoint_dir={tmp_path}: step-00000006\.pt cannot be written: No space left"
+    with pytest.raises(OSError, match=text) as raised:
+        run(tmp_path, model=model)
+    assert raised.value.errno == errno.ENOSPC
+    assert (names(tmp_path), steps) == (["step-00000003.pt"], [6])
+    reference = make_model()
+    with pytest.raises(CrashError):
+        run(model=reference, loss_fn=act_at(7, crash))
+    assert all(map(torch.equal, model.parameters(), reference.parameters()))
+    monkeypatch.undo()
+    assert outcome(*run(tmp_path)) == outcome(*run())
+
+
+def test_a_folder_that_cannot_be_written_to_is_found_before_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    model = make_model()
+    with pytest.raises(OSError, match=f"checkpoint_dir={tmp_path}/file/run: cannot be written to"):
+        run(tmp_path / "file" / "run", model=model)
+    assert all(map(torch.equal, model.parameters(), make_model().parameters()))
