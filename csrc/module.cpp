@@ -1,11 +1,11 @@
 // The extension module fastamp._native: one function per feature.
-#include <pybind11/pybind11.h>
-
 #include "module.h"
+
+#include "tensor/tensors.h"
 
 PYBIND11_MODULE(_native, module) {
   module.doc() = "The compiled core of fastamp. Private: use the fastamp package.";
-  fastamp::define_tensors(module);
+  module.attr("has_exchange_table") = fastamp::attach_torch();
   fastamp::define_step(module);
   fastamp::define_collate(module);
   fastamp::define_gather(module);

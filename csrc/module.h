@@ -5,7 +5,6 @@
 
 namespace fastamp {
 
-void define_tensors(pybind11::module_& module);
 void define_step(pybind11::module_& module);
 void define_collate(pybind11::module_& module);
 void define_gather(pybind11::module_& module);

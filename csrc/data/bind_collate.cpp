@@ -5,8 +5,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "tensor/tensors.h"
 #include "data/collate.h"
+#include "tensor/tensors.h"
 
 namespace fastamp {
 namespace {

@@ -1,54 +1,102 @@
-// Unpacks the arguments of the step's ops, drops the GIL and calls the op table.
-#include "module.h"
-
+// The step, as Python sees it: tensors are read, the GIL is dropped, the op table does the rest.
 #include <pybind11/stl.h>
 
 #include <optional>
+#include <utility>
 
-#include "tensor/tensors.h"
+#include "module.h"
+#include "step/math.h"
 #include "step/ops.h"
+#include "tensor/tensors.h"
 
 namespace fastamp {
 namespace {
 
-constexpr dlpack::DataType kFloat32{dlpack::kFloat, 32, 1};
-constexpr dlpack::DataType kFloat64{dlpack::kFloat, 64, 1};
 constexpr std::int64_t kNumStats = sizeof(GradStats) / sizeof(float);
 
-/// The table of one backend, with the place where it runs.
-struct BoundOps {
-  const OpTable* table;
-  bool on_cuda;
+/// A list of tensors of one device, read once for several ops. It keeps them alive.
+struct PackedTensors {
+  py::tuple tensors;               ///< all of them, `rest` included
+  std::optional<int> cuda_device;  ///< none: the CPU
+  TensorList views;
+  std::vector<std::int64_t> rest;  ///< indices of what the core does not take
+  std::int64_t num_chunks = 0;
+  bool has_float16 = false;  ///< in what the core takes
 };
 
-Launch launch_of(const BoundOps& ops, int place, std::optional<std::uintptr_t> stream) {
-  if (!ops.on_cuda) return {place, 0, nullptr};
-  return {0, place, stream ? reinterpret_cast<void*>(*stream) : current_stream(place)};
+/// Says whether an address came before, so that no two threads write the same memory.
+class AddressSet {
+ public:
+  explicit AddressSet(std::size_t expected) {
+    std::size_t size = 16;
+    while (size < 2 * expected) size *= 2;
+    slots_.resize(size, nullptr);
+  }
+  bool insert(void* address) {
+    const std::size_t mask = slots_.size() - 1;
+    // Fibonacci hashing; allocators align to 64 bytes, so the low bits say nothing.
+    std::size_t i =
+        (reinterpret_cast<std::uintptr_t>(address) * 0x9e3779b97f4a7c15ULL >> 20) & mask;
+    for (; slots_[i] != nullptr; i = (i + 1) & mask)
+      if (slots_[i] == address) return false;
+    slots_[i] = address;
+    return true;
+  }
+
+ private:
+  std::vector<void*> slots_;
+};
+
+PackedTensors pack(const py::object& tensors, std::optional<int> cuda_device) {
+  const dlpack::Device device = cuda_device ? dlpack::Device{dlpack::kCuda, *cuda_device} : kHost;
+  PackedTensors packed;
+  packed.cuda_device = cuda_device;
+  packed.tensors = py::reinterpret_steal<py::tuple>(PySequence_Tuple(tensors.ptr()));
+  if (!packed.tensors) throw py::error_already_set();
+  const auto size = PyTuple_GET_SIZE(packed.tensors.ptr());
+  packed.views.reserve(static_cast<std::size_t>(size));
+  AddressSet seen(static_cast<std::size_t>(size));
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    const auto view = read_dense(PyTuple_GET_ITEM(packed.tensors.ptr(), i), device);
+    if (!view || (view->numel > 0 && !seen.insert(view->data))) {
+      packed.rest.push_back(i);
+    } else if (view->numel > 0) {
+      packed.views.push_back(*view);
+      packed.num_chunks += chunks_of(view->numel);
+      packed.has_float16 |= view->dtype == DType::kFloat16;
+    }
+  }
+  return packed;
+}
+
+Launch launch_of(const PackedTensors& tensors, int num_threads) {
+  if (!tensors.cuda_device) return {num_threads, 0, nullptr};
+  return {num_threads, *tensors.cuda_device, current_stream(*tensors.cuda_device)};
 }
 
 float* optional_float(const py::object& tensor, const char* argument) {
   return tensor.is_none() ? nullptr : static_cast<float*>(data_of(tensor, kFloat32, 1, argument));
 }
 
-void grad_stats(const BoundOps& ops, const PackedTensors& tensors, NormType norm_type,
+void grad_stats(const OpTable& ops, const PackedTensors& tensors, NormType norm_type,
                 const py::object& scale, std::optional<float> max_norm, bool only_finite,
                 const py::object& skipped, const py::object& work, const py::object& stats,
-                int place, std::optional<std::uintptr_t> stream) {
+                int num_threads) {
   const ClipSpec clip{optional_float(scale, "scale"), max_norm.has_value(), only_finite,
                       max_norm.value_or(0.0F), optional_float(skipped, "skipped")};
   auto* slots = static_cast<double*>(data_of(work, kFloat64, 1 + tensors.num_chunks, "work"));
   auto* out = static_cast<GradStats*>(data_of(stats, kFloat32, kNumStats, "stats"));
-  const Launch launch = launch_of(ops, place, stream);
+  const Launch launch = launch_of(tensors, num_threads);
   const py::gil_scoped_release no_gil;
-  ops.table->grad_stats(tensors.views, norm_type, clip, slots, out, launch);
+  ops.grad_stats(tensors.views, norm_type, clip, slots, out, launch);
 }
 
-void rescale(const BoundOps& ops, const PackedTensors& tensors, const py::object& factor, int place,
-             std::optional<std::uintptr_t> stream) {
+void rescale(const OpTable& ops, const PackedTensors& tensors, const py::object& factor,
+             int num_threads) {
   const auto* value = static_cast<float*>(data_of(factor, kFloat32, 1, "factor"));
-  const Launch launch = launch_of(ops, place, stream);
+  const Launch launch = launch_of(tensors, num_threads);
   const py::gil_scoped_release no_gil;
-  ops.table->rescale(tensors.views, value, launch);
+  ops.rescale(tensors.views, value, launch);
 }
 
 }  // namespace
@@ -58,16 +106,24 @@ void define_step(py::module_& module) {
       .value("L1", NormType::kL1)
       .value("L2", NormType::kL2)
       .value("INF", NormType::kInf);
-  module.attr("NUM_STATS") = kNumStats;
-  py::class_<BoundOps>(module, "Ops", "The op table of one backend.")
+  py::class_<PackedTensors>(module, "PackedTensors",
+                            "A list of tensors of one device, read once for several ops.")
+      .def_readonly("rest", &PackedTensors::rest)
+      .def_readonly("cuda_device", &PackedTensors::cuda_device)
+      .def_readonly("has_float16", &PackedTensors::has_float16)
+      .def_readonly("num_chunks", &PackedTensors::num_chunks)
+      .def_readonly("tensors", &PackedTensors::tensors);
+  module.def("pack", &pack, py::arg("tensors"), py::arg("cuda_device"),
+             "Read the memory of a list of tensors; no cuda_device is the CPU.");
+  py::class_<OpTable>(module, "Ops", "The op table of one backend.")
       .def("grad_stats", &grad_stats, py::arg("tensors"), py::arg("norm_type"), py::arg("scale"),
            py::arg("max_norm"), py::arg("only_finite"), py::arg("skipped"), py::arg("work"),
-           py::arg("stats"), py::arg("place"), py::arg("stream") = py::none(),
-           "Read the gradients once; place is the number of threads or the CUDA device.")
-      .def("rescale", &rescale, py::arg("tensors"), py::arg("factor"), py::arg("place"),
-           py::arg("stream") = py::none(), "Multiply the gradients in place by a 0-dim tensor.");
-  module.attr("cpu_ops") = BoundOps{&cpu_ops(), false};
-  module.attr("cuda_ops") = BoundOps{&cuda_ops(), true};
+           py::arg("stats"), py::arg("num_threads"), "Read the gradients once.")
+      .def("rescale", &rescale, py::arg("tensors"), py::arg("factor"), py::arg("num_threads"),
+           "Multiply the gradients in place by a 0-dim tensor.");
+  module.attr("NUM_STATS") = kNumStats;
+  module.attr("cpu_ops") = cpu_ops();
+  module.attr("cuda_ops") = cuda_ops();
   module.attr("built_with_cuda") = built_with_cuda();
 }
 

@@ -3,10 +3,10 @@
 #include <cstddef>
 #include <vector>
 
+#include "parallel/threads.h"
+#include "step/convert.h"
 #include "step/math.h"
 #include "step/ops.h"
-#include "step/convert.h"
-#include "parallel/threads.h"
 
 namespace fastamp {
 namespace {

@@ -2,10 +2,10 @@
 // reads nothing back, and uses no atomics: the order of addition is that of step/math.h.
 #include <cstdint>
 
-#include "step/math.h"
-#include "step/ops.h"
 #include "step/convert.cuh"
 #include "step/device.h"
+#include "step/math.h"
+#include "step/ops.h"
 
 namespace fastamp {
 namespace {

@@ -6,8 +6,8 @@
 #include <cmath>
 #include <cstdint>
 
-#include "support/macros.h"
 #include "step/types.h"
+#include "support/macros.h"
 
 namespace fastamp {
 

@@ -1,10 +1,11 @@
-// How the core sees torch's tensors: read in place, never owned, without linking to torch.
+// How the core sees torch's tensors: read in place through torch's DLPack exchange table (torch
+// 2.10 and later), never owned, without linking to torch.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
-#include <vector>
+#include <optional>
 
 #include "tensor/dlpack.h"
 #include "tensor/view.h"
@@ -13,15 +14,9 @@ namespace fastamp {
 
 namespace py = pybind11;
 
-/// A list of tensors of one device, unpacked once for several ops. It keeps them alive.
-struct PackedTensors {
-  py::tuple tensors;      ///< all of them, `rest` included
-  int device_index = -1;  ///< -1 for the CPU
-  TensorList views;
-  std::vector<std::int64_t> rest;  ///< indices of what the core does not take
-  std::int64_t num_chunks = 0;
-  bool has_float16 = false;  ///< in what the core takes
-};
+constexpr dlpack::Device kHost{dlpack::kCpu, 0};
+constexpr dlpack::DataType kFloat32{dlpack::kFloat, 32, 1};
+constexpr dlpack::DataType kFloat64{dlpack::kFloat, 64, 1};
 
 /// A contiguous tensor in host memory, read in place; `shape` lives as long as the tensor.
 struct HostTensor {
@@ -32,8 +27,16 @@ struct HostTensor {
   dlpack::DataType dtype;
 };
 
+/// Looks torch's types and its exchange table up. Without the table no tensor can be read; returns
+/// whether it is there.
+bool attach_torch();
+
+/// Reads a float32, bfloat16 or float16 tensor on a device whose elements fill its memory without
+/// gaps, in any order of dimensions; nothing for every other tensor, subclasses included.
+std::optional<TensorView> read_dense(py::handle object, dlpack::Device device);
+
 /// Reads a tensor whose bytes are its values: a plain one without gradient, conjugation or
-/// negation. Says no to every other, and to all of them without torch's exchange table.
+/// negation. Says no to every other.
 bool read_host_tensor(py::handle object, HostTensor& tensor);
 
 /// Returns the address of a dense tensor of the given type that has at least `numel` elements, and

@@ -41,8 +41,6 @@ thread_local std::size_t depth = 0;
 PyTypeObject* region_type = nullptr;
 PyObject* profiler_globals = nullptr;  // torch.autograd.profiler's: reading a flag costs 8 ns
 PyObject* profiler_flag = nullptr;
-PyObject* root_name = nullptr;
-ternaryfunc call_in_python = nullptr;
 
 Region* as_region(PyObject* self) { return reinterpret_cast<Region*>(self); }
 
@@ -98,6 +96,13 @@ PyObject* region_innermost(PyObject* self, PyObject*) {
   return Py_NewRef(reinterpret_cast<PyObject*>(innermost_of(as_region(self))));
 }
 
+/// The known region of a name inside the innermost open one, or None.
+PyObject* region_find(PyObject* self, PyObject* name) {
+  PyObject* found = PyDict_GetItemWithError(innermost_of(as_region(self))->children, name);
+  if (found == nullptr && PyErr_Occurred() != nullptr) return nullptr;
+  return Py_NewRef(found == nullptr ? Py_None : found);
+}
+
 PyObject* region_add(PyObject* self, PyObject* duration_ns) {
   const long long ns = PyLong_AsLongLong(duration_ns);
   if (ns == -1 && PyErr_Occurred() != nullptr) return nullptr;
@@ -133,6 +138,7 @@ void make_type() {
        METH_FASTCALL,
        "__exit__(self: Region, kind: object, error: object, traceback: object) -> None"},
       {"innermost", region_innermost, METH_NOARGS, "innermost(self: Region) -> Region"},
+      {"find", region_find, METH_O, "find(self: Region, name: object) -> Region | None"},
       {"add", region_add, METH_O, "add(self: Region, duration_ns: int) -> None"},
       {"figures", region_figures, METH_NOARGS, "figures(self: Region) -> tuple"},
       {"reset", region_reset, METH_NOARGS, "reset(self: Region) -> None"},
@@ -162,27 +168,6 @@ py::object make_region(const py::str& path, const py::object& begin, bool always
   return py::reinterpret_steal<py::object>(made);
 }
 
-PyObject* call_timer(PyObject* self, PyObject* args, PyObject* kwargs) {
-  if (PyTuple_GET_SIZE(args) != 1 || kwargs != nullptr) return call_in_python(self, args, kwargs);
-  PyObject* root = PyObject_GetAttr(self, root_name);
-  if (root == nullptr) return nullptr;
-  PyObject* found = nullptr;
-  if (Py_IS_TYPE(root, region_type))
-    found =
-        PyDict_GetItemWithError(innermost_of(as_region(root))->children, PyTuple_GET_ITEM(args, 0));
-  Py_XINCREF(found);
-  Py_DECREF(root);
-  if (found != nullptr || PyErr_Occurred() != nullptr) return found;
-  return call_in_python(self, args, kwargs);
-}
-
-void call_through(const py::type& cls) {
-  auto* type = reinterpret_cast<PyTypeObject*>(cls.ptr());
-  if (type->tp_call == call_timer) return;
-  call_in_python = type->tp_call;
-  type->tp_call = call_timer;
-}
-
 }  // namespace
 
 void define_timer(py::module_& module) {
@@ -190,13 +175,9 @@ void define_timer(py::module_& module) {
   const py::object globals = py::module_::import("torch.autograd.profiler").attr("__dict__");
   profiler_globals = globals.inc_ref().ptr();
   profiler_flag = py::str("_is_profiler_enabled").release().ptr();
-  root_name = py::str("_root").release().ptr();
   module.add_object("Region", reinterpret_cast<PyObject*>(region_type));
   module.def("make_region", &make_region, py::arg("path"), py::arg("begin"), py::arg("always"),
-             "Return a region; see fastamp._backend.Region.");
-  // Dynamo still reads the class's __call__, which says the same.
-  module.def("call_through", &call_through, py::arg("cls"),
-             "Let `instance(name)` find regions below its `_root` without a Python frame.");
+             "Return a region; see fastamp._ops.Region.");
 }
 
 }  // namespace fastamp

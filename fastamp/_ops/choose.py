@@ -1,4 +1,4 @@
-"""Which backend serves which tensor, and what runs over the groups of tensors that result.
+"""Which backend serves which tensor.
 
 The choice follows the tensor's device: compiled CUDA code for CUDA, compiled CPU code for the CPU,
 the pure-Python fallback for every other device and for every tensor that compiled code does not
@@ -10,83 +10,46 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
+import warnings
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING
 
-from fastamp._ops.types import COMPILED_NORMS, Clip, GradStats, Group, HostOps, Ops, is_plain
+import torch
+
+from fastamp._ops.fallback import FallbackOps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
 
-    import torch
-    from torch import Tensor
-    from torch.distributed import ProcessGroup
+    from fastamp._ops.types import HostOps, Ops
 
-    from fastamp._ops.types import Shards
-
-    P = ParamSpec("P")
-    T = TypeVar("T")
-
-_MODULES = {
-    "cuda": "fastamp._ops.compiled_cuda",
-    "cpu": "fastamp._ops.compiled",
-    "fallback": "fastamp._ops.fallback",
-}  # best first
-
-
-def take(
-    tensors: list[Tensor],
-    process_group: ProcessGroup | None = None,
-    *,
-    owners: Sequence[Tensor] = (),
-    align: bool = False,
-) -> list[Tensor] | Shards | None:
-    """Return tensors in the form that `pack` takes; None where they have to go torch's own way.
-
-    Args:
-        tensors: of any types.
-        process_group: over which plain tensors are spread, if they are.
-        owners: parameters whose gradients the tensors are, where those will be written.
-        align: bring the gradients to the placements of their owners.
-    """
-    if process_group is None and is_plain(tensors):
-        return tensors
-    if process_group is None and "torch.distributed.tensor" not in sys.modules:
-        return None  # without it there are no DTensors
-    from fastamp._ops import sharded  # noqa: PLC0415 - it costs half a second, and imports this module
-
-    return sharded.take(sharded.settle(owners) if align else tensors, process_group, owners)
-
-
-def on_parts(step: Callable[P, T]) -> Callable[P, T]:
-    """Return a function in which torch's fused optimizers work on what this rank holds."""
-    from fastamp._ops import sharded  # noqa: PLC0415 - it is loaded by now
-
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        with sharded.FusedOnParts():
-            return step(*args, **kwargs)
-
-    return call
+_KNOWN = ("cuda", "cpu", "fallback")  # best first
+_FALLBACK = FallbackOps()
 
 
 @cache
-def _load(name: str) -> Ops | None:
-    """Import a backend; None where it was not built or has no device."""
-    if name != "fallback" and importlib.util.find_spec("fastamp._native") is None:
-        return None
-    module = importlib.import_module(_MODULES[name])
-    ops: Ops = module.ops
-    return ops if module.is_available() else None
+def _backends() -> dict[str, Ops]:
+    """Return the backends that can run here, best first."""
+    found: dict[str, Ops] = {}
+    if importlib.util.find_spec("fastamp._native") is not None:
+        from fastamp._ops import compiled  # noqa: PLC0415 - it needs the extension
+
+        found |= compiled.available()
+        if not found:
+            message = (
+                f"fastamp's compiled code needs torch 2.10 or later, this is {torch.__version__}: "
+                "the slower pure-Python fallback is used"
+            )
+            warnings.warn(message, stacklevel=2)
+    return {**found, "fallback": _FALLBACK}
 
 
 def _check_available(name: str, source: str) -> str:
     """Return the name of an available backend, or raise an error that lists what there is."""
-    available = [known for known in _MODULES if _load(known) is not None]
-    if name not in available:
-        why = "is not available here" if name in _MODULES else "is not a backend"
-        msg = f"{source}={name!r} {why}; available: {', '.join(available)}"
+    if name not in _backends():
+        why = "is not available here" if name in _KNOWN else "is not a backend"
+        msg = f"{source}={name!r} {why}; available: {', '.join(_backends())}"
         raise RuntimeError(msg)
     return name
 
@@ -114,95 +77,30 @@ def backends() -> list[str]:
         A list out of "cuda", "cpu" and "fallback". "fallback" is pure Python and always there. With
         the environment variable FASTAMP_BACKEND set, only that backend and the fallback.
     """
-    chosen = [name for name in _MODULES if _only in (None, name) or name == "fallback"]
-    return [name for name in chosen if _load(name) is not None]
+    return [name for name in _backends() if _only in (None, name) or name == "fallback"]
 
 
 def ops_for(device: torch.device) -> Ops:
     """Return the backend that serves a device."""
-    name = device.type
-    if name in _MODULES and _only in (None, name):
-        ops = _load(name)
-        if ops is not None:
-            return ops
-    return fallback_ops()
+    if _only in (None, device.type):
+        return _backends().get(device.type, _FALLBACK)
+    return _FALLBACK
 
 
 def fallback_ops() -> Ops:
     """Return the backend that takes every tensor."""
-    ops = _load("fallback")
-    assert ops is not None  # noqa: S101 - it is part of the package
-    return ops
+    return _FALLBACK
 
 
 def host_ops() -> HostOps:
     """Return the backend that collates samples on the host."""
-    ops = _load("cpu") if _only in (None, "cpu") else None
-    return fallback_host_ops() if ops is None else cast("HostOps", ops)
+    if "cpu" not in _backends() or _only not in (None, "cpu"):
+        return _FALLBACK
+    from fastamp._ops import compiled  # noqa: PLC0415 - it needs the extension
+
+    return compiled.CompiledHost()
 
 
 def fallback_host_ops() -> HostOps:
     """Return the backend that takes samples of every kind."""
-    return cast("HostOps", fallback_ops())
-
-
-def pack(tensors: Sequence[Tensor] | Shards, norm_type: float = 2.0) -> list[Group]:
-    """Look at the tensors once and hand each to a backend: one group for one device.
-
-    Args:
-        tensors: at least one tensor, or what `take` returned; any devices, dtypes and layouts.
-        norm_type: order of the norm that will be asked for.
-    """
-    if isinstance(tensors, dict):
-        items = [(layout, pack(parts, norm_type)) for layout, parts in tensors.items()]
-        return [group._replace(layout=layout) for layout, groups in items for group in groups]
-    device = tensors[0].device
-    ops = ops_for(device) if norm_type in COMPILED_NORMS else fallback_ops()
-    packed = ops.pack(tensors)
-    groups = [Group(ops, packed, device)]
-    if packed.rest:
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for i in packed.rest:
-            by_device.setdefault(tensors[i].device, []).append(tensors[i])
-        own = by_device.pop(device, None)
-        if own is not None:
-            groups.append(Group(fallback_ops(), fallback_ops().pack(own), device))
-        for others in by_device.values():
-            groups += pack(others, norm_type)
-    return groups
-
-
-def grad_stats(groups: Sequence[Group], norm_type: float, clip: Clip) -> GradStats:
-    """Read every element of every group once.
-
-    Args:
-        groups: what `pack` returned.
-        norm_type: order of the norm.
-        clip: how to unscale and clip; its tensors lie on the first group's device.
-
-    Returns:
-        The statistics over all groups, on the first group's device.
-    """
-    first = groups[0]
-    layouts = [group.layout for group in groups if group.layout is not None]
-    if layouts:
-        from fastamp._ops import sharded  # noqa: PLC0415 - it is loaded by now
-
-        return sharded.grad_stats(groups, layouts, norm_type, clip)
-    if len(groups) == 1:
-        return first.ops.grad_stats(first.packed, norm_type, clip)
-    from fastamp._ops import fallback  # noqa: PLC0415 - it imports this module's types
-
-    parts = [group.ops.grad_stats(group.packed, norm_type, Clip()) for group in groups]
-    return fallback.combine(parts, norm_type, clip)
-
-
-def rescale_(groups: Sequence[Group], factor: Tensor) -> None:
-    """Multiply every element of every group by a 0-dim tensor, rounding once to its dtype.
-
-    Raises:
-        RuntimeError: where a tensor cannot be written in place. The fallback's groups, the only
-            ones that can refuse, come before the compiled ones.
-    """
-    for group in sorted(groups, key=lambda group: group.ops.name != "fallback"):
-        group.ops.rescale_(group.packed, factor.to(group.device, non_blocking=True))
+    return _FALLBACK

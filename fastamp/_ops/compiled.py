@@ -1,4 +1,7 @@
-"""The CPU backend: compiled code on torch's number of threads."""
+"""The compiled backends: the same op table on the CPU, on torch's number of threads, and on CUDA.
+
+Importing this module needs the extension.
+"""
 
 from __future__ import annotations
 
@@ -18,42 +21,51 @@ if TYPE_CHECKING:
 
     from fastamp._ops.types import RegionMaker
 
-__all__ = ["CompiledGatherer", "CpuOps", "is_available", "ops"]
+__all__ = ["CompiledGatherer", "CompiledHost", "CompiledOps", "available"]
 
 _NORM_TYPES = {
     1.0: _native.NormType.L1,
     2.0: _native.NormType.L2,
-    float("inf"): _native.NormType.INF,
+    math.inf: _native.NormType.INF,
 }
 
 
-class CpuOps:
-    """The op table in compiled code for the CPU."""
+class CompiledOps:
+    """The op table in compiled code, for one type of device."""
 
-    name = "cpu"
+    def __init__(self, name: str, table: _native.Ops) -> None:
+        self.name = name
+        self._table = table
 
     def pack(self, tensors: Sequence[Tensor]) -> _native.PackedTensors:
-        """Take the dense float32, bfloat16 and float16 tensors on the CPU."""
-        return _native.pack(tensors, -1)
+        """Take the dense float32, bfloat16 and float16 tensors on the first one's device."""
+        return _native.pack(tensors, tensors[0].device.index if self.name == "cuda" else None)
 
     def grad_stats(self, packed: _native.PackedTensors, norm_type: float, clip: Clip) -> GradStats:
-        """Read every element once; see `fastamp._ops.Ops`."""
-        work = torch.empty(1 + packed.num_chunks, dtype=torch.float64, device="cpu")
-        stats = torch.empty(_native.NUM_STATS, dtype=torch.float32, device="cpu")
+        """Read every element once, on CUDA in two launches; see `fastamp._ops.Ops`."""
+        index = packed.cuda_device
+        device = torch.device("cpu" if index is None else f"cuda:{index}")
+        work = torch.empty(1 + packed.num_chunks, dtype=torch.float64, device=device)
+        stats = torch.empty(_native.NUM_STATS, dtype=torch.float32, device=device)
         threads = torch.get_num_threads()
-        _native.cpu_ops.grad_stats(packed, _NORM_TYPES[norm_type], *clip, work, stats, threads)
+        self._table.grad_stats(packed, _NORM_TYPES[norm_type], *clip, work, stats, threads)
         return GradStats(work[0], *stats.unbind())
 
     def rescale_(self, packed: _native.PackedTensors, factor: Tensor) -> None:
-        """Multiply in place; see `fastamp._ops.Ops`."""
+        """Multiply in place, on CUDA in one launch; see `fastamp._ops.Ops`."""
         if not torch.is_inference_mode_enabled():
             torch.autograd.graph.increment_version(packed.tensors)
-        _native.cpu_ops.rescale(packed, factor, torch.get_num_threads())
+        self._table.rescale(packed, factor, torch.get_num_threads())
 
-    def regions_for(self, timer: type) -> RegionMaker:
-        """Return what makes regions; calls of the type's instances find them without Python."""
-        _native.call_through(timer)
+    def region_maker(self) -> RegionMaker:
+        """Return what makes the regions of one timer."""
         return _native.make_region
+
+
+class CompiledHost:
+    """The samples of a batch, copied by the compiled core; see `fastamp._ops.HostOps`."""
+
+    name = "cpu"
 
     column = staticmethod(_native.column)
 
@@ -118,9 +130,11 @@ def _memory(column: Column) -> tuple[int, int, int, int, _native.Cast]:
     return address, array.shape[0], stride, row_nbytes, cast
 
 
-ops = CpuOps()
-
-
-def is_available() -> bool:
-    """Say that the compiled code is there: importing this module needs it."""
-    return True
+def available() -> dict[str, CompiledOps]:
+    """Return the compiled backends that can run here, best first."""
+    if not _native.has_exchange_table:
+        return {}
+    found = {"cpu": CompiledOps("cpu", _native.cpu_ops)}
+    if _native.built_with_cuda and torch.version.cuda is not None and torch.cuda.is_available():
+        found = {"cuda": CompiledOps("cuda", _native.cuda_ops), **found}
+    return found

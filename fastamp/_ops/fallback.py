@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from fastamp._ops.types import RegionMaker
 
-__all__ = ["FallbackOps", "TorchGatherer", "combine", "finish", "is_available", "ops"]
+__all__ = ["FallbackOps", "TorchGatherer", "combine", "finish"]
 
 # Elements that are converted to float64 at a time, which bounds the memory of a norm. On the CPU
 # the copy stays in the cache, and the block below the size at which torch starts its threads.
@@ -110,6 +110,7 @@ def finish(
     )
 
 
+@torch.no_grad()
 def combine(parts: Sequence[GradStats], norm_type: float, clip: Clip) -> GradStats:
     """Join the statistics of several groups, on the device of the first."""
     first = parts[0].reduced
@@ -193,6 +194,7 @@ class FallbackOps:
         kept = [tensor for tensor in tensors if tensor.device == device] if rest else list(tensors)
         return TensorPack(kept, rest)
 
+    @torch.no_grad()
     def grad_stats(self, packed: TensorPack, norm_type: float, clip: Clip) -> GradStats:
         """Read every element once; see `fastamp._ops.Ops`."""
         reduced = _reduce(packed.tensors, norm_type)
@@ -205,15 +207,15 @@ class FallbackOps:
         dtype = torch.float64 if wide else torch.float32
         return finish(reduced, found_inf.to(torch.float32), norm_type, clip, dtype)
 
+    @torch.no_grad()
     def rescale_(self, packed: TensorPack, factor: Tensor) -> None:
         """Multiply in place; on the CPU, where looking costs nothing, not by 1."""
         if factor.device.type == "cpu" and factor.item() == 1.0:
             return
         torch._foreach_mul_([_in_place(tensor) for tensor in packed.tensors], factor)
 
-    def regions_for(self, timer: type) -> RegionMaker:
-        """Return what makes a timer's regions; calls of the type's instances stay Python's."""
-        del timer
+    def region_maker(self) -> RegionMaker:
+        """Return what makes the regions of one timer."""
         return functools.partial(FallbackRegion, threading.local())
 
     def column(self, samples: tuple[Any, ...], key: Any) -> tuple[Any, ...]:
@@ -283,11 +285,3 @@ def _take(array: Tensor | npt.NDArray[Any], indices: Tensor, output: Tensor) -> 
         torch.index_select(array, 0, rows, out=output)
     else:
         output.copy_(torch.index_select(array, 0, rows))
-
-
-ops = FallbackOps()
-
-
-def is_available() -> bool:
-    """Say that the fallback is there."""
-    return True

@@ -1,4 +1,4 @@
-"""The timer's regions without compiled code: csrc/bindings/timer.cpp in Python.
+"""The timer's regions without compiled code: csrc/timer/bind.cpp in Python.
 
 A region appends its duration to a list, which needs no lock; the list is counted in batches.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FallbackRegion"]
 
-# csrc/core/timer.h, csrc/bindings/timer.cpp
+# csrc/timer/clock.h, csrc/timer/bind.cpp
 _NUM_BUCKETS = 44 * 32
 _LONGEST_NS = (1 << 48) - 1
 _MAX_PENDING = 2048
@@ -57,6 +57,10 @@ class FallbackRegion:
         except AttributeError:
             return self
         return frame[0] if frame else self
+
+    def find(self, name: object) -> FallbackRegion | None:
+        """Return the known region of a name inside the innermost open one."""
+        return self.innermost().children.get(name)  # type: ignore[call-overload, no-any-return]
 
     def __enter__(self) -> Self:
         """Open the region in this thread."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,50 +17,150 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.overrides import TorchFunctionMode
 
 from fastamp._ops import fallback
-from fastamp._ops.types import COMPILED_NORMS, Clip, GradStats, Layout, is_plain, local_of
+from fastamp._ops.groups import Groups, group_by_backend
+from fastamp._ops.types import COMPILED_NORMS, Clip, GradStats, is_plain, local_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
 
-    from fastamp._ops.types import Group, Shards
-
+    P = ParamSpec("P")
     T = TypeVar("T")
 
 
-def take(
+class Layout(NamedTuple):
+    """Which other ranks hold more of the same tensors, and which of them count what they share."""
+
+    groups: tuple[ProcessGroup, ...] = ()
+    """Reduced over one after the other, they make every mesh whole."""
+    counts: bool = True
+    """Whether this rank is the first one that holds its elements."""
+    process_group: ProcessGroup | None = None
+    """The last to reduce over, given by the user."""
+    leads: bool = True
+    """Whether this rank is the first one of its mesh in that group."""
+
+
+class Shards:
+    """This rank's parts of tensors that are spread over ranks, by layout."""
+
+    def __init__(self, parts: dict[Layout, list[Tensor]]) -> None:
+        self._parts = parts
+
+    @property
+    def held(self) -> list[Tensor]:
+        """All parts."""
+        return [*itertools.chain(*self._parts.values())]
+
+    def group(self, norm_type: float = 2.0) -> ShardedGroups:
+        """Hand each part to its backend, for norms of this order."""
+        return ShardedGroups(
+            [
+                one._replace(layout=layout)
+                for layout, parts in self._parts.items()
+                for one in group_by_backend(parts, norm_type)
+            ]
+        )
+
+    def on_parts(self, step: Callable[P, T]) -> Callable[P, T]:
+        """Return a function in which torch's fused optimizers work on what this rank holds."""
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            with FusedOnParts():
+                return step(*args, **kwargs)
+
+        return call
+
+    def gather(self, found: list[T]) -> list[T]:
+        """Return the lists of all ranks that hold parts, in rank order."""
+        known = {dist.get_rank(): found}
+        groups = _mesh_groups(self._parts)
+        process_group = next(iter(self._parts)).process_group
+        for one in groups if process_group is None else [*groups, process_group]:
+            others: list[Any] = [None] * one.size()
+            dist.all_gather_object(others, known, one)
+            for other in others:
+                known |= other
+        return [item for rank in sorted(known) for item in known[rank]]
+
+
+@torch.no_grad()
+def shards_of(
     tensors: Sequence[Tensor],
     process_group: ProcessGroup | None,
     owners: Sequence[Tensor] = (),
+    *,
+    align: bool = False,
 ) -> Shards | None:
     """Sort this rank's parts of the tensors by layout; None where torch has to take them.
 
     Partial DTensors are added up first: in `owners`, or else into copies.
     """
-    plain, dtensors = _sort(tensors)
-    shards: Shards = {}
+    plain, dtensors = _sort(_align(owners) if align else tensors)
+    found: dict[Layout, list[Tensor]] = {}
     for (mesh, placements), alike in dtensors.items():
         summed = tuple(Replicate() if p.is_partial() else p for p in placements)
         if summed != placements:
             if owners:
-                return take(settle(owners), process_group)
+                return shards_of(_align(owners), process_group)
             alike[:] = [tensor.redistribute(placements=summed) for tensor in alike]
-        parts = shards.setdefault(_layout(mesh, summed, process_group), [])
+        parts = found.setdefault(_layout(mesh, summed, process_group), [])
         parts += [tensor._local_tensor for tensor in alike]
-    if process_group is not None and not shards:
+    if process_group is not None and not found:
         plain = plain or [torch.empty(0)]  # the other ranks wait for this one
     if plain:  # the same on all ranks of the largest mesh, and counted on the first one
-        largest = max(shards, key=_num_ranks, default=Layout(process_group=process_group))
-        counts = all(group.rank() == 0 for group in largest.groups)
-        shards.setdefault(largest._replace(counts=counts), []).extend(plain)
-    for parts in shards.values():
+        largest = max(found, key=_num_ranks, default=Layout(process_group=process_group))
+        counts = all(one.rank() == 0 for one in largest.groups)
+        found.setdefault(largest._replace(counts=counts), []).extend(plain)
+    for parts in found.values():
         if not is_plain(parts):
             parts[:] = [p.wait() if isinstance(p, AsyncCollectiveTensor) else p for p in parts]
-    return shards if all(map(is_plain, shards.values())) else None
+    return Shards(found) if all(map(is_plain, found.values())) else None
+
+
+class ShardedGroups(Groups):
+    """Parts on their backends; what they find is reduced over all ranks."""
+
+    @torch.no_grad()
+    def grad_stats(self, norm_type: float, clip: Clip) -> GradStats:
+        """Read this rank's parts, then reduce over all ranks; see `Groups.grad_stats`.
+
+        Raises:
+            ValueError: the order of the norm is negative.
+        """
+        if norm_type < 0:
+            msg = (
+                f"norm_type: expected at least 0 for gradients over several ranks, got {norm_type}"
+            )
+            raise ValueError(msg)
+        parts = [one.ops.grad_stats(one.packed, norm_type, Clip()) for one in self._groups]
+        like = parts[0].reduced
+        found = _join([part.found_inf.to(like) for part in parts], math.inf)
+        # Of the orders that have no sum, the fallback returns the norm.
+        power = 1.0 if norm_type in (0.0, *COMPILED_NORMS) else norm_type
+        held: dict[Layout, list[Tensor]] = {}
+        for one, part in zip(self._groups, parts, strict=True):
+            layout, value = one.layout, part.reduced.to(like)
+            if power != 1:
+                value = value.pow(power)
+            if norm_type == math.inf:  # a maximum may lose NaN: the flag tells of it, as 2
+                found = torch.where(value.isnan(), 2.0, found)
+                value = value.nan_to_num(0.0, math.inf)
+            counted = value if layout.counts else torch.zeros_like(value)
+            held.setdefault(layout._replace(counts=True), []).append(counted)
+        sums = {layout: _join(values, norm_type) for layout, values in held.items()}
+        found, total = _reduce(found, sums, norm_type)
+        if norm_type == math.inf:
+            total = torch.where(found == 2, math.nan, total)
+        if power != 1:
+            total = total.pow(1 / power)
+        found_inf = found.clamp(max=1.0).to(torch.float32)
+        dtype = max((part.norm.dtype for part in parts), key=lambda dtype: dtype.itemsize)
+        return fallback.finish(total, found_inf, norm_type, clip, dtype)
 
 
 def _sort(
@@ -82,7 +182,7 @@ def _sort(
     return plain, dtensors
 
 
-def settle(parameters: Iterable[Tensor]) -> list[Tensor]:
+def _align(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Bring gradients to their parameters' placements, as optimizers do, and return them."""
     grads = []
     for parameter in parameters:
@@ -148,43 +248,6 @@ def _layout(
     return Layout(tuple(g for g in groups if g.size() > 1), counts, process_group, leads)
 
 
-def grad_stats(
-    groups: Sequence[Group], layouts: Sequence[Layout], norm_type: float, clip: Clip
-) -> GradStats:
-    """Read this rank's parts, then reduce over all ranks; see `fastamp._ops.grad_stats`.
-
-    Raises:
-        ValueError: the order of the norm is negative.
-    """
-    if norm_type < 0:
-        msg = f"norm_type: expected at least 0 for gradients over several ranks, got {norm_type}"
-        raise ValueError(msg)
-    parts = [group.ops.grad_stats(group.packed, norm_type, Clip()) for group in groups]
-    like = parts[0].reduced
-    found = _join([part.found_inf.to(like) for part in parts], math.inf)
-    # Of the orders that have no sum, the fallback returns the norm.
-    power = 1.0 if norm_type in (0.0, *COMPILED_NORMS) else norm_type
-    held: dict[Layout, list[Tensor]] = {}
-    for layout, part in zip(layouts, parts, strict=True):
-        value = part.reduced.to(like)
-        if power != 1:
-            value = value.pow(power)
-        if norm_type == math.inf:  # a maximum may lose NaN: the flag tells of it, as 2
-            found = torch.where(value.isnan(), 2.0, found)
-            value = value.nan_to_num(0.0, math.inf)
-        counted = value if layout.counts else torch.zeros_like(value)
-        held.setdefault(layout._replace(counts=True), []).append(counted)
-    sums = {layout: _join(values, norm_type) for layout, values in held.items()}
-    found, total = _reduce(found, sums, norm_type)
-    if norm_type == math.inf:
-        total = torch.where(found == 2, math.nan, total)
-    if power != 1:
-        total = total.pow(1 / power)
-    found_inf = found.clamp(max=1.0).to(torch.float32)
-    dtype = max((part.norm.dtype for part in parts), key=lambda dtype: dtype.itemsize)
-    return fallback.finish(total, found_inf, norm_type, clip, dtype)
-
-
 def _reduce(found: Tensor, sums: dict[Layout, Tensor], norm_type: float) -> tuple[Tensor, ...]:
     """Return the flag and the sum over all ranks, the same to the bit on each of them."""
     for group in _mesh_groups(sums):
@@ -223,19 +286,6 @@ def _all_reduce(
     op = dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM
     dist.all_reduce(moved, op, group)
     return moved.to(packed.device).unbind()
-
-
-def gather(mine: list[T], shards: Shards) -> list[T]:
-    """Return the lists of all ranks that hold parts of the same gradients, in rank order."""
-    known = {dist.get_rank(): mine}
-    groups = _mesh_groups(shards)
-    process_group = next(iter(shards)).process_group
-    for group in groups if process_group is None else [*groups, process_group]:
-        others: list[Any] = [None] * group.size()
-        dist.all_gather_object(others, known, group)
-        for other in others:
-            known |= other
-    return [item for rank in sorted(known) for item in known[rank]]
 
 
 def index_in_whole(tensor: Any, index: int) -> int:

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
     from torch import Tensor
-    from torch.distributed import ProcessGroup
 
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
 COMPILED_NORMS = (1.0, 2.0, math.inf)
@@ -77,6 +76,9 @@ class Region(Protocol):
     def innermost(self) -> Region:
         """Return the innermost open region of this thread and this timer, or else this one."""
 
+    def find(self, name: object) -> Region | None:
+        """Return the known region of a name inside the innermost open one."""
+
     def __enter__(self) -> object:
         """Open the region in this thread."""
 
@@ -109,8 +111,8 @@ class Ops(Protocol):
     def rescale_(self, packed: Any, factor: Tensor) -> None:
         """Multiply every element by a 0-dim float32 tensor, rounding once; 1 writes nothing."""
 
-    def regions_for(self, timer: type) -> RegionMaker:
-        """Return what makes the regions of one timer, of this type, from path, `begin`, `always`.
+    def region_maker(self) -> RegionMaker:
+        """Return what makes the regions of one timer from path, `begin`, `always`.
 
         `begin`, the same for all, is called with the region that opens, if `always` or if torch's
         profiler is on; what it returns is called with the start and the end, in nanoseconds.
@@ -180,33 +182,6 @@ class HostOps(Protocol):
             columns: arrays with the same number of rows.
             depth: batches that may be under way.
         """
-
-
-class Layout(NamedTuple):
-    """Which other ranks hold more of the same tensors, and which of them count what they share."""
-
-    groups: tuple[ProcessGroup, ...] = ()
-    """Reduced over one after the other, they make every mesh whole."""
-    counts: bool = True
-    """Whether this rank is the first one that holds its elements."""
-    process_group: ProcessGroup | None = None
-    """The last to reduce over, given by the user."""
-    leads: bool = True
-    """Whether this rank is the first one of its mesh in that group."""
-
-
-Shards: TypeAlias = "dict[Layout, list[Tensor]]"
-"""What this rank holds of tensors that are spread over several."""
-
-
-class Group(NamedTuple):
-    """Tensors of one device, with the backend that serves them."""
-
-    ops: Ops
-    packed: Packed
-    device: torch.device
-    layout: Layout | None = None
-    """None where no other rank takes part."""
 
 
 def is_plain(tensors: Sequence[Tensor]) -> bool:

@@ -80,7 +80,7 @@ def _run(args: argparse.Namespace) -> Report:
     report = race_cases(args, PLAN, ["timer"], lambda _: arms, details=_least_ns, notes=notes)
     least = report.details["timer"]
     cost = least["region"]["least ns"] / least["two reads"]["least ns"]
-    ends = (-math.inf, 2.5 if "cpu" in fastamp.backends() else 8.0)
+    ends = (-math.inf, 3.0 if "cpu" in fastamp.backends() else 8.0)
     on_gpu = args.device == "cuda"
     reason = "two CUDA events cost more" if on_gpu else "against two reads of the clock"
     figure = Interval.exact(cost)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import types
 import warnings
@@ -59,17 +58,17 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     if not grads:
         return torch.tensor(0.0)
-    taken = _ops.take(grads, owners=parameters)
-    if taken is None:
+    held = _ops.hold(grads, owners=parameters)
+    if held is None:
         return torch.nn.utils.clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )
-    _refuse_inference_tensors(taken)
-    groups = _ops.pack(taken, norm_type)
-    stats = _ops.grad_stats(groups, norm_type, _ops.Clip(max_norm=max_norm))
+    _refuse_inference_tensors(held.held)
+    groups = held.group(norm_type)
+    stats = groups.grad_stats(norm_type, _ops.Clip(max_norm=max_norm))
     if error_if_nonfinite and not stats.norm.isfinite():
         raise RuntimeError(_nonfinite_message([p.grad for p in parameters], norm_type))
-    _ops.rescale_(groups, stats.factor)
+    groups.rescale_(stats.factor)
     return stats.norm
 
 
@@ -100,11 +99,10 @@ def get_total_norm(
     norm_type = float(norm_type)
     if not tensors:
         return torch.tensor(0.0)
-    taken = _ops.take(tensors)
-    if taken is None:
+    held = _ops.hold(tensors)
+    if held is None:
         return torch.nn.utils.get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
-    groups = _ops.pack(taken, norm_type)
-    norm = _ops.grad_stats(groups, norm_type, _ops.Clip()).norm
+    norm = held.group(norm_type).grad_stats(norm_type, _ops.Clip()).norm
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(_nonfinite_message(tensors, norm_type))
     return norm
@@ -133,15 +131,15 @@ def clip_grads_with_norm_(
     grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
     if not grads:
         return
-    taken = _ops.take(grads, owners=parameters)
+    held = _ops.hold(grads, owners=parameters)
     if hasattr(total_norm, "full_tensor"):  # torch's own norm of DTensors is one
         total_norm = total_norm.full_tensor()
-    if taken is None or type(total_norm) is not torch.Tensor or total_norm.dim() > 0:
+    if held is None or type(total_norm) is not torch.Tensor or total_norm.dim() > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
         return
-    _refuse_inference_tensors(taken)
+    _refuse_inference_tensors(held.held)
     clip_coef = torch.full_like(total_norm, float(max_norm)) / (total_norm + 1e-6)
-    _ops.rescale_(_ops.pack(taken), clip_coef.clamp(max=1.0).to(torch.float32))
+    held.group().rescale_(clip_coef.clamp(max=1.0).to(torch.float32))
 
 
 def clip_grad_value_(
@@ -181,12 +179,9 @@ def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
     return listed
 
 
-def _refuse_inference_tensors(grads: list[Tensor] | _ops.Shards) -> None:
+def _refuse_inference_tensors(grads: list[Tensor]) -> None:
     """Refuse what torch's in-place operators refuse, before anything is written."""
-    if torch.is_inference_mode_enabled():
-        return
-    held = itertools.chain(*grads.values()) if isinstance(grads, dict) else grads
-    if any(map(torch.Tensor.is_inference, held)):
+    if not torch.is_inference_mode_enabled() and any(map(torch.Tensor.is_inference, grads)):
         msg = "Inplace update to inference tensor outside InferenceMode is not allowed."
         raise RuntimeError(msg)
 

@@ -79,11 +79,8 @@ def find_nonfinite(
     if dist.is_available() and dist.is_initialized():
         for entry in found:
             entry.rank = dist.get_rank()
-        shards = _ops.take([grad for _, grad in named], process_group)
-        if isinstance(shards, dict):
-            from fastamp._ops import sharded  # noqa: PLC0415 - it is loaded by now
-
-            return sharded.gather(found, shards)
+        held = _ops.hold([grad for _, grad in named], process_group)
+        return found if held is None else held.gather(found)
     return found
 
 
@@ -104,8 +101,6 @@ def _count_nonfinite(name: str, whole: Tensor) -> NonFinite:
             place = place * size + i
         first = place * values[0].numel() + inside
     if grad is not whole:
-        from fastamp._ops import sharded  # noqa: PLC0415 - only DTensors need it
-
-        first = sharded.index_in_whole(whole, first)
+        first = _ops.index_in_whole(whole, first)
     n_nan = int(values.isnan().sum().item())
     return NonFinite(name, n_nan, int(bad.sum().item()) - n_nan, first)

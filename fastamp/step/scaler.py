@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    Taken = list[Tensor] | _ops.Shards
+    from fastamp._ops import Held
 
 __all__ = ["GradScaler", "NonFinite", "StepReport"]
 
@@ -128,14 +128,11 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             msg = "step() has already been called since the last update()."
             raise RuntimeError(msg)
-        grads = self._take(optimizer)
-        if not grads or _takes_scaler(type(optimizer).step):
+        grads = self._hold(optimizer)
+        if grads is None or _takes_scaler(type(optimizer).step):
             retval = self._step_as_torch(optimizer, state, max_norm, *args, **kwargs)
-        elif getattr(optimizer, "_step_supports_amp_scaling", False):
-            folded = self._step_folded
-            if isinstance(grads, dict):
-                folded = _ops.on_parts(folded)
-            retval = folded(optimizer, state, grads, max_norm, *args, **kwargs)
+        elif _folds(optimizer):
+            retval = self._step_folded(optimizer, state, grads, max_norm, *args, **kwargs)
         else:
             retval = self._step_in_place(optimizer, state, grads, max_norm, *args, **kwargs)
         state["stage"] = OptState.STEPPED
@@ -164,16 +161,17 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             msg = "clip_grad_norm_() is being called after step()."
             raise RuntimeError(msg)
-        grads = self._take(optimizer)
-        if not grads:
+        grads = self._hold(optimizer)
+        if grads is None:
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
             return torch.nn.utils.clip_grad_norm_(_parameters_of(optimizer), max_norm)
-        groups = self._pack(optimizer, grads)
+        groups = self._group(optimizer, grads)
         if state["stage"] is OptState.READY:
             _refuse_float16(groups)
-        stats = self._read(groups, state, max_norm)
-        _ops.rescale_(groups, stats.factor)
+        stats = groups.grad_stats(2.0, self._clip(groups.device, state, max_norm))
+        stats = self._record(state, groups.device, stats)
+        groups.rescale_(stats.factor)
         state["stage"] = OptState.UNSCALED
         return stats.norm
 
@@ -235,39 +233,39 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,  # noqa: FBT001 - torch's signature
     ) -> dict[torch.device, Tensor]:
         """Unscale in place: torch's hook, behind unscale_ and _check_inf_per_device."""
-        grads = self._take(optimizer)
-        if not grads:
+        grads = self._hold(optimizer)
+        if grads is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        with torch.no_grad():
-            groups = self._pack(optimizer, grads)
-            if not allow_fp16:
-                _refuse_float16(groups)
-            device = groups[0].device
-            inv_scale = inv_scale.to(device, non_blocking=True).reshape(())
-            stats = _ops.grad_stats(groups, 2.0, Clip(scale=inv_scale.reciprocal()))
-            _ops.rescale_(groups, inv_scale)
+        groups = self._group(optimizer, grads)
+        if not allow_fp16:
+            _refuse_float16(groups)
+        inv_scale = inv_scale.to(groups.device, non_blocking=True).reshape(())
+        stats = groups.grad_stats(2.0, Clip(scale=inv_scale.reciprocal()))
+        groups.rescale_(inv_scale)
         self._per_optimizer_states[id(optimizer)]["stats"] = stats
-        return {device: stats.found_inf}
+        return {groups.device: stats.found_inf}
 
-    @torch.no_grad()
-    def _read(
+    def _clip(
         self,
-        groups: list[_ops.Group],
+        device: torch.device,
         state: dict[str, Any],
         max_norm: float | None,
         *,
         given_scale: Tensor | None = None,
         skipped: Tensor | None = None,
-    ) -> _ops.GradStats:
-        """Read the gradients once, and record what they hold in the optimizer's state."""
-        device = groups[0].device
+    ) -> Clip:
+        """Say how gradients on a device are to be unscaled and clipped at this stage."""
         scale = given_scale
         if state["stage"] is OptState.READY:
             assert self._scale is not None  # noqa: S101 - _state_of has checked it
             scale = self._scale.to(device, non_blocking=True)
             scale = scale if given_scale is None else scale * given_scale
-        clip = Clip(scale, max_norm, only_finite=self._enabled, skipped=skipped)
-        stats = _ops.grad_stats(groups, 2.0, clip)
+        return Clip(scale, max_norm, only_finite=self._enabled, skipped=skipped)
+
+    def _record(
+        self, state: dict[str, Any], device: torch.device, stats: _ops.GradStats
+    ) -> _ops.GradStats:
+        """Keep what the gradients hold in the optimizer's state."""
         before = state["found_inf_per_device"].values()
         if before:  # by unscale_, and the gradients may have changed since
             stats = stats._replace(found_inf=_any([stats.found_inf, *before]))
@@ -279,7 +277,7 @@ class GradScaler(torch.amp.GradScaler):
         self,
         optimizer: torch.optim.Optimizer,
         state: dict[str, Any],
-        grads: Taken,
+        grads: Held,
         max_norm: float | None,
         *args: Any,
         **kwargs: Any,
@@ -287,24 +285,24 @@ class GradScaler(torch.amp.GradScaler):
         """Let the optimizer's kernel unscale, clip and skip: it divides by `grad_scale`."""
         # The user's own scale is taken out as well.
         given: Tensor | None = getattr(optimizer, "grad_scale", None)
+        is_ready = state["stage"] is OptState.READY
         grad_scale: Tensor | None
-        if state["stage"] is OptState.READY or max_norm is not None:
-            groups = self._pack(optimizer, grads)
-            ready = state["stage"] is OptState.READY
-            count = self._counter(groups[0].device)
-            in_kernel = count if ready else None
-            stats = self._read(groups, state, max_norm, given_scale=given, skipped=in_kernel)
+        if is_ready or max_norm is not None:
+            groups = self._group(optimizer, grads)
+            device = groups.device
+            skipped = self._counter(device) if is_ready else None
+            clip = self._clip(device, state, max_norm, given_scale=given, skipped=skipped)
+            stats = self._record(state, device, groups.grad_stats(2.0, clip))
             grad_scale, found_inf = stats.grad_scale, stats.found_inf
-            if not ready:
-                count.add_(found_inf)
         else:
             grad_scale, found_inf = given, _any(state["found_inf_per_device"].values())
+        if not is_ready:
             self._counter(found_inf.device).add_(found_inf)
         self._report(state, found_inf)
         optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         try:
-            retval: float | None = optimizer.step(*args, **kwargs)
+            retval: float | None = grads.on_parts(optimizer.step)(*args, **kwargs)
             given = None  # it has had its effect, and goes as it does in torch
         finally:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
@@ -316,7 +314,7 @@ class GradScaler(torch.amp.GradScaler):
         self,
         optimizer: torch.optim.Optimizer,
         state: dict[str, Any],
-        grads: Taken,
+        grads: Held,
         max_norm: float | None,
         *args: Any,
         **kwargs: Any,
@@ -324,16 +322,17 @@ class GradScaler(torch.amp.GradScaler):
         """Multiply the gradients by one factor, unless the step is skipped."""
         groups = None
         if state["stage"] is OptState.READY or max_norm is not None:
-            groups = self._pack(optimizer, grads)
+            groups = self._group(optimizer, grads)
             if state["stage"] is OptState.READY:
                 _refuse_float16(groups)
-            self._read(groups, state, max_norm)
+            clip = self._clip(groups.device, state, max_norm)
+            self._record(state, groups.device, groups.grad_stats(2.0, clip))
         found_inf = _any(state["found_inf_per_device"].values())
         if self._report(state, found_inf).skipped:
             self._skipped_before += 1
             return None
         if groups is not None:
-            _ops.rescale_(groups, state["stats"].factor)
+            groups.rescale_(state["stats"].factor)
             state["stage"] = OptState.UNSCALED  # should the optimizer raise
         retval: float | None = optimizer.step(*args, **kwargs)
         return retval
@@ -360,32 +359,31 @@ class GradScaler(torch.amp.GradScaler):
         self._counter(report.found_inf.device).add_(report.found_inf)
         return retval
 
-    @torch.no_grad()
-    def _take(self, optimizer: torch.optim.Optimizer) -> Taken | None:
-        """Return the optimizer's gradients; None or nothing where torch has to handle them."""
+    def _hold(self, optimizer: torch.optim.Optimizer) -> Held | None:
+        """Return what this rank holds of the gradients; None where torch has to handle them."""
         parameters = _parameters_of(optimizer)
         grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
-        folds = getattr(optimizer, "_step_supports_amp_scaling", False)
-        return _ops.take(grads, self.process_group, owners=parameters, align=folds)
+        if not grads and self.process_group is None:
+            return None
+        return _ops.hold(grads, self.process_group, owners=parameters, align=_folds(optimizer))
 
-    @torch.no_grad()
-    def _pack(self, optimizer: torch.optim.Optimizer, grads: Taken) -> list[_ops.Group]:
+    def _group(self, optimizer: torch.optim.Optimizer, grads: Held) -> _ops.Groups:
         """Hand the optimizer's gradients to their backends.
 
         torch's fused kernels take gradients with gaps or sharing in their memory for contiguous
         ones, and read past their end: they get copies.
         """
-        groups = _ops.pack(grads)
-        folds = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if not folds or all(group.ops.name != "fallback" for group in groups):
+        groups = grads.group()
+        if not (groups.has_fallback and _folds(optimizer)):
             return groups
         for parameter in _parameters_of(optimizer):
             grad = parameter.grad
             if grad is None or grad.layout is not torch.strided or grad.is_contiguous():
                 continue
             if grad.stride() != parameter.stride():
-                parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
-        return _ops.pack(cast("Taken", self._take(optimizer)))
+                with torch.no_grad():
+                    parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
+        return cast("Held", self._hold(optimizer)).group()
 
     def _report(self, state: dict[str, Any], found_inf: Tensor) -> StepReport:
         """Make `last_step` from what was read in this iteration."""
@@ -425,13 +423,17 @@ def _takes_scaler(step: Callable[..., object]) -> bool:
     return "grad_scaler" in inspect.signature(step).parameters
 
 
-def _refuse_float16(groups: list[_ops.Group]) -> None:
-    if any(group.packed.has_float16 for group in groups):
+def _folds(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether the optimizer's kernel divides by `grad_scale` and skips by `found_inf`."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def _refuse_float16(groups: _ops.Groups) -> None:
+    if groups.has_float16:
         msg = "Attempting to unscale FP16 gradients."
         raise ValueError(msg)
 
 
-@torch.no_grad()
 def _any(flags: Iterable[Tensor]) -> Tensor:
     """Join flags of 0 and 1 on the first one's device; the fused optimizers test for 1."""
     flags = list(flags)

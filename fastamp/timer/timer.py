@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping
 
-    from fastamp._ops import Region, RegionMaker
+    from fastamp._ops import Region
 
     Histogram = tuple[tuple[int, int], ...]
     Times = tuple[float, float, float]
@@ -102,7 +102,7 @@ class Timer:
     def __init__(self, device: str | torch.device | None = None, trace: bool = False) -> None:  # noqa: FBT001, FBT002
         self._device = _device(device)
         self._spans: deque[Span] = deque(maxlen=_MAX_SPANS if trace else 0)
-        make_region: RegionMaker = _ops.ops_for(self._device).regions_for(Timer)
+        make_region = _ops.ops_for(self._device).region_maker()
         self._clock: DeviceClock | None = None
         if self._device.type == "cuda":
             self._clock = DeviceClock(self._device, make_region, self._spans)
@@ -114,17 +114,12 @@ class Timer:
 
     def __call__(self, name: str) -> Region | contextlib.nullcontext[None]:
         """Return the region of this name inside the innermost open one, for a `with` statement."""
-        # Compiled backends find known names without Python; torch.compile reads these lines.
         if is_dynamo_compiling():
             return contextlib.nullcontext()
-        outer = self._root.innermost()
-        try:
-            region: Region = outer.children[name]
-        except KeyError:
-            return self._new_region(outer, name)
-        return region
+        return self._root.find(name) or self._new_region(name)
 
-    def _new_region(self, outer: Region, name: object) -> Region:
+    def _new_region(self, name: object) -> Region:
+        outer = self._root.innermost()
         if not isinstance(name, str):
             msg = f"name: expected a str, got {name!r}"
             raise TypeError(msg)

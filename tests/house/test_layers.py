@@ -1,4 +1,7 @@
-"""Who may include or import whom. Every rule of the house stands in the two tables below."""
+"""Who may include or import whom, and what CONTRIBUTING says of each folder.
+
+The rules of the house stand in the tables below.
+"""
 
 from __future__ import annotations
 
@@ -11,82 +14,71 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 STANDARD = r"\w+"
+SHARED = [r"tensor/view\.h", r"parallel/\w+\.h", r"support/\w+\.h", STANDARD]
+BINDING = [r"pybind11/\w+\.h", r"module\.h", r"tensor/\w+\.h", *SHARED]
+# File, or folder with everything in it: what it may include. The longest match decides.
 INCLUDES = {
-    "core": [r"core/\w+\.h", STANDARD],
-    "cpu": [r"(core|cpu)/\w+\.h", STANDARD, r"(unistd|dlfcn)\.h"],
-    "cuda": [r"(core|cuda)/\w+\.(h|cuh)", STANDARD, r"cuda_\w+\.h"],
-    "no_cuda": [r"core/\w+\.h", STANDARD],
-    "bindings": [
-        r"bindings/\w+\.h",
-        r"core/(ops|types|math|collate|gather|timer)\.h",
-        STANDARD,
-        r"pybind11/\w+\.h",
-        r"(dlfcn|structmember)\.h",
-    ],
+    "module": BINDING,
+    "support": [STANDARD],
+    "parallel": [r"parallel/\w+\.h", r"(dlfcn|unistd)\.h", STANDARD],
+    "tensor": [r"tensor/\w+\.h", r"support/\w+\.h", r"pybind11/\w+\.h", STANDARD],
+    "tensor/view.h": [r"support/\w+\.h", STANDARD],
+    **{name: [rf"{name}/\w+\.h", r"unistd\.h", *SHARED] for name in ("step", "data", "timer")},
+    **{f"{name}/bind": [rf"{name}/\w+\.h", *BINDING] for name in ("step", "data")},
+    "timer/bind": [r"timer/\w+\.h", r"structmember\.h", *BINDING],
+    **{
+        f"step/{name}": [r"step/\w+\.(h|cuh)", r"cuda_\w+\.h", *SHARED]
+        for name in ("cuda.cu", "convert.cuh", "device.h")
+    },
 }
 
 EXTENSION = "fastamp._native"
-BACKENDS = {"fastamp._ops.fallback", "fastamp._ops.compiled", "fastamp._ops.compiled_cuda"}
-PUBLIC = {
-    "fastamp",
-    "fastamp.step",
-    "fastamp.step.clip",
-    "fastamp.data",
-    "fastamp.step.precision",
-    "fastamp.timer",
-}
-ABOVE = {"fastamp.train", "fastamp.metrics", "fastamp.bench", "fastamp.integrations"}
-# Module, or package with everything in it: which modules of fastamp it may import.
+BOTTOM = {"fastamp.step", "fastamp.data", "fastamp.timer"}
+# Module, or package with everything in it: what else of fastamp it may import.
 IMPORTS = {
-    "fastamp": {"fastamp._ops", *PUBLIC, *ABOVE},
-    "fastamp._ops": {"fastamp._ops.fallback", "fastamp._ops.sharded"},
-    "fastamp._ops.fallback": {"fastamp._ops", "fastamp._ops.regions"},
-    "fastamp._ops.regions": set(),
-    "fastamp.timer.events": {"fastamp._ops"},
+    "fastamp": {"fastamp._ops", *BOTTOM, "fastamp.metrics", "fastamp.train"},
+    "fastamp._ops": set(),
+    "fastamp._ops.types": set(),
     "fastamp._ops.compiled": {"fastamp._ops", EXTENSION},
-    "fastamp._ops.compiled_cuda": {"fastamp._ops", EXTENSION},
-    "fastamp.step": {"fastamp._ops", "fastamp.step.report"},
-    "fastamp.step.report": {"fastamp._ops", "fastamp._ops.sharded"},
-    "fastamp._ops.sharded": {"fastamp._ops", "fastamp._ops.fallback"},
-    "fastamp.step.clip": {"fastamp._ops"},
-    "fastamp.data": {"fastamp._ops"},
-    "fastamp.step.precision": set(),
-    "fastamp.timer": {"fastamp._ops", "fastamp.timer.events"},
-    **{name: {*PUBLIC, *ABOVE} for name in ABOVE},
+    **{name: {"fastamp._ops"} for name in BOTTOM},
+    "fastamp.metrics": BOTTOM,
+    "fastamp.train": {"fastamp.metrics", *BOTTOM},
+    "fastamp.integrations": {"fastamp.train", "fastamp.metrics", *BOTTOM},
+    "fastamp.bench": {"fastamp", "fastamp.train", "fastamp.metrics", *BOTTOM},
 }
+ALONE = {"fastamp", "fastamp._ops.types", "fastamp._ops.compiled"}  # not what lies below
 
 
-def refused_includes(folder: str, text: str) -> list[str]:
-    """Name the includes that a file in csrc/<folder> must not have."""
+def refused_includes(path: str, text: str) -> list[str]:
+    """Name the includes that a file of csrc must not have."""
     included = re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', text, re.MULTILINE)
-    allowed = [re.compile(pattern) for pattern in INCLUDES[folder]]
+    rule = max((rule for rule in INCLUDES if path.startswith(rule)), key=len)
+    allowed = [re.compile(pattern) for pattern in INCLUDES[rule]]
     return [name for name in included if not any(p.fullmatch(name) for p in allowed)]
 
 
 def imported(text: str) -> set[str]:
-    """Name every fastamp module that a Python file imports."""
+    """Name every fastamp module that a Python file imports, wherever the import stands."""
     found = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module == "fastamp":
-            found |= {f"fastamp.{a.name}" if is_module(a.name) else "fastamp" for a in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports hide the layer"
-            found.add(node.module or "")
+            parts = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {part if is_module(part) else str(node.module) for part in parts}
     return {name for name in found if name.split(".")[0] == "fastamp"}
 
 
 def is_module(name: str) -> bool:
-    return name == "_native" or any(
-        (ROOT / "fastamp" / path).exists() for path in (f"{name}.py", f"{name}/__init__.py")
-    )
+    path = ROOT / name.replace(".", "/")
+    return name == EXTENSION or path.with_suffix(".py").exists() or path.is_dir()
 
 
 def refused_imports(module: str, text: str) -> list[str]:
     """Name the imports that a module of fastamp must not have."""
     rule = max((r for r in IMPORTS if module == r or module.startswith(r + ".")), key=len)
-    allowed = IMPORTS[rule] | ({rule} if rule != "fastamp" else set())
+    allowed = IMPORTS[rule] | (set() if rule in ALONE else {rule})
     return sorted(
         name
         for name in imported(text)
@@ -94,60 +86,115 @@ def refused_imports(module: str, text: str) -> list[str]:
     )
 
 
+def find_circle(imports: dict[str, set[str]]) -> list[str]:
+    """Return modules that import each other in a circle, or nothing."""
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for name in sorted(imports.get(module, ())):
+            if found := visit(name, [*path, module]):
+                return found
+        done.add(module)
+        return []
+
+    return next((found for module in imports if (found := visit(module, []))), [])
+
+
 def sources(folder: str, *patterns: str) -> list[Path]:
     return sorted(p for pattern in patterns for p in (ROOT / folder).rglob(pattern))
 
 
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def has_conditional(text: str) -> bool:
+    return re.search(r"^\s*#\s*(if|ifdef|ifndef|elif)\b", text, re.MULTILINE) is not None
+
+
+def described(contributing: str) -> dict[str, set[str]]:
+    """Return the modules that CONTRIBUTING lists, by folder: rows of "| `folder/` | `a`, ... |"."""
+    rows = re.findall(r"^\| `([\w/]+)/` \|(.*)\|$", contributing, re.MULTILINE)
+    return {folder: {*re.findall(r"`(\w+)`", text)} for folder, text in rows}
+
+
 CXX = sources("csrc", "*.h", "*.cuh", "*.cpp", "*.cu")
 PYTHON = sources("fastamp", "*.py")
+FOLDERS = {path.parent for path in (*CXX, *PYTHON)}
 
 
 @pytest.mark.parametrize("path", CXX, ids=lambda p: str(p.relative_to(ROOT)))
 def test_includes_stay_in_their_layer(path):
-    assert refused_includes(path.parent.name, path.read_text()) == []
+    assert refused_includes(path.relative_to(ROOT / "csrc").as_posix(), path.read_text()) == []
 
 
 @pytest.mark.parametrize("path", PYTHON, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_stay_in_their_layer(path):
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-    assert refused_imports(module, path.read_text()) == []
+    assert refused_imports(module_of(path), path.read_text()) == []
+
+
+def test_nothing_imports_itself_in_a_circle():
+    graph = {module_of(path): imported(path.read_text()) for path in PYTHON}
+    assert find_circle(graph) == []
 
 
 @pytest.mark.parametrize(
-    ("folder", "line"),
+    ("path", "line"),
     [
-        ("core", "#include <cuda_runtime.h>"),
-        ("core", '#include "cpu/convert.h"'),
-        ("cpu", "#include <pybind11/pybind11.h>"),
-        ("cpu", "#include <torch/extension.h>"),
-        ("cpu", '  #  include "cuda/runtime.h"'),
-        ("cuda", '#include "cpu/convert.h"'),
-        ("bindings", '#include "cpu/threads.h"'),
-        ("bindings", "#include <ATen/ATen.h>"),
+        ("step/math.h", "#include <cuda_runtime.h>"),
+        ("step/cpu.cpp", '#include "tensor/tensors.h"'),
+        ("step/cpu.cpp", "#include <pybind11/pybind11.h>"),
+        ("step/cpu.cpp", "#include <torch/extension.h>"),
+        ("step/cpu.cpp", '  #  include "data/gather.h"'),
+        ("data/gather.cpp", '#include "step/math.h"'),
+        ("data/gather.cpp", '#include "tensor/tensors.h"'),
+        ("step/bind.cpp", "#include <ATen/ATen.h>"),
+        ("timer/bind.cpp", '#include "step/ops.h"'),
+        ("tensor/tensors.cpp", '#include "step/math.h"'),
+        ("tensor/view.h", "#include <pybind11/pybind11.h>"),
     ],
 )
-def test_a_forbidden_include_is_caught(folder, line):
-    assert len(refused_includes(folder, f"#pragma once\n{line}\n#include <vector>\n")) == 1
+def test_a_forbidden_include_is_caught(path, line):
+    assert len(refused_includes(path, f"#pragma once\n{line}\n#include <vector>\n")) == 1
 
 
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("fastamp.step", "from fastamp import _native"),
-        ("fastamp.step", "import fastamp._ops.compiled"),
-        ("fastamp.step", "from fastamp.data import loader"),
+        ("fastamp.step.scaler", "from fastamp import _native"),
+        ("fastamp.step.scaler", "import fastamp._native"),
+        ("fastamp.step.scaler", "from fastamp.data import loader"),
+        ("fastamp.timer.events", "from fastamp.step import GradScaler"),
         ("fastamp._ops.fallback", "from fastamp.step import clip_grad_norm_"),
         ("fastamp._ops.fallback", "from fastamp._native import pack"),
-        ("fastamp._ops.compiled_cuda", "from fastamp._ops import compiled"),
+        ("fastamp._ops.types", "from fastamp._ops import fallback"),
         ("fastamp.bench.race", "from fastamp import _ops"),
         ("fastamp.metrics.watch", "from fastamp import _ops"),
-        ("fastamp.step.precision", "from fastamp.step import GradScaler"),
+        ("fastamp.metrics.watch", "from fastamp.train import fine_tune"),
+        ("fastamp.train.loop", "from fastamp.bench.compare import Plan"),
+        ("fastamp.train.loop", "from fastamp.integrations import lightning"),
         ("fastamp.bench", "def f():\n    import fastamp._native"),
     ],
 )
 def test_a_forbidden_import_is_caught(module, line):
     assert len(refused_imports(module, f"import torch\n{line}\n")) == 1
+
+
+def test_a_circle_is_caught_also_a_lazy_one():
+    texts = {
+        "fastamp.data.loader": "from fastamp.data import slots",
+        "fastamp.data.slots": "import fastamp.data.stats",
+        "fastamp.data.stats": "def f():\n    from fastamp.data.loader import DataLoader",
+    }
+    circle = find_circle({module: imported(text) for module, text in texts.items()})
+    assert circle == [*texts, "fastamp.data.loader"]
+    del texts["fastamp.data.stats"]
+    assert find_circle({module: imported(text) for module, text in texts.items()}) == []
 
 
 def test_the_oracle_stands_alone():
@@ -157,13 +204,35 @@ def test_the_oracle_stands_alone():
     assert set(modules) <= {"__future__", "math", "typing", "collections", "numpy"}
 
 
-@pytest.mark.parametrize("path", CXX, ids=lambda p: str(p.relative_to(ROOT)))
-def test_preprocessor_conditionals_live_in_one_file(path):
-    if path.name != "macros.h":
-        assert not re.search(r"^\s*#\s*(if|ifdef|ifndef|elif)\b", path.read_text(), re.MULTILINE)
+def test_preprocessor_conditionals_live_in_one_file():
+    found = [path.name for path in CXX if has_conditional(path.read_text())]
+    assert found == ["macros.h"]
+    assert has_conditional("int a;\n  #  ifdef __CUDACC__\n")
 
 
-@pytest.mark.parametrize("path", [*CXX, ROOT / "CMakeLists.txt", ROOT / "pyproject.toml"], ids=str)
+def test_contributing_lists_every_module_in_the_line_of_its_folder():
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    there = {
+        folder.relative_to(ROOT).as_posix(): {
+            path.stem for path in (*CXX, *PYTHON) if path.parent == folder
+        }
+        - {"__init__", "__main__"}
+        for folder in FOLDERS
+    }
+    assert described(contributing) == there
+    row = "| `fastamp/step/` | `scaler` steps, `clip` clips |"
+    assert described(row) == {"fastamp/step": {"scaler", "clip"}}
+
+
+def test_no_two_modules_have_the_same_name():
+    commands = {"step", "loader", "timer"}  # of the bench, called as the feature that they measure
+    names = [path.stem for path in PYTHON if not path.stem.startswith("__")]
+    assert {name for name in names if names.count(name) > 1} <= commands
+
+
+@pytest.mark.parametrize(
+    "path", [*CXX, ROOT / "CMakeLists.txt", ROOT / "pyproject.toml"], ids=lambda p: p.name
+)
 def test_nothing_is_built_with_fast_math(path):
     text = path.read_text()
     assert "use_fast_math" not in text

@@ -255,7 +255,7 @@ def test_a_device_without_a_clock_is_refused(device, error, message, monkeypatch
         pass
 
 
-@pytest.mark.parametrize(("name", "limit"), [("cpu", 2.5), ("fallback", 8)])
+@pytest.mark.parametrize(("name", "limit"), [("cpu", 3), ("fallback", 8)])
 def test_a_region_costs_little_more_than_two_reads_of_the_clock(name, limit, capsys):
     if name not in fastamp.backends():
         pytest.skip(f"backend {name} is not available")

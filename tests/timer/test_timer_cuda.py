@@ -20,7 +20,11 @@ def gpu(request, monkeypatch):
         pytest.skip(f"backend {request.param} is not available")
     gpu = FakeGpu()
     install(gpu, monkeypatch)
-    ops = _ops.ops_for(torch.device("cpu")) if request.param == "cpu" else _ops.fallback_ops()
+    ops = (
+        _ops.ops_for(torch.device("cpu"))
+        if request.param == "cpu"
+        else _ops.ops_for(torch.device("meta"))
+    )
     monkeypatch.setattr(_ops, "ops_for", lambda _: ops)
     return gpu
 

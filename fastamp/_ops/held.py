@@ -1,0 +1,73 @@
+"""What this rank holds of a list of tensors: all of plain ones, its part of those over ranks."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar
+
+from fastamp._ops.groups import Groups, group_by_backend
+from fastamp._ops.types import is_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from fastamp._ops.sharded import Shards
+
+    P = ParamSpec("P")
+    T = TypeVar("T")
+
+
+class Tensors:
+    """Plain tensors, of which no other rank holds a part."""
+
+    def __init__(self, held: list[Tensor]) -> None:
+        self.held = held
+
+    def group(self, norm_type: float = 2.0) -> Groups:
+        """Hand each tensor to its backend, for norms of this order."""
+        return Groups(group_by_backend(self.held, norm_type))
+
+    def on_parts(self, step: Callable[P, T]) -> Callable[P, T]:
+        """Return a function in which torch's fused optimizers work on what this rank holds."""
+        return step
+
+    def gather(self, found: list[T]) -> list[T]:
+        """Return the lists of all ranks that hold parts, in rank order."""
+        return found
+
+
+Held: TypeAlias = "Tensors | Shards"
+
+
+def hold(
+    tensors: list[Tensor],
+    process_group: ProcessGroup | None = None,
+    *,
+    owners: Sequence[Tensor] = (),
+    align: bool = False,
+) -> Held | None:
+    """Return what this rank holds of tensors; None where they have to go torch's own way.
+
+    Args:
+        tensors: of any types.
+        process_group: over which plain tensors are spread, if they are.
+        owners: parameters whose gradients the tensors are, where those will be written.
+        align: bring the gradients to the placements of their owners.
+    """
+    if process_group is None and is_plain(tensors):
+        return Tensors(tensors)
+    if process_group is None and "torch.distributed.tensor" not in sys.modules:
+        return None  # without it there are no DTensors
+    from fastamp._ops import sharded  # noqa: PLC0415 - it costs half a second
+
+    return sharded.shards_of(tensors, process_group, owners, align=align)
+
+
+def index_in_whole(tensor: Tensor, index: int) -> int:
+    """Return where an element of this rank's part of a DTensor lies in the flattened whole."""
+    from fastamp._ops import sharded  # noqa: PLC0415 - it is loaded by now
+
+    return sharded.index_in_whole(tensor, index)
