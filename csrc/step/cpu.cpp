@@ -16,35 +16,35 @@ namespace {
 // alone: a prefetch of every line costs a tenth of the time.
 constexpr std::size_t kPrefetchChunks = 6;
 
-template <NormType kType, int kLanes>
+template <typename Norm, int kLanes>
 double join_lanes(double* lanes) {
   for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] = combine<kType>(lanes[i], lanes[i + half]);
+    for (int i = 0; i < half; ++i) lanes[i] = Norm::join(lanes[i], lanes[i + half]);
   return lanes[0];
 }
 
 /// Reduces at most kStrip elements of a chunk.
-template <NormType kType, typename T>
+template <typename Norm, typename T>
 FASTAMP_INLINE double reduce_strip(const T* data, std::int64_t numel) {
   constexpr int kLanes = static_cast<int>(kRowBytes / static_cast<std::int64_t>(sizeof(T)));
   alignas(64) double lanes[kLanes] = {};
   std::int64_t start = 0;
   for (; start + kLanes <= numel; start += kLanes) {
     const T* row = data + start;
-    for (int i = 0; i < kLanes; ++i) lanes[i] = accumulate<kType>(lanes[i], to_float(row[i]));
+    for (int i = 0; i < kLanes; ++i) lanes[i] = Norm::join(lanes[i], Norm::term(to_float(row[i])));
   }
   for (int i = 0; start + i < numel; ++i)
-    lanes[i] = accumulate<kType>(lanes[i], to_float(data[start + i]));
-  return join_lanes<kType, kLanes>(lanes);
+    lanes[i] = Norm::join(lanes[i], Norm::term(to_float(data[start + i])));
+  return join_lanes<Norm, kLanes>(lanes);
 }
 
-template <NormType kType, typename T>
+template <typename Norm, typename T>
 FASTAMP_INLINE double reduce_chunk(const void* data, std::int64_t numel) {
   const T* elements = static_cast<const T*>(data);
   double strips[kStripsPerChunk] = {};
   for (std::int64_t s = 0; s * kStrip < numel; ++s)
-    strips[s] = reduce_strip<kType>(elements + s * kStrip, std::min(kStrip, numel - s * kStrip));
-  return join_lanes<kType, kStripsPerChunk>(strips);
+    strips[s] = reduce_strip<Norm>(elements + s * kStrip, std::min(kStrip, numel - s * kStrip));
+  return join_lanes<Norm, kStripsPerChunk>(strips);
 }
 
 template <typename T>
@@ -67,23 +67,12 @@ FASTAMP_INLINE auto visit_dtype(DType dtype, Fn fn) {
   return fn(float{});
 }
 
-template <NormType kType>
-FASTAMP_INLINE double reduce_as(const TensorView& chunk) {
-  return visit_dtype(chunk.dtype, [&](auto tag) FASTAMP_INLINE_LAMBDA {
-    return reduce_chunk<kType, decltype(tag)>(chunk.data, chunk.numel);
-  });
-}
-
 FASTAMP_SIMD_CLONES double reduce(const TensorView& chunk, NormType norm_type) {
-  switch (norm_type) {
-    case NormType::kL1:
-      return reduce_as<NormType::kL1>(chunk);
-    case NormType::kInf:
-      return reduce_as<NormType::kInf>(chunk);
-    case NormType::kL2:
-      break;
-  }
-  return reduce_as<NormType::kL2>(chunk);
+  return visit_norm(norm_type, [&](auto norm) FASTAMP_INLINE_LAMBDA {
+    return visit_dtype(chunk.dtype, [&](auto tag) FASTAMP_INLINE_LAMBDA {
+      return reduce_chunk<decltype(norm), decltype(tag)>(chunk.data, chunk.numel);
+    });
+  });
 }
 
 FASTAMP_SIMD_CLONES void rescale(const TensorView& chunk, float factor) {
@@ -128,14 +117,14 @@ struct Plan {
   }
 };
 
-template <NormType kType>
+template <typename Norm>
 double join_chunks(const double* chunks, std::size_t count) {
   double lanes[kFinalLanes] = {};
   for (std::size_t i = 0; i < count; ++i) {
     double& lane = lanes[i % kFinalLanes];
-    lane = combine<kType>(lane, chunks[i]);
+    lane = Norm::join(lane, chunks[i]);
   }
-  return join_lanes<kType, kFinalLanes>(lanes);
+  return join_lanes<Norm, kFinalLanes>(lanes);
 }
 
 void grad_stats(const TensorList& tensors, NormType norm_type, const ClipSpec& clip, double* work,
@@ -144,9 +133,10 @@ void grad_stats(const TensorList& tensors, NormType norm_type, const ClipSpec& c
   double* partial = work + 1;
   plan.for_each_chunk(launch.num_threads,
                       [&](std::size_t i) { partial[i] = reduce(plan.chunks[i], norm_type); });
-  work[0] = norm_type == NormType::kInf ? join_chunks<NormType::kInf>(partial, plan.chunks.size())
-                                        : join_chunks<NormType::kL2>(partial, plan.chunks.size());
-  *stats = finish(work[0], norm_type, clip);
+  visit_norm(norm_type, [&](auto norm) {
+    work[0] = join_chunks<decltype(norm)>(partial, plan.chunks.size());
+    *stats = finish<decltype(norm)>(work[0], clip);
+  });
 }
 
 void rescale_all(const TensorList& tensors, const float* factor, const Launch& launch) {

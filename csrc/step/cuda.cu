@@ -80,16 +80,21 @@ __device__ bool is_aligned(const void* data) {
   return reinterpret_cast<std::uintptr_t>(data) % kVectorBytes == 0;
 }
 
-template <NormType kType>
+template <typename Norm>
 __device__ double join_halves(double* lanes, int count) {
   for (int half = count / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] = combine<kType>(lanes[i], lanes[i + half]);
+    for (int i = 0; i < half; ++i) lanes[i] = Norm::join(lanes[i], lanes[i + half]);
   return lanes[0];
+}
+
+template <typename Norm>
+__device__ double add(double sum, float x) {
+  return Norm::join(sum, Norm::term(static_cast<double>(x)));
 }
 
 /// Reduces one strip with one warp; thread t holds the lanes t * kSize to (t + 1) * kSize - 1. The
 /// result is thread 0's.
-template <NormType kType, typename T>
+template <typename Norm, typename T>
 __device__ double reduce_strip(const T* data, int numel) {
   constexpr int kSize = Vector<T>::kSize;
   constexpr int kLanes = kWarp * kSize;
@@ -101,29 +106,27 @@ __device__ double reduce_strip(const T* data, int numel) {
     for (; start + kLanes <= numel; start += kLanes) {
       const auto row = *reinterpret_cast<const Vector<T>*>(data + start + first);
 #pragma unroll
-      for (int i = 0; i < kSize; ++i)
-        lanes[i] = accumulate<kType>(lanes[i], static_cast<double>(to_float(row.values[i])));
+      for (int i = 0; i < kSize; ++i) lanes[i] = add<Norm>(lanes[i], to_float(row.values[i]));
     }
   }
   for (; start < numel; start += kLanes)
 #pragma unroll
     for (int i = 0; i < kSize; ++i)
       if (start + first + i < numel)
-        lanes[i] =
-            accumulate<kType>(lanes[i], static_cast<double>(to_float(data[start + first + i])));
+        lanes[i] = add<Norm>(lanes[i], to_float(data[start + first + i]));
   for (int offset = kWarp / 2; offset > 0; offset /= 2)
 #pragma unroll
     for (int i = 0; i < kSize; ++i)
-      lanes[i] = combine<kType>(lanes[i], __shfl_down_sync(0xffffffffU, lanes[i], offset));
+      lanes[i] = Norm::join(lanes[i], __shfl_down_sync(0xffffffffU, lanes[i], offset));
 #pragma unroll
   for (int half = kSize / 2; half > 0; half /= 2)
 #pragma unroll
-    for (int i = 0; i < half; ++i) lanes[i] = combine<kType>(lanes[i], lanes[i + half]);
+    for (int i = 0; i < half; ++i) lanes[i] = Norm::join(lanes[i], lanes[i + half]);
   return lanes[0];
 }
 
 /// One block reduces one chunk into partial[blockIdx.x].
-template <NormType kType>
+template <typename Norm>
 __global__ void __launch_bounds__(kThreads)
     reduce_kernel(const __grid_constant__ Table table, double* partial) {
   __shared__ double strips[kStripsPerChunk];
@@ -134,31 +137,30 @@ __global__ void __launch_bounds__(kThreads)
   const double sum = visit_dtype(chunk.dtype, [&](auto tag) {
     using T = decltype(tag);
     const int numel = left < kStrip ? left : static_cast<int>(kStrip);
-    return left > 0 ? reduce_strip<kType>(static_cast<const T*>(chunk.data) + start, numel) : 0.0;
+    return left > 0 ? reduce_strip<Norm>(static_cast<const T*>(chunk.data) + start, numel) : 0.0;
   });
   if (threadIdx.x % kWarp == 0) strips[strip] = sum;
   __syncthreads();
   if (threadIdx.x == 0)
-    partial[blockIdx.x] = join_halves<kType>(strips, static_cast<int>(kStripsPerChunk));
+    partial[blockIdx.x] = join_halves<Norm>(strips, static_cast<int>(kStripsPerChunk));
 }
 
 /// One block of kFinalLanes threads joins the chunks and computes what the step needs.
-template <NormType kType>
+template <typename Norm>
 __global__ void __launch_bounds__(kFinalLanes)
     finish_kernel(double* work, std::int64_t num_chunks, ClipSpec clip, GradStats* stats) {
   __shared__ double lanes[kFinalLanes];
   const int lane = static_cast<int>(threadIdx.x);
   double sum = 0;
-  for (std::int64_t i = lane; i < num_chunks; i += kFinalLanes)
-    sum = combine<kType>(sum, work[1 + i]);
+  for (std::int64_t i = lane; i < num_chunks; i += kFinalLanes) sum = Norm::join(sum, work[1 + i]);
   lanes[lane] = sum;
   for (int half = kFinalLanes / 2; half > 0; half /= 2) {
     __syncthreads();
-    if (lane < half) lanes[lane] = combine<kType>(lanes[lane], lanes[lane + half]);
+    if (lane < half) lanes[lane] = Norm::join(lanes[lane], lanes[lane + half]);
   }
   if (lane != 0) return;
   work[0] = lanes[0];
-  *stats = finish(lanes[0], kType, clip);
+  *stats = finish<Norm>(lanes[0], clip);
 }
 
 template <typename T>
@@ -221,31 +223,26 @@ std::int64_t for_each_table(const TensorList& tensors, const Fn& launch) {
   return done;
 }
 
-template <NormType kType>
+template <typename Norm>
 void launch_stats(const TensorList& tensors, const ClipSpec& clip, double* work, GradStats* stats,
                   cudaStream_t stream) {
   // One block per chunk: a chunk is 128 or 256 KiB, so large gradients fill the device many times
   // over and small tensors cost one block each.
   const std::int64_t chunks = for_each_table(tensors, [&](const Table& table, std::int64_t first) {
-    reduce_kernel<kType><<<table.num_chunks, kThreads, 0, stream>>>(table, work + 1 + first);
+    reduce_kernel<Norm><<<table.num_chunks, kThreads, 0, stream>>>(table, work + 1 + first);
     check_cuda(cudaGetLastError(), "the launch of reduce_kernel");
   });
-  finish_kernel<kType><<<1, kFinalLanes, 0, stream>>>(work, chunks, clip, stats);
+  finish_kernel<Norm><<<1, kFinalLanes, 0, stream>>>(work, chunks, clip, stats);
   check_cuda(cudaGetLastError(), "the launch of finish_kernel");
 }
 
 void grad_stats(const TensorList& tensors, NormType norm_type, const ClipSpec& clip, double* work,
                 GradStats* stats, const Launch& launch) {
   const DeviceGuard guard(launch.device_index);
-  const auto stream = static_cast<cudaStream_t>(launch.stream);
-  switch (norm_type) {
-    case NormType::kL1:
-      return launch_stats<NormType::kL1>(tensors, clip, work, stats, stream);
-    case NormType::kInf:
-      return launch_stats<NormType::kInf>(tensors, clip, work, stats, stream);
-    case NormType::kL2:
-      return launch_stats<NormType::kL2>(tensors, clip, work, stats, stream);
-  }
+  visit_norm(norm_type, [&](auto norm) {
+    launch_stats<decltype(norm)>(tensors, clip, work, stats,
+                                 static_cast<cudaStream_t>(launch.stream));
+  });
 }
 
 void rescale(const TensorList& tensors, const float* factor, const Launch& launch) {

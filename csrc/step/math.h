@@ -27,31 +27,51 @@ FASTAMP_HD constexpr std::int64_t chunks_of(std::int64_t numel) {
   return (numel + kChunk - 1) / kChunk;
 }
 
-/// Adds x to a reduction. x is exact in float64, and so is its square.
-template <NormType kType>
-FASTAMP_HD inline double accumulate(double sum, double x) {
-  if (kType == NormType::kL2) return sum + x * x;
-  const double magnitude = x < 0 ? -x : x;
-  if (kType == NormType::kL1) return sum + magnitude;
-  return (magnitude > sum || magnitude != magnitude) ? magnitude : sum;
-}
+FASTAMP_HD constexpr double magnitude(double x) { return x < 0 ? -x : x; }
 
-/// Joins two reductions. NaN stays.
-template <NormType kType>
-FASTAMP_HD inline double combine(double a, double b) {
-  if (kType == NormType::kInf) return (b > a || b != b) ? b : a;
-  return a + b;
+/// A norm is what each element adds (`term`: x is exact in float64, and so is its square), how two
+/// reductions join (NaN stays), and what makes the norm of the whole reduction.
+struct L1 {
+  FASTAMP_HD static double term(double x) { return magnitude(x); }
+  FASTAMP_HD static double join(double a, double b) { return a + b; }
+  FASTAMP_HD static double root(double reduced) { return reduced; }
+};
+
+struct L2 {
+  FASTAMP_HD static double term(double x) { return x * x; }
+  FASTAMP_HD static double join(double a, double b) { return a + b; }
+  FASTAMP_HD static double root(double reduced) { return sqrt(reduced); }
+};
+
+struct Inf {
+  FASTAMP_HD static double term(double x) { return magnitude(x); }
+  FASTAMP_HD static double join(double a, double b) { return (b > a || b != b) ? b : a; }
+  FASTAMP_HD static double root(double reduced) { return reduced; }
+};
+
+/// The one place that turns a NormType into a type.
+template <typename Fn>
+FASTAMP_INLINE auto visit_norm(NormType norm_type, Fn fn) {
+  switch (norm_type) {
+    case NormType::kL1:
+      return fn(L1{});
+    case NormType::kInf:
+      return fn(Inf{});
+    case NormType::kL2:
+      break;
+  }
+  return fn(L2{});
 }
 
 /// Turns a reduction into what a training step needs. Every formula stands here once.
-FASTAMP_HD inline GradStats finish(double reduced, NormType norm_type, const ClipSpec& clip) {
+template <typename Norm>
+FASTAMP_HD GradStats finish(double reduced, const ClipSpec& clip) {
   // Finite fp32 values cannot overflow a float64 sum: it is finite exactly when all of them are.
   const bool finite = reduced - reduced == 0;
-  const double root = norm_type == NormType::kL2 ? sqrt(reduced) : reduced;
   const float scale = clip.scale == nullptr ? 1.0F : *clip.scale;
   const float inv_scale = static_cast<float>(1.0 / static_cast<double>(scale));
   GradStats stats;
-  stats.norm = static_cast<float>(root * static_cast<double>(inv_scale));
+  stats.norm = static_cast<float>(Norm::root(reduced) * static_cast<double>(inv_scale));
   stats.found_inf = finite ? 0.0F : 1.0F;
   const bool clips = clip.clip && (finite || !clip.only_finite);
   const float coef = clips ? clip.max_norm / (stats.norm + 1e-6F) : 1.0F;
