@@ -24,7 +24,7 @@ class DeviceGuard {
     changed_ = true;
   }
   ~DeviceGuard() {
-    if (changed_) static_cast<void>(cudaSetDevice(former_));  // a destructor has nobody to tell
+    if (changed_) static_cast<void>(cudaSetDevice(former_));  // a destructor must not throw
   }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;

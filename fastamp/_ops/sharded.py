@@ -199,8 +199,8 @@ def _align(parameters: Iterable[Tensor]) -> list[Tensor]:
 class FusedOnParts(TorchFunctionMode):
     """Runs torch's fused optimizers on this rank's parts of DTensors.
 
-    They work element by element, so that is what dispatching DTensors comes to, but torch has no
-    rule for some of them, takes no plain tensors beside DTensors, and is slow for many.
+    Fused kernels work element by element, so the result is the same. torch itself has no rule for
+    some of them, refuses plain tensors beside DTensors, and is slow for many.
     """
 
     def __torch_function__(

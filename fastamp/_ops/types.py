@@ -19,7 +19,7 @@ RegionMaker: TypeAlias = "Callable[[str, Any, bool], Region]"
 
 
 class GradStats(NamedTuple):
-    """What one read of the gradients tells: 0-dim tensors that nobody has waited for."""
+    """What one read of the gradients tells: 0-dim tensors, made without a wait."""
 
     reduced: Tensor
     """float64: the sum of squares (norm_type 2), of magnitudes (1), or the largest one (inf)."""

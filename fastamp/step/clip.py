@@ -31,7 +31,7 @@ def clip_grad_norm_(
 
     The gradients are read once, and written once only if they are too long. The norm differs from
     torch's on purpose where torch's is inexact: squares are summed in float64, so it cannot
-    overflow and is right to the last float32 bit. DTensors may have any meshes and placements, and
+    overflow and is exact to the last float32 bit. DTensors may have any meshes and placements, and
     plain tensors may stand among them, the same on all ranks of the largest mesh: it takes one
     all-reduce for each process group, and all ranks get the same norm.
 

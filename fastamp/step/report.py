@@ -19,10 +19,10 @@ __all__ = ["NonFinite", "StepReport", "find_nonfinite", "unmeasured"]
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step found and did: 0-dim tensors on the gradients' device, which nobody waited for.
+    """What one step found and did: 0-dim tensors on the gradients' device, read without a wait.
 
     Attributes:
-        norm: of the unscaled gradients before clipping, NaN where no one measured it.
+        norm: of the unscaled gradients before clipping, NaN where the step did not read them.
         clip_coef: what clipping multiplied the gradients by, 1 without clipping.
         found_inf: 1.0 where a gradient held inf or NaN and the step was skipped, else 0.0.
         scale: the loss scale of this step.
@@ -53,14 +53,14 @@ class NonFinite(_Counts):
     """
 
     rank: int | None = None
-    """Whose values these are, beside the four; None without torch.distributed."""
+    """The rank that holds these values; None without torch.distributed."""
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, rank={self.rank})"
 
 
 def unmeasured(found_inf: Tensor) -> StepReport:
-    """Report a step in which nobody measured the gradients."""
+    """Report a step that did not read the gradients."""
     one = torch.ones_like(found_inf)
     return StepReport(one * torch.nan, one, found_inf, one)
 

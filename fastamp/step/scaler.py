@@ -1,4 +1,4 @@
-"""The step of mixed-precision training: torch's GradScaler, one read of the gradients, no wait."""
+"""torch's GradScaler with one read of the gradients and no wait for the device."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ class GradScaler(torch.amp.GradScaler):
         return find_nonfinite(module, self.process_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Keep the number of skipped steps; no tensors, no ranks, and nobody who watches."""
+        """Keep the number of skipped steps, and drop tensors, ranks and observers."""
         count = {"_skipped_before": self.skipped_steps, "_skipped": {}, "last_step": None}
         return super().__getstate__() | count | {"_observers": [], "process_group": None}
 

@@ -1,7 +1,7 @@
 """What goes along with a region of the timer: CUDA events, a range of the profiler, the trace.
 
-Events are pooled and recorded on the current stream. Nobody waits for them: those that have
-happened are read when the pool is empty, the others when somebody asks for results.
+Events are pooled and recorded on the current stream. Those that have happened are read when the
+pool is empty, the others when results are asked for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The timer: what each part of a program takes, on the host or on the GPU, without waiting for it.
+"""The timer: how long each part of a program takes, on the host and on the GPU, without a wait.
 
-Regions are counted exactly and summed exactly; percentiles come from a histogram. So the memory is
-bounded, however long the program runs.
+Counts and sums are exact, percentiles come from a histogram: the memory is bounded, however long
+the program runs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MAX_SPANS = 65536
 
 
 class RegionStats(NamedTuple):
-    """What is known about one region, in seconds: of the GPU where the timer has one."""
+    """The figures of one region, in seconds: on the GPU where the timer has one."""
 
     count: int  # type: ignore[assignment]  # hides the tuple's method
     """How often it was timed; exact, like the sum, the minimum and the maximum."""
@@ -78,9 +78,9 @@ class RankStats(NamedTuple):
 class Timer:
     """Time regions of a program, on a GPU without waiting for it.
 
-    `with timer("forward"): ...` costs about as much as two reads of a clock. On CUDA an event is
-    recorded on the current stream when the region begins and when it ends; nobody waits for them
-    until `summary()`. Regions that are opened inside another one are named by their path,
+    `with timer("forward"): ...` costs less than three times two reads of a clock. On CUDA an
+    event is recorded on the current stream when the region begins and when it ends; only
+    `summary()` waits for them. Regions that are opened inside another one are named by their path,
     "outer/inner", per thread. A region counts also when an exception leaves it. 1,000 paths are
     kept apart; further ones are counted together as "(other)".
 
@@ -176,9 +176,9 @@ class Timer:
         return decorate
 
     def summary(self) -> dict[str, RegionStats]:
-        """Return what is known by now about every region, after one wait for the GPU.
+        """Return the figures of every region so far, after one wait for the GPU.
 
-        Regions that are still open are not in it. On the CPU nothing is waited for.
+        Regions that are still open are left out. On the CPU there is no wait.
 
         Raises:
             RuntimeError: the current stream is being captured into a CUDA graph.
