@@ -1,7 +1,6 @@
 """The op table: what every backend does with tensors, and which one serves which tensor."""
 
 from fastamp._ops.choose import backends, fallback_host_ops, host_ops, ops_for, use_only
-from fastamp._ops.groups import Groups
 from fastamp._ops.held import Held, Tensors, hold, index_in_whole
 from fastamp._ops.types import (
     Clip,
@@ -10,6 +9,7 @@ from fastamp._ops.types import (
     GradStats,
     HostOps,
     Ops,
+    Packed,
     Region,
     RegionMaker,
     index_error,
@@ -21,10 +21,10 @@ __all__ = [
     "Column",
     "Gatherer",
     "GradStats",
-    "Groups",
     "Held",
     "HostOps",
     "Ops",
+    "Packed",
     "Region",
     "RegionMaker",
     "Tensors",

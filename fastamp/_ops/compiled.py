@@ -37,29 +37,42 @@ class CompiledOps:
         self.name = name
         self._table = table
 
-    def pack(self, tensors: Sequence[Tensor]) -> _native.PackedTensors:
+    def pack(self, tensors: Sequence[Tensor]) -> CompiledPack:
         """Take the dense float32, bfloat16 and float16 tensors on the first one's device."""
-        return _native.pack(tensors, tensors[0].device.index if self.name == "cuda" else None)
-
-    def grad_stats(self, packed: _native.PackedTensors, norm_type: float, clip: Clip) -> GradStats:
-        """Read every element once, on CUDA in two launches; see `fastamp._ops.Ops`."""
-        index = packed.cuda_device
-        device = torch.device("cpu" if index is None else f"cuda:{index}")
-        work = torch.empty(1 + packed.num_chunks, dtype=torch.float64, device=device)
-        stats = torch.empty(_native.NUM_STATS, dtype=torch.float32, device=device)
-        threads = torch.get_num_threads()
-        self._table.grad_stats(packed, _NORM_TYPES[norm_type], *clip, work, stats, threads)
-        return GradStats(work[0], *stats.unbind())
-
-    def rescale_(self, packed: _native.PackedTensors, factor: Tensor) -> None:
-        """Multiply in place, on CUDA in one launch; see `fastamp._ops.Ops`."""
-        if not torch.is_inference_mode_enabled():
-            torch.autograd.graph.increment_version(packed.tensors)
-        self._table.rescale(packed, factor, torch.get_num_threads())
+        return CompiledPack(self._table, tensors)
 
     def region_maker(self) -> RegionMaker:
         """Return what makes the regions of one timer."""
         return _native.make_region
+
+
+class CompiledPack:
+    """Tensors whose memory the core has read; see `fastamp._ops.Packed`."""
+
+    has_fallback = False
+
+    def __init__(self, table: _native.Ops, tensors: Sequence[Tensor]) -> None:
+        self.device = tensors[0].device
+        self._table = table
+        self._packed = _native.pack(
+            tensors, self.device.index if self.device.type == "cuda" else None
+        )
+        self.rest = self._packed.rest
+        self.has_float16 = self._packed.has_float16
+
+    def grad_stats(self, norm_type: float, clip: Clip) -> GradStats:
+        """Read every element once, on CUDA in two launches."""
+        work = torch.empty(1 + self._packed.num_chunks, dtype=torch.float64, device=self.device)
+        stats = torch.empty(_native.NUM_STATS, dtype=torch.float32, device=self.device)
+        threads = torch.get_num_threads()
+        self._table.grad_stats(self._packed, _NORM_TYPES[norm_type], *clip, work, stats, threads)
+        return GradStats(work[0], *stats.unbind())
+
+    def rescale_(self, factor: Tensor) -> None:
+        """Multiply in place, on CUDA in one launch."""
+        if not torch.is_inference_mode_enabled():
+            torch.autograd.graph.increment_version(self._packed.tensors)
+        self._table.rescale(self._packed, factor, torch.get_num_threads())
 
 
 class CompiledHost:

@@ -6,7 +6,6 @@ import functools
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -33,19 +32,6 @@ _DEVICE_BLOCK = 1 << 22
 # Below this size of a batch, glibc's allocator reuses memory by itself.
 _STACK_BYTES = 32 << 20
 _WIDE = (torch.float64, torch.complex128)
-
-
-@dataclass(frozen=True)
-class TensorPack:
-    """The tensors as they are."""
-
-    tensors: list[Tensor]
-    rest: list[int]
-
-    @property
-    def has_float16(self) -> bool:
-        """Whether any tensor is float16."""
-        return any(tensor.dtype == torch.float16 for tensor in self.tensors)
 
 
 def _values(tensor: Tensor) -> Tensor:
@@ -182,6 +168,42 @@ def _pad(
     return out
 
 
+class TensorPack:
+    """Tensors of one device as they are; see `fastamp._ops.Packed`."""
+
+    has_fallback = True
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.device = tensors[0].device
+        self.rest = [i for i, tensor in enumerate(tensors) if tensor.device != self.device]
+        self._tensors = [tensor for tensor in tensors if tensor.device == self.device]
+
+    @property
+    def has_float16(self) -> bool:
+        """Whether any tensor is float16."""
+        return any(tensor.dtype == torch.float16 for tensor in self._tensors)
+
+    @torch.no_grad()
+    def grad_stats(self, norm_type: float, clip: Clip) -> GradStats:
+        """Read every element, some of them twice."""
+        reduced = _reduce(self._tensors, norm_type)
+        found_inf = reduced.isfinite().logical_not()
+        wide = [tensor for tensor in self._tensors if tensor.dtype in _WIDE]
+        if wide or norm_type not in COMPILED_NORMS:
+            # Finite 64-bit values, and powers other than 1 and 2, can overflow the reduction.
+            bad = [_values(t).isfinite().logical_not().any() for t in self._tensors]
+            found_inf = torch.stack(bad).any()
+        dtype = torch.float64 if wide else torch.float32
+        return finish(reduced, found_inf.to(torch.float32), norm_type, clip, dtype)
+
+    @torch.no_grad()
+    def rescale_(self, factor: Tensor) -> None:
+        """Multiply in place; on the CPU, where a look costs little, not by 1."""
+        if factor.device.type == "cpu" and factor.item() == 1.0:
+            return
+        torch._foreach_mul_([_in_place(tensor) for tensor in self._tensors], factor)
+
+
 class FallbackOps:
     """The op table in torch's operators."""
 
@@ -189,30 +211,7 @@ class FallbackOps:
 
     def pack(self, tensors: Sequence[Tensor]) -> TensorPack:
         """Take every tensor on the device of the first one."""
-        device = tensors[0].device
-        rest = [i for i, tensor in enumerate(tensors) if tensor.device != device]
-        kept = [tensor for tensor in tensors if tensor.device == device] if rest else list(tensors)
-        return TensorPack(kept, rest)
-
-    @torch.no_grad()
-    def grad_stats(self, packed: TensorPack, norm_type: float, clip: Clip) -> GradStats:
-        """Read every element once; see `fastamp._ops.Ops`."""
-        reduced = _reduce(packed.tensors, norm_type)
-        found_inf = reduced.isfinite().logical_not()
-        wide = [tensor for tensor in packed.tensors if tensor.dtype in _WIDE]
-        if wide or norm_type not in COMPILED_NORMS:
-            # Finite 64-bit values, and powers other than 1 and 2, can overflow the reduction.
-            bad = [_values(t).isfinite().logical_not().any() for t in packed.tensors]
-            found_inf = torch.stack(bad).any()
-        dtype = torch.float64 if wide else torch.float32
-        return finish(reduced, found_inf.to(torch.float32), norm_type, clip, dtype)
-
-    @torch.no_grad()
-    def rescale_(self, packed: TensorPack, factor: Tensor) -> None:
-        """Multiply in place; on the CPU, where looking costs nothing, not by 1."""
-        if factor.device.type == "cpu" and factor.item() == 1.0:
-            return
-        torch._foreach_mul_([_in_place(tensor) for tensor in packed.tensors], factor)
+        return TensorPack(tensors)
 
     def region_maker(self) -> RegionMaker:
         """Return what makes the regions of one timer."""

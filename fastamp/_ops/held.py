@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar
 
-from fastamp._ops.groups import Groups, group_by_backend
+from fastamp._ops.groups import Groups, pack_by_backend
 from fastamp._ops.types import is_plain
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from fastamp._ops.sharded import Shards
+    from fastamp._ops.types import Packed
 
     P = ParamSpec("P")
     T = TypeVar("T")
@@ -26,9 +27,10 @@ class Tensors:
     def __init__(self, held: list[Tensor]) -> None:
         self.held = held
 
-    def group(self, norm_type: float = 2.0) -> Groups:
+    def pack(self, norm_type: float = 2.0) -> Packed:
         """Hand each tensor to its backend, for norms of this order."""
-        return Groups(group_by_backend(self.held, norm_type))
+        packs = pack_by_backend(self.held, norm_type)
+        return packs[0] if len(packs) == 1 else Groups(packs)
 
     def on_parts(self, step: Callable[P, T]) -> Callable[P, T]:
         """Return a function in which torch's fused optimizers work on what this rank holds."""

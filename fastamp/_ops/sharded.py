@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.overrides import TorchFunctionMode
 
 from fastamp._ops import fallback
-from fastamp._ops.groups import Groups, group_by_backend
+from fastamp._ops.groups import Groups, pack_by_backend
 from fastamp._ops.types import COMPILED_NORMS, Clip, GradStats, is_plain, local_of
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
+
+    from fastamp._ops.types import Packed
 
     P = ParamSpec("P")
     T = TypeVar("T")
@@ -56,15 +58,10 @@ class Shards:
         """All parts."""
         return [*itertools.chain(*self._parts.values())]
 
-    def group(self, norm_type: float = 2.0) -> ShardedGroups:
+    def pack(self, norm_type: float = 2.0) -> ShardedGroups:
         """Hand each part to its backend, for norms of this order."""
-        return ShardedGroups(
-            [
-                one._replace(layout=layout)
-                for layout, parts in self._parts.items()
-                for one in group_by_backend(parts, norm_type)
-            ]
-        )
+        packs = {layout: pack_by_backend(parts, norm_type) for layout, parts in self._parts.items()}
+        return ShardedGroups(packs)
 
     def on_parts(self, step: Callable[P, T]) -> Callable[P, T]:
         """Return a function in which torch's fused optimizers work on what this rank holds."""
@@ -125,9 +122,13 @@ def shards_of(
 class ShardedGroups(Groups):
     """Parts on their backends; what they find is reduced over all ranks."""
 
+    def __init__(self, packs: dict[Layout, list[Packed]]) -> None:
+        super().__init__([*itertools.chain(*packs.values())])
+        self._layouts = [layout for layout, parts in packs.items() for _ in parts]
+
     @torch.no_grad()
     def grad_stats(self, norm_type: float, clip: Clip) -> GradStats:
-        """Read this rank's parts, then reduce over all ranks; see `Groups.grad_stats`.
+        """Read this rank's parts, then reduce over all ranks; see `fastamp._ops.Packed`.
 
         Raises:
             ValueError: the order of the norm is negative.
@@ -137,14 +138,14 @@ class ShardedGroups(Groups):
                 f"norm_type: expected at least 0 for gradients over several ranks, got {norm_type}"
             )
             raise ValueError(msg)
-        parts = [one.ops.grad_stats(one.packed, norm_type, Clip()) for one in self._groups]
+        parts = [pack.grad_stats(norm_type, Clip()) for pack in self._packs]
         like = parts[0].reduced
         found = _join([part.found_inf.to(like) for part in parts], math.inf)
         # Of the orders that have no sum, the fallback returns the norm.
         power = 1.0 if norm_type in (0.0, *COMPILED_NORMS) else norm_type
         held: dict[Layout, list[Tensor]] = {}
-        for one, part in zip(self._groups, parts, strict=True):
-            layout, value = one.layout, part.reduced.to(like)
+        for layout, part in zip(self._layouts, parts, strict=True):
+            value = part.reduced.to(like)
             if power != 1:
                 value = value.pow(power)
             if norm_type == math.inf:  # a maximum may lose NaN: the flag tells of it, as 2

@@ -51,7 +51,11 @@ class Clip(NamedTuple):
 
 
 class Packed(Protocol):
-    """A list of tensors that one backend has looked at once, for several ops."""
+    """A list of tensors that a backend has looked at once, and what it does with them."""
+
+    @property
+    def device(self) -> torch.device:
+        """The first tensor's, on which results lie."""
 
     @property
     def rest(self) -> list[int]:
@@ -60,6 +64,21 @@ class Packed(Protocol):
     @property
     def has_float16(self) -> bool:
         """Whether any tensor that it takes is float16."""
+
+    @property
+    def has_fallback(self) -> bool:
+        """Whether the fallback serves any of them."""
+
+    def grad_stats(self, norm_type: float, clip: Clip) -> GradStats:
+        """Read every element once; compiled backends take a norm_type of 1, 2 or inf.
+
+        Args:
+            norm_type: order of the norm.
+            clip: how to unscale and clip; its tensors lie on `device`.
+        """
+
+    def rescale_(self, factor: Tensor) -> None:
+        """Multiply every element by a 0-dim float32 tensor, rounding once; 1 writes nothing."""
 
 
 class Region(Protocol):
@@ -104,12 +123,6 @@ class Ops(Protocol):
 
     def pack(self, tensors: Sequence[Tensor]) -> Packed:
         """Look at the tensors, which lie on the device of the first one, or are left in `rest`."""
-
-    def grad_stats(self, packed: Any, norm_type: float, clip: Clip) -> GradStats:
-        """Read every element once; compiled backends take a norm_type of 1, 2 or inf."""
-
-    def rescale_(self, packed: Any, factor: Tensor) -> None:
-        """Multiply every element by a 0-dim float32 tensor, rounding once; 1 writes nothing."""
 
     def region_maker(self) -> RegionMaker:
         """Return what makes the regions of one timer from path, `begin`, `always`.

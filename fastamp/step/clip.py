@@ -64,11 +64,11 @@ def clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )
     _refuse_inference_tensors(held.held)
-    groups = held.group(norm_type)
-    stats = groups.grad_stats(norm_type, _ops.Clip(max_norm=max_norm))
+    packed = held.pack(norm_type)
+    stats = packed.grad_stats(norm_type, _ops.Clip(max_norm=max_norm))
     if error_if_nonfinite and not stats.norm.isfinite():
         raise RuntimeError(_nonfinite_message([p.grad for p in parameters], norm_type))
-    groups.rescale_(stats.factor)
+    packed.rescale_(stats.factor)
     return stats.norm
 
 
@@ -102,7 +102,7 @@ def get_total_norm(
     held = _ops.hold(tensors)
     if held is None:
         return torch.nn.utils.get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
-    norm = held.group(norm_type).grad_stats(norm_type, _ops.Clip()).norm
+    norm = held.pack(norm_type).grad_stats(norm_type, _ops.Clip()).norm
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(_nonfinite_message(tensors, norm_type))
     return norm
@@ -139,7 +139,8 @@ def clip_grads_with_norm_(
         return
     _refuse_inference_tensors(held.held)
     clip_coef = torch.full_like(total_norm, float(max_norm)) / (total_norm + 1e-6)
-    held.group().rescale_(clip_coef.clamp(max=1.0).to(torch.float32))
+    packed = held.pack()
+    packed.rescale_(clip_coef.clamp(max=1.0).to(packed.device, torch.float32))
 
 
 def clip_grad_value_(

@@ -166,12 +166,12 @@ class GradScaler(torch.amp.GradScaler):
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
             return torch.nn.utils.clip_grad_norm_(_parameters_of(optimizer), max_norm)
-        groups = self._group(optimizer, grads)
+        packed = self._pack(optimizer, grads)
         if state["stage"] is OptState.READY:
-            _refuse_float16(groups)
-        stats = groups.grad_stats(2.0, self._clip(groups.device, state, max_norm))
-        stats = self._record(state, groups.device, stats)
-        groups.rescale_(stats.factor)
+            _refuse_float16(packed)
+        stats = packed.grad_stats(2.0, self._clip(packed.device, state, max_norm))
+        stats = self._record(state, packed.device, stats)
+        packed.rescale_(stats.factor)
         state["stage"] = OptState.UNSCALED
         return stats.norm
 
@@ -236,14 +236,14 @@ class GradScaler(torch.amp.GradScaler):
         grads = self._hold(optimizer)
         if grads is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        groups = self._group(optimizer, grads)
+        packed = self._pack(optimizer, grads)
         if not allow_fp16:
-            _refuse_float16(groups)
-        inv_scale = inv_scale.to(groups.device, non_blocking=True).reshape(())
-        stats = groups.grad_stats(2.0, Clip(scale=inv_scale.reciprocal()))
-        groups.rescale_(inv_scale)
+            _refuse_float16(packed)
+        inv_scale = inv_scale.to(packed.device, non_blocking=True).reshape(())
+        stats = packed.grad_stats(2.0, Clip(scale=inv_scale.reciprocal()))
+        packed.rescale_(inv_scale)
         self._per_optimizer_states[id(optimizer)]["stats"] = stats
-        return {groups.device: stats.found_inf}
+        return {packed.device: stats.found_inf}
 
     def _clip(
         self,
@@ -288,11 +288,11 @@ class GradScaler(torch.amp.GradScaler):
         is_ready = state["stage"] is OptState.READY
         grad_scale: Tensor | None
         if is_ready or max_norm is not None:
-            groups = self._group(optimizer, grads)
-            device = groups.device
+            packed = self._pack(optimizer, grads)
+            device = packed.device
             skipped = self._counter(device) if is_ready else None
             clip = self._clip(device, state, max_norm, given_scale=given, skipped=skipped)
-            stats = self._record(state, device, groups.grad_stats(2.0, clip))
+            stats = self._record(state, device, packed.grad_stats(2.0, clip))
             grad_scale, found_inf = stats.grad_scale, stats.found_inf
         else:
             grad_scale, found_inf = given, _any(state["found_inf_per_device"].values())
@@ -320,19 +320,19 @@ class GradScaler(torch.amp.GradScaler):
         **kwargs: Any,
     ) -> float | None:
         """Multiply the gradients by one factor, unless the step is skipped."""
-        groups = None
+        packed = None
         if state["stage"] is OptState.READY or max_norm is not None:
-            groups = self._group(optimizer, grads)
+            packed = self._pack(optimizer, grads)
             if state["stage"] is OptState.READY:
-                _refuse_float16(groups)
-            clip = self._clip(groups.device, state, max_norm)
-            self._record(state, groups.device, groups.grad_stats(2.0, clip))
+                _refuse_float16(packed)
+            clip = self._clip(packed.device, state, max_norm)
+            self._record(state, packed.device, packed.grad_stats(2.0, clip))
         found_inf = _any(state["found_inf_per_device"].values())
         if self._report(state, found_inf).skipped:
             self._skipped_before += 1
             return None
-        if groups is not None:
-            groups.rescale_(state["stats"].factor)
+        if packed is not None:
+            packed.rescale_(state["stats"].factor)
             state["stage"] = OptState.UNSCALED  # should the optimizer raise
         retval: float | None = optimizer.step(*args, **kwargs)
         return retval
@@ -367,15 +367,15 @@ class GradScaler(torch.amp.GradScaler):
             return None
         return _ops.hold(grads, self.process_group, owners=parameters, align=_folds(optimizer))
 
-    def _group(self, optimizer: torch.optim.Optimizer, grads: Held) -> _ops.Groups:
+    def _pack(self, optimizer: torch.optim.Optimizer, grads: Held) -> _ops.Packed:
         """Hand the optimizer's gradients to their backends.
 
         torch's fused kernels take gradients with gaps or sharing in their memory for contiguous
         ones, and read past their end: they get copies.
         """
-        groups = grads.group()
-        if not (groups.has_fallback and _folds(optimizer)):
-            return groups
+        packed = grads.pack()
+        if not (packed.has_fallback and _folds(optimizer)):
+            return packed
         for parameter in _parameters_of(optimizer):
             grad = parameter.grad
             if grad is None or grad.layout is not torch.strided or grad.is_contiguous():
@@ -383,7 +383,7 @@ class GradScaler(torch.amp.GradScaler):
             if grad.stride() != parameter.stride():
                 with torch.no_grad():
                     parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
-        return cast("Held", self._hold(optimizer)).group()
+        return cast("Held", self._hold(optimizer)).pack()
 
     def _report(self, state: dict[str, Any], found_inf: Tensor) -> StepReport:
         """Make `last_step` from what was read in this iteration."""
@@ -428,8 +428,8 @@ def _folds(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-def _refuse_float16(groups: _ops.Groups) -> None:
-    if groups.has_float16:
+def _refuse_float16(packed: _ops.Packed) -> None:
+    if packed.has_float16:
         msg = "Attempting to unscale FP16 gradients."
         raise ValueError(msg)
 

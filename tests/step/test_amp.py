@@ -24,7 +24,7 @@ SIZES = [0, 1, 7, 127, 129, 257, 8191, 8193, 65535, 65537, 3 * 65536 + 1003]
 def stats_of(
     tensors: list[torch.Tensor], norm_type: float = 2.0, **kwargs: object
 ) -> _ops.GradStats:
-    return _ops.Tensors(tensors).group().grad_stats(norm_type, _ops.Clip(**kwargs))
+    return _ops.Tensors(tensors).pack().grad_stats(norm_type, _ops.Clip(**kwargs))
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
@@ -94,7 +94,7 @@ def test_squares_neither_overflow_nor_vanish(backend, device, scale):
 def test_one_bad_value_is_found_at_every_position(backend, device, norm_type, bad, dtype):
     step = 1 if norm_type == 2 and bad != -math.inf else 83
     tensor = torch.ones(1003, dtype=dtype, device=device)
-    groups = _ops.Tensors([tensor]).group()
+    groups = _ops.Tensors([tensor]).pack()
     assert groups.grad_stats(norm_type, NO_CLIP).found_inf.item() == 0.0
     for i in range(0, 1003, step):
         tensor[i] = bad
@@ -131,7 +131,7 @@ def test_rescaling_rounds_once_to_the_nearest(backend, device, dtype, factor):
     else:
         raw = np.arange(2**16, dtype=np.uint16).view(np.int16)
     tensor = torch.from_numpy(raw.copy()).view(dtype).to(device)
-    _ops.Tensors([tensor]).group().rescale_(torch.tensor(factor, device=device))
+    _ops.Tensors([tensor]).pack().rescale_(torch.tensor(factor, device=device))
     name = str(dtype).removeprefix("torch.")
     expected = torch.from_numpy(reference.rescale(raw, name, factor).view(raw.dtype)).view(dtype)
     assert torch.equal(tensor.isnan().cpu(), expected.isnan())
@@ -147,7 +147,7 @@ def test_rescaling_reaches_every_element_and_no_other(backend, device, dtype, si
         memory.fill_(1.0)
         tensor = memory[start : start + size]
         if size:
-            _ops.Tensors([tensor]).group().rescale_(torch.tensor(0.5, device=device))
+            _ops.Tensors([tensor]).pack().rescale_(torch.tensor(0.5, device=device))
         expected = torch.ones_like(memory)
         expected[start : start + size] = 0.5
         assert torch.equal(memory, expected)
@@ -156,7 +156,7 @@ def test_rescaling_reaches_every_element_and_no_other(backend, device, dtype, si
 def test_a_factor_of_one_writes_nothing(compiled, device):
     # A signalling NaN would become a quiet one if it were written.
     tensor = torch.tensor([0x7F800001] * 1000, dtype=torch.int32, device=device).view(torch.float32)
-    _ops.Tensors([tensor]).group().rescale_(torch.tensor(1.0, device=device))
+    _ops.Tensors([tensor]).pack().rescale_(torch.tensor(1.0, device=device))
     assert (bits(tensor) == 0x7F800001).all()
 
 

@@ -66,38 +66,40 @@ def test_use_only_restores_the_choice():
     assert fastamp.backends() == before
 
 
-def op_table() -> dict[str, inspect.Signature]:
-    functions = {k: v for k, v in vars(_ops.Ops).items() if inspect.isfunction(v)}
+def ops_of(protocol: type) -> dict[str, inspect.Signature]:
+    functions = {k: v for k, v in vars(protocol).items() if inspect.isfunction(v)}
     return {k: inspect.signature(v) for k, v in functions.items() if not k.startswith("_")}
 
 
-def missing_ops(cls: type) -> list[str]:
+def missing_ops(cls: type, protocol: type) -> list[str]:
     """Name the ops of the table that a backend lacks or takes with other arguments."""
     return [
         name
-        for name, signature in op_table().items()
+        for name, signature in ops_of(protocol).items()
         if not hasattr(cls, name)
         or list(inspect.signature(getattr(cls, name)).parameters) != list(signature.parameters)
     ]
 
 
 def test_every_backend_has_every_op():
-    assert set(op_table()) == {"pack", "grad_stats", "rescale_", "region_maker"}
-    classes = [fallback.FallbackOps]
+    assert set(ops_of(_ops.Ops)) == {"pack", "region_maker"}
+    assert set(ops_of(_ops.Packed)) == {"grad_stats", "rescale_"}
+    classes = [(fallback.FallbackOps, fallback.TensorPack)]
     if "cpu" in fastamp.backends():
         from fastamp._ops import compiled
 
-        classes.append(compiled.CompiledOps)
-    for cls in classes:
-        assert missing_ops(cls) == []
+        classes.append((compiled.CompiledOps, compiled.CompiledPack))
+    for ops, packed in classes:
+        assert missing_ops(ops, _ops.Ops) == missing_ops(packed, _ops.Packed) == []
 
 
 def test_a_missing_or_changed_op_is_noticed():
-    complete = vars(fallback.FallbackOps)
-    for name in op_table():
+    complete = vars(fallback.TensorPack)
+    for name in ops_of(_ops.Packed):
         rest = {key: value for key, value in complete.items() if key != name}
-        assert missing_ops(type("Incomplete", (), rest)) == [name]
-        assert missing_ops(type("Changed", (), {**rest, name: lambda self, other: None})) == [name]
+        assert missing_ops(type("Incomplete", (), rest), _ops.Packed) == [name]
+        changed = type("Changed", (), {**rest, name: lambda self: None})
+        assert missing_ops(changed, _ops.Packed) == [name]
 
 
 def test_every_row_of_the_compiled_op_table_is_bound():
@@ -151,8 +153,8 @@ def test_the_core_refuses_a_wrong_buffer_by_name(argument, value):
 
 def test_mixed_devices_share_one_norm():
     with _ops.use_only("fallback"):
-        mixed = _ops.Tensors([torch.ones(2), torch.ones(3, device="meta")]).group()
-        assert len(mixed._groups) == 2
+        mixed = _ops.Tensors([torch.ones(2), torch.ones(3, device="meta")]).pack()
+        assert len(mixed._packs) == 2
 
 
 @pytest.mark.cuda
