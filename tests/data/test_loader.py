@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from support.loading import Rows, Squares, assert_same, generator, make_array
+from support.streams import Stream
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -221,15 +221,10 @@ def test_batches_under_every_option_are_torchs(name, kind, backend):
     assert_as_torch(TensorDataset(X, Y) if kind == "arrays" else Squares(N), OPTIONS[name])
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(100))
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_iterable_dataset_is_read_as_torch_reads_it(num_workers, backend):
     for options in ({"batch_size": 7}, {"batch_size": None}, {"batch_size": 7, "drop_last": True}):
-        assert_as_torch(Stream(), lambda o=options: {**o, "num_workers": num_workers})
+        assert_as_torch(Stream(range(100)), lambda o=options: {**o, "num_workers": num_workers})
 
 
 def test_the_warning_about_pinning_without_an_accelerator_is_torchs(backend):

@@ -11,7 +11,8 @@ import traceback
 import pytest
 import torch
 from support.loading import Rows, Squares, assert_same, check, make_array
-from torch.utils.data import BatchSampler, IterableDataset, Subset, TensorDataset
+from support.streams import Stream
+from torch.utils.data import BatchSampler, Subset, TensorDataset
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import fastamp
@@ -304,16 +305,10 @@ def test_a_forked_child_begins_its_own_pass(backend):
     check(FORKED, backend=backend)
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        yield from range(10)
-        msg = "the stream broke"
-        raise OSError(msg)
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_iterable_dataset_that_raises_is_told(num_workers, backend):
-    batches, error = drain(fastamp.DataLoader(Stream(), 5, num_workers=num_workers))
+    stream = Stream(range(10), OSError("the stream broke"))
+    batches, error = drain(fastamp.DataLoader(stream, 5, num_workers=num_workers))
     assert len(batches) == 2
     assert type(error) is OSError
     assert "the stream broke" in str(error)

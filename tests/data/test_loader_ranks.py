@@ -10,8 +10,9 @@ from collections import Counter
 import pytest
 import torch
 from support.loading import Rows, Squares, assert_same, check
+from support.streams import Stream
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import DistributedSampler, SequentialSampler, TensorDataset
 
 import fastamp
 from fastamp.data import shard as shard_module
@@ -279,11 +280,6 @@ def test_a_program_without_ranks_is_a_world_of_one(monkeypatch):
     assert len(list(fastamp.DataLoader(x, 1, rank=0, world_size=2))) == 5
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        yield from range(10)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -298,7 +294,7 @@ class Stream(IterableDataset):
             ValueError,
             "batch_sampler: expected None for a sharded loader",
         ),
-        ({"shard": True, "dataset": Stream()}, TypeError, "dataset: Stream is iterable"),
+        ({"shard": True, "dataset": Stream(range(10))}, TypeError, "dataset: Stream is iterable"),
     ],
 )
 def test_arguments_that_do_not_go_together_are_refused(options, error, message):

@@ -13,6 +13,7 @@ import weakref
 import pytest
 import torch
 from support.loading import assert_same
+from support.waits import sync_refused
 
 import fastamp
 
@@ -307,12 +308,9 @@ def test_the_host_does_not_wait(through):
     list(batches)  # the first pinned memory is allocated
     torch.cuda.synchronize()
     iterator = iter(batches)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_refused():
         taken = []
         busy(200)
         taken.extend(next(iterator) for _ in range(20))
         assert not torch.cuda.current_stream().query()  # the kernel still runs
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(torch.cat(taken).cpu(), x[:200])

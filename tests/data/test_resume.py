@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.loading import Squares, assert_same, check, make_array
 from support.resumable import EPOCHS, VARIANTS, make_loader, run
+from support.streams import Stream
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, TensorDataset
 
 import fastamp
@@ -274,12 +275,7 @@ def test_foreign_states_are_refused_and_change_nothing(backend):
     assert_same(loader.state_dict(), expected)
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        yield from range(100)
-
-
-class Resumable(Stream):
+class Resumable(IterableDataset):
     def __init__(self):
         self.position = 0
 
@@ -297,7 +293,7 @@ class Resumable(Stream):
 
 
 def test_an_iterable_dataset_without_a_state_is_refused(backend):
-    loader = fastamp.DataLoader(Stream(), 4)
+    loader = fastamp.DataLoader(Stream(range(100)), 4)
     next(iter(loader))
     with pytest.raises(TypeError, match="dataset: Stream is iterable and has no state_dict"):
         loader.state_dict()

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support import reference
+from support.bits import bits
 from support.gradients import parameters_with, values_of
 
 import fastamp
@@ -24,10 +25,8 @@ hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
 given = hypothesis.given
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),  # NumPy's overflows
-]
+# NumPy's overflows
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
 EXAMPLES = hypothesis.settings(
     max_examples=500,
@@ -62,7 +61,7 @@ class Placed(NamedTuple):
 
     tensor: torch.Tensor
     gaps: torch.Tensor
-    bits: np.ndarray
+    before: np.ndarray
     times: int
 
 
@@ -132,9 +131,9 @@ def place(drawn: Drawn, device: str) -> Placed:
     """Make one gradient."""
     if drawn.layout == "expanded" and drawn.shape:
         tensor = make_values(drawn, (1, *drawn.shape[1:])).to(device).expand(drawn.shape)
-        return Placed(tensor, tensor.new_zeros(0), bits_of(tensor), drawn.times)
+        return Placed(tensor, tensor.new_zeros(0), bits(tensor).copy(), drawn.times)
     tensor, gaps = lay_out(make_values(drawn, drawn.shape).to(device), drawn.layout)
-    return Placed(tensor, gaps, bits_of(tensor), drawn.times)
+    return Placed(tensor, gaps, bits(tensor).copy(), drawn.times)
 
 
 def in_list(placed: list[Placed]) -> list[torch.Tensor]:
@@ -147,30 +146,23 @@ def parts(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def bits_of(tensor: torch.Tensor) -> np.ndarray:
-    """Return the elements' bits, or those of their parts, in logical order."""
-    values = parts(tensor.detach().cpu()).contiguous().clone()
-    unsigned = f"u{values.element_size()}"
-    return values.reshape(-1).view(SIGNED[values.element_size()]).numpy().view(unsigned)
-
-
-def multiplied(bits: np.ndarray, dtype: torch.dtype, factor: np.float32) -> np.ndarray:
+def multiplied(raw: np.ndarray, dtype: torch.dtype, factor: np.float32) -> np.ndarray:
     """Return the bits of factor times the elements; a factor of 1 writes nothing."""
     real = REAL.get(dtype, dtype)
     if real is torch.float64:
-        return (bits.view(np.float64) * np.float64(factor)).view(np.uint64)
-    return reference.rescale(bits, str(real).removeprefix("torch."), float(factor))
+        return (raw.view(np.float64) * np.float64(factor)).view(np.uint64)
+    return reference.rescale(raw, str(real).removeprefix("torch."), float(factor))
 
 
 def assert_multiplied(got: torch.Tensor, placed: Placed, *factors: np.float32) -> None:
     """Compare a gradient's bits with those of a product; any NaN equals any other."""
     assert placed.gaps.isnan().all()
-    bits = placed.bits
+    raw = placed.before
     for factor in factors:
-        bits = bits if factor == 1 else multiplied(bits, got.dtype, factor)
+        raw = raw if factor == 1 else multiplied(raw, got.dtype, factor)
     real = REAL.get(got.dtype, got.dtype)
-    ours = torch.from_numpy(bits_of(got).view(f"i{real.itemsize}")).view(real)
-    theirs = torch.from_numpy(bits.view(f"i{real.itemsize}")).view(real)
+    ours = torch.from_numpy(bits(got).view(f"i{real.itemsize}")).view(real)
+    theirs = torch.from_numpy(raw.view(f"i{real.itemsize}")).view(real)
     if got.is_complex():
         # torch multiplies by factor + 0j: the sign of a zero may change, and a part that is not
         # finite spoils the other.
@@ -180,7 +172,7 @@ def assert_multiplied(got: torch.Tensor, placed: Placed, *factors: np.float32) -
         return
     assert torch.equal(ours.isnan(), theirs.isnan())
     kept = ~theirs.isnan()
-    np.testing.assert_array_equal(bits_of(ours[kept]), bits_of(theirs[kept]))
+    np.testing.assert_array_equal(bits(ours[kept]), bits(theirs[kept]))
 
 
 def is_finite(placed: list[Placed]) -> bool:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 import pickle
-import warnings
-from contextlib import contextmanager
 
 import pytest
 import torch
-from support.gradients import KINDS, bits, odd_gradients, parameters_with, random
+from support.bits import bits
+from support.gradients import KINDS, odd_gradients, parameters_with, random
 from support.training import FUSED, OPTIMIZERS, make_folding, make_scaler, one_step
+from support.waits import sync_refused
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastamp
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -103,21 +101,6 @@ class ReadsRefused(TorchDispatchMode):
             message = f"{name} reads a value"
             raise AssertionError(message)
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def sync_refused(device):
-    """Raise on a GPU wherever the host waits for it."""
-    if device == "cpu":
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the mode calls itself a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("name", FUSED)

@@ -1,4 +1,4 @@
-"""Gradients of every kind for the tests, and their bits."""
+"""Gradients of every kind for the tests."""
 
 from __future__ import annotations
 
@@ -31,11 +31,6 @@ def random(
 ) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(size, generator=generator).to(device, dtype)
-
-
-def bits(tensor: torch.Tensor) -> np.ndarray:
-    view = {4: torch.int32, 2: torch.int16, 8: torch.int64}[tensor.element_size()]
-    return tensor.cpu().contiguous().view(view).numpy()
 
 
 def odd_gradients(device: str) -> dict[str, torch.Tensor]:

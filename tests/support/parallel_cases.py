@@ -1,4 +1,4 @@
-"""What the ranks of tests/test_parallel.py run: whole trainings, and what they came to."""
+"""What the ranks of tests/train/test_parallel.py run: whole trainings, and what they came to."""
 
 from __future__ import annotations
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from time import perf_counter_ns
 
 import pytest
 import torch
 from support.fake_gpu import FakeGpu, install
+from support.waits import sync_refused
 
 import fastamp
 from fastamp import _ops
 
-MAX_EVENTS = 4096  # fastamp/_timer_events.py
+MAX_EVENTS = 4096  # fastamp/timer/events.py
 
 
 @pytest.fixture(params=["fallback", "cpu"])
@@ -36,7 +38,7 @@ def test_a_region_takes_what_its_work_takes_on_the_device(gpu):
             gpu.work(duration_ms)
     stats = timer.summary()["step"]
     assert stats[:5] == pytest.approx((3, 0.009, 0.003, 0.001, 0.006))
-    assert stats.host < 0.009
+    assert stats.host > 0
     assert stats.gap == 0
 
 
@@ -165,7 +167,9 @@ def test_what_was_recorded_before_a_reset_does_not_count(gpu):
 
 def test_the_trace_has_both_clocks(gpu, tmp_path):
     timer = fastamp.Timer("cuda:0", trace=True)
+    asked_ns = []
     for _ in range(3):
+        asked_ns.append(perf_counter_ns())
         with timer("step"):
             gpu.work(2.0)
     timer.to_chrome_trace(tmp_path / "trace.json")
@@ -174,8 +178,9 @@ def test_the_trace_has_both_clocks(gpu, tmp_path):
     host = [event for event in events if event["pid"] == "threads"]
     assert [event["dur"] for event in device] == pytest.approx([2000.0] * 3)
     assert len(host) == 3
-    # No work begins before the host asks for it, which it does just before its own clock starts.
-    assert all(d["ts"] >= h["ts"] - 1000 for d, h in zip(device, host, strict=True))
+    # No region begins before the host asks for it, on either clock; 1 ns is the rounding of ts.
+    for events in (device, host):
+        assert all(e["ts"] * 1e3 + 1 >= t for e, t in zip(events, asked_ns, strict=True))
 
 
 def test_events_are_pooled_and_a_day_is_timed_as_exactly_as_a_second(gpu):
@@ -199,6 +204,25 @@ def test_a_forked_child_leaves_the_parent_s_device_alone(gpu, monkeypatch):
     assert timer.summary() == {}
 
 
+RESOLUTION_S = 2e-6  # of the times between two events
+
+
+class Between:
+    """The time between two events of the current stream, whatever the host does meanwhile."""
+
+    def __enter__(self):
+        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self.events[0].record()
+        return self
+
+    def __exit__(self, *_):
+        self.events[1].record()
+
+    def elapsed_s(self):
+        self.events[1].synchronize()
+        return self.events[0].elapsed_time(self.events[1]) / 1e3
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ["cuda", "fallback"])
 class TestOnAGpu:
@@ -209,36 +233,27 @@ class TestOnAGpu:
 
     def test_a_thousand_regions_do_not_synchronize(self, timer):
         x = torch.ones(1 << 20, device="cuda")
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with sync_refused():
             for _ in range(1000):
                 with timer("outer"), timer("inner"):
                     x.mul_(1.0)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         stats = timer.summary()["outer/inner"]
         assert stats.count + stats.dropped == 1000
         assert stats.count > 500
-        assert 0 < stats.min <= stats.p50 <= stats.max < 0.1
+        assert 0 < stats.min <= stats.p50 <= stats.max
 
     def test_the_time_is_the_device_s(self, timer):
-        torch.cuda._sleep(1000)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
-        with timer("x"):
+        with sync_refused(), Between() as outer, timer("x"), Between() as inner:
             torch.cuda._sleep(50_000_000)
-        end.record()
-        stats = timer.summary()["x"]
-        assert stats.total == pytest.approx(begin.elapsed_time(end) / 1e3, rel=0.01)
-        assert stats.host < stats.total / 2
+        total = timer.summary()["x"].total
+        assert inner.elapsed_s() - RESOLUTION_S <= total <= outer.elapsed_s() + RESOLUTION_S
 
     def test_work_on_another_stream_is_not_timed(self, timer):
         other = torch.cuda.Stream()
         torch.cuda.synchronize()
-        with timer("x"), torch.cuda.stream(other):
-            torch.cuda._sleep(100_000_000)
-        assert timer.summary()["x"].total < 0.01
+        with Between() as outer, timer("x"), torch.cuda.stream(other):
+            torch.cuda._sleep(1_000_000_000)  # half a second, on the other stream
+        assert timer.summary()["x"].total <= outer.elapsed_s() + RESOLUTION_S
 
     def test_a_graph_is_captured_and_replayed(self, timer):
         x = torch.zeros(8, device="cuda")

@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.streams import Stream
 from support.trainable import loud, make_data, make_model, outcome, run, train_to_the_end
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import fastamp
 from fastamp.train import CheckpointError
@@ -99,11 +100,6 @@ def newest(folder):
     return max((int(p.stem[5:]) for p in folder.glob("step-*.pt")), default=0)
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        yield from zip(*make_data(), strict=True)
-
-
 def generator():
     return torch.Generator().manual_seed(3)
 
@@ -115,7 +111,7 @@ DATA = {
     "loader of fastamp": lambda: fastamp.DataLoader(DATASET, 8, shuffle=True),
     "loader of torch": lambda: DataLoader(DATASET, 8, shuffle=True),
     "loader with a generator": lambda: DataLoader(DATASET, 8, shuffle=True, generator=generator()),
-    "iterable dataset": Stream,
+    "iterable dataset": lambda: Stream([*zip(*make_data(), strict=True)]),
     "list of batches": lambda: list(DataLoader(DATASET, 7)),
 }
 

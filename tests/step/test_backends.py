@@ -93,15 +93,6 @@ def test_every_backend_has_every_op():
         assert missing_ops(ops, _ops.Ops) == missing_ops(packed, _ops.Packed) == []
 
 
-def test_a_missing_or_changed_op_is_noticed():
-    complete = vars(fallback.TensorPack)
-    for name in ops_of(_ops.Packed):
-        rest = {key: value for key, value in complete.items() if key != name}
-        assert missing_ops(type("Incomplete", (), rest), _ops.Packed) == [name]
-        changed = type("Changed", (), {**rest, name: lambda self: None})
-        assert missing_ops(changed, _ops.Packed) == [name]
-
-
 def test_every_row_of_the_compiled_op_table_is_bound():
     table = (ROOT / "csrc/step/ops.h").read_text()
     rows = re.findall(r"void \(\*(\w+)\)\(", table)
@@ -151,7 +142,7 @@ def test_the_core_refuses_a_wrong_buffer_by_name(argument, value):
         _native.cpu_ops.grad_stats(packed, _native.NormType.L2, **arguments, num_threads=1)
 
 
-def test_mixed_devices_share_one_norm():
+def test_tensors_of_two_devices_are_packed_apart():
     with _ops.use_only("fallback"):
         mixed = _ops.Tensors([torch.ones(2), torch.ones(3, device="meta")]).pack()
         assert len(mixed._packs) == 2
@@ -186,4 +177,5 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 @pytest.mark.skipif("cpu" not in fastamp.backends(), reason="needs the compiled core")
 def test_a_forked_child_gets_threads_of_its_own():
-    assert run_python(FORK).returncode == 0
+    result = run_python(FORK)
+    assert result.returncode == 0, result.stderr

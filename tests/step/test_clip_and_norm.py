@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from support import reference
-from support.gradients import KINDS, bits, odd_gradients, parameters_with, random, values_of
+from support.bits import bits
+from support.gradients import KINDS, odd_gradients, parameters_with, random, values_of
 
 import fastamp
 from fastamp import _ops
@@ -60,16 +61,24 @@ def test_many_small_tensors_add_in_the_promised_order(compiled, device):
     assert stats_of(tensors).reduced.item() == expected
 
 
-@pytest.mark.parametrize("threads", [1, 2, 7])
+@pytest.fixture(params=[1, 2, 7])
+def threads(request):
+    """Run the test with so many threads of torch's."""
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(1)
+
+
 def test_the_norm_does_not_depend_on_the_number_of_threads(backend, device, threads):
-    tensor = random(2**24, torch.float32, device)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        norm = stats_of([tensor]).norm.item()
-    finally:
-        torch.set_num_threads(before)
-    assert norm == reference.exact_norm([values_of(tensor)])
+    tensor = random(2**22 + 3, torch.float32, device)
+    assert stats_of([tensor]).norm.item() == reference.exact_norm([values_of(tensor)])
+
+
+def test_rescaling_does_not_depend_on_the_number_of_threads(backend, device, threads):
+    tensor = random(2**22 + 3, torch.float32, device)
+    expected = tensor / 2
+    _ops.Tensors([tensor]).pack().rescale_(torch.tensor(0.5, device=device))
+    assert torch.equal(tensor, expected)
 
 
 def test_a_norm_beyond_float16_does_not_overflow(backend, device):
