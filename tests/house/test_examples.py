@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.processes import run_python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS = {
@@ -17,20 +16,19 @@ NEEDS = {
     "lightning_gpt": "lightning",
     "accelerate_gpt": "accelerate",
 }
+SCRIPT = """
+import runpy, warnings
+warnings.simplefilter("error")
 # Lightning 2.6 asks torch 2.13's pytree in the way of torch 2.6
-ALLOWED = "ignore:`isinstance(treespec, LeafSpec)`:FutureWarning"
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.`", FutureWarning)
+runpy.run_path({path!r}, run_name="__main__")
+"""
 
 
 @pytest.mark.parametrize("name", NEEDS)
 def test_an_example_learns(name, tmp_path):
     pytest.importorskip(NEEDS[name])
-    script = EXAMPLES / f"{name}.py"
-    command = [sys.executable, "-I", "-W", "error", "-W", ALLOWED, script]
-    result = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
+    result = run_python(SCRIPT.format(path=str(EXAMPLES / f"{name}.py")), cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", result.stdout)]
     assert len(losses) >= 5

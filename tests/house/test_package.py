@@ -30,6 +30,12 @@ def test_the_public_names_are_there():
         assert hasattr(fastamp, name)
 
 
+def test_a_folder_of_tests_is_called_as_the_folder_that_it_tests():
+    rooms = {path.name for path in (ROOT / "fastamp").iterdir() if path.is_dir()}
+    folders = {path.name for path in (ROOT / "tests").iterdir() if any(path.glob("*.py"))}
+    assert folders - rooms == {"support", "house"}
+
+
 def stub_names() -> dict[str, set[str]]:
     """Return the names in the stub: of the module under "", of each class under its name."""
     tree = ast.parse((Path(fastamp.__file__).parent / "_native.pyi").read_text())
@@ -93,10 +99,11 @@ def test_importing_fastamp_is_silent_and_leaves_the_bench_out():
 
 def test_importing_fastamp_and_its_integrations_imports_no_extra():
     code = (
-        "import sys, torch, fastamp, fastamp.integrations.accelerate, fastamp.integrations.wandb\n"
+        "import warnings; warnings.simplefilter('error')\n"
+        "import sys, fastamp, fastamp.integrations.accelerate, fastamp.integrations.wandb\n"
         "extras = {'lightning', 'pytorch_lightning', 'accelerate', 'transformers', 'wandb',"
         " 'matplotlib', 'tensorboard'}\n"
         "print(extras & {name.split('.')[0] for name in sys.modules})"
     )
-    result = run_python(code, PYTHONWARNINGS="error")
+    result = run_python(code)
     assert (result.stdout.strip(), result.stderr) == ("set()", "")

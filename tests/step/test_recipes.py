@@ -15,8 +15,6 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 import fastamp
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SCALERS = (torch.amp.GradScaler, fastamp.GradScaler)
 
 

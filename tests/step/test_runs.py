@@ -24,8 +24,6 @@ from support.training import (
 
 import fastamp
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("max_norm", [None, 0.05])
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -197,10 +197,11 @@ def test_a_step_takes_one_collective(four, what, stock):
     assert same(four.run(4, shard_cases.collectives, what, True)) == stock
 
 
-def test_clipping_1000_dtensors_costs_a_fifth_of_stocks_host_time(four):
-    stock, ours = four.run(2, shard_cases.host_times, 1000, 8)[0]
-    assert stock[0] > 20 * ours[0]  # where torch still has to find its rules: seconds
-    assert min(stock) > 4 * min(ours)  # 6 to 7 times as much, measured; a busy core blurs it
+def test_clipping_dtensors_calls_a_fifth_of_what_stock_calls(four):
+    # The bench measures the host's time; calls are the same on a busy machine.
+    stock, ours = four.run(2, shard_cases.calls_of_clipping, 100)[0]
+    assert stock[0] > 20 * ours[0]  # where torch still has to find its rules
+    assert stock[1] > 5 * ours[1]
 
 
 @pytest.mark.parametrize("missing", [0, 2])
@@ -276,7 +277,7 @@ def test_a_process_of_its_own_does_not_import_dtensors():
         "assert 'fastamp._ops.sharded' not in sys.modules\n"
         "assert 'torch.distributed.tensor' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
 def test_the_bench_starts_ranks_compares_and_leaves_none_behind(capsys):

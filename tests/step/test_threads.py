@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -99,47 +96,10 @@ def test_one_thread_means_no_thread_is_started(name):
         assert at_three == "2"  # so the count can tell
 
 
-# In a forked worker torch's own operators must stay on one thread; NumPy makes the gradients, so
-# that fastamp alone runs on two.
-WORKERS = """
-import sys
-import numpy as np, torch, fastamp
-
-def clipped(threads):
-    torch.set_num_threads(threads)
-    p = torch.nn.Parameter(torch.from_numpy(np.zeros(1 << 20, np.float32)))
-    p.grad = torch.from_numpy(np.ones(1 << 20, np.float32))
-    norm = fastamp.clip_grad_norm_(p, 1.0).item()
-    return [norm, float(np.abs(p.grad.numpy() - 2.0**-10).max() < 1e-8)]
-
-class Clips(torch.utils.data.Dataset):
-    def __len__(self):
-        return 8
-    def __getitem__(self, i):
-        return torch.tensor(clipped(1 + i % 2 if "cpu" in fastamp.backends() else 1))
-
-if __name__ == "__main__":
-    assert clipped(2) == [1024.0, 1.0]  # starts threads that a forked worker does not have
-    loader = torch.utils.data.DataLoader(
-        Clips(), batch_size=2, num_workers=2, multiprocessing_context=sys.argv[1], timeout=30
-    )
-    assert torch.cat(list(loader)).tolist() == [[1024.0, 1.0]] * 8
-    assert clipped(2) == [1024.0, 1.0]
-"""
-
-
 @pytest.mark.parametrize(
     ("start", "name"), [("spawn", WITHOUT_GPU[0]), *(("fork", name) for name in WITHOUT_GPU)]
 )
-def test_data_loader_workers_clip(tmp_path, start, name):
-    script = tmp_path / "workers.py"
-    script.write_text(WORKERS)
-    result = subprocess.run(
-        [sys.executable, str(script), start],
-        env={**os.environ, "FASTAMP_BACKEND": name},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+def test_data_loader_workers_clip(start, name):
+    code = f"from support import clips; clips.check_workers({start!r})"
+    result = run_python(code, FASTAMP_BACKEND=name)
     assert result.returncode == 0, result.stderr

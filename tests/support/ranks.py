@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import tempfile
 import time
 import traceback
@@ -13,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from support.processes import CONTEXT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
 
-COLLECTIVE_S = 30.0  # after which a rank gives up waiting for the others
-CALL_S = 90.0  # after which the ranks are killed
+COLLECTIVE_S = 120.0  # after which a rank gives up waiting for the others
+CALL_S = 300.0  # after which the ranks are killed
 
 
 def _serve(connection: Connection) -> None:
@@ -44,11 +44,10 @@ class Ranks:
     """Ranks in processes of their own."""
 
     def __init__(self, count: int) -> None:
-        context = multiprocessing.get_context("spawn")
         self._processes, self._connections = [], []
         for _ in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)

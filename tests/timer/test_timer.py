@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -15,11 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support import reference
+from support import ranks, reference, timed
 
 import fastamp
 from fastamp import Timer, _ops
-from fastamp.bench.__main__ import main
 
 
 @pytest.fixture(params=["fallback", "cpu"])
@@ -75,7 +73,7 @@ def test_no_bucket_is_wider_than_promised_and_all_are_the_same_everywhere(timer)
         assert stats.p50 == stats.min == stats.max == value / 1e9
 
 
-def test_ten_million_regions_take_no_memory(timer, backend):
+def test_many_regions_take_no_memory(timer, backend):
     def resident_nbytes() -> int:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
@@ -85,7 +83,7 @@ def test_ten_million_regions_take_no_memory(timer, backend):
             with timer("x"):
                 pass
 
-    total = 10_000_000 if backend == "cpu" else 500_000
+    total = 2_000_000 if backend == "cpu" else 500_000
     run(100_000)
     before = resident_nbytes()
     run(total - 100_000)
@@ -255,14 +253,24 @@ def test_a_device_without_a_clock_is_refused(device, error, message, monkeypatch
         pass
 
 
-@pytest.mark.parametrize(("name", "limit"), [("cpu", 3), ("fallback", 8)])
-def test_a_region_costs_little_more_than_two_reads_of_the_clock(name, limit, capsys):
+@pytest.mark.parametrize(("name", "most"), [("cpu", 2), ("fallback", 6)])
+def test_a_region_runs_few_functions(name, most):
+    """The bench measures what a region costs; this counts, which no other process can change."""
     if name not in fastamp.backends():
         pytest.skip(f"backend {name} is not available")
     with _ops.use_only(name):
-        # A machine that is busy with something else only adds to what is measured.
-        assert any(main(["timer", "--device", "cpu", "--check"]) == 0 for _ in range(5))
-    assert f"(target <= {limit}x): pass" in capsys.readouterr().out
+        timer = Timer("cpu")
+        with timer("x"):
+            pass
+        called = []
+        sys.setprofile(lambda frame, event, _: called.append((event, frame.f_code.co_name)))
+        try:
+            with timer("x"):
+                pass
+        finally:
+            sys.setprofile(None)
+    python = [name for event, name in called if event == "call"]
+    assert len(python) <= most, python
 
 
 def test_a_subclass_keeps_its_own_call(backend):
@@ -330,12 +338,16 @@ def test_a_name_that_is_no_string_is_refused(timer, name):
 
 
 def test_a_region_measures_the_time_inside(timer):
+    around_s = []
     for _ in range(3):
+        start_s = time.perf_counter()
         with timer("sleep"):
             time.sleep(0.02)
+        around_s.append(time.perf_counter() - start_s)
     stats = timer.summary()["sleep"]
     assert stats.count == 3
-    assert 0.02 <= stats.min <= stats.mean <= stats.max < 0.2
+    assert 0.02 <= stats.min <= stats.mean <= stats.max <= max(around_s)
+    assert stats.total <= sum(around_s)
     assert stats.total == pytest.approx(3 * stats.mean)
     assert stats.host == stats.total
 
@@ -406,37 +418,14 @@ def test_a_timer_frees_what_it_holds(backend):
     assert (region(), spans()) == (None, None)
 
 
-def test_ranks_are_compared_in_one_gather(timer, tmp_path):
+@pytest.fixture(scope="module")
+def two():
+    with ranks.start(2) as started:
+        yield started
+
+
+def test_ranks_are_compared_in_one_gather(timer, backend, two):
     timer("x").add(2_000_000)
     assert timer.summary_over_ranks() == {"x": (0.002, 0, 0.002, 0)}
-    code = f"""
-import sys, torch, fastamp
-rank = int(sys.argv[1])
-torch.distributed.init_process_group(
-    "gloo", init_method="file://{tmp_path}/store", rank=rank, world_size=2
-)
-timer = fastamp.Timer("cpu")
-for _ in range(2):
-    timer("step").add(1_000_000 * (1 + 2 * rank))
-if rank == 1:
-    timer("only").add(5_000_000)
-calls = []
-gather = torch.distributed.all_gather_object
-torch.distributed.all_gather_object = lambda *a: (calls.append(1), gather(*a))
-found = timer.summary_over_ranks()
-assert calls == [1]
-print({{path: tuple(stats) for path, stats in found.items()}})
-torch.distributed.destroy_process_group()
-"""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank)],
-            cwd=Path(__file__).parents[1],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
     expected = {"step": (0.001, 0, 0.003, 1), "only": (0.005, 1, 0.005, 1)}
-    assert outputs == [f"{expected}\n"] * 2
+    assert two.run(2, timed.compare_ranks, backend) == [(expected, 1)] * 2
