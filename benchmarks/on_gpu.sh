@@ -44,8 +44,10 @@ export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
 "$python" -c "import fastamp; assert fastamp.backends()[0] == 'cuda', fastamp.backends()" || exit 1
 
 # A file whose extra package is not there costs that file only.
-pytest=("$python" -m pytest -q -p no:cacheprovider --continue-on-collection-errors)
-sanitized=(tests/test_amp.py -m cuda -k "promised_order or reaches_every_element or gradient_at_once")
+# One process: the tests share one GPU, and pytest-xdist need not be there.
+pytest=("$python" -m pytest -q -p no:cacheprovider --continue-on-collection-errors
+  -o addopts="-rfE --strict-markers --strict-config --import-mode=importlib")
+sanitized=(tests/step/test_clip_and_norm.py -m cuda -k "promised_order or reaches_every_element or gradient_at_once")
 step gpu-tests "${pytest[@]}" -m cuda
 step benchmarks env -u PYTHONSAFEPATH "$python" benchmarks/amp.py --device cuda --json "$site/amp.json"
 step timer "$python" -m fastamp.bench timer --json "$site/timer.json"

@@ -1,12 +1,19 @@
-"""Fixtures that run one test body over every backend, and the count of GPU tests."""
+"""How the tests run side by side, on every backend; and the count of GPU tests."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+# Before torch is imported: here and in all processes that tests start, torch computes on one
+# thread, unless a test says otherwise. Threads that wait for each other in a busy machine took
+# twice as long.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import torch
 
 import fastamp
@@ -18,14 +25,29 @@ if TYPE_CHECKING:
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 GPU_TEST = ("gpu_test", "yes")
 AVAILABLE = fastamp.backends()
+LONGEST = ["test_parallel.py", "test_train.py", "test_loader.py", "test_runs.py", "test_bench.py"]
+"""The files to start with, so that no worker is left with a long one at the end."""
 
 installed = Path(str(importlib.metadata.distribution("fastamp").locate_file("fastamp")))
 if (installed / "__init__.py").exists() and installed != Path(fastamp.__file__).parent:
     pytest.exit("these tests import the source tree, not the installed package: run pytest")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return the number of workers for `-n auto`: one for each core that may be used, up to 4.
+
+    Files are the unit of work, and with 4 workers the longest one already takes most of the time.
+    A worker and the processes of its tests take up to 2 GB of memory.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(cores or 1, 4)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the reports of GPU tests, and skip those where there is no GPU."""
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
     for item in items:
         if item.get_closest_marker("cuda"):
             item.user_properties.append(GPU_TEST)

@@ -202,7 +202,11 @@ def test_every_dtype_that_torch_stacks(backend, dtype):
     assert_collates_as_torch(fastamp.BatchCollator(), samples)
 
 
-@pytest.mark.parametrize("make", [torch.from_numpy, np.asarray, np.asfortranarray], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [torch.from_numpy, np.asarray, np.asfortranarray],
+    ids=["torch", "C order", "Fortran order"],
+)
 def test_batches_above_the_size_where_threads_help(backend, make):
     rng = np.random.default_rng(0)
     samples = [make(rng.standard_normal((3, 1000 * 1000))) for _ in range(3)]
