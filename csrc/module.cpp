@@ -7,7 +7,6 @@ PYBIND11_MODULE(_native, module) {
   module.doc() = "The compiled core of fastamp. Private: use the fastamp package.";
   module.attr("has_exchange_table") = fastamp::attach_torch();
   fastamp::define_step(module);
-  fastamp::define_collate(module);
-  fastamp::define_gather(module);
+  fastamp::define_data(module);
   fastamp::define_timer(module);
 }

@@ -6,8 +6,7 @@
 namespace fastamp {
 
 void define_step(pybind11::module_& module);
-void define_collate(pybind11::module_& module);
-void define_gather(pybind11::module_& module);
+void define_data(pybind11::module_& module);
 void define_timer(pybind11::module_& module);
 
 }  // namespace fastamp

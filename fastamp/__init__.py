@@ -1,7 +1,14 @@
 """fastamp: faster PyTorch training loops, one line at a time."""
 
 from fastamp._ops import backends
-from fastamp.data import BatchCollator, DataLoader, TokenDataset, prefetch
+from fastamp.data import (
+    ArrayDataset,
+    BatchCollator,
+    DataLoader,
+    LoaderStats,
+    TokenDataset,
+    prefetch,
+)
 from fastamp.integrations.lightning import adapt
 from fastamp.metrics import MetricsTracker, ScalarStats
 from fastamp.step import GradScaler
@@ -17,9 +24,11 @@ from fastamp.train import Adapter, TrainConfig, TrainResult, fine_tune
 
 __all__ = [
     "Adapter",
+    "ArrayDataset",
     "BatchCollator",
     "DataLoader",
     "GradScaler",
+    "LoaderStats",
     "MetricsTracker",
     "RegionStats",
     "ScalarStats",

@@ -7,22 +7,16 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-class Cast:
-    NONE: Cast
-    UINT8: Cast
-    UINT16: Cast
-    INT32: Cast
-
-class GatherQueue:
+class Gatherer:
     def __init__(
         self,
-        columns: Sequence[tuple[int, int, int, int, Cast]],
+        columns: Sequence[tuple[int, int, int, int, int]],
         depth: int,
         num_threads: int,
         owner: object,
     ) -> None: ...
-    def submit(self, indices: int, count: int, outputs: Sequence[int], owner: object) -> None: ...
-    def wait(self) -> tuple[Any, float, int, int]: ...
+    def submit(self, indices: Tensor, outputs: Sequence[Tensor]) -> None: ...
+    def wait(self) -> float: ...
 
 class NormType:
     L1: NormType

@@ -1,4 +1,5 @@
-// See data/gather.h. A thread takes a whole batch: batches are many, and nobody waits for a team.
+// The queue of batches and the copies of rows. A thread takes a whole batch: there are many of
+// them.
 #include "data/gather.h"
 
 #include <unistd.h>
@@ -45,7 +46,7 @@ FASTAMP_SIMD_CLONES void copy(const char* source, std::int64_t nbytes, const cha
   std::memcpy(output + i, source + i, static_cast<std::size_t>(nbytes - i));
 }
 
-void stream(const char* source, std::int64_t nbytes, char* output) {
+void stream(const char* source, std::int64_t nbytes, const char*, char* output) {
   constexpr std::int64_t kBlock = sizeof(Block);
   std::int64_t i = -reinterpret_cast<std::intptr_t>(output) & (kBlock - 1);
   std::memcpy(output, source, static_cast<std::size_t>(i));
@@ -87,29 +88,23 @@ FASTAMP_SIMD_CLONES void widen_int32(const char* source, std::int64_t nbytes, co
 }
 
 std::int64_t output_nbytes(const Column& column) {
-  switch (column.cast) {
-    case Cast::kUInt8ToInt64:
-      return column.row_nbytes * 8;
-    case Cast::kUInt16ToInt64:
-      return column.row_nbytes * 4;
-    case Cast::kInt32ToInt64:
-      return column.row_nbytes * 2;
-    case Cast::kNone:
-      break;
-  }
-  return column.row_nbytes;
+  return column.widened_nbytes == 0 ? column.row_nbytes
+                                    : column.row_nbytes / column.widened_nbytes * 8;
 }
 
-void copy_row(const Column& column, const char* source, const char* ahead, char* output) {
-  switch (column.cast) {
-    case Cast::kUInt8ToInt64:
-      return widen_uint8(source, column.row_nbytes, ahead, output);
-    case Cast::kUInt16ToInt64:
-      return widen_uint16(source, column.row_nbytes, ahead, output);
-    case Cast::kInt32ToInt64:
-      return widen_int32(source, column.row_nbytes, ahead, output);
-    case Cast::kNone:
-      return copy(source, column.row_nbytes, ahead, output);
+/// Copies `nbytes` from a source to an output; `ahead` is a row that comes soon.
+using CopyRow = void (*)(const char* source, std::int64_t nbytes, const char* ahead, char* output);
+
+CopyRow copier_of(const Column& column, bool is_large) {
+  switch (column.widened_nbytes) {
+    case 1:
+      return widen_uint8;
+    case 2:
+      return widen_uint16;
+    case 4:
+      return widen_int32;
+    default:
+      return is_large && column.row_nbytes >= kPrefetchBytes ? stream : copy;
   }
 }
 
@@ -130,167 +125,132 @@ GatherResult gather(const std::vector<Column>& columns, const GatherJob& job) {
   for (std::size_t c = 0; c < columns.size(); ++c) {
     const Column& column = columns[c];
     const std::int64_t out_nbytes = output_nbytes(column);
-    const bool streams = is_large && column.cast == Cast::kNone && out_nbytes >= kPrefetchBytes;
+    const CopyRow copy_row = copier_of(column, is_large);
     for (std::int64_t i = 0; i < job.count; ++i) {
       const std::int64_t row = row_of(column, job.indices[i]);
-      if (row < 0) return {0, i, static_cast<std::int64_t>(c)};
+      if (row < 0) return {0, i, column.num_rows};
       if (out_nbytes == 0) continue;
-      const char* source = column.data + row * column.row_stride;
-      char* output = job.outputs[c] + i * out_nbytes;
-      if (streams) {
-        stream(source, out_nbytes, output);
-        continue;
-      }
       const std::int64_t next =
           row_of(column, job.indices[std::min(i + kRowsAhead, job.count - 1)]);
-      copy_row(column, source, column.data + std::max<std::int64_t>(next, 0) * column.row_stride,
-               output);
+      copy_row(column.data + row * column.row_stride, column.row_nbytes,
+               column.data + std::max<std::int64_t>(next, 0) * column.row_stride,
+               job.outputs[c] + i * out_nbytes);
     }
   }
   if (is_large) FASTAMP_STREAM_END();
-  return {0, -1, -1};
+  return {0, -1, 0};
 }
 
 using Clock = std::chrono::steady_clock;
 
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-/// The jobs, and what consumer and threads share.
-class Jobs {
- public:
-  std::vector<std::thread> threads;  // the consumer's
-
-  Jobs(std::vector<Column> columns, int depth)
-      : columns_(std::move(columns)), slots_(static_cast<std::size_t>(depth)) {}
-
-  void submit(GatherJob job) {
-    const bool is_small = nbytes_of(columns_, job) < kWakeBytes;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (submitted_ - delivered_ == slots_.size())
-        throw std::runtime_error("gather queue: more jobs under way than its depth");
-      Slot& slot = slot_of(submitted_);
-      slot.job = std::move(job);
-      slot.done = false;
-      ++submitted_;
-    }
-    if (!is_small) wake_.notify_one();
-  }
-
-  std::optional<GatherResult> wait(double timeout_s) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (delivered_ == submitted_) throw std::runtime_error("gather queue: no job to wait for");
-    const Slot& slot = slot_of(delivered_);
-    // To help costs less than to sleep until somebody else has done it.
-    while (!slot.done && started_ < submitted_) run_next(lock);
-    const auto timeout = std::chrono::duration<double>(timeout_s);
-    if (!done_.wait_for(lock, timeout, [&] { return slot.done; })) return std::nullopt;
-    ++delivered_;
-    return slot.result;
-  }
-
-  /// What a thread does until `stop`.
-  void work() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    for (;;) {
-      wake_.wait(lock, [this] { return stopping_ || started_ < submitted_; });
-      if (stopping_) return;
-      run_next(lock);
-    }
-  }
-
-  void stop() {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      stopping_ = true;
-    }
-    wake_.notify_all();
-  }
-
- private:
-  struct Slot {
-    GatherJob job{};
-    GatherResult result{};
-    bool done = false;
-  };
-
-  Slot& slot_of(std::size_t number) { return slots_[number % slots_.size()]; }
-
-  void run_next(std::unique_lock<std::mutex>& lock) {
-    Slot& slot = slot_of(started_++);
-    lock.unlock();
-    const Clock::time_point start = Clock::now();
-    GatherResult result = gather(columns_, slot.job);
-    result.elapsed_s = seconds_since(start);
-    lock.lock();
-    slot.result = result;
-    slot.done = true;
-    done_.notify_one();  // the one consumer
-  }
-
-  const std::vector<Column> columns_;
-  std::mutex mutex_;  // guards what follows
-  std::condition_variable wake_;
-  std::condition_variable done_;
-  std::vector<Slot> slots_;
-  // Jobs are numbered; delivered_ <= started_ <= submitted_ <= delivered_ + depth.
-  std::size_t submitted_ = 0;
-  std::size_t started_ = 0;
-  std::size_t delivered_ = 0;
-  bool stopping_ = false;
-};
-
-class Queue final : public GatherQueue {
- public:
-  Queue(std::vector<Column> columns, int depth, int num_threads)
-      : jobs_(std::make_unique<Jobs>(std::move(columns), depth)) {
-    try {
-      for (int i = 0; i < num_threads; ++i)
-        jobs_->threads.emplace_back([jobs = jobs_.get()] { jobs->work(); });
-    } catch (const std::system_error&) {
-      // The system has no more threads: the consumer does what they would have done.
-    }
-  }
-
-  ~Queue() override {
-    if (owner_pid_ != getpid()) {
-      // A forked child has none of the threads: nobody to wait for, and locks that nobody opens.
-      static_cast<void>(jobs_.release());
-      return;
-    }
-    jobs_->stop();
-    for (std::thread& thread : jobs_->threads) thread.join();
-  }
-
-  void submit(GatherJob job) override {
-    check_process();
-    jobs_->submit(std::move(job));
-  }
-
-  std::optional<GatherResult> wait(double timeout_s) override {
-    check_process();
-    return jobs_->wait(timeout_s);
-  }
-
- private:
-  void check_process() const {
-    if (owner_pid_ != getpid())
-      throw std::runtime_error(
-          "this iterator was made before the process forked and its threads stayed behind: "
-          "call iter(loader) in the child");
-  }
-
-  const pid_t owner_pid_ = getpid();
-  std::unique_ptr<Jobs> jobs_;
+struct Slot {
+  GatherJob job{};
+  GatherResult result{};
+  bool done = false;
 };
 
 }  // namespace
 
-std::unique_ptr<GatherQueue> make_gather_queue(std::vector<Column> columns, int depth,
-                                               int num_threads) {
-  return std::make_unique<Queue>(std::move(columns), depth, num_threads);
+/// What the consumer and the threads share.
+struct GatherQueue::Shared {
+  Shared(std::vector<Column> columns_, int depth)
+      : columns(std::move(columns_)), slots(static_cast<std::size_t>(depth)) {}
+
+  Slot& slot_of(std::size_t number) { return slots[number % slots.size()]; }
+
+  void run_next(std::unique_lock<std::mutex>& lock) {
+    Slot& slot = slot_of(started++);
+    lock.unlock();
+    const Clock::time_point start = Clock::now();
+    GatherResult result = gather(columns, slot.job);
+    result.elapsed_s = std::chrono::duration<double>(Clock::now() - start).count();
+    lock.lock();
+    slot.result = result;
+    slot.done = true;
+    is_done.notify_one();  // the one consumer
+  }
+
+  void run_until_stopped() {
+    std::unique_lock<std::mutex> lock(mutex);
+    for (;;) {
+      wake.wait(lock, [this] { return is_stopping || started < submitted; });
+      if (is_stopping) return;
+      run_next(lock);
+    }
+  }
+
+  const pid_t owner_pid = getpid();
+  const std::vector<Column> columns;
+  std::vector<std::thread> threads;  // the consumer's
+  std::mutex mutex;                  // guards what follows
+  std::condition_variable wake;
+  std::condition_variable is_done;
+  std::vector<Slot> slots;
+  // Jobs are numbered; delivered <= started <= submitted <= delivered + depth.
+  std::size_t submitted = 0;
+  std::size_t started = 0;
+  std::size_t delivered = 0;
+  bool is_stopping = false;
+};
+
+GatherQueue::GatherQueue(std::vector<Column> columns, int depth, int num_threads)
+    : shared_(std::make_unique<Shared>(std::move(columns), depth)) {
+  try {
+    for (int i = 0; i < num_threads; ++i)
+      shared_->threads.emplace_back([shared = shared_.get()] { shared->run_until_stopped(); });
+  } catch (const std::system_error&) {
+    // The system has no more threads: the consumer copies in their place.
+  }
+}
+
+GatherQueue::~GatherQueue() {
+  if (shared_->owner_pid != getpid()) {
+    // A forked child has none of the threads: there is nothing to join, and locks stay locked.
+    static_cast<void>(shared_.release());
+    return;
+  }
+  {
+    const std::lock_guard<std::mutex> lock(shared_->mutex);
+    shared_->is_stopping = true;
+  }
+  shared_->wake.notify_all();
+  for (std::thread& thread : shared_->threads) thread.join();
+}
+
+GatherQueue::Shared& GatherQueue::shared() {
+  if (shared_->owner_pid != getpid())
+    throw std::runtime_error(
+        "this iterator was made before the process forked and its threads stayed behind: "
+        "call iter(loader) in the child");
+  return *shared_;
+}
+
+void GatherQueue::submit(GatherJob job) {
+  Shared& shared = this->shared();
+  const bool is_small = nbytes_of(shared.columns, job) < kWakeBytes;
+  {
+    const std::lock_guard<std::mutex> lock(shared.mutex);
+    if (shared.submitted - shared.delivered == shared.slots.size())
+      throw std::runtime_error("gather queue: more jobs under way than its depth");
+    Slot& slot = shared.slot_of(shared.submitted++);
+    slot.job = std::move(job);
+    slot.done = false;
+  }
+  if (!is_small) shared.wake.notify_one();
+}
+
+std::optional<GatherResult> GatherQueue::wait(double timeout_s) {
+  Shared& shared = this->shared();
+  std::unique_lock<std::mutex> lock(shared.mutex);
+  if (shared.delivered == shared.submitted)
+    throw std::runtime_error("gather queue: no job to wait for");
+  const Slot& slot = shared.slot_of(shared.delivered);
+  // To help costs less than to sleep until another thread has done it.
+  while (!slot.done && shared.started < shared.submitted) shared.run_next(lock);
+  const auto timeout = std::chrono::duration<double>(timeout_s);
+  if (!shared.is_done.wait_for(lock, timeout, [&] { return slot.done; })) return std::nullopt;
+  ++shared.delivered;
+  return slot.result;
 }
 
 }  // namespace fastamp

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 
 from fastamp import _native
-from fastamp._ops.types import Clip, Column, GradStats, index_error
+from fastamp._ops.types import Clip, GradStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from fastamp._ops.types import RegionMaker
+    from fastamp._ops.types import Column, RegionMaker
 
-__all__ = ["CompiledGatherer", "CompiledHost", "CompiledOps", "available"]
+__all__ = ["CompiledHost", "CompiledOps", "available"]
 
 _NORM_TYPES = {
     1.0: _native.NormType.L1,
@@ -93,44 +93,15 @@ class CompiledHost:
         """Copy contiguous samples of one dtype; see `fastamp._ops.HostOps`."""
         return _native.stack(samples, dtype, allocate, pad, multiple, torch.get_num_threads())
 
-    def gatherer(self, columns: Sequence[Column], depth: int) -> CompiledGatherer:
+    def gatherer(self, columns: Sequence[Column], depth: int) -> _native.Gatherer:
         """Gather on threads of the core; see `fastamp._ops.HostOps`."""
-        return CompiledGatherer(columns, depth)
-
-
-class CompiledGatherer:
-    """Batches copied on threads of the core, without the GIL; see `fastamp._ops.Gatherer`."""
-
-    def __init__(self, columns: Sequence[Column], depth: int) -> None:
-        self._columns = columns
         # The consumer copies too, rather than sleep, so that one thread less does it.
         threads = max(1, torch.get_num_threads() - 1)
-        memory = [_memory(column) for column in columns]
-        self._queue = _native.GatherQueue(memory, depth, threads, columns)
-
-    def submit(self, indices: Tensor, outputs: Sequence[Tensor]) -> None:
-        """Add a batch."""
-        addresses = [output.data_ptr() for output in outputs]
-        self._queue.submit(indices.data_ptr(), indices.numel(), addresses, (indices, outputs))
-
-    def wait(self) -> float:
-        """Wait for the oldest batch and return the seconds that its copy took."""
-        (indices, _), elapsed_s, bad_position, bad_column = self._queue.wait()
-        if bad_position >= 0:
-            num_rows = self._columns[bad_column].array.shape[0]
-            raise index_error(int(indices[bad_position]), num_rows)
-        return elapsed_s
+        return _native.Gatherer([_memory(column) for column in columns], depth, threads, columns)
 
 
-_CASTS = {
-    torch.uint8: _native.Cast.UINT8,
-    torch.uint16: _native.Cast.UINT16,
-    torch.int32: _native.Cast.INT32,
-}
-
-
-def _memory(column: Column) -> tuple[int, int, int, int, _native.Cast]:
-    """Return a column as the core takes it."""
+def _memory(column: Column) -> tuple[int, int, int, int, int]:
+    """Return where a column's rows lie, in bytes, and the size of elements that are widened."""
     array = column.array
     if isinstance(array, np.ndarray):
         address, stride, itemsize = array.ctypes.data, array.strides[0], array.itemsize
@@ -138,9 +109,9 @@ def _memory(column: Column) -> tuple[int, int, int, int, _native.Cast]:
     else:
         itemsize = array.element_size()
         address, stride, dtype = array.data_ptr(), array.stride(0) * itemsize, array.dtype
-    cast = _native.Cast.NONE if dtype == column.dtype else _CASTS[dtype]
     row_nbytes = math.prod(column.row_shape) * itemsize
-    return address, array.shape[0], stride, row_nbytes, cast
+    widened_nbytes = 0 if dtype == column.dtype else itemsize
+    return address, array.shape[0], stride, row_nbytes, widened_nbytes
 
 
 def available() -> dict[str, CompiledOps]:

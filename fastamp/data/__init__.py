@@ -1,9 +1,20 @@
 """The data: a loader that gathers, leases, prefetches and resumes."""
 
 from fastamp.data.collate import BatchCollator
-from fastamp.data.datasets import TokenDataset
+from fastamp.data.datasets import ArrayDataset, TokenDataset
 from fastamp.data.loader import DataLoader
 from fastamp.data.prefetch import prefetch
+from fastamp.data.shard import ShardSampler
 from fastamp.data.stats import LoaderStats
+from fastamp.data.structure import map_tensors
 
-__all__ = ["BatchCollator", "DataLoader", "LoaderStats", "TokenDataset", "prefetch"]
+__all__ = [
+    "ArrayDataset",
+    "BatchCollator",
+    "DataLoader",
+    "LoaderStats",
+    "ShardSampler",
+    "TokenDataset",
+    "map_tensors",
+    "prefetch",
+]

@@ -1,25 +1,23 @@
-"""Datasets that lie in memory or in a mapped file, whose batches are gathered without Python."""
+"""Datasets in memory or in a mapped file: rows of arrays, and windows of tokens."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils.data import Dataset
 
-from fastamp._ops import Column, index_error
-from fastamp.data.position import as_rows
+from fastamp._ops import index_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     import numpy.typing as npt
     from torch import Tensor
 
-__all__ = ["ArrayDataset", "Gatherable", "TokenDataset", "is_arrays", "make_gatherable"]
+__all__ = ["ArrayDataset", "TokenDataset", "count_rows", "is_arrays"]
 
 _TOKEN_DTYPES = (np.uint8, np.uint16, np.int32, np.int64)
 
@@ -112,113 +110,54 @@ def _map_raw(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 class ArrayDataset(Dataset[Any]):
-    """Tensors and NumPy arrays in a dict or tuple, nested or not, as a dataset of their rows."""
+    """Rows of tensors, NumPy arrays or memmaps, as TensorDataset has those of tensors.
 
-    def __init__(self, arrays: dict[Any, Any] | tuple[Any, ...]) -> None:
-        self.arrays = arrays
-        lengths = {path: len(array) for path, array in _leaves(arrays, "dataset")}
-        first, self._length = next(iter(lengths.items()))
-        for path, length in lengths.items():
-            if length != self._length:
-                msg = f"{path}: has {length} rows, and {first} has {self._length}"
-                raise ValueError(msg)
+    `ArrayDataset(x, y)` has the samples `(x[i], y[i])`, and batches as TensorDataset has them.
+    `ArrayDataset({"x": x, "y": y})` has the samples `{"x": x[i], "y": y[i]}`, and dicts as batches.
+    The arrays may be nested in dicts, lists and tuples. They are shared, not copied.
+
+    Raises:
+        TypeError: there is something else than an array with at least one dimension.
+        ValueError: there is no array, or they differ in length.
+    """
+
+    def __init__(self, *arrays: Any) -> None:
+        alone = len(arrays) == 1 and type(arrays[0]) is dict
+        self.arrays: Any = arrays[0] if alone else arrays
+        self._length = count_rows(self.arrays, "arrays")
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        return _map(self.arrays, lambda array: array[index])
+        return tree_map(lambda array: array[index], self.arrays)
 
 
-def is_arrays(dataset: object) -> bool:
-    """Say whether a DataLoader's argument is a dict or tuple of arrays, nested or not."""
-    if type(dataset) not in (dict, tuple) or not dataset:
-        return False
-    leaves = [array for _, array in _leaves(dataset, "")]
-    return all(isinstance(array, torch.Tensor | np.ndarray) and array.ndim for array in leaves)
+def is_arrays(tree: object) -> bool:
+    """Say whether there are only arrays in a dict or another container, and at least one."""
+    leaves = tree_leaves(tree)
+    return bool(leaves) and all(map(_has_rows, leaves))
 
 
-def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if type(tree) in (dict, tuple):
-        for key, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _leaves(child, f"{path}[{key!r}]")
-    else:
-        yield path, tree
+def count_rows(tree: Any, name: str) -> int:
+    """Return the length of all arrays in a container, or raise an error that names them."""
+    arrays = {name + keystr(path): array for path, array in tree_flatten_with_path(tree)[0]}
+    if not arrays:
+        msg = f"{name}: expected at least one tensor or NumPy array"
+        raise ValueError(msg)
+    for path, array in arrays.items():
+        if not _has_rows(array):
+            kind = f"{type(array).__name__} of shape {tuple(getattr(array, 'shape', ()))}"
+            kind = kind if hasattr(array, "shape") else type(array).__name__
+            msg = f"{path}: expected a tensor or NumPy array with a first dimension, got {kind}"
+            raise TypeError(msg)
+    first, length = next((path, len(array)) for path, array in arrays.items())
+    for path, array in arrays.items():
+        if len(array) != length:
+            msg = f"{path}: has {len(array)} rows, and {first} has {length}"
+            raise ValueError(msg)
+    return length
 
 
-def _map(tree: Any, function: Callable[[Any], Any], make: type = tuple) -> Any:
-    """Replace the arrays; `make` makes what stands for tuples."""
-    if type(tree) is dict:
-        return {key: _map(child, function, make) for key, child in tree.items()}
-    if type(tree) is tuple:
-        return make(_map(child, function, make) for child in tree)
-    return function(tree)
-
-
-class Gatherable(NamedTuple):
-    """A dataset as columns, out of which the core gathers batches."""
-
-    columns: list[Column]
-    build: Callable[[list[Tensor]], Any]
-    """Makes the batch, as default_collate would, out of one tensor for each column."""
-    rows: Tensor | None
-    """int64: the row that an index means, for a subset."""
-
-
-def make_gatherable(dataset: object) -> Gatherable | None:
-    """Return the columns of a dataset in memory; None for any other dataset.
-
-    Batches have the values, types and dtypes that default_collate gives them.
-    """
-    if type(dataset) is Subset:
-        inner, rows = make_gatherable(dataset.dataset), as_rows(dataset.indices)
-        if inner is None or rows is None:
-            return None
-        return inner._replace(rows=rows if inner.rows is None else inner.rows[rows])
-    if type(dataset) is TokenDataset:
-        columns = [Column(part, torch.int64) for part in (dataset.x, dataset.y)]
-        return Gatherable(columns, list, None)
-    tree: Any = dataset
-    if type(dataset) is TensorDataset:
-        tree = dataset.tensors
-    elif type(dataset) is ArrayDataset:
-        tree = dataset.arrays
-    arrays = [array for _, array in _leaves(tree, "")]
-    columns = [column for column in map(_column, arrays) if column is not None]
-    if not columns or len(columns) < len(arrays):
-        return None
-    if type(tree) is tuple and not any(type(child) in (dict, tuple) for child in tree):
-        return Gatherable(columns, list, None)
-
-    def build(tensors: list[Tensor]) -> Any:
-        """Put the tensors where the arrays are; default_collate makes lists of tuples."""
-        remaining = iter(tensors)
-        return _map(tree, lambda _: next(remaining), list)
-
-    return Gatherable(columns, build, None)
-
-
-def _column(array: Any) -> Column | None:
-    """Return an array as a column; None if its rows are not plain memory."""
-    if type(array) in (np.ndarray, np.memmap):
-        return _numpy_column(array)
-    if type(array) is not torch.Tensor or array.ndim == 0 or array.requires_grad:
-        return None
-    plain = array.layout is torch.strided and array.device.type == "cpu"
-    if not plain or array.is_conj() or array.is_neg() or not array[:1].is_contiguous():
-        return None
-    return Column(array, array.dtype)
-
-
-def _numpy_column(array: npt.NDArray[Any]) -> Column | None:
-    if array.ndim == 0 or array.dtype.kind not in "biufc" or not array.dtype.isnative:
-        return None
-    if not array[:1].flags.c_contiguous:
-        return None
-    try:
-        sample = default_collate([np.ones((1, *array.shape[1:]), array.dtype)[0]])
-    except TypeError:  # a dtype that torch does not have
-        return None
-    column = Column(array, sample.dtype)
-    same = torch.from_numpy(np.empty(0, array.dtype)).dtype == sample.dtype
-    return column if same else None
+def _has_rows(array: object) -> bool:
+    return isinstance(array, torch.Tensor | np.ndarray) and array.ndim > 0

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, MapDataPipe, get_worker_info
 
+from fastamp.data.structure import count_nbytes
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections import deque
 
     from fastamp.data.position import Indices
+    from fastamp.data.stats import LoaderStats
 
-__all__ = ["Measured", "make_iterator"]
+__all__ = ["FetchSource", "make_inner"]
 
 
 class Measured(NamedTuple):
@@ -24,19 +28,16 @@ class Measured(NamedTuple):
     collate_s: float
 
 
-@dataclass(eq=False)
-class _Clock:
-    """Seconds in the dataset since the last batch; one for each worker."""
+class _Watched(Dataset[Any]):
+    """A loader's dataset and functions, which take their own time in each worker.
 
-    getitem_s: float = 0.0
+    An item that fails is named by its index.
+    """
 
-
-class _WatchedDataset(Dataset[Any]):
-    """A map-style dataset that takes its own time, and names the index of an item that fails."""
-
-    def __init__(self, dataset: Any, clock: _Clock) -> None:
-        self.dataset = dataset
-        self._clock = clock
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.dataset: Any = loader.dataset
+        self._collate_fn, self._worker_init_fn = loader.collate_fn, loader.worker_init_fn
+        self._getitem_s = 0.0  # since the last batch
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -62,59 +63,91 @@ class _WatchedDataset(Dataset[Any]):
                 error.add_note(f"fastamp.DataLoader: raised by dataset[{index}]")
             raise
         finally:
-            self._clock.getitem_s += time.perf_counter() - start_s
+            self._getitem_s += time.perf_counter() - start_s
         return items
 
-
-@dataclass(eq=False)
-class _MeasuredCollate:
-    """A collate function that takes its own time."""
-
-    _collate_fn: Callable[[Any], Any]
-    _clock: _Clock
-
-    def __call__(self, samples: Any) -> Measured:
-        getitem_s, self._clock.getitem_s = self._clock.getitem_s, 0.0
+    def collate(self, samples: Any) -> Measured:
+        """Return the batch of what the dataset gave."""
+        getitem_s, self._getitem_s = self._getitem_s, 0.0
         start_s = time.perf_counter()
         batch = self._collate_fn(samples)
         return Measured(batch, getitem_s, time.perf_counter() - start_s)
 
-
-@dataclass(eq=False)
-class _WorkerInit:
-    """Shows the user's code in a worker the user's dataset."""
-
-    _dataset: Any
-    _worker_init_fn: Callable[[int], None] | None
-
-    def __call__(self, worker_id: int) -> None:
-        object.__setattr__(get_worker_info(), "dataset", self._dataset)  # it is frozen
+    def init_worker(self, worker_id: int) -> None:
+        """Show the user's code in a worker the user's dataset."""
+        object.__setattr__(get_worker_info(), "dataset", self.dataset)  # it is frozen
         if self._worker_init_fn is not None:
             self._worker_init_fn(worker_id)
 
 
-class _Source(DataLoader[Any]):
-    """The loader as torch's iterators see it: its own arguments, watched."""
-
-    @property
-    def _index_sampler(self) -> Indices:
-        indices: Indices = vars(self)["_indices"]
-        return indices
-
-
-def make_iterator(loader: DataLoader[Any], indices: Indices) -> Iterator[Measured]:
-    """Return torch's iterator over a loader's dataset, which yields measured batches."""
-    clock = _Clock()
-    source = _Source.__new__(_Source)
-    dataset = loader.dataset
-    if not isinstance(dataset, IterableDataset | MapDataPipe):
-        dataset = _WatchedDataset(dataset, clock)
-    vars(source).update(
-        vars(loader),
-        dataset=dataset,
-        collate_fn=_MeasuredCollate(loader.collate_fn, clock),
-        worker_init_fn=_WorkerInit(loader.dataset, loader.worker_init_fn),
-        _indices=indices,
+def make_inner(loader: DataLoader[Any], indices: Indices) -> DataLoader[Measured]:
+    """Return torch's loader of the same batches, at these indices, measured."""
+    watched = _Watched(loader)
+    own: dict[str, Any] = {"dataset": watched, "batch_size": None, "sampler": indices}
+    if loader.batch_sampler is not None:
+        own = {"dataset": watched, "batch_sampler": indices}
+    if isinstance(loader.dataset, IterableDataset):
+        own = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    if isinstance(loader.dataset, IterableDataset | MapDataPipe):
+        own["dataset"] = loader.dataset
+    inner: DataLoader[Measured] = DataLoader(
+        **own,
+        num_workers=loader.num_workers,
+        collate_fn=watched.collate,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=watched.init_worker,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        pin_memory_device=loader.pin_memory_device,
+        in_order=loader.in_order,
     )
-    iterator: Iterator[Measured] = source._get_iterator()
-    return iterator
+    # What len(loader) said, about which torch's iterator warns when more samples come.
+    inner._IterableDataset_len_called = loader._IterableDataset_len_called
+    return inner
+
+
+class FetchSource(Iterator[Any]):
+    """The batches of torch's iterator.
+
+    Args:
+        iterator: over the loader that `make_inner` makes.
+        stats: counts bytes and seconds.
+        save: returns the state of an iterable dataset; None if it has none.
+        states: takes this state after each batch, with whether the dataset has ended.
+    """
+
+    def __init__(
+        self,
+        iterator: Iterator[Measured],
+        stats: LoaderStats,
+        save: Callable[[], Any] | None,
+        states: deque[Any],
+    ) -> None:
+        self._iterator, self._stats, self._save, self._states = iterator, stats, save, states
+
+    def __next__(self) -> Any:
+        workers = getattr(self._iterator, "_workers", ())
+        try:
+            measured = next(self._iterator)
+        except (ConnectionError, EOFError) as error:
+            # So torch tells of a worker that died after it had announced a batch; it may be dying.
+            if workers and wait([worker.sentinel for worker in workers], timeout=1.0):
+                msg = "DataLoader worker exited unexpectedly: its last batch is lost"
+                raise RuntimeError(msg) from error
+            raise
+        except Exception as error:
+            if workers:
+                # The message has the worker's traceback. torch's frames refer to the error, and
+                # would keep the workers until the garbage collector finds them.
+                raise error.with_traceback(None)  # noqa: B904 - the same error
+            raise
+        self._stats.getitem_s += measured.getitem_s
+        self._stats.collate_s += measured.collate_s
+        self._stats.nbytes += count_nbytes(measured.batch)
+        if self._save is not None:
+            fetcher = getattr(self._iterator, "_dataset_fetcher", None)
+            self._states.append((self._save(), bool(getattr(fetcher, "ended", False))))
+        return measured.batch

@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, Sampler, default_collate
 
 from fastamp.data.collate import BatchCollator
-from fastamp.data.datasets import ArrayDataset, Gatherable, is_arrays, make_gatherable
-from fastamp.data.fetch import Measured, make_iterator
-from fastamp.data.passes import LoaderPass, fetch_batches, gather_batches
+from fastamp.data.datasets import ArrayDataset, count_rows, is_arrays
+from fastamp.data.fetch import FetchSource, make_inner
+from fastamp.data.gather import Gatherable, GatherSource, make_gatherable
+from fastamp.data.passes import LoaderPass
 from fastamp.data.position import Indices, Position
 from fastamp.data.prefetch import prefetch
 from fastamp.data.shard import ShardSampler, check_shardable, find_ranks
@@ -105,7 +106,8 @@ class DataLoader(TorchDataLoader[T_co]):
         _check_integer("world_size", world_size, least=1)
         if device is not None:
             torch.device(device)  # raises torch's error for what is no device
-        if is_arrays(dataset):
+        if type(dataset) is dict and is_arrays(dataset):
+            count_rows(dataset, "dataset")  # raises an error with this argument's name
             dataset = ArrayDataset(dataset)
         if shard or rank is not None or world_size is not None:
             check_shardable(dataset, sampler=sampler, batch_sampler=batch_sampler)
@@ -146,7 +148,7 @@ class DataLoader(TorchDataLoader[T_co]):
         self._began = False
         self._slots: Slots | None = None
         self._stats = LoaderStats()
-        self._workers: tuple[Iterator[Measured], Indices] | None = None  # that persist
+        self._inner: tuple[TorchDataLoader[Any], Indices] | None = None  # whose workers persist
 
     def __iter__(self) -> LoaderPass:  # type: ignore[override]  # torch's class cannot be made
         """Begin a pass: at the start of an epoch, or where a loaded state stopped."""
@@ -293,7 +295,7 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what a copy counts anew, and the workers, which stay with the original."""
-        return {**vars(self), "_stats": LoaderStats(), "_slots": None, "_workers": None}
+        return {**vars(self), "_stats": LoaderStats(), "_slots": None, "_inner": None}
 
     def _check_resumable(self) -> None:
         name = type(self.dataset).__name__
@@ -351,7 +353,7 @@ class DataLoader(TorchDataLoader[T_co]):
         def make(rows: list[Any]) -> Any:
             return self.collate_fn([self.dataset[row] for row in rows])
 
-        return gather_batches(gatherable, indices, slots, self._stats, self.max_bytes, make)
+        return GatherSource(gatherable, indices, slots, self._stats, self.max_bytes, make)
 
     def _fetched(self, position: Position, slots: Slots, states: deque[Any]) -> Iterator[Any]:
         """Return the batches that torch's iterators make, and put the dataset's states aside."""
@@ -361,20 +363,17 @@ class DataLoader(TorchDataLoader[T_co]):
             self.dataset.load_state_dict(position.dataset)  # type: ignore[attr-defined]
         if type(self.collate_fn) is BatchCollator and self.num_workers == 0:
             self.collate_fn.lease_from(slots)
-        if self._workers is not None:
-            iterator, indices = self._workers
-            indices.position = position
-            iterator._reset(self)  # type: ignore[attr-defined]
-        else:
+        if self._inner is None or not self.persistent_workers:
             indices = self._indices(position)
-            alone = position.resumed and self.generator is None
-            with torch.random.fork_rng(devices=[], enabled=alone):  # the program's draws go on
-                iterator = make_iterator(self, indices)
-            if self.persistent_workers:
-                self._workers = (iterator, indices)
+            self._inner = make_inner(self, indices), indices
+        inner, indices = self._inner
+        indices.position, inner.generator = position, self.generator
+        alone = position.resumed and self.generator is None
+        with torch.random.fork_rng(devices=[], enabled=alone):  # the program's draws go on
+            iterator = iter(inner)
         iterable = isinstance(self.dataset, IterableDataset) and self.num_workers == 0
         save = getattr(self.dataset, "state_dict", None) if iterable else None
-        return fetch_batches(iterator, self._stats, save, states, persist=self.persistent_workers)
+        return FetchSource(iterator, self._stats, save, states)
 
 
 def _check_integer(name: str, value: Any, *, least: int) -> None:

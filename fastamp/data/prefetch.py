@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -46,7 +46,7 @@ def prefetch(
         An iterable with the length of the one it wraps. Each `iter` of it begins a new pass, with a
         thread of its own, which ends with the pass, or when the pass is dropped or closed. An
         exception of the iterable is raised where its batch would have come, with the traceback of
-        its origin.
+        its origin; the pass continues if the iterable does.
 
     Raises:
         ValueError: `depth` is less than 1.
@@ -114,13 +114,14 @@ class Pass(Iterator[T], Generic[T]):
         if self._copies:
             self._copies.follow_consumer()
         item = self._ready.get()
+        self._room.release()
         if item.error is not None:
-            self.close()
+            if _is_last(item.error):
+                self.close()
             try:
                 raise item.error
             finally:
-                del item  # whose traceback has this frame
-        self._room.release()
+                del item  # whose traceback refers to this frame
         if item.event is not None:
             item.event.wait()
         batch: T = item.batch
@@ -144,36 +145,42 @@ class Pass(Iterator[T], Generic[T]):
 
 
 class _Item(NamedTuple):
-    """A batch with the event that its copy is done, or the error that ends the pass."""
+    """A batch with the event of its copy's end, or what the iterable raised in its place."""
 
     batch: Any
     event: Any = None
     error: BaseException | None = None
 
 
+def _is_last(error: BaseException) -> bool:
+    """Say whether the pass ends with it, as it does not with a batch that cannot be made."""
+    return isinstance(error, StopIteration) or not isinstance(error, Exception)
+
+
 def _produce(
     iterator: Iterator[Any],
-    move: Any,
+    move: Callable[[Any], tuple[Any, ...]],
     ready: SimpleQueue[_Item],
     room: threading.Semaphore,
     stop: threading.Event,
     grad: bool,  # noqa: FBT001 - a thread's argument
 ) -> None:
     torch.set_grad_enabled(grad)  # of this thread
-    try:
-        while True:
-            room.acquire()
-            if stop.is_set():
-                return
+    while True:
+        room.acquire()
+        if stop.is_set():
+            break
+        try:
             batch = next(iterator)
             ready.put(_Item(*move(batch)))
             del batch  # held no longer than the consumer holds it
-    except BaseException as error:  # noqa: BLE001 - StopIteration, too, is the consumer's
-        ready.put(_Item(None, error=error))
-    finally:
-        close = getattr(iterator, "close", None)  # a generator ends in the thread that ran it
-        if close is not None:
-            close()
+        except BaseException as error:  # noqa: BLE001 - raised where the consumer is
+            ready.put(_Item(None, error=error))
+            if _is_last(error):
+                break
+    close = getattr(iterator, "close", None)  # a generator ends in the thread that ran it
+    if close is not None:
+        close()
 
 
 def _move(device: torch.device | None, batch: Any) -> tuple[Any]:
@@ -195,13 +202,14 @@ class CudaCopies:
         self._consumer = torch.cuda.current_stream(self._device)
 
     def start(self, batch: Any) -> tuple[Any, torch.cuda.Event]:
-        """Start the copy of a batch; return what it fills, and the event that it is full."""
+        """Start the copy of a batch; return its tensors on the device, and the event of its end."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def destination(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
                 return tensor.to(self._device)
-            pairs.append((torch.empty_like(tensor, device=self._device), _pinned(tensor)))
+            pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+            pairs.append((torch.empty_like(tensor, device=self._device), pinned))
             return pairs[-1][0]
 
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -219,10 +227,6 @@ class CudaCopies:
         return moved, done
 
     def finish(self) -> None:
-        """Let the consumer's stream wait for the copies into memory that nobody has taken."""
+        """Let the consumer's stream wait for the copies into memory that is not delivered."""
         if self._last is not None:
             self._consumer.wait_event(self._last)
-
-
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_pinned() else tensor.pin_memory()

@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from fastamp.data import DataLoader
-from fastamp.data.datasets import is_arrays
-from fastamp.data.shard import ShardSampler
-from fastamp.data.structure import map_tensors
+from fastamp.data import ArrayDataset, DataLoader, ShardSampler, map_tensors
 from fastamp.train.checkpoint import rng_state, set_rng_state
 
 if TYPE_CHECKING:
@@ -123,8 +120,11 @@ def _first(n: int, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _make_loader(data: Any, config: TrainConfig, ranks: Ranks, *, shuffle: bool) -> Any:
+    if isinstance(data, (tuple, dict)):
+        with suppress(TypeError):  # of what are not arrays
+            data = ArrayDataset(*data) if isinstance(data, tuple) else ArrayDataset(data)
     is_sized = hasattr(data, "__getitem__") and not isinstance(data, (list, tuple, dict))
-    if not (is_sized or isinstance(data, Dataset) or is_arrays(data)):
+    if not (is_sized or isinstance(data, Dataset)):
         return data
     is_shared = ranks.mode is not None and not isinstance(data, IterableDataset)
     return DataLoader(

@@ -6,7 +6,6 @@ import gc
 import os
 import sys
 import threading
-import time
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 import torch
+from support.loading import ends
 
 from fastamp import _ops
 from fastamp._ops import Column
@@ -43,40 +43,37 @@ def native(request):
     return _native
 
 
-class Owner:
-    """Arrays that live as long as this."""
-
-    def __init__(self, *arrays):
-        self.arrays = arrays
-
-    @property
-    def addresses(self):
-        return [array.ctypes.data for array in self.arrays]
-
-
-class Job(Owner):
-    """Indices, and for each column an array to fill."""
+class Job:
+    """Indices, and for each column a tensor to fill."""
 
     def __init__(self, columns, indices):
-        indices = np.asarray(indices, np.int64)
-        outputs = [np.zeros((len(indices), *array.shape[1:]), array.dtype) for array in columns]
-        super().__init__(indices, *outputs)
+        self.indices = torch.from_numpy(np.asarray(indices, np.int64))
+        self.outputs = [
+            torch.from_numpy(np.zeros((len(self.indices), *array.shape[1:]), array.dtype))
+            for array in columns
+        ]
 
     def submit_to(self, queue):
-        address, *outputs = self.addresses
-        queue.submit(address, len(self.arrays[0]), outputs, self)
+        queue.submit(self.indices, self.outputs)
 
     def check(self, columns):
-        indices, *outputs = self.arrays
-        for array, output in zip(columns, outputs, strict=True):
-            np.testing.assert_array_equal(output, array[indices])
+        for array, output in zip(columns, self.outputs, strict=True):
+            np.testing.assert_array_equal(output, array[self.indices.numpy()])
+
+    def owners(self):
+        return [weakref.ref(tensor) for tensor in (self.indices, *self.outputs)]
+
+
+class Owner:
+    """Columns that live as long as this."""
+
+    def __init__(self, columns):
+        self.columns = columns
 
 
 def make_queue(native, columns, depth=2, num_threads=1):
-    arguments = [
-        (a.ctypes.data, len(a), a.strides[0], a[:1].nbytes, native.Cast.NONE) for a in columns
-    ]
-    return native.GatherQueue(arguments, depth, num_threads, Owner(*columns))
+    arguments = [(a.ctypes.data, len(a), a.strides[0], a[:1].nbytes, 0) for a in columns]
+    return native.Gatherer(arguments, depth, num_threads, Owner(columns))
 
 
 def random_job(columns, random, max_count=40):
@@ -94,9 +91,7 @@ def run_jobs(native, columns, *, seed, num_jobs, depth, num_threads):
     for number, job in enumerate(jobs):
         if number + depth - 1 < num_jobs:
             jobs[number + depth - 1].submit_to(queue)
-        done, _, bad_position, _ = queue.wait()
-        assert done is job
-        assert bad_position == -1
+        assert queue.wait() >= 0
         job.check(columns)
 
 
@@ -118,10 +113,11 @@ def test_more_jobs_than_the_depth_are_refused(native):
             job.submit_to(queue)
         with pytest.raises(RuntimeError, match="more jobs under way than its depth"):
             jobs[depth].submit_to(queue)
-        assert queue.wait()[0] is jobs[0]
+        queue.wait()
+        jobs[0].check(COLUMNS)
         jobs[depth].submit_to(queue)
         for job in jobs[1:]:
-            assert queue.wait()[0] is job
+            queue.wait()
             job.check(COLUMNS)
 
 
@@ -131,38 +127,44 @@ def test_waiting_for_no_job_is_refused(native):
         queue.wait()
     job = Job(COLUMNS, [5])
     job.submit_to(queue)
-    assert queue.wait()[0] is job
+    queue.wait()
+    job.check(COLUMNS)
     with pytest.raises(RuntimeError, match="no job to wait for"):
         queue.wait()
 
 
-def test_a_bad_index_is_told_with_its_position_and_column(native):
+def test_a_bad_index_is_told_with_the_length_of_its_column(native):
     columns = [random_bytes(10, 3), random_bytes(5, 2)]
     queue = make_queue(native, columns, depth=3)
-    for indices in ([0, 9, 10, 11], [0, 4, 5], [4, -5]):
-        Job(columns, indices).submit_to(queue)
-    assert queue.wait()[2:] == (2, 0)
-    assert queue.wait()[2:] == (2, 1)
-    assert queue.wait()[2:] == (-1, -1)
+    jobs = [Job(columns, indices) for indices in ([0, 9, 10, 11], [0, 4, -6], [4, -5])]
+    for job in jobs:
+        job.submit_to(queue)
+    with pytest.raises(IndexError, match=r"^index 10 is out of bounds .* with size 10$"):
+        queue.wait()
+    with pytest.raises(IndexError, match=r"^index -6 is out of bounds .* with size 5$"):
+        queue.wait()
+    queue.wait()
+    jobs[2].check(columns)
 
 
-def test_owners_keep_the_memory_alive_and_no_longer(native):
+def test_a_queue_keeps_its_memory_alive_and_no_longer(native):
     columns = [random_bytes(4000, 1000)]
-    expected = columns[0].copy()
     queue = make_queue(native, columns, depth=3)
     jobs = [Job(columns, range(n, 4000, 7)) for n in range(3)]
-    array, *owners = [weakref.ref(columns[0]), *map(weakref.ref, jobs)]
+    array, *owners = [weakref.ref(columns[0]), *(job.owners() for job in jobs)]
     for job in jobs:
         job.submit_to(queue)
     del columns, jobs, job
     gc.collect()
-    assert all(owner() is not None for owner in (array, *owners))
-    for n, owner in enumerate(owners):
-        job = queue.wait()[0]
-        assert job is owner()
-        np.testing.assert_array_equal(job.arrays[1], expected[n::7])
-        del job
-        assert owner() is None
+    assert array() is not None
+    for n, (indices, output) in enumerate(owners):
+        kept = output()
+        assert indices() is not None
+        queue.wait()
+        np.testing.assert_array_equal(kept, array()[n::7])
+        assert indices() is None
+        del kept
+        assert output() is None
     del queue
     assert array() is None
 
@@ -173,9 +175,9 @@ def test_a_job_that_was_refused_is_not_kept(native):
     kept.submit_to(queue)
     with pytest.raises(RuntimeError):
         refused.submit_to(queue)
-    owner = weakref.ref(refused)
+    owners = refused.owners()
     del refused
-    assert owner() is None
+    assert all(owner() is None for owner in owners)
 
 
 # What happens at the same time. These are the tests that run under the thread sanitizer.
@@ -216,7 +218,7 @@ def test_a_queue_is_destroyed_in_the_middle_of_its_work(native):
         for num_threads in (0, 1, 3):
             queue = make_queue(native, columns, depth=6, num_threads=num_threads)
             jobs = [Job(columns, range(-2000, 2000)) for _ in range(6)]
-            owners = [weakref.ref(job) for job in jobs]
+            owners = [owner for job in jobs for owner in job.owners()]
             while jobs:
                 jobs.pop(0).submit_to(queue)
             for _ in range(taken):
@@ -225,10 +227,12 @@ def test_a_queue_is_destroyed_in_the_middle_of_its_work(native):
             assert all(owner() is None for owner in owners)
 
 
-def test_queues_come_and_go_without_work(native):
+def test_queues_without_work_leave_no_threads(native):
+    before = count_system_threads()
     for num_threads in (0, 1, 8):
         for _ in range(20):
             make_queue(native, COLUMNS, num_threads=num_threads)
+    assert ends(lambda: count_system_threads() <= before)
 
 
 @pytest.mark.usefixtures("switching")
@@ -239,16 +243,16 @@ def test_consumers_that_stop_early_leave_nothing_behind(native):
         random = np.random.default_rng(number)
         for _ in range(10):
             queue = make_queue(native, COLUMNS, depth=4, num_threads=2)
-            for _ in range(4):
-                random_job(COLUMNS, random).submit_to(queue)
-            for _ in range(random.integers(4)):
-                queue.wait()[0].check(COLUMNS)
+            jobs = [random_job(COLUMNS, random) for _ in range(4)]
+            for job in jobs:
+                job.submit_to(queue)
+            for job in jobs[: random.integers(4)]:
+                queue.wait()
+                job.check(COLUMNS)
 
     at_once(3, consume)
-    deadline_s = time.monotonic() + 10  # the system may list a thread that was joined for a moment
-    while count_system_threads() > before and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert count_system_threads() <= before
+    # The system may list a thread that was joined for a moment.
+    assert ends(lambda: count_system_threads() <= before)
 
 
 def count_system_threads():
@@ -265,15 +269,14 @@ def test_errors_and_batches_of_several_consumers_do_not_mix(native):
             jobs = [Job(COLUMNS, [number] * (n % 9)) for n in range(start, start + 5)]
             for n, job in enumerate(jobs, start):
                 if n % 3 == 0 and n % 9:
-                    job.arrays[0][-1] = length + number
+                    job.indices[-1] = length + number
                 job.submit_to(queue)
             for n, job in enumerate(jobs, start):
-                done, _, bad_position, bad_column = queue.wait()
-                assert done is job
                 if n % 3 == 0 and n % 9:
-                    assert (bad_position, bad_column) == (n % 9 - 1, 0)
+                    with pytest.raises(IndexError, match=f"^index {length + number} is out of"):
+                        queue.wait()
                 else:
-                    assert bad_position == -1
+                    queue.wait()
                     job.check(COLUMNS)
 
     at_once(3, consume)
@@ -291,7 +294,7 @@ def test_a_queue_may_move_from_one_consumer_to_the_next(native):
             for job in jobs[number : number + 3]:
                 job.submit_to(queue)
             for job in jobs[number : number + 3]:
-                assert queue.wait()[0] is job
+                queue.wait()
                 job.check(COLUMNS)
             turn.put(number + 3)
         turn.put(number)
@@ -319,8 +322,7 @@ def test_slots_given_back_by_another_thread_are_filled_again(native, monkeypatch
             for _ in range(3):
                 indices = torch.from_numpy(random.integers(0, 64, size))
                 batches.append((indices, slots.allocate((size, 50), column.dtype)))
-                addresses = [batches[-1][1].data_ptr()]
-                queue.submit(indices.data_ptr(), size, addresses, batches[-1])
+                queue.submit(indices, batches[-1][1:])
             for batch in batches:
                 queue.wait()
                 held.put(batch)
@@ -337,8 +339,8 @@ def test_slots_given_back_by_another_thread_are_filled_again(native, monkeypatch
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_is_told_to_make_its_own_iterator(native):
-    queue = make_queue(native, COLUMNS, depth=2)
-    Job(COLUMNS, [1]).submit_to(queue)
+    queue, job = make_queue(native, COLUMNS, depth=2), Job(COLUMNS, [1])
+    job.submit_to(queue)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on forks with threads
         pid = os.fork()
@@ -352,4 +354,5 @@ def test_a_forked_child_is_told_to_make_its_own_iterator(native):
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    queue.wait()[0].check(COLUMNS)
+    queue.wait()
+    job.check(COLUMNS)

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import pickle
+import re
 import time
 import warnings
 
@@ -16,6 +17,7 @@ from support.loading import Rows, Squares, assert_same, generator, make_array
 from support.streams import Stream
 from torch.utils.data import (
     BatchSampler,
+    Dataset,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
@@ -72,8 +74,15 @@ GATHERED = {
     "vector of numpy": lambda _: make_array("f4", N),
     "memmap": memmap,
     "nested": lambda _: (NESTED, Rows(N, nested_row)),
-    "tuple": lambda _: ((X, Y.numpy()), Rows(N, lambda i: (X[i], Y.numpy()[i]))),
-    "dict in a tuple": lambda _: (({"x": X}, Y), Rows(N, lambda i: ({"x": X[i]}, Y[i]))),
+    "ArrayDataset": lambda _: (fastamp.ArrayDataset(X, Y.numpy()), TensorDataset(X, Y)),
+    "ArrayDataset of one": lambda _: (fastamp.ArrayDataset(X), TensorDataset(X)),
+    "ArrayDataset of a memmap": lambda folder: fastamp.ArrayDataset(Y, memmap(folder)[1]),
+    "ArrayDataset of a dict": lambda _: (fastamp.ArrayDataset(NESTED), Rows(N, nested_row)),
+    "ArrayDataset of a dict and more": lambda _: (
+        fastamp.ArrayDataset({"x": X}, Y, [X, (Y,)]),
+        Rows(N, lambda i: ({"x": X[i]}, Y[i], [X[i], (Y[i],)])),
+    ),
+    "Subset of ArrayDataset": lambda _: Subset(fastamp.ArrayDataset({"x": X}), range(0, N, 2)),
     "Subset": lambda _: Subset(TensorDataset(X, Y), list(range(N))[::-1]),
     "Subset of range": lambda _: Subset(X, range(N)),
     "Subset with negatives": lambda _: Subset(X.numpy(), [-1, 0, -N] * 200),
@@ -105,17 +114,22 @@ FETCHED = {
     "Squares": lambda _: Squares(N),
     "columns": lambda _: make_array(torch.float32, 3, N).T,
     "numpy columns": lambda _: make_array("f4", 3, N).T,
-    "big-endian": lambda _: (Rows(N, lambda i: np.arange(N, dtype="f4")[i]),),
+    "big-endian": lambda _: Rows(N, lambda i: np.arange(N, dtype="f4")[i]),
     "requires_grad": lambda _: TensorDataset(X.clone().requires_grad_(), Y),
     "list": lambda _: list(range(N)),
+    "tuple of two arrays": lambda _: (X, X + 1),
+    "list of two arrays": lambda _: [X, X + 1],
+    "dict by number": lambda _: {i: i * i for i in range(N)},
+    "Subset of a tuple": lambda _: Subset((X, X + 1), [1, 0, 1]),
+    "ArrayDataset of big-endian": lambda _: fastamp.ArrayDataset(Y, np.arange(N, dtype=">i8")),
     "dict of fields": lambda _: Rows(N, lambda i: {"x": X[i], "name": f"row {i}"}),
 }
 
 
 def both(dataset):
     """Return a dataset as fastamp's loader gets it and as torch's does."""
-    if isinstance(dataset, tuple):
-        return dataset[0], dataset[-1]
+    if isinstance(dataset, tuple) and isinstance(dataset[1], Dataset | np.ndarray):
+        return dataset
     return dataset, dataset
 
 
@@ -375,6 +389,41 @@ def test_a_batch_larger_than_max_bytes_is_refused(backend):
     with pytest.raises(ValueError, match="max_bytes: expected an integer of at least 1, got 0"):
         fastamp.DataLoader(X, max_bytes=0)
     assert len(list(fastamp.DataLoader(X, 10, max_bytes=200))) == 60
+
+
+def test_a_bare_tuple_is_a_dataset_of_two_samples(backend):
+    for pair in ((X, X + 1), [X, X + 1]):
+        loader = fastamp.DataLoader(pair, 2)
+        assert len(loader) == 1
+        assert_same(next(iter(loader)), torch.stack((X, X + 1)))
+
+
+def test_an_array_dataset_is_a_dataset_of_its_rows():
+    pairs = fastamp.ArrayDataset(X, Y.numpy())
+    assert isinstance(pairs, Dataset)
+    assert len(pairs) == N
+    assert_same(pairs[-1], (X[-1], Y.numpy()[-1]))
+    assert_same(fastamp.ArrayDataset(NESTED)[3], nested_row(3))
+    with pytest.raises(IndexError):
+        pairs[N]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "error", "message"),
+    [
+        ((), ValueError, "arrays: expected at least one tensor or NumPy array"),
+        (({},), ValueError, "arrays: expected at least one tensor or NumPy array"),
+        ((X, [1, 2]), TypeError, "arrays[1][0]: expected a tensor or NumPy array with a first"),
+        ((X, "text"), TypeError, "with a first dimension, got str"),
+        ((X, torch.tensor(1)), TypeError, "arrays[1]: expected a tensor or NumPy array with a fir"),
+        ((X, Y[:3]), ValueError, "arrays[1]: has 3 rows, and arrays[0] has 600"),
+        (({"x": X, "y": Y[:3]},), ValueError, "arrays['y']: has 3 rows, and arrays['x'] has 600"),
+    ],
+    ids=["nothing", "empty dict", "list", "text", "scalar", "lengths", "lengths in a dict"],
+)
+def test_what_has_no_common_rows_is_refused_by_name(arrays, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        fastamp.ArrayDataset(*arrays)
 
 
 def test_arrays_of_different_lengths_are_refused():

@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 import torch
-from support.loading import assert_same
+from support.loading import assert_same, ends
 from support.waits import sync_refused
 
 import fastamp
@@ -48,14 +48,6 @@ DEVICES = [None, "cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 def threads():
     return [thread for thread in threading.enumerate() if thread.name == "fastamp"]
-
-
-def ends(condition):
-    """Wait until something that another thread does has happened."""
-    deadline_s = time.monotonic() + 5
-    while not condition() and time.monotonic() < deadline_s:
-        time.sleep(0.005)
-    return condition()
 
 
 @pytest.fixture(autouse=True)

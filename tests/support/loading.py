@@ -94,6 +94,14 @@ def assert_same(actual: Any, expected: Any) -> None:
         assert actual == expected
 
 
+def ends(condition):
+    """Wait until something that another thread does has happened."""
+    deadline_s = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.005)
+    return condition()
+
+
 class Finished(NamedTuple):
     """A process that ended, and the processes that it left behind."""
 

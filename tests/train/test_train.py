@@ -99,7 +99,8 @@ def test_it_is_the_loop_that_one_would_write(backend, device):
     scaler = fastamp.GradScaler(device, enabled=False)
     losses, norms, total = [], [], 3 * math.ceil(1500 / 64)
     for epoch in range(3):
-        loader = fastamp.DataLoader((x, y), 64, shuffle=True, device=device, seed=7)
+        data = fastamp.ArrayDataset(x, y)
+        loader = fastamp.DataLoader(data, 64, shuffle=True, device=device, seed=7)
         loader.set_epoch(epoch)
         for inputs, target in loader:
             done = len(losses)

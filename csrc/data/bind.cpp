@@ -1,11 +1,19 @@
-// Finds the memory of a batch's samples, tensors or NumPy arrays, and has it copied.
-#include "module.h"
+// The loader's part of the extension: finds the memory of samples, columns and batches, and has it
+// copied without the GIL.
+#include <pybind11/stl.h>
 
 #include <algorithm>
+#include <deque>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "data/collate.h"
+#include "data/gather.h"
+#include "module.h"
 #include "tensor/tensors.h"
 
 namespace fastamp {
@@ -149,14 +157,79 @@ py::tuple column(const py::tuple& samples, const py::object& key) {
   return values;
 }
 
+// How long Ctrl-C may have to wait.
+constexpr double kSignalCheck_s = 0.1;
+
+/// Address, num_rows, row_stride, row_nbytes and widened_nbytes of a column.
+using ColumnArguments = std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::int64_t, int>;
+
+std::vector<Column> unpack(const std::vector<ColumnArguments>& arguments) {
+  std::vector<Column> columns;
+  for (const auto& [address, num_rows, row_stride, row_nbytes, widened] : arguments)
+    columns.push_back(
+        {reinterpret_cast<const char*>(address), num_rows, row_stride, row_nbytes, widened});
+  return columns;
+}
+
+template <typename T>
+T* address_of(py::handle tensor) {
+  return reinterpret_cast<T*>(tensor.attr("data_ptr")().cast<std::uintptr_t>());
+}
+
+/// A queue with the objects that own the memory of its columns and jobs.
+class Gatherer {
+ public:
+  Gatherer(const std::vector<ColumnArguments>& columns, int depth, int num_threads,
+           py::object owner)
+      : columns_owner_(std::move(owner)), queue_(unpack(columns), depth, num_threads) {}
+
+  void submit(const py::object& indices, const py::sequence& outputs) {
+    GatherJob job{
+        address_of<std::int64_t>(indices), indices.attr("numel")().cast<std::int64_t>(), {}};
+    for (const py::handle output : outputs) job.outputs.push_back(address_of<char>(output));
+    queue_.submit(std::move(job));
+    jobs_.push_back(py::make_tuple(indices, py::tuple(outputs)));
+  }
+
+  double wait() {
+    std::optional<GatherResult> result;
+    while (!result) {
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+      const py::gil_scoped_release no_gil;
+      result = queue_.wait(kSignalCheck_s);
+    }
+    const py::tuple job = std::move(jobs_.front());
+    jobs_.pop_front();
+    if (result->bad_position < 0) return result->elapsed_s;
+    throw py::index_error(
+        "index " + std::to_string(address_of<std::int64_t>(job[0])[result->bad_position]) +
+        " is out of bounds for dimension 0 with size " + std::to_string(result->num_rows));
+  }
+
+ private:
+  py::object columns_owner_;
+  std::deque<py::tuple> jobs_;  // indices and outputs
+  GatherQueue queue_;           // last, so that it goes first: its threads read the memory
+};
+
 }  // namespace
 
-void define_collate(py::module_& module) {
+void define_data(py::module_& module) {
   module.def("column", &column, py::arg("samples"), py::arg("key"),
              "Return sample[key] of every sample.");
   module.def("stack", &stack, py::arg("samples"), py::arg("dtype"), py::arg("allocate"),
              py::arg("pad"), py::arg("multiple"), py::arg("num_threads"),
              "Copy contiguous tensors or arrays into a batch, or return None.");
+  py::class_<Gatherer>(module, "Gatherer",
+                       "Gathers batches on threads of its own, in the order of submission.")
+      .def(py::init<const std::vector<ColumnArguments>&, int, int, py::object>(),
+           py::arg("columns"), py::arg("depth"), py::arg("num_threads"), py::arg("owner"),
+           "Columns are (address, num_rows, row_stride, row_nbytes, widened_nbytes); owner keeps "
+           "their memory alive.")
+      .def("submit", &Gatherer::submit, py::arg("indices"), py::arg("outputs"),
+           "Add a batch: int64 indices, and a contiguous tensor to fill for each column.")
+      .def("wait", &Gatherer::wait,
+           "Wait for the oldest batch and return the seconds that its copy took.");
 }
 
 }  // namespace fastamp

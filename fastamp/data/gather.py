@@ -1,0 +1,184 @@
+"""Batches of datasets in memory, gathered by the core without running Python for each row."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.data import Subset, TensorDataset, default_collate
+
+from fastamp import _ops
+from fastamp._ops import Column
+from fastamp.data.datasets import ArrayDataset, TokenDataset
+from fastamp.data.position import as_rows
+from fastamp.data.slots import DEFAULT_MAX_BYTES
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from fastamp.data.slots import Slots
+    from fastamp.data.stats import LoaderStats
+
+__all__ = ["GatherSource", "Gatherable", "make_gatherable"]
+
+
+class Gatherable(NamedTuple):
+    """A dataset as columns, out of which the core gathers batches."""
+
+    columns: list[Column]
+    build: Callable[[list[Tensor]], Any]
+    """Makes the batch, as default_collate would, out of one tensor for each column."""
+    rows: Tensor | None = None
+    """int64: the row that an index means, for a subset."""
+
+
+def make_gatherable(dataset: object) -> Gatherable | None:
+    """Return the columns of a dataset in memory; None for any other dataset.
+
+    Batches have the values, types and dtypes that default_collate gives them.
+    """
+    if type(dataset) is Subset:
+        inner, rows = make_gatherable(dataset.dataset), as_rows(dataset.indices)
+        if inner is None or rows is None:
+            return None
+        return inner._replace(rows=rows if inner.rows is None else inner.rows[rows])
+    if type(dataset) is TokenDataset:
+        return Gatherable([Column(part, torch.int64) for part in (dataset.x, dataset.y)], list)
+    if type(dataset) is TensorDataset:
+        return _from_arrays(dataset.tensors)
+    if type(dataset) is ArrayDataset:
+        return _from_arrays(dataset.arrays)
+    column = _column(dataset)
+    return None if column is None else Gatherable([column], itemgetter(0))
+
+
+def _from_arrays(tree: Any) -> Gatherable | None:
+    arrays, spec = tree_flatten(tree)
+    columns = [column for column in map(_column, arrays) if column is not None]
+    if len(columns) < len(arrays):
+        return None
+    if type(tree) is tuple and len(tree) == len(arrays) == spec.num_leaves == spec.num_children:
+        return Gatherable(columns, list)
+    # default_collate makes lists of tuples, here too.
+    _, spec = tree_flatten(default_collate([tree_map(lambda _: 0, tree)]))
+    return Gatherable(columns, lambda tensors: tree_unflatten(tensors, spec))
+
+
+def _column(array: Any) -> Column | None:
+    """Return an array as a column; None if its rows are not plain memory."""
+    if type(array) in (np.ndarray, np.memmap):
+        return _numpy_column(array)
+    if type(array) is not torch.Tensor or array.ndim == 0 or array.requires_grad:
+        return None
+    plain = array.layout is torch.strided and array.device.type == "cpu"
+    if not plain or array.is_conj() or array.is_neg() or not array[:1].is_contiguous():
+        return None
+    return Column(array, array.dtype)
+
+
+def _numpy_column(array: npt.NDArray[Any]) -> Column | None:
+    if array.ndim == 0 or array.dtype.kind not in "biufc" or not array.dtype.isnative:
+        return None
+    if not array[:1].flags.c_contiguous:
+        return None
+    try:
+        dtype = default_collate([np.ones((1, *array.shape[1:]), array.dtype)[0]]).dtype
+    except TypeError:  # a dtype that torch does not have
+        return None
+    same = torch.from_numpy(np.empty(0, array.dtype)).dtype == dtype
+    return Column(array, dtype) if same else None
+
+
+class GatherSource(Iterator[Any]):
+    """The batches of the rows at the indices, with others under way.
+
+    Args:
+        gatherable: the columns.
+        indices: yields int64 tensors, or lists where Python has to find the rows.
+        slots: gives the memory of batches.
+        stats: counts bytes and seconds.
+        max_bytes: of the batches under way.
+        make: returns the batch of such a list.
+    """
+
+    def __init__(
+        self,
+        gatherable: Gatherable,
+        indices: Iterator[Any],
+        slots: Slots,
+        stats: LoaderStats,
+        max_bytes: int | None,
+        make: Callable[[list[Any]], Any],
+    ) -> None:
+        columns, self._build, self._subset = gatherable
+        self._rows = [(column.row_shape, column.dtype) for column in columns]
+        self._row_nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._rows)
+        self._depth = torch.get_num_threads() + 1
+        self._gatherer = _ops.host_ops().gatherer(columns, self._depth)
+        self._indices, self._slots, self._stats, self._make = indices, slots, stats, make
+        self._max_bytes = max_bytes
+        self._drawn: Any = None  # a batch's rows that there is no room for yet
+        self._under_way: deque[tuple[Any, int]] = deque()  # outputs, a list or an error; bytes
+        self._held_nbytes = 0
+
+    def __next__(self) -> Any:
+        self._submit_ahead()
+        if not self._under_way:
+            raise StopIteration
+        batch, nbytes = self._under_way.popleft()
+        if isinstance(batch, Exception):
+            try:
+                raise batch
+            finally:
+                del batch  # whose traceback refers to this frame
+        if type(batch) is list:
+            return self._make(batch)
+        self._held_nbytes -= nbytes
+        self._stats.copy_s += self._gatherer.wait()
+        self._stats.nbytes += nbytes
+        return self._build(batch)
+
+    def _submit_ahead(self) -> None:
+        """Start as many batches as may be under way."""
+        under_way, limit = self._under_way, self._max_bytes or DEFAULT_MAX_BYTES
+        while len(under_way) < self._depth:
+            rows = self._draw() if self._drawn is None else self._drawn
+            self._drawn = None
+            if rows is None:
+                return
+            if type(rows) is not torch.Tensor:
+                under_way.append((rows, 0))
+                continue
+            count = rows.numel()
+            nbytes = count * self._row_nbytes
+            if under_way and self._held_nbytes + nbytes > limit:
+                self._drawn = rows
+                return
+            outputs = [self._slots.allocate((count, *shape), dtype) for shape, dtype in self._rows]
+            self._gatherer.submit(rows, outputs)
+            under_way.append((tuple(outputs), nbytes))
+            self._held_nbytes += nbytes
+
+    def _draw(self) -> Any:
+        """Return the rows of the next batch, a list of indices, an error, or None at the end."""
+        try:
+            rows = next(self._indices, None)
+            if type(rows) is not torch.Tensor:
+                return rows
+            nbytes = rows.numel() * self._row_nbytes
+            if self._max_bytes is not None and nbytes > self._max_bytes:
+                msg = f"max_bytes={self._max_bytes}: one batch takes {nbytes} bytes"
+                raise ValueError(msg)  # noqa: TRY301 - delivered in its place, as all errors are
+            try:
+                return rows if self._subset is None else self._subset[rows]
+            except IndexError:  # the dataset says it in its own words
+                return rows.tolist()
+        except Exception as error:  # noqa: BLE001 - raised where the batch would come
+            return error
