@@ -140,10 +140,9 @@ py::object stack(const py::object& samples, const py::object& dtype, const py::o
   return out;
 }
 
-/// `[sample[key] for sample in samples]`, as a tuple.
-py::tuple column(const py::tuple& samples, const py::object& key) {
+py::list column(const py::tuple& samples, const py::object& key) {
   const Py_ssize_t count = PyTuple_GET_SIZE(samples.ptr());
-  py::tuple values(count);
+  py::list values(count);
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* sample = PyTuple_GET_ITEM(samples.ptr(), i);
     PyObject* value = nullptr;
@@ -152,7 +151,7 @@ py::tuple column(const py::tuple& samples, const py::object& key) {
     if (value == nullptr && PyErr_Occurred() == nullptr)
       value = PyObject_GetItem(sample, key.ptr());
     if (value == nullptr) throw py::error_already_set();
-    PyTuple_SET_ITEM(values.ptr(), i, value);
+    PyList_SET_ITEM(values.ptr(), i, value);
   }
   return values;
 }

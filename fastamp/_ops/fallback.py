@@ -217,9 +217,9 @@ class FallbackOps:
         """Return what makes the regions of one timer."""
         return functools.partial(FallbackRegion, threading.local())
 
-    def column(self, samples: tuple[Any, ...], key: Any) -> tuple[Any, ...]:
+    def column(self, samples: tuple[Any, ...], key: Any) -> list[Any]:
         """Return sample[key] of every sample."""
-        return tuple(map(itemgetter(key), samples))
+        return list(map(itemgetter(key), samples))
 
     def stack(
         self,

@@ -167,7 +167,7 @@ class HostOps(Protocol):
     def name(self) -> str:
         """The backend's name, as in `fastamp.backends()`."""
 
-    def column(self, samples: tuple[Any, ...], key: Any) -> tuple[Any, ...]:
+    def column(self, samples: tuple[Any, ...], key: Any) -> list[Any]:
         """Return sample[key] of every sample."""
 
     def stack(

@@ -6,11 +6,9 @@ fits it. As in torch, the first sample decides how a batch is collated.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import numbers
 import operator
-from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -20,10 +18,9 @@ from torch.utils.data._utils import collate as torch_collate
 from fastamp import _ops
 from fastamp.data.leaves import Keys, Leaf, PaddedLeaf, StackedLeaf, hint, place
 from fastamp.data.slots import Slots
+from fastamp.data.structure import contents_of, rebuild
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from fastamp.data.leaves import Allocate
 
 __all__ = ["BatchCollator"]
@@ -105,47 +102,38 @@ class _Node(Protocol):
         """Return the batch of the samples."""
 
 
-class _Mapping:
-    """Samples with keys; those of the first are taken."""
+class _Container:
+    """Samples that are mappings, sequences, namedtuples or dataclasses."""
 
-    def __init__(self, first: Mapping[Any, Any], children: dict[Any, _Node]) -> None:
-        self._type = type(first)
-        self._children = children
-        self._keys = list(children)
+    def __init__(self, first: Any, keys: Keys, children: dict[Any, _Node]) -> None:
+        self._type, self._keys, self._children = type(first), keys, children
+        self._names = list(children)
+        self._is_named = hasattr(first, "_fields")
+        # torch makes lists of tuples.
+        self._is_list = type(first) is list or (isinstance(first, tuple) and not self._is_named)
 
     def fits(self, sample: Any) -> bool:
-        return (
-            type(sample) is self._type
-            and list(sample) == self._keys
-            and all(child.fits(sample[key]) for key, child in self._children.items())
+        if type(sample) is not self._type:
+            return False
+        items = _items_of(sample) or {}
+        return list(items) == self._names and all(
+            child.fits(items[name]) for name, child in self._children.items()
         )
 
     def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
-        rows = tuple(samples)
-        values = {
-            key: child.collate(ops.column(rows, key), ops) for key, child in self._children.items()
-        }
-        return values if self._type is dict else _mapping_like(samples[0], values)
+        columns = zip(self._children.items(), self._columns(samples, ops), strict=False)
+        batch = {name: child.collate(column, ops) for (name, child), column in columns}
+        return list(batch.values()) if self._is_list else rebuild(samples[0], batch)
 
-
-class _Sequence:
-    """Samples with an equal number of elements."""
-
-    def __init__(self, first: Sequence[Any], children: list[_Node], keys: Keys) -> None:
-        self._type = type(first)
-        self._children = children
-        self._keys = keys
-
-    def fits(self, sample: Any) -> bool:
-        return (
-            type(sample) is self._type
-            and len(sample) == len(self._children)
-            and all(child.fits(value) for child, value in zip(self._children, sample, strict=True))
-        )
-
-    def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
-        length = len(self._children)
-        for index, sample in enumerate(samples):
+    def _columns(self, samples: Sequence[Any], ops: _ops.HostOps) -> Iterable[Sequence[Any]]:
+        """Return the values of all samples for each child, as torch hands them on."""
+        if issubclass(self._type, Mapping):
+            rows = tuple(samples)
+            return [ops.column(rows, key) for key in self._names]
+        if not issubclass(self._type, Sequence):  # but dataclasses
+            return [list(map(operator.attrgetter(name), samples)) for name in self._names]
+        length = len(self._names)
+        for index, sample in enumerate(() if self._is_named else samples):
             if len(sample) != length:
                 msg = (
                     f"{place(index, self._keys)} has length {len(sample)}, "
@@ -153,51 +141,22 @@ class _Sequence:
                     f"should be of equal size; if they are lists of numbers, {hint(self._keys)}"
                 )
                 raise RuntimeError(msg)
-        values = self._collate_columns(samples, ops)
-        as_list = self._type is list or issubclass(self._type, tuple)
-        return values if as_list else _sequence_like(samples[0], values)
-
-    def _collate_columns(self, samples: Sequence[Any], ops: _ops.HostOps) -> list[Any]:
-        pairs = zip(self._children, zip(*samples, strict=False), strict=False)
-        return [child.collate(column, ops) for child, column in pairs]
+        return zip(*samples, strict=False)
 
 
-class _NamedTuple(_Sequence):
-    """Samples with named elements."""
-
-    def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
-        return self._type(*self._collate_columns(samples, ops))
-
-
-class _Dataclass:
-    """Samples with fields."""
-
-    def __init__(self, first: DataclassInstance, children: dict[str, _Node]) -> None:
-        self._type = type(first)
-        self._children = children
-
-    def fits(self, sample: Any) -> bool:
-        return type(sample) is self._type and all(
-            child.fits(getattr(sample, name)) for name, child in self._children.items()
-        )
-
-    def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
-        batch = self._type.__new__(self._type)
-        for name, child in self._children.items():
-            column = tuple(map(operator.attrgetter(name), samples))
-            object.__setattr__(batch, name, child.collate(column, ops))  # frozen ones too
-        return batch
+def _items_of(sample: Any) -> dict[Any, Any] | None:
+    items = contents_of(sample)
+    return dict(enumerate(sample)) if items is None and isinstance(sample, Sequence) else items
 
 
 class _Planner:
-    """Works the structure of samples out."""
+    """Works out the structure of samples."""
 
     def __init__(self, pad_multiple: int, allocate: Allocate) -> None:
-        self._pad_multiple = pad_multiple
-        self._allocate = allocate
+        self._pad_multiple, self._allocate = pad_multiple, allocate
 
-    def plan(self, first: Any, keys: Keys, pad: Pad, *, as_list: bool = False) -> _Node:
-        """Return the node for samples like this one; as_list: torch gets them as a list."""
+    def plan(self, first: Any, keys: Keys, pad: Pad) -> _Node:
+        """Return the node for samples like this one."""
         function = _registered(first)
         stock = {
             torch_collate.collate_tensor_fn: _PLAIN_TENSORS,
@@ -207,51 +166,25 @@ class _Planner:
             msg = f"{place(0, keys)}: expected a tensor of one shape, got a nested tensor"
             raise RuntimeError(msg)
         if not isinstance(pad, Mapping) and pad is not None:
-            return self._plan_padded(first, keys, pad)
-        if function is None:
-            return self._plan_container(first, keys, pad or {})
-        if pad:
+            return PaddedLeaf(first, keys, pad, self._pad_multiple, self._allocate)
+        items = None if function else _items_of(first)
+        if items is not None:
+            return _Container(first, keys, self._plan_items(items, keys, pad or {}))
+        if pad and function:
             msg = f"pad for {place(0, keys)}: expected a number, got {pad!r}"
             raise TypeError(msg)
-        if type(first) in stock.get(function, ()):
+        if function and type(first) in stock.get(function, ()):
             return StackedLeaf(first, keys, function, self._allocate)
-        return Leaf(first, keys, function, as_list)
-
-    def _plan_padded(self, first: Any, keys: Keys, pad: float) -> _Node:
-        if not (isinstance(first, (torch.Tensor, np.ndarray)) or type(first) in (list, tuple)):
-            msg = (
-                f"pad={pad!r} for {place(0, keys)}: expected a tensor, an array or a list of "
-                f"numbers to pad, got {type(first).__name__}"
-            )
-            raise TypeError(msg)
-        return PaddedLeaf(first, keys, pad, self._pad_multiple, self._allocate)
-
-    def _plan_container(self, first: Any, keys: Keys, pad: Mapping[Any, Any]) -> _Node:
-        if isinstance(first, Mapping):
-            children = self._plan_items({key: first[key] for key in first}, keys, pad, as_list=True)
-            return _Mapping(first, children)
-        if isinstance(first, tuple) and hasattr(first, "_fields"):
-            named = self._plan_items(dict(zip(first._fields, first, strict=False)), keys, pad)
-            return _NamedTuple(first, list(named.values()), keys)
-        if isinstance(first, Sequence):
-            items = self._plan_items(dict(enumerate(first)), keys, pad)
-            return _Sequence(first, list(items.values()), keys)
-        if dataclasses.is_dataclass(first) and not isinstance(first, type):
-            fields = {field.name: getattr(first, field.name) for field in dataclasses.fields(first)}
-            return _Dataclass(first, self._plan_items(fields, keys, pad, as_list=True))
-        return Leaf(first, keys, torch_collate.collate, as_list=False)  # raises torch's error
+        return Leaf(first, keys, function or torch_collate.collate)  # which raises torch's error
 
     def _plan_items(
-        self, items: dict[Any, Any], keys: Keys, pad: Mapping[Any, Any], *, as_list: bool = False
+        self, items: dict[Any, Any], keys: Keys, pad: Mapping[Any, Any]
     ) -> dict[Any, _Node]:
         for key in pad:
             if key not in items:
                 msg = f"pad has the key {key!r} for {place(0, keys)}, which has {list(items)}"
                 raise ValueError(msg)
-        return {
-            key: self.plan(value, (*keys, key), pad.get(key), as_list=as_list)
-            for key, value in items.items()
-        }
+        return {key: self.plan(value, (*keys, key), pad.get(key)) for key, value in items.items()}
 
 
 def _registered(sample: Any) -> Callable[..., Any] | None:
@@ -269,28 +202,3 @@ def _check_pad(pad: Any, name: str) -> None:
     elif not (pad is None or isinstance(pad, numbers.Real)):
         msg = f"{name}={pad!r}: expected a number, or a mapping in the structure of a sample"
         raise TypeError(msg)
-
-
-def _mapping_like(first: Any, values: dict[Any, Any]) -> Any:
-    """Return a mapping of the first sample's type, as torch makes it."""
-    try:
-        if not isinstance(first, MutableMapping):
-            return type(first)(values)
-        clone = copy.copy(first)
-        clone.update(values)
-    except TypeError:
-        return values
-    return clone
-
-
-def _sequence_like(first: Any, values: list[Any]) -> Any:
-    """Return a sequence of the first sample's type, as torch makes it."""
-    try:
-        if not isinstance(first, MutableSequence):
-            return type(first)(values)
-        clone = copy.copy(first)
-        for index, value in enumerate(values):
-            clone[index] = value
-    except TypeError:
-        return values
-    return clone

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, MapDataPipe, get_worker_info
 
@@ -20,12 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["FetchSource", "make_inner"]
 
 
-class Measured(NamedTuple):
-    """A batch with the seconds that the dataset and the collate function took for it."""
-
-    batch: Any
-    getitem_s: float
-    collate_s: float
+Measured = tuple[Any, float, float]
+"""A batch with the seconds that the dataset and the collate function took for it."""
 
 
 class _Watched(Dataset[Any]):
@@ -71,7 +67,7 @@ class _Watched(Dataset[Any]):
         getitem_s, self._getitem_s = self._getitem_s, 0.0
         start_s = time.perf_counter()
         batch = self._collate_fn(samples)
-        return Measured(batch, getitem_s, time.perf_counter() - start_s)
+        return batch, getitem_s, time.perf_counter() - start_s
 
     def init_worker(self, worker_id: int) -> None:
         """Show the user's code in a worker the user's dataset."""
@@ -110,13 +106,9 @@ def make_inner(loader: DataLoader[Any], indices: Indices) -> DataLoader[Measured
 
 
 class FetchSource(Iterator[Any]):
-    """The batches of torch's iterator.
+    """The batches of torch's iterator over the loader that `make_inner` makes.
 
-    Args:
-        iterator: over the loader that `make_inner` makes.
-        stats: counts bytes and seconds.
-        save: returns the state of an iterable dataset; None if it has none.
-        states: takes this state after each batch, with whether the dataset has ended.
+    After each, `states` gets what `save` returns, with whether the iterable dataset has ended.
     """
 
     def __init__(
@@ -131,7 +123,7 @@ class FetchSource(Iterator[Any]):
     def __next__(self) -> Any:
         workers = getattr(self._iterator, "_workers", ())
         try:
-            measured = next(self._iterator)
+            batch, getitem_s, collate_s = next(self._iterator)
         except (ConnectionError, EOFError) as error:
             # So torch tells of a worker that died after it had announced a batch; it may be dying.
             if workers and wait([worker.sentinel for worker in workers], timeout=1.0):
@@ -144,10 +136,10 @@ class FetchSource(Iterator[Any]):
                 # would keep the workers until the garbage collector finds them.
                 raise error.with_traceback(None)  # noqa: B904 - the same error
             raise
-        self._stats.getitem_s += measured.getitem_s
-        self._stats.collate_s += measured.collate_s
-        self._stats.nbytes += count_nbytes(measured.batch)
+        self._stats.getitem_s += getitem_s
+        self._stats.collate_s += collate_s
+        self._stats.nbytes += count_nbytes(batch)
         if self._save is not None:
             fetcher = getattr(self._iterator, "_dataset_fetcher", None)
             self._states.append((self._save(), bool(getattr(fetcher, "ended", False))))
-        return measured.batch
+        return batch

@@ -62,11 +62,8 @@ def _explain(samples: Sequence[Any], keys: Keys, advice: str) -> str | None:
 class Leaf:
     """Values that torch's own function collates."""
 
-    def __init__(self, first: Any, keys: Keys, function: Callable[..., Any], as_list: bool) -> None:  # noqa: FBT001 - of what samples it is made
-        self._type = type(first)
-        self._keys = keys
-        self._function = function
-        self._as_list = as_list
+    def __init__(self, first: Any, keys: Keys, function: Callable[..., Any]) -> None:
+        self._type, self._keys, self._function = type(first), keys, function
 
     def fits(self, sample: Any) -> bool:
         """Say whether the leaf was planned for such a sample."""
@@ -75,7 +72,7 @@ class Leaf:
     def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
         """Return what `default_collate` makes of the samples."""
         del ops
-        return self._by_torch(list(samples) if self._as_list else samples)
+        return self._by_torch(samples)
 
     def _by_torch(self, samples: Sequence[Any]) -> Any:
         return self._function(samples, collate_fn_map=torch_collate.default_collate_fn_map)
@@ -87,7 +84,7 @@ class StackedLeaf(Leaf):
     def __init__(
         self, first: Any, keys: Keys, function: Callable[..., Any], allocate: Allocate
     ) -> None:
-        super().__init__(first, keys, function, as_list=False)
+        super().__init__(first, keys, function)
         self._allocate = allocate
 
     def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
@@ -118,10 +115,14 @@ class PaddedLeaf(Leaf):
     def __init__(
         self, first: Any, keys: Keys, pad: float, multiple: int, allocate: Allocate
     ) -> None:
-        super().__init__(first, keys, torch_collate.collate, as_list=False)
-        self._allocate = allocate
-        self._pad = pad
-        self._multiple = multiple
+        super().__init__(first, keys, torch_collate.collate)
+        self._pad, self._multiple, self._allocate = pad, multiple, allocate
+        if not (isinstance(first, torch.Tensor | np.ndarray) or self._type in (list, tuple)):
+            msg = (
+                f"pad={pad!r} for {place(0, keys)}: expected a tensor, an array or a list of "
+                f"numbers to pad, got {self._type.__name__}"
+            )
+            raise TypeError(msg)
 
     def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
         """Return the samples as one tensor, padded at the end of every ragged dimension."""

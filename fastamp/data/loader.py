@@ -39,12 +39,11 @@ class DataLoader(TorchDataLoader[T_co]):
     """Load batches as torch.utils.data.DataLoader does: same arguments, same batches, less time.
 
     Datasets in memory or in a mapped file are gathered by threads of the compiled core, ahead of
-    the consumer: TensorDataset, `fastamp.TokenDataset`, tensors, NumPy arrays and memmaps, dicts
-    and tuples of these, and a Subset of any. Their batches are those of `default_collate`; worker
-    processes are not started for them. (A tuple of arrays is one dataset of their rows, as in
-    TensorDataset.) Every other dataset, and every dataset with a `collate_fn` or a `worker_init_fn`
-    of the user's, goes through torch's own iterators and workers, with `fastamp.BatchCollator`
-    where no `collate_fn` is given.
+    the consumer: TensorDataset, `fastamp.ArrayDataset`, `fastamp.TokenDataset`, a tensor, a NumPy
+    array or memmap, a dict of these (which is an ArrayDataset), and a Subset of any. Their batches
+    are those of `default_collate`; worker processes are not started for them. Every other dataset,
+    and every dataset with a `collate_fn` or a `worker_init_fn` of the user's, goes through torch's
+    own iterators and workers, with `fastamp.BatchCollator` where no `collate_fn` is given.
 
     A batch that the user keeps is never overwritten.
 
@@ -67,7 +66,7 @@ class DataLoader(TorchDataLoader[T_co]):
 
     Raises:
         ValueError: as torch's; `max_bytes` is not positive, or, when a pass begins, less than one
-            batch; the arrays of a dict or tuple differ in length; a sharded loader has a sampler of
+            batch; the arrays of a dict differ in length; a sharded loader has a sampler of
             the user's; `rank` and `world_size` do not go together.
         TypeError: a sharded loader has an iterable dataset.
         RuntimeError: `shard`, a launcher has set WORLD_SIZE, and torch.distributed is not in use.
@@ -172,10 +171,10 @@ class DataLoader(TorchDataLoader[T_co]):
         slots = self._slots
         gatherable = self._gatherable()
         states: deque[Any] = deque()
-        if gatherable is not None:
-            batches = self._gathered(gatherable, position, slots)
-        else:
+        if gatherable is None:
             batches = self._fetched(position, slots, states)
+        else:
+            batches = self._gathered(gatherable, position, slots)
         if device is not None and device.type != "cpu":
             batches = iter(prefetch(batches, device, _DEVICE_DEPTH))
         return LoaderPass(batches, position, self._stats, states, self.__len__)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
@@ -91,7 +91,8 @@ class Pass(Iterator[T], Generic[T]):
 
     def __init__(self, iterable: Iterable[T], device: torch.device | None, depth: int) -> None:
         self._copies = CudaCopies(device) if device and device.type == "cuda" else None
-        self._ready: SimpleQueue[_Item] = SimpleQueue()
+        # Batches with the event of their copy's end or None, and errors in place of batches.
+        self._ready: SimpleQueue[tuple[Any, Any] | BaseException] = SimpleQueue()
         self._room = threading.Semaphore(depth)
         self._stop = threading.Event()
         self._owner_pid = os.getpid()
@@ -115,17 +116,17 @@ class Pass(Iterator[T], Generic[T]):
             self._copies.follow_consumer()
         item = self._ready.get()
         self._room.release()
-        if item.error is not None:
-            if _is_last(item.error):
+        if isinstance(item, BaseException):
+            if _is_last(item):
                 self.close()
             try:
-                raise item.error
+                raise item
             finally:
                 del item  # whose traceback refers to this frame
-        if item.event is not None:
-            item.event.wait()
-        batch: T = item.batch
-        return batch
+        batch, copied = item
+        if copied is not None:
+            copied.wait()
+        return cast("T", batch)
 
     def close(self) -> None:
         """End the pass and its thread; what was ready is dropped."""
@@ -144,14 +145,6 @@ class Pass(Iterator[T], Generic[T]):
             self.close()
 
 
-class _Item(NamedTuple):
-    """A batch with the event of its copy's end, or what the iterable raised in its place."""
-
-    batch: Any
-    event: Any = None
-    error: BaseException | None = None
-
-
 def _is_last(error: BaseException) -> bool:
     """Say whether the pass ends with it, as it does not with a batch that cannot be made."""
     return isinstance(error, StopIteration) or not isinstance(error, Exception)
@@ -159,8 +152,8 @@ def _is_last(error: BaseException) -> bool:
 
 def _produce(
     iterator: Iterator[Any],
-    move: Callable[[Any], tuple[Any, ...]],
-    ready: SimpleQueue[_Item],
+    move: Callable[[Any], tuple[Any, Any]],
+    ready: SimpleQueue[tuple[Any, Any] | BaseException],
     room: threading.Semaphore,
     stop: threading.Event,
     grad: bool,  # noqa: FBT001 - a thread's argument
@@ -172,10 +165,10 @@ def _produce(
             break
         try:
             batch = next(iterator)
-            ready.put(_Item(*move(batch)))
+            ready.put(move(batch))
             del batch  # held no longer than the consumer holds it
         except BaseException as error:  # noqa: BLE001 - raised where the consumer is
-            ready.put(_Item(None, error=error))
+            ready.put(error)
             if _is_last(error):
                 break
     close = getattr(iterator, "close", None)  # a generator ends in the thread that ran it
@@ -183,9 +176,9 @@ def _produce(
         close()
 
 
-def _move(device: torch.device | None, batch: Any) -> tuple[Any]:
+def _move(device: torch.device | None, batch: Any) -> tuple[Any, None]:
     moved = batch if device is None else map_tensors(lambda tensor: tensor.to(device), batch)
-    return (moved,)
+    return moved, None
 
 
 class CudaCopies:

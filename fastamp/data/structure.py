@@ -1,50 +1,70 @@
-"""What a batch may be: tensors in nested dicts, lists, tuples, namedtuples and dataclasses."""
+"""What a batch may be: tensors in nested mappings, lists, tuples, namedtuples and dataclasses.
+
+torch's pytree does not serve here: dataclasses and most mappings are leaves to it, and it takes six
+times as long for a small batch.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["count_nbytes", "map_tensors"]
+__all__ = ["contents_of", "count_nbytes", "map_tensors", "rebuild"]
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:  # noqa: PLR0911 - kinds
+def contents_of(value: Any) -> dict[Any, Any] | None:
+    """Return what a container holds by key, index or name; None for anything else."""
+    if isinstance(value, Mapping):
+        return {key: value[key] for key in value}
+    if isinstance(value, list | tuple):
+        names = getattr(value, "_fields", None)
+        return dict(enumerate(value) if names is None else zip(names, value, strict=False))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return None
+
+
+def rebuild(like: Any, contents: dict[Any, Any]) -> Any:
+    """Return a container of the same type with other contents, as default_collate makes it."""
+    if type(like) is dict:
+        return contents
+    if hasattr(like, "_fields"):
+        return type(like)(*contents.values())
+    if not isinstance(like, Mapping | Sequence):  # a dataclass
+        clone = copy.copy(like)
+        for name, value in contents.items():
+            object.__setattr__(clone, name, value)  # also where it is frozen
+        return clone
+    plain: Any = contents if isinstance(like, Mapping) else list(contents.values())
+    try:
+        if not isinstance(like, MutableMapping | MutableSequence):
+            return type(like)(plain)  # type: ignore[call-arg]
+        clone = copy.copy(like)
+        for key, value in contents.items():
+            clone[key] = value
+    except TypeError:
+        return plain
+    return clone
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     """Return the batch with every tensor replaced; types and everything else stay."""
     if isinstance(batch, Tensor):
         return function(batch)
-    if isinstance(batch, Mapping):
-        mapped = {key: map_tensors(function, value) for key, value in batch.items()}
-        if isinstance(batch, MutableMapping):  # it may have more than its items
-            clone = copy.copy(batch)
-            clone.update(mapped)
-            return clone
-        return type(batch)(mapped)  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(function, value) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(map_tensors(function, value) for value in batch)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        made = copy.copy(batch)
-        for field in dataclasses.fields(batch):
-            value = map_tensors(function, getattr(batch, field.name))
-            object.__setattr__(made, field.name, value)  # also where it is frozen
-        return made
-    return batch
+    contents = contents_of(batch)
+    if contents is None:
+        return batch
+    return rebuild(batch, {key: map_tensors(function, value) for key, value in contents.items()})
 
 
 def count_nbytes(batch: Any) -> int:
     """Return the bytes of all tensors in a batch."""
-    total = 0
-
-    def add(tensor: Tensor) -> Tensor:
-        nonlocal total
-        total += tensor.nbytes if tensor.layout is torch.strided else 0
-        return tensor
-
-    map_tensors(add, batch)
-    return total
+    if isinstance(batch, Tensor):
+        return batch.nbytes if batch.layout is torch.strided else 0
+    contents = contents_of(batch)
+    return 0 if contents is None else sum(map(count_nbytes, contents.values()))

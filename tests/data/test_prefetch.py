@@ -104,15 +104,17 @@ def test_no_more_than_depth_batches_are_made_ahead(depth):
 
 
 def test_production_and_consumption_overlap():
-    def produce():
-        for i in range(6):
-            time.sleep(0.05)
-            yield i
+    """A batch is only finished once the consumer works on the one before."""
+    at_work = [threading.Event() for _ in range(6)]
 
-    start_s = time.monotonic()
-    for _ in fastamp.prefetch(produce()):
-        time.sleep(0.05)
-    assert time.monotonic() - start_s < 0.55  # 0.35 at best, 0.6 without overlap
+    def produce():
+        yield 0
+        for event in at_work[:-1]:
+            yield event.wait(30)
+
+    for number, batch in enumerate(fastamp.prefetch(produce())):
+        assert batch is True or number == 0
+        at_work[number].set()
 
 
 @pytest.mark.parametrize("depth", [0, -1])

@@ -45,12 +45,12 @@ with open(sys.argv[1], "wb") as file:
 
 
 def choose_stops(total):
-    """Return 20 numbers of batches after which to stop: the ends of the epochs, and any others."""
+    """Return 9 numbers of batches after which to stop: the ends of the epochs, and any others."""
     per_epoch = total // EPOCHS
     always = {0, 1, per_epoch - 1, per_epoch, per_epoch + 1, total - 1, total}
     others = sorted(set(range(total)) - always)
     rng = random.Random(0)
-    return rng.sample([*always, *rng.sample(others, 20 - len(always))], 20)
+    return rng.sample([*always, *rng.sample(others, 9 - len(always))], 9)
 
 
 def state_after(variant, stop, whole, num_workers):
