@@ -1,7 +1,7 @@
 """Train a small GPT with Accelerate and fastamp's scaler: `python examples/accelerate_gpt.py`.
 
 Needs `pip install 'fastamp[accelerate]'`. Accelerate scales losses on GPUs only: on a CPU this
-trains in bf16, and nothing is replaced. The Hugging Face Trainer takes the scaler in the same way:
+trains in bf16, and nothing is replaced. For the Hugging Face Trainer, call
 `prepare_scaler(trainer.accelerator)` before `trainer.train()`.
 """
 
@@ -30,7 +30,7 @@ def make_loader():
 def main():
     torch.manual_seed(0)
     accelerator = Accelerator(mixed_precision="fp16" if torch.cuda.is_available() else "bf16")
-    prepare_scaler(accelerator)  # the only line that is new
+    prepare_scaler(accelerator)  # the only new line
     model = GPT(Shape(layers=1, heads=2, width=32, block_size=BLOCK))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
@@ -43,7 +43,7 @@ def main():
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        scheduler.step()  # which waits where the step was skipped
+        scheduler.step()  # does nothing after a skipped step
         optimizer.zero_grad()
         if step % 10 == 0:
             print(f"step {step}: loss {loss.item():.3f}")

@@ -1,4 +1,4 @@
-"""Train in one call, be interrupted, and go on: `python examples/fine_tune.py`.
+"""Train in one call, from scratch, with an interruption: `python examples/fine_tune.py`.
 
 A small GPT on the sources of Python's own library, with checkpoints in a folder of its own.
 """
@@ -27,7 +27,7 @@ def load_data():
 
 
 def train(folder, interrupt_at=None):
-    """Train, or go on from the newest checkpoint in the folder."""
+    """Train, or resume from the newest checkpoint in the folder."""
     calls = itertools.count()
 
     def loss_fn(logits, target):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import fastamp
-from fastamp.integrations.lightning import AmpCallback, AmpPrecision
+from fastamp.integrations.lightning import AmpCallback, AmpPrecision, to_lightning_module
 from fastamp.train.gpt import GPT, Shape
 
 STEPS, BATCH, BLOCK = 60, 16, 32
@@ -29,7 +29,7 @@ def make_loaders():
 def make_optimizer(parameters):
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, fused=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    # Where a step overflows and is skipped, the schedule waits.
+    # The schedule does not advance when a step overflows and is skipped.
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -48,7 +48,7 @@ def main():
             max_steps=STEPS,
             val_check_interval=STEPS,
             limit_val_batches=10,
-            plugins=[AmpPrecision("16-mixed")],  # in the place of precision="16-mixed"
+            plugins=[AmpPrecision("16-mixed")],  # in place of precision="16-mixed"
             gradient_clip_val=1.0,
             callbacks=[amp, Printer()],
             logger=pl.loggers.CSVLogger(folder),
@@ -57,7 +57,7 @@ def main():
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(fastamp.adapt(model, optimizer=make_optimizer), *make_loaders())
+        trainer.fit(to_lightning_module(model, optimizer=make_optimizer), *make_loaders())
     print(trainer.callback_metrics)
     print({name: stats.last for name, stats in amp.tracker.summary().items()})
 

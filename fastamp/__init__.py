@@ -9,35 +9,38 @@ from fastamp.data import (
     TokenDataset,
     prefetch,
 )
-from fastamp.integrations.lightning import adapt
-from fastamp.metrics import MetricsTracker, ScalarStats
-from fastamp.step import GradScaler
-from fastamp.step.clip import (
+from fastamp.metrics import Csv, JsonLines, MetricsTracker, ScalarStats, TensorBoard
+from fastamp.step import (
+    GradScaler,
+    StepReport,
     clip_grad_norm_,
     clip_grad_value_,
     clip_grads_with_norm_,
+    compute_effective_precision,
     get_total_norm,
 )
-from fastamp.step.precision import compute_effective_precision
 from fastamp.timer import RegionStats, Timer
-from fastamp.train import Adapter, TrainConfig, TrainResult, fine_tune
+from fastamp.train import ModelCall, TrainConfig, TrainResult, fine_tune
 
 __all__ = [
-    "Adapter",
     "ArrayDataset",
     "BatchCollator",
+    "Csv",
     "DataLoader",
     "GradScaler",
+    "JsonLines",
     "LoaderStats",
     "MetricsTracker",
+    "ModelCall",
     "RegionStats",
     "ScalarStats",
+    "StepReport",
+    "TensorBoard",
     "Timer",
     "TokenDataset",
     "TrainConfig",
     "TrainResult",
     "__version__",
-    "adapt",
     "backends",
     "clip_grad_norm_",
     "clip_grad_value_",

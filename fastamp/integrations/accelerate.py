@@ -1,4 +1,4 @@
-"""Accelerate, and with it the Hugging Face Trainer: fastamp's scaler in the place of torch's."""
+"""Accelerate, and with it the Hugging Face Trainer: fastamp's scaler in place of torch's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["prepare_scaler"]
 class _Scaler(GradScaler):
     """Tells Accelerate's optimizers when a step was skipped.
 
-    They take a step for skipped when torch's scaler has not called the optimizer, but a fused one
+    They regard a step as skipped if the scaler has not called the optimizer; but a fused optimizer
     is called every time, and skips by itself.
     """
 
@@ -32,7 +32,7 @@ class _Scaler(GradScaler):
         """Step as `fastamp.GradScaler`; waits for the device."""
         retval = super().step(optimizer, *args, max_norm=max_norm, **kwargs)
         if self.last_step is not None and self.last_step.skipped:
-            for wrapper in self._accelerator._optimizers:  # of all others it is False anyway
+            for wrapper in self._accelerator._optimizers:  # False already for the others
                 wrapper._accelerate_step_called = False
         return retval
 
@@ -40,8 +40,8 @@ class _Scaler(GradScaler):
 def prepare_scaler(accelerator: Any) -> GradScaler | None:
     """Replace the scaler of an Accelerator by a `fastamp.GradScaler` in the same state.
 
-    `accelerator.optimizer_step_was_skipped` is then right for fused optimizers, too, so that
-    schedulers do not advance on a skipped step. Call it once, before or after
+    `accelerator.optimizer_step_was_skipped` then reports skipped steps of fused optimizers too, so
+    that schedulers do not advance on a skipped step. Call it once, before or after
     `accelerator.prepare`; for the Hugging Face Trainer, `prepare_scaler(trainer.accelerator)`
     before `trainer.train()`.
 
@@ -49,10 +49,10 @@ def prepare_scaler(accelerator: Any) -> GradScaler | None:
         accelerator: an `accelerate.Accelerator`.
 
     Returns:
-        The scaler that the accelerator has now; None where it scales nothing, as with "bf16".
+        The accelerator's new scaler; None if it scales nothing, as with "bf16".
 
     Raises:
-        TypeError: the scaler is not torch's own: FSDP has one that scales by itself.
+        TypeError: the scaler is not torch's own, as with FSDP.
     """
     stock = accelerator.scaler
     if stock is None or isinstance(stock, _Scaler):

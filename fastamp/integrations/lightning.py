@@ -1,4 +1,4 @@
-"""Lightning: a precision plugin with fastamp's step, a callback that logs, any model as a module.
+"""Lightning: a precision plugin with fastamp's step, a callback that logs, a module of any model.
 
 `lightning.pytorch` and `pytorch_lightning` have the same names and unrelated classes: the classes
 here get their base class when an instance is made, from the package that is in use.
@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections import defaultdict
-from functools import cache, partial
+from functools import cache, partial, wraps
 from importlib.util import find_spec
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from fastamp.metrics import MetricsTracker
 from fastamp.metrics.sinks import require
 from fastamp.step import GradScaler
-from fastamp.train.adapter import Adapter
+from fastamp.train import ModelCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -30,28 +30,27 @@ if TYPE_CHECKING:
 
     from fastamp.metrics.sinks import Scalar
 
-__all__ = ["AmpCallback", "AmpPrecision", "adapt"]
+__all__ = ["AmpCallback", "AmpPrecision", "to_lightning_module"]
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 SCALED_BY_STRATEGY = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
-HELD = "step, held"  # an interval that Lightning waits for in vain
 EVENTS = ("train/loss_scale", "train/gradient_overflow", "train/skipped_steps")
 
 
 class OfLightning:
-    """Gets its base class from Lightning when an instance is made."""
+    """A class whose base class in Lightning is found when an instance is made."""
 
     base: str
-    """Where the class is in the package."""
+    """The path of the base class in the package."""
 
     def __new__(cls, *_args: Any, package: str | tuple[str, ...] | None = None, **_kw: Any) -> Self:
-        """Make an instance of a class that is Lightning's, too."""
+        """Make an instance of a subclass that has Lightning's base class too."""
         names = _packages_in_use() if package is None else package
         made: type[Self] = _made(cls, (names,) if isinstance(names, str) else names)  # type: ignore[arg-type]
         return super().__new__(made)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle and copy the instance; its class is made where it arrives."""
+        """Pickle and copy the instance; unpickling makes the class again."""
         reduced: Any = super().__reduce_ex__(protocol)
         cls, names = type(self).made_of  # type: ignore[attr-defined]
         return (partial(OfLightning.__new__, cls, package=names), (), *reduced[2:])
@@ -66,7 +65,7 @@ def _packages_in_use() -> tuple[str, ...]:
 
 @cache
 def _made(cls: Any, names: tuple[str, ...]) -> Any:
-    """Return a subclass of a class here and of Lightning's; a callback can be both packages'."""
+    """Return a subclass of `cls` and of Lightning's class; of both packages' for a callback."""
     if not set(names) <= set(PACKAGES):
         msg = f"package: expected one of {', '.join(PACKAGES)}, got {', '.join(names)}"
         raise ValueError(msg)
@@ -77,26 +76,26 @@ def _made(cls: Any, names: tuple[str, ...]) -> Any:
     made = type(cls.__name__, (cls, *bases), {"__module__": cls.__module__})
     made.made_of = (cls, names)  # type: ignore[attr-defined]
     if issubclass(cls, AmpPrecision):
-        made.__qualname__ = "MixedPrecision"  # its key in checkpoints: Lightning's own go on here
+        made.__qualname__ = "MixedPrecision"  # its key in checkpoints, as Lightning's own
     return made
 
 
 class AmpPrecision(OfLightning):
     """Lightning's MixedPrecision plugin with `fastamp.GradScaler`.
 
-    `Trainer(gradient_clip_val=...)` works with fused optimizers, and clipping by norm is part of
-    the step. Schedulers of the interval "step" stay where they are when a step is skipped, for inf
-    or NaN in a gradient; to know that costs one wait a step. "bf16-mixed" scales nothing, but clips
-    and skips in the same way.
+    `Trainer(gradient_clip_val=...)` supports fused optimizers (Lightning's own plugin raises an
+    error), and clipping by norm is part of the step. Schedulers with the interval "step" do not
+    advance when a step is skipped, because of inf or NaN in a gradient; reading that waits for the
+    device once a step. "bf16-mixed" scales nothing, but clips and skips in the same way.
 
-    Gradients are scaled until the step, as in `on_after_backward`; where the module or a callback
-    has a hook between backward and step, they are unscaled before it.
+    Gradients are scaled until the step, for example in `on_after_backward`. If the module or a
+    callback has a hook between backward and step, they are unscaled before that.
 
     Args:
         precision: "16-mixed" or "bf16-mixed".
-        device: type of the device to train on; None is "cuda" where there is one, else "cpu".
+        device: type of the device to train on; None is "cuda" if there is one, else "cpu".
         scaler: for "16-mixed"; None makes one.
-        package: "lightning.pytorch" or "pytorch_lightning", where both are imported.
+        package: "lightning.pytorch" or "pytorch_lightning", if both are imported.
 
     Raises:
         ImportError: Lightning is not installed; it comes with the extra `lightning`.
@@ -124,31 +123,52 @@ class AmpPrecision(OfLightning):
         super().__init__(precision, device, scaler)  # type: ignore[call-arg]
         self.scaler = scaler or GradScaler(device, enabled=False)
         self._max_norms: dict[int, float] = {}
+        self._has_stepped = False  # for the latest batch; the scaler knows if it was skipped
+        self._module: Any = None
 
     def convert_module(self, module: Any) -> Any:
-        """Refuse strategies that scale the loss or share out the gradients by themselves."""
+        """Refuse strategies that scale by themselves, and wrap the hook that steps schedulers."""
         names = {cls.__name__ for cls in type(module.trainer.strategy).__mro__}
         if refused := names.intersection(SCALED_BY_STRATEGY):
             msg = f"{refused.pop()} scales by itself: use Trainer(precision=...) without a plugin"
             raise TypeError(msg)
+        lr_scheduler_step = module.lr_scheduler_step
+
+        @wraps(lr_scheduler_step)  # Lightning asks whether the module's own is overridden
+        def step_if_taken(scheduler: Any, metric: Any) -> None:
+            configs = module.trainer.lr_scheduler_configs
+            by_epoch = any(c.scheduler is scheduler and c.interval == "epoch" for c in configs)
+            report = self.scaler.last_step
+            if by_epoch or (self._has_stepped and not (report and report.skipped)):
+                lr_scheduler_step(scheduler, metric)
+
+        module.lr_scheduler_step, self._module = step_if_taken, module
         return super().convert_module(module)  # type: ignore[misc]
+
+    def teardown(self) -> None:
+        """Unwrap the hook."""
+        if self._module is not None:
+            vars(self._module).pop("lr_scheduler_step", None)
+            self._module = None
+        super().teardown()  # type: ignore[misc]
 
     def optimizer_step(
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run forward and backward, clip, step unless a gradient is not finite, adapt the scale."""
-        if isinstance(optimizer, torch.optim.LBFGS):  # refused in Lightning's words
+        self._has_stepped = False
+        if isinstance(optimizer, torch.optim.LBFGS):  # Lightning raises its own error
             return super().optimizer_step(optimizer, model, closure, **kwargs)  # type: ignore[misc]
         if closure() is None and model.automatic_optimization:
-            return self._hold_schedulers(model, left_out=True)  # there is nothing to step with
+            return None  # training_step left the batch out
         if self.scaler.is_enabled() and self._has_hook_before_step(model):
             self._unscale(optimizer)
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
-        unclipped = None if self.scaler.is_enabled() else math.inf  # which has the step look
+        unclipped = None if self.scaler.is_enabled() else math.inf  # inf makes the step check
         max_norm = self._max_norms.pop(id(optimizer), unclipped)
         result = self.scaler.step(optimizer, max_norm=max_norm, **kwargs)
         self.scaler.update()
-        self._hold_schedulers(model)
+        self._has_stepped = True
         return result
 
     def clip_gradients(
@@ -158,10 +178,10 @@ class AmpPrecision(OfLightning):
         if clip_val <= 0:
             return
         if isinstance(optimizer, self._lightning.core.optimizer.LightningOptimizer):
-            optimizer = optimizer.optimizer  # which step is given
+            optimizer = optimizer.optimizer  # `optimizer_step` is given this one
         if gradient_clip_algorithm == "norm":
             self._max_norms[id(optimizer)] = float(clip_val)
-        else:  # NaN stays, and an overflow is remembered: the step is skipped
+        else:  # the scaler remembers an overflow, and skips the step
             self._unscale(optimizer)
             self.clip_grad_by_value(optimizer, clip_val)  # type: ignore[attr-defined]
 
@@ -185,22 +205,14 @@ class AmpPrecision(OfLightning):
             or any(is_overridden(step, callback, base) for callback in callbacks)
         )
 
-    def _hold_schedulers(self, model: Any, *, left_out: bool = False) -> None:
-        """Make Lightning step the schedulers of this interval only if the optimizer has stepped."""
-        report = self.scaler.last_step
-        for config in model.trainer.lr_scheduler_configs:
-            if config.interval in {"step", HELD}:
-                is_held = left_out or (report is not None and report.skipped)
-                config.interval = HELD if is_held else "step"
-
 
 class AmpCallback(OfLightning):
-    """Log what `AmpPrecision` does, and the throughput, to the loggers of a Trainer.
+    """Log overflows, the loss scale, norms and the throughput to the loggers of a Trainer.
 
     "train/loss_scale" when it changes, "train/gradient_overflow" and "train/skipped_steps" at every
-    overflow, with their steps; "train/grad_norm", "train/batches_per_s" and, where a batch holds
-    tensors, "train/samples_per_s" every `log_every_n_steps` batches. Only then is the device waited
-    for, and are the loggers called.
+    overflow, with their steps; "train/grad_norm", "train/batches_per_s" and, if a batch holds
+    tensors, "train/samples_per_s" every `log_every_n_steps` batches. Only then does it wait for the
+    device and call the loggers.
 
     Raises:
         ImportError: Lightning is not installed; it comes with the extra `lightning`.
@@ -208,7 +220,7 @@ class AmpCallback(OfLightning):
 
     base = "Callback"
     tracker: MetricsTracker
-    """What was logged, as `tracker.summary()`; there from the start of training."""
+    """Holds what was logged; made when training starts."""
     _start_s = 0.0
 
     def on_train_start(self, trainer: Any, _module: Any) -> None:
@@ -221,7 +233,7 @@ class AmpCallback(OfLightning):
     def on_train_batch_end(
         self, trainer: Any, _module: Any, _outputs: Any, batch: Any, _batch_idx: int
     ) -> None:
-        """Count, and log every so often."""
+        """Count, and log every `log_every_n_steps` batches."""
         tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
         self._n_samples += next((len(tensor) for tensor in tensors if tensor.ndim), 0)
         self._n_batches += 1
@@ -231,7 +243,7 @@ class AmpCallback(OfLightning):
                 if count:
                     rate = count / (now_s - self._start_s)
                     self.tracker.log_scalar(f"train/{name}_per_s", rate, step)
-            # The wait for the device counts for the batches that follow.
+            # The wait for the device counts towards the next batches.
             self._n_batches, self._n_samples, self._start_s = 0, 0, now_s
             self.tracker.flush()
 
@@ -240,11 +252,11 @@ class AmpCallback(OfLightning):
         self._paused_s = time.perf_counter()
 
     def on_validation_end(self, *_: Any) -> None:
-        """Let the clock go on."""
+        """Restart the clock."""
         self._start_s += time.perf_counter() - self._paused_s
 
     def on_train_end(self, *_: Any) -> None:
-        """Log what is left, after an exception too."""
+        """Log the rest, also after an exception."""
         if hasattr(self, "tracker"):
             self.tracker.close()
 
@@ -252,7 +264,7 @@ class AmpCallback(OfLightning):
 
 
 def _log(loggers: Iterable[Any], scalars: list[Scalar]) -> None:
-    """Hand every event, and the last value of everything else, to Lightning's loggers."""
+    """Pass every event, and the last value of everything else, to Lightning's loggers."""
     last = {name: step for name, step, _ in scalars}
     rows: dict[int, dict[str, float]] = defaultdict(dict)
     for name, step, value in scalars:
@@ -263,56 +275,56 @@ def _log(loggers: Iterable[Any], scalars: list[Scalar]) -> None:
             logger.log_metrics(row, step=step)
 
 
-class _Adapted(OfLightning):
-    """A model, how it is called, and what makes its optimizer."""
+class _Module(OfLightning):
+    """A model, how to call it, and what makes its optimizer."""
 
     base = "LightningModule"
 
     def __init__(
-        self, model: torch.nn.Module, adapter: Adapter, optimizer: Callable[[Any], Any]
+        self, model: torch.nn.Module, model_call: ModelCall, optimizer: Callable[[Any], Any]
     ) -> None:
         super().__init__()
-        self.model, self._adapter, self._optimizer = model, adapter, optimizer
+        self.model, self._model_call, self._optimizer = model, model_call, optimizer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
 
     def training_step(self, batch: Any, _batch_idx: int) -> torch.Tensor:
-        loss = self._adapter(self.model, batch).loss
+        loss = self._model_call(self.model, batch)
         self.log("train/loss", loss)  # type: ignore[attr-defined]
         return loss
 
     def validation_step(self, batch: Any, _batch_idx: int) -> None:
-        loss = self._adapter(self.model, batch).loss
+        loss = self._model_call(self.model, batch)
         self.log("val/loss", loss, prog_bar=True)  # type: ignore[attr-defined]
 
     def configure_optimizers(self) -> Any:
         return self._optimizer(self.parameters())  # type: ignore[attr-defined]
 
 
-def adapt(
+def to_lightning_module(
     model: torch.nn.Module,
     *,
     optimizer: Callable[[Any], Any] = torch.optim.AdamW,
     loss_fn: Callable[[torch.Tensor, Any], torch.Tensor] | None = None,
-    adapter: Adapter | None = None,
+    model_call: ModelCall | None = None,
     package: str | None = None,
 ) -> Any:
-    """Make a LightningModule of any model.
+    """Make a LightningModule of any model, with the loss that `fastamp.fine_tune` computes.
 
-    It trains with the loss that `fine_tune` takes, and logs "train/loss" and "val/loss".
+    It logs "train/loss" and "val/loss".
 
     Args:
-        model: is called as the adapter says.
+        model: any module.
         optimizer: makes of the parameters what `configure_optimizers` returns.
-        loss_fn: `loss_fn(output, target)`; None chooses by the target, see `Adapter.loss`.
-        adapter: how the model is called and what its loss is, instead of `loss_fn`.
-        package: "lightning.pytorch" or "pytorch_lightning", where both are imported.
+        loss_fn: `loss_fn(output, target)`; None chooses by the target, see `ModelCall.loss`.
+        model_call: how to call the model and compute its loss, in place of `loss_fn`.
+        package: "lightning.pytorch" or "pytorch_lightning", if both are imported.
 
     Raises:
         ImportError: Lightning is not installed; it comes with the extra `lightning`.
         ValueError: both packages are imported and `package` is None.
     """
-    made = _Adapted.__new__(_Adapted, package=package)
-    made.__init__(model, adapter or Adapter(loss_fn), optimizer)  # type: ignore[misc]
+    made = _Module.__new__(_Module, package=package)
+    made.__init__(model, model_call or ModelCall(loss_fn), optimizer)  # type: ignore[misc]
     return made

@@ -18,13 +18,13 @@ STEP = "fastamp/step"
 
 
 class WandbSink:
-    """Log what a `fastamp.MetricsTracker` hands on to a run of W&B, one `log` for each step.
+    """Log the scalars of a `fastamp.MetricsTracker` to a run of W&B, one row for each step.
 
-    A chart has the tracker's steps on its x axis: they stand in the row as "fastamp/step". W&B's
-    own step is left alone, so that the loop may log beside it and late values are kept.
+    Charts have the tracker's steps on the x axis: the column "fastamp/step". W&B's own step is not
+    set, so that the loop may log too, and late values are kept.
 
     Args:
-        run: from `wandb.init`; None is the run that is active.
+        run: from `wandb.init`; None is the active run.
 
     Raises:
         ImportError: W&B is not installed; it comes with the extra `wandb`.
@@ -52,11 +52,11 @@ class WandbSink:
 
 
 class AmpWandbCallback(OfLightning):
-    """Log to W&B, at the end of every training epoch, in which precision a Trainer trains.
+    """Log a Trainer's precision to W&B at the end of every training epoch.
 
-    "amp/precision" is the Trainer's, as "16-mixed"; "amp/enabled" says whether it is a mixed one;
-    "amp/loss_scale" is the scaler's, None where nothing is scaled. Without an active run nothing is
-    logged. `AmpCallback` logs every change of the scale with its step.
+    "amp/precision" is its name, as "16-mixed"; "amp/enabled" whether it is mixed; "amp/loss_scale"
+    the scaler's scale, None without scaling. Without an active run nothing is logged.
+    `AmpCallback` logs every change of the scale with its step.
 
     Raises:
         ImportError: Lightning is not installed; it comes with the extra `lightning`.

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScalarStats:
-    """What all values of one scalar together are.
+    """Statistics of all values of one scalar.
 
-    Mean, min and max are of the finite values, NaN where there is none: an overflow has norm inf.
+    Mean, min and max are of the finite values (an overflow has norm inf), NaN if there is none.
     """
 
     count: int
@@ -30,7 +30,7 @@ class ScalarStats:
 class Series:
     """The values of one scalar: every `stride`-th one, and the statistics of all.
 
-    When the sample is full, every second value goes and the stride doubles.
+    When the sample is full, every second value is dropped and the stride doubles.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -40,7 +40,7 @@ class Series:
         self._n_finite, self._sum, self._min, self._max = 0, 0.0, math.nan, math.nan
 
     def extend(self, steps: list[int], values: list[float]) -> None:
-        """Take values in the order in which they were logged; at least one."""
+        """Add at least one value, in logging order."""
         start = -self._count % self._stride
         self._steps.extend(steps[start :: self._stride])
         self._values.extend(values[start :: self._stride])
@@ -69,13 +69,13 @@ class Series:
         return ScalarStats(self._count, mean, self._min, self._max, self._last[1])
 
     def state_dict(self) -> dict[str, list[Any]]:
-        """Return all of it, as lists of numbers."""
+        """Return the state as lists of numbers."""
         sums = [self._n_finite, self._sum, self._min, self._max]
         places = [self._capacity, self._stride, self._count, *self._last]
         return {"steps": [*self._steps], "values": [*self._values], "at": places, "sums": sums}
 
     def load_state_dict(self, state: dict[str, list[Any]]) -> None:
-        """Become what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self._steps, self._values = array("q", state["steps"]), array("d", state["values"])
         self._capacity, self._stride, self._count, *last = state["at"]
         self._last = (last[0], last[1])

@@ -1,4 +1,4 @@
-"""Where scalars go: a sink is any callable that takes a list of (name, step, value)."""
+"""Sinks: callables that accept a list of (name, step, value), and write it somewhere."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def require(module: str, extra: str) -> Any:
 
 
 class _Lines:
-    """A text file that only grows, and is closed between batches: what was flushed stays."""
+    """A text file that is appended to, and closed between batches, so that it survives a kill."""
 
-    start: str  # of every such file
+    start: str  # the first characters of every such file
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
@@ -51,15 +51,15 @@ class _Lines:
 class JsonLines(_Lines):
     """Append every scalar to a file, one `{"name": ..., "step": ..., "value": ...}` per line.
 
-    inf and NaN, which JSON has no numbers for, are the strings "inf", "-inf" and "nan". One process
-    writes one file; an existing one is continued.
+    inf and NaN, which JSON cannot write as numbers, are the strings "inf", "-inf" and "nan". Only
+    one process may write to a file; an existing file is continued.
 
     Args:
-        path: of the file; its folder is made.
+        path: of the file; its folder is made if needed.
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: the file is there and holds something else.
+        ValueError: the file exists and holds something else.
     """
 
     start = '{"name": '
@@ -100,7 +100,7 @@ class TensorBoard:
         self._writer = require("torch.utils.tensorboard", "tensorboard").SummaryWriter(folder)
 
     def __call__(self, scalars: list[Scalar]) -> None:
-        """Write the batch, and hand it to the operating system."""
+        """Write the batch, and flush it to the operating system."""
         for name, step, value in scalars:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()

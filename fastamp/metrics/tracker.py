@@ -1,4 +1,4 @@
-"""The tracker: a queue that costs a training step next to nothing, emptied in bulk."""
+"""The tracker: scalars go into a queue, which is emptied in bulk."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastamp.metrics.plot import plot_curves
 from fastamp.metrics.series import Series
-from fastamp.metrics.sinks import require
-from fastamp.metrics.watch import GpuWatch, MeansWatch, ScalerWatch
+from fastamp.metrics.watch import GpuWatch, ScalerWatch, watch_means
 from fastamp.step import GradScaler
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from fastamp.metrics.series import ScalarStats
     from fastamp.metrics.sinks import Scalar, Sink
 
-    # Of a scalar: its name, or what makes scalars of the step and the value when it is there.
+    # Of a scalar: its name, or a function that makes scalars of the step and the value.
     Name: TypeAlias = str | Callable[[int, float], Iterable[Scalar]]
-    OnDevice: TypeAlias = tuple[Tensor, torch.cuda.Stream | None]  # a copy, and where it is made
+    OnDevice: TypeAlias = tuple[Tensor, torch.cuda.Stream | None]  # a copy, and its stream
     Entry: TypeAlias = tuple[Name, int, float | OnDevice]
 
 QUEUE = 4096
@@ -42,15 +42,15 @@ class MetricsTracker:
     """Record scalars of a training run in bounded memory, without waiting for the device.
 
     `log_scalar` puts a value into a queue. `flush`, and every 4,096th value, empties the queue into
-    the histories and the sinks; values on a device follow when they have arrived, in order. Only
-    `flush`, `summary`, `history`, `plot` and `close` wait for them, and so does a queue whose
+    the histories and the sinks, in order; values on a device follow once they have been copied.
+    Only `flush`, `summary`, `history`, `plot` and `close` wait for them, and so does a queue whose
     device is 30,000 values behind. Any thread may log. A tracker with sinks is closed at exit.
 
     Args:
-        capacity: the longest history that is kept of one name; at least 2.
-        sinks: callables that take a list of (name, step, value), as `fastamp.metrics.JsonLines`.
-            One that raises is reported once, in the log, and called again with the next batch. Of
-            the ranks of torch.distributed the first one calls its sinks; all keep histories.
+        capacity: the longest history to keep of one name; at least 2.
+        sinks: callables that accept a list of (name, step, value), as `fastamp.JsonLines`. A sink
+            that raises an error is reported once, in the log, and called again with the next batch.
+            Of the ranks of torch.distributed only the first calls its sinks; all keep histories.
 
     Raises:
         TypeError: a sink is not callable.
@@ -70,7 +70,7 @@ class MetricsTracker:
         self._reported: set[int] = set()
         self._series: dict[str, Series] = defaultdict(lambda: Series(capacity))
         self._watched: list[Any] = []
-        self._gpus: GpuWatch | None = None
+        self._gpus = GpuWatch(self._put)
         self._samples: list[Callable[[], None]] = []
         self._stops: list[Callable[[], None]] = []
         self._queue: list[Entry] = []
@@ -102,44 +102,42 @@ class MetricsTracker:
         self.last_step = step
 
     def watch(self, source: Any, *, first_step: int = 0) -> None:
-        """Record what something that works beside the loop says of itself.
+        """Record the values of a scaler, timer, loader or GPU until the tracker is closed.
 
-        - `fastamp.GradScaler`: "train/grad_norm" at every step (NaN where nobody measured it),
+        - `fastamp.GradScaler`: "train/grad_norm" at every step (NaN where it was not computed),
           "train/loss_scale" when it changes, and at every overflow "train/gradient_overflow" (1)
           and "train/skipped_steps" (how many so far). Steps are counted by calls of `update`.
         - `fastamp.Timer`, `fastamp.DataLoader`: "timer/<region>" and "loader/wait_s" and the like,
           at every `flush` the mean seconds per call or batch since the last one.
         - a CUDA device, as "cuda": "gpu0/utilization_pct", "gpu0/memory_nbytes" (in use by all
-          processes) and "gpu0/power_w", once a second. Nothing where there is no GPU.
+          processes) and "gpu0/power_w", once a second. Nothing without a GPU.
 
         Args:
-            source: one of these; watching it twice is watching it once.
+            source: one of these; a second call with the same one has no effect.
             first_step: number of a scaler's next step, for a run that is resumed.
 
         Raises:
             ImportError: there is a GPU and no nvidia-ml-py; it comes with the extra `gpu`.
-            TypeError: it is none of these.
+            TypeError: `source` is none of these.
         """
         if any(source is known for known in self._watched):
             return
         if isinstance(source, GradScaler):
-            self._stops.append(ScalerWatch(self, source, first_step).stop)
+            known = self.summary() if first_step else {}  # of the run that is resumed
+            self._stops.append(ScalerWatch(self._put, source, first_step, known).stop)
         elif isinstance(source, str | torch.device):
             has_nvml = torch.cuda.is_available() and torch.version.cuda is not None
             if torch.device(source).type == "cuda" and has_nvml:
-                if self._gpus is None:
-                    self._gpus = GpuWatch(self)
-                    self._stops.append(self._gpus.stop)
                 self._gpus.add(torch.device(source))
         elif hasattr(source, "summary") or hasattr(source, "stats"):
-            self._samples.append(MeansWatch(self, source).sample)
+            self._samples.append(watch_means(self._put, source))
         else:
             msg = f"source: expected a GradScaler, Timer, DataLoader or CUDA device, got {source!r}"
             raise TypeError(msg)
         self._watched.append(source)
 
     def flush(self) -> None:
-        """Hand everything logged so far to the histories and the sinks; waits for the device."""
+        """Pass everything logged so far to the histories and the sinks; waits for the device."""
         for sample in self._samples:
             sample()
         self._drain(wait=True)
@@ -173,44 +171,41 @@ class MetricsTracker:
             return {name: series.state_dict() for name, series in self._series.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with what `state_dict` returned; a scaler is watched after it, not before."""
+        """Restore what `state_dict` returned; call `watch` for a scaler afterwards."""
         with self._lock:
             for name, series in state.items():
                 self._series[name].load_state_dict(series)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw every history into a file; its suffix (.png, .svg, .pdf) says of which kind.
+        """Draw every history into a file; its suffix (.png, .svg, .pdf) chooses the format.
 
         Raises:
             ImportError: matplotlib is not installed; it comes with the extra `plot`.
             ValueError: nothing was logged.
         """
-        figures, summary = require("matplotlib.figure", "plot"), self.summary()
-        if not summary:
+        curves = {name: self.history(name) for name in self.summary()}
+        if not curves:
             msg = "plot: nothing was logged"
             raise ValueError(msg)
-        figure = figures.Figure(figsize=(8, 2.5 * len(summary)), layout="constrained")
-        for index, name in enumerate(summary):
-            panel = figure.add_subplot(len(summary), 1, index + 1, title=name, xlabel="step")
-            panel.plot(*self.history(name), marker=".")
-        figure.savefig(path)
+        plot_curves(path, curves)
 
     def close(self) -> None:
-        """Flush, and let go of the sinks and of all that is watched; histories stay."""
-        for stop in self._stops:
+        """Flush, and release the sinks and everything that is watched; histories stay."""
+        for stop in (*self._stops, self._gpus.stop):
             stop()
         self.flush()
-        self._sinks, self._watched, self._gpus, self._samples, self._stops = (), [], None, [], []
+        self._sinks, self._watched, self._samples, self._stops = (), [], [], []
         atexit.unregister(self.close)
 
-    def _put(self, name: Name, value: Any, step: int) -> None:
-        """Queue a value, and leave `last_step` to the loop."""
+    def _put(self, name: Name, value: Any, step: int | None = None) -> None:
+        """Queue a value of a step, or of the latest step, which stays as it is."""
+        step = self.last_step if step is None else step
         self._queue.append((name, step, value if type(value) is float else _to_scalar(name, value)))
         if len(self._queue) >= QUEUE:
             self._drain(wait=False)
 
     def _drain(self, *, wait: bool) -> None:
-        """Empty the queue, and settle the batches whose values are there, or all of them."""
+        """Empty the queue, and record the batches whose values are on the host, or all of them."""
         with self._lock:
             if self._is_draining or _is_capturing():  # a sink may log, too
                 return
@@ -221,7 +216,7 @@ class MetricsTracker:
                 del self._queue[:n]
                 self._in_flight.append((batch, _send(batch)))
                 while self._in_flight and (wait or self._is_first_ready()):
-                    self._settle(*self._in_flight.popleft())
+                    self._record(*self._in_flight.popleft())
             finally:
                 self._is_draining = False
 
@@ -229,8 +224,8 @@ class MetricsTracker:
         transfers = self._in_flight[0][1]
         return len(self._in_flight) > BATCHES_IN_FLIGHT or all(t.is_ready() for t in transfers)
 
-    def _settle(self, batch: list[Entry], transfers: list[Transfer]) -> None:
-        """Hand a batch to the histories and the sinks."""
+    def _record(self, batch: list[Entry], transfers: list[Transfer]) -> None:
+        """Pass a batch to the histories and the sinks."""
         arrived = {place: v for t in transfers for place, v in zip(t.places, t.read(), strict=True)}
         scalars: list[Scalar] = []
         for place, (name, step, queued) in enumerate(batch):
@@ -246,10 +241,10 @@ class MetricsTracker:
         for sink in self._sinks if scalars and _is_first_rank() else ():
             try:
                 sink([*scalars])
-            except Exception as error:  # noqa: BLE001, PERF203 - training outlives what a sink raises
+            except Exception as error:  # noqa: BLE001, PERF203 - a sink must not end the training
                 if id(sink) not in self._reported:
                     self._reported.add(id(sink))
-                    logging.getLogger(__name__).warning("a sink fails, %r: %r", sink, error)
+                    logging.getLogger(__name__).warning("sink %r failed: %r", sink, error)
 
 
 class Transfer:
@@ -260,16 +255,16 @@ class Transfer:
         self._event: Any = None
         with torch.cuda.stream(stream):
             self._values = torch.stack(values)
-            if stream is not None:  # without CUDA's events it is read when somebody asks
+            if stream is not None:  # without CUDA's events `read` copies it
                 self._values = self._values.to("cpu", non_blocking=True)  # into pinned memory
                 self._event = stream.record_event()
 
     def is_ready(self) -> bool:
-        """Say whether `read` waits for nothing."""
+        """Return whether `read` returns without waiting."""
         return self._event is not None and self._event.query()
 
     def read(self) -> list[float]:
-        """Return the scalars, after waiting for them."""
+        """Wait for the scalars and return them."""
         if self._event is not None:
             self._event.synchronize()
         return self._values.tolist()
@@ -291,7 +286,7 @@ def _is_first_rank() -> bool:
 
 
 def _is_capturing() -> bool:
-    """Say whether a CUDA graph is captured: work would be recorded, and a query would break it."""
+    """Return whether a CUDA graph is being captured; a query would break the capture."""
     return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 

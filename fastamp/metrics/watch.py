@@ -1,4 +1,8 @@
-"""What a tracker watches: scalers tell every step, timers and loaders are asked, so is NVML."""
+"""Sources that a tracker watches: scalers report every step, timers, loaders and GPUs are polled.
+
+Each is given `log(name, value, step=None)`, where None is the loop's latest step. In place of a
+name it may pass a function that makes scalars of the step and the value, once that is known.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +17,25 @@ from fastamp.metrics.sinks import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from typing import TypeAlias
 
+    from fastamp.metrics.series import ScalarStats
     from fastamp.metrics.sinks import Scalar
-    from fastamp.metrics.tracker import MetricsTracker
 
-GPU_INTERVAL_S = 1.0  # NVML's utilisation is a mean over 1/6 to 1 s, depending on the GPU
+    Log: TypeAlias = Callable[..., None]
+
+GPU_INTERVAL_S = 1.0  # NVML's utilization is a mean over 1/6 to 1 s, depending on the GPU
 
 
 class ScalerWatch:
-    """Hears of every step and update of a fastamp.GradScaler; its tensors are read later."""
+    """Logs every step of a fastamp.GradScaler; `known` are the scalars of the run so far."""
 
-    def __init__(self, tracker: MetricsTracker, scaler: Any, first_step: int) -> None:
-        self._tracker, self._scaler = tracker, scaler
-        known = tracker.summary() if first_step else {}  # of the run that is resumed
+    def __init__(
+        self, log: Log, scaler: Any, first_step: int, known: dict[str, ScalarStats]
+    ) -> None:
+        self._log, self._scaler, self._step = log, scaler, first_step
         scale, skipped = (known.get(f"train/{name}") for name in ("loss_scale", "skipped_steps"))
-        self._step, self._scale = first_step, scale.last if scale else math.nan
+        self._scale = scale.last if scale else math.nan
         self._n_skipped = int(skipped.last) if skipped else 0
         scaler._observers.append(self)
 
@@ -36,12 +44,12 @@ class ScalerWatch:
         self._scaler._observers.remove(self)
 
     def stepped(self) -> None:
-        """Queue what the scaler's last step found, and the scale that it had."""
+        """Log the scaler's last step, and the scale that it had."""
         report, scale = self._scaler.last_step, getattr(self._scaler, "_scale", None)
-        self._tracker._put("train/grad_norm", report.norm, self._step)
-        self._tracker._put(self._of_found_inf, report.found_inf, self._step)
+        self._log("train/grad_norm", report.norm, self._step)
+        self._log(self._of_found_inf, report.found_inf, self._step)
         if scale is not None:  # else scaling is not enabled
-            self._tracker._put(self._of_scale, scale, self._step)
+            self._log(self._of_scale, scale, self._step)
 
     def updated(self) -> None:
         """Count a step."""
@@ -59,21 +67,20 @@ class ScalerWatch:
             yield "train/loss_scale", step, scale
 
 
-class MeansWatch:
-    """Asks a timer or a loader for its totals, and makes means since the last flush of them."""
+def watch_means(log: Log, source: Any) -> Callable[[], None]:
+    """Return a function that logs the means of a timer's or loader's totals since its last call."""
+    before: dict[str, tuple[int, float]] = {}
 
-    def __init__(self, tracker: MetricsTracker, source: Any) -> None:
-        self._tracker, self._source = tracker, source
-        self._totals: dict[str, tuple[int, float]] = {}
-
-    def sample(self) -> None:
-        """Log a mean of everything that went on."""
-        before, self._totals = self._totals, _totals_of(self._source)
-        for name, (count, total) in self._totals.items():
+    def sample() -> None:
+        nonlocal before
+        totals = _totals_of(source)
+        for name, (count, total) in totals.items():
             count_before, total_before = before.get(name, (0, 0.0))
             if count > count_before:
-                mean = (total - total_before) / (count - count_before)
-                self._tracker._put(name, mean, self._tracker.last_step)
+                log(name, (total - total_before) / (count - count_before))
+        before = totals
+
+    return sample
 
 
 def _totals_of(source: Any) -> dict[str, tuple[int, float]]:
@@ -84,13 +91,12 @@ def _totals_of(source: Any) -> dict[str, tuple[int, float]]:
 
 
 class GpuWatch:
-    """The GPUs that a tracker watches, with one thread, which ends with the tracker."""
+    """Logs the state of GPUs from one thread, which starts with the first of them."""
 
-    def __init__(self, tracker: MetricsTracker) -> None:
-        self._tracker = tracker
+    def __init__(self, log: Log) -> None:
+        self._log = log
         self._handles: dict[int, Any] = {}
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._poll, name="fastamp-gpu", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def add(self, device: torch.device) -> None:
         """Watch one more GPU."""
@@ -100,22 +106,24 @@ class GpuWatch:
         uuid = str(torch.cuda.get_device_properties(index).uuid).removeprefix("GPU-")
         self._nvml.nvmlInit()
         self._handles[index] = self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        if not self._thread.is_alive():
+        if self._thread is None:
+            self._stopped = threading.Event()
+            self._thread = threading.Thread(target=self._poll, name="fastamp-gpu", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
-        self._stopped.set()
-        if self._thread.is_alive():
+        """Forget the GPUs and end the thread."""
+        if self._thread is not None:
+            self._stopped.set()
             self._thread.join()
+        self._thread, self._handles = None, {}
 
     def _poll(self) -> None:
         while not self._stopped.wait(GPU_INTERVAL_S):
             for index, handle in list(self._handles.items()):
-                for figure, ask in _GPU_FIGURES.items():
+                for figure, read in _GPU_FIGURES.items():
                     with suppress(self._nvml.NVMLError):  # not every GPU has every figure
-                        value = ask(self._nvml, handle)
-                        self._tracker._put(f"gpu{index}/{figure}", value, self._tracker.last_step)
+                        self._log(f"gpu{index}/{figure}", read(self._nvml, handle))
 
 
 _GPU_FIGURES: dict[str, Callable[[Any, Any], float]] = {

@@ -57,22 +57,23 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fastamp.train",
         description="Train a small GPT on the bytes of your text; the last tenth is held out.",
-        epilog="Exit status: 0; 1 a checkpoint is refused or cannot be written; 2 a bad argument; "
-        "130 after Ctrl-C and 143 after SIGTERM, with a checkpoint written first.",
+        epilog="Exit status: 0; 1 if a checkpoint cannot be resumed or written; 2 for a bad "
+        "argument; 130 after Ctrl-C and 143 after SIGTERM, with a checkpoint written first.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--data", metavar="PATH", help="a file or folder (default: the standard library's sources)")
     for name, (default, text) in _COUNTS.items():
         add(f"--{name}", type=number(int, 1), default=default, help=f"{text} {DEFAULT}")
-    add("--lr", type=number(float, 1e-12), default=1e-3, help=f"the highest {DEFAULT}")
-    add("--seed", type=number(int, 0, 2**32), default=0, help=f"of all that is drawn {DEFAULT}")
+    add("--lr", type=number(float, 1e-12), default=1e-3, help=f"highest learning rate {DEFAULT}")
+    add("--seed", type=number(int, 0, 2**32), default=0, help=f"of all random numbers {DEFAULT}")
     add("--precision", choices=tuple(AUTOCAST), default="32-true")
-    add("--device", help="(default: cuda where torch finds a GPU)")
-    text = "under torchrun, which trains with ddp where this is not given"
+    add("--device", help="(default: cuda if torch finds a GPU)")
+    text = "how the ranks of torchrun share the model (default: ddp)"
     add("--parallel", choices=("ddp", "fsdp"), help=text)
-    add("--checkpoint-dir", metavar="DIR", help="keep checkpoints there, and resume from them")
-    add("--checkpoint-every", type=number(int, 1), default=100, help=f"steps {DEFAULT}")
+    add("--checkpoint-dir", metavar="DIR", help="write checkpoints there, and resume from them")
+    text = f"steps between checkpoints {DEFAULT}"
+    add("--checkpoint-every", type=number(int, 1), default=100, help=text)
     add("--no-resume", action="store_true", help="start anew")
     return parser
 
@@ -91,7 +92,7 @@ def _train(args: argparse.Namespace) -> int:
     sizes = {name: getattr(args, name) for name in ("layers", "heads", "width", "block_size")}
     with progress(args.steps) if is_first else nullcontext(lambda: None) as advance:
 
-        def move_on(scalars: list[Scalar]) -> None:
+        def count(scalars: list[Scalar]) -> None:
             for _ in (name for name, _, _ in scalars if name == "train/loss"):
                 advance()
 
@@ -109,7 +110,7 @@ def _train(args: argparse.Namespace) -> int:
                 checkpoint_dir=args.checkpoint_dir,
                 checkpoint_every=args.checkpoint_every,
                 resume=not args.no_resume,
-                tracker=MetricsTracker(sinks=[move_on]),
+                tracker=MetricsTracker(sinks=[count]),
             )
         except (ValueError, RuntimeError) as error:
             refuse("--device", args.device, str(error))

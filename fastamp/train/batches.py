@@ -1,4 +1,4 @@
-"""What a model is trained on: passes over data of any kind, with a position to resume at."""
+"""Batches of any kind of data, with a position to resume at."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from fastamp.data import ArrayDataset, DataLoader, ShardSampler, map_tensors
-from fastamp.train.checkpoint import rng_state, set_rng_state
+from fastamp.train.random_state import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,26 +20,23 @@ if TYPE_CHECKING:
     from fastamp.train.config import TrainConfig
     from fastamp.train.ranks import Ranks
 
-__all__ = ["Batches"]
-
 
 class Batches:
     """Batches on a device, each with the number of its samples: the length of its first tensor.
 
     A loader with `state_dict` and `load_state_dict`, as fastamp's, resumes by itself. A resumed
-    pass over any other iterable is begun anew, with the random numbers that it began with, and what
-    was consumed is passed over: it must yield the same batches again.
+    pass over any other iterable starts again, from the same random state, and skips the batches
+    that were consumed: it must yield the same ones again.
 
     Args:
         name: of the argument, for errors.
-        data: what the user gave.
-        config: says how a Dataset or tensors are loaded.
-        ranks: share out a Dataset or tensors. A loader or an iterable has to do so itself, with the
-            same number of batches on every rank.
-        shuffle: whether they are shuffled. If not, samples that pad a rank's share do not count.
+        data: the argument.
+        config: how to load a Dataset or tensors.
+        ranks: among which a Dataset or tensors are divided.
+        shuffle: whether to shuffle them. If not, samples that pad a rank's share do not count.
 
     Raises:
-        TypeError: it is no Dataset, tensors or iterable.
+        TypeError: `data` is no Dataset, tensors or iterable.
     """
 
     def __init__(
@@ -59,13 +56,13 @@ class Batches:
         with suppress(AttributeError, TypeError):  # of a loader whose dataset has none
             self._has_state = self.loader.state_dict() is not None
         self._n_consumed = 0  # in this pass
-        self._began: dict[str, Any] | None = None  # the pass, with these random numbers
+        self._rng_at_start: dict[str, Any] | None = None  # of this pass
         self._is_resumed = False
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
-        """Begin a pass, or go on with the one that a loaded state was in."""
+        """Start a pass, or continue the one of a loaded state."""
         n_left = self._n_own
-        for batch in iter(self.loader) if self._has_state else self._begin():
+        for batch in iter(self.loader) if self._has_state else self._start():
             self._n_consumed += 1
             lengths: list[int] = []
 
@@ -80,37 +77,37 @@ class Batches:
             n_left -= n
             yield moved, n
         if not self._n_consumed:
-            msg = f"{self._name}: no batch in this pass; an iterator, too, can be passed only once"
+            msg = f"{self._name}: no batch in this pass; an iterator can be read only once"
             raise ValueError(msg)
         self._n_consumed = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch taken."""
+        """Return the position after the last batch delivered."""
         loader = self.loader.state_dict() if self._has_state else None
-        return {"n_consumed": self._n_consumed, "began": self._began, "loader": loader}
+        return {"n_consumed": self._n_consumed, "rng": self._rng_at_start, "loader": loader}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next pass begin at a position."""
+        """Let the next pass start at a position."""
         if self._has_state:
             self.loader.load_state_dict(state["loader"])
-        self._n_consumed, self._began = state["n_consumed"], state["began"]
+        self._n_consumed, self._rng_at_start = state["n_consumed"], state["rng"]
         self._is_resumed = self._n_consumed > 0
 
-    def _begin(self) -> Iterator[Any]:
+    def _start(self) -> Iterator[Any]:
         own = getattr(self.loader, "generator", None)
         own = own if isinstance(own, torch.Generator) else None
         now = rng_state(self._device, own)
-        if not self._is_resumed or self._began is None:
-            self._began = now
+        if not self._is_resumed or self._rng_at_start is None:
+            self._rng_at_start = now
             return iter(self.loader)
         self._is_resumed = False
-        set_rng_state(self._began, self._device, own)
+        set_rng_state(self._rng_at_start, self._device, own)
         batches: Iterator[Any] = iter(self.loader)
-        n_passed = sum(1 for _ in islice(batches, self._n_consumed))
+        n_skipped = sum(1 for _ in islice(batches, self._n_consumed))
         set_rng_state(now, self._device)
-        if n_passed < self._n_consumed:
+        if n_skipped < self._n_consumed:
             wanted = f"the checkpoint was written after {self._n_consumed}"
-            msg = f"{self._name}: ended after {n_passed} batches, and {wanted}"
+            msg = f"{self._name}: ended after {n_skipped} batches, and {wanted}"
             raise ValueError(msg)
         return batches
 

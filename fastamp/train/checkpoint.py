@@ -1,56 +1,46 @@
-"""Checkpoints: one file each, there whole or not at all, and the signals that ask for one."""
+"""Checkpoints: one file each, complete or absent."""
 
 from __future__ import annotations
 
 import os
 import pickle
-import random
 import re
 import shutil
-import signal
-import threading
 import zipfile
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import FrameType
+    from typing import TypeAlias
 
     from torch import nn
-    from typing_extensions import Self
+    from torch.optim import Optimizer
 
-__all__ = [
-    "DEFERRED",
-    "CheckpointError",
-    "Checkpoints",
-    "Signals",
-    "read_file",
-    "rng_state",
-    "set_rng_state",
-    "write_file",
-]
+    from fastamp.train.ranks import Ranks
 
-DEFERRED = (signal.SIGTERM, signal.SIGINT)
+    # Says why a state cannot be resumed, or returns None.
+    FindProblem: TypeAlias = Callable[[dict[str, Any]], str | None]
+
 _FORMAT = "fastamp.train 1"
-_NAME = re.compile(r"step-\d{8,}(\.pt)?")  # folders are those of several ranks
+_NAME = re.compile(r"step-\d{8,}(\.pt)?")  # a folder where several ranks wrote it
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be resumed; the message names it, and the newest that can."""
+    """A checkpoint that cannot be resumed; the message names it, and the newest good one."""
 
 
 class Checkpoints:
     """The checkpoints of one run in one folder, `step-00000123.pt` and the like.
 
     Args:
-        folder: is made; what killed runs left there half-written is removed.
-        keep: how many stay, the newest ones.
-        resume: False for a run that starts anew: those that are there go when it writes its first.
+        folder: is made if needed; files that killed runs left half-written are removed.
+        keep: how many of the newest checkpoints to keep.
+        resume: False starts anew: older checkpoints are removed when the first one is written.
+        ranks: of the run. An error on one rank is raised on all.
 
     Raises:
         OSError: the folder cannot be made or written to.
@@ -58,19 +48,21 @@ class Checkpoints:
 
     suffix = ".pt"
 
-    def __init__(self, folder: str | os.PathLike[str], *, keep: int, resume: bool) -> None:
-        self._folder, self._keep = Path(folder).absolute(), keep
-        self._is_readable = False  # what this run writes, as far as is known
-        found = self._prepare()
-        self._mine = found if resume else []
+    def __init__(
+        self, folder: str | os.PathLike[str], *, keep: int, resume: bool, ranks: Ranks
+    ) -> None:
+        self._folder, self._keep, self._ranks = Path(folder).absolute(), keep, ranks
+        self._is_tested = False  # whether a checkpoint of this run has been read again
+        found = ranks.first(self._prepare)
+        self._mine: list[Path] = found if resume else []
 
     def save(
-        self, step: int, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+        self, step: int, state: dict[str, Any], model: nn.Module, optimizer: Optimizer
     ) -> None:
-        """Write a checkpoint to the disk beside its place, and put it there in one step.
+        """Write a checkpoint under a temporary name, then rename it.
 
         Raises:
-            OSError: it cannot be written; the others are as they were.
+            OSError: it cannot be written; the other checkpoints are unchanged.
             CheckpointError: it is the first one, and could not be read again.
         """
         path = self._folder / f"step-{step:08d}{self.suffix}"
@@ -78,48 +70,43 @@ class Checkpoints:
         self._mine = [*(mine for mine in self._mine if mine != path), path]
         try:
             self._write(part, state, model, optimizer)
-            if not self._is_readable:
+            if not self._is_tested:
                 self._read(part, lambda _: None)
-                self._is_readable = True
-            self._publish(part, path)
+                self._is_tested = True
+            self._ranks.first(lambda: self._publish(part, path))
         except OSError as error:
             raise self._explain(error, f"{path.name} cannot be written") from error
         finally:
             _remove(part)
 
-    def load(self, problem: Callable[[dict[str, Any]], str | None]) -> dict[str, Any] | None:
-        """Return the newest checkpoint's state, None if there is none.
-
-        Args:
-            problem: says what is wrong with a state, if anything is.
+    def load(self, find_problem: FindProblem) -> dict[str, Any] | None:
+        """Return the state of the newest checkpoint, None if there is none.
 
         Raises:
-            CheckpointError: it cannot be read, or there is a problem with it.
+            CheckpointError: it cannot be read, or has a problem.
         """
         if not self._mine:
             return None
         newest, *others = reversed(self._mine)
         try:
-            return self._read(newest, problem)
+            return self._read(newest, find_problem)
         except CheckpointError as error:
             offer = ""
             for path in others:
                 with suppress(CheckpointError):
-                    self._read(path, problem)
+                    self._read(path, find_problem)
                     offer = f"; {path} is good: remove {newest.name} to resume from it"
                     break
             msg = f"{error}{offer}; resume=False starts anew"
             raise CheckpointError(msg) from error
 
-    def restore(
-        self, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> None:
-        """Bring the model and the optimizer to what `load` returned."""
-        optimizer.load_state_dict(state["optimizer"])
+    def restore(self, state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
+        """Load what `load` returned into the model and the optimizer."""
         model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
 
     def _prepare(self) -> list[Path]:
-        """Make the folder fit to be written to, and return the checkpoints in it."""
+        """Make the folder, check that it can be written to, and return the checkpoints in it."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / ".step-probe.part").write_bytes(b"\0")
@@ -127,36 +114,35 @@ class Checkpoints:
                 _remove(leftover)
         except OSError as error:
             raise self._explain(error, "cannot be written to") from error
-        return self._found()
+        return self._list()
 
     def _write(
-        self,
-        part: Path,
-        state: dict[str, Any],
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        self, part: Path, state: dict[str, Any], model: nn.Module, optimizer: Optimizer
     ) -> None:
-        tensors = {"optimizer": optimizer.state_dict(), "model": model.state_dict()}
-        write_file(part, state | tensors)
+        write_file(part, state | {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
     def _publish(self, part: Path, path: Path) -> None:
-        """Put a whole checkpoint in its place, and remove what is not to be kept."""
-        if path.is_dir():  # which would be in the way
+        """Rename a finished checkpoint, and remove those that are not kept."""
+        if path.is_dir():  # it would prevent the renaming
             _remove(path)
         part.replace(path)
         _sync_folder(self._folder)
-        for old in set(self._found()) - set(self._mine[-self._keep :]):
+        for old in set(self._list()) - set(self._mine[-self._keep :]):
             _remove(old)
 
-    def _read(self, path: Path, problem: Callable[[dict[str, Any]], str | None]) -> dict[str, Any]:
+    def _read(self, path: Path, find_problem: FindProblem) -> dict[str, Any]:
+        state: dict[str, Any] = self._ranks.together(lambda: self._read_own(path, find_problem))
+        return state
+
+    def _read_own(self, path: Path, find_problem: FindProblem) -> dict[str, Any]:
         if path.is_dir():
             msg = f"{path}: was written by several ranks: torchrun --nproc-per-node 1 resumes it"
             raise CheckpointError(msg)
-        return read_file(path, problem)
+        return read_file(path, find_problem)
 
-    def _found(self) -> list[Path]:
-        found = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]
-        return sorted(found, key=lambda path: int(path.stem.removeprefix("step-")))
+    def _list(self) -> list[Path]:
+        paths = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]
+        return sorted(paths, key=lambda path: int(path.stem.removeprefix("step-")))
 
     def _explain(self, error: OSError, problem: str) -> OSError:
         return OSError(error.errno, f"checkpoint_dir={self._folder}: {problem}: {error.strerror}")
@@ -167,18 +153,18 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
     with path.open("wb") as file:
         try:
             torch.save({"format": _FORMAT, **state}, file)
-        except RuntimeError as error:  # torch's, where writing has failed
+        except RuntimeError as error:  # torch raises it in place of an OSError
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
         file.flush()
         os.fsync(file.fileno())
 
 
-def read_file(path: Path, problem: Callable[[dict[str, Any]], str | None]) -> dict[str, Any]:
+def read_file(path: Path, find_problem: FindProblem) -> dict[str, Any]:
     """Return the state in a file; raise a CheckpointError if it is damaged or has a problem."""
     state: Any = None
     try:
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()  # which torch does not look for
+            damaged = archive.testzip()  # torch.load does not check the sums
         if damaged is None:
             state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -186,13 +172,13 @@ def read_file(path: Path, problem: Callable[[dict[str, Any]], str | None]) -> di
         of_what = f" of {kind[1]}" if kind else ""
         msg = f"{path}: holds an object{of_what}, which is neither a tensor nor a plain value"
         raise CheckpointError(msg) from error
-    except Exception as error:  # what is pickled in a foreign file can raise anything
+    except Exception as error:  # unpickling a foreign file can raise anything
         msg = f"{path}: is cut short or no checkpoint: {error}"
         raise CheckpointError(msg) from error
     found = state.get("format") if isinstance(state, dict) else None
-    wrong = problem(state) if found == _FORMAT else f"expected {_FORMAT!r}, got {found!r}"
-    if damaged or wrong:
-        msg = f"{path}: {f'is damaged in {damaged}' if damaged else wrong}"
+    problem = find_problem(state) if found == _FORMAT else f"expected {_FORMAT!r}, got {found!r}"
+    if damaged or problem:
+        msg = f"{path}: {f'is damaged in {damaged}' if damaged else problem}"
         raise CheckpointError(msg)
     return state  # type: ignore[no-any-return]
 
@@ -210,74 +196,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def rng_state(device: torch.device, own: torch.Generator | None = None) -> dict[str, Any]:
-    """Return the states of torch's, NumPy's and Python's default generators, and of one's own."""
-    numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - the program's, not one of ours
-    numpy["state"]["key"] = numpy["state"]["key"].tolist()
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": numpy,
-        "python": random.getstate(),
-        "own": own and own.get_state(),
-    }
-
-
-def set_rng_state(
-    state: dict[str, Any], device: torch.device, own: torch.Generator | None = None
-) -> None:
-    """Restore what `rng_state` returned."""
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"], device)
-    np.random.set_state(state["numpy"])  # noqa: NPY002
-    random.setstate(state["python"])
-    if own is not None:
-        own.set_state(state["own"])
-
-
-class Signals:
-    """Puts SIGTERM and Ctrl-C off until `deliver`; a second Ctrl-C interrupts at once.
-
-    Only in the main thread, and only signals that something would have come of.
-    """
-
-    def __init__(self, *, enabled: bool) -> None:
-        in_main = threading.current_thread() is threading.main_thread()
-        self._numbers = DEFERRED if enabled and in_main else ()
-        self._previous: dict[int, Any] = {}
-        self.heard: int | None = None
-        self.received: int | None = None
-        """What to act on: what this process, or a rank of its run, has heard."""
-
-    def __enter__(self) -> Self:
-        for number in self._numbers:
-            previous = signal.getsignal(number)
-            if previous not in (signal.SIG_IGN, None):
-                self._previous[number] = previous
-                signal.signal(number, self._receive)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self._previous:
-            signal.signal(*self._previous.popitem())
-
-    def deliver(self) -> None:
-        """Do what the signal that was received, if any, would have done."""
-        number, self.received = self.received, None
-        if number is None:
-            return
-        self.heard = None
-        previous = self._previous.get(number, signal.SIG_DFL)
-        self.__exit__()
-        if number == signal.SIGTERM and previous is signal.SIG_DFL:
-            raise SystemExit(128 + number)  # and what is to be cleaned up is
-        signal.raise_signal(number)
-        self.__enter__()  # the program's own handler lets training go on
-
-    def _receive(self, number: int, _frame: FrameType | None) -> None:
-        self.heard = number
-        if number == signal.SIGINT:
-            signal.signal(number, self._previous[number])

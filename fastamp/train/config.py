@@ -1,4 +1,4 @@
-"""What a training run can be told, checked when it is written down."""
+"""The options of a training run, checked when the config is made."""
 
 from __future__ import annotations
 
@@ -11,43 +11,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastamp.metrics import MetricsTracker
-from fastamp.step.precision import compute_effective_precision
-from fastamp.train.adapter import Adapter
+from fastamp.step import compute_effective_precision
+from fastamp.train.model_call import ModelCall
+from fastamp.train.optimizer import OPTIMIZERS, SCHEDULES
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-__all__ = ["TrainConfig"]
-
-OPTIMIZERS = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-}
-SCHEDULES: dict[str, Callable[[float], float]] = {  # of the part of the way after the warm-up
-    "cosine": lambda part: (1 + math.cos(math.pi * part)) / 2,
-    "linear": lambda part: 1 - part,
-    "constant": lambda _: 1.0,
-}
 AUTOCAST = {"32-true": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
-# Each integer and the least that it can be; those whose default is None may be None.
+# The smallest value of each integer; those whose default is None may be None.
 _INTEGERS = {"epochs": 1, "max_steps": 1, "batch_size": 1, "warmup_steps": 0, "accumulate": 1}
 _INTEGERS |= {"seed": 0, "num_workers": 0, "eval_every": 1, "log_every": 1}
 _INTEGERS |= {"checkpoint_every": 1, "keep": 1}
-_LONGEST = 2**63 - 1  # what torch takes for an integer
-_PARALLEL = (None, "ddp", "fsdp")
+_LARGEST = 2**63 - 1  # torch's integers have 64 bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """What `fastamp.fine_tune` does; every field has a default that works.
+    """The options of `fastamp.fine_tune`; every field has a default that works.
 
     A step is one step of the optimizer, of `accumulate` batches.
 
     Raises:
-        ValueError: a field has a value that it cannot have; the message names both.
+        ValueError: a field has a wrong value; the message names both.
     """
 
     epochs: int = 3
@@ -58,63 +45,63 @@ class TrainConfig:
     lr: float = 1e-3
     weight_decay: float = 0.01
     optimizer: str | Callable[[list[nn.Parameter]], Optimizer] = "adamw"
-    """"adamw", "adam", "sgd" or "adagrad", fused where torch can; or what makes one of parameters,
-    by itself: `lr` and `weight_decay` are nothing to it."""
+    """"adamw", "adam", "sgd" or "adagrad", fused where torch supports it; or a callable that makes
+    an optimizer of the parameters, and ignores `lr` and `weight_decay`."""
     schedule: str = "cosine"
     """Of the learning rate: "cosine" and "linear" end at 0, or "constant". Skipped steps do not
     count."""
     warmup_steps: int = 0
-    """In which the learning rate grows from near 0."""
+    """Steps in which the learning rate grows from near 0."""
     use_amp: bool | None = None
     """See `fastamp.compute_effective_precision`."""
     precision: str | int = "32-true"
-    """Comes with `use_amp` to "32-true", which leaves dtypes alone, "bf16-mixed" or "16-mixed",
-    which scales the loss. Gradients that are not finite are skipped in "16-mixed", and everywhere
-    with a `max_norm`."""
+    """With `use_amp`, chooses "32-true", which leaves dtypes alone, "bf16-mixed" or "16-mixed",
+    which scales the loss. A step whose gradients are not finite is skipped in "16-mixed", and in
+    the others if there is a `max_norm`."""
     max_norm: float | None = 1.0
-    """Longest norm of all gradients together; None does not clip."""
+    """Largest norm of all gradients together; None does not clip."""
     accumulate: int = 1
-    """Batches in a step. The last step of an epoch takes those that are left."""
+    """Batches in a step. The last step of an epoch has those that are left."""
     compile: bool = False
     """Runs the model through `torch.compile`."""
     device: str | torch.device | None = None
-    """Where the model is moved; None is a GPU where there is one. Under torchrun a GPU without a
-    number is the rank's own."""
+    """Where the model moves; None is a GPU if there is one. Under torchrun a GPU without a number
+    is the rank's own."""
     parallel: str | None = None
-    """"ddp" or "fsdp", for the ranks of torchrun or of an initialised torch.distributed; None is
-    "ddp" where there are ranks, and a process of its own where there are none."""
+    """"ddp" or "fsdp", for the ranks of torchrun or of an initialized torch.distributed; None is
+    "ddp" if there are ranks, else a single process."""
     seed: int = 0
-    """Of all that is drawn, together with the rank; the program's own draws go on afterwards as if
-    nothing had been."""
+    """Of all random numbers, together with the rank; the program's own generators are restored
+    at the end."""
     num_workers: int = 0
     """Processes that load a Dataset which is not in memory."""
     eval_every: int | None = None
-    """Steps between evaluations; None evaluates after every epoch. Both do at the end."""
+    """Steps between evaluations; None evaluates after every epoch. Both evaluate at the end."""
     log_every: int = 10
-    """Steps after which `tracker` is served, which waits for the device. Then, too, ranks exchange
-    their losses, and whether one of them has received a signal."""
+    """Steps between flushes to `tracker`, which wait for the device. At the same steps ranks
+    exchange their losses, and whether one of them has received a signal."""
     checkpoint_dir: str | os.PathLike[str] | None = None
-    """Folder of this run's checkpoints; None keeps none."""
+    """Folder of this run's checkpoints; None writes none."""
     checkpoint_every: int | None = None
-    """Steps between checkpoints; None writes one after every epoch. Both do at the end."""
+    """Steps between checkpoints; None writes one after every epoch. Both write one at the end."""
     keep: int = 3
-    """How many of the newest checkpoints stay."""
+    """How many of the newest checkpoints to keep."""
     resume: bool = True
-    """Goes on from the newest checkpoint. False starts anew, and removes what it found in
-    `checkpoint_dir` once it has written a checkpoint of its own."""
+    """Resumes from the newest checkpoint. False starts anew, and removes the checkpoints in
+    `checkpoint_dir` once it has written one of its own."""
     tracker: MetricsTracker | None = None
-    """Gets every scalar, too: "train/loss", "train/lr", "val/loss", and those of a scaler that it
+    """Receives every scalar: "train/loss", "train/lr", "val/loss", and those of a scaler that it
     watches. Steps count from 1."""
     loss_fn: Callable[[Tensor, Any], Tensor] | None = None
-    """Of predictions and target, see `Adapter.loss`."""
-    adapter: Adapter | None = None
-    """Tells how the model is called and what its loss is, in place of `loss_fn`."""
+    """Of predictions and target, see `ModelCall.loss`."""
+    model_call: ModelCall | None = None
+    """How to call the model and compute its loss, in place of `loss_fn`."""
 
     def __post_init__(self) -> None:
         """Check every field."""
         for name, least in _INTEGERS.items():
             value, or_none = getattr(self, name), getattr(type(self), name) is None
-            fine = type(value) is int and least <= value <= _LONGEST
+            fine = type(value) is int and least <= value <= _LARGEST
             expected = f"an integer from {least} to 2**63 - 1{' or None' if or_none else ''}"
             self._check(name, expected, fine=fine or (or_none and value is None))
         for name, others in {"lr": (), "weight_decay": (0,), "max_norm": (None,)}.items():
@@ -122,57 +109,60 @@ class TrainConfig:
             fine = isinstance(value, (int, float)) and 0 < value < math.inf
             expected = " or ".join([*map(str, others), "a number above 0"])
             self._check(name, expected, fine=fine or value in others)
-            if value is not None:  # NumPy's are no plain values in a checkpoint
+            if value is not None:  # a checkpoint cannot hold NumPy's numbers
                 object.__setattr__(self, name, float(value))
         known = callable(self.optimizer) or self.optimizer in OPTIMIZERS
         self._check("optimizer", f"a callable or one of {', '.join(OPTIMIZERS)}", fine=known)
         self._check("schedule", f"one of {', '.join(SCHEDULES)}", fine=self.schedule in SCHEDULES)
-        self._check("parallel", "None, 'ddp' or 'fsdp'", fine=self.parallel in _PARALLEL)
-        kinds: dict[str, Any] = {"loss_fn": Callable, "adapter": Adapter, "tracker": MetricsTracker}
+        known = self.parallel in (None, "ddp", "fsdp")
+        self._check("parallel", "None, 'ddp' or 'fsdp'", fine=known)
+        kinds: dict[str, Any] = {
+            "loss_fn": Callable,
+            "model_call": ModelCall,
+            "tracker": MetricsTracker,
+        }
         for name, kind in kinds.items():
             value = getattr(self, name)
             fine = value is None or isinstance(value, kind)
             self._check(name, f"{kind.__name__} or None", fine=fine)
-        alone = self.loss_fn is None or self.adapter is None
-        self._check("loss_fn", "None beside an adapter, which has its own", fine=alone)
+        alone = self.loss_fn is None or self.model_call is None
+        self._check("loss_fn", "None beside a model_call, which has its own", fine=alone)
         try:
-            kind = self.chosen_device.type
+            device_type = self.chosen_device.type
         except RuntimeError:
-            kind = "meta"
-        is_there = kind != "meta" and (kind != "cuda" or torch.cuda.is_available())
-        self._check("device", "a device that is there", fine=is_there)
+            device_type = "meta"
+        has_device = device_type != "meta" and (device_type != "cuda" or torch.cuda.is_available())
+        self._check("device", "an available device", fine=has_device)
         try:
-            trained = self.effective_precision in AUTOCAST
+            can_train = self.effective_precision in AUTOCAST
         except ValueError as error:
             raise ValueError(str(error).replace("requested", "precision", 1)) from None
-        expected = f"what comes to one of {', '.join(AUTOCAST)}; a model of 16-bit parameters"
-        self._check("precision", f"{expected} is trained in 32-true", fine=trained)
+        expected = f"a name for one of {', '.join(AUTOCAST)}; a model of 16-bit parameters"
+        self._check("precision", f"{expected} is trained in 32-true", fine=can_train)
 
     @property
     def chosen_device(self) -> torch.device:
         """Where training takes place."""
-        if self.device is None:
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        else:
-            device = torch.device(self.device)
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device(default if self.device is None else self.device)
         if str(device) == "cuda" and "LOCAL_RANK" in os.environ:
             return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         return device
 
     @property
     def effective_precision(self) -> str:
-        """What `precision` and `use_amp` come to on the device."""
+        """The precision that `precision` and `use_amp` choose on the device."""
         use_gpu = self.chosen_device.type == "cuda"
         return compute_effective_precision(self.precision, self.use_amp, use_gpu=use_gpu)
 
     def lr_factor(self, n_taken: int, total: int | None) -> float:
-        """Return what the learning rate is multiplied by after so many steps of `total`."""
+        """Return the factor of the learning rate after so many steps of `total`."""
         if n_taken < self.warmup_steps:
             return (n_taken + 1) / self.warmup_steps
         if total is None:  # and the schedule is constant
             return 1.0
-        part = (n_taken - self.warmup_steps) / max(total - self.warmup_steps, 1)
-        return SCHEDULES[self.schedule](min(part, 1.0))
+        share = (n_taken - self.warmup_steps) / max(total - self.warmup_steps, 1)
+        return SCHEDULES[self.schedule](min(share, 1.0))
 
     def _check(self, name: str, expected: str, *, fine: bool) -> None:
         if not fine:

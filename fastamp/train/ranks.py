@@ -1,4 +1,4 @@
-"""The ranks of a run: who they are, how a model is spread over them, and what they agree on."""
+"""The ranks of a run: how they share a model, exchange values, and raise each other's errors."""
 
 from __future__ import annotations
 
@@ -18,29 +18,27 @@ if TYPE_CHECKING:
 
     from fastamp.train.config import TrainConfig
 
-__all__ = ["Ranks", "is_launched", "join"]
-
-_LAUNCHERS = {"RANK", "WORLD_SIZE", "MASTER_ADDR"}  # what torchrun sets, and what joining needs
+_LAUNCHERS = {"RANK", "WORLD_SIZE", "MASTER_ADDR"}  # torchrun sets them, and joining needs them
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that train one model, or a process of its own."""
+    """The ranks that train one model, or a single process."""
 
     mode: str | None = None
-    """"ddp", "fsdp", or None for a process of its own."""
+    """"ddp", "fsdp", or None for a single process."""
     rank: int = 0
     count: int = 1
 
     def gather(self, mine: Any) -> list[Any]:
-        """Return what every rank has, in rank order."""
+        """Return the value of every rank, in rank order."""
         everyone = [mine] * self.count
         if self.mode is not None:
             dist.all_gather_object(everyone, mine)
         return everyone
 
     def together(self, action: Callable[[], Any]) -> Any:
-        """Return what the action comes to on this rank, or raise on all what it raised on one."""
+        """Call a function on every rank and return this rank's result; raise any rank's error."""
         value = error = None
         try:
             value = action()
@@ -52,7 +50,7 @@ class Ranks:
         return value
 
     def first(self, action: Callable[[], Any]) -> Any:
-        """Return on all ranks what the action comes to on the first one."""
+        """Call a function on the first rank, and return its result on all."""
         return self.gather(self.together(lambda: action() if self.rank == 0 else None))[0]
 
     def sum(self, values: list[torch.Tensor]) -> torch.Tensor:
@@ -62,35 +60,42 @@ class Ranks:
             dist.all_reduce(packed)
         return packed
 
-    def shard(self, model: nn.Module, device: torch.device) -> None:
-        """Shard a model with FSDP2, if that is the mode and the user has not done it.
+    def spread(self, model: nn.Module, config: TrainConfig) -> tuple[nn.Module, nn.Module]:
+        """Move the model to the device, shard and wrap it.
 
-        The first rank's parameters and buffers become everybody's, as with DDP. The units are the
-        children of the outermost ModuleLists, which are a model's repeated blocks, and the rest.
+        Returns:
+            The module to call in training, and the one to call in evaluation.
         """
-        if self.mode != "fsdp":
-            return
-        from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - and DTensor
+        device = config.chosen_device
+        model.to(device)
+        if self.mode == "fsdp":
+            self._shard(model, device)
+        called: Any = torch.compile(model) if config.compile else model
+        if self.mode != "ddp":
+            return called, called
+        device_ids = [device] if device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(called, device_ids=device_ids), called
+
+    def _shard(self, model: nn.Module, device: torch.device) -> None:
+        """Shard a model with FSDP2, unless the user has done it.
+
+        All ranks start from the first rank's parameters and buffers, as with DDP. Each child of the
+        outermost ModuleLists (a model's repeated blocks) is a unit, and so is the rest.
+        """
+        from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - slow to import
         from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: PLC0415
-        from torch.distributed.utils import _sync_module_states  # noqa: PLC0415
 
         if any(isinstance(module, FSDPModule) for module in model.modules()):
             return
-        _sync_module_states(model, dist.group.WORLD, 1 << 28, 0, ())  # type: ignore[arg-type]
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
         mesh = init_device_mesh(device.type, (self.count,))
         for module in [*_blocks(model), model]:
             fully_shard(module, mesh=mesh)
 
-    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """Return what is called in training: DDP around the model, if that is the mode."""
-        if self.mode != "ddp":
-            return model
-        device_ids = [device] if device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(model, device_ids=device_ids)
-
 
 def is_launched() -> bool:
-    """Say whether there are ranks: torchrun has started them, or they have found each other."""
+    """Return whether this process is a rank: of torchrun, or of an initialized process group."""
     if not dist.is_available():
         return False
     return dist.is_initialized() or os.environ.keys() >= _LAUNCHERS
@@ -98,14 +103,14 @@ def is_launched() -> bool:
 
 @contextmanager
 def join(config: TrainConfig) -> Iterator[Ranks]:
-    """Join the other ranks, if there are any; a process group that this makes is left again.
+    """Join the other ranks, if there are any, and destroy the process group if this made it.
 
     Raises:
-        ValueError: the config wants ranks and there are none.
+        ValueError: the config asks for ranks and there are none.
     """
     if not is_launched():
         if config.parallel is not None:
-            expected = "expected None where neither torchrun nor torch.distributed has made ranks"
+            expected = "expected None, as neither torchrun nor torch.distributed has started ranks"
             msg = f"parallel: {expected}, got {config.parallel!r}"
             raise ValueError(msg)
         yield Ranks()
@@ -118,10 +123,10 @@ def join(config: TrainConfig) -> Iterator[Ranks]:
     try:
         yield Ranks(config.parallel or "ddp", dist.get_rank(), dist.get_world_size())
     except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # which hold what is to go
+        traceback.clear_frames(error.__traceback__)  # they hold the DDP module
         raise
     finally:
-        gc.collect()  # DDP's hooks on the model, and threads that torch must not end with
+        gc.collect()  # DDP's hooks on the model, and threads that must end before torch does
         if makes_group:
             dist.destroy_process_group()
 

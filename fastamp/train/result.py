@@ -1,11 +1,11 @@
-"""What a training run came to."""
+"""The result of a training run: curves, counts and times."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastamp.metrics.sinks import require
+from fastamp.metrics.plot import plot_curves
 
 if TYPE_CHECKING:
     import os
@@ -15,7 +15,14 @@ if TYPE_CHECKING:
 
     from fastamp.timer import RankStats
 
-__all__ = ["Curve", "TrainResult"]
+# Each curve of a result, and the scalar that it shows.
+CURVES = {
+    "train_loss": "train/loss",
+    "val_loss": "val/loss",
+    "grad_norm": "train/grad_norm",
+    "loss_scale": "train/loss_scale",
+    "lr": "train/lr",
+}
 
 
 class Curve(NamedTuple):
@@ -29,7 +36,7 @@ class Curve(NamedTuple):
 class TrainResult:
     """What `fastamp.fine_tune` returns; `str` of it is the summary.
 
-    Curves and counts are of the whole run, also of what came before it was resumed; times, memory
+    Curves and counts are of the whole run, including the part before it was resumed; times, memory
     and throughput are of this call.
     """
 
@@ -38,28 +45,28 @@ class TrainResult:
     val_loss: Curve
     """Mean over the validation set."""
     grad_norm: Curve
-    """Before clipping; NaN where nobody measured it."""
+    """Before clipping; NaN where it was not computed."""
     loss_scale: Curve
     """A point for every change; empty without loss scaling."""
     lr: Curve
     steps: int
-    """Of the optimizer, skipped ones included."""
+    """Of the optimizer, including skipped ones."""
     skipped_steps: int
     """Because a gradient was not finite."""
     precision: str
-    """In which the model ran, as `fastamp.compute_effective_precision` names it."""
+    """Of the run, as `fastamp.compute_effective_precision` names it."""
     samples_per_s: float
-    """While training: evaluations and checkpoints are left out."""
+    """In training, without evaluations and checkpoints."""
     peak_memory_nbytes: int | None
     """Allocated by torch on a GPU; None on a CPU."""
     phase_s: dict[str, float]
     """Seconds in "data", "forward", "backward", "step", "evaluate" and "checkpoint", as far as they
-    came; of the GPU where there is one."""
+    occurred; of the GPU if there is one."""
     wait_share: float
-    """The part of the time of training in which the loop waited for data."""
+    """The share of the training time in which the loop waited for data."""
     over_ranks: dict[str, RankStats]
     """For the regions of `phase_s`, mean seconds on the fastest and on the slowest rank, and which
-    they are; empty for a process of its own."""
+    they are; empty for a single process."""
 
     def summary(self) -> str:
         """Return the result as text."""
@@ -86,16 +93,9 @@ class TrainResult:
     __str__ = summary
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the curves into a file; its suffix (.png, .svg, .pdf) says of which kind.
+        """Draw the curves into a file; its suffix (.png, .svg, .pdf) chooses the format.
 
         Raises:
             ImportError: matplotlib is not installed; it comes with the extra `plot`.
         """
-        panels = [("train_loss", "val_loss"), ("grad_norm",), ("loss_scale",), ("lr",)]
-        figure = require("matplotlib.figure", "plot").Figure(figsize=(8, 10), layout="constrained")
-        for axes, names in zip(figure.subplots(len(panels)), panels, strict=True):
-            for name in names:
-                axes.plot(*getattr(self, name), label=name, marker=".")
-            axes.set_xlabel("step")
-            axes.legend()
-        figure.savefig(path)
+        plot_curves(path, {name: getattr(self, name) for name in CURVES})

@@ -6,8 +6,7 @@ import math
 
 import pytest
 import torch
-from integrations import test_lightning
-from integrations.test_lightning import LOSS, OVERFLOWS, make_model
+from support.trainers import LOSS, OVERFLOWS, batches, make_model
 from support.training import assert_same_bits
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -15,7 +14,7 @@ import fastamp
 from fastamp.integrations.accelerate import prepare_scaler
 
 accelerate = pytest.importorskip("accelerate")
-batches = test_lightning.batches
+__all__ = ["batches"]  # a fixture
 pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIMIZERS = {
     "fused": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),

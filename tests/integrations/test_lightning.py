@@ -3,99 +3,44 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import pickle
 import sys
-import time
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from support.processes import run_python
+from support.trainers import (
+    FUSED,
+    LOSS,
+    MARKS,
+    N_BATCHES,
+    OVERFLOWS,
+    SGD,
+    batches,
+    fit,
+    make_model,
+    make_module,
+    make_plugin,
+    make_scaler,
+    pl,
+)
 from support.training import assert_same_bits
 
 import fastamp
-from fastamp.integrations.lightning import PACKAGES, AmpCallback, AmpPrecision
+from fastamp.integrations import lightning
+from fastamp.integrations.lightning import (
+    PACKAGES,
+    AmpCallback,
+    AmpPrecision,
+    to_lightning_module,
+)
 from fastamp.step.report import StepReport
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    # Lightning 2.6 asks torch 2.13's pytree in the way of torch 2.6, and wants workers
-    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-]
-N_BATCHES, OVERFLOWS = 12, (3, 7)
-LOSS = torch.nn.functional.cross_entropy
-FUSED = partial(torch.optim.AdamW, lr=1e-2, fused=True)
-SGD = partial(torch.optim.SGD, lr=1e-2)
-
-
-@pytest.fixture(params=PACKAGES)
-def pl(request):
-    """Run the test with either package, without what its Trainers say of the hardware."""
-    package = pytest.importorskip(request.param)
-    logging.getLogger(f"{request.param}.utilities.rank_zero").setLevel(logging.ERROR)
-    return package
-
-
-@pytest.fixture(scope="module")
-def batches():
-    """Return batches of which some make gradients that are not finite, and a finite loss."""
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(N_BATCHES, 8, 16, generator=generator)
-    inputs[OVERFLOWS, 0, 0] = math.inf
-    return list(zip(inputs, torch.randint(4, (N_BATCHES, 8), generator=generator), strict=True))
-
-
-def make_model():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
-
-
-def make_scaler():
-    return fastamp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
-
-
-def make_plugin(pl, precision="16-mixed"):
-    scaler = make_scaler() if precision == "16-mixed" else None
-    return AmpPrecision(precision, "cpu", scaler, package=pl.__name__)
-
-
-def make_module(pl, make_optimizer=FUSED, interval="step", **members):
-    """Make a module whose class has the given members too."""
-
-    class Module(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.model = make_model()
-
-        def training_step(self, batch, _batch_idx):
-            return LOSS(self.model(batch[0]), batch[1])
-
-        def configure_optimizers(self):
-            optimizer = make_optimizer(self.parameters())
-            if interval is None:
-                return optimizer
-            self.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-            config = {"scheduler": self.scheduler, "interval": interval}
-            return {"optimizer": optimizer, "lr_scheduler": config}
-
-    for name, member in members.items():
-        setattr(Module, name, member)
-    return Module()
-
-
-def fit(pl, module, batches, *, ckpt_path=None, val=None, **options):
-    quiet = dict.fromkeys(["enable_progress_bar", "enable_model_summary"], False)
-    defaults = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, "devices": 1}
-    trainer = pl.Trainer(accelerator="cpu", **{**quiet, **defaults, **options})
-    loaders = [
-        data and torch.utils.data.DataLoader(data, batch_size=None) for data in (batches, val)
-    ]
-    trainer.fit(module, *loaders, ckpt_path=ckpt_path)
-    return trainer
+__all__ = ["batches", "pl"]  # fixtures
+pytestmark = MARKS
 
 
 def train_by_hand(batches, precision, make_optimizer=FUSED, *, accumulate=1, clip):
@@ -301,14 +246,32 @@ def test_the_callback_calls_the_loggers_only_so_often(pl, batches):
     assert calls[5] == calls[10] < calls[11]
 
 
-def test_validation_does_not_count_for_the_throughput(pl, batches):
+def test_validation_does_not_count_for_the_throughput(pl, batches, monkeypatch):
+    now_s = [0.0]  # a batch takes a second, a validation 100
+    clock = SimpleNamespace(perf_counter=lambda: now_s[0])
+    monkeypatch.setattr(lightning, "time", clock)
+    pass_s = {
+        "on_train_batch_start": lambda *_: now_s.__setitem__(0, now_s[0] + 1.0),
+        "validation_step": lambda *_: now_s.__setitem__(0, now_s[0] + 100.0),
+    }
     recorder = Recorder(pl)
-    validation_step = {"validation_step": lambda *_: time.sleep(0.3)}
     options = {"val_check_interval": 2, "callbacks": AmpCallback(), "log_every_n_steps": 6}
-    module = make_module(pl, **validation_step)
+    module = make_module(pl, **pass_s)
     fit(pl, module, batches[:6], val=batches[:1], logger=recorder, **options)
-    ((_, rate),) = logged(recorder, "train/batches_per_s")
-    assert rate > 6 / 0.6  # of the three validations two are in between
+    assert logged(recorder, "train/batches_per_s") == [(5, 1.0)]
+
+
+def test_the_modules_own_way_of_stepping_is_kept_and_put_back(pl, batches):
+    calls = []
+
+    def lr_scheduler_step(self, scheduler, metric):
+        calls.append(metric)
+        scheduler.step()
+
+    module = make_module(pl, lr_scheduler_step=lr_scheduler_step)
+    fit(pl, module, batches, plugins=[make_plugin(pl)])
+    assert len(calls) == module.scheduler.last_epoch == N_BATCHES - len(OVERFLOWS)
+    assert "lr_scheduler_step" not in vars(module)
 
 
 def test_an_exception_leaves_what_was_logged(pl, batches):
@@ -382,7 +345,7 @@ def test_the_package_in_use_is_taken(monkeypatch):
 
 
 def test_plugins_callbacks_and_modules_are_pickled_and_copied(pl):
-    module = fastamp.adapt(make_model(), package=pl.__name__)
+    module = to_lightning_module(make_model(), package=pl.__name__)
     for made in (make_plugin(pl), AmpCallback(), module):
         for again in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
             assert type(again) is type(made)
@@ -392,7 +355,7 @@ def test_plugins_callbacks_and_modules_are_pickled_and_copied(pl):
 def test_any_model_is_adapted(pl, batches):
     finite = [batch for i, batch in enumerate(batches) if i not in OVERFLOWS]
     recorder = Recorder(pl)
-    module = fastamp.adapt(make_model(), optimizer=FUSED, package=pl.__name__)
+    module = to_lightning_module(make_model(), optimizer=FUSED, package=pl.__name__)
     assert isinstance(module, pl.LightningModule)
     options = {"logger": recorder, "log_every_n_steps": 1, "max_epochs": 3, "val": finite}
     fit(pl, module, finite, plugins=[make_plugin(pl)], **options)
@@ -404,7 +367,9 @@ def test_any_model_is_adapted(pl, batches):
 
 
 def test_a_loss_of_ones_own_is_taken(pl, batches):
-    module = fastamp.adapt(make_model(), loss_fn=lambda out, _: out.mean(), package=pl.__name__)
+    module = to_lightning_module(
+        make_model(), loss_fn=lambda out, _: out.mean(), package=pl.__name__
+    )
     module.log = lambda *_: None
     assert torch.equal(module.training_step(batches[0], 0), module(batches[0][0]).mean())
 
@@ -412,8 +377,9 @@ def test_a_loss_of_ones_own_is_taken(pl, batches):
 def test_without_lightning_an_error_names_the_extra():
     code = (
         "import sys; sys.modules.update(dict.fromkeys(['lightning', 'pytorch_lightning']))\n"
-        "import fastamp, torch\n"
-        "for make in (fastamp.integrations.lightning.AmpCallback, fastamp.adapt):\n"
+        "import torch\n"
+        "from fastamp.integrations.lightning import AmpCallback, to_lightning_module\n"
+        "for make in (AmpCallback, to_lightning_module):\n"
         "    try: make(torch.nn.Linear(1, 1))\n"
         "    except ImportError as error: print(error)\n"
     )

@@ -10,16 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from integrations import test_lightning
-from integrations.test_lightning import fit, make_module, make_plugin
 from support.processes import run_python
+from support.trainers import MARKS, batches, fit, make_module, make_plugin, pl
 
 import fastamp
 from fastamp.integrations.wandb import AmpWandbCallback, WandbSink
 
 wandb = pytest.importorskip("wandb")
-batches, pl = test_lightning.batches, test_lightning.pl
-pytestmark = test_lightning.pytestmark
+__all__ = ["batches", "pl"]  # fixtures
+pytestmark = MARKS
 BLOCK = 32768  # of the LevelDB log in which W&B writes
 
 

@@ -140,13 +140,3 @@ def test_a_plot_is_drawn_without_a_display(tmp_path):
     made.log_scalar("y", 1.0, 1)
     made.plot(tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_importing_fastamp_imports_no_extra():
-    code = """
-import sys, torch
-before = {*sys.modules}  # torch itself imports pynvml
-import fastamp
-print({"matplotlib", "tensorboard", "pynvml"} & ({*sys.modules} - before))
-"""
-    assert run_python(code).stdout.strip() == "set()"

@@ -1,13 +1,16 @@
-"""What the ranks of tests/train/test_parallel.py run: whole trainings, and what they came to."""
+"""What the ranks of train/test_parallel.py run: whole trainings, and their results."""
 
 from __future__ import annotations
 
 import errno
 import math
+import os
+import sys
+import warnings
 
 import pytest
 import torch
-from support.trainable import CURVES
+from support.trainable import CURVES, CrashError, crash
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -18,10 +21,6 @@ from fastamp.train import sharded_checkpoint as sharded
 from fastamp.train.gpt import GPT, Shape
 
 BLOCK, N, N_HELD_OUT = 8, 96, 21
-
-
-class CrashError(RuntimeError):
-    pass
 
 
 def make_data(n=N):
@@ -43,7 +42,7 @@ class Dropping(torch.nn.Module):
         return self.dropout(self.gpt(tokens))
 
 
-class Watching(fastamp.Adapter):
+class Watching(fastamp.ModelCall):
     """Keeps the numbers of the samples trained on, and does something before one of the batches."""
 
     def __init__(self, at=0, action=None, overflow_at=0):
@@ -63,10 +62,6 @@ class Watching(fastamp.Adapter):
         return super().loss(output, target) * (math.inf if overflows else 1)
 
 
-def crash():
-    raise CrashError
-
-
 def train(
     folder=None,
     *,
@@ -82,8 +77,8 @@ def train(
     """Train a tiny GPT, and return all that a test may look at."""
     settings = {"epochs": 2, "batch_size": 8, "lr": 0.01, "warmup_steps": 3, "eval_every": 5}
     settings |= {"checkpoint_dir": folder, "checkpoint_every": 3, "log_every": 4, "keep": 9}
-    adapter = Watching(stop_at, action, overflow_at)
-    settings |= {"adapter": adapter, "tracker": fastamp.MetricsTracker(sinks=list(sinks))}
+    watching = Watching(stop_at, action, overflow_at)
+    settings |= {"model_call": watching, "tracker": fastamp.MetricsTracker(sinks=list(sinks))}
     # Every rank starts with a model of its own: the first one's counts.
     torch.manual_seed(_rank())
     model = Dropping(dropout)
@@ -95,7 +90,7 @@ def train(
             fastamp.TrainConfig(**(settings | fields)),
         )
     except CrashError:
-        return {"seen": adapter.seen}
+        return {"seen": watching.seen}
     if not looks:
         return {}
     weights = {
@@ -103,7 +98,7 @@ def train(
         for name, t in model.state_dict().items()
     }
     curves = {name: [part.tolist() for part in getattr(result, name)] for name in CURVES}
-    counts = {"steps": result.steps, "skipped": result.skipped_steps, "seen": adapter.seen}
+    counts = {"steps": result.steps, "skipped": result.skipped_steps, "seen": watching.seen}
     over_ranks = {name: stats._asdict() for name, stats in result.over_ranks.items()}
     spread = sum(isinstance(p, DTensor) for p in model.parameters())
     return counts | {
@@ -176,6 +171,15 @@ def fail_to_write(folder, mode, where):
         if at == 0 and where == "the rest":
             patch.setattr(sharded, "write_file", fail)
         return error_of(folder, parallel=mode, stop_at=-1)
+
+
+def train_as_launched(environment, errors, folder, fields):
+    """Train in a process of its own that a launcher has started; its stderr goes to a file."""
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), sys.stderr.fileno())
+    os.environ.update(environment)
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    train(folder, looks=False, **fields)
 
 
 def call(args, fields):

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
+import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -9,8 +14,21 @@ import numpy as np
 import torch
 
 import fastamp
+from fastamp.train import __main__ as command
 
 CURVES = ("train_loss", "val_loss", "grad_norm", "loss_scale", "lr")
+
+
+class CrashError(Exception):
+    pass
+
+
+def crash():
+    raise CrashError
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
 
 
 def make_data(n=96):
@@ -49,9 +67,52 @@ def outcome(model, result):
     return [*weights, *curves, result.steps, result.skipped_steps]
 
 
-def train_to_the_end(folder, report, fields):
-    """Run in a process of its own, and write down what came of it."""
+def train_to_the_end(folder, report, fields, stall_at):
+    """Run in a process of its own, and report the outcome, or stall in a call of fsync.
+
+    A checkpoint calls it twice: for the file before it gets its name, and for the folder after it.
+    """
     warnings.simplefilter("error")
     torch.set_num_threads(1)
+    calls, fsync = itertools.count(1), os.fsync
+
+    def stall(descriptor):
+        if next(calls) == stall_at:
+            Path(report).with_suffix(".stalled").touch()
+            time.sleep(600)
+        fsync(descriptor)
+
+    os.fsync = stall
     np.save(report, np.array(outcome(*run(folder, **fields)), dtype=object), allow_pickle=True)
     Path(report).rename(Path(report).with_suffix(".done"))
+
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 160
+
+    def __getitem__(self, i):
+        time.sleep(0.005)
+        return torch.full((8,), i / 160), i % 2
+
+
+def train_until_all_are_signalled(folder, accumulate):
+    """Train with workers, and end them and this process by one signal, as a batch system does."""
+    os.setsid()
+    calls = itertools.count()
+
+    def loss_fn(output, target):
+        if next(calls) == 9:
+            os.killpg(0, signal.SIGTERM)
+        return torch.nn.functional.cross_entropy(output, target)
+
+    fields = {"max_steps": 400, "batch_size": 4, "num_workers": 2, "checkpoint_dir": folder}
+    config = fastamp.TrainConfig(accumulate=accumulate, loss_fn=loss_fn, **fields)
+    fastamp.fine_tune(make_model(), Slow(), config=config)
+
+
+def run_command(args, errors):
+    """Run `python -m fastamp.train` with its stderr in a file, and every warning an error."""
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), sys.stderr.fileno())
+    warnings.simplefilter("error")
+    sys.exit(command.main(args))

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import errno
-import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,18 +13,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.processes import CONTEXT
 from support.streams import Stream
-from support.trainable import loud, make_data, make_model, outcome, run, train_to_the_end
+from support.trainable import (
+    CrashError,
+    crash,
+    loud,
+    make_data,
+    make_model,
+    names,
+    outcome,
+    run,
+    train_to_the_end,
+    train_until_all_are_signalled,
+)
 from torch.utils.data import DataLoader, TensorDataset
 
 import fastamp
 from fastamp.train import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class CrashError(Exception):
-    pass
 
 
 def act_at(step, action, loss_fn=loud, *, accumulate=2):
@@ -45,55 +49,39 @@ def act_at(step, action, loss_fn=loud, *, accumulate=2):
     return loss
 
 
-def crash():
-    raise CrashError
-
-
-def names(folder):
-    return sorted(path.name for path in Path(folder).iterdir())
-
-
 def load_all(folder):
     for path in Path(folder).glob("step-*.pt"):
         assert torch.load(path, weights_only=True)["format"]
 
 
-def test_a_run_that_is_killed_ten_times_comes_to_the_bit_to_the_same(tmp_path):
-    model = make_model()
-    model.register_buffer("ballast", torch.rand(1 << 18))  # so that writing takes a while
-    fields = {"max_steps": 300, "checkpoint_every": 2, "model": model}
-    expected = outcome(*run(**copy.deepcopy(fields)))
+def test_a_run_that_is_killed_again_and_again_comes_to_the_bit_to_the_same(tmp_path):
+    """In a step, before a checkpoint has its name, and after it."""
+    fields = {"max_steps": 60, "checkpoint_every": 2}
+    expected = outcome(*run(**fields))
     assert expected[-1] > 2  # skipped steps
-    context = multiprocessing.get_context("forkserver")
-    # torch imports its compiler with the first optimizer
-    context.set_forkserver_preload(["torch._dynamo", "trainable"])
-    folder, report, rng = tmp_path / "run", tmp_path / "report.npy", random.Random(0)
+    folder, report, n_half_written = tmp_path / "run", tmp_path / "report.npy", 0
     folder.mkdir()
-    n_half_written = 0
-    for kills in range(11):
-        args = (folder, report, fields)
-        child = context.Process(target=train_to_the_end, args=args)
+    for stall_at in (3, 6, 0, 9, 8, 0):
+        args = (folder, report, fields, stall_at)
+        child = CONTEXT.Process(target=train_to_the_end, args=args)
         child.start()
-        if kills == 10:
-            child.join(60)
-            break
-        goal = newest(folder) + rng.randint(1, 6)
-        while newest(folder) < goal:
+        stalled, goal = report.with_suffix(".stalled"), newest(folder) + 3
+        while not (stalled.exists() if stall_at else newest(folder) >= goal):
             assert child.is_alive()
             time.sleep(0.001)
-        if kills % 2:
-            time.sleep(rng.random() * 0.02)  # two steps with a checkpoint take about as long
-        while not kills % 2 and not list(folder.glob(".step-*")):  # in the middle of writing
-            assert child.is_alive()
         child.kill()
-        child.join(60)
+        child.join()
+        stalled.unlink(missing_ok=True)
         assert child.exitcode == -signal.SIGKILL
         load_all(folder)
         n_half_written += len(list(folder.glob(".step-*")))
-    assert n_half_written
+    assert n_half_written >= 2  # both of the odd calls
+    child = CONTEXT.Process(target=train_to_the_end, args=(folder, report, fields, 0))
+    child.start()
+    child.join(240)
     assert child.exitcode == 0
     assert np.load(report.with_suffix(".done"), allow_pickle=True).tolist() == expected
-    assert names(folder) == [f"step-{step:08d}.pt" for step in (296, 298, 300)]
+    assert names(folder) == [f"step-{step:08d}.pt" for step in (56, 58, 60)]
 
 
 def newest(folder):
@@ -269,39 +257,13 @@ def test_the_folder_is_the_one_that_it_was_at_the_start(tmp_path, monkeypatch):
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_a_signal_that_ends_workers_too_saves_first(accumulate, tmp_path):
     """As a batch system's, to all processes; what was accumulated is done again."""
-    script = """
-import os, signal, sys, time
-import torch, fastamp
-from support.trainable import make_model
-
-class Slow(torch.utils.data.Dataset):
-    def __len__(self):
-        return 160
-
-    def __getitem__(self, i):
-        time.sleep(0.005)
-        return torch.full((8,), i / 160), i % 2
-
-fields = {"max_steps": 400, "batch_size": 4, "num_workers": 2, "checkpoint_dir": sys.argv[1]}
-calls = iter(range(10**9))
-
-def loss_fn(output, target):
-    if next(calls) == 9:
-        os.killpg(0, signal.SIGTERM)
-    return torch.nn.functional.cross_entropy(output, target)
-
-config = fastamp.TrainConfig(accumulate=int(sys.argv[2]), loss_fn=loss_fn, **fields)
-fastamp.fine_tune(make_model(), Slow(), config=config)
-"""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-c", script, str(tmp_path / "run"), str(accumulate)]
-    process = subprocess.Popen(
-        command, env=environment, start_new_session=True, stderr=subprocess.PIPE
-    )
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 143, errors.decode()
-    (saved,) = names(tmp_path / "run")
-    state = torch.load(tmp_path / "run" / saved, weights_only=True)
+    folder = tmp_path / "run"
+    process = CONTEXT.Process(target=train_until_all_are_signalled, args=(folder, accumulate))
+    process.start()
+    process.join(240)
+    assert process.exitcode == 143
+    (saved,) = names(folder)
+    state = torch.load(folder / saved, weights_only=True)
     assert state["data"]["n_consumed"] == state["place"][0] * accumulate
 
 

@@ -1,4 +1,4 @@
-"""`fastamp.Adapter`: every form of batch, output and target that it takes, and what it refuses."""
+"""`fastamp.ModelCall`: every form of batch, output and target, and what it refuses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from support.trainable import make_data
 from torch.nn import functional
 
-from fastamp import Adapter, TrainConfig, fine_tune
+from fastamp import ModelCall, TrainConfig, fine_tune
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,16 +41,16 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_language_model_predicts_what_comes_next(form):
-    model, adapter = Language(FORMS[form]), Adapter()
+    model, model_call = Language(FORMS[form]), ModelCall()
     logits = Language(FORMS["tensor"])(IDS[:, :-1])
     if form == "half":
         logits = logits.bfloat16().float()
     each = functional.cross_entropy(logits.mT, IDS[:, 1:], reduction="none")
     for batch in (IDS, [IDS], {"input_ids": IDS}, {"input_ids": IDS, "labels": IDS}):
-        loss = adapter(model, batch).loss
+        loss = model_call(model, batch)
         assert (loss.dtype, loss.item()) == (torch.float32, pytest.approx(each.mean().item()))
-    assert adapter(model, (IDS[:, :-1], IDS[:, 1:])).loss.item() == loss.item()
-    masked = adapter(model, {"input_ids": IDS, "attention_mask": MASK}).loss
+    assert model_call(model, (IDS[:, :-1], IDS[:, 1:])).item() == loss.item()
+    masked = model_call(model, {"input_ids": IDS, "attention_mask": MASK})
     assert masked.item() == pytest.approx(each[:, 1:].mean().item())
 
 
@@ -67,24 +67,22 @@ def test_a_loss_that_the_model_computes_is_taken():
     batch = {"x": torch.ones(3, 2), "labels": torch.zeros(3, 2)}
     makes = (Output, lambda x, y: (y, x), lambda x, y: {"loss": y}, lambda _, y: y)
     for make in makes:
-        assert Adapter()(Computes(make), batch).loss.item() == 6
-    assert Adapter(functional.l1_loss)(Computes(Output), batch).loss.item() == 1
+        assert ModelCall()(Computes(make), batch).item() == 6
+    assert ModelCall(functional.l1_loss)(Computes(Output), batch).item() == 1
 
 
 def test_several_inputs_and_other_dimensions():
     torch.manual_seed(0)
     model = torch.nn.Bilinear(3, 4, 5)
     a, b, y = torch.randn(6, 3), torch.randn(6, 4), torch.arange(6) % 5
-    loss, output, target = Adapter()(model, (a, b, y))
+    loss = ModelCall()(model, (a, b, y))
     assert torch.equal(loss, functional.cross_entropy(model(a, b), y))
-    assert torch.equal(output, model(a, b))
-    assert target is y
     images, classes = torch.randn(2, 3, 8, 8), torch.randint(3, (2, 8, 8), dtype=torch.uint8)
-    loss = Adapter().loss(images, classes)
+    loss = ModelCall().loss(images, classes)
     assert torch.equal(loss, functional.cross_entropy(images, classes.long()))
     values = torch.randn(4, 1, dtype=torch.float64)
-    assert Adapter().loss(values, values + 2).item() == pytest.approx(4)
-    assert Adapter().loss(values, values).dtype == torch.float64
+    assert ModelCall().loss(values, values + 2).item() == pytest.approx(4)
+    assert ModelCall().loss(values, values).dtype == torch.float64
 
 
 @pytest.mark.parametrize(
@@ -100,13 +98,13 @@ def test_several_inputs_and_other_dimensions():
 )
 def test_an_output_without_a_loss_is_refused(output, target, error, message):
     with pytest.raises(error, match=message):
-        Adapter().loss(output, target)
+        ModelCall().loss(output, target)
 
 
-def test_an_adapter_of_the_users_own_calls_the_model_and_makes_the_loss():
+def test_a_subclass_calls_the_model_and_computes_the_loss():
     """A model that takes the targets, too, and returns (logits, loss)."""
 
-    class Pairs(Adapter):
+    class Pairs(ModelCall):
         def split(self, batch):
             return tuple(batch), batch[1]
 
@@ -120,7 +118,7 @@ def test_an_adapter_of_the_users_own_calls_the_model_and_makes_the_loss():
     model = torch.nn.Module()
     linear = model.linear = torch.nn.Linear(8, 2)
     model.forward = call
-    config = TrainConfig(adapter=Pairs(), lr=0.1)
+    config = TrainConfig(model_call=Pairs(), lr=0.1)
     result = fine_tune(model, make_data(), make_data(20), config)
     assert result.train_loss.values[-1] < 0.7 * result.train_loss.values[0]
     assert result.val_loss.values[-1] < result.val_loss.values[0]
@@ -128,4 +126,4 @@ def test_an_adapter_of_the_users_own_calls_the_model_and_makes_the_loss():
 
 def test_a_loss_that_is_no_number_is_refused():
     with pytest.raises(ValueError, match=r"loss: expected a 0-dim tensor, got torch.Size\(\[4\]\)"):
-        Adapter(lambda output, _: output)(torch.nn.Identity(), (torch.ones(4), torch.ones(4)))
+        ModelCall(lambda output, _: output)(torch.nn.Identity(), (torch.ones(4), torch.ones(4)))

@@ -1,11 +1,11 @@
-"""How a model is called and what its loss is: what differs between models, in one small class."""
+"""How a model is called and how its loss is computed: what differs between models."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
@@ -16,49 +16,38 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-__all__ = ["Adapter", "Outcome"]
-
-IGNORED = -100  # a target, as in torch and Hugging Face
+IGNORED = -100  # the target to ignore, as in torch and Hugging Face
 
 
-class Outcome(NamedTuple):
-    """What a model made of one batch: `output` as it returned it, `target` as `split` did."""
+class ModelCall:
+    """How to call a model and compute its loss.
 
-    loss: Tensor
-    """0-dim, float32, or float64 where the output is, with its graph."""
-    output: Any
-    target: Any
-
-
-class Adapter:
-    """How a model is called and what its loss is; subclass it and replace a method.
-
-    `adapter(model, batch)` is split, forward and loss in turn.
+    `model_call(model, batch)` calls `split`, `forward` and `loss` in turn, and returns the loss;
+    subclasses override one of these.
 
     Args:
         loss_fn: `loss_fn(output, target)` returns a 0-dim tensor; `output` is the tensor of
-            predictions in float32. None chooses by the target, see `loss`.
+            predictions in float32. None chooses the loss by the target, see `loss`.
     """
 
     def __init__(self, loss_fn: Callable[[Tensor, Any], Tensor] | None = None) -> None:
         self.loss_fn = loss_fn
 
-    def __call__(self, model: nn.Module, batch: Any) -> Outcome:
-        """Run the model on a batch, which is where the model is, and compute the loss."""
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the loss of a model on a batch: 0-dim, float32 or float64, with its graph."""
         inputs, target = self.split(batch)
-        output = self.forward(model, inputs)
-        return Outcome(self.loss(output, target), output, target)
+        return self.loss(self.forward(model, inputs), target)
 
     def split(self, batch: Any) -> tuple[Any, Any]:
-        """Tell the model's inputs from what its output is held against.
+        """Split a batch into the model's inputs and the target of its output.
 
         | batch | inputs | target |
         |---|---|---|
-        | (x, y) | x | y, language models' too: it is shifted already |
+        | (x, y) | x | y; for a language model it is already shifted |
         | (a, b, ..., y) | (a, b, ...) | y |
-        | integers [batch, time], alone | the batch | the same, one place on: a language model |
+        | integers [batch, time], alone | the batch | the same, shifted by one: a language model |
         | a mapping | the batch | "labels", else "input_ids" where "attention_mask" is not 0; |
-        | | | both one place on if they have the shape of "input_ids" |
+        | | | both are shifted by one if they have the shape of "input_ids" |
         | anything else | the batch | None: the model computes its loss |
         """
         if isinstance(batch, Mapping):
@@ -68,43 +57,45 @@ class Adapter:
             if labels is None:
                 labels = ids if mask is None else ids.masked_fill(mask == 0, IGNORED)
             is_language = labels.ndim == 2 and labels.shape == ids.shape
-            return batch, _one_place_on(labels) if is_language else labels
+            return batch, _shifted(labels) if is_language else labels
         if isinstance(batch, (tuple, list)) and len(batch) > 1:
             return batch[0] if len(batch) == 2 else tuple(batch[:-1]), batch[-1]
         if isinstance(batch, (tuple, list)):
             (batch,) = batch
         is_language = isinstance(batch, torch.Tensor) and batch.ndim == 2 and _is_integer(batch)
-        return batch, _one_place_on(batch) if is_language else None
+        return batch, _shifted(batch) if is_language else None
 
     def forward(self, model: nn.Module, inputs: Any) -> Any:
         """Call the model: with keywords for a mapping, with several arguments for a tuple.
 
-        "labels" are left out where the model's `forward` does not take them.
+        "labels" are passed only if the model's `forward` has such an argument.
         """
         if isinstance(inputs, Mapping):
             plain = model.module if isinstance(model, DistributedDataParallel) else model
             plain = getattr(plain, "_orig_mod", plain)  # of torch.compile
-            taken = _takes_labels(type(plain).forward)
-            return model(**{key: v for key, v in inputs.items() if taken or key != "labels"})
+            takes_labels = _takes_labels(type(plain).forward)
+            return model(**{k: v for k, v in inputs.items() if takes_labels or k != "labels"})
         return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the loss, computed in float32.
 
-        1. A `loss_fn` is given the predictions: the output, its "logits" (attribute or key), or the
-           first element of a tuple.
-        2. The loss that the model has computed: "loss", or an output, or first element, with 0
+        The first of these that applies:
+
+        1. `loss_fn`, called with the predictions: the output, its "logits" (attribute or key), or
+           the first element of a tuple.
+        2. The loss that the model computed: "loss", or an output, or first element, with 0
            dimensions.
-        3. Integer targets: cross entropy, -100 ignored; the target has the shape of the output
-           without its dimension of classes, which is the last one or the second.
-        4. Floating targets, of the output's shape: mean squared error.
+        3. Integer targets: cross entropy that ignores -100; the target has the shape of the output
+           without the dimension of the classes, which is the last or the second.
+        4. Floating-point targets of the output's shape: mean squared error.
 
         Returns:
             A 0-dim tensor, float64 if the predictions are.
 
         Raises:
-            TypeError: there are no predictions in the output, or no target to hold them against.
-            ValueError: the shapes do not fit, or the loss is not 0-dim.
+            TypeError: the output holds no predictions, or there is no target.
+            ValueError: the shapes do not match, or the loss is not 0-dim.
         """
         computed, predictions = _read(output)
         loss: Any = computed
@@ -122,7 +113,7 @@ class Adapter:
 
 
 def _read(output: Any) -> tuple[Any, Any]:
-    """Return the loss and the predictions that an output holds; None for what it does not."""
+    """Return the loss and the predictions in an output, or None for each that is missing."""
     if isinstance(output, Mapping):
         return output.get("loss"), output.get("logits")
     first, *rest = output if isinstance(output, (tuple, list)) else (output,)
@@ -146,13 +137,14 @@ def _default_loss(output: Tensor, target: Any) -> Tensor:
         output, target = output.flatten(0, -2), target.flatten()
     fits = output.ndim > 1 and output.shape[:1] + output.shape[2:] == target.shape
     if not fits or output.shape[1] < 2:
-        msg = f"{shapes}: cross entropy needs two classes or more, in a dimension of the output's"
+        where = "in the output's last or second dimension"
+        msg = f"{shapes}: cross entropy needs two classes or more, {where}"
         raise ValueError(msg)
     return functional.cross_entropy(output, target.long(), ignore_index=IGNORED)
 
 
-def _one_place_on(ids: Tensor) -> Tensor:
-    """Return what follows each token; nothing follows the last one."""
+def _shifted(ids: Tensor) -> Tensor:
+    """Return the token after each token, and IGNORED after the last one."""
     return torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], IGNORED)], dim=1).long()
 
 

@@ -1,0 +1,58 @@
+"""The default random number generators of torch, NumPy and Python: seeded, saved and restored."""
+
+from __future__ import annotations
+
+import random
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def seed_all(seed: int, rank: int, step: int = 0) -> None:
+    """Seed the generators, differently on every rank."""
+    if rank or step:
+        seed = int(np.random.SeedSequence((seed, rank, step)).generate_state(1, np.uint64)[0] >> 1)
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - what a dataset may draw from
+    random.seed(seed)
+
+
+def rng_state(device: torch.device, own: torch.Generator | None = None) -> dict[str, Any]:
+    """Return the generators' states, and that of a generator of one's own."""
+    numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - the program's generator
+    numpy["state"]["key"] = numpy["state"]["key"].tolist()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "numpy": numpy,
+        "python": random.getstate(),
+        "own": own and own.get_state(),
+    }
+
+
+def set_rng_state(
+    state: dict[str, Any], device: torch.device, own: torch.Generator | None = None
+) -> None:
+    """Restore what `rng_state` returned."""
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+    random.setstate(state["python"])
+    if own is not None:
+        own.set_state(state["own"])
+
+
+@contextmanager
+def rng_kept(device: torch.device) -> Iterator[None]:
+    """Restore the generators at the end."""
+    before = rng_state(device)
+    try:
+        yield
+    finally:
+        set_rng_state(before, device)

@@ -1,0 +1,60 @@
+"""SIGTERM and Ctrl-C, deferred until training has written a checkpoint."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from typing_extensions import Self
+
+DEFERRED = (signal.SIGTERM, signal.SIGINT)
+
+
+class Signals:
+    """Defers SIGTERM and Ctrl-C until `deliver`; a second Ctrl-C interrupts at once.
+
+    Only in the main thread, and only signals that are not ignored.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        in_main = threading.current_thread() is threading.main_thread()
+        self._numbers = DEFERRED if enabled and in_main else ()
+        self._previous: dict[int, Any] = {}
+        self.heard: int | None = None
+        """The signal that this process received."""
+        self.received: int | None = None
+        """The signal to act on: one that this process, or another rank of its run, has heard."""
+
+    def __enter__(self) -> Self:
+        for number in self._numbers:
+            previous = signal.getsignal(number)
+            if previous not in (signal.SIG_IGN, None):
+                self._previous[number] = previous
+                signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._previous:
+            signal.signal(*self._previous.popitem())
+
+    def deliver(self) -> None:
+        """Do what the received signal, if any, does without this object."""
+        number, self.received = self.received, None
+        if number is None:
+            return
+        self.heard = None
+        previous = self._previous.get(number, signal.SIG_DFL)
+        self.__exit__()
+        if number == signal.SIGTERM and previous is signal.SIG_DFL:
+            raise SystemExit(128 + number)  # so that `finally` blocks and exit handlers run
+        signal.raise_signal(number)
+        self.__enter__()  # the program's own handler lets training continue
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        self.heard = number
+        if number == signal.SIGINT:
+            signal.signal(number, self._previous[number])

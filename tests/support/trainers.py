@@ -1,0 +1,90 @@
+"""Lightning's Trainers of both packages, and batches that overflow, for the integrations' tests."""
+
+from __future__ import annotations
+
+import logging
+import math
+from functools import partial
+
+import pytest
+import torch
+
+import fastamp
+from fastamp.integrations.lightning import PACKAGES, AmpPrecision
+
+MARKS = [
+    pytest.mark.usefixtures("one_thread"),
+    # Lightning 2.6 asks torch 2.13's pytree in the way of torch 2.6, and wants workers
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+]
+N_BATCHES, OVERFLOWS = 12, (3, 7)
+LOSS = torch.nn.functional.cross_entropy
+FUSED = partial(torch.optim.AdamW, lr=1e-2, fused=True)
+SGD = partial(torch.optim.SGD, lr=1e-2)
+
+
+@pytest.fixture(params=PACKAGES)
+def pl(request):
+    """Run the test with either package, without what its Trainers say of the hardware."""
+    package = pytest.importorskip(request.param)
+    logging.getLogger(f"{request.param}.utilities.rank_zero").setLevel(logging.ERROR)
+    return package
+
+
+@pytest.fixture(scope="module")
+def batches():
+    """Return batches of which some make gradients that are not finite, and a finite loss."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(N_BATCHES, 8, 16, generator=generator)
+    inputs[OVERFLOWS, 0, 0] = math.inf
+    return list(zip(inputs, torch.randint(4, (N_BATCHES, 8), generator=generator), strict=True))
+
+
+def make_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
+
+
+def make_scaler():
+    return fastamp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+
+
+def make_plugin(pl, precision="16-mixed"):
+    scaler = make_scaler() if precision == "16-mixed" else None
+    return AmpPrecision(precision, "cpu", scaler, package=pl.__name__)
+
+
+def make_module(pl, make_optimizer=FUSED, interval="step", **members):
+    """Make a module whose class has the given members too."""
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = make_model()
+
+        def training_step(self, batch, _batch_idx):
+            return LOSS(self.model(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            optimizer = make_optimizer(self.parameters())
+            if interval is None:
+                return optimizer
+            self.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+            config = {"scheduler": self.scheduler, "interval": interval}
+            return {"optimizer": optimizer, "lr_scheduler": config}
+
+    for name, member in members.items():
+        setattr(Module, name, member)
+    return Module()
+
+
+def fit(pl, module, batches, *, ckpt_path=None, val=None, **options):
+    quiet = dict.fromkeys(["enable_progress_bar", "enable_model_summary"], False)
+    defaults = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, "devices": 1}
+    trainer = pl.Trainer(accelerator="cpu", **{**quiet, **defaults, **options})
+    loaders = [
+        data and torch.utils.data.DataLoader(data, batch_size=None) for data in (batches, val)
+    ]
+    trainer.fit(module, *loaders, ckpt_path=ckpt_path)
+    return trainer
