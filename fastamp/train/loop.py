@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fastamp.train.config import AUTOCAST, TrainConfig
-from fastamp.train.random_state import rng_kept, seed_all
+from fastamp.train.random_state import rng_state, seed_all, set_rng_state
 from fastamp.train.ranks import join
 from fastamp.train.result import CURVES, Curve, TrainResult
 from fastamp.train.run import Run
@@ -72,11 +72,15 @@ def fine_tune(
         ValueError: there is no batch or no parameter to train, or shapes do not match.
     """
     config = config or TrainConfig()
-    with join(config) as ranks, rng_kept(config.chosen_device), _modes_kept(model):
+    with join(config) as ranks, _modes_kept(model):
+        rng = rng_state(config.chosen_device)
         seed_all(config.seed, ranks.rank)
         if not model.training:
             model.train()
-        return _Loop(model, train_data, val_data, config, ranks).train()
+        try:
+            return _Loop(model, train_data, val_data, config, ranks).train()
+        finally:
+            set_rng_state(rng, config.chosen_device)
 
 
 class _Loop(Run):
@@ -84,7 +88,8 @@ class _Loop(Run):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.n_samples = 0
+        self.n_samples, dtype = 0, AUTOCAST[self.precision]
+        self.autocast = torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
         self.losses: list[tuple[int, torch.Tensor]] = []  # with steps, not yet logged
         self.before_step: dict[str, Any] | None = None  # `own_state`, where there are workers
         self.signals = Signals(enabled=self.checkpoints is not None)
@@ -121,25 +126,27 @@ class _Loop(Run):
         if eval_every and self.step % eval_every == 0 and self.evaluated_at != self.step:
             self._evaluate()
         saves = bool(save_every) and self.step % (save_every or 1) == 0
+        received = None
         if saves or self.ranks.mode is None or self.step % self.config.log_every == 0:
-            self._exchange()
-        if saves or self.signals.received is not None:
+            received = self._exchange()
+        if saves or received is not None:
             self.save(self.before_step)
-        self.signals.deliver()
+        if received is not None:
+            self.signals.deliver(received)
 
-    def _exchange(self) -> None:
-        """Log the losses, as means over the ranks, and learn of the ranks' signals."""
-        heard, means = self.signals.heard, [loss for _, loss in self.losses]
+    def _exchange(self) -> int | None:
+        """Log the losses, as means over the ranks; return a signal that a rank has received."""
+        received, means = self.signals.received, [loss for _, loss in self.losses]
         if self.ranks.mode is not None:
-            flags = torch.tensor([heard == number for number in DEFERRED]).to(self.device)
+            flags = torch.tensor([received == number for number in DEFERRED]).to(self.device)
             summed = self.ranks.sum([*means, *flags])
             means = [*(summed[: len(means)] / self.ranks.count)]
             counts = zip(DEFERRED, summed[len(means) :], strict=True)
-            heard = next((number for number, count in counts if count), None)
-        self.signals.received = heard
+            received = next((number for number, count in counts if count), None)
         for (step, _), mean in zip(self.losses, means, strict=True):
             self.tracker.log_scalar("train/loss", mean, step)
         self.losses.clear()
+        return received
 
     def _train_step(self, batches: Iterator[tuple[Any, int]]) -> bool:
         """Take a step of the optimizer, of at most `accumulate` batches; False if none is left."""
@@ -148,7 +155,7 @@ class _Loop(Run):
         try:
             n_samples, n_full, mean = self._accumulate(batches)
         except RuntimeError:
-            if self.signals.heard and self.before_step is not None and self.ranks.mode is None:
+            if self.signals.received and self.before_step and self.ranks.mode is None:
                 self.has_ended = False  # the signal ended a worker, too: the step is dropped
                 self._pause(None, None)
             raise
@@ -174,7 +181,7 @@ class _Loop(Run):
             following = self._fetch(batches) if n_left else (None, 0)
             n_samples += n
             with self._unless_last(following[1]):
-                with timer("forward"), self._autocast():
+                with timer("forward"), self.autocast:
                     loss = self.model_call(self.trained, batch) * (n / n_full)
                 with timer("backward"):
                     torch.autograd.backward(self.scaler.scale(loss))
@@ -213,7 +220,7 @@ class _Loop(Run):
         with self.timer("evaluate"), _modes_kept(self.model):
             self.model.eval()
             for batch, n in self.held_out:
-                with self._autocast():
+                with self.autocast:
                     loss = self.model_call(self.evaluated, batch).double()
                 if n:
                     total += loss * n
@@ -221,10 +228,6 @@ class _Loop(Run):
             total, n_samples = self.ranks.sum([total, n_samples])
         self.tracker.log_scalar("val/loss", total / n_samples, self.step)
         self.evaluated_at = self.step
-
-    def _autocast(self) -> torch.autocast:
-        dtype = AUTOCAST[self.precision]
-        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
     def _make_result(self, elapsed_s: float) -> TrainResult:
         regions, known = self.timer.summary(), self.tracker.summary()

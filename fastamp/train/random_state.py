@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import random
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def seed_all(seed: int, rank: int, step: int = 0) -> None:
@@ -46,13 +42,3 @@ def set_rng_state(
     random.setstate(state["python"])
     if own is not None:
         own.set_state(state["own"])
-
-
-@contextmanager
-def rng_kept(device: torch.device) -> Iterator[None]:
-    """Restore the generators at the end."""
-    before = rng_state(device)
-    try:
-        yield
-    finally:
-        set_rng_state(before, device)

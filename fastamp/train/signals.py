@@ -24,10 +24,8 @@ class Signals:
         in_main = threading.current_thread() is threading.main_thread()
         self._numbers = DEFERRED if enabled and in_main else ()
         self._previous: dict[int, Any] = {}
-        self.heard: int | None = None
-        """The signal that this process received."""
         self.received: int | None = None
-        """The signal to act on: one that this process, or another rank of its run, has heard."""
+        """The latest signal that was deferred."""
 
     def __enter__(self) -> Self:
         for number in self._numbers:
@@ -41,12 +39,9 @@ class Signals:
         while self._previous:
             signal.signal(*self._previous.popitem())
 
-    def deliver(self) -> None:
-        """Do what the received signal, if any, does without this object."""
-        number, self.received = self.received, None
-        if number is None:
-            return
-        self.heard = None
+    def deliver(self, number: int) -> None:
+        """Do what a signal, received here or on another rank, does without this object."""
+        self.received = None
         previous = self._previous.get(number, signal.SIG_DFL)
         self.__exit__()
         if number == signal.SIGTERM and previous is signal.SIG_DFL:
@@ -55,6 +50,6 @@ class Signals:
         self.__enter__()  # the program's own handler lets training continue
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
-        self.heard = number
+        self.received = number
         if number == signal.SIGINT:
             signal.signal(number, self._previous[number])
