@@ -88,7 +88,9 @@ class Ranks:
         if any(isinstance(module, FSDPModule) for module in model.modules()):
             return
         for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), src=0)
+            dense = tensor.detach().contiguous()  # gloo refuses the others
+            dist.broadcast(dense, src=0)
+            tensor.detach().copy_(dense)
         mesh = init_device_mesh(device.type, (self.count,))
         for module in [*_blocks(model), model]:
             fully_shard(module, mesh=mesh)
