@@ -8,9 +8,10 @@ import sys
 from typing import TYPE_CHECKING
 
 from fastamp.bench import baseline, latency, loader, main_job, page, selftest, step, timer
+from fastamp.bench.command import STATUS
 from fastamp.bench.environment import describe
-from fastamp.bench.options import STATUS, refuse
 from fastamp.bench.record import make_record, render
+from fastamp.train.options import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

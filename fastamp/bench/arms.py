@@ -10,14 +10,13 @@ from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
 import fastamp
-from fastamp.bench.options import DTYPES
+from fastamp.bench.command import DTYPES
 from fastamp.train.gpt import GPT, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from typing import TypeAlias
 
-    Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # bytes, and the bytes to predict
+    from fastamp.train.text import Batch
 
 MAX_NORM = 1.0
 LEARNING_RATE = 1e-3  # at a width of 256; in inverse proportion to the width, as in muP

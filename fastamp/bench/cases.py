@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastamp.bench.compare import AGAIN, measure, show
-from fastamp.bench.record import Report, progress
+from fastamp.bench.record import Report
+from fastamp.train.options import progress
 
 if TYPE_CHECKING:
     import argparse

@@ -9,18 +9,19 @@ import torch
 
 import fastamp
 from fastamp.bench.cases import race_cases
+from fastamp.bench.command import DTYPES, PRECISION, add_command
 from fastamp.bench.compare import Plan
 from fastamp.bench.environment import no_speed_reason
-from fastamp.bench.options import DEFAULT, DTYPES, PRECISION, add_command, number
 from fastamp.bench.record import Task
 from fastamp.train.gpt import GPT, GPT2_SMALL, Shape
+from fastamp.train.options import DEFAULT, number
 
 if TYPE_CHECKING:
     import argparse
 
     from fastamp.bench.cases import Arms, Details
+    from fastamp.bench.command import Subparsers
     from fastamp.bench.compare import Race
-    from fastamp.bench.options import Subparsers
 
 SHAPES = {"cpu": Shape(layers=4, heads=2, width=256, block_size=128), "cuda": GPT2_SMALL}
 REQUESTS = 5  # in a visit, after which the device is waited for once

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import fastamp
 from fastamp.bench.cases import race_cases
+from fastamp.bench.command import add_command
 from fastamp.bench.compare import AGAIN, Plan
-from fastamp.bench.options import add_command
 from fastamp.bench.record import Task
 from fastamp.train.text import load_corpus
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from fastamp.bench.cases import Arms
-    from fastamp.bench.options import Subparsers
+    from fastamp.bench.command import Subparsers
 
     Batches = Callable[[], Iterator[list[torch.Tensor]]]
 

@@ -11,18 +11,19 @@ import torch
 
 from fastamp.bench import story
 from fastamp.bench.arms import Job
+from fastamp.bench.command import PRECISION, add_command
 from fastamp.bench.compare import Interval, bootstrap, show
 from fastamp.bench.environment import no_speed_reason
-from fastamp.bench.options import DEFAULT, PRECISION, add_command, number, refuse
 from fastamp.bench.race import MEMORY_KINDS, MEMORY_STEPS, WARMUP_STEPS, measure
 from fastamp.bench.record import Report, Task, Verdict, judge
 from fastamp.train.gpt import GPT2_SMALL, Shape
+from fastamp.train.options import DEFAULT, number, refuse
 from fastamp.train.text import load_corpus
 
 if TYPE_CHECKING:
     import argparse
 
-    from fastamp.bench.options import Subparsers
+    from fastamp.bench.command import Subparsers
     from fastamp.bench.race import Results
 
 # 11.2 M parameters. Many thin layers: the activations, which AMP halves, outweigh the parameters

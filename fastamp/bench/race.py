@@ -22,15 +22,15 @@ from fastamp.bench import compare
 from fastamp.bench.arms import Arm, Job, Run, evaluate, make_arms, make_model
 from fastamp.bench.compare import Plan, Race
 from fastamp.bench.environment import find
-from fastamp.bench.record import progress
 from fastamp.train.gpt import Shape
+from fastamp.train.options import progress
 from fastamp.train.text import training_batches, validation_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fastamp.bench.arms import Batch, Score
-    from fastamp.train.text import Bytes, Corpus
+    from fastamp.bench.arms import Score
+    from fastamp.train.text import Batch, Bytes, Corpus
 
 WARMUP_STEPS = 4  # at most: kernels, optimizer state and the allocator's pools are made
 VALIDATION_WINDOWS = 64
@@ -78,7 +78,7 @@ def _train(
     """Train and score all arms, a step of each in a round, on the same batches."""
     model = make_model(job)
     runs = {arm.name: Run(arm, job, copy.deepcopy(model)) for arm in make_arms(job)}
-    batches = list(islice(training_batches(corpus.train, job), job.steps))
+    batches = list(islice(_batches(corpus.train, job), job.steps))
     race = compare.measure(
         {name: partial(_step, run, iter(batches)) for name, run in runs.items()},
         # A training is as long for every seed and every machine: it never stops early.
@@ -88,8 +88,15 @@ def _train(
         skipped=lambda name: runs[name].skipped(),
         tick=tick,
     )
-    windows = list(validation_batches(corpus.validation, job, VALIDATION_WINDOWS))
+    sizes = (job.shape.block_size, job.batch_size)
+    spread = validation_batches(corpus.validation, *sizes, VALIDATION_WINDOWS, job.device)
+    windows = list(spread)
     return race, runs, {name: evaluate(run, windows) for name, run in runs.items()}
+
+
+def _batches(data: Bytes, job: Job) -> Iterator[Batch]:
+    sizes = (job.shape.block_size, job.batch_size)
+    return training_batches(data, *sizes, job.seed, job.device)
 
 
 def _step(run: Run, batches: Iterator[Batch]) -> None:
@@ -119,7 +126,7 @@ def _peak_of_this_process(job: Job, arm: Arm, data: Bytes) -> int | None:
 
 def _first_steps(job: Job, arm: Arm, data: Bytes) -> None:
     run = Run(arm, job, make_model(job))
-    for batch in islice(training_batches(data, job), MEMORY_STEPS):
+    for batch in islice(_batches(data, job), MEMORY_STEPS):
         run.train_step(*batch)
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
-import sys
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
@@ -14,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fastamp.bench.compare import verdict_on
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from fastamp.bench.compare import Interval, Race
 
@@ -139,13 +135,3 @@ def render(record: dict[str, Any]) -> str:
     )
     targets = (verdict["text"] for verdict in record["verdicts"])
     return "\n".join([*lines, "", machine, *record["notes"], *targets])
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[], object]]:
-    """Show a bar, moved on by each call of what this yields, if a terminal and tqdm are there."""
-    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
-        yield lambda: None
-        return
-    with importlib.import_module("tqdm").tqdm(total=total, leave=False) as bar:
-        yield bar.update

@@ -8,15 +8,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from fastamp.bench.cases import race_cases
+from fastamp.bench.command import add_command
 from fastamp.bench.compare import AGAIN, Plan
-from fastamp.bench.options import DEFAULT, add_command, number
 from fastamp.bench.record import Report, Task, judge
 from fastamp.bench.timer import REGIONS, make_visits
+from fastamp.train.options import DEFAULT, number
 
 if TYPE_CHECKING:
     import argparse
 
-    from fastamp.bench.options import Subparsers
+    from fastamp.bench.command import Subparsers
 
 UNIT = bytes(10_000)  # hashed once, a unit of work: about 6 us
 UNITS = 100

@@ -11,13 +11,14 @@ import torch
 
 import fastamp
 from fastamp.bench.cases import race_cases
+from fastamp.bench.command import add_command
 from fastamp.bench.compare import AGAIN, Plan
-from fastamp.bench.options import add_command, number
 from fastamp.bench.record import Task
+from fastamp.train.options import number
 
 if TYPE_CHECKING:
     from fastamp.bench.cases import Arms
-    from fastamp.bench.options import Subparsers
+    from fastamp.bench.command import Subparsers
 
 SHAPES = "4x2000000,192x50000,2000x1000"
 SHARDED_SHAPES = "4x2000000,192x50000,1000x1000"  # DTensors take torch long to get to know

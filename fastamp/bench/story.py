@@ -19,8 +19,9 @@ from fastamp.bench import compare
 from fastamp.bench.arms import STEPS, Arm, Run, make_model
 from fastamp.bench.compare import AGAIN, Plan
 from fastamp.bench.loader import fastamp_batches, make_sampler, stock_batches
-from fastamp.bench.record import Report, progress
+from fastamp.bench.record import Report
 from fastamp.train.gpt import Shape
+from fastamp.train.options import progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,8 +15,8 @@ from torch.profiler import record_function
 
 import fastamp
 from fastamp.bench.cases import race_cases
+from fastamp.bench.command import add_command
 from fastamp.bench.compare import AGAIN, Interval, Plan
-from fastamp.bench.options import add_command
 from fastamp.bench.record import Report, Task, judge
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fastamp.bench.cases import Details
+    from fastamp.bench.command import Subparsers
     from fastamp.bench.compare import Race
-    from fastamp.bench.options import Subparsers
 
 REGIONS = 2000  # in a visit
 PLAN = Plan(rounds=400, window=3, warmup=12, half_width=0.01, least_blocks=100, limit_s=8.0)

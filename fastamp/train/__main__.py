@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.data import Subset
 
-from fastamp.bench.options import DEFAULT, number, refuse
-from fastamp.bench.record import progress
 from fastamp.data import TokenDataset
 from fastamp.metrics import MetricsTracker
 from fastamp.train import CheckpointError, TrainConfig, fine_tune
 from fastamp.train.config import AUTOCAST
 from fastamp.train.gpt import GPT, Shape
+from fastamp.train.options import DEFAULT, number, progress, refuse
 from fastamp.train.ranks import is_launched
 from fastamp.train.text import load_corpus
 

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fastamp.bench.options import refuse
+from fastamp.train.options import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import numpy.typing as npt
 
-    from fastamp.bench.arms import Batch, Job
-
     Bytes = npt.NDArray[np.uint8]
+    Batch = tuple[torch.Tensor, torch.Tensor]  # bytes, and the bytes to predict
 
 VALIDATION_PART = 10  # one byte in so many
 # Third-party code, and tests, which some distributions leave out of the standard library.
@@ -73,24 +72,27 @@ def load_corpus(path: str | None, *, block_size: int) -> Corpus:
     return Corpus(source, digest, train=data[:-tail], validation=data[-tail:])
 
 
-def training_batches(data: Bytes, job: Job) -> Iterator[Batch]:
+def training_batches(
+    data: Bytes, block_size: int, batch_size: int, seed: int = 0, device: str = "cpu"
+) -> Iterator[Batch]:
     """Yield batches drawn at random, the same for the same seed, without end."""
-    rng = np.random.default_rng(job.seed)
+    rng = np.random.default_rng(seed)
     while True:
-        starts = rng.integers(0, len(data) - job.shape.block_size, job.batch_size)
-        yield _windows(data, starts, job)
+        starts = rng.integers(0, len(data) - block_size, batch_size)
+        yield _windows(data, starts, block_size, device)
 
 
-def validation_batches(data: Bytes, job: Job, windows: int) -> Iterator[Batch]:
-    """Yield batches of windows that start at equal distances over the whole of `data`."""
-    last = len(data) - job.shape.block_size - 1
-    starts = np.linspace(0, last, windows).astype(np.int64)
-    for first in range(0, windows, job.batch_size):
-        yield _windows(data, starts[first : first + job.batch_size], job)
+def validation_batches(
+    data: Bytes, block_size: int, batch_size: int, windows: int, device: str = "cpu"
+) -> Iterator[Batch]:
+    """Yield batches of so many windows that start at equal distances over the whole of `data`."""
+    starts = np.linspace(0, len(data) - block_size - 1, windows).astype(np.int64)
+    for first in range(0, windows, batch_size):
+        yield _windows(data, starts[first : first + batch_size], block_size, device)
 
 
-def _windows(data: Bytes, starts: npt.NDArray[np.int64], job: Job) -> Batch:
+def _windows(data: Bytes, starts: npt.NDArray[np.int64], block_size: int, device: str) -> Batch:
     """Return bytes and, one place on, the bytes to predict: int64 [starts, block_size]."""
-    places = starts[:, None] + np.arange(job.shape.block_size + 1)
-    window = torch.from_numpy(data[places].astype(np.int64)).to(job.device)
+    places = starts[:, None] + np.arange(block_size + 1)
+    window = torch.from_numpy(data[places].astype(np.int64)).to(device)
     return window[:, :-1].contiguous(), window[:, 1:].contiguous()

@@ -57,7 +57,7 @@ def test_the_fp32_arm_is_a_plain_loop_to_the_last_bit(corpus):
     torch.nn.init.normal_(model.head.weight)  # steep enough for the clip to act
     run = arms_.Run(arms_.make_arms(JOB)[0], JOB, copy.deepcopy(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * 256 / 32, fused=True)
-    batches = text.training_batches(corpus.train, JOB)
+    batches = text.training_batches(corpus.train, 16, 4)
     for tokens, targets in itertools.islice(batches, 3):
         run.train_step(tokens, targets)
         optimizer.zero_grad()
@@ -74,7 +74,7 @@ def test_every_step_clips_the_same_gradients_and_ends_at_the_same_weights(corpus
     job = replace(JOB, precision=precision)
     model = arms_.make_model(job)
     torch.nn.init.normal_(model.head.weight, std=0.3)  # steep enough for the clip to act
-    tokens, targets = next(text.training_batches(corpus.train, JOB))
+    tokens, targets = next(text.training_batches(corpus.train, 16, 4))
     ends = {}
     for step in arms_.STEPS:
         run = arms_.Run(arms_.Arm(name=step, dtype=job.dtype, step=step), job, copy.deepcopy(model))
@@ -93,7 +93,7 @@ def test_every_step_clips_the_same_gradients_and_ends_at_the_same_weights(corpus
 def test_a_step_with_an_overflow_is_counted_as_skipped_once(corpus, step):
     job = replace(JOB, precision="fp16")
     run = arms_.Run(arms_.Arm(name=step, dtype=job.dtype, step=step), job, arms_.make_model(job))
-    batches = text.training_batches(corpus.train, JOB)
+    batches = text.training_batches(corpus.train, 16, 4)
     run.train_step(*next(batches))
     assert not run.skipped()
     hook = run.parameters[0].register_hook(lambda grad: grad * math.inf)
@@ -115,7 +115,7 @@ def test_a_score_is_computed_in_float32_outside_autocast(corpus, monkeypatch):
 
     monkeypatch.setattr(arms_.functional, "cross_entropy", spy)
     run = arms_.Run(arms_.make_arms(JOB)[1], JOB, arms_.make_model(JOB))
-    windows = text.validation_batches(corpus.validation, JOB, 6)
+    windows = text.validation_batches(corpus.validation, 16, 4, 6)
     score = arms_.evaluate(run, windows)
     assert seen == [(torch.float32, False, False)] * 2
     assert len(score.window_accuracies) == 6

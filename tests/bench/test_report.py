@@ -20,7 +20,8 @@ import torch
 from fastamp.bench import compare, latency, loader, page, race, step, timer
 from fastamp.bench.__main__ import main
 from fastamp.bench.compare import Plan
-from fastamp.bench.record import SCHEMA_VERSION, _plain, progress
+from fastamp.bench.record import SCHEMA_VERSION, _plain
+from fastamp.train.options import progress
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -1,19 +1,13 @@
-"""The benchmark's text: which files are read, what is held out, how batches are drawn."""
+"""The text to train on: which files are read, what is held out, how batches are drawn."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 import torch
 
-from fastamp.bench.arms import Job
 from fastamp.train import text
-from fastamp.train.gpt import Shape
 
-SHAPE = Shape(layers=1, heads=1, width=8, block_size=16)
-SIZES = {"batch_size": 24, "steps": 3, "seed": 0, "memory_batch_size": 24}
-JOB = Job(device="cpu", precision="bf16", shape=SHAPE, **SIZES)
+SIZES = (16, 24)  # of a window, of a batch
 
 
 @pytest.fixture
@@ -45,11 +39,10 @@ def test_the_standard_library_is_read_without_third_party_code_and_tests(tmp_pat
 
 
 def test_no_validation_byte_is_ever_trained_on(corpus):
-    draws = text.training_batches(corpus.train, JOB)
+    draws = text.training_batches(corpus.train, *SIZES)
     seen = torch.cat([torch.cat(next(draws)).flatten() for _ in range(120)])
-    held = [
-        torch.cat(batch).flatten() for batch in text.validation_batches(corpus.validation, JOB, 64)
-    ]
+    spread = text.validation_batches(corpus.validation, *SIZES, 64)
+    held = [torch.cat(batch).flatten() for batch in spread]
     assert seen.max() == 99
     assert torch.cat(held).min() == 100
     assert [batch.numel() // 32 for batch in held] == [24, 24, 16]
@@ -57,7 +50,7 @@ def test_no_validation_byte_is_ever_trained_on(corpus):
 
 def test_a_batch_asks_for_the_next_byte_and_depends_on_the_seed_alone(corpus):
     def draw(seed):
-        return next(text.training_batches(corpus.train, replace(JOB, seed=seed)))
+        return next(text.training_batches(corpus.train, *SIZES, seed))
 
     tokens, targets = draw(0)
     assert torch.equal(targets, (tokens + 1) % 100)

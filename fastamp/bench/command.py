@@ -1,17 +1,16 @@
-"""What the subcommands' options accept, and the error for a value that only running can refuse."""
+"""How a subcommand is added, with the options that all of them share."""
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fastamp.bench import baseline
+from fastamp.train.options import DEFAULT, number
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,33 +19,12 @@ if TYPE_CHECKING:
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-DEFAULT = "(default: %(default)s)"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISION: dict[str, Any] = {"choices": DTYPES, "default": "bf16", "help": f"of AMP {DEFAULT}"}
 STATUS = """Exit status: 0; 1 a target is missed, with --check, or a bound of --fail-on; 2 a bad
 argument; 3 the environment does not allow a verdict: with --check where one is inconclusive or all
 are n/a, with --fail-on where the change is inconclusive, and with a --baseline of another schema,
 command, job or machine."""
-
-
-def refuse(option: str, value: object, problem: str) -> NoReturn:
-    """Refuse a value that only running can refuse; ends with exit status 2."""
-    raise argparse.ArgumentError(None, f"argument {option}: {value!r} {problem}")
-
-
-def number(kind: type[int | float], least: float, most: float = math.inf) -> Callable[[str], float]:
-    """Return an argparse type for an `int` or a `float` within bounds, which nan never is."""
-    bounds = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
-    message = f"is not {'an integer' if kind is int else 'a number'} {bounds}"
-
-    def parse(text: str) -> float:
-        with suppress(ValueError):
-            value = kind(text)
-            if least <= value <= most:
-                return value
-        raise argparse.ArgumentTypeError(repr(text) + " " + message)
-
-    return parse
 
 
 def _writable_file(text: str) -> Path:

@@ -1,0 +1,46 @@
+"""Command-line options: how numbers are read, how a bad value is refused, and the progress bar."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import math
+import sys
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+DEFAULT = "(default: %(default)s)"
+
+
+def number(kind: type[int | float], least: float, most: float = math.inf) -> Callable[[str], float]:
+    """Return an argparse type for an `int` or a `float` within bounds, which nan never is."""
+    bounds = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
+    message = f"is not {'an integer' if kind is int else 'a number'} {bounds}"
+
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            value = kind(text)
+            if least <= value <= most:
+                return value
+        raise argparse.ArgumentTypeError(repr(text) + " " + message)
+
+    return parse
+
+
+def refuse(option: str, value: object, problem: str) -> NoReturn:
+    """Refuse a value after parsing; the command ends with exit status 2."""
+    raise argparse.ArgumentError(None, f"argument {option}: {value!r} {problem}")
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[], object]]:
+    """Show a progress bar on a terminal if tqdm is installed; yield what moves it one step."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
+        yield lambda: None
+        return
+    with importlib.import_module("tqdm").tqdm(total=total, leave=False) as bar:
+        yield bar.update
