@@ -1,31 +1,39 @@
 #!/usr/bin/env bash
-# One command for a machine with a GPU and no network: build against the Python that is there, test
-# everything, check the kernels with compute-sanitizer, measure, and write
-# benchmarks/results/<device>.json. Takes under 8 minutes. Needs torch, pybind11, scikit-build-core,
-# cmake, ninja, pytest, nvcc. Environment: PYTHON (default python3), RESULTS (default benchmarks/results).
+# One command for a machine with a GPU and no network: build against the Python that is there, test,
+# check the kernels with compute-sanitizer, measure with `python -m fastamp.bench`, and write
+# benchmarks/results/<device>.json. Without arguments it runs all three parts. Where a command may
+# take eight minutes at most, run them one by one: on_gpu.sh tests, on_gpu.sh sanitize, on_gpu.sh
+# bench; the results are added to the file. Needs torch, pybind11, scikit-build-core, cmake, ninja,
+# pytest, nvcc. Environment: PYTHON (default python3), RESULTS (default benchmarks/results).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 results=${RESULTS:-benchmarks/results}
+parts=" ${*:-tests sanitize bench} "
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 mkdir -p "$results"
 passed=()
 failed=()
 
-# Joins what was measured so far into one file, named after the device, so that a run that is cut
-# short leaves something.
+# Adds what was measured so far to one file, named after the device, so that a run that is cut short
+# leaves something.
 write_results() {
   "$python" - "$site" "$results" "${passed[*]-}" "${failed[*]-}" <<'PY'
 import json, pathlib, sys
 import torch
 site, results = map(pathlib.Path, sys.argv[1:3])
+passed, failed = (set(words.split()) for words in sys.argv[3:5])
 name = torch.cuda.get_device_name()
-steps = {"passed": sys.argv[3].split(), "failed": sys.argv[4].split()}
-parts = {path.stem: json.loads(path.read_text()) for path in sorted(site.glob("*.json"))}
-environment = {"torch": torch.__version__, "cuda": torch.version.cuda, "device": name}
 out = results / (name.lower().replace(" ", "_") + ".json")
-out.write_text(json.dumps({**environment, **steps, **parts}, indent=1) + "\n")
+old = json.loads(out.read_text()) if out.exists() else {}
+steps = {
+    "passed": sorted({*old.get("passed", []), *passed} - failed),
+    "failed": sorted({*old.get("failed", []), *failed} - passed),
+}
+found = {path.stem: json.loads(path.read_text()) for path in sorted(site.glob("*.json"))}
+environment = {"torch": torch.__version__, "cuda": torch.version.cuda, "device": name}
+out.write_text(json.dumps({**old, **environment, **steps, **found}, indent=1) + "\n")
 PY
 }
 
@@ -48,13 +56,20 @@ export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
 pytest=("$python" -m pytest -q -p no:cacheprovider --continue-on-collection-errors
   -o addopts="-rfE --strict-markers --strict-config --import-mode=importlib")
 sanitized=(tests/step/test_clip_and_norm.py -m cuda -k "promised_order or reaches_every_element or gradient_at_once")
-step gpu-tests "${pytest[@]}" -m cuda
-step benchmarks env -u PYTHONSAFEPATH "$python" benchmarks/amp.py --device cuda --json "$site/amp.json"
-step timer "$python" -m fastamp.bench timer --json "$site/timer.json"
-step memcheck compute-sanitizer --tool memcheck --error-exitcode 9 "${pytest[@]}" "${sanitized[@]}"
-step main-job "$python" -m fastamp.bench --device cuda --json "$site/bench.json"
-step racecheck compute-sanitizer --tool racecheck --error-exitcode 9 "${pytest[@]}" "${sanitized[@]}"
-step cpu-tests "${pytest[@]}" -m "not cuda"
+if [[ $parts == *" tests "* ]]; then
+  step gpu-tests "${pytest[@]}" -m cuda
+  step cpu-tests "${pytest[@]}" -m "not cuda"
+fi
+if [[ $parts == *" sanitize "* ]]; then
+  for tool in memcheck racecheck; do
+    step "$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 "${pytest[@]}" "${sanitized[@]}"
+  done
+fi
+if [[ $parts == *" bench "* ]]; then
+  for command in amp step loader timer; do
+    step "$command" "$python" -m fastamp.bench "$command" --device cuda --json "$site/bench_$command.json"
+  done
+fi
 
 echo "results in $results, $SECONDS s, passed: ${passed[*]-}, failed: ${failed[*]-}"
 ((${#failed[@]} == 0))

@@ -52,7 +52,7 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """How well a model predicts: mean loss in nats, and which share of next bytes is right."""
+    """How well a model predicts: the mean loss in nats, and the share of bytes predicted."""
 
     loss: float
     accuracy: float
@@ -74,7 +74,7 @@ def make_model(job: Job) -> GPT:
 
 
 class Run:
-    """One arm's model, which it takes over, with its optimizer, its scaler and its losses."""
+    """One arm: its model, which it trains in place, its optimizer, scaler and losses."""
 
     def __init__(self, arm: Arm, job: Job, model: GPT) -> None:
         self.arm = arm

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fastamp.bench.compare import AGAIN, measure, show
+from fastamp.bench.interval import show
+from fastamp.bench.race import AGAIN, Race, run_race
 from fastamp.bench.record import Report
 from fastamp.train.options import progress
 
@@ -12,52 +14,57 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Collection, Mapping
 
-    from fastamp.bench.compare import Plan, Race
+    from fastamp.bench.race import Plan
 
-    Arms = Mapping[str, Callable[[], object]]
     Details = dict[str, dict[str, float]]  # more figures of each arm, by name
 
+PLAIN = "plain"  # the arm that does the same work in the plainest way: what others are held against
 
-def race_cases(
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """The arms of one race: the first is the base, the last is judged."""
+
+    arms: Mapping[str, Callable[[], object]]
+    before: Callable[[str], object] = lambda _: None  # prepares an arm for its visit
+    details: Callable[[Race], Details] = lambda _: {}
+
+
+def run_cases(
     args: argparse.Namespace,
     plan: Plan,
     names: Collection[str],
-    make: Callable[[str], Arms],
-    *,
-    before: Callable[[str], object] = lambda _: None,
-    details: Callable[[Race], Details] = lambda _: {},
+    make: Callable[[str], Case],
     notes: list[str],
 ) -> Report:
-    """Race the arms of each case, which is made when its turn comes; the last arm is judged."""
-    races, known = {}, {}
+    """Race the arms of each case, which is made when its turn comes."""
+    races, details, rows, metrics = {}, {}, [], {}
     with progress(len(names)) as tick:
         for name in names:
-            races[name] = measure(
-                make(name), plan, device=args.device, seed=args.seed, before=before
-            )
-            known[name] = details(races[name])
+            case = make(name)
+            race = run_race(case.arms, plan, device=args.device, seed=args.seed, before=case.before)
+            races[name], details[name] = race, case.details(race)
+            judged = race.arms[-1]
+            metrics[f"speedup/{name}"] = race.ratio(judged)
+            if PLAIN in race.arms:
+                metrics[f"of_plain/{name}"] = race.ratio(judged, PLAIN)
+            rows += [_row(name, arm, race, details[name]) for arm in race.arms if arm != AGAIN]
             tick()
-    rows = [
-        _row(name, arm, race, known[name])
-        for name, race in races.items()
-        for arm in race.arms
-        if arm != AGAIN  # the placebo has a line of its own
-    ]
-    return Report(
-        table=rows,
-        races=races,
-        metrics={f"speedup/{name}": race.ratio(race.arms[-1]) for name, race in races.items()},
-        notes=notes,
-        details=known,
-    )
+    columns = dict.fromkeys(column for row in rows for column in row)
+    table = [{column: row.get(column, "") for column in columns} for row in rows]
+    return Report(table=table, races=races, metrics=metrics, notes=notes, details=details)
 
 
 def _row(name: str, arm: str, race: Race, details: Details) -> dict[str, str]:
     figures = {"median ms": 1e3 * race.quartiles_s(arm)[1], **details.get(arm, {})}
-    return {
+    row = {
         "race": name,
         "arm": arm,
         "blocks": str(len(race.blocks())),
-        **{key: show(figure, ".3f") for key, figure in figures.items()},
+        **{key: show(value, ".0f" if value >= 1000 else ".3f") for key, value in figures.items()},
         "speed-up [95 %]": race.ratio(arm).text(".3f", "x"),
     }
+    if PLAIN in race.arms:
+        judged = arm == race.arms[-1]
+        row["of plain [95 %]"] = race.ratio(arm, PLAIN).text(".3f", "x") if judged else ""
+    return row

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 import fastamp
-from fastamp.bench.cases import race_cases
+from fastamp.bench.cases import Case, run_cases
 from fastamp.bench.command import DTYPES, PRECISION, add_command
-from fastamp.bench.compare import Plan
 from fastamp.bench.environment import no_speed_reason
+from fastamp.bench.race import Plan
 from fastamp.bench.record import Task
 from fastamp.train.gpt import GPT, GPT2_SMALL, Shape
 from fastamp.train.options import DEFAULT, number
@@ -19,13 +20,13 @@ from fastamp.train.options import DEFAULT, number
 if TYPE_CHECKING:
     import argparse
 
-    from fastamp.bench.cases import Arms, Details
+    from fastamp.bench.cases import Details
     from fastamp.bench.command import Subparsers
-    from fastamp.bench.compare import Race
+    from fastamp.bench.race import Race
 
 SHAPES = {"cpu": Shape(layers=4, heads=2, width=256, block_size=128), "cuda": GPT2_SMALL}
 REQUESTS = 5  # in a visit, after which the device is waited for once
-PLAN = Plan(rounds=400, window=2, warmup=8, half_width=0.02, limit_s=6.0)
+PLAN = Plan(rounds=400, half_width=0.02, limit_s=6.0)
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -45,15 +46,15 @@ def _prepare(args: argparse.Namespace) -> Task:
     torch.manual_seed(args.seed)
     model = GPT(shape).to(args.device).eval()
     dtypes = {"fp32": None, "amp": DTYPES[args.precision]}
-    servers: dict[str, Server] = {}
 
-    def make(name: str) -> Arms:
+    def make(name: str) -> Case:
         tokens = torch.randint(256, (int(name), shape.block_size), device=args.device)
-        servers.update({arm: Server(model, tokens, dtype) for arm, dtype in dtypes.items()})
-        return {arm: server.serve for arm, server in servers.items()}
+        servers = {arm: Server(model, tokens, dtype) for arm, dtype in dtypes.items()}
 
-    def details(_race: Race) -> Details:
-        return {arm: server.percentiles() for arm, server in servers.items()}
+        def details(_race: Race) -> Details:
+            return {arm: server.percentiles() for arm, server in servers.items()}
+
+        return Case(arms={a: server.serve for a, server in servers.items()}, details=details)
 
     sizes = list(map(str, args.batch_sizes))
     notes = [
@@ -63,7 +64,7 @@ def _prepare(args: argparse.Namespace) -> Task:
     ]
     return Task(
         job={"batch_sizes": sizes, "precision": args.precision, "shape": asdict(shape)},
-        run=lambda: race_cases(args, PLAN, sizes, make, details=details, notes=notes),
+        run=partial(run_cases, args, PLAN, sizes, make, notes),
     )
 
 

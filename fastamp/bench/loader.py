@@ -1,103 +1,224 @@
-"""The loader alone: torch's DataLoader against fastamp's, on datasets that lie in memory."""
+"""The loader alone: torch's DataLoader against fastamp's, over datasets of several kinds."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import fastamp
-from fastamp.bench.cases import race_cases
+from fastamp.bench.cases import PLAIN, Case, run_cases
 from fastamp.bench.command import add_command
-from fastamp.bench.compare import AGAIN, Plan
-from fastamp.bench.record import Task
-from fastamp.train.text import load_corpus
+from fastamp.bench.race import AGAIN, Plan
+from fastamp.bench.record import Report, Task
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-    from fastamp.bench.cases import Arms
+    from fastamp.bench.cases import Details
     from fastamp.bench.command import Subparsers
+    from fastamp.bench.race import Race
 
-    Batches = Callable[[], Iterator[list[torch.Tensor]]]
+    Batches = Callable[[], Iterator[Any]]  # each call begins a pass
 
-BATCH_SIZE = 32
-BATCHES = 64  # of a visit
-BLOCK_SIZE = 128
-FEATURES = 256
-PLAN = Plan(rounds=4000, window=3, warmup=12, half_width=0.01, limit_s=8.0)
+CHECKED = 3  # batches of each arm
+PLAN = Plan(rounds=4000, half_width=0.01, limit_s=12.0)
+
+
+class Data(NamedTuple):
+    """A dataset, the batches it is read in, and the tensors that it is made of, if it is."""
+
+    dataset: Any
+    batch_size: int
+    tensors: Sequence[torch.Tensor] = ()
+
+
+class SlowItems(Dataset[torch.Tensor]):
+    """Items that take a millisecond each."""
+
+    def __len__(self) -> int:
+        return 128
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(1e-3)
+        return torch.full((16,), index)
+
+
+def _make_tensors(generator: torch.Generator) -> Data:
+    """A TensorDataset of 60,000 x 784 float32, batches of 256."""
+    rows, labels = torch.rand(60_000, 784, generator=generator), torch.arange(60_000)
+    return Data(TensorDataset(rows, labels), 256, [rows, labels])
+
+
+def _make_tokens(generator: torch.Generator) -> Data:
+    """Windows of 257 uint16 tokens, batches of 64."""
+    tokens = torch.randint(2**15, (16_384 * 256 + 1,), dtype=torch.int16, generator=generator)
+    windows = [part.view(-1, 256) for part in (tokens[:-1], tokens[1:])]
+    return Data(fastamp.TokenDataset(tokens.numpy().view(np.uint16), 256), 64, windows)
+
+
+def _make_images(generator: torch.Generator) -> Data:
+    """Images of 3x224x224 uint8, batches of 64."""
+    pixels = torch.randint(256, (512, 3, 224, 224), dtype=torch.uint8, generator=generator)
+    labels = torch.arange(512)
+    return Data(TensorDataset(pixels, labels), 64, [pixels, labels])
+
+
+def _make_dicts(_generator: torch.Generator) -> Data:
+    """Dicts of 5 tensors, batches of 256."""
+    keys = ("input_ids", "mask", "position", "weight", "label")
+    return Data([{key: torch.full((16,), float(i)) for key in keys} for i in range(2560)], 256)
+
+
+def _make_collate(generator: torch.Generator) -> Data:
+    """The collate function alone, for such dicts."""
+    return _make_dicts(generator)
+
+
+def _make_slow(_generator: torch.Generator) -> Data:
+    """Items that take 1 ms, batches of 8."""
+    return Data(SlowItems(), 8)
+
+
+DATA = {
+    "tensors": _make_tensors,
+    "tokens": _make_tokens,
+    "images": _make_images,
+    "dicts": _make_dicts,
+    "collate": _make_collate,
+    "slow": _make_slow,
+}
 
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command `loader` and its options."""
-    add_command(subparsers, "loader", _prepare, __doc__, metrics="speedup/tokens, speedup/tensors")
+    text = f"{__doc__} Takes about two minutes on two CPU cores."
+    metrics = "speedup/ or of_plain/ and the data, as in speedup/tokens"
+    add = add_command(subparsers, "loader", _prepare, text, metrics=metrics)
+    data = " ".join(f"{name}: {make.__doc__}" for name, make in DATA.items())
+    data += " Several may be given (default: all)"
+    add("--data", nargs="+", choices=DATA, default=[*DATA], metavar="NAME", help=data)
 
 
-def make_sampler(dataset: Any, samples: int, seed: int) -> RandomSampler:
-    """Return a sampler of a short pass; with replacement, or it would permute the whole dataset."""
-    generator = torch.Generator().manual_seed(seed)
-    return RandomSampler(dataset, replacement=True, num_samples=samples, generator=generator)
+def _prepare(args: argparse.Namespace) -> Task:
+    return Task(job={"data": args.data, "seed": args.seed}, run=partial(_run, args))
 
 
-def stock_batches(dataset: Any, sampler: RandomSampler, batch_size: int, device: str) -> Batches:
+def _run(args: argparse.Namespace) -> Report:
+    notes = [f"{name}: {DATA[name].__doc__}" for name in args.data]
+    notes += ["a visit is one shuffled pass; plain: index_select(out=) in a loop, no limit"]
+    return run_cases(args, PLAN, args.data, partial(_make_case, args), notes)
+
+
+def torch_batches(dataset: Any, batch_size: int, device: str, **options: Any) -> Batches:
     """Return what begins a pass of torch's loader, pinned and copied without a wait on a GPU."""
-    loader = DataLoader(dataset, batch_size, sampler=sampler, pin_memory=device == "cuda")
-
-    def batches() -> Iterator[list[torch.Tensor]]:
-        for batch in loader:
-            yield [part.to(device, non_blocking=True) for part in batch]
-
-    return batches
+    loader = DataLoader(dataset, batch_size, pin_memory=device == "cuda", **options)
+    if device == "cpu":
+        return lambda: iter(loader)
+    move = partial(torch.Tensor.to, device=device, non_blocking=True)
+    return lambda: (tree_map(move, batch) for batch in loader)
 
 
-def fastamp_batches(dataset: Any, sampler: RandomSampler, batch_size: int, device: str) -> Batches:
+def fastamp_batches(dataset: Any, batch_size: int, device: str, **options: Any) -> Batches:
     """Return what begins a pass of fastamp's loader."""
     loader: fastamp.DataLoader[Any] = fastamp.DataLoader(
-        dataset, batch_size, sampler=sampler, device=device
+        dataset, batch_size, device=device, **options
     )
     return lambda: iter(loader)
+
+
+def plain_batches(data: Data, *, shuffle: bool) -> Batches:
+    """Return what begins a pass that gathers every batch into the same memory."""
+    size, length = data.batch_size, len(data.dataset)
+    order = torch.randperm if shuffle else torch.arange
+    buffers = [torch.empty(size, *t.shape[1:], dtype=t.dtype) for t in data.tensors]
+    # Tokens of 16 bits become int64, as TokenDataset makes them.
+    is_narrow = [buffer.dtype == torch.int16 for buffer in buffers]
+    outputs = [b.long() if narrow else b for b, narrow in zip(buffers, is_narrow, strict=True)]
+
+    def gather(rows: torch.Tensor) -> list[torch.Tensor]:
+        for source, buffer, output in zip(data.tensors, buffers, outputs, strict=True):
+            torch.index_select(source, 0, rows, out=buffer)
+            if output is not buffer:
+                output.copy_(buffer)
+        return outputs
+
+    return lambda: map(gather, torch.split(order(length)[: length // size * size], size))
+
+
+def _make_arms(data: Data, args: argparse.Namespace, *, shuffle: bool) -> dict[str, Batches]:
+    """Return what begins a pass, by arm."""
+
+    def load(make: Callable[..., Batches], num_workers: int) -> Batches:
+        return make(
+            data.dataset,
+            data.batch_size,
+            args.device,
+            shuffle=shuffle,
+            drop_last=True,
+            num_workers=num_workers,
+            persistent_workers=shuffle and num_workers > 0,
+            generator=torch.Generator().manual_seed(args.seed),
+        )
+
+    arms = {"torch": load(torch_batches, 0), "torch, 2 workers": load(torch_batches, 2)}
+    if not data.tensors:
+        arms["fastamp, 2 workers"] = load(fastamp_batches, 2)
+    elif args.device == "cpu":
+        arms[PLAIN] = plain_batches(data, shuffle=shuffle)
+    return arms | {"fastamp": load(fastamp_batches, 0)}
+
+
+def _make_case(args: argparse.Namespace, name: str) -> Case:
+    """Make the data, compare every arm's batches with default_collate's, and return their race."""
+    data = DATA[name](torch.Generator().manual_seed(args.seed))
+    size = data.batch_size
+    samples = [[data.dataset[i] for i in range(n * size, (n + 1) * size)] for n in range(CHECKED)]
+    expected = list(map(default_collate, samples))
+    if name == "collate":
+        collates = {"torch": default_collate, "fastamp": fastamp.BatchCollator()}
+        sources: dict[str, Batches] = {a: partial(map, c, samples) for a, c in collates.items()}
+        batches = CHECKED
+    else:
+        for arm in _make_arms(data, args, shuffle=False).values():
+            check(arm, expected)
+        sources = _make_arms(data, args, shuffle=True)
+        expected = list(islice(sources["torch"](), CHECKED))
+        batches = len(data.dataset) // size
+    check(sources["fastamp"], expected)
+    sources = {"torch": sources["torch"], AGAIN: sources["torch"], **sources}
+    nbytes = batches * sum(tensor.nbytes for tensor in tree_leaves(expected[0]))
+
+    def rates(race: Race) -> Details:
+        times_s = {arm: race.quartiles_s(arm)[1] for arm in race.arms}
+        return {
+            arm: {"batches/s": batches / time_s, "GB/s": nbytes / time_s / 1e9}
+            for arm, time_s in times_s.items()
+        }
+
+    arms = {arm: partial(_drain, source) for arm, source in sources.items()}
+    return Case(arms=arms, details=rates)
 
 
 def _drain(batches: Batches) -> None:
     deque(batches(), maxlen=0)  # which keeps none
 
 
-def check(stock: Batches, ours: Batches) -> None:
-    """Compare all batches of a pass, before anything is timed.
+def check(batches: Batches, expected: list[Any]) -> None:
+    """Compare the first batches of a pass.
 
     Raises:
-        AssertionError: they differ.
+        AssertionError: they differ, or are too few.
     """
-    for theirs, mine in zip(stock(), ours(), strict=True):
-        torch.testing.assert_close(list(mine), theirs, rtol=0, atol=0)
-
-
-def _prepare(args: argparse.Namespace) -> Task:
-    corpus = load_corpus(None, block_size=BLOCK_SIZE)
-    samples = BATCHES * BATCH_SIZE
-
-    def make(name: str) -> Arms:
-        if name == "tokens":
-            dataset: Any = fastamp.TokenDataset(corpus.train, BLOCK_SIZE)
-        else:
-            generator = torch.Generator().manual_seed(args.seed)
-            rows = torch.randn(samples, FEATURES, generator=generator)
-            dataset = TensorDataset(rows, torch.arange(samples))
-        kinds = {"stock": stock_batches, AGAIN: stock_batches, "fastamp": fastamp_batches}
-        sides = {
-            arm: load(dataset, make_sampler(dataset, samples, args.seed), BATCH_SIZE, args.device)
-            for arm, load in kinds.items()
-        }
-        check(sides["stock"], sides["fastamp"])
-        return {arm: partial(_drain, batches) for arm, batches in sides.items()}
-
-    rows = f"windows of {BLOCK_SIZE} bytes, and rows of {FEATURES} floats"
-    notes = [f"{BATCHES} batches of {BATCH_SIZE} in a visit: {rows}; no workers"]
-    return Task(
-        job={"data": corpus.sha256, "seed": args.seed},
-        run=lambda: race_cases(args, PLAN, ("tokens", "tensors"), make, notes=notes),
-    )
+    found = batches()
+    for reference in expected:
+        pair = (tree_leaves(next(found, ())), tree_leaves(reference))
+        torch.testing.assert_close(*pair, rtol=0, atol=0, check_device=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,10 +13,10 @@ import torch
 from fastamp.bench import story
 from fastamp.bench.arms import Job
 from fastamp.bench.command import PRECISION, add_command
-from fastamp.bench.compare import Interval, bootstrap, show
 from fastamp.bench.environment import no_speed_reason
-from fastamp.bench.race import MEMORY_KINDS, MEMORY_STEPS, WARMUP_STEPS, measure
+from fastamp.bench.interval import Interval, bootstrap, show
 from fastamp.bench.record import Report, Task, Verdict, judge
+from fastamp.bench.training import MEMORY_KINDS, MEMORY_STEPS, WARMUP_STEPS, train_arms
 from fastamp.train.gpt import GPT2_SMALL, Shape
 from fastamp.train.options import DEFAULT, number, refuse
 from fastamp.train.text import load_corpus
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     import argparse
 
     from fastamp.bench.command import Subparsers
-    from fastamp.bench.race import Results
+    from fastamp.bench.training import Results
+    from fastamp.train.text import Corpus
 
 # 11.2 M parameters. Many thin layers: the activations, which AMP halves, outweigh the parameters
 # and Adam's state, which it does not. Heads of 128, for which torch's bf16 attention is fastest.
@@ -81,9 +83,9 @@ def _prepare(args: argparse.Namespace) -> Task:
     shared = {**asdict(job), "data": corpus.sha256}
     if args.arms is not None:
         shared["arms"] = args.arms
-        return Task(job=shared, run=lambda: story.measure(job, corpus, args.arms.split(",")))
-    seeds = shared["seeds"] = THOROUGH_SEEDS if args.thorough else 1
-    return Task(job=shared, run=lambda: _report(args, job, measure(job, corpus, seeds=seeds)))
+        return Task(job=shared, run=partial(story.run_story, job, corpus, args.arms.split(",")))
+    shared["seeds"] = THOROUGH_SEEDS if args.thorough else 1
+    return Task(job=shared, run=partial(_run, args, job, corpus, shared["seeds"]))
 
 
 def _sizes(args: argparse.Namespace) -> dict[str, int]:
@@ -104,7 +106,8 @@ def _sizes(args: argparse.Namespace) -> dict[str, int]:
     return {name: getattr(args, name) or default for name, default in defaults.items()}
 
 
-def _report(args: argparse.Namespace, job: Job, found: Results) -> Report:
+def _run(args: argparse.Namespace, job: Job, corpus: Corpus, seeds: int) -> Report:
+    found = train_arms(job, corpus, seeds=seeds)
     race, judged = found.race, found.race.arms[-1]
     metrics = {
         "speedup": race.ratio(judged),

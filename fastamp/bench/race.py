@@ -1,136 +1,153 @@
-"""The main job's measurement: the memory of each arm alone, all arms side by side, their scores.
+"""The core of every comparison: arms timed in mirrored blocks, and the ratios of their times.
 
-The timed steps are the training, and all arms of a round take their step on the same batch. The
-peak memory of an arm is measured in a process of its own that trains nothing else.
+A round visits every arm once. A block is a round in random order and a round in the reverse order
+(ABBA), so a steady drift of the machine cancels within the block.
 """
 
 from __future__ import annotations
 
-import copy
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import islice
-from multiprocessing import get_context
-from pathlib import Path
-from typing import TYPE_CHECKING
+import math
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
-from fastamp.bench import compare
-from fastamp.bench.arms import Arm, Job, Run, evaluate, make_arms, make_model
-from fastamp.bench.compare import Plan, Race
-from fastamp.bench.environment import find
-from fastamp.train.gpt import Shape
-from fastamp.train.options import progress
-from fastamp.train.text import training_batches, validation_batches
+from fastamp.bench.interval import LEAST_BLOCKS, Interval, bootstrap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
-    from fastamp.bench.arms import Score
-    from fastamp.train.text import Batch, Bytes, Corpus
+AGAIN = "again"  # the name of an arm that is the base once more: the placebo
 
-WARMUP_STEPS = 4  # at most: kernels, optimizer state and the allocator's pools are made
-VALIDATION_WINDOWS = 64
-MEMORY_STEPS = 2  # the first step makes the optimizer's state, the second runs beside it
-MEMORY_KINDS = {
-    "cpu": "resident set, less that before the model is built",
-    "cuda": "GPU memory that torch allocates",
-}
+
+class Visit(NamedTuple):
+    """One timed call; `skipped` says that it left out work, so that no ratio may use it."""
+
+    elapsed_s: float
+    skipped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Results:
-    """What was measured, by arm: peaks in bytes, losses, and one score for each seed."""
+class Plan:
+    """How long to measure; three blocks in any case."""
 
-    parameters: int
-    peaks: dict[str, int | None]  # None where the platform counts none
-    race: Race
-    losses: dict[str, list[float]]
-    scores: dict[str, list[Score]]
-
-
-def measure(job: Job, corpus: Corpus, *, seeds: int) -> Results:
-    """Measure every arm with the job's seed; with the seeds after it, train and score only."""
-    arms = make_arms(job)
-    memory_job = replace(job, batch_size=job.memory_batch_size)
-    with progress(len(arms) + seeds * job.steps) as tick:
-        peaks = {}
-        for arm in arms:
-            peaks[arm.name] = peak_memory(memory_job, arm, corpus.train)
-            tick()
-        found = [_train(replace(job, seed=job.seed + i), corpus, tick) for i in range(seeds)]
-    race, runs, _ = found[0]
-    return Results(
-        parameters=sum(parameter.numel() for parameter in runs[race.arms[0]].parameters),
-        peaks=peaks,
-        race=race,
-        losses={name: torch.stack(run.losses).tolist() for name, run in runs.items()},
-        scores={name: [scores[name] for _, _, scores in found] for name in runs},
-    )
+    rounds: int  # at most, warm-up included
+    warmup: int = 4  # rounds, and one more where that leaves whole blocks
+    half_width: float = 0.0  # of all intervals, as a log-ratio, at which to stop; 0 never does
+    least_blocks: int = 12  # before that
+    limit_s: float = math.inf  # after which no block starts
 
 
-def _train(
-    job: Job, corpus: Corpus, tick: Callable[[], object]
-) -> tuple[Race, dict[str, Run], dict[str, Score]]:
-    """Train and score all arms, a step of each in a round, on the same batches."""
-    model = make_model(job)
-    runs = {arm.name: Run(arm, job, copy.deepcopy(model)) for arm in make_arms(job)}
-    batches = list(islice(_batches(corpus.train, job), job.steps))
-    race = compare.measure(
-        {name: partial(_step, run, iter(batches)) for name, run in runs.items()},
-        # A training is as long for every seed and every machine: it never stops early.
-        Plan(rounds=job.steps, warmup=min(WARMUP_STEPS, job.steps - 2)),
-        device=job.device,
-        seed=job.seed,
-        skipped=lambda name: runs[name].skipped(),
-        tick=tick,
-    )
-    sizes = (job.shape.block_size, job.batch_size)
-    spread = validation_batches(corpus.validation, *sizes, VALIDATION_WINDOWS, job.device)
-    windows = list(spread)
-    return race, runs, {name: evaluate(run, windows) for name, run in runs.items()}
+@dataclass(kw_only=True)
+class Race:
+    """What was measured: the arms, the first of which is the base, and the visits of all rounds."""
+
+    arms: list[str]
+    warmup_rounds: int = 0
+    rounds: list[dict[str, Visit]] = field(default_factory=list)  # in the order of the visits
+
+    @property
+    def timed(self) -> list[dict[str, Visit]]:
+        """The rounds after the warm-up."""
+        return self.rounds[self.warmup_rounds :]
+
+    def blocks(self, *arms: str) -> list[list[dict[str, Visit]]]:
+        """Return the pairs of rounds in which none of these arms left out work."""
+        pairs = (self.timed[i : i + 2] for i in range(0, len(self.timed) - 1, 2))
+        return [pair for pair in pairs if not any(r[arm].skipped for r in pair for arm in arms)]
+
+    def times_s(self, arm: str) -> list[float]:
+        """Return the times of an arm's visits that count."""
+        return [round_[arm].elapsed_s for round_ in self.timed if not round_[arm].skipped]
+
+    def quartiles_s(self, arm: str) -> tuple[float, float, float]:
+        """Return the quartiles of an arm's times, NaN where no visit counts."""
+        low, median, high = np.percentile(self.times_s(arm) or [math.nan], [25, 50, 75]).tolist()
+        return low, median, high
+
+    def skipped(self, arm: str) -> int:
+        """Count the visits of an arm that left out work."""
+        return sum(round_[arm].skipped for round_ in self.rounds)
+
+    def time_s(self, arm: str) -> Interval:
+        """Return the typical time of a visit."""
+        return _typical([[r[arm].elapsed_s for r in block] for block in self.blocks(arm)])
+
+    def ratio(self, arm: str, base: str | None = None) -> Interval:
+        """Return how many times as fast as the base an arm is."""
+        base = base or self.arms[0]
+        blocks = self.blocks(base, arm)
+        return _typical([[r[base].elapsed_s / r[arm].elapsed_s for r in b] for b in blocks])
+
+    def placebo(self) -> Interval:
+        """Return the ratio of the base to itself: smaller differences cannot be told apart here.
+
+        That is the arm AGAIN where there is one, else the base's two visits in each block.
+        """
+        if AGAIN in self.arms:
+            return self.ratio(AGAIN)
+        pairs = [[r[self.arms[0]].elapsed_s for r in block] for block in self.blocks(self.arms[0])]
+        # The first over the second, then the second over the first: drift cancels.
+        return _typical([[(a / b) ** (-1) ** i] for i, (a, b) in enumerate(pairs)])
 
 
-def _batches(data: Bytes, job: Job) -> Iterator[Batch]:
-    sizes = (job.shape.block_size, job.batch_size)
-    return training_batches(data, *sizes, job.seed, job.device)
+def _typical(blocks: list[list[float]]) -> Interval:
+    """Return the median over the blocks of their geometric means."""
+    logs = [float(np.mean(np.log(block))) for block in blocks]
+    return bootstrap(logs).scaled(math.exp)
 
 
-def _step(run: Run, batches: Iterator[Batch]) -> None:
-    run.train_step(*next(batches))
+def run_race(
+    arms: Mapping[str, Callable[[], object]],
+    plan: Plan,
+    *,
+    device: str = "cpu",
+    seed: int = 0,
+    before: Callable[[str], object] = lambda _: None,
+    skipped: Callable[[str], bool] = lambda _: False,
+    tick: Callable[[], object] = lambda: None,
+) -> Race:
+    """Time the arms, the first of which is the base, in random mirrored blocks.
+
+    Off the clock, `before` prepares an arm for its visit, `skipped` tells whether the visit left
+    out work, and `tick` follows each round. `seed` is of the orders.
+    """
+    race = Race(arms=list(arms))
+    synchronize = torch.get_device_module(device).synchronize  # returns at once on a CPU
+    for order in _orders(race, plan, np.random.default_rng(seed)):
+        visits = {}
+        for name in order:
+            before(name)
+            synchronize()
+            start_s = perf_counter()
+            arms[name]()
+            synchronize()
+            visits[name] = Visit(perf_counter() - start_s, skipped(name))
+        race.rounds.append(visits)
+        tick()
+    return race
 
 
-def peak_memory(job: Job, arm: Arm, data: Bytes) -> int | None:
-    """Train two steps of one arm in a fresh process and return the peak over them, in bytes."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_peak_of_this_process, job, arm, data).result()
+def _orders(race: Race, plan: Plan, rng: np.random.Generator) -> Iterator[list[str]]:
+    """Yield the order of each round: the warm-up's, then a random one and its reverse in turn."""
+    end_s = perf_counter() + plan.limit_s
+    race.warmup_rounds = plan.warmup + (plan.rounds - plan.warmup) % 2
+    for _ in range(race.warmup_rounds):
+        yield rng.permutation(race.arms).tolist()
+    look_at, blocks = plan.least_blocks, 0
+    while len(race.rounds) + 2 <= plan.rounds and (blocks < LEAST_BLOCKS or perf_counter() < end_s):
+        order = rng.permutation(race.arms).tolist()
+        yield order
+        yield order[::-1]
+        blocks += 1
+        # Few looks at the width, and none at the figure: stopping does not choose the figure.
+        if plan.half_width and blocks >= look_at:
+            look_at = blocks * 3 // 2
+            if all(_is_narrow(race.ratio(arm), plan.half_width) for arm in race.arms[1:]):
+                return
 
 
-def _peak_of_this_process(job: Job, arm: Arm, data: Bytes) -> int | None:
-    tiny = Shape(layers=1, heads=1, width=16, block_size=16)
-    _first_steps(replace(job, shape=tiny, batch_size=1), arm, data)  # loads the kernels
-    if job.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        _first_steps(job, arm, data)
-        return torch.cuda.max_memory_allocated()
-    before = _resident_nbytes("VmRSS")
-    with suppress(OSError):  # where this is refused the peak counts from the start: never too low
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    _first_steps(job, arm, data)
-    after = _resident_nbytes("VmHWM")
-    return None if before is None or after is None else after - before
-
-
-def _first_steps(job: Job, arm: Arm, data: Bytes) -> None:
-    run = Run(arm, job, make_model(job))
-    for batch in islice(_batches(data, job), MEMORY_STEPS):
-        run.train_step(*batch)
-
-
-def _resident_nbytes(key: str) -> int | None:
-    """Return what is resident now, VmRSS, or was at its peak, VmHWM."""
-    found = find(rf"{key}:\s+(\d+) kB", "/proc/self/status")
-    return None if found is None else int(found) * 1024
+def _is_narrow(ratio: Interval, half_width: float) -> bool:
+    return ratio.low > 0 and math.log(ratio.high / ratio.low) <= 2 * half_width

@@ -7,14 +7,15 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from fastamp.bench.compare import verdict_on
+from fastamp.bench.interval import verdict_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastamp.bench.compare import Interval, Race
+    from fastamp.bench.interval import Interval
+    from fastamp.bench.race import Race
 
-SCHEMA_VERSION = 3  # of the record: a field that comes, goes or changes its meaning is a new one
+SCHEMA_VERSION = 4  # of the record: a field that comes, goes or changes its meaning is a new one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A command with its options settled; `job` is what two records must share to be compared."""
+    """What a command line asks for; two records can be compared where their `job` is the same."""
 
     job: dict[str, Any]
     run: Callable[[], Report]

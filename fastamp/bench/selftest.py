@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fastamp.bench.cases import race_cases
+from fastamp.bench.cases import Case, run_cases
 from fastamp.bench.command import add_command
-from fastamp.bench.compare import AGAIN, Plan
+from fastamp.bench.race import AGAIN, Plan
 from fastamp.bench.record import Report, Task, judge
 from fastamp.bench.timer import REGIONS, make_visits
 from fastamp.train.options import DEFAULT, number
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 UNIT = bytes(10_000)  # hashed once, a unit of work: about 6 us
 UNITS = 100
 SAME = 0.02  # identical arms are never further apart
-# Two windows that agree say little on a machine that jumps: at least so many blocks in any case.
-PLAN = Plan(rounds=40_000, window=20, warmup=200, half_width=0.004, least_blocks=400, limit_s=20.0)
+PLAN = Plan(rounds=40_000, warmup=100, half_width=0.004, least_blocks=400, limit_s=20.0)
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -37,7 +36,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def _prepare(args: argparse.Namespace) -> Task:
     args.check = True
-    return Task(job={"unit_nbytes": len(UNIT), "units": UNITS}, run=lambda: _run(args))
+    return Task(job={"unit_nbytes": len(UNIT), "units": UNITS}, run=partial(_run, args))
 
 
 def _run(args: argparse.Namespace) -> Report:
@@ -51,7 +50,7 @@ def _run(args: argparse.Namespace) -> Report:
         f"the slowed arm does {args.slowdown} % more work",
         f"a region of fastamp.Timer costs {cost_s * 1e9:.0f} ns",
     ]
-    report = race_cases(args, PLAN, ["selftest"], lambda _name: arms, notes=notes)
+    report = run_cases(args, PLAN, ["selftest"], lambda _: Case(arms=arms), notes)
     race = report.races["selftest"]
     found = race.ratio("plain", "slowed")
     inside = "inside" if found.low <= truth <= found.high else "outside"

@@ -1,123 +1,258 @@
-"""The step alone: torch's unscale, clip and step against fastamp's, on drawn gradients."""
+"""The step alone: torch's norm, clip and optimizer step against fastamp's, on drawn gradients."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import fastamp
-from fastamp.bench.cases import race_cases
+from fastamp.bench.cases import PLAIN, Case, run_cases
 from fastamp.bench.command import add_command
-from fastamp.bench.compare import AGAIN, Plan
+from fastamp.bench.race import AGAIN, Plan
 from fastamp.bench.record import Task
 from fastamp.train.options import number
 
 if TYPE_CHECKING:
-    from fastamp.bench.cases import Arms
-    from fastamp.bench.command import Subparsers
+    from collections.abc import Callable
 
-SHAPES = "4x2000000,192x50000,2000x1000"
-SHARDED_SHAPES = "4x2000000,192x50000,1000x1000"  # DTensors take torch long to get to know
-MAX_NORM = 1.0  # always less than the norm of what is drawn: every step clips
-PLAN = Plan(rounds=2000, window=3, warmup=12, half_width=0.01, limit_s=8.0)
+    from torch import Tensor
+
+    from fastamp.bench.cases import Details
+    from fastamp.bench.command import Subparsers
+    from fastamp.bench.race import Race
+    from fastamp.bench.record import Report
+
+    Sizes = list[tuple[int, ...]]
+
+_BLOCK = [(768,)] * 6 + [(2304, 768), (2304,), (768, 768), (3072, 768), (3072,), (768, 3072)]
+GPT2: Sizes = [(50257, 768), (1024, 768), *_BLOCK * 12, (768,), (768,)]
+SHAPES = "gpt2,192x130208,2000x1000"
+SHARDED_SHAPES = "4x2000000,192x50000,1000x1000"  # torch needs long for the first step of DTensors
+MAX_NORM = 1.0  # less than the norm of what is drawn: every step clips
+RATE = 1e-4
+PLAN = Plan(rounds=2000, half_width=0.01, limit_s=8.0)
+RANKS_PLAN = Plan(rounds=44)  # on all ranks, whatever their clocks say
+
+
+def _adamw(start: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return start * (1 - RATE * 0.01) - RATE * grad / (grad.abs() + 1e-8), 0.1 * grad
+
+
+def _sgd(start: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return start - RATE * grad, grad
+
+
+class Work(NamedTuple):
+    """What is timed, and how often it has to move as much memory as the gradients hold."""
+
+    text: str
+    reads: int
+    updates: int  # reads and writes
+    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+    moment: str = ""  # a key of the optimizer's state
+    first_step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    """The parameter and the moment after the first step, from the parameter and its gradient."""
+
+
+SGD = partial(torch.optim.SGD, lr=RATE, momentum=0.9)
+ADAMW = partial(torch.optim.AdamW, lr=RATE, fused=True)
+WORK = {
+    "norm": Work("the norm of the gradients", 1, 0, SGD),
+    "clip": Work("unscale and clip in place", 1, 1, SGD),
+    "adamw": Work("the whole step with fused AdamW", 2, 3, ADAMW, "exp_avg", _adamw),
+    "sgd": Work("the whole step with SGD and momentum", 2, 2, SGD, "momentum_buffer", _sgd),
+}
 
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command `step` and its options."""
-    metrics = "speedup/ and the shape, as in speedup/192x50000"
-    add = add_command(subparsers, "step", _prepare, __doc__, metrics=metrics)
-    shapes = f"tensors and elements of each (default: {SHAPES}; with --ranks {SHARDED_SHAPES})"
+    text = f"{__doc__} Takes about three minutes on two CPU cores; gpt2 needs 8 GB of memory."
+    metrics = "speedup/ or of_plain/, the shape and the work, as in speedup/gpt2/adamw"
+    add = add_command(subparsers, "step", _prepare, text, metrics=metrics)
+    shapes = "gpt2 (124 M in 148 tensors), or tensors and elements of each, separated by commas "
+    shapes += f"(default: {SHAPES}; with --ranks {SHARDED_SHAPES})"
     add("--shapes", type=_parse_shapes, metavar="LIST", help=shapes)
-    ranks = "of processes that share the tensors as FSDP2's shards, on the CPU over gloo"
+    work = ", ".join(f"{name} ({each.text})" for name, each in WORK.items())
+    work += "; several may be given (default: all; with --ranks adamw)"
+    add("--work", nargs="+", choices=WORK, metavar="NAME", help=work)
+    ranks = "of processes that share the tensors as DTensor shards, on the CPU over gloo"
     add("--ranks", type=number(int, 2), metavar="N", help=ranks)
 
 
-def _parse_shapes(text: str) -> dict[str, tuple[int, int]]:
-    shapes = {}
+def _parse_shapes(text: str) -> dict[str, Sizes]:
+    shapes: dict[str, Sizes] = {}
     for item in text.split(","):
         match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", item)
-        if match is None:
+        if match is None and item != "gpt2":
             message = f"{item!r} is not a number of tensors and of elements, as in 2000x1000"
             raise argparse.ArgumentTypeError(message)
-        shapes[item] = (int(match[1]), int(match[2]))
+        shapes[item] = [(int(match[2]),)] * int(match[1]) if match else GPT2
     return shapes
 
 
 def _prepare(args: argparse.Namespace) -> Task:
-    default = SHAPES if args.ranks is None else SHARDED_SHAPES
-    args.shapes = args.shapes or _parse_shapes(default)
-    job = {"shapes": list(args.shapes), "seed": args.seed}
-    if args.ranks is not None:
-        args.device = "cpu"
-        job["ranks"] = args.ranks
-        from fastamp.bench import local_ranks  # noqa: PLC0415 - it needs torch.distributed
+    args.shapes = args.shapes or _parse_shapes(SHARDED_SHAPES if args.ranks else SHAPES)
+    args.work = args.work or (["adamw"] if args.ranks else list(WORK))
+    job = {"shapes": list(args.shapes), "work": args.work, "seed": args.seed}
+    if args.ranks is None:
+        return Task(job=job, run=partial(_run, args))
+    from fastamp.bench import local_ranks  # noqa: PLC0415 - it needs torch.distributed
 
-        return Task(job=job, run=lambda: local_ranks.run(args.ranks, args.shapes, args.seed))
-    sides: dict[str, Step] = {}
-
-    def make(name: str) -> Arms:
-        for arm in ("stock", AGAIN, "fastamp"):
-            sides[arm] = Step(args.shapes[name], args.device, args.seed)
-        check(sides["stock"], sides["fastamp"])
-        return {a: side.fastamp if a == "fastamp" else side.stock for a, side in sides.items()}
-
-    notes = ["fused AdamW; stock is unscale_, clip_grad_norm_, step and update"]
-    return Task(
-        job=job,
-        run=lambda: race_cases(
-            args, PLAN, args.shapes, make, before=lambda arm: sides[arm].restore(), notes=notes
-        ),
-    )
+    args.device = "cpu"
+    run = partial(local_ranks.run_on_ranks, args.ranks, _run, args)
+    return Task(job=job | {"ranks": args.ranks}, run=run)
 
 
-class Step:
-    """Parameters, their gradients as drawn, an optimizer, and one side's scaler."""
+def _run(args: argparse.Namespace) -> Report:
+    """Race all work on all shapes, in this process or on each rank."""
+    names = [f"{shape}/{work}" for shape in args.shapes for work in args.work]
+    notes = ["torch: unscale_, clip_grad_norm_, step and update; bare: the optimizer's step alone"]
+    if args.ranks:
+        notes += ["DTensor shards; collectives of one step"]
+        return run_cases(args, RANKS_PLAN, names, partial(_make_sharded_case, args), notes)
+    plain = "sum() and mul_() over the bytes that the work has to move"
+    notes += [f"plain: {plain}; no limit: it can be beaten; GB/s: those bytes over the time"]
+    return run_cases(args, PLAN, names, partial(_make_case, args), notes)
 
-    def __init__(self, shape: tuple[int, int], device: str, seed: int) -> None:
-        count, numel = shape
-        generator = torch.Generator(device).manual_seed(seed)
-        draw = partial(torch.randn, numel, device=device, generator=generator)
-        weights, self.grads = ([draw() for _ in range(count)] for _ in range(2))
-        self.parameters = [torch.nn.Parameter(weight) for weight in weights]
-        for parameter in self.parameters:
-            parameter.grad = torch.empty_like(parameter)
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4, fused=True)
+
+def _make_sides(
+    args: argparse.Namespace, name: str, shard: Callable[[list[Tensor]], list[Tensor]] = list
+) -> tuple[Side, Side]:
+    """Return torch's side and fastamp's, both checked against plain float64 arithmetic."""
+    shape, work = name.split("/")
+    generator = torch.Generator(args.device).manual_seed(args.seed)
+    draw = partial(torch.randn, device=args.device, generator=generator)
+    grads = [draw(size) for size in args.shapes[shape]]
+    norm = math.sqrt(math.fsum(grad.double().square().sum().item() for grad in grads))
+    grads = shard(grads)
+    theirs, ours = Side(WORK[work], grads), Side(WORK[work], grads)
+    theirs.check(theirs.torch, norm, rtol=1e-3)  # its float32 norm is off in the fourth digit
+    ours.check(ours.fastamp, norm, rtol=1e-5)
+    return theirs, ours
+
+
+def _make_case(args: argparse.Namespace, name: str) -> Case:
+    theirs, ours = _make_sides(args, name)
+    plain = PlainPass(ours)
+    arms: dict[str, Callable[[], object]] = {"torch": theirs.torch, AGAIN: theirs.torch}
+    if ours.work.moment:
+        arms["bare"] = theirs.optimizer.step
+    arms |= {PLAIN: plain.run, "fastamp": ours.fastamp}
+    restore = {PLAIN: plain.restore, "fastamp": ours.restore}
+
+    def rates(race: Race) -> Details:
+        return {arm: {"GB/s": plain.nbytes / race.quartiles_s(arm)[1] / 1e9} for arm in arms}
+
+    return Case(arms=arms, before=lambda arm: restore.get(arm, theirs.restore)(), details=rates)
+
+
+def _make_sharded_case(args: argparse.Namespace, name: str) -> Case:
+    from fastamp.bench.local_ranks import count_collectives, shard  # noqa: PLC0415 - see _prepare
+
+    theirs, ours = _make_sides(args, name, shard)
+    arms = {"torch": theirs.torch, AGAIN: theirs.torch, "fastamp": ours.fastamp}
+    counts: Details = {arm: {"collectives": count_collectives(call)} for arm, call in arms.items()}
+    sides = {arm: ours if arm == "fastamp" else theirs for arm in arms}
+    return Case(arms=arms, before=lambda arm: sides[arm].restore(), details=lambda _: counts)
+
+
+class Side:
+    """The parameters, gradients, optimizer and scalers of one side of a race."""
+
+    def __init__(self, work: Work, drawn: list[Tensor]) -> None:
+        self.work = work
+        self.drawn = [_local(grad) for grad in drawn]
+        self.parameters = [torch.nn.Parameter(grad + 1) for grad in drawn]
+        self.grads = [torch.empty_like(grad) for grad in drawn]
+        for parameter, grad in zip(self.parameters, self.grads, strict=True):
+            parameter.grad = grad
+        self.optimizer = work.optimizer(self.parameters)
         # Not a power of two, and not 1: every multiply is a real one.
-        self.stock_scaler = torch.amp.GradScaler(device, init_scale=1.01)
+        device = self.drawn[0].device.type
+        self.torch_scaler = torch.amp.GradScaler(device, init_scale=1.01)
         self.scaler = fastamp.GradScaler(device, init_scale=1.01)
-        for scaler in (self.stock_scaler, self.scaler):
+        for scaler in (self.torch_scaler, self.scaler):
             scaler.scale(torch.ones((), device=device))
 
     def restore(self) -> None:
         """Put the gradients back as backward would leave them."""
-        grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        torch._foreach_copy_(grads, self.grads)
+        torch._foreach_copy_([_local(grad) for grad in self.grads], self.drawn)
 
-    def stock(self) -> None:
-        """Step in torch's words."""
-        self.stock_scaler.unscale_(self.optimizer)
-        torch.nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
-        self.stock_scaler.step(self.optimizer)
-        self.stock_scaler.update()
+    def torch(self) -> Tensor | None:
+        """Do the work with torch's functions."""
+        if not self.work.updates:
+            return get_total_norm(self.grads)
+        self.torch_scaler.unscale_(self.optimizer)
+        clip_grad_norm_(self.parameters, MAX_NORM)
+        if self.work.moment:
+            self.torch_scaler.step(self.optimizer)
+        self.torch_scaler.update()
+        return None
 
-    def fastamp(self) -> None:
-        """Step in fastamp's words."""
-        self.scaler.step(self.optimizer, max_norm=MAX_NORM)
+    def fastamp(self) -> Tensor | None:
+        """Do the same with fastamp's."""
+        if not self.work.updates:
+            return fastamp.get_total_norm(self.grads)
+        if self.work.moment:
+            self.scaler.step(self.optimizer, max_norm=MAX_NORM)
+        else:
+            self.scaler.clip_grad_norm_(self.optimizer, MAX_NORM)
         self.scaler.update()
+        return None
+
+    def check(self, do: Callable[[], Tensor | None], norm: float, rtol: float) -> None:
+        """Do the work once, and compare with plain float64 arithmetic.
+
+        Raises:
+            AssertionError: a figure differs by more than float32 allows.
+        """
+        close = partial(torch.testing.assert_close, rtol=rtol, atol=0, check_dtype=False)
+        self.restore()
+        total = do()
+        if not self.work.updates:
+            full = getattr(total, "full_tensor", lambda: total)()  # where it is a DTensor
+            close(full, torch.tensor(norm, device=self.drawn[0].device))
+        for parameter, grad, drawn in zip(self.parameters, self.grads, self.drawn, strict=True):
+            clipped = drawn.double() * (MAX_NORM / norm)
+            if self.work.first_step is not None:
+                stepped, moment = self.work.first_step(drawn + 1, clipped)
+                state = self.optimizer.state[parameter]
+                assert self.work.moment in state, "no state: there was no step"  # noqa: S101
+                close(_local(state[self.work.moment]), moment)
+                close(_local(parameter.detach()), stepped, atol=1e-7)
+            elif self.work.updates:
+                close(_local(grad), clipped)
 
 
-def check(stock: Step, ours: Step) -> None:
-    """Compare the parameters after one step of each, before anything is timed.
+class PlainPass:
+    """As many bytes as the work has to move at least, in passes over large tensors."""
 
-    Raises:
-        AssertionError: they differ by more than torch's float32 norm is off.
-    """
-    for side, step in ((stock, stock.stock), (ours, ours.fastamp)):
-        side.restore()
-        step()
-    for theirs, mine in zip(stock.parameters, ours.parameters, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    def __init__(self, side: Side) -> None:
+        self.work = side.work
+        numel = sum(grad.numel() for grad in side.drawn)
+        device = side.drawn[0].device
+        self.tensors = [torch.ones(numel, device=device) for _ in range(max(self.work.updates, 1))]
+        self.nbytes = self.tensors[0].nbytes * (self.work.reads + 2 * self.work.updates)
+
+    def restore(self) -> None:
+        """Leave the first tensor in the cache, as restored gradients are."""
+        self.tensors[0].fill_(1.0)
+
+    def run(self) -> None:
+        """Read, then read and write."""
+        for _ in range(self.work.reads):
+            self.tensors[0].sum()
+        for tensor in self.tensors[: self.work.updates]:
+            tensor.mul_(1.0)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, and any other tensor as it is."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part

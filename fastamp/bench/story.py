@@ -2,35 +2,34 @@
 
 The naive loop is the one found in the wild: a Python list stacked for each batch, blocking copies,
 a synchronize around every step, a check of the norm on the host, FP32. Every other arm is that loop
-with one part taken from the stock or the fastamp loop, or all of them.
+with one part, or all, from the stock or the fastamp loop.
 """
 
 from __future__ import annotations
 
 import copy
 from dataclasses import asdict
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.data import RandomSampler
 
 import fastamp
 from fastamp import TokenDataset
-from fastamp.bench import compare
 from fastamp.bench.arms import STEPS, Arm, Run, make_model
-from fastamp.bench.compare import AGAIN, Plan
-from fastamp.bench.loader import fastamp_batches, make_sampler, stock_batches
+from fastamp.bench.loader import fastamp_batches, torch_batches
+from fastamp.bench.race import AGAIN, Plan, run_race
 from fastamp.bench.record import Report
 from fastamp.train.gpt import Shape
 from fastamp.train.options import progress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch.utils.data import RandomSampler
+    from collections.abc import Callable, Iterator
 
     from fastamp.bench.arms import Job
-    from fastamp.bench.compare import Race
     from fastamp.bench.loader import Batches
+    from fastamp.bench.race import Race
     from fastamp.train.text import Corpus
 
 CHOICES = ("naive,stock,fastamp", "naive,stock", "naive,fastamp")
@@ -45,7 +44,7 @@ SIZES = {
 
 
 def _naive_batches(
-    windows: TokenDataset, sampler: RandomSampler, batch_size: int, device: str
+    windows: TokenDataset, batch_size: int, device: str, sampler: RandomSampler
 ) -> Batches:
     def batches() -> Iterator[list[torch.Tensor]]:
         for _ in range(len(sampler) // batch_size):
@@ -61,8 +60,12 @@ class Loop:
     def __init__(self, parts: dict[str, str], run: Run, windows: TokenDataset, job: Job) -> None:
         self.run = run
         self.device = job.device
-        sampler = make_sampler(windows, VISIT_STEPS * job.batch_size, job.seed)
-        self.batches = LOADERS[parts["loader"]](windows, sampler, job.batch_size, job.device)
+        generator = torch.Generator().manual_seed(job.seed)
+        count = VISIT_STEPS * job.batch_size
+        # With replacement, or each short epoch would permute the whole dataset.
+        sampler = RandomSampler(windows, replacement=True, num_samples=count, generator=generator)
+        make = LOADERS[parts["loader"]]
+        self.batches = make(windows, job.batch_size, job.device, sampler=sampler)
         self.timed = TIMINGS[parts["timing"]]
         self.times: list[object] = []
         self.timer = fastamp.Timer(job.device)
@@ -74,7 +77,12 @@ class Loop:
 
 
 def _naive_timing(loop: Loop, tokens: torch.Tensor, targets: torch.Tensor) -> None:
-    loop.times.append(compare.timed(lambda: loop.run.train_step(tokens, targets), loop.device))
+    synchronize = torch.get_device_module(loop.device).synchronize
+    synchronize()
+    start_s = perf_counter()
+    loop.run.train_step(tokens, targets)
+    synchronize()
+    loop.times.append(perf_counter() - start_s)
 
 
 def _stock_timing(loop: Loop, tokens: torch.Tensor, targets: torch.Tensor) -> None:
@@ -93,7 +101,11 @@ def _fastamp_timing(loop: Loop, tokens: torch.Tensor, targets: torch.Tensor) -> 
         loop.run.train_step(tokens, targets)
 
 
-LOADERS = {"naive": _naive_batches, "stock": stock_batches, "fastamp": fastamp_batches}
+LOADERS: dict[str, Callable[..., Batches]] = {
+    "naive": _naive_batches,
+    "stock": torch_batches,
+    "fastamp": fastamp_batches,
+}
 TIMINGS = {"naive": _naive_timing, "stock": _stock_timing, "fastamp": _fastamp_timing}
 # Which loops bring a part of their own; in another all-together arm the stock one stands in.
 PARTS = {
@@ -115,7 +127,7 @@ def make_loops(arms: list[str]) -> dict[str, dict[str, str]]:
     return loops
 
 
-def measure(job: Job, corpus: Corpus, arms: list[str]) -> Report:
+def run_story(job: Job, corpus: Corpus, arms: list[str]) -> Report:
     """Race all loops against the naive one."""
     model = make_model(job)
     windows = TokenDataset(corpus.train, job.shape.block_size)
@@ -126,7 +138,7 @@ def measure(job: Job, corpus: Corpus, arms: list[str]) -> Report:
         loops[name] = Loop(parts, Run(arm, job, copy.deepcopy(model)), windows, job)
     rounds = job.steps // VISIT_STEPS
     with progress(rounds) as tick:
-        race = compare.measure(
+        race = run_race(
             {name: loop.epoch for name, loop in loops.items()},
             Plan(rounds=rounds, warmup=5),
             device=job.device,

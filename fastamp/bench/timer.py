@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 from torch.profiler import record_function
 
 import fastamp
-from fastamp.bench.cases import race_cases
+from fastamp.bench.cases import Case, run_cases
 from fastamp.bench.command import add_command
-from fastamp.bench.compare import AGAIN, Interval, Plan
+from fastamp.bench.interval import Interval
+from fastamp.bench.race import AGAIN, Plan
 from fastamp.bench.record import Report, Task, judge
 
 if TYPE_CHECKING:
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
 
     from fastamp.bench.cases import Details
     from fastamp.bench.command import Subparsers
-    from fastamp.bench.compare import Race
+    from fastamp.bench.race import Race
 
 REGIONS = 2000  # in a visit
-PLAN = Plan(rounds=400, window=3, warmup=12, half_width=0.01, least_blocks=100, limit_s=8.0)
+PLAN = Plan(rounds=400, half_width=0.01, least_blocks=100, limit_s=8.0)
 STATEMENTS = {
     "two reads": "clock(); clock()",
     AGAIN: "clock(); clock()",
@@ -45,7 +46,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> Task:
-    return Task(job={"regions": REGIONS}, run=lambda: _run(args))
+    return Task(job={"regions": REGIONS}, run=partial(_run, args))
 
 
 def make_visits(device: str = "cpu") -> dict[str, timeit.Timer]:
@@ -77,7 +78,8 @@ def _run(args: argparse.Namespace) -> Report:
     visits = make_visits(args.device)
     arms = {arm: partial(visit.timeit, REGIONS) for arm, visit in visits.items()}
     notes = ["least ns: the shortest visit, divided by its regions; the target is its ratio"]
-    report = race_cases(args, PLAN, ["timer"], lambda _: arms, details=_least_ns, notes=notes)
+    case = Case(arms=arms, details=_least_ns)
+    report = run_cases(args, PLAN, ["timer"], lambda _: case, notes)
     least = report.details["timer"]
     cost = least["region"]["least ns"] / least["two reads"]["least ns"]
     ends = (-math.inf, 3.0 if "cpu" in fastamp.backends() else 8.0)

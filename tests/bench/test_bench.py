@@ -8,17 +8,18 @@ import json
 import math
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
 import torch
+from support.fake_clock import FakeClock
 
 import fastamp
 from fastamp.bench import arms as arms_
-from fastamp.bench import compare, environment, main_job, race, record, story
+from fastamp.bench import environment, main_job, record, story, training
 from fastamp.bench.__main__ import main
-from fastamp.bench.compare import Interval, Race, Visit
+from fastamp.bench.interval import Interval
+from fastamp.bench.race import Race, Visit
 from fastamp.train import text as train_text
 from fastamp.train.gpt import GPT, Shape
 
@@ -49,7 +50,7 @@ def corpus(text):
 @pytest.fixture
 def quick(monkeypatch, text):
     """Take the subprocesses out of the main job and return its tiny options."""
-    monkeypatch.setattr(race, "peak_memory", lambda *_: 100)
+    monkeypatch.setattr(training, "peak_memory", lambda *_: 100)
     monkeypatch.setattr(environment, "cpu_features", lambda: {"amx_bf16"})
     return [*TINY.split(), "--data", str(text)]
 
@@ -83,7 +84,7 @@ def results(*, speedups=(2.0,), peak=50, gap=0.0, loss=1.0):
     }
     shifted = [share + gap for share in windows]
     scores[NAMES[2]] = [arms_.Score(loss=loss, accuracy=0.5 + gap, window_accuracies=shifted)]
-    return race.Results(
+    return training.Results(
         parameters=1,
         peaks=dict(zip(NAMES, [100, 100, peak], strict=True)),
         race=Race(arms=NAMES, rounds=rounds),
@@ -125,16 +126,16 @@ def test_every_arm_starts_from_the_same_weights_and_sees_the_same_batches(
 # What is measured
 
 
-def test_memory_is_measured_in_another_process_and_grows_with_the_model(corpus, monkeypatch):
-    monkeypatch.setattr(race, "_first_steps", None)  # seen by this process and its forks only
-    fp32 = arms_.make_arms(JOB)[0]
-    small = race.peak_memory(JOB, fp32, corpus.train)
-    large_job = replace(JOB, shape=replace(SHAPE, width=768, layers=3))
-    large = race.peak_memory(large_job, fp32, corpus.train)
-    parameters = sum(parameter.numel() for parameter in GPT(large_job.shape).parameters())
+def test_memory_is_measured_in_another_process_and_grows_with_the_model(
+    finished, corpus, monkeypatch
+):
+    monkeypatch.setattr(training, "_first_steps", None)  # seen by this process and its forks only
+    job = replace(JOB, shape=replace(SHAPE, width=768, layers=3))
+    large = training.peak_memory(job, arms_.make_arms(job)[0], corpus.train)
+    parameters = sum(parameter.numel() for parameter in GPT(job.shape).parameters())
     # float32 weights, gradients and two moments are 16 bytes a parameter
     assert 16 * parameters < large < 32 * parameters
-    assert 0 <= small < 2**24
+    assert 0 <= finished[1]["details"]["peak_memory_nbytes"]["fp32"] < 2**24
 
 
 # What is said
@@ -200,7 +201,7 @@ def test_a_missed_target_is_an_error_only_with_check(quick, options, status, cap
 
 @pytest.mark.parametrize(("speedups", "status"), [([2.0] * 6, 0), ([1.0, 2.0] * 3, 3)])
 def test_a_target_that_is_met_perhaps_is_no_success(quick, monkeypatch, speedups, status, capsys):
-    monkeypatch.setattr(main_job, "measure", lambda *_, **__: results(speedups=speedups))
+    monkeypatch.setattr(main_job, "train_arms", lambda *_, **__: results(speedups=speedups))
     assert main([*quick, "--check"]) == status
     assert ("inconclusive" in capsys.readouterr().out) == (status == 3)
 
@@ -208,7 +209,7 @@ def test_a_target_that_is_met_perhaps_is_no_success(quick, monkeypatch, speedups
 @pytest.mark.parametrize(("peak", "status"), [(50, 0), (None, 3)])
 def test_targets_of_which_none_can_be_judged_are_not_met(quick, monkeypatch, peak, status, capsys):
     monkeypatch.setattr(main_job, "no_speed_reason", lambda *_: "no units")
-    monkeypatch.setattr(main_job, "measure", lambda *_, **__: results(peak=peak))
+    monkeypatch.setattr(main_job, "train_arms", lambda *_, **__: results(peak=peak))
     if peak is None:
         monkeypatch.setattr(main_job, "_accuracy_gap", lambda *_: (None, "not scored"))
     assert main([*quick, "--check"]) == status
@@ -225,7 +226,7 @@ def test_a_batch_that_is_cut_for_a_slow_cpu_is_not_held_to_the_memory_target(
     default = quick.index("--batch-size")
     del quick[default : default + 2]
     monkeypatch.setattr(main_job, "CPU_CUT", {"batch_size": 3, "steps": 3})
-    monkeypatch.setattr(race, "VALIDATION_WINDOWS", 4)
+    monkeypatch.setattr(training, "VALIDATION_WINDOWS", 4)
     monkeypatch.setattr(main_job, "no_speed_reason", lambda *_: "no units")
     assert ": n/a, amp+fastamp against fp32: no units, so the default batch is cut to 3" in (
         memory_line()
@@ -275,9 +276,9 @@ def test_three_seeds_are_trained_and_scored_but_one_is_timed(quick, tmp_path, ca
 
 
 def test_the_memory_is_that_of_a_large_batch_unless_a_batch_is_asked_for(quick, monkeypatch):
-    assert (main_job.CPU_STEPS["steps"] - race.WARMUP_STEPS - 1) // 2 >= 20  # blocks of short steps
+    assert (main_job.CPU_STEPS["steps"] - training.WARMUP_STEPS - 1) // 2 >= 20
     seen = []
-    monkeypatch.setattr(race, "peak_memory", lambda job, *_: seen.append(job.batch_size))
+    monkeypatch.setattr(training, "peak_memory", lambda job, *_: seen.append(job.memory_batch_size))
     sizes = {"batch_size": 2, "steps": 8, "memory_batch_size": 5}
     monkeypatch.setattr(main_job, "CPU_STEPS", sizes)
     assert main(quick) == 0
@@ -290,26 +291,19 @@ def test_a_slower_step_is_a_regression_of_the_main_job_and_a_rerun_is_none(
     quick, tmp_path, monkeypatch, capsys
 ):
     saved = tmp_path / "saved.json"
-    command = [*quick, "--steps", "204"]
+    command = [*quick, "--steps", "104"]
     held = [*command, "--baseline", str(saved), "--fail-on", "speedup:-5%"]
-    step, clock = arms_.Run.train_step, time.process_time
+    times_s = {"fp32": 2.0, "amp": 1.0, "amp+fastamp": 0.9}
+    clock = FakeClock(monkeypatch, noise=0.01)
 
-    def timed(call, _device):  # on a clock that other programs do not move
-        start_s = clock()
-        call()
-        return clock() - start_s
+    def step(run, _tokens, _targets):
+        run.losses.append(torch.zeros(()))
+        clock.spend(times_s[run.arm.name])
 
-    def slowed(run, *batch):
-        start_s = clock()
-        step(run, *batch)
-        end_s = clock()
-        while run.arm.step == "fastamp" and clock() < end_s + (end_s - start_s) / 9:
-            pass  # so that it takes a ninth longer, and has 10 % less of a speed-up
-
-    monkeypatch.setattr(compare, "timed", timed)
+    monkeypatch.setattr(arms_.Run, "train_step", step)
     assert main([*command, "--json", str(saved)]) == 0
     assert main(held) == 0
-    monkeypatch.setattr(arms_.Run, "train_step", slowed)
+    times_s["amp+fastamp"] = 1.0  # a ninth longer: 10 % less of a speed-up
     assert main(held) == 1
     assert "(target >= -5 %): fail" in capsys.readouterr().out.splitlines()[-1]
 
@@ -391,7 +385,7 @@ def test_a_pipe_gets_whole_lines_and_no_progress_bar(finished):
 )
 def test_a_bad_argument_is_named_before_any_work(options, message, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(main_job, "measure", None)
+    monkeypatch.setattr(main_job, "train_arms", None)
     (tmp_path / "empty").mkdir()
     (tmp_path / "short").write_bytes(b"0123456789")
     with pytest.raises(SystemExit) as exit_:

@@ -6,45 +6,52 @@ import argparse
 import itertools
 import json
 import math
+import re
+import subprocess
 
 import numpy as np
 import pytest
-import torch
+from support.fake_clock import FakeClock
 
-from fastamp.bench import compare, environment, record, selftest
+from fastamp.bench import environment, record, selftest
 from fastamp.bench.__main__ import main
 from fastamp.bench.baseline import bound, hold
-from fastamp.bench.compare import Interval, Plan, Race, Visit, bootstrap, measure, verdict_on
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+from fastamp.bench.interval import Interval, bootstrap, verdict_on
+from fastamp.bench.race import AGAIN, Plan, Race, Visit, run_race
 
 PLAN = Plan(rounds=64, warmup=0)
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    """Replace the clock: an arm's callable returns how long it took."""
-    monkeypatch.setattr(compare, "timed", lambda call, _device: call())
+def race_of(monkeypatch):
+    """Return a race on a fake clock, of arms that return how long they took."""
+    clock = FakeClock(monkeypatch)
+
+    def run(arms, plan, **options):
+        calls = {name: lambda arm=arm: clock.spend(arm()) for name, arm in arms.items()}
+        return run_race(calls, plan, **options)
+
+    return run
 
 
 # The order of visits, and what becomes of them
 
 
-def test_a_block_is_a_random_order_and_its_reverse(clock):
-    race = measure({name: lambda: 1.0 for name in "abc"}, PLAN, seed=1)
+def test_a_block_is_a_random_order_and_its_reverse(race_of):
+    race = race_of({name: lambda: 1.0 for name in "abc"}, PLAN, seed=1)
     orders = ["".join(round_) for round_ in race.rounds]
     assert orders[1::2] == [order[::-1] for order in orders[::2]]
     assert len(orders) == 64
     assert set(orders) == {"".join(order) for order in itertools.permutations("abc")}
 
 
-def test_a_machine_that_slows_down_steadily_does_not_move_the_ratio(clock):
+def test_a_machine_that_slows_down_steadily_does_not_move_the_ratio(race_of):
     now = itertools.count()
 
     def arm(seconds):
         return lambda: seconds * (1 + 0.01 * next(now))
 
-    race = measure({"stock": arm(1.5), "ours": arm(1.0)}, PLAN)
+    race = race_of({"stock": arm(1.5), "ours": arm(1.0)}, PLAN)
     assert race.ratio("ours").value == pytest.approx(1.5, rel=1e-3)
     first, last = (list(race.rounds[i].values())[i].elapsed_s for i in (0, -1))
     assert last / first > 1.5  # as much as what is to be found
@@ -52,46 +59,40 @@ def test_a_machine_that_slows_down_steadily_does_not_move_the_ratio(clock):
     assert placebo.low < 1 < placebo.high
 
 
-def test_the_warmup_ends_when_two_windows_agree(clock):
-    times = iter([9.0, 5.0, 2.0, 1.0, 1.01, *[1.0] * 50])
-    race = measure({"a": lambda: next(times)}, Plan(rounds=10, window=1, warmup=9))
-    assert race.warmup_rounds == 6  # the fifth agrees with the fourth, one more leaves whole blocks
-    assert len(race.rounds) == 10
-    assert [visit for visit in race.times_s("a") if visit != 1.0] == []
+@pytest.mark.parametrize(("warmup", "rounds", "left_out"), [(4, 10, 4), (3, 10, 4), (3, 9, 3)])
+def test_the_warmup_is_left_out_and_the_rest_is_whole_blocks(race_of, warmup, rounds, left_out):
+    times_s = iter([9.0] * left_out + [1.0] * (rounds - left_out))
+    race = race_of({"a": lambda: next(times_s)}, Plan(rounds=rounds, warmup=warmup))
+    assert (race.warmup_rounds, len(race.rounds)) == (left_out, rounds)
+    assert race.times_s("a") == pytest.approx([1.0] * (rounds - left_out))
 
 
-def test_the_warmup_of_a_machine_that_never_settles_is_bounded(clock):
-    times = itertools.cycle([1.0, 3.0])
-    race = measure({"a": lambda: next(times)}, Plan(rounds=20, window=1, warmup=8))
-    assert (race.warmup_rounds, len(race.rounds)) == (8, 20)
-
-
-def test_a_visit_that_left_out_work_is_counted_and_in_no_ratio(clock):
+def test_a_visit_that_left_out_work_is_counted_and_in_no_ratio(race_of):
     calls = itertools.count()
     skips = {4, 9}
     now = iter(range(1000))
-    race = measure(
+    race = race_of(
         {"a": lambda: 2.0, "b": lambda: 1e-3 if next(calls) in skips else 1.0},
         Plan(rounds=16, warmup=0),
         skipped=lambda name: name == "b" and next(now) in skips,
     )
     assert race.skipped("b") == 2
-    assert race.ratio("b") == Interval(value=2.0, low=2.0, high=2.0)
-    assert race.times_s("b") == [1.0] * 14
+    assert race.ratio("b").value == pytest.approx(2.0)
+    assert race.times_s("b") == pytest.approx([1.0] * 14)
 
 
-def test_a_race_stops_when_all_intervals_are_narrow_or_its_time_is_over(clock):
+def test_a_race_stops_when_all_intervals_are_narrow_or_its_time_is_over(race_of):
     rng = np.random.default_rng(0)
     arms = {name: lambda: math.exp(rng.normal(0, 0.05)) for name in "ab"}
-    narrow = measure(arms, Plan(rounds=4000, warmup=0, half_width=0.02))
+    narrow = race_of(arms, Plan(rounds=4000, warmup=0, half_width=0.02))
     assert 12 <= len(narrow.blocks()) < 200
     assert math.log(narrow.ratio("b").high / narrow.ratio("b").low) <= 0.04
-    assert len(measure(arms, Plan(rounds=4000, warmup=0, limit_s=0)).blocks()) == 3
+    assert len(race_of(arms, Plan(rounds=4000, warmup=0, limit_s=0)).blocks()) == 3
 
 
-def test_the_base_again_is_the_placebo_where_it_runs(clock):
-    race = measure({"a": lambda: 2.0, compare.AGAIN: lambda: 1.0}, PLAN)
-    assert race.placebo().value == 2.0
+def test_the_base_again_is_the_placebo_where_it_runs(race_of):
+    race = race_of({"a": lambda: 2.0, AGAIN: lambda: 1.0}, PLAN)
+    assert race.placebo().value == pytest.approx(2.0)
 
 
 # Intervals and verdicts
@@ -141,32 +142,49 @@ def test_only_an_interval_that_clears_the_target_passes(ends, verdict):
 # The bench measures itself
 
 
+def fake_work(patch, *, noise=0.005, seed=0):
+    """Let a unit of the selftest's work take 6 us, give or take the noise."""
+    clock = FakeClock(patch, noise, seed)
+    patch.setattr(selftest, "_work", lambda units: clock.spend(units * 6e-6))
+
+
+@pytest.fixture
+def work(monkeypatch):
+    fake_work(monkeypatch, seed=1)
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Run the selftest's command with no slowdown, once, and return the file."""
     path = tmp_path_factory.mktemp("saved") / "base.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selftest, "PLAN", Plan(**(vars(selftest.PLAN) | {"least_blocks": 100})))
-        torch.set_num_threads(1)
+        fake_work(patch)
         assert main(["selftest", "--slowdown", "0", "--json", str(path)]) == 0
     return path
 
 
-def test_a_known_slowdown_is_found_and_identical_arms_are_the_same(tmp_path, capsys):
+def test_a_known_slowdown_is_found_and_identical_arms_are_the_same(work, tmp_path, capsys):
     path = tmp_path / "found.json"
     assert main(["selftest", "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     assert found["details"]["true_ratio"] == 1.1
-    assert found["metrics"]["speedup"]["high"] < 0.93
-    assert found["races"]["selftest"]["placebo"]["value"] == pytest.approx(1, abs=0.02)
-    assert "the true ratio, 1.1000, is" in capsys.readouterr().out
+    assert found["metrics"]["speedup"]["value"] == pytest.approx(1 / 1.1, rel=0.005)
+    assert found["races"]["selftest"]["placebo"]["value"] == pytest.approx(1, abs=0.005)
+    assert "the true ratio, 1.1000, is inside the interval" in capsys.readouterr().out
+
+
+def test_the_slowed_arm_does_as_much_more_work_as_it_says(monkeypatch):
+    done = []
+    monkeypatch.setattr(selftest, "PLAN", Plan(rounds=8, warmup=2))
+    monkeypatch.setattr(selftest, "_work", done.append)
+    main(["selftest", "--slowdown", "25"])
+    assert sorted(done) == [100] * 16 + [125] * 8
 
 
 @pytest.mark.parametrize(("slowdown", "status"), [(10, 1), (0, 0)])
 def test_a_regression_of_ten_percent_is_an_error_and_a_rerun_is_none(
-    saved, slowdown, status, monkeypatch, capsys
+    saved, work, slowdown, status, capsys
 ):
-    monkeypatch.setattr(selftest, "PLAN", Plan(**(vars(selftest.PLAN) | {"least_blocks": 100})))
     held = ["--baseline", str(saved), "--fail-on", "speedup:-5%"]
     assert main(["selftest", "--slowdown", str(slowdown), *held]) == status
     line = capsys.readouterr().out.splitlines()[-1]
@@ -175,10 +193,13 @@ def test_a_regression_of_ten_percent_is_an_error_and_a_rerun_is_none(
 
 
 def test_a_selftest_that_finds_nothing_fails(monkeypatch, capsys):
-    monkeypatch.setattr(compare, "timed", lambda _call, _device: 1.0)
-    monkeypatch.setattr(selftest, "PLAN", Plan(rounds=40))
+    clock = FakeClock(monkeypatch, noise=0.005)
+    monkeypatch.setattr(selftest, "_work", lambda _units: clock.spend(1.0))
     assert main(["selftest"]) == 1
-    assert "slowed arm 1x (target" not in capsys.readouterr().err
+    lines = capsys.readouterr().out.splitlines()[-2:]
+    assert [": pass" in line for line in lines] == [True, False]
+    assert lines[1].startswith("slowed arm ")
+    assert "(target 1.08x to 1.12x): fail" in lines[1]
 
 
 # Baselines
@@ -234,7 +255,7 @@ def test_a_bound_is_a_metric_and_a_signed_change(text):
 def test_a_baseline_of_something_else_is_refused_before_any_work(
     saved, tmp_path, place, value, message, monkeypatch, capsys
 ):
-    monkeypatch.setattr(selftest, "race_cases", None)
+    monkeypatch.setattr(selftest, "run_cases", None)
     record = json.loads(saved.read_text())
     inside = record
     for key in place[:-1]:
@@ -255,11 +276,16 @@ def test_a_metric_that_the_baseline_lacks_is_a_bad_argument(saved, capsys):
 
 
 def test_the_environment_names_the_commit_of_the_working_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert environment.describe("cpu")["git_revision"] is None
-    monkeypatch.undo()
+    def git(*words):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True)
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert environment.describe("cpu")["git_revision"] is None
+    git("init")
+    git("-c", "user.name=a", "-c", "user.email=b@c", "commit", "--allow-empty", "-m", "x")
+    assert re.fullmatch(r"[0-9a-f]{40}", environment.describe("cpu")["git_revision"])
+    monkeypatch.setenv("PATH", "")
     assert environment.describe("cpu")["git_revision"] is None
 
 

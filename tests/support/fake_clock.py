@@ -1,0 +1,27 @@
+"""A clock that only the arms of a race move: the test decides how long each visit takes."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fastamp.bench import race
+
+if TYPE_CHECKING:
+    import pytest
+
+
+class FakeClock:
+    """Seconds that pass only when something is said to have taken them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, noise: float = 0.0, seed: int = 0) -> None:
+        self.now_s = 0.0
+        self.noise = noise
+        self.rng = np.random.default_rng(seed)
+        patch.setattr(race, "perf_counter", lambda: self.now_s)
+
+    def spend(self, elapsed_s: float) -> None:
+        """Let time pass, more or less as much as the noise says."""
+        self.now_s += elapsed_s * math.exp(self.noise * self.rng.normal())
