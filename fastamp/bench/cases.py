@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fastamp.bench.interval import show
@@ -27,6 +27,7 @@ class Case:
 
     arms: Mapping[str, Callable[[], object]]
     before: Callable[[str], object] = lambda _: None  # prepares an arm for its visit
+    amounts: Mapping[str, float] = field(default_factory=dict)  # of a visit, by name of the rate
     details: Callable[[Race], Details] = lambda _: {}
 
 
@@ -44,6 +45,9 @@ def run_cases(
             case = make(name)
             race = run_race(case.arms, plan, device=args.device, seed=args.seed, before=case.before)
             races[name], details[name] = race, case.details(race)
+            for arm in race.arms if case.amounts else ():
+                time_s = race.quartiles_s(arm)[1]
+                details[name][arm] = {n: amount / time_s for n, amount in case.amounts.items()}
             judged = race.arms[-1]
             metrics[f"speedup/{name}"] = race.ratio(judged)
             if PLAIN in race.arms:

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator, Sequence
 
-    from fastamp.bench.cases import Details
     from fastamp.bench.command import Subparsers
-    from fastamp.bench.race import Race
 
     Batches = Callable[[], Iterator[Any]]  # each call begins a pass
 
@@ -196,16 +194,8 @@ def _make_case(args: argparse.Namespace, name: str) -> Case:
     check(sources["fastamp"], expected)
     sources = {"torch": sources["torch"], AGAIN: sources["torch"], **sources}
     nbytes = batches * sum(tensor.nbytes for tensor in tree_leaves(expected[0]))
-
-    def rates(race: Race) -> Details:
-        times_s = {arm: race.quartiles_s(arm)[1] for arm in race.arms}
-        return {
-            arm: {"batches/s": batches / time_s, "GB/s": nbytes / time_s / 1e9}
-            for arm, time_s in times_s.items()
-        }
-
     arms = {arm: partial(_drain, source) for arm, source in sources.items()}
-    return Case(arms=arms, details=rates)
+    return Case(arms=arms, amounts={"batches/s": batches, "GB/s": nbytes / 1e9})
 
 
 def _drain(batches: Batches) -> None:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from fastamp.bench.cases import Details
     from fastamp.bench.command import Subparsers
-    from fastamp.bench.race import Race
     from fastamp.bench.record import Report
 
     Sizes = list[tuple[int, ...]]
@@ -145,11 +144,11 @@ def _make_case(args: argparse.Namespace, name: str) -> Case:
         arms["bare"] = theirs.optimizer.step
     arms |= {PLAIN: plain.run, "fastamp": ours.fastamp}
     restore = {PLAIN: plain.restore, "fastamp": ours.restore}
-
-    def rates(race: Race) -> Details:
-        return {arm: {"GB/s": plain.nbytes / race.quartiles_s(arm)[1] / 1e9} for arm in arms}
-
-    return Case(arms=arms, before=lambda arm: restore.get(arm, theirs.restore)(), details=rates)
+    return Case(
+        arms=arms,
+        before=lambda arm: restore.get(arm, theirs.restore)(),
+        amounts={"GB/s": plain.nbytes / 1e9},
+    )
 
 
 def _make_sharded_case(args: argparse.Namespace, name: str) -> Case:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import io
 import itertools
@@ -11,7 +12,9 @@ import re
 import shutil
 import subprocess
 import sys
+import traceback
 from contextlib import nullcontext
+from functools import partial
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -23,8 +26,9 @@ from torch.utils.data import TensorDataset, default_collate
 
 import fastamp
 from fastamp import _ops
-from fastamp.bench import latency, loader, page, selftest, step, timer, training
+from fastamp.bench import arms, latency, loader, page, selftest, step, timer, training
 from fastamp.bench.__main__ import main
+from fastamp.bench.cases import PLAIN, Case, run_cases
 from fastamp.bench.interval import Interval
 from fastamp.bench.race import Plan
 from fastamp.bench.record import SCHEMA_VERSION, _plain
@@ -260,6 +264,39 @@ def test_pages_fit_a_phone_and_a_desktop_in_light_and_dark(written, tmp_path, sc
 # The other commands
 
 
+def test_a_case_is_held_to_its_base_and_to_the_plain_arm(monkeypatch):
+    clock = FakeClock(monkeypatch)
+    times_s = {"torch": 2.0, PLAIN: 1.0, "fastamp": 0.5}
+    case = Case(arms={arm: partial(clock.spend, time_s) for arm, time_s in times_s.items()})
+    args = argparse.Namespace(device="cpu", seed=0)
+    found = run_cases(args, QUICK, ["x"], lambda _: case, [])
+    assert {name: metric.value for name, metric in found.metrics.items()} == {
+        "speedup/x": pytest.approx(4.0),
+        "of_plain/x": pytest.approx(2.0),
+    }
+    cells = [row["of plain [95 %]"].split("x")[0] for row in found.table]
+    assert cells == ["", "", "2.000"]
+
+
+def test_an_arm_is_at_most_six_frames_from_the_command(monkeypatch, tmp_path):
+    stacks = []
+
+    def look(*_):
+        names = [frame.name for frame in traceback.extract_stack()]
+        stacks.append(names[names.index("main") :])
+        return torch.zeros(())
+
+    monkeypatch.setattr(step, "PLAN", QUICK)
+    monkeypatch.setattr(step.PlainPass, "run", look)
+    main(["step", "--shapes", "3x10", "--work", "norm", "--device", "cpu"])
+    assert stacks[0] == ["main", "_run", "run_cases", "run_race", "look"]
+    monkeypatch.setattr(training, "peak_memory", lambda *_: None)
+    monkeypatch.setattr(arms.Run, "train_step", lambda run, *_: run.losses.append(look()))
+    (tmp_path / "text").write_bytes(bytes(range(200)) * 50)
+    main([*COMMANDS["amp"].split(), "--data", str(tmp_path / "text")])
+    assert stacks[-1][:5] == ["main", "_run", "train_arms", "run_race", "_step"]
+
+
 @pytest.mark.parametrize("work", step.WORK)
 @pytest.mark.parametrize("side", ["torch", "fastamp"])
 def test_work_that_is_not_done_is_not_timed(work, side, monkeypatch):
@@ -337,8 +374,8 @@ def test_the_first_requests_are_not_counted_as_latency():
 def test_every_batch_size_has_percentiles(written):
     _, record, shown = written["latency"]
     assert set(record["details"]) == {"1", "2"}
-    for arms in record["details"].values():
-        for found in arms.values():
+    for by_arm in record["details"].values():
+        for found in by_arm.values():
             assert 0 < found["p50 ms"] <= found["p90 ms"] <= found["p99 ms"]
     assert "p99 ms" in shown
 
