@@ -98,7 +98,7 @@ DATA = {
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command `loader` and its options."""
-    text = f"{__doc__} Takes about two minutes on two CPU cores."
+    text = f"{__doc__} Takes a few minutes on two CPU cores."
     metrics = "speedup/ or of_plain/ and the data, as in speedup/tokens"
     add = add_command(subparsers, "loader", _prepare, text, metrics=metrics)
     data = " ".join(f"{name}: {make.__doc__}" for name, make in DATA.items())

@@ -71,7 +71,7 @@ WORK = {
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command `step` and its options."""
-    text = f"{__doc__} Takes about three minutes on two CPU cores; gpt2 needs 8 GB of memory."
+    text = f"{__doc__} Takes a few minutes on two CPU cores; gpt2 needs 8 GB of memory."
     metrics = "speedup/ or of_plain/, the shape and the work, as in speedup/gpt2/adamw"
     add = add_command(subparsers, "step", _prepare, text, metrics=metrics)
     shapes = "gpt2 (124 M in 148 tensors), or tensors and elements of each, separated by commas "
