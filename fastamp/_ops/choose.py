@@ -11,18 +11,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 
 from fastamp._ops.fallback import FallbackOps
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from fastamp._ops.types import HostOps, Ops
+from fastamp._ops.types import HostOps, Ops
 
 _KNOWN = ("cuda", "cpu", "fallback")  # best first
 _FALLBACK = FallbackOps()

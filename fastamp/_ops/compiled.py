@@ -6,20 +6,15 @@ Importing this module needs the extension.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fastamp import _native
-from fastamp._ops.types import Clip, GradStats
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from fastamp._ops.types import Column, RegionMaker
+from fastamp._ops.types import Clip, Column, GradStats, RegionMaker
 
 __all__ = ["CompiledHost", "CompiledOps", "available"]
 

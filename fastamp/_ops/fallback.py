@@ -6,22 +6,25 @@ import functools
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from fastamp._ops.regions import FallbackRegion
-from fastamp._ops.types import COMPILED_NORMS, Clip, Column, GradStats, index_error, is_plain
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import numpy.typing as npt
-    from torch import Tensor
-
-    from fastamp._ops.types import RegionMaker
+from fastamp._ops.types import (
+    COMPILED_NORMS,
+    Clip,
+    Column,
+    GradStats,
+    RegionMaker,
+    index_error,
+    is_plain,
+)
 
 __all__ = ["FallbackOps", "TorchGatherer", "combine", "finish"]
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
 
 from fastamp._ops import choose, fallback
-from fastamp._ops.types import COMPILED_NORMS, Clip
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-    from torch import Tensor
-
-    from fastamp._ops.types import GradStats, Packed
+from fastamp._ops.types import COMPILED_NORMS, Clip, GradStats, Packed
 
 
 class Groups:

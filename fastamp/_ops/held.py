@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar
 
+from torch import Tensor
+
 from fastamp._ops.groups import Groups, pack_by_backend
-from fastamp._ops.types import is_plain
+from fastamp._ops.types import Packed, is_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
     from torch.distributed import ProcessGroup
 
     from fastamp._ops.sharded import Shards
-    from fastamp._ops.types import Packed
 
     P = ParamSpec("P")
     T = TypeVar("T")

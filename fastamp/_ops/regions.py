@@ -8,13 +8,11 @@ from __future__ import annotations
 import os
 import threading
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch.autograd import profiler
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from typing_extensions import Self
 
 __all__ = ["FallbackRegion"]
 

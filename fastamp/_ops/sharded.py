@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
 from fastamp._ops import fallback
 from fastamp._ops.groups import Groups, pack_by_backend
-from fastamp._ops.types import COMPILED_NORMS, Clip, GradStats, is_plain, local_of
+from fastamp._ops.types import COMPILED_NORMS, Clip, GradStats, Packed, is_plain, local_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
-
-    from fastamp._ops.types import Packed
 
     P = ParamSpec("P")
     T = TypeVar("T")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import numpy.typing as npt
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import numpy.typing as npt
-    from torch import Tensor
+from torch import Tensor
 
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
 COMPILED_NORMS = (1.0, 2.0, math.inf)

@@ -5,18 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from fastamp.bench import baseline, latency, loader, main_job, page, selftest, step, timer
 from fastamp.bench.command import STATUS
 from fastamp.bench.environment import describe
-from fastamp.bench.record import make_record, render
+from fastamp.bench.record import Task, make_record, render
 from fastamp.train.options import refuse
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fastamp.bench.record import Task
 
 PROGRAM = "python -m fastamp.bench"
 # Modules with add_parser(subparsers), whose parser's default `prepare` makes a Task of the options.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,6 @@ from fastamp.bench.command import DTYPES
 from fastamp.train.gpt import GPT, Shape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from fastamp.train.text import Batch
 
 MAX_NORM = 1.0

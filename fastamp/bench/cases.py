@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from fastamp.bench.interval import show
-from fastamp.bench.race import AGAIN, Race, run_race
+from fastamp.bench.race import AGAIN, Plan, Race, run_race
 from fastamp.bench.record import Report
 from fastamp.train.options import progress
 
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Collection, Mapping
-
-    from fastamp.bench.race import Plan
-
-    Details = dict[str, dict[str, float]]  # more figures of each arm, by name
+Details = dict[str, dict[str, float]]  # more figures of each arm, by name
 
 PLAIN = "plain"  # the arm that does the same work in the plainest way: what others are held against
 

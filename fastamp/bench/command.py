@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 
 from fastamp.bench import baseline
+from fastamp.bench.record import Task
 from fastamp.train.options import DEFAULT, number
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from fastamp.bench.record import Task
-
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISION: dict[str, Any] = {"choices": DTYPES, "default": "bf16", "help": f"of AMP {DEFAULT}"}

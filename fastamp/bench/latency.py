@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,17 +13,14 @@ import fastamp
 from fastamp.bench.cases import Case, run_cases
 from fastamp.bench.command import DTYPES, PRECISION, add_command
 from fastamp.bench.environment import no_speed_reason
-from fastamp.bench.race import Plan
+from fastamp.bench.race import Plan, Race
 from fastamp.bench.record import Task
 from fastamp.train.gpt import GPT, GPT2_SMALL, Shape
 from fastamp.train.options import DEFAULT, number
 
 if TYPE_CHECKING:
-    import argparse
-
     from fastamp.bench.cases import Details
     from fastamp.bench.command import Subparsers
-    from fastamp.bench.race import Race
 
 SHAPES = {"cpu": Shape(layers=4, heads=2, width=256, block_size=128), "cuda": GPT2_SMALL}
 REQUESTS = 5  # in a visit, after which the device is waited for once

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,9 +22,6 @@ from fastamp.bench.race import AGAIN, Plan
 from fastamp.bench.record import Report, Task
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Iterator, Sequence
-
     from fastamp.bench.command import Subparsers
 
     Batches = Callable[[], Iterator[Any]]  # each call begins a pass

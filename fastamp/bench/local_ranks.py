@@ -7,9 +7,10 @@ import os
 import pickle
 import sys
 import tempfile
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.spawn import spawn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 TIMEOUT_S = 120  # of one collective: where a rank is gone, the others end with an error
 T = TypeVar("T")

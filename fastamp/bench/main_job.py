@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from dataclasses import asdict
 from functools import partial
@@ -16,17 +17,13 @@ from fastamp.bench.command import PRECISION, add_command
 from fastamp.bench.environment import no_speed_reason
 from fastamp.bench.interval import Interval, bootstrap, show
 from fastamp.bench.record import Report, Task, Verdict, judge
-from fastamp.bench.training import MEMORY_KINDS, MEMORY_STEPS, WARMUP_STEPS, train_arms
+from fastamp.bench.training import MEMORY_KINDS, MEMORY_STEPS, WARMUP_STEPS, Results, train_arms
 from fastamp.train.gpt import GPT2_SMALL, Shape
 from fastamp.train.options import DEFAULT, number, refuse
-from fastamp.train.text import load_corpus
+from fastamp.train.text import Corpus, load_corpus
 
 if TYPE_CHECKING:
-    import argparse
-
     from fastamp.bench.command import Subparsers
-    from fastamp.bench.training import Results
-    from fastamp.train.text import Corpus
 
 # 11.2 M parameters. Many thin layers: the activations, which AMP halves, outweigh the parameters
 # and Adam's state, which it does not. Heads of 128, for which torch's bf16 attention is fastest.

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 DOTS = 80  # at most, for each arm: of more visits, evenly spaced quantiles are drawn
 BEYOND = 0.98  # the axis ends at this quantile; what lies beyond is counted

@@ -7,17 +7,15 @@ A round visits every arm once. A block is a round in random order and a round in
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from fastamp.bench.interval import LEAST_BLOCKS, Interval, bootstrap
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
 
 AGAIN = "again"  # the name of an arm that is the base once more: the placebo
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fastamp.bench.interval import verdict_on
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from fastamp.bench.interval import Interval
-    from fastamp.bench.race import Race
+from fastamp.bench.interval import Interval, verdict_on
+from fastamp.bench.race import Race
 
 SCHEMA_VERSION = 4  # of the record: a field that comes, goes or changes its meaning is a new one
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 from dataclasses import replace
 from functools import partial
@@ -15,8 +16,6 @@ from fastamp.bench.timer import REGIONS, make_visits
 from fastamp.train.options import DEFAULT, number
 
 if TYPE_CHECKING:
-    import argparse
-
     from fastamp.bench.command import Subparsers
 
 UNIT = bytes(10_000)  # hashed once, a unit of work: about 6 us

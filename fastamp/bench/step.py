@@ -5,27 +5,24 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import fastamp
 from fastamp.bench.cases import PLAIN, Case, run_cases
 from fastamp.bench.command import add_command
 from fastamp.bench.race import AGAIN, Plan
-from fastamp.bench.record import Task
+from fastamp.bench.record import Report, Task
 from fastamp.train.options import number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
     from fastamp.bench.cases import Details
     from fastamp.bench.command import Subparsers
-    from fastamp.bench.record import Report
 
     Sizes = list[tuple[int, ...]]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import math
 import timeit
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
@@ -17,16 +19,12 @@ import fastamp
 from fastamp.bench.cases import Case, run_cases
 from fastamp.bench.command import add_command
 from fastamp.bench.interval import Interval
-from fastamp.bench.race import AGAIN, Plan
+from fastamp.bench.race import AGAIN, Plan, Race
 from fastamp.bench.record import Report, Task, judge
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator
-
     from fastamp.bench.cases import Details
     from fastamp.bench.command import Subparsers
-    from fastamp.bench.race import Race
 
 REGIONS = 2000  # in a visit
 PLAN = Plan(rounds=400, half_width=0.01, least_blocks=100, limit_s=8.0)

@@ -7,6 +7,7 @@ peak memory of an arm is measured in a process of its own that trains nothing el
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fastamp.bench.arms import Arm, Job, Run, evaluate, make_arms, make_model
+from fastamp.bench.arms import Arm, Job, Run, Score, evaluate, make_arms, make_model
 from fastamp.bench.environment import find
 from fastamp.bench.race import Plan, Race, run_race
 from fastamp.train.gpt import Shape
@@ -26,9 +27,6 @@ from fastamp.train.options import progress
 from fastamp.train.text import training_batches, validation_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from fastamp.bench.arms import Score
     from fastamp.train.text import Batch, Bytes, Corpus
 
 WARMUP_STEPS = 4  # at most: kernels, optimizer state and the allocator's pools are made

@@ -9,19 +9,16 @@ from __future__ import annotations
 import numbers
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data._utils import collate as torch_collate
 
 from fastamp import _ops
-from fastamp.data.leaves import Keys, Leaf, PaddedLeaf, StackedLeaf, hint, place
+from fastamp.data.leaves import Allocate, Keys, Leaf, PaddedLeaf, StackedLeaf, hint, place
 from fastamp.data.slots import Slots
 from fastamp.data.structure import contents_of, rebuild
-
-if TYPE_CHECKING:
-    from fastamp.data.leaves import Allocate
 
 __all__ = ["BatchCollator"]
 

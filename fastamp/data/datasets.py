@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from torch.utils.data import Dataset
 
 from fastamp._ops import index_error
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-    from torch import Tensor
 
 __all__ = ["ArrayDataset", "TokenDataset", "count_rows", "is_arrays"]
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, MapDataPipe, get_worker_info
 
+from fastamp.data.position import Indices
+from fastamp.data.stats import LoaderStats
 from fastamp.data.structure import count_nbytes
-
-if TYPE_CHECKING:
-    from collections import deque
-
-    from fastamp.data.position import Indices
-    from fastamp.data.stats import LoaderStats
 
 __all__ = ["FetchSource", "make_inner"]
 

@@ -6,10 +6,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import Subset, TensorDataset, default_collate
 
@@ -17,14 +19,8 @@ from fastamp import _ops
 from fastamp._ops import Column
 from fastamp.data.datasets import ArrayDataset, TokenDataset
 from fastamp.data.position import as_rows
-from fastamp.data.slots import DEFAULT_MAX_BYTES
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-    from torch import Tensor
-
-    from fastamp.data.slots import Slots
-    from fastamp.data.stats import LoaderStats
+from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
+from fastamp.data.stats import LoaderStats
 
 __all__ = ["GatherSource", "Gatherable", "make_gatherable"]
 

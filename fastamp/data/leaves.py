@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data._utils import collate as torch_collate
 
 from fastamp import _ops
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
+Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 Keys = tuple[Any, ...]
 

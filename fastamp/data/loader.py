@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -22,9 +23,6 @@ from fastamp.data.prefetch import prefetch
 from fastamp.data.shard import ShardSampler, check_shardable, find_ranks
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
 from fastamp.data.stats import LoaderStats
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 __all__ = ["DataLoader"]
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections import deque
-
-    from fastamp.data.position import Position
-    from fastamp.data.stats import LoaderStats
+from fastamp.data.position import Position
+from fastamp.data.stats import LoaderStats
 
 __all__ = ["LoaderPass"]
 

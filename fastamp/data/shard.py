@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import DistributedSampler, IterableDataset
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-    from typing_extensions import Self
+from typing_extensions import Self
 
 __all__ = ["ShardSampler", "check_shardable", "find_ranks", "strides"]
 

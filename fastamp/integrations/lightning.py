@@ -10,25 +10,20 @@ import math
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from functools import cache, partial, wraps
 from importlib.util import find_spec
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
+from typing_extensions import Self
 
 from fastamp.metrics import MetricsTracker
-from fastamp.metrics.sinks import require
+from fastamp.metrics.sinks import Scalar, require
 from fastamp.step import GradScaler
 from fastamp.train import ModelCall
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from typing_extensions import Self
-
-    from fastamp.metrics.sinks import Scalar
 
 __all__ = ["AmpCallback", "AmpPrecision", "to_lightning_module"]
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastamp.integrations.lightning import OfLightning
-from fastamp.metrics.sinks import require
-
-if TYPE_CHECKING:
-    from fastamp.metrics.sinks import Scalar
+from fastamp.metrics.sinks import Scalar, require
 
 __all__ = ["AmpWandbCallback", "WandbSink"]
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+from typing import Any
 
 from fastamp.metrics.sinks import require
-
-if TYPE_CHECKING:
-    import os
 
 
 def plot_curves(path: str | os.PathLike[str], curves: dict[str, Any]) -> None:

@@ -6,16 +6,13 @@ import csv
 import importlib
 import json
 import math
+import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable
-    from typing import TypeAlias
-
-    Scalar: TypeAlias = tuple[str, int, float]
-    Sink: TypeAlias = Callable[[list[Scalar]], object]
+Scalar: TypeAlias = tuple[str, int, float]
+Sink: TypeAlias = Callable[[list[Scalar]], object]
 
 
 def require(module: str, extra: str) -> Any:

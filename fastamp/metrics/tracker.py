@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fastamp.metrics.plot import plot_curves
-from fastamp.metrics.series import Series
+from fastamp.metrics.series import ScalarStats, Series
+from fastamp.metrics.sinks import Scalar, Sink
 from fastamp.metrics.watch import GpuWatch, ScalerWatch, watch_means
 from fastamp.step import GradScaler
 
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Iterable, Sequence
-    from typing import TypeAlias
-
-    from numpy.typing import NDArray
-
-    from fastamp.metrics.series import ScalarStats
-    from fastamp.metrics.sinks import Scalar, Sink
-
-    # Of a scalar: its name, or a function that makes scalars of the step and the value.
-    Name: TypeAlias = str | Callable[[int, float], Iterable[Scalar]]
-    OnDevice: TypeAlias = tuple[Tensor, torch.cuda.Stream | None]  # a copy, and its stream
-    Entry: TypeAlias = tuple[Name, int, float | OnDevice]
+Name: TypeAlias = str | Callable[[int, float], Iterable[Scalar]]
+OnDevice: TypeAlias = tuple[Tensor, torch.cuda.Stream | None]  # a copy, and its stream
+Entry: TypeAlias = tuple[Name, int, float | OnDevice]
 
 QUEUE = 4096
 BATCHES_IN_FLIGHT = 8

@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 
-from fastamp.metrics.sinks import require
+from fastamp.metrics.series import ScalarStats
+from fastamp.metrics.sinks import Scalar, require
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from typing import TypeAlias
-
-    from fastamp.metrics.series import ScalarStats
-    from fastamp.metrics.sinks import Scalar
-
-    Log: TypeAlias = Callable[..., None]
+Log: TypeAlias = Callable[..., None]
 
 GPU_INTERVAL_S = 1.0  # NVML's utilization is a mean over 1/6 to 1 s, depending on the GPU
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 import types
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from fastamp import _ops
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch import Tensor
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
 

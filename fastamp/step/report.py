@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fastamp import _ops
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.distributed import ProcessGroup
 
 __all__ = ["NonFinite", "StepReport", "find_nonfinite", "unmeasured"]

@@ -5,23 +5,20 @@ from __future__ import annotations
 import inspect
 import math
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from fastamp import _ops
-from fastamp._ops import Clip
+from fastamp._ops import Clip, Held
 from fastamp.step.report import NonFinite, StepReport, find_nonfinite, unmeasured
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from torch import Tensor
     from torch.distributed import ProcessGroup
-
-    from fastamp._ops import Held
 
 __all__ = ["GradScaler", "NonFinite", "StepReport"]
 

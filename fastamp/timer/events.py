@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.autograd import profiler
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from fastamp._ops import Region, RegionMaker
+from fastamp._ops import Region, RegionMaker
 
 _MAX_EVENTS = 4096  # under way
 _HARVEST_LIMIT = 32  # bounds what one region pays for reading the events of those before it

@@ -10,25 +10,22 @@ import contextlib
 import functools
 import inspect
 import json
+import os
 from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from fastamp import _ops
+from fastamp._ops import Region
 from fastamp.timer.events import DeviceClock, Extras, Span
 
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Mapping
-
-    from fastamp._ops import Region
-
-    Histogram = tuple[tuple[int, int], ...]
-    Times = tuple[float, float, float]
+Histogram = tuple[tuple[int, int], ...]
+Times = tuple[float, float, float]
 
 __all__ = ["RankStats", "RegionStats", "Timer"]
 

@@ -5,25 +5,21 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.data import Subset
 
 from fastamp.data import TokenDataset
 from fastamp.metrics import MetricsTracker
+from fastamp.metrics.sinks import Scalar
 from fastamp.train import CheckpointError, TrainConfig, fine_tune
 from fastamp.train.config import AUTOCAST
 from fastamp.train.gpt import GPT, Shape
 from fastamp.train.options import DEFAULT, number, progress, refuse
 from fastamp.train.ranks import is_launched
 from fastamp.train.text import load_corpus
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fastamp.metrics.sinks import Scalar
 
 VALIDATION_WINDOWS = 64
 _COUNTS = {

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from fastamp.data import ArrayDataset, DataLoader, ShardSampler, map_tensors
+from fastamp.train.config import TrainConfig
 from fastamp.train.random_state import rng_state, set_rng_state
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from fastamp.train.config import TrainConfig
-    from fastamp.train.ranks import Ranks
+from fastamp.train.ranks import Ranks
 
 
 class Batches:

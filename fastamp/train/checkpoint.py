@@ -7,23 +7,18 @@ import pickle
 import re
 import shutil
 import zipfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import TypeAlias
+from fastamp.train.ranks import Ranks
 
-    from torch import nn
-    from torch.optim import Optimizer
-
-    from fastamp.train.ranks import Ranks
-
-    # Says why a state cannot be resumed, or returns None.
-    FindProblem: TypeAlias = Callable[[dict[str, Any]], str | None]
+FindProblem: TypeAlias = Callable[[dict[str, Any]], str | None]
 
 _FORMAT = "fastamp.train 1"
 _NAME = re.compile(r"step-\d{8,}(\.pt)?")  # a folder where several ranks wrote it

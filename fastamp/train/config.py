@@ -6,18 +6,16 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fastamp.metrics import MetricsTracker
 from fastamp.step import compute_effective_precision
 from fastamp.train.model_call import ModelCall
 from fastamp.train.optimizer import OPTIMIZERS, SCHEDULES
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
 
 AUTOCAST = {"32-true": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 # The smallest value of each integer; those whose default is None may be None.

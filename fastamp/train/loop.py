@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fastamp.train.config import AUTOCAST, TrainConfig
@@ -17,11 +19,6 @@ from fastamp.train.ranks import join
 from fastamp.train.result import CURVES, Curve, TrainResult
 from fastamp.train.run import Run
 from fastamp.train.signals import DEFERRED, Signals
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import nn
 
 
 def fine_tune(

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor, nn
 
 IGNORED = -100  # the target to ignore, as in torch and Hugging Face
 

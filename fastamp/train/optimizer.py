@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": torch.optim.AdamW,

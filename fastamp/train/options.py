@@ -7,11 +7,9 @@ import importlib
 import importlib.util
 import math
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, NoReturn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 DEFAULT = "(default: %(default)s)"
 

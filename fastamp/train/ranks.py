@@ -5,18 +5,16 @@ from __future__ import annotations
 import gc
 import os
 import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from fastamp.train.config import TrainConfig
+from fastamp.train.config import TrainConfig
 
 _LAUNCHERS = {"RANK", "WORLD_SIZE", "MASTER_ADDR"}  # torchrun sets them, and joining needs them
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fastamp.metrics.plot import plot_curves
-
-if TYPE_CHECKING:
-    import os
-
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from fastamp.timer import RankStats
+from fastamp.timer import RankStats
 
 # Each curve of a result, and the scalar that it shows.
 CURVES = {

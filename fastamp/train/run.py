@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from fastamp.metrics import MetricsTracker
+from fastamp.metrics.sinks import Scalar
 from fastamp.step import GradScaler
 from fastamp.timer import Timer
 from fastamp.train.batches import Batches
 from fastamp.train.checkpoint import CheckpointError, Checkpoints
+from fastamp.train.config import TrainConfig
 from fastamp.train.model_call import ModelCall
 from fastamp.train.optimizer import Schedule, make_optimizer
 from fastamp.train.random_state import rng_state, seed_all, set_rng_state
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from fastamp.metrics.sinks import Scalar
-    from fastamp.train.config import TrainConfig
-    from fastamp.train.ranks import Ranks
+from fastamp.train.ranks import Ranks
 
 # Two runs are the same if these agree, and the optimizer, the precision and the schedule's length.
 _FIXED = ["batch_size", "accumulate", "seed", "lr", "weight_decay", "max_norm", "schedule"]

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
-from fastamp.train.checkpoint import CheckpointError, Checkpoints, read_file, write_file
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import nn
-    from torch.optim import Optimizer
-
-    from fastamp.train.checkpoint import FindProblem
+from fastamp.train.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    FindProblem,
+    read_file,
+    write_file,
+)
 
 _RUN = "run.pt"  # everything except the tensors of model and optimizer, and their files' checksums
 _CHUNK_NBYTES = 1 << 22

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
-if TYPE_CHECKING:
-    from types import FrameType
-
-    from typing_extensions import Self
+from typing_extensions import Self
 
 DEFERRED = (signal.SIGTERM, signal.SIGINT)
 

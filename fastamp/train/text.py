@@ -5,22 +5,18 @@ from __future__ import annotations
 import hashlib
 import platform
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from fastamp.train.options import refuse
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import numpy.typing as npt
-
-    Bytes = npt.NDArray[np.uint8]
-    Batch = tuple[torch.Tensor, torch.Tensor]  # bytes, and the bytes to predict
+Bytes = npt.NDArray[np.uint8]
+Batch = tuple[torch.Tensor, torch.Tensor]  # bytes, and the bytes to predict
 
 VALIDATION_PART = 10  # one byte in so many
 # Third-party code, and tests, which some distributions leave out of the standard library.
