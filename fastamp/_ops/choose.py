@@ -88,13 +88,18 @@ def fallback_ops() -> Ops:
     return _FALLBACK
 
 
-def host_ops() -> HostOps:
-    """Return the backend that collates samples on the host."""
-    if "cpu" not in _backends() or _only not in (None, "cpu"):
-        return _FALLBACK
+@cache
+def _compiled_host() -> HostOps | None:
+    if "cpu" not in _backends():
+        return None
     from fastamp._ops import compiled  # noqa: PLC0415 - it needs the extension
 
     return compiled.CompiledHost()
+
+
+def host_ops() -> HostOps:
+    """Return the backend that collates samples on the host."""
+    return (_compiled_host() if _only in (None, "cpu") else None) or _FALLBACK
 
 
 def fallback_host_ops() -> HostOps:

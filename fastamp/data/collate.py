@@ -106,27 +106,30 @@ class _Container:
         self._type, self._keys, self._children = type(first), keys, children
         self._names = list(children)
         self._is_named = hasattr(first, "_fields")
+        self._is_mapping = isinstance(first, Mapping)
         # torch makes lists of tuples.
         self._is_list = type(first) is list or (isinstance(first, tuple) and not self._is_named)
 
     def fits(self, sample: Any) -> bool:
         if type(sample) is not self._type:
             return False
-        items = _items_of(sample) or {}
+        items = sample if self._is_mapping else _items_of(sample) or {}
         return list(items) == self._names and all(
             child.fits(items[name]) for name, child in self._children.items()
         )
 
     def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
-        columns = zip(self._children.items(), self._columns(samples, ops), strict=False)
-        batch = {name: child.collate(column, ops) for (name, child), column in columns}
+        if self._is_mapping:
+            rows = tuple(samples)
+            children = self._children.items()
+            batch = {key: child.collate(ops.column(rows, key), ops) for key, child in children}
+        else:
+            columns = zip(self._children.items(), self._columns(samples), strict=False)
+            batch = {name: child.collate(column, ops) for (name, child), column in columns}
         return list(batch.values()) if self._is_list else rebuild(samples[0], batch)
 
-    def _columns(self, samples: Sequence[Any], ops: _ops.HostOps) -> Iterable[Sequence[Any]]:
+    def _columns(self, samples: Sequence[Any]) -> Iterable[Sequence[Any]]:
         """Return the values of all samples for each child, as torch hands them on."""
-        if issubclass(self._type, Mapping):
-            rows = tuple(samples)
-            return [ops.column(rows, key) for key in self._names]
         if not issubclass(self._type, Sequence):  # but dataclasses
             return [list(map(operator.attrgetter(name), samples)) for name in self._names]
         length = len(self._names)
