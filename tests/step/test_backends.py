@@ -105,6 +105,20 @@ def test_every_row_of_the_compiled_op_table_is_bound():
 
 
 @pytest.mark.skipif("cpu" not in fastamp.backends(), reason="needs the compiled core")
+def test_a_torch_without_the_exchange_table_gets_the_fallback_and_is_told_once(monkeypatch):
+    from fastamp._ops import choose, compiled
+
+    monkeypatch.setattr(compiled._native, "has_exchange_table", False)
+    choose._backends.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="needs torch 2.10 or later"):
+            assert fastamp.backends() == ["fallback"]
+        assert _ops.ops_for(torch.device("cpu")).name == "fallback"  # and no second warning
+    finally:
+        choose._backends.cache_clear()
+
+
+@pytest.mark.skipif("cpu" not in fastamp.backends(), reason="needs the compiled core")
 def test_cuda_ops_without_cuda_code_say_so():
     from fastamp import _native
 
