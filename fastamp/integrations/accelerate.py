@@ -22,15 +22,9 @@ class _Scaler(GradScaler):
         super().__init__(device, enabled=enabled)
         self._accelerator = accelerator
 
-    def step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *args: Any,
-        max_norm: float | None = None,
-        **kwargs: Any,
-    ) -> float | None:
+    def step(self, *args: Any, **kwargs: Any) -> float | None:
         """Step as `fastamp.GradScaler`; waits for the device."""
-        retval = super().step(optimizer, *args, max_norm=max_norm, **kwargs)
+        retval = super().step(*args, **kwargs)
         if self.last_step is not None and self.last_step.skipped:
             for wrapper in self._accelerator._optimizers:  # False already for the others
                 wrapper._accelerate_step_called = False
