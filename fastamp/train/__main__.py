@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch.utils.data import Subset
@@ -69,7 +71,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--checkpoint-dir", metavar="DIR", help="write checkpoints there, and resume from them")
     text = f"steps between checkpoints {DEFAULT}"
     add("--checkpoint-every", type=number(int, 1), default=100, help=text)
-    add("--no-resume", action="store_true", help="start anew")
+    add("--no-resume", dest="resume", action="store_false", help="start anew")
     return parser
 
 
@@ -84,36 +86,31 @@ def _train(args: argparse.Namespace) -> int:
     train, held_out = (TokenDataset(part, args.block_size) for part in parts)
     stride = -(-len(held_out) // VALIDATION_WINDOWS)
     torch.manual_seed(args.seed)
-    sizes = {name: getattr(args, name) for name in ("layers", "heads", "width", "block_size")}
-    with progress(args.steps) if is_first else nullcontext(lambda: None) as advance:
+    with progress(args.steps) if is_first else nullcontext(lambda _: None) as advance:
 
         def count(scalars: list[Scalar]) -> None:
-            for _ in (name for name, _, _ in scalars if name == "train/loss"):
-                advance()
+            advance(sum(name == "train/loss" for name, _, _ in scalars))
 
         try:
             config = TrainConfig(
+                **_options_of(TrainConfig, args),
                 max_steps=args.steps,
-                batch_size=args.batch_size,
-                lr=args.lr,
                 warmup_steps=args.steps // 10,
-                precision=args.precision,
-                device=args.device,
-                parallel=args.parallel,
-                seed=args.seed,
                 eval_every=args.checkpoint_every,
-                checkpoint_dir=args.checkpoint_dir,
-                checkpoint_every=args.checkpoint_every,
-                resume=not args.no_resume,
                 tracker=MetricsTracker(sinks=[count]),
             )
         except (ValueError, RuntimeError) as error:
             refuse("--device", args.device, str(error))
         validation = Subset(held_out, range(0, len(held_out), stride))
-        result = fine_tune(GPT(Shape(**sizes)), train, validation, config)
+        result = fine_tune(GPT(Shape(**_options_of(Shape, args))), train, validation, config)
     if is_first:
         print(corpus.source, result, sep="\n")  # noqa: T201
     return 0
+
+
+def _options_of(kind: type, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that are called as a field of a dataclass."""
+    return {field.name: vars(args)[field.name] for field in fields(kind) if field.name in args}
 
 
 if __name__ == "__main__":

@@ -35,10 +35,10 @@ def refuse(option: str, value: object, problem: str) -> NoReturn:
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Callable[[], object]]:
-    """Show a progress bar on a terminal if tqdm is installed; yield what moves it one step."""
+def progress(total: int) -> Iterator[Callable[..., object]]:
+    """Show a progress bar on a terminal if tqdm is installed; yield its `update(n=1)`."""
     if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
-        yield lambda: None
+        yield lambda _=1: None
         return
     with importlib.import_module("tqdm").tqdm(total=total, leave=False) as bar:
         yield bar.update
