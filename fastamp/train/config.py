@@ -22,6 +22,7 @@ AUTOCAST = {"32-true": None, "16-mixed": torch.float16, "bf16-mixed": torch.bflo
 _INTEGERS = {"epochs": 1, "max_steps": 1, "batch_size": 1, "warmup_steps": 0, "accumulate": 1}
 _INTEGERS |= {"seed": 0, "num_workers": 0, "eval_every": 1, "log_every": 1}
 _INTEGERS |= {"checkpoint_every": 1, "keep": 1}
+_KINDS: dict[str, Any] = {"loss_fn": Callable, "model_call": ModelCall, "tracker": MetricsTracker}
 _LARGEST = 2**63 - 1  # torch's integers have 64 bits
 
 
@@ -114,12 +115,7 @@ class TrainConfig:
         self._check("schedule", f"one of {', '.join(SCHEDULES)}", fine=self.schedule in SCHEDULES)
         known = self.parallel in (None, "ddp", "fsdp")
         self._check("parallel", "None, 'ddp' or 'fsdp'", fine=known)
-        kinds: dict[str, Any] = {
-            "loss_fn": Callable,
-            "model_call": ModelCall,
-            "tracker": MetricsTracker,
-        }
-        for name, kind in kinds.items():
+        for name, kind in _KINDS.items():
             value = getattr(self, name)
             fine = value is None or isinstance(value, kind)
             self._check(name, f"{kind.__name__} or None", fine=fine)

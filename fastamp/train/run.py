@@ -107,8 +107,7 @@ class Run:
             from fastamp.train.sharded_checkpoint import ShardedCheckpoints  # noqa: PLC0415 - slow
 
             kind = ShardedCheckpoints
-        options: dict[str, Any] = {"keep": config.keep, "resume": config.resume}
-        return kind(config.checkpoint_dir, ranks=self.ranks, **options)
+        return kind(config.checkpoint_dir, keep=config.keep, resume=config.resume, ranks=self.ranks)
 
     def _parts(self) -> dict[str, Any]:
         """Return the parts whose states are the same on all ranks."""
