@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from fastamp.train.config import AUTOCAST, TrainConfig
 from fastamp.train.random_state import rng_state, seed_all, set_rng_state
@@ -87,6 +86,8 @@ class _Loop(Run):
         super().__init__(*args)
         self.n_samples, dtype = 0, AUTOCAST[self.precision]
         self.autocast = torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+        # DDP exchanges gradients in the last backward pass of a step only.
+        self.no_sync: Any = self.trained.no_sync if self.ranks.mode == "ddp" else nullcontext
         self.losses: list[tuple[int, torch.Tensor]] = []  # with steps, not yet logged
         self.before_step: dict[str, Any] | None = None  # `own_state`, where there are workers
         self.signals = Signals(enabled=self.checkpoints is not None)
@@ -177,7 +178,7 @@ class _Loop(Run):
                 break
             following = self._fetch(batches) if n_left else (None, 0)
             n_samples += n
-            with self._unless_last(following[1]):
+            with self.no_sync() if following[1] else nullcontext():
                 with timer("forward"), self.autocast:
                     loss = self.model_call(self.trained, batch) * (n / n_full)
                 with timer("backward"):
@@ -191,12 +192,6 @@ class _Loop(Run):
             batch, n = next(batches, (None, 0))
         self.has_ended = not n
         return batch, n
-
-    def _unless_last(self, n_following: int) -> AbstractContextManager[None]:
-        """Let DDP exchange gradients in the last backward pass of a step only."""
-        if n_following and isinstance(self.trained, DistributedDataParallel):
-            return self.trained.no_sync()
-        return nullcontext()
 
     def _optimize(self, factor: float) -> None:
         """Step on the gradients times a factor, which is 1 for a full accumulation."""
