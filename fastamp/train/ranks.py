@@ -96,9 +96,7 @@ class Ranks:
 
 def is_launched() -> bool:
     """Return whether this process is a rank: of torchrun, or of an initialized process group."""
-    if not dist.is_available():
-        return False
-    return dist.is_initialized() or os.environ.keys() >= _LAUNCHERS
+    return dist.is_available() and (dist.is_initialized() or os.environ.keys() >= _LAUNCHERS)
 
 
 @contextmanager
