@@ -25,12 +25,8 @@ class Batches:
     pass over any other iterable starts again, from the same random state, and skips the batches
     that were consumed: it must yield the same ones again.
 
-    Args:
-        name: of the argument, for errors.
-        data: the argument.
-        config: how to load a Dataset or tensors.
-        ranks: among which a Dataset or tensors are divided.
-        shuffle: whether to shuffle them. If not, samples that pad a rank's share do not count.
+    A Dataset or tensors are divided among the ranks. Without `shuffle`, samples
+    that pad a rank's share do not count.
 
     Raises:
         TypeError: `data` is no Dataset, tensors or iterable.
