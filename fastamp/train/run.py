@@ -23,6 +23,7 @@ from fastamp.train.ranks import Ranks
 # Two runs are the same if these agree, and the optimizer, the precision and the schedule's length.
 _FIXED = ["batch_size", "accumulate", "seed", "lr", "weight_decay", "max_norm", "schedule"]
 _FIXED += ["warmup_steps"]
+_SHARED = ("schedule", "scaler", "tracker")  # parts whose states are the same on all ranks
 _OF_RANKS = {"batch_size", "accumulate", "total_steps"}  # another number of ranks may change them
 
 
@@ -68,7 +69,7 @@ class Run:
         with self.timer("checkpoint"):
             self.schedule.advance()
             own = own or self.own_state()
-            state = own | {name: part.state_dict() for name, part in self._parts().items()}
+            state = own | {name: getattr(self, name).state_dict() for name in _SHARED}
             state |= {"config": self._identity(), "place": place, "has_ended": self.has_ended}
             if self.ranks.mode is not None:
                 state["ranks"] = self.ranks.gather(own)
@@ -84,8 +85,8 @@ class Run:
         own, as_many = self._own(state)
         try:  # the user's model and optimizer change last
             self.data.load_state_dict(own["data"])
-            for name, part in self._parts().items():
-                part.load_state_dict(state[name])
+            for name in _SHARED:
+                getattr(self, name).load_state_dict(state[name])
             self.checkpoints.restore(state, self.model, self.optimizer)
         except ValueError as error:
             msg = f"checkpoint_dir={self.config.checkpoint_dir}: its newest one does not fit: "
@@ -108,10 +109,6 @@ class Run:
 
             kind = ShardedCheckpoints
         return kind(config.checkpoint_dir, keep=config.keep, resume=config.resume, ranks=self.ranks)
-
-    def _parts(self) -> dict[str, Any]:
-        """Return the parts whose states are the same on all ranks."""
-        return {"schedule": self.schedule, "scaler": self.scaler, "tracker": self.tracker}
 
     def _own(self, state: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         """Return this rank's part of a checkpoint, and whether as many ranks wrote it."""
