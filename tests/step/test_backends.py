@@ -13,6 +13,7 @@ from support.processes import run_python
 import fastamp
 from fastamp import _ops
 from fastamp._ops import fallback
+from fastamp._ops.types import COMPILED_NORMS
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,6 +90,7 @@ def test_every_backend_has_every_op():
         from fastamp._ops import compiled
 
         classes.append((compiled.CompiledOps, compiled.CompiledPack))
+        assert tuple(compiled._NORM_TYPES) == COMPILED_NORMS
     for ops, packed in classes:
         assert missing_ops(ops, _ops.Ops) == missing_ops(packed, _ops.Packed) == []
 

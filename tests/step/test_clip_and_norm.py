@@ -61,6 +61,15 @@ def test_many_small_tensors_add_in_the_promised_order(compiled, device):
     assert stats_of(tensors).reduced.item() == expected
 
 
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_short_lists_add_in_the_promised_order(compiled, device, norm_type):
+    # A long sum hides the last bits of its terms, a short one shows a contracted product.
+    for seed in range(300):
+        grad = random(300, torch.float32, device, seed=seed)
+        expected = reference.ordered_sum([values_of(grad)], [4], norm_type)
+        assert stats_of([grad], norm_type).reduced.item() == expected
+
+
 @pytest.fixture(params=[1, 2, 7])
 def threads(request):
     """Run the test with so many threads of torch's."""

@@ -28,16 +28,26 @@ def _serve(connection: Connection) -> None:
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
             function, args, rank, count, path = connection.recv()
-            store = dist.FileStore(path, count)
-            timeout = timedelta(seconds=COLLECTIVE_S)
-            dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=count, timeout=timeout
-            )
             try:
-                connection.send((True, function(*args)))
+                with _joined(rank, count, path):
+                    answer = (True, function(*args))
             except Exception:  # noqa: BLE001 - the test raises it
-                connection.send((False, traceback.format_exc()))
-            dist.destroy_process_group()
+                answer = (False, traceback.format_exc())
+            connection.send(answer)
+
+
+@contextlib.contextmanager
+def _joined(rank: int, count: int, path: str) -> Iterator[None]:
+    """Be a rank of a new process group for a while."""
+    timeout = timedelta(seconds=COLLECTIVE_S)
+    store = dist.FileStore(path, count)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timeout)
+    try:
+        # A rank that is done must not close its sockets while another one still connects.
+        dist.barrier()
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 class Ranks:
