@@ -9,14 +9,14 @@ from __future__ import annotations
 import numbers
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils.data._utils import collate as torch_collate
 
 from fastamp import _ops
-from fastamp.data.leaves import Allocate, Keys, Leaf, PaddedLeaf, StackedLeaf, hint, place
+from fastamp.data.leaves import Keys, Leaf, TensorLeaf, hint, place
 from fastamp.data.slots import Slots
 from fastamp.data.structure import contents_of, rebuild
 
@@ -26,6 +26,7 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _PLAIN_ARRAYS = (np.ndarray, np.memmap)
 
 Pad = float | Mapping[Any, Any] | None
+_Node: TypeAlias = "Leaf | _Container"
 
 
 class BatchCollator:
@@ -76,9 +77,44 @@ class BatchCollator:
         plan = self._plan
         registered = torch_collate.default_collate_fn_map
         if plan is None or plan[1] != registered or not plan[0].fits(first):
-            root = _Planner(self.pad_multiple, self.slots.allocate).plan(first, (), self.pad)
-            plan = self._plan = (root, dict(registered))
+            plan = self._plan = (self._plan_node(first, (), self.pad), dict(registered))
         return plan[0].collate(samples, _ops.host_ops())
+
+    def _plan_node(self, first: Any, keys: Keys, pad: Pad) -> _Node:
+        """Return the node for samples like this one."""
+        function = _registered(first)
+        stock = {
+            torch_collate.collate_tensor_fn: _PLAIN_TENSORS,
+            torch_collate.collate_numpy_array_fn: _PLAIN_ARRAYS,
+        }
+        if function in stock and isinstance(first, torch.Tensor) and first.is_nested:
+            msg = f"{place(0, keys)}: expected a tensor of one shape, got a nested tensor"
+            raise RuntimeError(msg)
+        by_torch = function or torch_collate.collate  # the latter raises torch's error
+        if not isinstance(pad, Mapping) and pad is not None:
+            allocate, multiple = self.slots.allocate, self.pad_multiple
+            return TensorLeaf(first, keys, by_torch, allocate, pad, multiple)
+        items = None if function else _items_of(first)
+        if items is not None:
+            return self._plan_container(first, items, keys, pad or {})
+        if pad and function:
+            msg = f"pad for {place(0, keys)}: expected a number, got {pad!r}"
+            raise TypeError(msg)
+        if function and type(first) in stock.get(function, ()):
+            return TensorLeaf(first, keys, function, self.slots.allocate)
+        return Leaf(first, keys, by_torch)
+
+    def _plan_container(
+        self, first: Any, items: dict[Any, Any], keys: Keys, pad: Mapping[Any, Any]
+    ) -> _Node:
+        for key in pad:
+            if key not in items:
+                msg = f"pad has the key {key!r} for {place(0, keys)}, which has {list(items)}"
+                raise ValueError(msg)
+        children = {
+            key: self._plan_node(value, (*keys, key), pad.get(key)) for key, value in items.items()
+        }
+        return _Container(first, keys, children)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the structure out, whose types need not be picklable, and the memory."""
@@ -87,16 +123,6 @@ class BatchCollator:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Begin with memory of its own."""
         self.__init__(**state)  # type: ignore[misc]
-
-
-class _Node(Protocol):
-    """One level of a sample's structure."""
-
-    def fits(self, sample: Any) -> bool:
-        """Say whether the node was planned for such a sample."""
-
-    def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
-        """Return the batch of the samples."""
 
 
 class _Container:
@@ -147,44 +173,6 @@ class _Container:
 def _items_of(sample: Any) -> dict[Any, Any] | None:
     items = contents_of(sample)
     return dict(enumerate(sample)) if items is None and isinstance(sample, Sequence) else items
-
-
-class _Planner:
-    """Works out the structure of samples."""
-
-    def __init__(self, pad_multiple: int, allocate: Allocate) -> None:
-        self._pad_multiple, self._allocate = pad_multiple, allocate
-
-    def plan(self, first: Any, keys: Keys, pad: Pad) -> _Node:
-        """Return the node for samples like this one."""
-        function = _registered(first)
-        stock = {
-            torch_collate.collate_tensor_fn: _PLAIN_TENSORS,
-            torch_collate.collate_numpy_array_fn: _PLAIN_ARRAYS,
-        }
-        if function in stock and isinstance(first, torch.Tensor) and first.is_nested:
-            msg = f"{place(0, keys)}: expected a tensor of one shape, got a nested tensor"
-            raise RuntimeError(msg)
-        if not isinstance(pad, Mapping) and pad is not None:
-            return PaddedLeaf(first, keys, pad, self._pad_multiple, self._allocate)
-        items = None if function else _items_of(first)
-        if items is not None:
-            return _Container(first, keys, self._plan_items(items, keys, pad or {}))
-        if pad and function:
-            msg = f"pad for {place(0, keys)}: expected a number, got {pad!r}"
-            raise TypeError(msg)
-        if function and type(first) in stock.get(function, ()):
-            return StackedLeaf(first, keys, function, self._allocate)
-        return Leaf(first, keys, function or torch_collate.collate)  # which raises torch's error
-
-    def _plan_items(
-        self, items: dict[Any, Any], keys: Keys, pad: Mapping[Any, Any]
-    ) -> dict[Any, _Node]:
-        for key in pad:
-            if key not in items:
-                msg = f"pad has the key {key!r} for {place(0, keys)}, which has {list(items)}"
-                raise ValueError(msg)
-        return {key: self.plan(value, (*keys, key), pad.get(key)) for key, value in items.items()}
 
 
 def _registered(sample: Any) -> Callable[..., Any] | None:

@@ -69,52 +69,25 @@ class Leaf:
     def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
         """Return what `default_collate` makes of the samples."""
         del ops
-        return self._by_torch(samples)
-
-    def _by_torch(self, samples: Sequence[Any]) -> Any:
         return self._function(samples, collate_fn_map=torch_collate.default_collate_fn_map)
 
 
-class StackedLeaf(Leaf):
-    """Tensors or arrays of one shape."""
+class TensorLeaf(Leaf):
+    """Tensors, arrays or lists of numbers, of one shape or padded to one."""
 
     def __init__(
-        self, first: Any, keys: Keys, function: Callable[..., Any], allocate: Allocate
+        self,
+        first: Any,
+        keys: Keys,
+        function: Callable[..., Any],
+        allocate: Allocate,
+        pad: float | None = None,
+        multiple: int = 1,
     ) -> None:
         super().__init__(first, keys, function)
-        self._allocate = allocate
-
-    def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
-        """Return the samples as one tensor, with the dimension of the batch in front."""
-        dtype = samples[0].dtype
-        if isinstance(dtype, np.dtype):
-            # torch makes tensors of arrays on the default device.
-            on_cpu = torch.get_default_device().type == "cpu"
-            dtype = torch_dtype(dtype) if on_cpu else None
-        if dtype is not None:
-            out = ops.stack(samples, dtype, self._allocate)
-            if out is None:
-                out = _ops.fallback_host_ops().stack(samples, dtype, self._allocate)
-            if out is not None:
-                return out
-        try:
-            return self._by_torch(samples)
-        except RuntimeError as error:
-            message = _explain(samples, self._keys, hint(self._keys))
-            if message is None:
-                raise
-            raise RuntimeError(message) from error
-
-
-class PaddedLeaf(Leaf):
-    """Tensors, arrays or lists of numbers, padded to one shape."""
-
-    def __init__(
-        self, first: Any, keys: Keys, pad: float, multiple: int, allocate: Allocate
-    ) -> None:
-        super().__init__(first, keys, torch_collate.collate)
-        self._pad, self._multiple, self._allocate = pad, multiple, allocate
-        if not (isinstance(first, torch.Tensor | np.ndarray) or self._type in (list, tuple)):
+        self._allocate, self._pad, self._multiple = allocate, pad, multiple
+        self._is_list = self._type in (list, tuple)
+        if not (isinstance(first, torch.Tensor | np.ndarray) or self._is_list):
             msg = (
                 f"pad={pad!r} for {place(0, keys)}: expected a tensor, an array or a list of "
                 f"numbers to pad, got {self._type.__name__}"
@@ -122,22 +95,29 @@ class PaddedLeaf(Leaf):
             raise TypeError(msg)
 
     def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
-        """Return the samples as one tensor, padded at the end of every ragged dimension."""
-        if self._type in (list, tuple):
+        """Return the samples as one tensor, with the dimension of the batch in front."""
+        if self._is_list:
             samples = self._arrays(samples)
         dtype = samples[0].dtype
         if isinstance(dtype, np.dtype):
-            dtype = torch_dtype(dtype)
-        if dtype is None:
-            return self._by_torch(samples)
-        element = self._element(dtype)
-        for backend in (ops, _ops.fallback_host_ops()):
-            out = backend.stack(samples, dtype, self._allocate, element, self._multiple)
-            if out is not None:
-                return out
-        rows = [torch.as_tensor(sample) for sample in samples]
-        advice = "padding needs the same number of dimensions"
-        raise RuntimeError(_explain(rows, self._keys, advice))
+            # torch makes tensors of arrays on the default device.
+            on_cpu = self._pad is not None or torch.get_default_device().type == "cpu"
+            dtype = torch_dtype(dtype) if on_cpu else None
+        if dtype is not None:
+            pad = None if self._pad is None else self._element(self._pad, dtype)
+            for backend in (ops, _ops.fallback_host_ops()):
+                out = backend.stack(samples, dtype, self._allocate, pad, self._multiple)
+                if out is not None:
+                    return out
+        try:
+            return super().collate(samples, ops)
+        except RuntimeError as error:
+            ragged = "padding needs the same number of dimensions"
+            advice = hint(self._keys) if self._pad is None else ragged
+            message = _explain(samples, self._keys, advice)
+            if message is None:
+                raise
+            raise RuntimeError(message) from error
 
     def _arrays(self, samples: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
         """Turn lists of numbers into arrays of one dtype; an empty list has any."""
@@ -152,12 +132,12 @@ class PaddedLeaf(Leaf):
             raise TypeError(msg)
         return [array.astype(dtype, copy=False) for array in arrays]
 
-    def _element(self, dtype: torch.dtype) -> Tensor:
+    def _element(self, pad: float, dtype: torch.dtype) -> Tensor:
         """Return the padding as an element of the leaf."""
-        element = torch.tensor(self._pad, device=_CPU).to(dtype)
+        element = torch.tensor(pad, device=_CPU).to(dtype)
         real = dtype.is_floating_point or dtype.is_complex
-        holds = bool(element.isfinite()) if real else element.item() == self._pad
-        if not holds and math.isfinite(self._pad):
-            msg = f"pad={self._pad!r} for {place(0, self._keys)}: {dtype} does not hold it"
+        holds = bool(element.isfinite()) if real else element.item() == pad
+        if not holds and math.isfinite(pad):
+            msg = f"pad={pad!r} for {place(0, self._keys)}: {dtype} does not hold it"
             raise ValueError(msg)
         return element
