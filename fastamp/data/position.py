@@ -106,24 +106,18 @@ def _place_shard(sampler: Any, position: Position) -> Iterable[Any] | None:
     return BatchSampler(placed, sampler.batch_size, sampler.drop_last)
 
 
-def _index_batches(sampler: Iterable[Any], skip: int) -> Iterator[Any]:
+def _index_batches(sampler: Any, skip: int) -> Iterator[Any]:
     """Yield batches as int64 tensors; as lists where they are not plain integers."""
-    chunks = _chunks(sampler.sampler) if type(sampler) is BatchSampler else None
-    if type(sampler) is not BatchSampler or chunks is None:
+    chunks = None
+    if type(sampler) is BatchSampler:
+        chunks = _chunks(sampler.sampler, skip * sampler.batch_size, sampler.batch_size)
+    if chunks is None:
         yield from map(_to_rows, islice(iter(sampler), skip, None))
         return
-    size = sampler.batch_size
-    left, skipped = torch.empty(0, dtype=torch.int64, device="cpu"), skip * size
     for chunk in chunks:
-        here = min(skipped, len(chunk))
-        skipped -= here
-        chunk = torch.cat([left, chunk[here:]]) if len(left) else chunk[here:]  # noqa: PLW2901
-        full = len(chunk) // size * size
-        if full:
-            yield from torch.split(chunk[:full], size)
-        left = chunk[full:]
-    if len(left) and not sampler.drop_last:
-        yield left
+        rest = len(chunk) % sampler.batch_size if sampler.drop_last else 0
+        if len(chunk) > rest:
+            yield from torch.split(chunk[: len(chunk) - rest], sampler.batch_size)
 
 
 def _to_rows(batch: Iterable[Any]) -> Any:
@@ -143,26 +137,25 @@ def as_rows(indices: Any) -> Tensor | None:
     return torch.from_numpy(rows.astype(np.int64))
 
 
-def _chunks(sampler: Iterable[int]) -> Iterator[Tensor] | None:
-    """Return the indices of torch's own samplers, many at a time, in torch's order."""
+def _chunks(sampler: Any, start: int, size: int) -> Iterator[Tensor] | None:
+    """Return the indices of torch's own samplers, in torch's order, many batches at a time."""
     if type(sampler) is SequentialSampler:
-        return strides(0, len(sampler))
+        return strides(start, len(sampler), 1, size)
     if isinstance(sampler, ShardSampler):
-        return sampler.chunks()
-    if type(sampler) is RandomSampler and not sampler.replacement:
-        return _permutations(sampler)
+        return sampler.chunks(start, size)
+    plain = type(sampler) is RandomSampler and not sampler.replacement
+    if plain and sampler.num_samples <= len(sampler.data_source):
+        return _permutation(sampler, start)
     return None
 
 
-def _permutations(sampler: RandomSampler) -> Iterator[Tensor]:
-    """Draw as RandomSampler does: a generator that is kept draws the last permutation in vain."""
+def _permutation(sampler: RandomSampler, start: int) -> Iterator[Tensor]:
+    """Draw as RandomSampler does: a generator that is kept draws another permutation in vain."""
     total = len(sampler.data_source)
     generator = sampler.generator
     if generator is None:
         generator = torch.Generator()
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    for _ in range(sampler.num_samples // total):
-        yield torch.randperm(total, generator=generator, device="cpu")
-    if sampler.num_samples % total or sampler.generator is not None:
-        last = torch.randperm(total, generator=generator, device="cpu")
-        yield last[: sampler.num_samples % total]
+    yield torch.randperm(total, generator=generator, device="cpu")[start : sampler.num_samples]
+    if sampler.num_samples == total and sampler.generator is not None:
+        torch.randperm(total, generator=generator, device="cpu")

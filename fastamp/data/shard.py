@@ -36,8 +36,8 @@ class ShardSampler(DistributedSampler[Any]):
         placed.epoch, placed.consumed = epoch, consumed
         return placed
 
-    def chunks(self) -> Iterator[Tensor]:
-        """Yield the indices, many at a time."""
+    def chunks(self, start: int = 0, size: int = 1) -> Iterator[Tensor]:
+        """Yield the indices from `start` on, many batches of a size at a time."""
         length, ranks = len(self.dataset), self.num_replicas  # type: ignore[arg-type]
         left = length - self.consumed
         count = left // ranks if self.drop_last else -(-left // ranks)
@@ -46,7 +46,7 @@ class ShardSampler(DistributedSampler[Any]):
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(length, generator=generator, device="cpu")
-        for places in strides(first, first + count * ranks, ranks):
+        for places in strides(first + start * ranks, first + count * ranks, ranks, size):
             wrapped = places.remainder_(length)  # the padding is the order's beginning
             yield wrapped if order is None else order[wrapped]
 
@@ -55,10 +55,11 @@ class ShardSampler(DistributedSampler[Any]):
             yield from chunk.tolist()
 
 
-def strides(start: int, stop: int, step: int = 1) -> Iterator[Tensor]:
-    """Yield the numbers of a range as int64 tensors."""
-    for begin in range(start, stop, step * _CHUNK):
-        yield torch.arange(begin, min(stop, begin + step * _CHUNK), step, device="cpu")
+def strides(start: int, stop: int, step: int, size: int) -> Iterator[Tensor]:
+    """Yield the numbers of a range as int64 tensors, each of whole batches but the last."""
+    span = step * size * max(1, _CHUNK // size)
+    for begin in range(start, stop, span):
+        yield torch.arange(begin, min(stop, begin + span), step, device="cpu")
 
 
 def check_shardable(dataset: Any, **samplers: Any) -> None:
