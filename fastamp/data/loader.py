@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -214,32 +214,25 @@ class DataLoader(TorchDataLoader[T_co]):
         Raises:
             TypeError: the dataset is iterable and has no `state_dict`, or is read by workers.
         """
-        position = self._last or self._next
+        position = replace(self._last or self._next)
         if isinstance(self.dataset, IterableDataset):
             self._check_resumable()
         generator, own = self.generator, self._sampler_generator()
-        started = None
-        if generator is not None and self.seed is None and self._shard is None:
-            started = generator.get_state() if position.generator is None else position.generator
-        rng = position.rng
-        if rng is None and own is not None and own is not generator:
-            rng = own.get_state()
-        batch, consumed = position.batch, 0
+        if generator is None or self.seed is not None or self._shard is not None:
+            position.generator = None
+        elif position.generator is None:
+            position.generator = generator.get_state()
+        if position.rng is None and own is not None and own is not generator:
+            position.rng = own.get_state()
         if self._shard is not None:
             at_once = (self.batch_size or 1) * self._shard.num_replicas
-            consumed = min(position.consumed + batch * at_once, len(self.dataset))  # type: ignore[arg-type]
-            batch = 0
+            had = position.consumed + position.batch * at_once
+            position.batch, position.consumed = 0, min(had, len(self.dataset))  # type: ignore[arg-type]
         return {
             "version": _STATE_VERSION,
             **self._identity(),
-            "epoch": position.epoch,
             "told_epoch": self._told_epoch,
-            "batch": batch,
-            "consumed": consumed,
-            "rng": rng,
-            "generator": started,
-            "dataset": position.dataset,
-            "exhausted": position.exhausted,
+            **vars(position),
         }
 
     def _identity(self) -> dict[str, Any]:
@@ -279,10 +272,10 @@ class DataLoader(TorchDataLoader[T_co]):
             _check_integer(f"state: its {name}", state[name], least=0)
         if state["told_epoch"] is not None:
             self.set_epoch(state["told_epoch"])
-        if state["generator"] is not None and self.generator is not None:
-            self.generator.set_state(state["generator"])
-        names = ("epoch", "batch", "consumed", "rng", "dataset", "exhausted")
-        self._begin_at(Position(**{name: state[name] for name in names}))
+        position = Position(**{field.name: state[field.name] for field in fields(Position)})
+        if position.generator is not None and self.generator is not None:
+            self.generator.set_state(position.generator)
+        self._begin_at(replace(position, generator=None))
         self._last = None
 
     def stats(self) -> LoaderStats:
