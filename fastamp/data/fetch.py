@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -102,20 +103,16 @@ def make_inner(loader: DataLoader[Any], indices: Indices) -> DataLoader[Measured
     return inner
 
 
+@dataclass(eq=False, repr=False)
 class FetchSource(Iterator[Any]):
-    """The batches of torch's iterator over the loader that `make_inner` makes.
+    """The batches of torch's iterator over the loader that `make_inner` makes."""
 
-    After each, `states` gets what `save` returns, with whether the iterable dataset has ended.
-    """
-
-    def __init__(
-        self,
-        iterator: Iterator[Measured],
-        stats: LoaderStats,
-        save: Callable[[], Any] | None,
-        states: deque[Any],
-    ) -> None:
-        self._iterator, self._stats, self._save, self._states = iterator, stats, save, states
+    _iterator: Iterator[Measured]
+    _stats: LoaderStats
+    _save: Callable[[], Any] | None
+    """Returns the state of an iterable dataset."""
+    _states: deque[Any]
+    """Gets that state after each batch, with whether the dataset has ended."""
 
     def __next__(self) -> Any:
         workers = getattr(self._iterator, "_workers", ())
