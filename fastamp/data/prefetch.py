@@ -54,17 +54,10 @@ def prefetch(
     if depth < 1:
         msg = f"depth: expected at least 1, got {depth}"
         raise ValueError(msg)
-    return Prefetcher(iterable, _resolve(device), depth)
-
-
-def _resolve(device: torch.device | str | int | None) -> torch.device | None:
-    """Name the current CUDA device, which is another one in another thread."""
-    if device is None:
-        return None
-    found = torch.device(device)
-    if found == torch.device("cuda"):
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
+    found = None if device is None else torch.device(device)
+    if found == torch.device("cuda"):  # the current device, which is another one in the thread
+        found = torch.device("cuda", torch.cuda.current_device())
+    return Prefetcher(iterable, found, depth)
 
 
 @dataclass(eq=False, repr=False)
