@@ -43,7 +43,8 @@ class Slots:
     def __init__(self, *, pinned: bool = False, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self._pinned = pinned
         self._max_bytes = max_bytes
-        self._rings: dict[int, _Ring] = {}
+        # Of each size: the memory that is free, and the addresses of all slots.
+        self._rings: dict[int, tuple[deque[torch.Tensor], set[int]]] = {}
         self._small: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
         self.wait_s = 0.0
 
@@ -67,51 +68,39 @@ class Slots:
             storage = torch.UntypedStorage._new_shared(nbytes)  # type: ignore[no-untyped-call]
             flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
             return flat.view(dtype).view(shape)
-        taken = None if nbytes < _REUSE_NBYTES or self._pinned else self._take(_round_up(nbytes))
-        if taken is None:
-            return torch.empty(shape, dtype=dtype, device=_CPU, pin_memory=self._pinned)
-        ring, memory = taken
-        return ring.lease(memory, nbytes, dtype).view(shape)
+        if nbytes >= _REUSE_NBYTES and not self._pinned:
+            leased = self._lease(nbytes, dtype)
+            if leased is not None:
+                return leased.view(shape)
+        return torch.empty(shape, dtype=dtype, device=_CPU, pin_memory=self._pinned)
 
     @property
     def held_nbytes(self) -> int:
         """Bytes of all slots, leased or free."""
-        return sum(nbytes * len(ring.slots) for nbytes, ring in self._rings.items())
+        return sum(nbytes * len(slots) for nbytes, (_, slots) in self._rings.items())
 
-    def _take(self, nbytes: int) -> tuple[_Ring, torch.Tensor] | None:
-        ring = self._rings.setdefault(nbytes, _Ring())
+    def _lease(self, nbytes: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a tensor in a slot, which comes back when nobody looks into it any more."""
+        # Four sizes for each power of two, so that ragged batches share slots.
+        step = 1 << (nbytes.bit_length() - 3)
+        size = -(-nbytes // step) * step
+        free, slots = self._rings.setdefault(size, (deque(), set()))
         try:
-            return ring, ring.free.pop()  # the last one, which may be in the caches yet
+            memory = free.pop()  # the last one, which may be in the caches yet
         except IndexError:
-            if self.held_nbytes + nbytes > self._max_bytes:
+            if self.held_nbytes + size > self._max_bytes:
                 return None
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=_CPU)
-        ring.slots.add(memory.data_ptr())
-        return ring, memory
-
-
-class _Ring:
-    """The slots of one size. Its methods may be called by any thread, in the middle of another."""
-
-    def __init__(self) -> None:
-        self.free: deque[torch.Tensor] = deque()
-        self.slots: set[int] = set()
-
-    def lease(self, memory: torch.Tensor, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor in the slot, which comes back when nobody looks into it any more."""
+            memory = torch.empty(size, dtype=torch.uint8, device=_CPU)
+            slots.add(memory.data_ptr())
         # torch keeps the buffer's owner until the storage dies, whoever looks into it last.
         owner = (ctypes.c_char * nbytes).from_address(memory.data_ptr())
-        weakref.finalize(owner, self._take_back, memory).atexit = False
+        weakref.finalize(owner, _take_back, memory, free, slots).atexit = False
         return torch.frombuffer(owner, dtype=dtype)
 
-    def _take_back(self, memory: torch.Tensor) -> None:
-        if len(self.free) < _KEPT_FREE:
-            self.free.append(memory)
-        else:
-            self.slots.discard(memory.data_ptr())
 
-
-def _round_up(nbytes: int) -> int:
-    """Return one of four sizes for each power of two, so that ragged batches share slots."""
-    step = 1 << (nbytes.bit_length() - 3)
-    return -(-nbytes // step) * step
+def _take_back(memory: torch.Tensor, free: deque[torch.Tensor], slots: set[int]) -> None:
+    """Free a slot; any thread may call this, in the middle of `_lease`."""
+    if len(free) < _KEPT_FREE:
+        free.append(memory)
+    else:
+        slots.discard(memory.data_ptr())
