@@ -22,64 +22,53 @@ namespace {
 // Bytes of a batch from which on other Python threads, and more than one thread here, are worth it.
 constexpr std::int64_t kReleaseBytes = 256 * 1024;
 
-/// Collects the rows of a batch. Shapes are kept where padding allows them to differ.
-class Rows {
- public:
-  Rows(std::size_t count, bool padded) : padded_(padded) { spec.rows.reserve(count); }
-
-  StackSpec spec;
-
-  /// Takes a row, unless its shape does not go with the rows before.
-  template <typename Length>
-  bool add(const void* data, int ndim, const Length* shape) {
-    std::vector<std::int64_t>& longest = spec.row_shape;
-    if (spec.rows.empty()) longest.assign(shape, shape + ndim);
-    spec.rows.push_back(data);
-    if (static_cast<std::size_t>(ndim) != longest.size()) return false;
-    if (!padded_) return std::equal(longest.begin(), longest.end(), shape);
-    for (std::size_t dim = 0; dim < longest.size(); ++dim) {
-      spec.shapes.push_back(shape[dim]);
-      longest[dim] = std::max<std::int64_t>(longest[dim], shape[dim]);
-    }
-    return true;
+/// Adds a row, unless its shape does not go with the rows before: padding allows lengths to differ.
+template <typename Length>
+bool add_row(StackSpec& spec, const void* data, int ndim, const Length* shape) {
+  std::vector<std::int64_t>& longest = spec.row_shape;
+  if (spec.rows.empty()) longest.assign(shape, shape + ndim);
+  spec.rows.push_back(data);
+  if (static_cast<std::size_t>(ndim) != longest.size()) return false;
+  if (spec.pad == nullptr) return std::equal(longest.begin(), longest.end(), shape);
+  for (std::size_t dim = 0; dim < longest.size(); ++dim) {
+    spec.shapes.push_back(shape[dim]);
+    longest[dim] = std::max<std::int64_t>(longest[dim], shape[dim]);
   }
+  return true;
+}
 
-  /// Rounds up the dimensions that differ, and the only one of a vector.
-  void round_up(std::int64_t multiple) {
-    const std::size_t ndim = spec.row_shape.size();
-    bool differ = false;
-    for (std::size_t dim = 0; dim < ndim; ++dim) {
-      std::int64_t& longest = spec.row_shape[dim];
-      bool ragged = ndim == 1;
-      for (std::size_t i = dim; i < spec.shapes.size(); i += ndim)
-        ragged |= spec.shapes[i] != longest;
-      if (ragged) longest = (longest + multiple - 1) / multiple * multiple;
-      differ |= ragged;
-    }
-    if (!differ) spec.shapes.clear();
+/// Rounds up the dimensions that differ, and the only one of a vector.
+void round_up(StackSpec& spec, std::int64_t multiple) {
+  const std::size_t ndim = spec.row_shape.size();
+  bool differ = false;
+  for (std::size_t dim = 0; dim < ndim; ++dim) {
+    std::int64_t& longest = spec.row_shape[dim];
+    bool ragged = ndim == 1;
+    for (std::size_t i = dim; i < spec.shapes.size(); i += ndim)
+      ragged |= spec.shapes[i] != longest;
+    if (ragged) longest = (longest + multiple - 1) / multiple * multiple;
+    differ |= ragged;
   }
-
- private:
-  bool padded_;
-};
+  if (!differ) spec.shapes.clear();
+}
 
 std::int64_t itemsize_of(dlpack::DataType dtype) { return (dtype.bits * dtype.lanes + 7) / 8; }
 
-bool read_tensors(const py::tuple& samples, Rows& rows) {
+bool read_tensors(const py::tuple& samples, StackSpec& spec) {
   HostTensor first;
   if (samples.empty() || !read_host_tensor(samples[0], first)) return false;
-  rows.spec.itemsize = itemsize_of(first.dtype);
+  spec.itemsize = itemsize_of(first.dtype);
   for (const py::handle sample : samples) {
     HostTensor tensor;
     if (!read_host_tensor(sample, tensor) || !(tensor.dtype == first.dtype) ||
-        !rows.add(tensor.data, tensor.ndim, tensor.shape))
+        !add_row(spec, tensor.data, tensor.ndim, tensor.shape))
       return false;
   }
   return true;
 }
 
 /// Takes arrays of one type and one dtype, which is known to be one of torch's.
-bool read_arrays(const py::tuple& samples, Rows& rows) {
+bool read_arrays(const py::tuple& samples, StackSpec& spec) {
   const py::handle type = py::type::handle_of(samples[0]);
   const py::object dtype = py::getattr(samples[0], "dtype");
   const py::str name("dtype");
@@ -92,8 +81,8 @@ bool read_arrays(const py::tuple& samples, Rows& rows) {
       PyErr_Clear();
       return false;
     }
-    rows.spec.itemsize = buffer.itemsize;
-    const bool fits = rows.add(buffer.buf, buffer.ndim, buffer.shape);
+    spec.itemsize = buffer.itemsize;
+    const bool fits = add_row(spec, buffer.buf, buffer.ndim, buffer.shape);
     PyBuffer_Release(&buffer);  // the tuple keeps the array, and its memory, as it is
     if (!fits) return false;
   }
@@ -115,27 +104,27 @@ py::object stack(const py::object& samples, const py::object& dtype, const py::o
   // Other Python threads may change the list; nobody takes the samples from the tuple.
   const auto owned = py::reinterpret_steal<py::tuple>(PySequence_Tuple(samples.ptr()));
   if (!owned) throw py::error_already_set();
-  Rows rows(owned.size(), !pad.is_none());
-  const bool arrays = owned.size() > 0 && PyObject_CheckBuffer(owned[0].ptr()) != 0;
-  if (!(arrays ? read_arrays(owned, rows) : read_tensors(owned, rows))) return py::none();
+  StackSpec spec;
+  spec.rows.reserve(owned.size());
   if (!pad.is_none()) {
     HostTensor element;
     if (!read_host_tensor(pad, element)) return py::none();
-    rows.spec.pad = element.data;
-    rows.round_up(multiple);
+    spec.pad = element.data;
   }
-  py::tuple shape(1 + rows.spec.row_shape.size());
+  const bool arrays = owned.size() > 0 && PyObject_CheckBuffer(owned[0].ptr()) != 0;
+  if (!(arrays ? read_arrays(owned, spec) : read_tensors(owned, spec))) return py::none();
+  if (spec.pad != nullptr) round_up(spec, multiple);
+  py::tuple shape(1 + spec.row_shape.size());
   shape[0] = owned.size();
-  for (std::size_t dim = 0; dim < rows.spec.row_shape.size(); ++dim)
-    shape[1 + dim] = rows.spec.row_shape[dim];
+  for (std::size_t dim = 0; dim < spec.row_shape.size(); ++dim)
+    shape[1 + dim] = spec.row_shape[dim];
   py::object out = allocate(shape, dtype);
-  void* target = check_out(out, rows.spec);
-  const auto count = static_cast<std::int64_t>(rows.spec.rows.size());
-  if (count * row_nbytes(rows.spec) < kReleaseBytes) {
-    stack_rows(rows.spec, target, 1);
+  void* target = check_out(out, spec);
+  if (static_cast<std::int64_t>(spec.rows.size()) * row_nbytes(spec) < kReleaseBytes) {
+    stack_rows(spec, target, 1);
   } else {
     const py::gil_scoped_release no_gil;
-    stack_rows(rows.spec, target, num_threads);
+    stack_rows(spec, target, num_threads);
   }
   return out;
 }
