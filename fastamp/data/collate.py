@@ -6,6 +6,7 @@ fits it. As in torch, the first sample decides how a batch is collated.
 
 from __future__ import annotations
 
+import functools
 import numbers
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,8 +23,11 @@ from fastamp.data.structure import contents_of, rebuild
 
 __all__ = ["BatchCollator"]
 
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
-_PLAIN_ARRAYS = (np.ndarray, np.memmap)
+# What backends stack, by the function that torch has for it.
+_STACKED: dict[Callable[..., Any], tuple[type, ...]] = {
+    torch_collate.collate_tensor_fn: (torch.Tensor, torch.nn.Parameter),
+    torch_collate.collate_numpy_array_fn: (np.ndarray, np.memmap),
+}
 
 Pad = float | Mapping[Any, Any] | None
 _Node: TypeAlias = "Leaf | _Container"
@@ -83,11 +87,7 @@ class BatchCollator:
     def _plan_node(self, first: Any, keys: Keys, pad: Pad) -> _Node:
         """Return the node for samples like this one."""
         function = _registered(first)
-        stock = {
-            torch_collate.collate_tensor_fn: _PLAIN_TENSORS,
-            torch_collate.collate_numpy_array_fn: _PLAIN_ARRAYS,
-        }
-        if function in stock and isinstance(first, torch.Tensor) and first.is_nested:
+        if function in _STACKED and isinstance(first, torch.Tensor) and first.is_nested:
             msg = f"{place(0, keys)}: expected a tensor of one shape, got a nested tensor"
             raise RuntimeError(msg)
         by_torch = function or torch_collate.collate  # the latter raises torch's error
@@ -100,7 +100,7 @@ class BatchCollator:
         if pad and function:
             msg = f"pad for {place(0, keys)}: expected a number, got {pad!r}"
             raise TypeError(msg)
-        if function and type(first) in stock.get(function, ()):
+        if function and type(first) in _STACKED.get(function, ()):
             return TensorLeaf(first, keys, function, self.slots.allocate)
         return Leaf(first, keys, by_torch)
 
@@ -116,13 +116,9 @@ class BatchCollator:
         }
         return _Container(first, keys, children)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Callable[[], BatchCollator], tuple[()]]:
         """Leave the structure out, whose types need not be picklable, and the memory."""
-        return {"pad": self.pad, "pad_multiple": self.pad_multiple}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Begin with memory of its own."""
-        self.__init__(**state)  # type: ignore[misc]
+        return functools.partial(type(self), self.pad, pad_multiple=self.pad_multiple), ()
 
 
 class _Container:

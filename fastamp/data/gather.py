@@ -18,6 +18,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 from fastamp import _ops
 from fastamp._ops import Column
 from fastamp.data.datasets import ArrayDataset, TokenDataset
+from fastamp.data.leaves import torch_dtype
 from fastamp.data.position import as_rows
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
 from fastamp.data.stats import LoaderStats
@@ -88,8 +89,7 @@ def _numpy_column(array: npt.NDArray[Any]) -> Column | None:
         dtype = default_collate([np.ones((1, *array.shape[1:]), array.dtype)[0]]).dtype
     except TypeError:  # a dtype that torch does not have
         return None
-    same = torch.from_numpy(np.empty(0, array.dtype)).dtype == dtype
-    return Column(array, dtype) if same else None
+    return Column(array, dtype) if torch_dtype(array.dtype) == dtype else None
 
 
 class GatherSource(Iterator[Any]):

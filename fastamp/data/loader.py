@@ -215,8 +215,7 @@ class DataLoader(TorchDataLoader[T_co]):
             TypeError: the dataset is iterable and has no `state_dict`, or is read by workers.
         """
         position = replace(self._last or self._next)
-        if isinstance(self.dataset, IterableDataset):
-            self._check_resumable()
+        self._check_resumable()
         generator, own = self.generator, self._sampler_generator()
         if generator is None or self.seed is not None or self._shard is not None:
             position.generator = None
@@ -262,8 +261,7 @@ class DataLoader(TorchDataLoader[T_co]):
         if not isinstance(state, dict) or state.get("version") != _STATE_VERSION:
             msg = f"state: expected what DataLoader.state_dict returns, version {_STATE_VERSION}"
             raise ValueError(msg)
-        if isinstance(self.dataset, IterableDataset):
-            self._check_resumable()
+        self._check_resumable()
         for name, ours in self._identity().items():
             if state.get(name) != ours:
                 msg = f"state: its {name} is {state.get(name)!r}, the loader's {ours!r}"
@@ -288,6 +286,8 @@ class DataLoader(TorchDataLoader[T_co]):
         return {**vars(self), "_stats": LoaderStats(), "_slots": None, "_inner": None}
 
     def _check_resumable(self) -> None:
+        if not isinstance(self.dataset, IterableDataset):
+            return
         name = type(self.dataset).__name__
         if not hasattr(self.dataset, "state_dict"):
             msg = f"dataset: {name} is iterable and has no state_dict, so its position is unknown"
