@@ -17,7 +17,7 @@ import torch
 from torch.utils.data._utils import collate as torch_collate
 
 from fastamp import _ops
-from fastamp.data.leaves import Keys, Leaf, TensorLeaf, hint, place
+from fastamp.data.leaves import Keys, Leaf, TensorLeaf, hint, place, registered
 from fastamp.data.slots import Slots
 from fastamp.data.structure import contents_of, rebuild
 
@@ -31,6 +31,7 @@ _STACKED: dict[Callable[..., Any], tuple[type, ...]] = {
 
 Pad = float | Mapping[Any, Any] | None
 _Node: TypeAlias = "Leaf | _Container"
+_Plan = Callable[[Any, Keys, Pad], _Node]
 
 
 class BatchCollator:
@@ -86,35 +87,21 @@ class BatchCollator:
 
     def _plan_node(self, first: Any, keys: Keys, pad: Pad) -> _Node:
         """Return the node for samples like this one."""
-        function = _registered(first)
+        function = registered(first)
         if function in _STACKED and isinstance(first, torch.Tensor) and first.is_nested:
             msg = f"{place(0, keys)}: expected a tensor of one shape, got a nested tensor"
             raise RuntimeError(msg)
-        by_torch = function or torch_collate.collate  # the latter raises torch's error
-        if not isinstance(pad, Mapping) and pad is not None:
-            allocate, multiple = self.slots.allocate, self.pad_multiple
-            return TensorLeaf(first, keys, by_torch, allocate, pad, multiple)
-        items = None if function else _items_of(first)
+        inner = pad if isinstance(pad, Mapping) else {}
+        number = None if isinstance(pad, Mapping) else pad
+        items = _items_of(first) if function is None and number is None else None
         if items is not None:
-            return self._plan_container(first, items, keys, pad or {})
-        if pad and function:
+            return _Container(first, items, keys, inner, self._plan_node)
+        if inner and function:
             msg = f"pad for {place(0, keys)}: expected a number, got {pad!r}"
             raise TypeError(msg)
-        if function and type(first) in _STACKED.get(function, ()):
-            return TensorLeaf(first, keys, function, self.slots.allocate)
-        return Leaf(first, keys, by_torch)
-
-    def _plan_container(
-        self, first: Any, items: dict[Any, Any], keys: Keys, pad: Mapping[Any, Any]
-    ) -> _Node:
-        for key in pad:
-            if key not in items:
-                msg = f"pad has the key {key!r} for {place(0, keys)}, which has {list(items)}"
-                raise ValueError(msg)
-        children = {
-            key: self._plan_node(value, (*keys, key), pad.get(key)) for key, value in items.items()
-        }
-        return _Container(first, keys, children)
+        if number is not None or (function and type(first) in _STACKED.get(function, ())):
+            return TensorLeaf(first, keys, self.slots.allocate, number, self.pad_multiple)
+        return Leaf(first, keys)
 
     def __reduce__(self) -> tuple[Callable[[], BatchCollator], tuple[()]]:
         """Leave the structure out, whose types need not be picklable, and the memory."""
@@ -124,9 +111,15 @@ class BatchCollator:
 class _Container:
     """Samples that are mappings, sequences, namedtuples or dataclasses."""
 
-    def __init__(self, first: Any, keys: Keys, children: dict[Any, _Node]) -> None:
-        self._type, self._keys, self._children = type(first), keys, children
-        self._names = list(children)
+    def __init__(
+        self, first: Any, items: dict[Any, Any], keys: Keys, pad: Mapping[Any, Any], plan: _Plan
+    ) -> None:
+        for key in pad:
+            if key not in items:
+                msg = f"pad has the key {key!r} for {place(0, keys)}, which has {list(items)}"
+                raise ValueError(msg)
+        self._children = {k: plan(value, (*keys, k), pad.get(k)) for k, value in items.items()}
+        self._type, self._keys, self._names = type(first), keys, list(items)
         self._is_named = hasattr(first, "_fields")
         self._is_mapping = isinstance(first, Mapping)
         # torch makes lists of tuples.
@@ -169,13 +162,6 @@ class _Container:
 def _items_of(sample: Any) -> dict[Any, Any] | None:
     items = contents_of(sample)
     return dict(enumerate(sample)) if items is None and isinstance(sample, Sequence) else items
-
-
-def _registered(sample: Any) -> Callable[..., Any] | None:
-    """Return the function that torch has for a sample, found as torch finds it."""
-    functions = torch_collate.default_collate_fn_map
-    own = functions.get(type(sample))
-    return own or next((f for types, f in functions.items() if isinstance(sample, types)), None)
 
 
 def _check_pad(pad: Any, name: str) -> None:

@@ -56,11 +56,19 @@ def _explain(samples: Sequence[Any], keys: Keys, advice: str) -> str | None:
     return None
 
 
+def registered(sample: Any) -> Callable[..., Any] | None:
+    """Return the function that torch has for a sample, found as torch finds it."""
+    functions = torch_collate.default_collate_fn_map
+    own = functions.get(type(sample))
+    return own or next((f for types, f in functions.items() if isinstance(sample, types)), None)
+
+
 class Leaf:
     """Values that torch's own function collates."""
 
-    def __init__(self, first: Any, keys: Keys, function: Callable[..., Any]) -> None:
-        self._type, self._keys, self._function = type(first), keys, function
+    def __init__(self, first: Any, keys: Keys) -> None:
+        self._type, self._keys = type(first), keys
+        self._function = registered(first) or torch_collate.collate  # which raises torch's error
 
     def fits(self, sample: Any) -> bool:
         """Say whether the leaf was planned for such a sample."""
@@ -76,15 +84,9 @@ class TensorLeaf(Leaf):
     """Tensors, arrays or lists of numbers, of one shape or padded to one."""
 
     def __init__(
-        self,
-        first: Any,
-        keys: Keys,
-        function: Callable[..., Any],
-        allocate: Allocate,
-        pad: float | None = None,
-        multiple: int = 1,
+        self, first: Any, keys: Keys, allocate: Allocate, pad: float | None, multiple: int
     ) -> None:
-        super().__init__(first, keys, function)
+        super().__init__(first, keys)
         self._allocate, self._pad, self._multiple = allocate, pad, multiple
         self._is_list = self._type in (list, tuple)
         if not (isinstance(first, torch.Tensor | np.ndarray) or self._is_list):
