@@ -93,15 +93,10 @@ def _numpy_column(array: npt.NDArray[Any]) -> Column | None:
 
 
 class GatherSource(Iterator[Any]):
-    """The batches of the rows at the indices, with others under way.
+    """The batches of the rows at the indices, with others under way, up to `max_bytes`.
 
-    Args:
-        gatherable: the columns.
-        indices: yields int64 tensors, or lists where Python has to find the rows.
-        slots: gives the memory of batches.
-        stats: counts bytes and seconds.
-        max_bytes: of the batches under way.
-        make: returns the batch of such a list.
+    `indices` yields int64 tensors, or lists where Python has to find the rows: `make` returns the
+    batch of such a list.
     """
 
     def __init__(

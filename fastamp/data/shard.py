@@ -75,12 +75,7 @@ def check_shardable(dataset: Any, **samplers: Any) -> None:
 
 
 def find_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return the number of ranks and this one: those given, torch.distributed's, or 1 and 0.
-
-    Raises:
-        ValueError: one of the two is missing, or the rank is not below the number of ranks.
-        RuntimeError: a launcher has started several ranks, which have not found each other yet.
-    """
+    """Return the number of ranks and this one: those given, torch.distributed's, or 1 and 0."""
     if (rank is None) != (world_size is None):
         missing, given = ("rank", "world_size") if rank is None else ("world_size", "rank")
         msg = f"{missing}: expected together with {given}, got None"

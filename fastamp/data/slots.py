@@ -27,17 +27,13 @@ class Slots:
 
     1. In a worker process of torch's loader, memory is shared with the parent, as torch's collate
        functions do it, so that a batch is not copied on its way.
-    2. Pinned memory is torch's: its allocator keeps a freed block until the copies from it are
-       done.
+    2. Pinned memory, for batches that go to an accelerator, is torch's: its allocator keeps a
+       freed block until the copies from it are done.
     3. Large batches are leased: a slot is free again when the last tensor that looks into it, or
        the last autograd graph that saved one, has died; never earlier. When no slot is free,
        another is made, up to `max_bytes` in all; beyond that memory is fresh, and the caller's
        alone.
     4. Everything else is fresh: the allocator is faster than any ring.
-
-    Args:
-        pinned: whether batches go to an accelerator.
-        max_bytes: of all slots together.
     """
 
     def __init__(self, *, pinned: bool = False, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
