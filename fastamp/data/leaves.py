@@ -46,16 +46,6 @@ def hint(keys: Keys) -> str:
     return f"BatchCollator(pad={pad!r}) pads it"
 
 
-def _explain(samples: Sequence[Any], keys: Keys, advice: str) -> str | None:
-    """Name the first sample whose shape differs from that of samples[0]."""
-    first, *shapes = [tuple(getattr(sample, "shape", ())) for sample in samples]
-    for index, shape in enumerate(shapes, 1):
-        if shape != first:
-            there, here = place(index, keys), place(0, keys)
-            return f"{there} has shape {shape}, {here} has shape {first}: {advice}"
-    return None
-
-
 def registered(sample: Any) -> Callable[..., Any] | None:
     """Return the function that torch has for a sample, found as torch finds it."""
     functions = torch_collate.default_collate_fn_map
@@ -114,12 +104,15 @@ class TensorLeaf(Leaf):
         try:
             return super().collate(samples, ops)
         except RuntimeError as error:
-            ragged = "padding needs the same number of dimensions"
-            advice = hint(self._keys) if self._pad is None else ragged
-            message = _explain(samples, self._keys, advice)
-            if message is None:
+            shapes = [tuple(getattr(sample, "shape", ())) for sample in samples]
+            index = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), None)
+            if index is None:
                 raise
-            raise RuntimeError(message) from error
+            msg = f"{place(index, self._keys)} has shape {shapes[index]}, "
+            msg += f"{place(0, self._keys)} has shape {shapes[0]}: "
+            ragged = "padding needs the same number of dimensions"
+            msg += hint(self._keys) if self._pad is None else ragged
+            raise RuntimeError(msg) from error
 
     def _arrays(self, samples: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
         """Turn lists of numbers into arrays of one dtype; an empty list has any."""
