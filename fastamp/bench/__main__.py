@@ -4,30 +4,61 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
 
 from fastamp.bench import baseline, latency, loader, main_job, page, selftest, step, timer
-from fastamp.bench.command import STATUS
 from fastamp.bench.environment import describe
 from fastamp.bench.record import Task, make_record, render
-from fastamp.train.options import refuse
+from fastamp.train.options import DEFAULT, number, refuse
 
 PROGRAM = "python -m fastamp.bench"
-# Modules with add_parser(subparsers), whose parser's default `prepare` makes a Task of the options.
-COMMANDS = (main_job, step, loader, timer, latency, selftest)
+# Each module has METRICS, which its help lists, add_options(add) and prepare(args).
+COMMANDS = {
+    "amp": main_job,
+    "step": step,
+    "loader": loader,
+    "timer": timer,
+    "latency": latency,
+    "selftest": selftest,
+}
+STATUS = """Exit status: 0; 1 a target is missed, with --check, or a bound of --fail-on; 2 a bad
+argument; 3 the environment does not allow a verdict: with --check where one is inconclusive or all
+are n/a, with --fail-on where the change is inconclusive, and with a --baseline of another schema,
+command, job or machine."""
+MOVES = """a metric and how far it may move from the baseline, as in 'speedup:-5%%' or
+'step_time:+10%%'; may be given several times"""
+
+
+def _writable_file(text: str) -> Path:
+    path = Path(text).absolute()
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        message = f"{text!r} is no file that can be written"
+        raise argparse.ArgumentTypeError(message)
+    return path
+
+
+def _device(text: str) -> str:
+    if text == "cuda" and not torch.cuda.is_available():
+        message = f"{text!r} needs a GPU, and torch finds none"
+        raise argparse.ArgumentTypeError(message)
+    return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status."""
-    args, task = _parse(list(sys.argv[1:] if argv is None else argv))
-    run = {"command": args.command, "environment": describe(args.device), "job": task.job}
+    args, (job, measure) = _parse(list(sys.argv[1:] if argv is None else argv))
+    run = {"command": args.command, "environment": describe(args.device), "job": job}
     found = baseline.differences(args.baseline, run) if args.baseline is not None else []
     if found:
         text = f"no verdict: the baseline cannot be compared: {'; '.join(found)}"
         print(f"{PROGRAM} {args.command}: {text}", file=sys.stderr)
         return 3
-    report = task.run()
+    report = measure()
     judged = [target.verdict for target in report.verdicts] if args.check else []
     for name, most in args.fail_on:
         saved = args.baseline["metrics"][name]
@@ -45,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
-    """Return the options and the task that they ask for; exits with 2 for a bad argument."""
+    """Return the options and what they ask for; exits with 2 for a bad argument."""
     if not words or (words[0].startswith("-") and words[0] not in {"-h", "--help"}):
         words.insert(0, "amp")
     parser = argparse.ArgumentParser(
@@ -54,8 +85,17 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
         epilog=f"Without a command: amp; 'amp --help' for its options. {STATUS}",
     )
     subparsers = parser.add_subparsers(dest="command", metavar="command")
-    for command in COMMANDS:
-        command.add_parser(subparsers)
+    for name, command in COMMANDS.items():
+        added = subparsers.add_parser(
+            name,
+            allow_abbrev=False,
+            conflict_handler="resolve",  # a command may narrow an option that all have
+            help=command.__doc__,
+            description=command.__doc__,
+            epilog=f"Metrics for --fail-on: {command.METRICS}. {STATUS}",
+        )
+        _add_shared_options(added.add_argument)
+        command.add_options(added.add_argument)
     args = parser.parse_args(words)
     try:
         for name, _ in args.fail_on:
@@ -64,9 +104,22 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
             if name not in args.baseline["metrics"]:
                 known = ", ".join(args.baseline["metrics"])
                 refuse("--fail-on", name, f"is no metric of the baseline, which has {known}")
-        return args, args.prepare(args)
+        return args, COMMANDS[args.command].prepare(args)
     except argparse.ArgumentError as error:
         subparsers.choices[args.command].error(str(error))
+
+
+def _add_shared_options(add: Callable[..., object]) -> None:
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    where = "(default: cuda where torch finds a GPU)"
+    add("--device", type=_device, choices=("cpu", "cuda"), default=here, help=where)
+    add("--seed", type=number(int, 0, 2**32), default=0, help=f"of all that is drawn {DEFAULT}")
+    add("--json", type=_writable_file, metavar="FILE", help="write all that was measured to FILE")
+    add("--report", type=_writable_file, metavar="FILE", help="write a page to FILE, in HTML")
+    add("--baseline", type=baseline.read, metavar="FILE", help="a file that --json wrote before")
+    bound = baseline.bound
+    add("--fail-on", type=bound, action="append", default=[], metavar="BOUND", help=MOVES)
+    add("--check", action="store_true", help="exit with 1 if a target is missed")
 
 
 if __name__ == "__main__":

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
 import fastamp
-from fastamp.bench.command import DTYPES
+from fastamp.bench.environment import DTYPES
 from fastamp.train.gpt import GPT, Shape
-
-if TYPE_CHECKING:
-    from fastamp.train.text import Batch
+from fastamp.train.text import Batch
 
 MAX_NORM = 1.0
 LEARNING_RATE = 1e-3  # at a width of 256; in inverse proportion to the width, as in muP

@@ -3,43 +3,38 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 import fastamp
-from fastamp.bench.cases import Case, run_cases
-from fastamp.bench.command import DTYPES, PRECISION, add_command
-from fastamp.bench.environment import no_speed_reason
+from fastamp.bench.cases import Case, Details, run_cases
+from fastamp.bench.environment import DTYPES, PRECISION, no_speed_reason
 from fastamp.bench.race import Plan, Race
 from fastamp.bench.record import Task
 from fastamp.train.gpt import GPT, GPT2_SMALL, Shape
 from fastamp.train.options import DEFAULT, number
 
-if TYPE_CHECKING:
-    from fastamp.bench.cases import Details
-    from fastamp.bench.command import Subparsers
-
 SHAPES = {"cpu": Shape(layers=4, heads=2, width=256, block_size=128), "cuda": GPT2_SMALL}
 REQUESTS = 5  # in a visit, after which the device is waited for once
 PLAN = Plan(rounds=400, half_width=0.02, limit_s=6.0)
-
-
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the command `latency` and its options."""
-    metrics = "speedup/ and the batch size, of AMP against FP32"
-    add = add_command(subparsers, "latency", _prepare, __doc__, metrics=metrics)
-    add("--batch-sizes", type=_sizes, default="1,4,16", metavar="LIST", help=DEFAULT)
-    add("--precision", **PRECISION)
+METRICS = "speedup/ and the batch size, of AMP against FP32"
 
 
 def _sizes(text: str) -> list[int]:
     return [int(number(int, 1)(item)) for item in text.split(",")]
 
 
-def _prepare(args: argparse.Namespace) -> Task:
+def add_options(add: Callable[..., object]) -> None:
+    """Add the options of this command alone."""
+    add("--batch-sizes", type=_sizes, default="1,4,16", metavar="LIST", help=DEFAULT)
+    add("--precision", **PRECISION)
+
+
+def prepare(args: argparse.Namespace) -> Task:
+    """Return the job and what does it."""
     shape = SHAPES[args.device]
     torch.manual_seed(args.seed)
     model = GPT(shape).to(args.device).eval()
@@ -60,10 +55,8 @@ def _prepare(args: argparse.Namespace) -> Task:
         "percentiles are fastamp.Timer's, of buckets at most 3.2 % wide",
         *filter(None, [no_speed_reason(args.device, args.precision)]),
     ]
-    return Task(
-        job={"batch_sizes": sizes, "precision": args.precision, "shape": asdict(shape)},
-        run=partial(run_cases, args, PLAN, sizes, make, notes),
-    )
+    job = {"batch_sizes": sizes, "precision": args.precision, "shape": asdict(shape)}
+    return job, partial(run_cases, args, PLAN, sizes, make, notes)
 
 
 class Server:

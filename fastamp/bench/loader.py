@@ -1,4 +1,7 @@
-"""The loader alone: torch's DataLoader against fastamp's, over datasets of several kinds."""
+"""The loader alone: torch's DataLoader against fastamp's, over datasets of several kinds.
+
+Takes a few minutes on two CPU cores.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -17,14 +20,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import fastamp
 from fastamp.bench.cases import PLAIN, Case, run_cases
-from fastamp.bench.command import add_command
 from fastamp.bench.race import AGAIN, Plan
 from fastamp.bench.record import Report, Task
 
-if TYPE_CHECKING:
-    from fastamp.bench.command import Subparsers
-
-    Batches = Callable[[], Iterator[Any]]  # each call begins a pass
+Batches: TypeAlias = Callable[[], Iterator[Any]]  # each call begins a pass
 
 CHECKED = 3  # batches of each arm
 PLAN = Plan(rounds=4000, half_width=0.01, limit_s=12.0)
@@ -95,18 +94,19 @@ DATA = {
 }
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the command `loader` and its options."""
-    text = f"{__doc__} Takes a few minutes on two CPU cores."
-    metrics = "speedup/ or of_plain/ and the data, as in speedup/tokens"
-    add = add_command(subparsers, "loader", _prepare, text, metrics=metrics)
+METRICS = "speedup/ or of_plain/ and the data, as in speedup/tokens"
+
+
+def add_options(add: Callable[..., object]) -> None:
+    """Add the options of this command alone."""
     data = " ".join(f"{name}: {make.__doc__}" for name, make in DATA.items())
     data += " Several may be given (default: all)"
     add("--data", nargs="+", choices=DATA, default=[*DATA], metavar="NAME", help=data)
 
 
-def _prepare(args: argparse.Namespace) -> Task:
-    return Task(job={"data": args.data, "seed": args.seed}, run=partial(_run, args))
+def prepare(args: argparse.Namespace) -> Task:
+    """Return the job and what does it."""
+    return {"data": args.data, "seed": args.seed}, partial(_run, args)
 
 
 def _run(args: argparse.Namespace) -> Report:

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from fastamp.bench import story
 from fastamp.bench.arms import Job
-from fastamp.bench.command import PRECISION, add_command
-from fastamp.bench.environment import no_speed_reason
+from fastamp.bench.environment import PRECISION, no_speed_reason
 from fastamp.bench.interval import Interval, bootstrap, show
 from fastamp.bench.record import Report, Task, Verdict, judge
 from fastamp.bench.training import MEMORY_KINDS, MEMORY_STEPS, WARMUP_STEPS, Results, train_arms
 from fastamp.train.gpt import GPT2_SMALL, Shape
 from fastamp.train.options import DEFAULT, number, refuse
 from fastamp.train.text import Corpus, load_corpus
-
-if TYPE_CHECKING:
-    from fastamp.bench.command import Subparsers
 
 # 11.2 M parameters. Many thin layers: the activations, which AMP halves, outweigh the parameters
 # and Adam's state, which it does not. Heads of 128, for which torch's bf16 attention is fastest.
@@ -35,11 +31,12 @@ CPU_CUT = {"batch_size": 1, "steps": 9}
 THOROUGH_SEEDS = 3
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the command `amp` and its options."""
-    metrics = "speedup, step_time, peak_memory, accuracy; with --arms speedup/ and the name of a "
-    metrics += "row and an arm, as in speedup/step/fastamp"
-    add = add_command(subparsers, "amp", _prepare, __doc__, metrics=metrics)
+METRICS = """speedup, step_time, peak_memory, accuracy; with --arms speedup/ and the name of a
+row and an arm, as in speedup/step/fastamp"""
+
+
+def add_options(add: Callable[..., object]) -> None:
+    """Add the options of this command alone."""
     arms = "race loops instead, to see what each repair brings: " + ", or ".join(story.CHOICES)
     add("--arms", choices=story.CHOICES, metavar="NAMES", help=arms)
     add("--data", metavar="PATH", help="file or folder of text (default: the standard library)")
@@ -66,7 +63,8 @@ def add_parser(subparsers: Subparsers) -> None:
         add(option, type=bounded, default=default, help=f"target: {text} {DEFAULT}")
 
 
-def _prepare(args: argparse.Namespace) -> Task:
+def prepare(args: argparse.Namespace) -> Task:
+    """Return the job and what does it; says on which text."""
     sizes = _sizes(args)
     steps = {name: sizes.pop(name) for name in ("batch_size", "steps", "memory_batch_size")}
     if sizes["width"] % sizes["heads"]:
@@ -80,9 +78,9 @@ def _prepare(args: argparse.Namespace) -> Task:
     shared = {**asdict(job), "data": corpus.sha256}
     if args.arms is not None:
         shared["arms"] = args.arms
-        return Task(job=shared, run=partial(story.run_story, job, corpus, args.arms.split(",")))
+        return shared, partial(story.run_story, job, corpus, args.arms.split(","))
     shared["seeds"] = THOROUGH_SEEDS if args.thorough else 1
-    return Task(job=shared, run=partial(_run, args, job, corpus, shared["seeds"]))
+    return shared, partial(_run, args, job, corpus, shared["seeds"])
 
 
 def _sizes(args: argparse.Namespace) -> dict[str, int]:

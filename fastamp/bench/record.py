@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, TypeAlias
 
 from fastamp.bench.interval import Interval, verdict_on
 from fastamp.bench.race import Race
@@ -48,12 +48,9 @@ class Report:
     details: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What a command line asks for; two records can be compared where their `job` is the same."""
-
-    job: dict[str, Any]
-    run: Callable[[], Report]
+# What a command line asks for: the job, which is the same in records that can be compared, and what
+# does it.
+Task: TypeAlias = tuple[dict[str, Any], Callable[[], Report]]
 
 
 def judge(

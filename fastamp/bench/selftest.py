@@ -1,22 +1,21 @@
-"""The bench itself: a known slowdown that it must find, and two arms that are the same."""
+"""The bench itself: a known slowdown that it must find, and two arms that are the same.
+
+Always with the exit status of --check.
+"""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from fastamp.bench.cases import Case, run_cases
-from fastamp.bench.command import add_command
 from fastamp.bench.race import AGAIN, Plan
 from fastamp.bench.record import Report, Task, judge
 from fastamp.bench.timer import REGIONS, make_visits
 from fastamp.train.options import DEFAULT, number
-
-if TYPE_CHECKING:
-    from fastamp.bench.command import Subparsers
 
 UNIT = bytes(10_000)  # hashed once, a unit of work: about 6 us
 UNITS = 100
@@ -24,18 +23,20 @@ SAME = 0.02  # identical arms are never further apart
 PLAN = Plan(rounds=40_000, warmup=100, half_width=0.004, least_blocks=400, limit_s=20.0)
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the command `selftest` and its options."""
-    text = f"{__doc__} Always with the exit status of --check."
-    metrics = "speedup, of the slowed arm against the plain one"
-    add = add_command(subparsers, "selftest", _prepare, text, metrics=metrics, gpu=False)
+METRICS = "speedup, of the slowed arm against the plain one"
+
+
+def add_options(add: Callable[..., object]) -> None:
+    """Add the options of this command alone."""
+    add("--device", choices=["cpu"], default="cpu", help="where the work is done")
     slowdown = f"of the slowed arm, in percent {DEFAULT}"
     add("--slowdown", type=number(int, 0, 100), default=10, help=slowdown)
 
 
-def _prepare(args: argparse.Namespace) -> Task:
+def prepare(args: argparse.Namespace) -> Task:
+    """Return the job and what does it."""
     args.check = True
-    return Task(job={"unit_nbytes": len(UNIT), "units": UNITS}, run=partial(_run, args))
+    return {"unit_nbytes": len(UNIT), "units": UNITS}, partial(_run, args)
 
 
 def _run(args: argparse.Namespace) -> Report:

@@ -1,4 +1,7 @@
-"""The step alone: torch's norm, clip and optimizer step against fastamp's, on drawn gradients."""
+"""The step alone: torch's norm, clip and optimizer step against fastamp's, on drawn gradients.
+
+Takes a few minutes on two CPU cores; gpt2 needs 8 GB of memory.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,19 @@ import math
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import fastamp
-from fastamp.bench.cases import PLAIN, Case, run_cases
-from fastamp.bench.command import add_command
+from fastamp.bench.cases import PLAIN, Case, Details, run_cases
 from fastamp.bench.race import AGAIN, Plan
 from fastamp.bench.record import Report, Task
 from fastamp.train.options import number
 
-if TYPE_CHECKING:
-    from fastamp.bench.cases import Details
-    from fastamp.bench.command import Subparsers
-
-    Sizes = list[tuple[int, ...]]
+Sizes: TypeAlias = list[tuple[int, ...]]
 
 _BLOCK = [(768,)] * 6 + [(2304, 768), (2304,), (768, 768), (3072, 768), (3072,), (768, 3072)]
 GPT2: Sizes = [(50257, 768), (1024, 768), *_BLOCK * 12, (768,), (768,)]
@@ -66,21 +64,6 @@ WORK = {
 }
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the command `step` and its options."""
-    text = f"{__doc__} Takes a few minutes on two CPU cores; gpt2 needs 8 GB of memory."
-    metrics = "speedup/ or of_plain/, the shape and the work, as in speedup/gpt2/adamw"
-    add = add_command(subparsers, "step", _prepare, text, metrics=metrics)
-    shapes = "gpt2 (124 M in 148 tensors), or tensors and elements of each, separated by commas "
-    shapes += f"(default: {SHAPES}; with --ranks {SHARDED_SHAPES})"
-    add("--shapes", type=_parse_shapes, metavar="LIST", help=shapes)
-    work = ", ".join(f"{name} ({each.text})" for name, each in WORK.items())
-    work += "; several may be given (default: all; with --ranks adamw)"
-    add("--work", nargs="+", choices=WORK, metavar="NAME", help=work)
-    ranks = "of processes that share the tensors as DTensor shards, on the CPU over gloo"
-    add("--ranks", type=number(int, 2), metavar="N", help=ranks)
-
-
 def _parse_shapes(text: str) -> dict[str, Sizes]:
     shapes: dict[str, Sizes] = {}
     for item in text.split(","):
@@ -92,17 +75,33 @@ def _parse_shapes(text: str) -> dict[str, Sizes]:
     return shapes
 
 
-def _prepare(args: argparse.Namespace) -> Task:
+METRICS = "speedup/ or of_plain/, the shape and the work, as in speedup/gpt2/adamw"
+
+
+def add_options(add: Callable[..., object]) -> None:
+    """Add the options of this command alone."""
+    shapes = "gpt2 (124 M in 148 tensors), or tensors and elements of each, separated by commas "
+    shapes += f"(default: {SHAPES}; with --ranks {SHARDED_SHAPES})"
+    add("--shapes", type=_parse_shapes, metavar="LIST", help=shapes)
+    work = ", ".join(f"{name} ({each.text})" for name, each in WORK.items())
+    work += "; several may be given (default: all; with --ranks adamw)"
+    add("--work", nargs="+", choices=WORK, metavar="NAME", help=work)
+    ranks = "of processes that share the tensors as DTensor shards, on the CPU over gloo"
+    add("--ranks", type=number(int, 2), metavar="N", help=ranks)
+
+
+def prepare(args: argparse.Namespace) -> Task:
+    """Return the job and what does it."""
     args.shapes = args.shapes or _parse_shapes(SHARDED_SHAPES if args.ranks else SHAPES)
     args.work = args.work or (["adamw"] if args.ranks else list(WORK))
     job = {"shapes": list(args.shapes), "work": args.work, "seed": args.seed}
     if args.ranks is None:
-        return Task(job=job, run=partial(_run, args))
+        return job, partial(_run, args)
     from fastamp.bench import local_ranks  # noqa: PLC0415 - it needs torch.distributed
 
     args.device = "cpu"
     run = partial(local_ranks.run_on_ranks, args.ranks, _run, args)
-    return Task(job=job | {"ranks": args.ranks}, run=run)
+    return job | {"ranks": args.ranks}, run
 
 
 def _run(args: argparse.Namespace) -> Report:
@@ -149,7 +148,7 @@ def _make_case(args: argparse.Namespace, name: str) -> Case:
 
 
 def _make_sharded_case(args: argparse.Namespace, name: str) -> Case:
-    from fastamp.bench.local_ranks import count_collectives, shard  # noqa: PLC0415 - see _prepare
+    from fastamp.bench.local_ranks import count_collectives, shard  # noqa: PLC0415 - see prepare
 
     theirs, ours = _make_sides(args, name, shard)
     arms = {"torch": theirs.torch, AGAIN: theirs.torch, "fastamp": ours.fastamp}

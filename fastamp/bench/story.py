@@ -11,7 +11,6 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.data import RandomSampler
@@ -19,15 +18,12 @@ from torch.utils.data import RandomSampler
 import fastamp
 from fastamp import TokenDataset
 from fastamp.bench.arms import STEPS, Arm, Job, Run, make_model
-from fastamp.bench.loader import fastamp_batches, torch_batches
+from fastamp.bench.loader import Batches, fastamp_batches, torch_batches
 from fastamp.bench.race import AGAIN, Plan, Race, run_race
 from fastamp.bench.record import Report
 from fastamp.train.gpt import Shape
 from fastamp.train.options import progress
 from fastamp.train.text import Corpus
-
-if TYPE_CHECKING:
-    from fastamp.bench.loader import Batches
 
 CHOICES = ("naive,stock,fastamp", "naive,stock", "naive,fastamp")
 VISIT_STEPS = 4  # a short epoch: whatever a loader prepares, it does so on the clock

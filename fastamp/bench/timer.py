@@ -7,24 +7,18 @@ import contextlib
 import math
 import timeit
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
-from typing import TYPE_CHECKING
 
 from torch.profiler import record_function
 
 import fastamp
-from fastamp.bench.cases import Case, run_cases
-from fastamp.bench.command import add_command
+from fastamp.bench.cases import Case, Details, run_cases
 from fastamp.bench.interval import Interval
 from fastamp.bench.race import AGAIN, Plan, Race
 from fastamp.bench.record import Report, Task, judge
-
-if TYPE_CHECKING:
-    from fastamp.bench.cases import Details
-    from fastamp.bench.command import Subparsers
 
 REGIONS = 2000  # in a visit
 PLAN = Plan(rounds=400, half_width=0.01, least_blocks=100, limit_s=8.0)
@@ -37,14 +31,16 @@ STATEMENTS = {
 }
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the command `timer`."""
-    metrics = "speedup/timer, which is below 1"
-    add_command(subparsers, "timer", _prepare, __doc__, metrics=metrics)
+METRICS = "speedup/timer, which is below 1"
 
 
-def _prepare(args: argparse.Namespace) -> Task:
-    return Task(job={"regions": REGIONS}, run=partial(_run, args))
+def add_options(_add: Callable[..., object]) -> None:
+    """Add none: this command has the shared options alone."""
+
+
+def prepare(args: argparse.Namespace) -> Task:
+    """Return the job and what does it."""
+    return {"regions": REGIONS}, partial(_run, args)
 
 
 def make_visits(device: str = "cpu") -> dict[str, timeit.Timer]:

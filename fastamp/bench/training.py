@@ -15,7 +15,6 @@ from functools import partial
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,10 +23,7 @@ from fastamp.bench.environment import find
 from fastamp.bench.race import Plan, Race, run_race
 from fastamp.train.gpt import Shape
 from fastamp.train.options import progress
-from fastamp.train.text import training_batches, validation_batches
-
-if TYPE_CHECKING:
-    from fastamp.train.text import Batch, Bytes, Corpus
+from fastamp.train.text import Batch, Bytes, Corpus, training_batches, validation_batches
 
 WARMUP_STEPS = 4  # at most: kernels, optimizer state and the allocator's pools are made
 VALIDATION_WINDOWS = 64
