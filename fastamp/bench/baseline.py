@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fastamp.bench.interval import Interval
+from fastamp.bench.race import Interval
 from fastamp.bench.record import SCHEMA_VERSION, Verdict
 
 MACHINE = ("device", "device_name", "threads")

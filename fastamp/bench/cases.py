@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from fastamp.bench.interval import show
-from fastamp.bench.race import AGAIN, Plan, Race, run_race
+from fastamp.bench.race import AGAIN, Plan, Race, run_race, show
 from fastamp.bench.record import Report
 from fastamp.train.options import progress
 

@@ -12,11 +12,17 @@ import numpy as np
 import torch
 
 from fastamp.bench import story
-from fastamp.bench.arms import Job
+from fastamp.bench.arms import (
+    MEMORY_KINDS,
+    MEMORY_STEPS,
+    WARMUP_STEPS,
+    Job,
+    Results,
+    train_arms,
+)
 from fastamp.bench.environment import PRECISION, no_speed_reason
-from fastamp.bench.interval import Interval, bootstrap, show
+from fastamp.bench.race import Interval, bootstrap, show
 from fastamp.bench.record import Report, Task, Verdict, judge
-from fastamp.bench.training import MEMORY_KINDS, MEMORY_STEPS, WARMUP_STEPS, Results, train_arms
 from fastamp.train.gpt import GPT2_SMALL, Shape
 from fastamp.train.options import DEFAULT, number, refuse
 from fastamp.train.text import Corpus, load_corpus

@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from typing import Any, TypeAlias
 
-from fastamp.bench.interval import Interval, verdict_on
-from fastamp.bench.race import Race
+from fastamp.bench.race import Interval, Race, verdict_on
 
 SCHEMA_VERSION = 4  # of the record: a field that comes, goes or changes its meaning is a new one
 

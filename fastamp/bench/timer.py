@@ -16,8 +16,7 @@ from torch.profiler import record_function
 
 import fastamp
 from fastamp.bench.cases import Case, Details, run_cases
-from fastamp.bench.interval import Interval
-from fastamp.bench.race import AGAIN, Plan, Race
+from fastamp.bench.race import AGAIN, Interval, Plan, Race
 from fastamp.bench.record import Report, Task, judge
 
 REGIONS = 2000  # in a visit

@@ -16,10 +16,9 @@ from support.fake_clock import FakeClock
 
 import fastamp
 from fastamp.bench import arms as arms_
-from fastamp.bench import environment, main_job, record, story, training
+from fastamp.bench import environment, main_job, record, story
 from fastamp.bench.__main__ import main
-from fastamp.bench.interval import Interval
-from fastamp.bench.race import Race, Visit
+from fastamp.bench.race import Interval, Race, Visit
 from fastamp.train import text as train_text
 from fastamp.train.gpt import GPT, Shape
 
@@ -50,7 +49,7 @@ def corpus(text):
 @pytest.fixture
 def quick(monkeypatch, text):
     """Take the subprocesses out of the main job and return its tiny options."""
-    monkeypatch.setattr(training, "peak_memory", lambda *_: 100)
+    monkeypatch.setattr(arms_, "peak_memory", lambda *_: 100)
     monkeypatch.setattr(environment, "cpu_features", lambda: {"amx_bf16"})
     return [*TINY.split(), "--data", str(text)]
 
@@ -84,7 +83,7 @@ def results(*, speedups=(2.0,), peak=50, gap=0.0, loss=1.0):
     }
     shifted = [share + gap for share in windows]
     scores[NAMES[2]] = [arms_.Score(loss=loss, accuracy=0.5 + gap, window_accuracies=shifted)]
-    return training.Results(
+    return arms_.Results(
         parameters=1,
         peaks=dict(zip(NAMES, [100, 100, peak], strict=True)),
         race=Race(arms=NAMES, rounds=rounds),
@@ -129,9 +128,9 @@ def test_every_arm_starts_from_the_same_weights_and_sees_the_same_batches(
 def test_memory_is_measured_in_another_process_and_grows_with_the_model(
     finished, corpus, monkeypatch
 ):
-    monkeypatch.setattr(training, "_first_steps", None)  # seen by this process and its forks only
+    monkeypatch.setattr(arms_, "_first_steps", None)  # seen by this process and its forks only
     job = replace(JOB, shape=replace(SHAPE, width=768, layers=3))
-    large = training.peak_memory(job, arms_.make_arms(job)[0], corpus.train)
+    large = arms_.peak_memory(job, arms_.make_arms(job)[0], corpus.train)
     parameters = sum(parameter.numel() for parameter in GPT(job.shape).parameters())
     # float32 weights, gradients and two moments are 16 bytes a parameter
     assert 16 * parameters < large < 32 * parameters
@@ -226,7 +225,7 @@ def test_a_batch_that_is_cut_for_a_slow_cpu_is_not_held_to_the_memory_target(
     default = quick.index("--batch-size")
     del quick[default : default + 2]
     monkeypatch.setattr(main_job, "CPU_CUT", {"batch_size": 3, "steps": 3})
-    monkeypatch.setattr(training, "VALIDATION_WINDOWS", 4)
+    monkeypatch.setattr(arms_, "VALIDATION_WINDOWS", 4)
     monkeypatch.setattr(main_job, "no_speed_reason", lambda *_: "no units")
     assert ": n/a, amp+fastamp against fp32: no units, so the default batch is cut to 3" in (
         memory_line()
@@ -276,9 +275,9 @@ def test_three_seeds_are_trained_and_scored_but_one_is_timed(quick, tmp_path, ca
 
 
 def test_the_memory_is_that_of_a_large_batch_unless_a_batch_is_asked_for(quick, monkeypatch):
-    assert (main_job.CPU_STEPS["steps"] - training.WARMUP_STEPS - 1) // 2 >= 20
+    assert (main_job.CPU_STEPS["steps"] - arms_.WARMUP_STEPS - 1) // 2 >= 20
     seen = []
-    monkeypatch.setattr(training, "peak_memory", lambda job, *_: seen.append(job.memory_batch_size))
+    monkeypatch.setattr(arms_, "peak_memory", lambda job, *_: seen.append(job.memory_batch_size))
     sizes = {"batch_size": 2, "steps": 8, "memory_batch_size": 5}
     monkeypatch.setattr(main_job, "CPU_STEPS", sizes)
     assert main(quick) == 0

@@ -16,8 +16,7 @@ from support.fake_clock import FakeClock
 from fastamp.bench import environment, record, selftest
 from fastamp.bench.__main__ import main
 from fastamp.bench.baseline import bound, hold
-from fastamp.bench.interval import Interval, bootstrap, verdict_on
-from fastamp.bench.race import AGAIN, Plan, Race, Visit, run_race
+from fastamp.bench.race import AGAIN, Interval, Plan, Race, Visit, bootstrap, run_race, verdict_on
 
 PLAN = Plan(rounds=64, warmup=0)
 

@@ -26,11 +26,10 @@ from torch.utils.data import TensorDataset, default_collate
 
 import fastamp
 from fastamp import _ops
-from fastamp.bench import arms, latency, loader, page, selftest, step, timer, training
+from fastamp.bench import arms, latency, loader, page, selftest, step, timer
 from fastamp.bench.__main__ import main
 from fastamp.bench.cases import PLAIN, Case, run_cases
-from fastamp.bench.interval import Interval
-from fastamp.bench.race import Plan
+from fastamp.bench.race import Interval, Plan
 from fastamp.bench.record import SCHEMA_VERSION, _plain
 from fastamp.train.options import progress
 
@@ -69,7 +68,7 @@ def written(tmp_path_factory):
     (folder / "text").write_bytes(bytes(range(200)) * 50)
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "peak_memory", lambda *_: None)
+        patch.setattr(arms, "peak_memory", lambda *_: None)
         patch.setitem(loader.DATA, "tensors", small_tensors)
         for command in (step, loader, timer, latency):
             patch.setattr(command, "PLAN", QUICK)
@@ -287,10 +286,11 @@ def test_an_arm_is_at_most_six_frames_from_the_command(monkeypatch, tmp_path):
         return torch.zeros(())
 
     monkeypatch.setattr(step, "PLAN", QUICK)
-    monkeypatch.setattr(step.PlainPass, "run", look)
+    monkeypatch.setattr(step.Side, "check", lambda *_, **__: None)
+    monkeypatch.setattr(step.Side, "fastamp", look)
     main(["step", "--shapes", "3x10", "--work", "norm", "--device", "cpu"])
     assert stacks[0] == ["main", "_run", "run_cases", "run_race", "look"]
-    monkeypatch.setattr(training, "peak_memory", lambda *_: None)
+    monkeypatch.setattr(arms, "peak_memory", lambda *_: None)
     monkeypatch.setattr(arms.Run, "train_step", lambda run, *_: run.losses.append(look()))
     (tmp_path / "text").write_bytes(bytes(range(200)) * 50)
     main([*COMMANDS["amp"].split(), "--data", str(tmp_path / "text")])
