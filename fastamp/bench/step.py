@@ -110,51 +110,62 @@ def _run(args: argparse.Namespace) -> Report:
     notes = ["torch: unscale_, clip_grad_norm_, step and update; bare: the optimizer's step alone"]
     if args.ranks:
         notes += ["DTensor shards; collectives of one step"]
-        return run_cases(args, RANKS_PLAN, names, partial(_make_sharded_case, args), notes)
-    plain = "sum() and mul_() over the bytes that the work has to move"
-    notes += [f"plain: {plain}; no limit: it can be beaten; GB/s: those bytes over the time"]
-    return run_cases(args, PLAN, names, partial(_make_case, args), notes)
+    else:
+        plain = "sum() and mul_() over the bytes that the work has to move"
+        notes += [f"plain: {plain}; no limit: it can be beaten; GB/s: those bytes over the time"]
+    plan = RANKS_PLAN if args.ranks else PLAN
+    return run_cases(args, plan, names, partial(_make_case, args), notes)
 
 
-def _make_sides(
-    args: argparse.Namespace, name: str, shard: Callable[[list[Tensor]], list[Tensor]] = list
-) -> tuple[Side, Side]:
-    """Return torch's side and fastamp's, both checked against plain float64 arithmetic."""
+def _make_case(args: argparse.Namespace, name: str) -> Case:
+    """Return a race of both sides, after a check of both against plain float64 arithmetic."""
     shape, work = name.split("/")
     generator = torch.Generator(args.device).manual_seed(args.seed)
     draw = partial(torch.randn, device=args.device, generator=generator)
     grads = [draw(size) for size in args.shapes[shape]]
     norm = math.sqrt(math.fsum(grad.double().square().sum().item() for grad in grads))
-    grads = shard(grads)
+    if args.ranks:
+        from fastamp.bench import local_ranks  # noqa: PLC0415 - see prepare
+
+        grads = local_ranks.shard(grads)
     theirs, ours = Side(WORK[work], grads), Side(WORK[work], grads)
     theirs.check(theirs.torch, norm, rtol=1e-3)  # its float32 norm is off in the fourth digit
     ours.check(ours.fastamp, norm, rtol=1e-5)
-    return theirs, ours
-
-
-def _make_case(args: argparse.Namespace, name: str) -> Case:
-    theirs, ours = _make_sides(args, name)
-    plain = PlainPass(ours)
     arms: dict[str, Callable[[], object]] = {"torch": theirs.torch, AGAIN: theirs.torch}
-    if ours.work.moment:
-        arms["bare"] = theirs.optimizer.step
-    arms |= {PLAIN: plain.run, "fastamp": ours.fastamp}
-    restore = {PLAIN: plain.restore, "fastamp": ours.restore}
+    restore: dict[str, Callable[[], object]] = {"fastamp": ours.restore}
+    amounts: dict[str, float] = {}
+    details: Details = {}
+    if args.ranks:
+        count = local_ranks.count_collectives
+        both = {**arms, "fastamp": ours.fastamp}
+        details = {arm: {"collectives": count(call)} for arm, call in both.items()}
+    else:
+        if ours.work.moment:
+            arms["bare"] = theirs.optimizer.step
+        arms[PLAIN], restore[PLAIN], nbytes = _make_plain(ours)
+        amounts = {"GB/s": nbytes / 1e9}
     return Case(
-        arms=arms,
+        arms=arms | {"fastamp": ours.fastamp},
         before=lambda arm: restore.get(arm, theirs.restore)(),
-        amounts={"GB/s": plain.nbytes / 1e9},
+        amounts=amounts,
+        details=lambda _: details,
     )
 
 
-def _make_sharded_case(args: argparse.Namespace, name: str) -> Case:
-    from fastamp.bench.local_ranks import count_collectives, shard  # noqa: PLC0415 - see prepare
+def _make_plain(side: Side) -> tuple[Callable[[], object], Callable[[], object], int]:
+    """Return passes over as many bytes as the work has to move at least, and their number."""
+    reads, updates = side.work.reads, side.work.updates
+    numel = sum(grad.numel() for grad in side.drawn)
+    tensors = [torch.ones(numel, device=side.drawn[0].device) for _ in range(max(updates, 1))]
 
-    theirs, ours = _make_sides(args, name, shard)
-    arms = {"torch": theirs.torch, AGAIN: theirs.torch, "fastamp": ours.fastamp}
-    counts: Details = {arm: {"collectives": count_collectives(call)} for arm, call in arms.items()}
-    sides = {arm: ours if arm == "fastamp" else theirs for arm in arms}
-    return Case(arms=arms, before=lambda arm: sides[arm].restore(), details=lambda _: counts)
+    def move() -> None:
+        for _ in range(reads):
+            tensors[0].sum()
+        for tensor in tensors[:updates]:
+            tensor.mul_(1.0)
+
+    # The first tensor is left in the cache, as restored gradients are.
+    return move, partial(tensors[0].fill_, 1.0), tensors[0].nbytes * (reads + 2 * updates)
 
 
 class Side:
@@ -223,28 +234,6 @@ class Side:
                 close(_local(parameter.detach()), stepped, atol=1e-7)
             elif self.work.updates:
                 close(_local(grad), clipped)
-
-
-class PlainPass:
-    """As many bytes as the work has to move at least, in passes over large tensors."""
-
-    def __init__(self, side: Side) -> None:
-        self.work = side.work
-        numel = sum(grad.numel() for grad in side.drawn)
-        device = side.drawn[0].device
-        self.tensors = [torch.ones(numel, device=device) for _ in range(max(self.work.updates, 1))]
-        self.nbytes = self.tensors[0].nbytes * (self.work.reads + 2 * self.work.updates)
-
-    def restore(self) -> None:
-        """Leave the first tensor in the cache, as restored gradients are."""
-        self.tensors[0].fill_(1.0)
-
-    def run(self) -> None:
-        """Read, then read and write."""
-        for _ in range(self.work.reads):
-            self.tensors[0].sum()
-        for tensor in self.tensors[: self.work.updates]:
-            tensor.mul_(1.0)
 
 
 def _local(tensor: Tensor) -> Tensor:
