@@ -73,7 +73,6 @@ def describe(device: str) -> dict[str, object]:
 
 
 def _git_revision() -> str | None:
-    """Return the commit of the working directory, with -dirty where files have changed."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)

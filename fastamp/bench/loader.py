@@ -126,10 +126,7 @@ def torch_batches(dataset: Any, batch_size: int, device: str, **options: Any) ->
 
 def fastamp_batches(dataset: Any, batch_size: int, device: str, **options: Any) -> Batches:
     """Return what begins a pass of fastamp's loader."""
-    loader: fastamp.DataLoader[Any] = fastamp.DataLoader(
-        dataset, batch_size, device=device, **options
-    )
-    return lambda: iter(loader)
+    return fastamp.DataLoader[Any](dataset, batch_size, device=device, **options).__iter__
 
 
 def plain_batches(data: Data, *, shuffle: bool) -> Batches:
@@ -138,8 +135,7 @@ def plain_batches(data: Data, *, shuffle: bool) -> Batches:
     order = torch.randperm if shuffle else torch.arange
     buffers = [torch.empty(size, *t.shape[1:], dtype=t.dtype) for t in data.tensors]
     # Tokens of 16 bits become int64, as TokenDataset makes them.
-    is_narrow = [buffer.dtype == torch.int16 for buffer in buffers]
-    outputs = [b.long() if narrow else b for b, narrow in zip(buffers, is_narrow, strict=True)]
+    outputs = [buffer.long() if buffer.dtype == torch.int16 else buffer for buffer in buffers]
 
     def gather(rows: torch.Tensor) -> list[torch.Tensor]:
         for source, buffer, output in zip(data.tensors, buffers, outputs, strict=True):
@@ -152,8 +148,6 @@ def plain_batches(data: Data, *, shuffle: bool) -> Batches:
 
 
 def _make_arms(data: Data, args: argparse.Namespace, *, shuffle: bool) -> dict[str, Batches]:
-    """Return what begins a pass, by arm."""
-
     def load(make: Callable[..., Batches], num_workers: int) -> Batches:
         return make(
             data.dataset,

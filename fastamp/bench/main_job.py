@@ -161,7 +161,6 @@ def _row(arm: str, found: Results, tokens_per_s: float) -> dict[str, str]:
 
 
 def _excused(args: argparse.Namespace, job: Job) -> dict[str, str]:
-    """Return why a target cannot be judged on this machine, by its name."""
     reason = no_speed_reason(job.device, job.precision)
     if reason is None:
         return {}

@@ -103,7 +103,6 @@ def _times(name: str, race: dict[str, Any]) -> str:
 
 
 def _arm(index: int, arm: str, values: Any, end: float, x: Callable[[float], str]) -> str:
-    """Draw one line of dots; of many visits, quantiles."""
     y = 46 * index + 29
     shown = values[values <= end]
     beyond = f", {values.size - shown.size} beyond the axis" if values.size > shown.size else ""
@@ -123,7 +122,6 @@ def _arm(index: int, arm: str, values: Any, end: float, x: Callable[[float], str
 
 
 def _losses(losses: dict[str, list[float | None]]) -> str:
-    """Draw the loss of every step, one line for each arm."""
     known = [loss for curve in losses.values() for loss in curve if loss is not None]
     if not known:
         return ""
@@ -158,12 +156,10 @@ def _colour(index: int) -> str:
 
 
 def _scale(ticks: list[float], start: float, length: float) -> Callable[[float], str]:
-    """Return what places a value on an axis."""
     return lambda value: f"{start + length * (value - ticks[0]) / (ticks[-1] - ticks[0]):.2f}"
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Return two to seven round numbers around a range."""
     span = (high - low) or abs(high) or 1.0
     unit = 10.0 ** math.floor(math.log10(span))
     size = next(s * unit for s in (0.2, 0.25, 0.5, 1, 2, 2.5, 5) if span / (s * unit) <= 4.5)

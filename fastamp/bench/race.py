@@ -171,7 +171,6 @@ class Race:
 
 
 def _typical(blocks: list[list[float]]) -> Interval:
-    """Return the median over the blocks of their geometric means."""
     logs = [float(np.mean(np.log(block))) for block in blocks]
     return bootstrap(logs).scaled(math.exp)
 

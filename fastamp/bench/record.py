@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from typing import Any, TypeAlias
 
+from torch.utils._pytree import tree_map
+
 from fastamp.bench.race import Interval, Race, verdict_on
 
 SCHEMA_VERSION = 4  # of the record: a field that comes, goes or changes its meaning is a new one
@@ -72,7 +74,7 @@ def make_record(report: Report, run: dict[str, Any]) -> dict[str, Any]:
         f"placebo, {name}: {race.arms[0]} against itself {race.placebo().text('.4f', 'x')}"
         for name, race in report.races.items()
     ]
-    record: dict[str, Any] = {
+    record = {
         "schema_version": SCHEMA_VERSION,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **run,
@@ -84,18 +86,23 @@ def make_record(report: Report, run: dict[str, Any]) -> dict[str, Any]:
         "losses": report.losses,
         "races": {name: _describe(race) for name, race in report.races.items()},
     }
-    return {key: _plain(value) for key, value in record.items()}
+    plain: dict[str, Any] = tree_map(_finite, record)
+    return plain
+
+
+def _finite(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _describe(race: Race) -> dict[str, Any]:
-    arms = {}
-    for arm in race.arms:
-        low, median, high = race.quartiles_s(arm)
-        arms[arm] = {
-            "time_s": {"median": median, "low": low, "high": high},
+    arms = {
+        arm: {
+            "time_s": dict(zip(("low", "median", "high"), race.quartiles_s(arm), strict=True)),
             "skipped": race.skipped(arm),
             "speedup": asdict(race.ratio(arm)),
         }
+        for arm in race.arms
+    }
     return {
         "base": race.arms[0],
         "warmup_rounds": race.warmup_rounds,
@@ -104,14 +111,6 @@ def _describe(race: Race) -> dict[str, Any]:
         "arms": arms,
         "rounds": [[{"arm": a, **v._asdict()} for a, v in r.items()] for r in race.rounds],
     }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def render(record: dict[str, Any]) -> str:

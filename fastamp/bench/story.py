@@ -52,7 +52,6 @@ class Loop:
 
     def __init__(self, parts: dict[str, str], run: Run, windows: TokenDataset, job: Job) -> None:
         self.run = run
-        self.device = job.device
         generator = torch.Generator().manual_seed(job.seed)
         count = VISIT_STEPS * job.batch_size
         # With replacement, or each short epoch would permute the whole dataset.
@@ -70,7 +69,7 @@ class Loop:
 
 
 def _naive_timing(loop: Loop, tokens: torch.Tensor, targets: torch.Tensor) -> None:
-    synchronize = torch.get_device_module(loop.device).synchronize
+    synchronize = torch.get_device_module(loop.run.device).synchronize
     synchronize()
     start_s = perf_counter()
     loop.run.train_step(tokens, targets)
@@ -79,7 +78,7 @@ def _naive_timing(loop: Loop, tokens: torch.Tensor, targets: torch.Tensor) -> No
 
 
 def _stock_timing(loop: Loop, tokens: torch.Tensor, targets: torch.Tensor) -> None:
-    if loop.device != "cuda":
+    if loop.run.device != "cuda":
         _naive_timing(loop, tokens, targets)
         return
     start, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))

@@ -30,7 +30,7 @@ from fastamp.bench import arms, latency, loader, page, selftest, step, timer
 from fastamp.bench.__main__ import main
 from fastamp.bench.cases import PLAIN, Case, run_cases
 from fastamp.bench.race import Interval, Plan
-from fastamp.bench.record import SCHEMA_VERSION, _plain
+from fastamp.bench.record import SCHEMA_VERSION, _finite
 from fastamp.train.options import progress
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -397,8 +397,7 @@ def test_a_terminal_gets_a_progress_bar_where_tqdm_is_installed(monkeypatch):
 
 
 def test_a_figure_that_is_not_finite_is_null_and_shown_as_such():
-    plain = _plain({"a": [float("nan"), 1.0, {"b": float("inf")}]})
-    assert plain == {"a": [None, 1.0, {"b": None}]}
+    assert [_finite(value) for value in (math.nan, 1.0, math.inf, "x")] == [None, 1.0, None, "x"]
     assert Interval(value=1.0, low=-math.inf, high=2.0).text(".1f") == "1.0 [n/a, 2.0]"
 
 
