@@ -10,10 +10,9 @@ from functools import partial
 import torch
 
 import fastamp
-from fastamp.bench.cases import Case, Details, run_cases
 from fastamp.bench.environment import DTYPES, PRECISION, no_speed_reason
 from fastamp.bench.race import Plan, Race
-from fastamp.bench.record import Task
+from fastamp.bench.record import Case, Details, Task, run_cases
 from fastamp.train.gpt import GPT, GPT2_SMALL, Shape
 from fastamp.train.options import DEFAULT, number
 

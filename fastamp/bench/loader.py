@@ -19,9 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import fastamp
-from fastamp.bench.cases import PLAIN, Case, run_cases
 from fastamp.bench.race import AGAIN, Plan
-from fastamp.bench.record import Report, Task
+from fastamp.bench.record import PLAIN, Case, Report, Task, run_cases
 
 Batches: TypeAlias = Callable[[], Iterator[Any]]  # each call begins a pass
 

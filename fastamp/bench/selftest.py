@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from fastamp.bench.cases import Case, run_cases
 from fastamp.bench.race import AGAIN, Plan
-from fastamp.bench.record import Report, Task, judge
+from fastamp.bench.record import Case, Report, Task, judge, run_cases
 from fastamp.bench.timer import REGIONS, make_visits
 from fastamp.train.options import DEFAULT, number
 

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import fastamp
-from fastamp.bench.cases import PLAIN, Case, Details, run_cases
 from fastamp.bench.race import AGAIN, Plan
-from fastamp.bench.record import Report, Task
+from fastamp.bench.record import PLAIN, Case, Details, Report, Task, run_cases
 from fastamp.train.options import number
 
 Sizes: TypeAlias = list[tuple[int, ...]]

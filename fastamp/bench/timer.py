@@ -15,9 +15,8 @@ from time import perf_counter_ns
 from torch.profiler import record_function
 
 import fastamp
-from fastamp.bench.cases import Case, Details, run_cases
 from fastamp.bench.race import AGAIN, Interval, Plan, Race
-from fastamp.bench.record import Report, Task, judge
+from fastamp.bench.record import Case, Details, Report, Task, judge, run_cases
 
 REGIONS = 2000  # in a visit
 PLAN = Plan(rounds=400, half_width=0.01, least_blocks=100, limit_s=8.0)

@@ -28,9 +28,8 @@ import fastamp
 from fastamp import _ops
 from fastamp.bench import arms, latency, loader, page, selftest, step, timer
 from fastamp.bench.__main__ import main
-from fastamp.bench.cases import PLAIN, Case, run_cases
 from fastamp.bench.race import Interval, Plan
-from fastamp.bench.record import SCHEMA_VERSION, _finite
+from fastamp.bench.record import PLAIN, SCHEMA_VERSION, Case, _finite, run_cases
 from fastamp.train.options import progress
 
 pytestmark = pytest.mark.usefixtures("one_thread")
