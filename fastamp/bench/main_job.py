@@ -12,14 +12,7 @@ import numpy as np
 import torch
 
 from fastamp.bench import story
-from fastamp.bench.arms import (
-    MEMORY_KINDS,
-    MEMORY_STEPS,
-    WARMUP_STEPS,
-    Job,
-    Results,
-    train_arms,
-)
+from fastamp.bench.arms import MEMORY_KINDS, MEMORY_STEPS, WARMUP_STEPS, Job, Results, train_arms
 from fastamp.bench.environment import PRECISION, no_speed_reason
 from fastamp.bench.race import Interval, bootstrap, show
 from fastamp.bench.record import Report, Task, Verdict, judge

@@ -72,21 +72,15 @@ def bootstrap(values: list[float], *, mean: bool = False) -> Interval:
     drawn = array[((starts + np.arange(length)) % n).reshape(RESAMPLES, -1)[:, :n]]
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(statistic(drawn, axis=1), [tail, 1 - tail])
-    widen = _student(n // length - 1)
+    freedom = n // length - 1
+    # Abramowitz and Stegun, 26.7.5, at the normal quantile, 1.96.
+    student = 1.96 + 2.3723 / freedom + 2.8225 / freedom**2 + 2.5555 / freedom**3
+    widen = student / 1.96 * math.sqrt((freedom + 1) / freedom)
     return Interval(
         value=value,
         low=value - widen * max(value - float(low), 0.0),
         high=value + widen * max(float(high) - value, 0.0),
     )
-
-
-def _student(freedom: int) -> float:
-    """Return how much wider than the normal interval one of so many degrees of freedom has to be.
-
-    The quantile is the expansion of Abramowitz and Stegun, 26.7.5, at the normal one, 1.96.
-    """
-    quantile = 1.96 + 2.3723 / freedom + 2.8225 / freedom**2 + 2.5555 / freedom**3
-    return quantile / 1.96 * math.sqrt((freedom + 1) / freedom)
 
 
 def verdict_on(found: Interval, low: float = -math.inf, high: float = math.inf) -> str:
