@@ -11,8 +11,8 @@ import torch
 
 import fastamp
 from fastamp.bench.environment import DTYPES, PRECISION, no_speed_reason
-from fastamp.bench.race import Plan, Race
-from fastamp.bench.record import Case, Details, Task, run_cases
+from fastamp.bench.race import Plan
+from fastamp.bench.record import Case, Task, run_cases
 from fastamp.train.gpt import GPT, GPT2_SMALL, Shape
 from fastamp.train.options import DEFAULT, number
 
@@ -42,11 +42,10 @@ def prepare(args: argparse.Namespace) -> Task:
     def make(name: str) -> Case:
         tokens = torch.randint(256, (int(name), shape.block_size), device=args.device)
         servers = {arm: Server(model, tokens, dtype) for arm, dtype in dtypes.items()}
-
-        def details(_race: Race) -> Details:
-            return {arm: server.percentiles() for arm, server in servers.items()}
-
-        return Case(arms={a: server.serve for a, server in servers.items()}, details=details)
+        return Case(
+            arms={arm: server.serve for arm, server in servers.items()},
+            details=lambda _: {arm: server.percentiles() for arm, server in servers.items()},
+        )
 
     sizes = list(map(str, args.batch_sizes))
     notes = [

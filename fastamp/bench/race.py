@@ -215,9 +215,6 @@ def _orders(race: Race, plan: Plan, rng: np.random.Generator) -> Iterator[list[s
         # Few looks at the width, and none at the figure: stopping does not choose the figure.
         if plan.half_width and blocks >= look_at:
             look_at = blocks * 3 // 2
-            if all(_is_narrow(race.ratio(arm), plan.half_width) for arm in race.arms[1:]):
+            ratios = [race.ratio(arm) for arm in race.arms[1:]]
+            if all(r.low > 0 and math.log(r.high / r.low) / 2 <= plan.half_width for r in ratios):
                 return
-
-
-def _is_narrow(ratio: Interval, half_width: float) -> bool:
-    return ratio.low > 0 and math.log(ratio.high / ratio.low) <= 2 * half_width
