@@ -20,7 +20,7 @@ from fastamp.train.ranks import Ranks
 
 FindProblem: TypeAlias = Callable[[dict[str, Any]], str | None]
 
-_FORMAT = "fastamp.train 1"
+_FORMAT = "fastamp.train 2"
 _NAME = re.compile(r"step-\d{8,}(\.pt)?")  # a folder where several ranks wrote it
 
 

@@ -208,7 +208,7 @@ DAMAGE = {
     "cut short or no checkpoint": cut_short,
     "is damaged in": flip_a_bit,
     "cut short or no checkpoint: File is not": lambda path: path.write_text("text"),
-    "expected 'fastamp.train 1', got None": lambda path: torch.save({"a": 1}, path),
+    "expected 'fastamp.train 2', got None": lambda path: torch.save({"a": 1}, path),
     "got 'fastamp.train 0'": lambda path: torch.save({"format": "fastamp.train 0"}, path),
     "holds an object of .*CrashError": lambda path: torch.save(CrashError(), path),
 }
