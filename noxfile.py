@@ -18,10 +18,10 @@ CXX = [str(path) for path in sorted(Path("csrc").rglob("*")) if path.is_file()]
 def install(session: nox.Session, folder: str, build_type: str = "Release", **defines: str) -> str:
     """Install fastamp into a folder of its own and return that folder's path."""
     target = Path("build", folder).absolute()
-    options = [f"-Ccmake.define.{name}={value}" for name, value in defines.items()]
+    options = [f"--config-settings=cmake.define.{name}={value}" for name, value in defines.items()]
     session.run("rm", "-rf", str(target), external=True)
     pip = ("python", "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation")
-    session.run(*pip, f"--target={target}", f"-Ccmake.build-type={build_type}", *options, ".")
+    session.run(*pip, f"--target={target}", f"--config-settings=cmake.build-type={build_type}", *options, ".")
     return str(target)
 
 

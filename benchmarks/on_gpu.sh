@@ -47,7 +47,7 @@ step() {
 }
 
 step build "$python" -m pip install -q --no-index --no-deps --no-build-isolation --target "$site" \
-  -Ccmake.define.FASTAMP_CUDA=ON -Ccmake.define.CMAKE_CUDA_ARCHITECTURES=native .
+  --config-settings=cmake.define.FASTAMP_CUDA=ON --config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES=native .
 export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
 "$python" -c "import fastamp; assert fastamp.backends()[0] == 'cuda', fastamp.backends()" || exit 1
 
