@@ -21,7 +21,13 @@ def install(session: nox.Session, folder: str, build_type: str = "Release", **de
     options = [f"--config-settings=cmake.define.{name}={value}" for name, value in defines.items()]
     session.run("rm", "-rf", str(target), external=True)
     pip = ("python", "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation")
-    session.run(*pip, f"--target={target}", f"--config-settings=cmake.build-type={build_type}", *options, ".")
+    session.run(
+        *pip,
+        f"--target={target}",
+        f"--config-settings=cmake.build-type={build_type}",
+        *options,
+        ".",
+    )
     return str(target)
 
 
