@@ -2,7 +2,6 @@
 #include "tensor/tensors.h"
 
 #include <algorithm>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -102,8 +101,7 @@ bool attach_torch() {
   torch.parameter = reinterpret_cast<PyTypeObject*>(keep(module.attr("nn").attr("Parameter")));
   // The descriptor's own function: a call through the descriptor takes three times as long.
   PyObject* requires_grad = keep(tensor.attr("requires_grad"));
-  if (Py_TYPE(requires_grad) != &PyGetSetDescr_Type)
-    throw std::runtime_error("torch.Tensor.requires_grad: expected a getset descriptor");
+  if (Py_TYPE(requires_grad) != &PyGetSetDescr_Type) return false;
   torch.requires_grad = reinterpret_cast<PyGetSetDescrObject*>(requires_grad)->d_getset;
   torch.is_neg = keep(tensor.attr("is_neg"));
   torch.is_conj = keep(tensor.attr("is_conj"));
