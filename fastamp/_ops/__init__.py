@@ -1,6 +1,6 @@
 """The op table: what every backend does with tensors, and which one serves which tensor."""
 
-from fastamp._ops.choose import backends, fallback_host_ops, host_ops, ops_for, use_only
+from fastamp._ops.choose import FALLBACK, backends, host_ops, ops_for, use_only
 from fastamp._ops.held import Held, Tensors, hold, index_in_whole
 from fastamp._ops.types import (
     Clip,
@@ -17,6 +17,7 @@ from fastamp._ops.types import (
 )
 
 __all__ = [
+    "FALLBACK",
     "Clip",
     "Column",
     "Gatherer",
@@ -29,7 +30,6 @@ __all__ = [
     "RegionMaker",
     "Tensors",
     "backends",
-    "fallback_host_ops",
     "hold",
     "host_ops",
     "index_error",

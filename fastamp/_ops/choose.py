@@ -21,7 +21,7 @@ from fastamp._ops.fallback import FallbackOps
 from fastamp._ops.types import HostOps, Ops
 
 _KNOWN = ("cuda", "cpu", "fallback")  # best first
-_FALLBACK = FallbackOps()
+FALLBACK = FallbackOps()  # takes every tensor, and samples of every kind
 
 
 @cache
@@ -38,7 +38,7 @@ def _backends() -> dict[str, Ops]:
                 "the slower pure-Python fallback is used"
             )
             warnings.warn(message, stacklevel=2)
-    return {**found, "fallback": _FALLBACK}
+    return {**found, "fallback": FALLBACK}
 
 
 def _check_available(name: str, source: str) -> str:
@@ -79,13 +79,8 @@ def backends() -> list[str]:
 def ops_for(device: torch.device) -> Ops:
     """Return the backend that serves a device."""
     if _only in (None, device.type):
-        return _backends().get(device.type, _FALLBACK)
-    return _FALLBACK
-
-
-def fallback_ops() -> Ops:
-    """Return the backend that takes every tensor."""
-    return _FALLBACK
+        return _backends().get(device.type, FALLBACK)
+    return FALLBACK
 
 
 @cache
@@ -99,9 +94,4 @@ def _compiled_host() -> HostOps | None:
 
 def host_ops() -> HostOps:
     """Return the backend that collates samples on the host."""
-    return (_compiled_host() if _only in (None, "cpu") else None) or _FALLBACK
-
-
-def fallback_host_ops() -> HostOps:
-    """Return the backend that takes samples of every kind."""
-    return _FALLBACK
+    return (_compiled_host() if _only in (None, "cpu") else None) or FALLBACK

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastamp._ops import choose, fallback
-from fastamp._ops.types import COMPILED_NORMS, Clip, GradStats, Packed
+from fastamp._ops.types import COMPILED_NORMS, Clip, GradStats, Ops, Packed
 
 
 class Groups:
@@ -48,14 +48,14 @@ def pack_by_backend(tensors: Sequence[Tensor], norm_type: float) -> list[Packed]
         One pack for each device, and one for what the fallback takes of it.
     """
     device = tensors[0].device
-    ops = choose.ops_for(device) if norm_type in COMPILED_NORMS else choose.fallback_ops()
+    ops: Ops = choose.ops_for(device) if norm_type in COMPILED_NORMS else choose.FALLBACK
     packs = [ops.pack(tensors)]
     by_device: dict[torch.device, list[Tensor]] = {}
     for i in packs[0].rest:
         by_device.setdefault(tensors[i].device, []).append(tensors[i])
     own = by_device.pop(device, None)
     if own is not None:
-        packs.append(choose.fallback_ops().pack(own))
+        packs.append(choose.FALLBACK.pack(own))
     for others in by_device.values():
         packs += pack_by_backend(others, norm_type)
     return packs

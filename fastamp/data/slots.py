@@ -14,7 +14,7 @@ from torch.utils.data import get_worker_info
 __all__ = ["Slots"]
 
 # From here on fresh memory costs more than a lease: the C library gives freed pages back, and the
-# next batch faults them in again, as the images of benchmarks/loader.py do.
+# next batch faults them in again, as the images of `bench loader` do.
 _REUSE_NBYTES = 1 << 20
 _KNOWN_SHAPES = 64  # of small tensors: those of ragged batches do not end
 _KEPT_FREE = 4  # of each size

@@ -176,7 +176,7 @@ def test_a_forbidden_include_is_caught(path, line):
         ("fastamp.bench.race", "from fastamp import _ops"),
         ("fastamp.metrics.watch", "from fastamp import _ops"),
         ("fastamp.metrics.watch", "from fastamp.train import fine_tune"),
-        ("fastamp.train.loop", "from fastamp.bench.compare import Plan"),
+        ("fastamp.train.loop", "from fastamp.bench.race import Plan"),
         ("fastamp.train.loop", "from fastamp.integrations import lightning"),
         ("fastamp.bench", "def f():\n    import fastamp._native"),
     ],
