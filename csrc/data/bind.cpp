@@ -55,16 +55,16 @@ void round_up(StackSpec& spec, std::int64_t multiple) {
 std::int64_t itemsize_of(dlpack::DataType dtype) { return (dtype.bits * dtype.lanes + 7) / 8; }
 
 bool read_tensors(const py::tuple& samples, StackSpec& spec) {
-  HostTensor first;
-  if (samples.empty() || !read_host_tensor(samples[0], first)) return false;
-  spec.itemsize = itemsize_of(first.dtype);
+  dlpack::DataType dtype{};
   for (const py::handle sample : samples) {
     HostTensor tensor;
-    if (!read_host_tensor(sample, tensor) || !(tensor.dtype == first.dtype) ||
-        !add_row(spec, tensor.data, tensor.ndim, tensor.shape))
+    if (!read_host_tensor(sample, tensor)) return false;
+    if (spec.rows.empty()) dtype = tensor.dtype;
+    if (!(tensor.dtype == dtype) || !add_row(spec, tensor.data, tensor.ndim, tensor.shape))
       return false;
   }
-  return true;
+  spec.itemsize = itemsize_of(dtype);
+  return !spec.rows.empty();
 }
 
 /// Takes arrays of one type and one dtype, which is known to be one of torch's.

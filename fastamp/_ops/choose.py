@@ -6,8 +6,6 @@ take (float64, complex, sparse, with gaps in its memory). `FASTAMP_BACKEND` narr
 one backend and the fallback.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import warnings

@@ -3,8 +3,6 @@
 Importing this module needs the extension.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,8 +13,6 @@ from torch import Tensor
 
 from fastamp import _native
 from fastamp._ops.types import Clip, Column, GradStats, RegionMaker
-
-__all__ = ["CompiledHost", "CompiledOps", "available"]
 
 _NORM_TYPES = {
     1.0: _native.NormType.L1,
@@ -32,7 +28,7 @@ class CompiledOps:
         self.name = name
         self._table = table
 
-    def pack(self, tensors: Sequence[Tensor]) -> CompiledPack:
+    def pack(self, tensors: Sequence[Tensor]) -> "CompiledPack":
         """Take the dense float32, bfloat16 and float16 tensors on the first one's device."""
         return CompiledPack(self._table, tensors)
 

@@ -1,7 +1,5 @@
 """The backend without compiled code: torch's own operators, for every device, dtype and layout."""
 
-from __future__ import annotations
-
 import functools
 import threading
 import time
@@ -25,8 +23,6 @@ from fastamp._ops.types import (
     index_error,
     is_plain,
 )
-
-__all__ = ["FallbackOps", "TorchGatherer", "combine", "finish"]
 
 # Elements that are converted to float64 at a time, which bounds the memory of a norm. On the CPU
 # the copy stays in the cache, and the block below the size at which torch starts its threads.
@@ -248,7 +244,7 @@ class FallbackOps:
         out = allocate((len(samples), *samples[0].shape), dtype)
         return torch.stack(tuple(samples), out=out)
 
-    def gatherer(self, columns: Sequence[Column], depth: int) -> TorchGatherer:
+    def gatherer(self, columns: Sequence[Column], depth: int) -> "TorchGatherer":
         """Copy a batch when it is waited for; see `fastamp._ops.HostOps`."""
         del depth
         return TorchGatherer(columns)

@@ -1,7 +1,5 @@
 """A list of tensors, each on the backend that serves it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """What this rank holds of a list of tensors: all of plain ones, its part of those over ranks."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar
@@ -16,8 +14,8 @@ if TYPE_CHECKING:
 
     from fastamp._ops.sharded import Shards
 
-    P = ParamSpec("P")
-    T = TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Tensors:
@@ -45,11 +43,11 @@ Held: TypeAlias = "Tensors | Shards"
 
 def hold(
     tensors: list[Tensor],
-    process_group: ProcessGroup | None = None,
+    process_group: "ProcessGroup | None" = None,
     *,
     owners: Sequence[Tensor] = (),
     align: bool = False,
-) -> Held | None:
+) -> "Held | None":
     """Return what this rank holds of tensors; None where they have to go torch's own way.
 
     Args:

@@ -3,8 +3,6 @@
 A region appends its duration to a list, which needs no lock; the list is counted in batches.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from time import perf_counter_ns
@@ -13,8 +11,6 @@ from typing import Any
 import numpy as np
 from torch.autograd import profiler
 from typing_extensions import Self
-
-__all__ = ["FallbackRegion"]
 
 # csrc/timer/clock.h, csrc/timer/bind.cpp
 _NUM_BUCKETS = 44 * 32
@@ -48,7 +44,7 @@ class FallbackRegion:
         self._exact = (0, 0, 0, 0)
         self._hits = np.zeros(_NUM_BUCKETS, np.int64)
 
-    def innermost(self) -> FallbackRegion:
+    def innermost(self) -> "FallbackRegion":
         """Return the innermost open region of this thread, or else this one."""
         try:
             frame: _Frame | None = self._local.stack[0]
@@ -56,7 +52,7 @@ class FallbackRegion:
             return self
         return frame[0] if frame else self
 
-    def find(self, name: object) -> FallbackRegion | None:
+    def find(self, name: object) -> "FallbackRegion | None":
         """Return the known region of a name inside the innermost open one."""
         return self.innermost().children.get(name)  # type: ignore[call-overload, no-any-return]
 

@@ -4,31 +4,26 @@ Every rank reads what it holds; one all-reduce in each process group then adds u
 flags of all ranks. This module is imported when the first such gradient appears.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
 from fastamp._ops import fallback
 from fastamp._ops.groups import Groups, pack_by_backend
 from fastamp._ops.types import COMPILED_NORMS, Clip, GradStats, Packed, is_plain, local_of
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Placement
-
-    P = ParamSpec("P")
-    T = TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Layout(NamedTuple):
@@ -55,7 +50,7 @@ class Shards:
         """All parts."""
         return [*itertools.chain(*self._parts.values())]
 
-    def pack(self, norm_type: float = 2.0) -> ShardedGroups:
+    def pack(self, norm_type: float = 2.0) -> "ShardedGroups":
         """Hand each part to its backend, for norms of this order."""
         packs = {layout: pack_by_backend(parts, norm_type) for layout, parts in self._parts.items()}
         return ShardedGroups(packs)
@@ -235,7 +230,7 @@ def _layout(
     counts = all(i == 0 for i, p in zip(place, placements, strict=True) if p.is_replicate())
     groups = mesh.get_all_groups()
     if mesh.size() == dist.get_world_size():
-        groups = [cast("ProcessGroup", dist.group.WORLD)]  # one for all dimensions
+        groups = [cast(ProcessGroup, dist.group.WORLD)]  # one for all dimensions
     leads = True
     if process_group is not None:
         ranks = {*mesh.mesh.flatten().tolist()}

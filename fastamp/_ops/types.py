@@ -1,7 +1,5 @@
 """What every backend meets (`Ops`, `HostOps`), and what they take and give: plain types only."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -89,10 +87,10 @@ class Region(Protocol):
     def children(self) -> dict[str, Any]:
         """Regions inside it, by name."""
 
-    def innermost(self) -> Region:
+    def innermost(self) -> "Region":
         """Return the innermost open region of this thread and this timer, or else this one."""
 
-    def find(self, name: object) -> Region | None:
+    def find(self, name: object) -> "Region | None":
         """Return the known region of a name inside the innermost open one."""
 
     def __enter__(self) -> object:

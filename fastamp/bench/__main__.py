@@ -1,7 +1,5 @@
 """The command line of the benchmark; without a subcommand it runs the main job, ``amp``."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

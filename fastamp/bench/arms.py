@@ -5,8 +5,6 @@ take their step on the same batch. The peak memory of an arm is measured in a pr
 that trains nothing else.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor

@@ -1,7 +1,5 @@
 """A run held to a saved one: what makes the two comparable, and what counts as a regression."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """The machine and the software: what a number depends on, and why a precision may gain no speed."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """The latency of inference per batch size, in FP32 and under autocast: p50, p90 and p99."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from dataclasses import asdict

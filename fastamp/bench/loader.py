@@ -3,8 +3,6 @@
 Takes a few minutes on two CPU cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Ranks on this machine: processes that share tensors as DTensor shards, over gloo."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The main job: a small GPT trained on real text in FP32, in AMP, and in AMP with fastamp."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Callable

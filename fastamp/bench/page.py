@@ -1,7 +1,5 @@
 """One self-contained page of a record: no script, nothing from elsewhere, light and dark."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from html import escape

@@ -5,8 +5,6 @@ A round visits every arm once. A block is a round in random order and a round in
 gives each figure its 95 % interval, and the interval its verdict against a target.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -32,11 +30,11 @@ class Interval:
     high: float
 
     @classmethod
-    def exact(cls, value: float) -> Interval:
+    def exact(cls, value: float) -> "Interval":
         """Return a figure that was counted, not estimated."""
         return cls(value=value, low=value, high=value)
 
-    def scaled(self, change: Callable[[float], float]) -> Interval:
+    def scaled(self, change: Callable[[float], float]) -> "Interval":
         """Apply a growing function to the figure and both ends."""
         return Interval(value=change(self.value), low=change(self.low), high=change(self.high))
 

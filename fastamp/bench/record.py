@@ -3,8 +3,6 @@
 The text on the terminal, the JSON file and the page are made from the record.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Callable, Collection, Mapping

@@ -3,8 +3,6 @@
 Always with the exit status of --check.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Takes a few minutes on two CPU cores; gpt2 needs 8 GB of memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import re
@@ -151,7 +149,7 @@ def _make_case(args: argparse.Namespace, name: str) -> Case:
     )
 
 
-def _make_plain(side: Side) -> tuple[Callable[[], object], Callable[[], object], int]:
+def _make_plain(side: "Side") -> tuple[Callable[[], object], Callable[[], object], int]:
     """Return passes over as many bytes as the work has to move at least, and their number."""
     reads, updates = side.work.reads, side.work.updates
     numel = sum(grad.numel() for grad in side.drawn)

@@ -5,8 +5,6 @@ a synchronize around every step, a check of the norm on the host, FP32. Every ot
 with one part, or all, from the stock or the fastamp loop.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import asdict

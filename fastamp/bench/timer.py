@@ -1,7 +1,5 @@
 """A region of fastamp.Timer with nothing in it, against two bare reads of a clock and others."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import math

@@ -4,8 +4,6 @@ The structure of a sample becomes a tree of nodes, kept for as long as the first
 fits it. As in torch, the first sample decides how a batch is collated.
 """
 
-from __future__ import annotations
-
 import functools
 import numbers
 import operator
@@ -20,8 +18,6 @@ from fastamp import _ops
 from fastamp.data.leaves import Keys, Leaf, TensorLeaf, hint, place, registered
 from fastamp.data.slots import Slots
 from fastamp.data.structure import contents_of, rebuild
-
-__all__ = ["BatchCollator"]
 
 # What backends stack, by the function that torch has for it.
 _STACKED: dict[Callable[..., Any], tuple[type, ...]] = {
@@ -103,7 +99,7 @@ class BatchCollator:
             return TensorLeaf(first, keys, self.slots.allocate, number, self.pad_multiple)
         return Leaf(first, keys)
 
-    def __reduce__(self) -> tuple[Callable[[], BatchCollator], tuple[()]]:
+    def __reduce__(self) -> "tuple[Callable[[], BatchCollator], tuple[()]]":
         """Leave the structure out, whose types need not be picklable, and the memory."""
         return functools.partial(type(self), self.pad, pad_multiple=self.pad_multiple), ()
 

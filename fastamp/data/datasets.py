@@ -1,7 +1,5 @@
 """Datasets in memory or in a mapped file: rows of arrays, and windows of tokens."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,6 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 from torch.utils.data import Dataset
 
 from fastamp._ops import index_error
-
-__all__ = ["ArrayDataset", "TokenDataset", "count_rows", "is_arrays"]
 
 _TOKEN_DTYPES = (np.uint8, np.uint16, np.int32, np.int64)
 
@@ -69,7 +65,7 @@ class TokenDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         x, y = (torch.from_numpy(part[index].astype(np.int64)) for part in (self.x, self.y))
         return x, y
 
-    def __reduce__(self) -> tuple[type[TokenDataset], tuple[Any, ...]]:
+    def __reduce__(self) -> "tuple[type[TokenDataset], tuple[Any, ...]]":
         """Travel to another process as a path, which is mapped there, where there is one."""
         return type(self), self._source
 

@@ -1,7 +1,5 @@
 """Batches of any dataset through torch's own iterators and workers, with the time they take."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -14,9 +12,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, MapDataPipe, 
 from fastamp.data.position import Indices
 from fastamp.data.stats import LoaderStats
 from fastamp.data.structure import count_nbytes
-
-__all__ = ["FetchSource", "make_inner"]
-
 
 Measured = tuple[Any, float, float]
 """A batch with the seconds that the dataset and the collate function took for it."""

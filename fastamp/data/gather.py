@@ -1,7 +1,5 @@
 """Batches of datasets in memory, gathered by the core without running Python for each row."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,8 +20,6 @@ from fastamp.data.leaves import torch_dtype
 from fastamp.data.position import as_rows
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
 from fastamp.data.stats import LoaderStats
-
-__all__ = ["GatherSource", "Gatherable", "make_gatherable"]
 
 
 class Gatherable(NamedTuple):

@@ -3,8 +3,6 @@
 What the backend does not take goes to the function that torch has for it.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

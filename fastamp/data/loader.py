@@ -1,7 +1,5 @@
 """`fastamp.DataLoader`: torch's, with native gathering, exact resume and statistics."""
 
-from __future__ import annotations
-
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -23,8 +21,6 @@ from fastamp.data.prefetch import prefetch
 from fastamp.data.shard import ShardSampler, check_shardable, find_ranks
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
 from fastamp.data.stats import LoaderStats
-
-__all__ = ["DataLoader"]
 
 _STATE_VERSION = 1
 _DEVICE_DEPTH = 2

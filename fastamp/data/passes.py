@@ -1,7 +1,5 @@
 """One pass over a loader: it counts what is delivered and how long the consumer waits."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -10,8 +8,6 @@ from typing import Any
 
 from fastamp.data.position import Position
 from fastamp.data.stats import LoaderStats
-
-__all__ = ["LoaderPass"]
 
 
 @dataclass(eq=False, repr=False)

@@ -1,7 +1,5 @@
 """Where a loader is in its epoch, and the indices that come from there on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -13,8 +11,6 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from fastamp.data.shard import ShardSampler, strides
-
-__all__ = ["Indices", "Position", "as_rows"]
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """Batches made ahead of their consumer by a thread, and copied to the device on a side stream."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading
@@ -15,15 +13,13 @@ import torch
 
 from fastamp.data.structure import map_tensors
 
-__all__ = ["Prefetcher", "prefetch"]
-
 T = TypeVar("T")
 _JOIN_S = 2.0  # a producer that hangs in the user's code is left behind, as a daemon
 
 
 def prefetch(
     iterable: Iterable[T], device: torch.device | str | int | None = None, depth: int = 2
-) -> Prefetcher[T]:
+) -> "Prefetcher[T]":
     """Make the batches of an iterable ahead of the loop that consumes them.
 
     1. A thread takes batches from the iterable, at most `depth` ahead.
@@ -68,7 +64,7 @@ class Prefetcher(Iterable[T], Generic[T]):
     _device: torch.device | None
     _depth: int
 
-    def __iter__(self) -> Pass[T]:
+    def __iter__(self) -> "Pass[T]":
         """Begin a pass."""
         return Pass(self._iterable, self._device, self._depth)
 

@@ -1,7 +1,5 @@
 """The part of a dataset that one rank loads: DistributedSampler's, from any sample on."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Iterator
@@ -12,8 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DistributedSampler, IterableDataset
 from typing_extensions import Self
-
-__all__ = ["ShardSampler", "check_shardable", "find_ranks", "strides"]
 
 _CHUNK = 1 << 16  # indices made at a time, for datasets that are longer than memory
 

@@ -1,7 +1,5 @@
 """Memory for batches: fresh, shared between processes, pinned, or leased from slots that return."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import time
@@ -10,8 +8,6 @@ from collections import deque
 
 import torch
 from torch.utils.data import get_worker_info
-
-__all__ = ["Slots"]
 
 # From here on fresh memory costs more than a lease: the C library gives freed pages back, and the
 # next batch faults them in again, as the images of `bench loader` do.

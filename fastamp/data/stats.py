@@ -1,10 +1,6 @@
 """Where a loader's time goes, and one word on whether it keeps up."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-
-__all__ = ["LoaderStats"]
 
 _STARVED_SHARE = 0.05
 

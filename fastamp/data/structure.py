@@ -4,8 +4,6 @@ torch's pytree does not serve here: dataclasses and most mappings are leaves to 
 times as long for a small batch.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
@@ -13,8 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-__all__ = ["contents_of", "count_nbytes", "map_tensors", "rebuild"]
 
 
 def contents_of(value: Any) -> dict[Any, Any] | None:

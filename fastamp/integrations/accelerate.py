@@ -1,7 +1,5 @@
 """Accelerate, and with it the Hugging Face Trainer: fastamp's scaler in place of torch's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@
 here get their base class when an instance is made, from the package that is in use.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time

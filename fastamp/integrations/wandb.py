@@ -1,7 +1,5 @@
 """Weights & Biases: a sink for the tracker, and a Lightning callback that logs the precision."""
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from typing import Any

@@ -1,7 +1,5 @@
 """Curves drawn into a file, without a display."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

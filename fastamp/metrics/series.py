@@ -1,7 +1,5 @@
 """One scalar's history: statistics of every value, and an even sample that stays bounded."""
 
-from __future__ import annotations
-
 import math
 from array import array
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Sinks: callables that accept a list of (name, step, value), and write it somewhere."""
 
-from __future__ import annotations
-
 import csv
 import importlib
 import json

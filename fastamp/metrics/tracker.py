@@ -1,7 +1,5 @@
 """The tracker: scalars go into a queue, which is emptied in bulk."""
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os
@@ -217,7 +215,7 @@ class MetricsTracker:
         transfers = self._in_flight[0][1]
         return len(self._in_flight) > BATCHES_IN_FLIGHT or all(t.is_ready() for t in transfers)
 
-    def _record(self, batch: list[Entry], transfers: list[Transfer]) -> None:
+    def _record(self, batch: list[Entry], transfers: "list[Transfer]") -> None:
         """Pass a batch to the histories and the sinks."""
         arrived = {place: v for t in transfers for place, v in zip(t.places, t.read(), strict=True)}
         scalars: list[Scalar] = []

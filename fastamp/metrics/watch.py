@@ -4,8 +4,6 @@ Each is given `log(name, value, step=None)`, where None is the loop's latest ste
 name it may pass a function that makes scalars of the step and the value, once that is known.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Iterator

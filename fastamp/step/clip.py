@@ -1,7 +1,5 @@
 """torch.nn.utils' gradient clipping with an exact norm: one read, at most one write."""
 
-from __future__ import annotations
-
 import math
 import types
 import warnings
@@ -11,8 +9,6 @@ import torch
 from torch import Tensor
 
 from fastamp import _ops
-
-__all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
 
 
 @torch.no_grad()

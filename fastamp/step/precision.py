@@ -1,10 +1,6 @@
 """Which precision a run ends up with, in Lightning's names."""
 
-from __future__ import annotations
-
 import torch
-
-__all__ = ["compute_effective_precision"]
 
 # What automatic mixed precision makes of each precision where it can run.
 MIXED = {

@@ -1,7 +1,5 @@
 """What a step found: its report, and the gradients that are not finite."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,8 +11,6 @@ from fastamp import _ops
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-__all__ = ["NonFinite", "StepReport", "find_nonfinite", "unmeasured"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,7 @@ def unmeasured(found_inf: Tensor) -> StepReport:
 
 
 def find_nonfinite(
-    module: torch.nn.Module, process_group: ProcessGroup | None = None
+    module: torch.nn.Module, process_group: "ProcessGroup | None" = None
 ) -> list[NonFinite]:
     """Name the parameters of a module whose gradients hold inf or NaN, on all ranks."""
     named = [(n, p.grad) for n, p in module.named_parameters() if p.grad is not None]

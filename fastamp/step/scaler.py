@@ -1,7 +1,5 @@
 """torch's GradScaler with one read of the gradients and no wait for the device."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections import defaultdict
@@ -19,8 +17,6 @@ from fastamp.step.report import NonFinite, StepReport, find_nonfinite, unmeasure
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-__all__ = ["GradScaler", "NonFinite", "StepReport"]
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -63,7 +59,7 @@ class GradScaler(torch.amp.GradScaler):
         *,
         min_scale: float | None = None,
         max_scale: float | None = None,
-        process_group: ProcessGroup | None = None,
+        process_group: "ProcessGroup | None" = None,
     ) -> None:
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
@@ -274,7 +270,7 @@ class GradScaler(torch.amp.GradScaler):
         self,
         optimizer: torch.optim.Optimizer,
         state: dict[str, Any],
-        grads: Held,
+        grads: "Held",
         max_norm: float | None,
         *args: Any,
         **kwargs: Any,
@@ -311,7 +307,7 @@ class GradScaler(torch.amp.GradScaler):
         self,
         optimizer: torch.optim.Optimizer,
         state: dict[str, Any],
-        grads: Held,
+        grads: "Held",
         max_norm: float | None,
         *args: Any,
         **kwargs: Any,
@@ -356,7 +352,7 @@ class GradScaler(torch.amp.GradScaler):
         self._counter(report.found_inf.device).add_(report.found_inf)
         return retval
 
-    def _hold(self, optimizer: torch.optim.Optimizer) -> Held | None:
+    def _hold(self, optimizer: torch.optim.Optimizer) -> "Held | None":
         """Return what this rank holds of the gradients; None where torch has to handle them."""
         parameters = _parameters_of(optimizer)
         grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
@@ -364,7 +360,7 @@ class GradScaler(torch.amp.GradScaler):
             return None
         return _ops.hold(grads, self.process_group, owners=parameters, align=_folds(optimizer))
 
-    def _pack(self, optimizer: torch.optim.Optimizer, grads: Held) -> _ops.Packed:
+    def _pack(self, optimizer: torch.optim.Optimizer, grads: "Held") -> _ops.Packed:
         """Hand the optimizer's gradients to their backends.
 
         torch's fused kernels take gradients with gaps or sharing in their memory for contiguous

@@ -4,8 +4,6 @@ Events are pooled and recorded on the current stream. Those that have happened a
 pool is empty, the others when results are asked for.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -29,7 +27,7 @@ Span = tuple[str, str, int, int, int]
 class Extras(NamedTuple):
     """What begins and ends with the regions of one timer, where there is anything."""
 
-    clock: DeviceClock | None
+    clock: "DeviceClock | None"
     spans: deque[Span]
 
     def begin(self, region: Region) -> Callable[[int, int], None]:

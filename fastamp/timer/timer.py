@@ -4,8 +4,6 @@ Counts and sums are exact, percentiles come from a histogram: the memory is boun
 the program runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
@@ -26,8 +24,6 @@ from fastamp.timer.events import DeviceClock, Extras, Span
 
 Histogram = tuple[tuple[int, int], ...]
 Times = tuple[float, float, float]
-
-__all__ = ["RankStats", "RegionStats", "Timer"]
 
 _F = TypeVar("_F", bound="Callable[..., Any]")
 

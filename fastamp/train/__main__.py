@@ -1,7 +1,5 @@
 """`python -m fastamp.train`: train the bench's GPT, byte by byte, on the user's text."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """Batches of any kind of data, with a position to resume at."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Checkpoints: one file each, complete or absent."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

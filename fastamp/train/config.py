@@ -1,7 +1,5 @@
 """The options of a training run, checked when the config is made."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The model: a small decoder-only GPT over bytes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

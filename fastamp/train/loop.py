@@ -1,7 +1,5 @@
 """`fastamp.fine_tune`: the training loop, with mixed precision and checkpoints."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator

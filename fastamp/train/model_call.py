@@ -1,7 +1,5 @@
 """How a model is called and how its loss is computed: what differs between models."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache

@@ -1,7 +1,5 @@
 """The optimizer and its learning rate, which advances after each step that was taken."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

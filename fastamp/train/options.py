@@ -1,7 +1,5 @@
 """Command-line options: how numbers are read, how a bad value is refused, and the progress bar."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The default random number generators of torch, NumPy and Python: seeded, saved and restored."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

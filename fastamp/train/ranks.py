@@ -1,7 +1,5 @@
 """The ranks of a run: how they share a model, exchange values, and raise each other's errors."""
 
-from __future__ import annotations
-
 import gc
 import os
 import traceback

@@ -1,7 +1,5 @@
 """The result of a training run: curves, counts and times."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import NamedTuple

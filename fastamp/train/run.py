@@ -1,7 +1,5 @@
 """A training run: what it consists of, and how it is saved and resumed."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints of several ranks: a folder each, written and read by all of them."""
 
-from __future__ import annotations
-
 import zlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """SIGTERM and Ctrl-C, deferred until training has written a checkpoint."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from types import FrameType

@@ -1,7 +1,5 @@
 """The text: bytes read in a fixed order, split into training and validation, cut into windows."""
 
-from __future__ import annotations
-
 import hashlib
 import platform
 import sysconfig
