@@ -20,10 +20,10 @@ class _Scaler(GradScaler):
         super().__init__(device, enabled=enabled)
         self._accelerator = accelerator
 
-    def step(self, *args: Any, **kwargs: Any) -> float | None:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         """Step as `fastamp.GradScaler`; waits for the device."""
         retval = super().step(*args, **kwargs)
-        if self.last_step is not None and self.last_step.skipped:
+        if self.last_step.skipped:
             for wrapper in self._accelerator._optimizers:  # False already for the others
                 wrapper._accelerate_step_called = False
         return retval

@@ -131,8 +131,7 @@ class AmpPrecision(OfLightning):
         def step_if_taken(scheduler: Any, metric: Any) -> None:
             configs = module.trainer.lr_scheduler_configs
             by_epoch = any(c.scheduler is scheduler and c.interval == "epoch" for c in configs)
-            report = self.scaler.last_step
-            if by_epoch or (self._has_stepped and not (report and report.skipped)):
+            if by_epoch or (self._has_stepped and not self.scaler.last_step.skipped):
                 lr_scheduler_step(scheduler, metric)
 
         module.lr_scheduler_step, self._module = step_if_taken, module

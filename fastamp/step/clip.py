@@ -43,10 +43,12 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set. The message names the
             index of the first such parameter; the gradients are as they were. Or a gradient was
             made in inference mode, and this is called outside of it.
+        TypeError: `max_norm` is not a number.
+        ValueError: `max_norm` is NaN or below 0.
     """
     parameters = _as_list(parameters)
     grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
-    max_norm = float(max_norm)
+    max_norm = as_bound("max_norm", max_norm)
     norm_type = float(norm_type)
     if not grads:
         return torch.tensor(0.0)
@@ -119,6 +121,7 @@ def clip_grads_with_norm_(
         RuntimeError: `total_norm` is not 0-dim, or a gradient was made in inference mode and this
             is called outside of it.
     """
+    max_norm = as_bound("max_norm", max_norm)
     parameters = _as_list(parameters)
     grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
     if not grads:
@@ -130,7 +133,7 @@ def clip_grads_with_norm_(
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
         return
     _refuse_inference_tensors(held.held)
-    clip_coef = torch.full_like(total_norm, float(max_norm)) / (total_norm + 1e-6)
+    clip_coef = torch.full_like(total_norm, max_norm) / (total_norm + 1e-6)
     packed = held.pack()
     packed.rescale_(clip_coef.clamp(max=1.0).to(packed.device, torch.float32))
 
@@ -148,17 +151,35 @@ def clip_grad_value_(
         parameters: a tensor or an iterable of tensors whose `.grad` is clipped.
         clip_value: the largest magnitude afterwards.
         foreach: as in `torch.nn.utils.clip_grad_value_`.
+
+    Raises:
+        TypeError: `clip_value` is not a number.
+        ValueError: `clip_value` is NaN or below 0.
     """
+    clip_value = as_bound("clip_value", clip_value)
     dense = []
     for parameter in _as_list(parameters):
         if parameter.grad is not None and parameter.grad.is_sparse:
             # Clipping is not linear: entries of the same place have to be added up before.
             parameter.grad = parameter.grad.coalesce()
-            parameter.grad._values().clamp_(-float(clip_value), float(clip_value))
+            parameter.grad._values().clamp_(-clip_value, clip_value)
         else:
             dense.append(parameter)
     if dense:
         torch.nn.utils.clip_grad_value_(dense, clip_value, foreach)
+
+
+def as_bound(name: str, value: float) -> float:
+    """Return an argument that bounds gradients as a float of at least 0."""
+    try:
+        bound = float(value)
+    except (TypeError, ValueError) as error:
+        msg = f"{name}: expected a number, got {value!r}"
+        raise TypeError(msg) from error
+    if not bound >= 0:
+        msg = f"{name}: expected a number of at least 0, got {value!r}"
+        raise ValueError(msg)
+    return bound
 
 
 def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:

@@ -21,13 +21,15 @@ class StepReport:
         norm: of the unscaled gradients before clipping, NaN where the step did not read them.
         clip_coef: what clipping multiplied the gradients by, 1 without clipping.
         found_inf: 1.0 where a gradient held inf or NaN and the step was skipped, else 0.0.
-        scale: the loss scale of this step.
+        scale: the loss scale of this step; 1 without scaling.
+        way: how the step was made, and why not faster: "folded", or "in place: SGD is not fused".
     """
 
     norm: Tensor
     clip_coef: Tensor
     found_inf: Tensor
     scale: Tensor
+    way: str
 
     @property
     def skipped(self) -> bool:
@@ -55,10 +57,11 @@ class NonFinite(_Counts):
         return f"{super().__repr__()[:-1]}, rank={self.rank})"
 
 
-def unmeasured(found_inf: Tensor) -> StepReport:
+def unmeasured(way: str, found_inf: Tensor | None = None) -> StepReport:
     """Report a step that did not read the gradients."""
+    found_inf = torch.zeros(()) if found_inf is None else found_inf
     one = torch.ones_like(found_inf)
-    return StepReport(one * torch.nan, one, found_inf, one)
+    return StepReport(one * torch.nan, one, found_inf, one, way)
 
 
 def find_nonfinite(

@@ -3,16 +3,20 @@
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.optim import Optimizer
 
 from fastamp import _ops
 from fastamp._ops import Clip, Held
+from fastamp.step.clip import as_bound
+from fastamp.step.fused import call_folded, call_step, has_pre_hook, is_fused, why_in_place
 from fastamp.step.report import NonFinite, StepReport, find_nonfinite, unmeasured
 
 if TYPE_CHECKING:
@@ -75,8 +79,8 @@ class GradScaler(torch.amp.GradScaler):
         self._skipped: dict[torch.device, Tensor] = {}
         self._skipped_before = 0  # by the instance that this one was unpickled from
         self._observers: list[Any] = []  # told of every step and update; see fastamp.metrics
-        self.last_step: StepReport | None = None
-        """What the last call of `step` found; None before the first."""
+        self.last_step: StepReport = unmeasured("no step yet")
+        """What the last call of `step` found."""
 
     @property
     def skipped_steps(self) -> int:
@@ -85,55 +89,69 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         *args: Any,
         max_norm: float | None = None,
         **kwargs: Any,
-    ) -> float | None:
+    ) -> Any:
         """Unscale the gradients, check them, clip them to `max_norm`, and step if all are finite.
+
+        A gradient that is not finite skips the step wherever the gradients are read before it: with
+        scaling, and with `max_norm`. Without both this is the optimizer's bare step, as in torch.
 
         Afterwards `last_step` tells what happened, and `.grad` is unscaled and clipped, as after
         torch's unscale_, clip_grad_norm_ and step. After a skipped step `.grad` still holds every
-        inf and NaN, for `nonfinite_parameters`.
+        inf and NaN, for `nonfinite_parameters`. With `max_norm` a `step_pre_hook` of the optimizer
+        sees unscaled, clipped gradients.
 
         Args:
-            optimizer: applies the gradients.
+            optimizer: applies the gradients. Of several optimizers in a list or tuple, all
+                gradients together are clipped to one norm, and one that is not finite skips all.
             *args: handed on to `optimizer.step`.
-            max_norm: longest norm of all unscaled gradients together; None does not clip.
+            max_norm: longest norm of all unscaled gradients together; None does not clip. It
+                counts the gradients of this call's optimizers only.
             **kwargs: handed on to `optimizer.step`.
 
         Returns:
-            What `optimizer.step` returned; None where it was not called.
+            What `optimizer.step` returned, in a list for several; None where it was not called.
 
         Raises:
-            RuntimeError: a closure was given, or `step` was called twice since the last `update`.
-            ValueError: a gradient is float16 and the optimizer is not fused.
+            RuntimeError: a closure was given, or `step` was called twice since the last `update`,
+                or some optimizers of a list have been unscaled and others not.
+            TypeError: `max_norm` is not a number, or an optimizer of a list needs torch's own way,
+                as for tensor subclasses that are no DTensors.
+            ValueError: `max_norm` is NaN or below 0; a list is empty or has an optimizer twice; or
+                a gradient is float16 and the optimizer is not fused.
         """
-        if not self._enabled and max_norm is None:
-            self.last_step = unmeasured(torch.zeros(()))
-            retval: float | None = optimizer.step(*args, **kwargs)
-            return retval
-        max_norm = None if max_norm is None else float(max_norm)
-        if "closure" in kwargs:
+        several = isinstance(optimizer, list | tuple)
+        optimizers: list[Optimizer] = [*optimizer] if several else [optimizer]  # type: ignore[misc, list-item]
+        max_norm = None if max_norm is None else as_bound("max_norm", max_norm)
+        if self._enabled and "closure" in kwargs:
             msg = "Closure use is not currently supported if GradScaler is enabled."
             raise RuntimeError(msg)
-        state = self._state_of(optimizer, "step")
-        if state["stage"] is OptState.STEPPED:
-            msg = "step() has already been called since the last update()."
+        if max_norm is not None and (args[0] if args else kwargs.get("closure")) is not None:
+            msg = f"{max_norm=} cannot clip what a closure computes anew in the optimizer's step"
             raise RuntimeError(msg)
-        grads = self._hold(optimizer)
-        if grads is None or _takes_scaler(type(optimizer).step):
-            retval = self._step_as_torch(optimizer, state, max_norm, *args, **kwargs)
-        elif _folds(optimizer):
-            retval = self._step_folded(optimizer, state, grads, max_norm, *args, **kwargs)
+        states = self._states_of(optimizers)
+        if not self._enabled and max_norm is None:
+            self.last_step = unmeasured("bare: neither scaling nor max_norm")
+            results = [call_step(each, each.step, *args, **kwargs) for each in optimizers]
+            return results if several else results[0]
+        grads = self._hold(optimizers)
+        if grads is not None and not any(_takes_scaler(type(each).step) for each in optimizers):
+            results = self._step_together(optimizers, states, grads, max_norm, *args, **kwargs)
+        elif len(optimizers) == 1:
+            results = [self._step_as_torch(optimizers[0], states[0], max_norm, *args, **kwargs)]
         else:
-            retval = self._step_in_place(optimizer, state, grads, max_norm, *args, **kwargs)
-        state["stage"] = OptState.STEPPED
+            msg = "optimizer: of several, all need gradients that are plain tensors or DTensors"
+            raise TypeError(msg)
+        for state in states:
+            state["stage"] = OptState.STEPPED
         for observer in self._observers:
             observer.stepped()
-        return retval
+        return results if several else results[0]
 
-    def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """Unscale the gradients, check them and clip them, in place, for use before the step.
 
         Where a gradient is not finite they are only unscaled: `step` will skip.
@@ -147,23 +165,23 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: `step` has been called since the last `update`.
-            ValueError: a gradient is float16.
+            TypeError: `max_norm` is not a number.
+            ValueError: `max_norm` is NaN or below 0, or a gradient is float16.
         """
-        max_norm = float(max_norm)
+        max_norm = as_bound("max_norm", max_norm)
         state = self._state_of(optimizer, "clip_grad_norm_")
         if state["stage"] is OptState.STEPPED:
             msg = "clip_grad_norm_() is being called after step()."
             raise RuntimeError(msg)
-        grads = self._hold(optimizer)
-        if grads is None:
+        packed = self._pack([optimizer])
+        if packed is None:
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
-            return torch.nn.utils.clip_grad_norm_(_parameters_of(optimizer), max_norm)
-        packed = self._pack(optimizer, grads)
+            return torch.nn.utils.clip_grad_norm_(_parameters_of([optimizer]), max_norm)
         if state["stage"] is OptState.READY:
             _refuse_float16(packed)
-        stats = packed.grad_stats(2.0, self._clip(packed.device, state, max_norm))
-        stats = self._record(state, packed.device, stats)
+        clip = self._clip(packed.device, state, max_norm)
+        stats = self._record([state], packed.device, packed.grad_stats(2.0, clip), clip)
         packed.rescale_(stats.factor)
         state["stage"] = OptState.UNSCALED
         return stats.norm
@@ -208,33 +226,55 @@ class GradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep the number of skipped steps, and drop tensors, ranks and observers."""
-        count = {"_skipped_before": self.skipped_steps, "_skipped": {}, "last_step": None}
-        return super().__getstate__() | count | {"_observers": [], "process_group": None}
+        count = {"_skipped_before": self.skipped_steps, "_skipped": {}}
+        last_step = unmeasured("no step yet")
+        state = super().__getstate__() | count | {"last_step": last_step}
+        return state | {"_observers": [], "process_group": None}
 
-    def _state_of(self, optimizer: torch.optim.Optimizer, caller: str) -> dict[str, Any]:
+    def _state_of(self, optimizer: Optimizer, caller: str) -> dict[str, Any]:
         """Return the optimizer's state in this iteration; without scaling, all is unscaled."""
         if not self._enabled:
             return _refresh_per_optimizer_state() | {"stage": OptState.UNSCALED}
         self._check_scale_growth_tracker(caller)
         return self._per_optimizer_states[id(optimizer)]
 
+    def _states_of(self, optimizers: list[Optimizer]) -> list[dict[str, Any]]:
+        """Return the states of optimizers that may step together."""
+        states = [self._state_of(each, "step") for each in optimizers]
+        for state in states:
+            if state["stage"] is OptState.STEPPED:
+                msg = "step() has already been called since the last update()."
+                raise RuntimeError(msg)
+        if len(optimizers) == 1:
+            return states
+        if not optimizers or len({*map(id, optimizers)}) < len(optimizers):
+            msg = f"optimizer: expected at least one, and none twice, got {optimizers!r}"
+            raise ValueError(msg)
+        if len({state["stage"] for state in states}) > 1:
+            msg = "optimizer: of several, all have to be unscaled before, or none"
+            raise RuntimeError(msg)
+        if any(hasattr(each, "grad_scale") for each in optimizers):
+            msg = "optimizer: of several, none may have a grad_scale of its own"
+            raise RuntimeError(msg)
+        return states
+
     def _unscale_grads_(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         inv_scale: Tensor,
         found_inf: Tensor,
         allow_fp16: bool,  # noqa: FBT001 - torch's signature
     ) -> dict[torch.device, Tensor]:
         """Unscale in place: torch's hook, behind unscale_ and _check_inf_per_device."""
-        grads = self._hold(optimizer)
-        if grads is None:
+        packed = self._pack([optimizer])
+        if packed is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        packed = self._pack(optimizer, grads)
         if not allow_fp16:
             _refuse_float16(packed)
         inv_scale = inv_scale.to(packed.device, non_blocking=True).reshape(())
         stats = packed.grad_stats(2.0, Clip(scale=inv_scale.reciprocal()))
         packed.rescale_(inv_scale)
+        stats = stats._replace(scale=self._loss_scale())
         self._per_optimizer_states[id(optimizer)]["stats"] = stats
         return {packed.device: stats.found_inf}
 
@@ -256,83 +296,77 @@ class GradScaler(torch.amp.GradScaler):
         return Clip(scale, max_norm, only_finite=self._enabled, skipped=skipped)
 
     def _record(
-        self, state: dict[str, Any], device: torch.device, stats: _ops.GradStats
+        self, states: list[dict[str, Any]], device: torch.device, stats: _ops.GradStats, clip: Clip
     ) -> _ops.GradStats:
-        """Keep what the gradients hold in the optimizer's state."""
-        before = state["found_inf_per_device"].values()
-        if before:  # by unscale_, and the gradients may have changed since
+        """Keep what the gradients hold in the states of their optimizers."""
+        # By unscale_, and the gradients may have changed since.
+        before = [flag for state in states for flag in state["found_inf_per_device"].values()]
+        if before:
             stats = stats._replace(found_inf=_any([stats.found_inf, *before]))
-        state["found_inf_per_device"] = {device: stats.found_inf}
-        state["stats"] = stats
+        if self._enabled and clip.scale is not self._scale:
+            stats = stats._replace(scale=self._loss_scale())
+        for state in states:
+            state["found_inf_per_device"] = {device: stats.found_inf}
+            state["stats"] = stats
         return stats
 
-    def _step_folded(
-        self,
-        optimizer: torch.optim.Optimizer,
-        state: dict[str, Any],
-        grads: "Held",
-        max_norm: float | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> float | None:
-        """Let the optimizer's kernel unscale, clip and skip: it divides by `grad_scale`."""
-        # The user's own scale is taken out as well.
-        given: Tensor | None = getattr(optimizer, "grad_scale", None)
-        is_ready = state["stage"] is OptState.READY
-        grad_scale: Tensor | None
-        if is_ready or max_norm is not None:
-            packed = self._pack(optimizer, grads)
-            device = packed.device
-            skipped = self._counter(device) if is_ready else None
-            clip = self._clip(device, state, max_norm, given_scale=given, skipped=skipped)
-            stats = self._record(state, device, packed.grad_stats(2.0, clip))
-            grad_scale, found_inf = stats.grad_scale, stats.found_inf
-        else:
-            grad_scale, found_inf = given, _any(state["found_inf_per_device"].values())
-        if not is_ready:
-            self._counter(found_inf.device).add_(found_inf)
-        self._report(state, found_inf)
-        optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
-        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-        try:
-            retval: float | None = grads.on_parts(optimizer.step)(*args, **kwargs)
-            given = None  # it has had its effect, and goes as it does in torch
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-            if given is not None:
-                optimizer.grad_scale = given  # type: ignore[attr-defined]
-        return retval
+    def _loss_scale(self) -> Tensor:
+        """Return a copy of the loss scale; 1 without scaling."""
+        scale: Tensor | None = getattr(self, "_scale", None)
+        return torch.ones(()) if scale is None else scale.clone()
 
-    def _step_in_place(
+    def _step_together(
         self,
-        optimizer: torch.optim.Optimizer,
-        state: dict[str, Any],
+        optimizers: list[Optimizer],
+        states: list[dict[str, Any]],
         grads: "Held",
         max_norm: float | None,
         *args: Any,
         **kwargs: Any,
-    ) -> float | None:
-        """Multiply the gradients by one factor, unless the step is skipped."""
-        packed = None
-        if state["stage"] is OptState.READY or max_norm is not None:
-            packed = self._pack(optimizer, grads)
-            if state["stage"] is OptState.READY:
+    ) -> list[float | None]:
+        """Read all gradients once; unscale and clip in the kernels, or in place where one must."""
+        reasons = {each: why_in_place(each) for each in optimizers}
+        waits = any(reasons.values())  # an optimizer without such a kernel has to be told to skip
+        hooked = [] if max_norm is None else [each for each in optimizers if has_pre_hook(each)]
+        in_place = [each for each in optimizers if reasons[each] or each in hooked]
+        # The user's own scale is taken out as well.
+        given: Tensor | None = None if waits else getattr(optimizers[0], "grad_scale", None)
+        is_ready = states[0]["stage"] is OptState.READY
+        packed, grad_scale = None, given
+        if is_ready or max_norm is not None:
+            whole = cast("_ops.Packed", self._pack(optimizers, grads))
+            if in_place:
+                packed = whole if in_place == optimizers else self._pack(in_place)
+            if is_ready and packed is not None:
                 _refuse_float16(packed)
-            clip = self._clip(packed.device, state, max_norm)
-            self._record(state, packed.device, packed.grad_stats(2.0, clip))
-        found_inf = _any(state["found_inf_per_device"].values())
-        if self._report(state, found_inf).skipped:
+            skipped = self._counter(whole.device) if is_ready and not waits else None
+            clip = self._clip(whole.device, states[0], max_norm, given_scale=given, skipped=skipped)
+            stats = self._record(states, whole.device, whole.grad_stats(2.0, clip), clip)
+            grad_scale = stats.grad_scale
+        found_inf = _any(states[0]["found_inf_per_device"].values())
+        way = _way(reasons.values(), hooked) if in_place else "folded"
+        report = self._report(states[0], found_inf, way)
+        if waits and report.skipped:
             self._skipped_before += 1
-            return None
+            return [None] * len(optimizers)
+        if not waits and not is_ready:
+            self._counter(found_inf.device).add_(found_inf)
         if packed is not None:
-            packed.rescale_(state["stats"].factor)
-            state["stage"] = OptState.UNSCALED  # should the optimizer raise
-        retval: float | None = optimizer.step(*args, **kwargs)
-        return retval
+            packed.rescale_(stats.factor)
+        results = []
+        for each, state in zip(optimizers, states, strict=True):
+            if packed is not None and each in in_place:
+                state["stage"] = OptState.UNSCALED  # should the optimizer raise
+            if reasons[each]:
+                results.append(call_step(each, each.step, *args, **kwargs))
+            else:
+                step, scale = grads.on_parts(each.step), None if each in hooked else grad_scale
+                results.append(call_folded(each, step, scale, found_inf, *args, **kwargs))
+        return results
 
     def _step_as_torch(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         state: dict[str, Any],
         max_norm: float | None,
         *args: Any,
@@ -348,43 +382,48 @@ class GradScaler(torch.amp.GradScaler):
         else:
             found = [] if norm is None else [norm.isfinite().logical_not().to(torch.float32)]
             retval = None if found and found[0].item() else optimizer.step(*args, **kwargs)
-        report = self._report(state, _any(found) if found else torch.zeros(()))
+        found_inf = _any(found) if found else torch.zeros(())
+        report = self._report(state, found_inf, "as torch: no gradient, or one of another kind")
         self._counter(report.found_inf.device).add_(report.found_inf)
         return retval
 
-    def _hold(self, optimizer: torch.optim.Optimizer) -> "Held | None":
+    def _hold(self, optimizers: list[Optimizer]) -> "Held | None":
         """Return what this rank holds of the gradients; None where torch has to handle them."""
-        parameters = _parameters_of(optimizer)
+        parameters = _parameters_of(optimizers)
         grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
         if not grads and self.process_group is None:
             return None
-        return _ops.hold(grads, self.process_group, owners=parameters, align=_folds(optimizer))
+        align = any(map(is_fused, optimizers))
+        return _ops.hold(grads, self.process_group, owners=parameters, align=align)
 
-    def _pack(self, optimizer: torch.optim.Optimizer, grads: "Held") -> _ops.Packed:
-        """Hand the optimizer's gradients to their backends.
+    def _pack(self, optimizers: list[Optimizer], grads: "Held | None" = None) -> _ops.Packed | None:
+        """Hand the optimizers' gradients to their backends; None where torch has to handle them.
 
         torch's fused kernels take gradients with gaps or sharing in their memory for contiguous
         ones, and read past their end: they get copies.
         """
-        packed = grads.pack()
-        if not (packed.has_fallback and _folds(optimizer)):
+        grads = self._hold(optimizers) if grads is None else grads
+        packed = None if grads is None else grads.pack()
+        if packed is None or not packed.has_fallback:
             return packed
-        for parameter in _parameters_of(optimizer):
+        fused = [each for each in optimizers if is_fused(each)]
+        for parameter in _parameters_of(fused):
             grad = parameter.grad
             if grad is None or grad.layout is not torch.strided or grad.is_contiguous():
                 continue
             if grad.stride() != parameter.stride():
                 with torch.no_grad():
                     parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
-        return cast("Held", self._hold(optimizer)).pack()
+        return cast("Held", self._hold(optimizers)).pack() if fused else packed
 
-    def _report(self, state: dict[str, Any], found_inf: Tensor) -> StepReport:
+    def _report(self, state: dict[str, Any], found_inf: Tensor, way: str) -> StepReport:
         """Make `last_step` from what was read in this iteration."""
         stats: _ops.GradStats | None = state.get("stats")
         if stats is None:
-            self.last_step = unmeasured(found_inf)
+            unread = unmeasured(way, found_inf)
+            self.last_step = replace(unread, scale=self._loss_scale())
         else:
-            self.last_step = StepReport(stats.norm, stats.clip_coef, found_inf, stats.scale)
+            self.last_step = StepReport(stats.norm, stats.clip_coef, found_inf, stats.scale, way)
         return self.last_step
 
     def _counter(self, device: torch.device) -> Tensor:
@@ -406,19 +445,21 @@ def _above_zero(name: str, value: float) -> float:
     return number
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _way(reasons: Iterable[str | None], hooked: Sequence[Optimizer]) -> str:
+    """Say why gradients are unscaled and clipped in place."""
+    found = [reason for reason in dict.fromkeys(reasons) if reason]
+    return f"in place: {'; '.join(found + ['a step_pre_hook looks on'] * bool(hooked))}"
+
+
+def _parameters_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 @cache
 def _takes_scaler(step: Callable[..., object]) -> bool:
     """Say whether an optimizer's `step` has the deprecated argument `grad_scaler`."""
     return "grad_scaler" in inspect.signature(step).parameters
-
-
-def _folds(optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether the optimizer's kernel divides by `grad_scale` and skips by `found_inf`."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def _refuse_float16(packed: _ops.Packed) -> None:

@@ -198,7 +198,6 @@ class _Loop(Run):
                 parameter.grad.mul_(factor)
         self.scaler.step(self.optimizer, max_norm=self.config.max_norm)
         self.scaler.update()
-        assert self.scaler.last_step is not None  # noqa: S101 - there was one
         self.schedule.expect(self.scaler.last_step.found_inf)
         self.optimizer.zero_grad()
 

@@ -230,6 +230,14 @@ def test_optimizers_are_torchs_fused_ones(name, monkeypatch):
     assert defaults["weight_decay"] == 0.03
 
 
+def test_sgd_trains_every_element_of_a_bf16_model():
+    model = torch.nn.Linear(100, 10, bias=False).to(torch.bfloat16)
+    before = model.weight.detach().clone()
+    data = torch.ones(8, 100, dtype=torch.bfloat16), torch.arange(8)
+    fine_tune(model, data, config=TrainConfig(optimizer="sgd", lr=1.0, max_steps=1, use_amp=False))
+    assert (model.weight != before).float().mean() > 0.9
+
+
 def test_compile_calls_the_compiled_model(monkeypatch):
     seen = []
     monkeypatch.setattr(torch, "compile", lambda model: lambda x: seen.append(x) or model(x))

@@ -1,0 +1,115 @@
+"""What an optimizer lets its kernel do, and where torch's own fused kernels may not be used."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+_SHORT = {torch.float16, torch.bfloat16}
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Say whether the optimizer's kernel can unscale, clip and skip."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    # torch's own step asks the groups, and a state_dict of one that was not fused says fused=None.
+    if type(optimizer).step.__module__.startswith("torch.optim."):
+        for group in optimizer.param_groups:
+            if not group.get("fused"):
+                return False
+    return True
+
+
+def why_in_place(optimizer: Optimizer) -> str | None:
+    """Say why the gradients have to be unscaled before the step; None where the kernel does it.
+
+    torch's fused kernels divide by the optimizer's attribute `grad_scale`, and write nothing where
+    its attribute `found_inf` is 1.
+    """
+    if not is_fused(optimizer):
+        return f"{type(optimizer).__name__} is not fused"
+    return why_unfused(optimizer)
+
+
+def why_unfused(optimizer: Optimizer) -> str | None:
+    """Say where torch's fused SGD is wrong for the next step, and None where it can be used.
+
+    1. On the CPU it updates 8 elements of a 16-bit parameter (https://github.com/pytorch/pytorch
+       issue 191763).
+    2. It allocates its momentum buffers before it skips, and the next step takes what lies in them
+       for momentum. Buffers of zeros, as `call_folded` makes them, mean the same as none, except
+       with dampening.
+    """
+    if isinstance(optimizer, SGD):
+        for group in optimizer.param_groups:
+            if not group.get("fused"):
+                continue
+            if any(p.dtype in _SHORT and p.device.type == "cpu" for p in group["params"]):
+                return "torch's fused SGD is wrong for 16-bit parameters on the CPU"
+            if group["dampening"] and next(_without_momentum(optimizer, group), None) is not None:
+                return "the first step of SGD with dampening may not be skipped by its kernel"
+    return None
+
+
+def _without_momentum(optimizer: SGD, group: dict[str, Any]) -> Iterator[Any]:
+    for parameter in group["params"] if group["momentum"] else ():
+        state: dict[str, Tensor | None] = optimizer.state.get(parameter, {})
+        if parameter.grad is not None and state.get("momentum_buffer") is None:
+            yield parameter
+
+
+def call_folded(
+    optimizer: Any,
+    step: Callable[..., float | None],
+    grad_scale: Tensor | None,
+    found_inf: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> float | None:
+    """Call the optimizer's step, whose kernel divides by `grad_scale` and skips by `found_inf`."""
+    for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
+        for parameter in _without_momentum(optimizer, group):
+            buffer = torch.zeros_like(parameter.grad)
+            optimizer.state[parameter]["momentum_buffer"] = buffer
+    given = getattr(optimizer, "grad_scale", None)  # by the user
+    optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
+    try:
+        result = step(*args, **kwargs)
+        given = None  # it has had its effect, and goes as it does in torch
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
+        if given is not None:
+            optimizer.grad_scale = given
+    return result
+
+
+def call_step(
+    optimizer: Optimizer, step: Callable[..., float | None], *args: Any, **kwargs: Any
+) -> float | None:
+    """Call the optimizer's step, without its fused kernel where that is wrong."""
+    if why_unfused(optimizer) is None:
+        return step(*args, **kwargs)
+    with _unfused(optimizer):
+        return step(*args, **kwargs)
+
+
+@contextmanager
+def _unfused(optimizer: Optimizer) -> Iterator[None]:
+    before = [group.get("fused") for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            group["fused"] = None
+        yield
+    finally:
+        for group, fused in zip(optimizer.param_groups, before, strict=True):
+            group["fused"] = fused
+
+
+def has_pre_hook(optimizer: Optimizer) -> bool:
+    """Say whether a hook looks at the gradients before the kernel does."""
+    own = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    return bool(own or _global_optimizer_pre_hooks)

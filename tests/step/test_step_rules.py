@@ -1,0 +1,316 @@
+"""What a step refuses, and what it does for hooks, torch's fused SGD and several optimizers."""
+
+import copy
+import math
+
+import pytest
+import torch
+from support.bits import bits
+from support.gradients import parameters_with, random
+from support.training import FUSED, OPTIMIZERS, make_folding, make_scaler, one_step
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import fastamp
+
+AdamW = torch.optim.AdamW
+
+
+def quadratic(optimizer, parameters):
+    """Return a closure for the loss 8 * |p|^2."""
+
+    def closure():
+        optimizer.zero_grad()
+        loss = sum(8.0 * p.square().sum() for p in parameters)
+        loss.backward()
+        return loss
+
+    return closure
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.LBFGS])
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_closure_with_max_norm_is_refused(enabled, optimizer_class, by_name, backend, device):
+    parameters = parameters_with(torch.ones(4, device=device))
+    optimizer = optimizer_class(parameters, lr=1.0)
+    before = bits(parameters[0]).copy()
+    scaler = fastamp.GradScaler(device, enabled=enabled)
+    scaler.scale(torch.ones((), device=device))
+    closure = quadratic(optimizer, parameters)
+    given = ((), {"closure": closure}) if by_name else ((closure,), {})
+    with pytest.raises(RuntimeError, match=r"[Cc]losure"):
+        scaler.step(optimizer, *given[0], max_norm=1e-3, **given[1])
+    assert (bits(parameters[0]) == before).all()
+    assert parameters[0].grad.tolist() == [1.0] * 4
+
+
+def test_no_closure_is_none(backend, device):
+    parameters = parameters_with(torch.ones(4, device=device))
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    scaler = fastamp.GradScaler(device, enabled=False)
+    scaler.step(optimizer, None, max_norm=1.0)
+    scaler.step(optimizer, closure=None, max_norm=9.0)
+    assert scaler.last_step.norm.item() == pytest.approx(1.0)
+
+
+CLIPS = {
+    "step": lambda scaler, optimizer, bound: scaler.step(optimizer, max_norm=bound),
+    "clip": lambda scaler, optimizer, bound: scaler.clip_grad_norm_(optimizer, bound),
+    "norm": lambda _, optimizer, bound: fastamp.clip_grad_norm_(
+        optimizer.param_groups[0]["params"], bound
+    ),
+    "with norm": lambda _, optimizer, bound: fastamp.clip_grads_with_norm_(
+        optimizer.param_groups[0]["params"], bound, torch.ones(())
+    ),
+    "value": lambda _, optimizer, bound: fastamp.clip_grad_value_(
+        optimizer.param_groups[0]["params"], bound
+    ),
+}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize(
+    ("bound", "error"),
+    [(math.nan, ValueError), (-1.0, ValueError), (-math.inf, ValueError)]
+    + [(each, TypeError) for each in ([], "long", None, torch.ones(2))],
+    ids=str,
+)
+def test_a_bound_that_is_no_length_is_refused_by_name(enabled, clip, bound, error):
+    if bound is None and clip == "step":
+        pytest.skip("None does not clip")
+    parameters = parameters_with(torch.ones(4))
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    scaler = fastamp.GradScaler("cpu", enabled=enabled)
+    scaler.scale(torch.ones(()))
+    before = parameters[0].detach().clone()
+    with pytest.raises(error, match="clip_value: " if clip == "value" else "max_norm: "):
+        CLIPS[clip](scaler, optimizer, bound)
+    assert parameters[0].grad.tolist() == [1.0] * 4
+    assert torch.equal(parameters[0], before)
+
+
+@pytest.mark.parametrize("bound", [0, math.inf])
+def test_bounds_of_zero_and_infinity_mean_what_they_mean_in_torch(bound, backend, device):
+    grads = []
+    for clip in (torch.nn.utils.clip_grad_norm_, fastamp.clip_grad_norm_):
+        parameters = parameters_with(torch.tensor([3.0, 4.0], device=device))
+        clip(parameters, bound)
+        grads.append(parameters[0].grad.tolist())
+    assert grads[0] == grads[1]
+
+
+def sgd_after(cls, first, device, **options):
+    """Return parameters and momentum after a step with gradients of `first` and one of 1."""
+    parameters = parameters_with(torch.full((1000,), first, device=device))
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, **options)
+    scaler = make_scaler(cls, device)
+    one_step(scaler, optimizer, device)
+    scaler.update(1024.0)
+    parameters[0].grad = torch.full((1000,), 1024.0, device=device)
+    one_step(scaler, optimizer, device)
+    return parameters[0].detach(), optimizer.state[parameters[0]]["momentum_buffer"]
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+@pytest.mark.parametrize("first", [math.inf, 2048.0])
+def test_fused_sgd_starts_its_momentum_after_a_skipped_first_step(
+    dampening, first, backend, device
+):
+    poison = [torch.full((1000,), 1e30, device=device) for _ in range(50)]
+    del poison  # what a buffer that nobody filled would hold
+    found = [
+        sgd_after(fastamp.GradScaler, first, device, fused=fused, dampening=dampening)
+        for fused in (True, False)
+    ]
+    for ours, right in zip(*found, strict=True):
+        torch.testing.assert_close(ours, right)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("max_norm", [None, 1e9])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fused_sgd_updates_every_element_of_short_parameters(enabled, max_norm, dtype):
+    parameter = torch.nn.Parameter(torch.zeros(1000, dtype=dtype))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
+    scaler = fastamp.GradScaler("cpu", enabled=enabled, init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    parameter.grad = torch.ones_like(parameter)
+    scaler.step(optimizer, max_norm=max_norm)
+    assert parameter.detach().tolist() == [-1.0] * 1000
+    assert optimizer.param_groups[0]["fused"] is True
+    assert ("16-bit" in scaler.last_step.way) == (
+        dtype == torch.bfloat16 and enabled | bool(max_norm)
+    )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("max_norm", [0.5, None])
+@pytest.mark.parametrize("for_all", [True, False])
+def test_a_step_pre_hook_sees_gradients_as_torch_leaves_them(
+    name, max_norm, for_all, backend, device
+):
+    seen = {}
+    for cls in (torch.amp.GradScaler, fastamp.GradScaler):
+        parameters = parameters_with(random(300, torch.float32, device) * 1024)
+        optimizer = OPTIMIZERS[name](parameters)
+
+        def look(*_, cls=cls, parameters=parameters):
+            seen[cls] = parameters[0].grad.clone()
+
+        register = register_optimizer_step_pre_hook if for_all else optimizer.register_step_pre_hook
+        handle = register(look)
+        try:
+            scaler = make_scaler(cls, device)
+            scaler.scale(torch.ones((), device=device))
+            if cls is torch.amp.GradScaler and max_norm is not None:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+                scaler.step(optimizer)
+            else:
+                scaler.step(optimizer, **({} if max_norm is None else {"max_norm": max_norm}))
+        finally:
+            handle.remove()
+    theirs, ours = seen.values()
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_hooked_step_still_skips_without_a_wait(name, backend, device):
+    parameters = parameters_with(torch.tensor([1.0, math.inf], device=device))
+    before = parameters[0].detach().clone()
+    optimizer = make_folding(name, parameters)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    scaler = make_scaler(fastamp.GradScaler, device)
+    one_step(scaler, optimizer, device, max_norm=1.0)
+    assert torch.equal(parameters[0], before)
+    assert scaler.last_step.way == "in place: a step_pre_hook looks on"
+    assert scaler.skipped_steps == 1
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_fused_optimizer_may_load_the_state_of_one_that_was_not(enabled, backend, device):
+    stepped = []
+    for load in (False, True):
+        parameters = parameters_with(torch.ones(10, device=device))
+        optimizer = AdamW(parameters, lr=0.1, fused=load)
+        if load:
+            optimizer.load_state_dict(AdamW(parameters, lr=0.1).state_dict())
+            assert not optimizer.param_groups[0]["fused"]
+        scaler = fastamp.GradScaler(device, enabled=enabled, init_scale=1.0)
+        one_step(scaler, optimizer, device, max_norm=1.0)
+        assert scaler.last_step.way == "in place: AdamW is not fused"
+        stepped.append(parameters[0].detach())
+    torch.testing.assert_close(*stepped)
+
+
+@pytest.mark.parametrize("first", ["unscale_", "clip_grad_norm_", "nothing"])
+@pytest.mark.parametrize("max_norm", [1.0, None])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_report_has_the_steps_loss_scale(first, max_norm, name, backend, device):
+    parameters = parameters_with(torch.ones(10, device=device))
+    optimizer = OPTIMIZERS[name](parameters)
+    scaler = fastamp.GradScaler(device, init_scale=3.0)
+    scaler.scale(torch.ones((), device=device))
+    if first == "unscale_":
+        scaler.unscale_(optimizer)
+    if first == "clip_grad_norm_":
+        scaler.clip_grad_norm_(optimizer, 2.0)
+    scaler.step(optimizer, max_norm=max_norm)
+    report = scaler.last_step
+    scaler.update(7.0)
+    assert report.scale.item() == 3.0
+
+
+def test_before_the_first_step_the_report_says_so():
+    for scaler in (fastamp.GradScaler("cpu"), copy.deepcopy(fastamp.GradScaler("cpu"))):
+        assert not scaler.last_step.skipped
+        assert scaler.last_step.norm.isnan()
+        assert scaler.last_step.way == "no step yet"
+
+
+def test_the_report_tells_the_way_of_the_step():
+    ways = {}
+    for name, options in {"fused": {"fused": True}, "foreach": {}}.items():
+        for enabled in (True, False):
+            parameters = parameters_with(torch.ones(10))
+            scaler = fastamp.GradScaler("cpu", enabled=enabled)
+            optimizer = AdamW(parameters, **options)
+            one_step(scaler, optimizer, "cpu")
+            ways[name, enabled] = scaler.last_step.way
+    assert ways == {
+        ("fused", True): "folded",
+        ("fused", False): "bare: neither scaling nor max_norm",
+        ("foreach", True): "in place: AdamW is not fused",
+        ("foreach", False): "bare: neither scaling nor max_norm",
+    }
+
+
+@pytest.mark.parametrize("max_norm", [1.0, None])
+def test_a_disabled_scaler_skips_only_where_it_reads(max_norm, backend, device):
+    parameters = parameters_with(torch.tensor([1.0, math.nan], device=device))
+    scaler = fastamp.GradScaler(device, enabled=False)
+    scaler.step(torch.optim.SGD(parameters, lr=1.0), max_norm=max_norm)
+    assert parameters[0].isnan().any().item() == (max_norm is None)
+    assert scaler.last_step.skipped == (max_norm is not None)
+
+
+def two_optimizers(first, second, device, scale=1024.0):
+    """Return parameters of norm 3 and 4 with their optimizers."""
+    parameters = parameters_with(*[torch.full((1,), x * scale, device=device) for x in (3.0, 4.0)])
+    made = [OPTIMIZERS[n]([p]) for n, p in zip((first, second), parameters, strict=True)]
+    return parameters, made
+
+
+@pytest.mark.parametrize("second", ["adam fused", "own"])
+@pytest.mark.parametrize("first", OPTIMIZERS)
+@pytest.mark.parametrize("hooked", [True, False])
+def test_several_optimizers_are_clipped_to_one_norm(first, second, hooked, backend, device):
+    parameters, optimizers = two_optimizers(first, second, device)
+    if hooked:
+        optimizers[1].register_step_pre_hook(lambda *_: None)
+    scaler = make_scaler(fastamp.GradScaler, device)
+    scaler.scale(torch.ones((), device=device))
+    results = scaler.step(optimizers, max_norm=2.5)
+    assert results == [None, None]
+    scaler.update()
+    assert scaler.last_step.norm.item() == 5.0
+    for parameter, grad in zip(parameters, (1.5, 2.0), strict=True):
+        assert parameter.grad.item() == pytest.approx(grad, rel=1e-6)
+    alone = [p.detach().clone() for p in parameters]
+    parameters, optimizers = two_optimizers(first, second, device, scale=0.5)
+    for optimizer in optimizers:
+        optimizer.step()
+    for ours, right in zip(alone, parameters, strict=True):
+        torch.testing.assert_close(ours, right.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("second", ["adam fused", "own"])
+@pytest.mark.parametrize("first", OPTIMIZERS)
+@pytest.mark.parametrize("enabled", [True, False])
+def test_one_bad_gradient_skips_several_optimizers(first, second, enabled, backend, device):
+    parameters, optimizers = two_optimizers(first, second, device)
+    before = [p.detach().clone() for p in parameters]
+    parameters[1].grad.fill_(math.nan)
+    scaler = fastamp.GradScaler(device, enabled=enabled)
+    scaler.scale(torch.ones((), device=device))
+    scaler.step(tuple(optimizers), max_norm=2.5)
+    scaler.update()
+    assert scaler.last_step.skipped
+    assert scaler.skipped_steps == 1
+    assert all(map(torch.equal, parameters, before))
+    if enabled:
+        assert scaler.get_scale() == 32768.0
+
+
+def test_a_list_of_optimizers_is_checked():
+    parameters, optimizers = two_optimizers("own", "own", "cpu")
+    scaler = make_scaler(fastamp.GradScaler, "cpu")
+    scaler.scale(torch.ones(()))
+    for bad in ([], [optimizers[0]] * 2):
+        with pytest.raises(ValueError, match="optimizer: expected at least one, and none twice"):
+            scaler.step(bad, max_norm=1.0)
+    scaler.unscale_(optimizers[0])
+    with pytest.raises(RuntimeError, match="optimizer: of several, all have to be unscaled"):
+        scaler.step(optimizers, max_norm=1.0)
+    assert [p.grad.item() for p in parameters] == [3.0, 4096.0]
