@@ -31,7 +31,7 @@ struct PaddedCopy {
   const char* row;
   char* out;
 
-  /// Copies what is there from dimension `dim` on, and fills in the padding behind it.
+  /// Copies the row from dimension `dim` on, and pads it.
   void copy(std::size_t dim) {
     const std::int64_t length = shape[dim];
     if (dim == last) {

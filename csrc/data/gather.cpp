@@ -205,7 +205,7 @@ GatherQueue::GatherQueue(std::vector<Column> columns, int depth, int num_threads
 
 GatherQueue::~GatherQueue() {
   if (shared_->owner_pid != getpid()) {
-    // A forked child has none of the threads: there is nothing to join, and locks stay locked.
+    // A forked child has none of the threads to join, and locks stay locked.
     static_cast<void>(shared_.release());
     return;
   }

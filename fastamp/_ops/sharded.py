@@ -242,7 +242,7 @@ def _layout(
 
 
 def _reduce(found: Tensor, sums: dict[Layout, Tensor], norm_type: float) -> tuple[Tensor, ...]:
-    """Return the flag and the sum over all ranks, the same to the bit on each of them."""
+    """Return the flag and the sum over all ranks, bit-identical on each of them."""
     for group in _mesh_groups(sums):
         layouts = [layout for layout in sums if group in layout.groups]
         held = (sums[layout] for layout in layouts)

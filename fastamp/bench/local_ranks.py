@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def run_on_ranks(count: int, work: Callable[..., T], *args: object) -> T:
-    """Call `work` on so many ranks; return rank 0's result after all of them have ended."""
+    """Call `work` on `count` ranks; return rank 0's result after all have ended."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(_start, (count, folder, work, args), nprocs=count)  # type: ignore[no-untyped-call]
         result: T = pickle.loads(Path(folder, "result").read_bytes())  # noqa: S301 - our own

@@ -45,7 +45,7 @@ class Interval:
 
 
 def show(value: float, spec: str) -> str:
-    """Return a number as text; n/a where there is none."""
+    """Return a number as text; n/a for NaN."""
     return format(value, spec) if math.isfinite(value) else "n/a"
 
 
@@ -82,7 +82,7 @@ def bootstrap(values: list[float], *, mean: bool = False) -> Interval:
 
 
 def verdict_on(found: Interval, low: float = -math.inf, high: float = math.inf) -> str:
-    """Judge a figure that is to lie from `low` to `high`: pass, fail or inconclusive.
+    """Judge a figure that should lie between `low` and `high`: pass, fail or inconclusive.
 
     It passes when its whole interval lies there, and fails when none of it does.
     """

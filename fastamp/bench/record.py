@@ -18,12 +18,12 @@ from fastamp.train.options import progress
 SCHEMA_VERSION = 4  # of the record: a field that comes, goes or changes its meaning is a new one
 Details = dict[str, dict[str, float]]  # more figures of each arm, by name
 
-PLAIN = "plain"  # the arm that does the same work in the plainest way: what others are held against
+PLAIN = "plain"  # the arm that does the same work in the plainest way
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One target: the figure is to lie between two ends, of which one may be infinite."""
+    """One target: the two ends that a figure should lie between; one may be infinite."""
 
     name: str
     figure: Interval | None
@@ -69,7 +69,7 @@ def judge(
     *,
     excused: bool = False,
 ) -> Verdict:
-    """Judge a figure that is to lie between two ends; n/a where it is excused or there is none."""
+    """Judge a figure by its target; n/a if it is excused or None."""
     verdict = "n/a" if excused or figure is None else verdict_on(figure, *ends)
     return Verdict(name=name, figure=figure, ends=ends, unit=unit, verdict=verdict, reason=reason)
 
@@ -91,7 +91,7 @@ def run_cases(
     make: Callable[[str], Case],
     notes: list[str],
 ) -> Report:
-    """Race the arms of each case, which is made when its turn comes."""
+    """Race the arms of each case, one case after the other."""
     races, details, rows, metrics = {}, {}, [], {}
     with progress(len(names)) as tick:
         for name in names:

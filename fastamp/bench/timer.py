@@ -40,7 +40,7 @@ def prepare(args: argparse.Namespace) -> Task:
 
 
 def make_visits(device: str = "cpu") -> dict[str, timeit.Timer]:
-    """Return what times each statement so many times, by arm."""
+    """Return what times each statement, by arm."""
     found: deque[int] = deque(maxlen=1)
 
     @contextlib.contextmanager

@@ -148,7 +148,7 @@ class TrainConfig:
         return compute_effective_precision(self.precision, self.use_amp, use_gpu=use_gpu)
 
     def lr_factor(self, n_taken: int, total: int | None) -> float:
-        """Return the factor of the learning rate after so many steps of `total`."""
+        """Return the factor of the learning rate after `n_taken` of `total` steps."""
         if n_taken < self.warmup_steps:
             return (n_taken + 1) / self.warmup_steps
         if total is None:  # and the schedule is constant

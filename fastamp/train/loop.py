@@ -27,7 +27,8 @@ def fine_tune(
     2. A step: for each of `config.accumulate` batches forward and loss under autocast, and backward
        of the scaled loss; then unscale, check, clip and step at once. The learning rate advances
        after a step that was taken; the loop learns of that one step later, without a wait.
-    3. After every epoch, or so many steps: evaluation in the same precision, and a checkpoint.
+    3. After every epoch, or as often as the config says: evaluation in the same precision, and a
+       checkpoint.
 
     With a checkpoint folder, SIGTERM and Ctrl-C let the current step and its evaluation finish, and
     write a checkpoint first. On a CPU a run that is interrupted or killed, and resumed, is

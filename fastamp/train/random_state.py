@@ -17,7 +17,7 @@ def seed_all(seed: int, rank: int, step: int = 0) -> None:
 
 
 def rng_state(device: torch.device, own: torch.Generator | None = None) -> dict[str, Any]:
-    """Return the generators' states, and that of a generator of one's own."""
+    """Return the generators' states, and that of `own`, a generator."""
     numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - the program's generator
     numpy["state"]["key"] = numpy["state"]["key"].tolist()
     return {

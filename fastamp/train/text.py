@@ -16,7 +16,7 @@ from fastamp.train.options import refuse
 Bytes = npt.NDArray[np.uint8]
 Batch = tuple[torch.Tensor, torch.Tensor]  # bytes, and the bytes to predict
 
-VALIDATION_PART = 10  # one byte in so many
+VALIDATION_PART = 10  # the last tenth is held out
 # Third-party code, and tests, which some distributions leave out of the standard library.
 EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
@@ -40,7 +40,7 @@ def load_corpus(path: str | None, *, block_size: int) -> Corpus:
         block_size: the length of a window in bytes; both parts must hold more than one.
 
     Raises:
-        argparse.ArgumentError: there is nothing to read at `path`, or too little.
+        argparse.ArgumentError: `path` holds no text, or too little.
     """
     if path is None:
         source = f"standard library of Python {platform.python_version()}"
@@ -79,7 +79,7 @@ def training_batches(
 def validation_batches(
     data: Bytes, block_size: int, batch_size: int, windows: int, device: str = "cpu"
 ) -> Iterator[Batch]:
-    """Yield batches of so many windows that start at equal distances over the whole of `data`."""
+    """Yield batches of windows that start at equal distances over all of `data`."""
     starts = np.linspace(0, len(data) - block_size - 1, windows).astype(np.int64)
     for first in range(0, windows, batch_size):
         yield _windows(data, starts[first : first + batch_size], block_size, device)
