@@ -22,7 +22,8 @@ class StepReport:
         clip_coef: what clipping multiplied the gradients by, 1 without clipping.
         found_inf: 1.0 where a gradient held inf or NaN and the step was skipped, else 0.0.
         scale: the loss scale of this step; 1 without scaling.
-        way: how the step was made, and why not faster: "folded", or "in place: SGD is not fused".
+        way: how the step was made, and why not faster: "folded", or "in place: SGD is not fused";
+            and whether Python had to read gradients, as on a GPU that this build has no code for.
     """
 
     norm: Tensor

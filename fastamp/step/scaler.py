@@ -332,7 +332,7 @@ class GradScaler(torch.amp.GradScaler):
         # The user's own scale is taken out as well.
         given: Tensor | None = None if waits else getattr(optimizers[0], "grad_scale", None)
         is_ready = states[0]["stage"] is OptState.READY
-        packed, grad_scale = None, given
+        whole, packed, grad_scale = None, None, given
         if is_ready or max_norm is not None:
             whole = cast("_ops.Packed", self._pack(optimizers, grads))
             if in_place:
@@ -344,8 +344,7 @@ class GradScaler(torch.amp.GradScaler):
             stats = self._record(states, whole.device, whole.grad_stats(2.0, clip), clip)
             grad_scale = stats.grad_scale
         found_inf = _any(states[0]["found_inf_per_device"].values())
-        way = _way(reasons.values(), hooked) if in_place else "folded"
-        report = self._report(states[0], found_inf, way)
+        report = self._report(states[0], found_inf, _way(reasons.values(), hooked, whole))
         if waits and report.skipped:
             self._skipped_before += 1
             return [None] * len(optimizers)
@@ -445,10 +444,15 @@ def _above_zero(name: str, value: float) -> float:
     return number
 
 
-def _way(reasons: Iterable[str | None], hooked: Sequence[Optimizer]) -> str:
-    """Say why gradients are unscaled and clipped in place."""
+def _way(
+    reasons: Iterable[str | None], hooked: Sequence[Optimizer], packed: _ops.Packed | None
+) -> str:
+    """Say how a step is made, and why not faster."""
     found = [reason for reason in dict.fromkeys(reasons) if reason]
-    return f"in place: {'; '.join(found + ['a step_pre_hook looks on'] * bool(hooked))}"
+    found += ["a step_pre_hook looks on"] * bool(hooked)
+    way = f"in place: {'; '.join(found)}" if found else "folded"
+    by_python = packed is not None and packed.has_fallback
+    return f"{way}; some gradients are read by the fallback" if by_python else way
 
 
 def _parameters_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
