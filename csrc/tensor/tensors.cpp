@@ -18,14 +18,26 @@ struct Torch {
   PyTypeObject* tensor = nullptr;  // these two types only: a subclass may lie about its memory
   PyTypeObject* parameter = nullptr;
   const PyGetSetDef* requires_grad = nullptr;
-  PyObject* is_neg = nullptr;  // methods of torch.Tensor
+  PyObject* is_zero = nullptr;  // methods of torch.Tensor
+  PyObject* is_neg = nullptr;
   PyObject* is_conj = nullptr;
   const dlpack::ExchangeApi* api = nullptr;
 };
 
 Torch torch;
 
-/// Reads a plain tensor that has an address: sparse ones, those on meta and the like have none.
+// Where the first 4 GiB end. torch's zero tensors have no memory, and their rows "lie" at the
+// offset itself; most programs have no memory there at all.
+constexpr std::uintptr_t kLowAddress = std::uintptr_t{1} << 32;
+
+bool calls(PyObject* method, PyObject* self) {
+  const auto answer = py::reinterpret_steal<py::object>(PyObject_CallOneArg(method, self));
+  if (!answer) PyErr_Clear();
+  return !answer.is(py::handle(Py_False));
+}
+
+/// Reads a plain tensor that has an address: sparse ones, those on meta, torch's zero tensors and
+/// the like have none.
 bool read(py::handle object, dlpack::Tensor& found) {
   const PyTypeObject* type = Py_TYPE(object.ptr());
   if ((type != torch.tensor && type != torch.parameter) || torch.api == nullptr) return false;
@@ -33,6 +45,9 @@ bool read(py::handle object, dlpack::Tensor& found) {
     PyErr_Clear();
     return false;
   }
+  if (reinterpret_cast<std::uintptr_t>(found.data) < kLowAddress &&
+      calls(torch.is_zero, object.ptr()))
+    return false;
   found.data = static_cast<char*>(found.data) + found.byte_offset;
   return true;
 }
@@ -79,16 +94,12 @@ bool is_on(dlpack::Device found, dlpack::Device wanted) {
 bool has_flags(py::handle object, DataType dtype, std::int64_t numel) {
   if (dtype.code == dlpack::kInt || dtype.code == dlpack::kUInt || dtype.code == dlpack::kBool)
     return false;
-  const auto is_true = [](PyObject* answer) {
-    return !py::reinterpret_steal<py::object>(answer).is(py::handle(Py_False));
-  };
-  const auto calls = [&](PyObject* method) {
-    PyObject* self = object.ptr();
-    return is_true(PyObject_Vectorcall(method, &self, 1, nullptr));
-  };
-  return is_true(torch.requires_grad->get(object.ptr(), torch.requires_grad->closure)) ||
-         (numel <= 1 && calls(torch.is_neg)) ||
-         (dtype.code == dlpack::kComplex && (calls(torch.is_conj) || calls(torch.is_neg)));
+  PyObject* self = object.ptr();
+  const auto requires_grad = py::reinterpret_steal<py::object>(
+      torch.requires_grad->get(self, torch.requires_grad->closure));
+  return !requires_grad.is(py::handle(Py_False)) || (numel <= 1 && calls(torch.is_neg, self)) ||
+         (dtype.code == dlpack::kComplex &&
+          (calls(torch.is_conj, self) || calls(torch.is_neg, self)));
 }
 
 }  // namespace
@@ -103,6 +114,7 @@ bool attach_torch() {
   PyObject* requires_grad = keep(tensor.attr("requires_grad"));
   if (Py_TYPE(requires_grad) != &PyGetSetDescr_Type) return false;
   torch.requires_grad = reinterpret_cast<PyGetSetDescrObject*>(requires_grad)->d_getset;
+  torch.is_zero = keep(tensor.attr("_is_zerotensor"));
   torch.is_neg = keep(tensor.attr("is_neg"));
   torch.is_conj = keep(tensor.attr("is_conj"));
   const py::object capsule = py::getattr(tensor, "__dlpack_c_exchange_api__", py::none());

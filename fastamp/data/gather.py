@@ -71,7 +71,9 @@ def _column(array: Any) -> Column | None:
     if type(array) is not torch.Tensor or array.ndim == 0 or array.requires_grad:
         return None
     plain = array.layout is torch.strided and array.device.type == "cpu"
-    if not plain or array.is_conj() or array.is_neg() or not array[:1].is_contiguous():
+    if not plain or array.is_conj() or array.is_neg() or array._is_zerotensor():
+        return None
+    if not array[:1].is_contiguous():
         return None
     return Column(array, array.dtype)
 
