@@ -5,7 +5,8 @@ import importlib
 import json
 import math
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,22 +26,38 @@ def require(module: str, extra: str) -> Any:
 class _Lines:
     """A text file that is appended to, and closed between batches, so that it survives a kill."""
 
-    start: str  # the first characters of every such file
+    header = b""
+    row: re.Pattern[bytes]  # a whole one, with its newline
+    start = b""  # of every row
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a+b") as file:
             file.seek(0)
-            found = file.read(len(self.start)).decode(errors="replace")
-            if not self.start.startswith(found):
-                msg = f"path: expected a file that starts with {self.start!r}, got {self._path}"
+            nbytes, rest = self._measure(file)
+            half = rest[: len(self.start)] == self.start[: len(rest)] and not self._is_whole(rest)
+            if rest and not (nbytes and half):
+                msg = f"path: {self._path} is not a file that {type(self).__name__} has written"
                 raise ValueError(msg)
-            file.seek(0)
-            n_whole = sum(len(line) for line in file if line.endswith(b"\n"))
-            file.truncate(n_whole)  # a killed process may have left half a line
-            if n_whole == 0 and self.start.endswith("\n"):
-                file.write(self.start.encode())
+            file.truncate(nbytes)  # a killed process may have left half a row
+            if not nbytes:
+                file.write(self.header)
+
+    def _measure(self, file: Iterable[bytes]) -> tuple[int, bytes]:
+        """Return the length of the rows that are ours, and what follows them."""
+        nbytes, row = 0, b""
+        for line in file:
+            row += line
+            if self._is_whole(row):
+                is_header = self.header and not nbytes
+                if row != self.header if is_header else not self.row.fullmatch(row):
+                    break
+                nbytes, row = nbytes + len(row), b""
+        return nbytes, row
+
+    def _is_whole(self, row: bytes) -> bool:
+        return row.endswith(b"\n")
 
 
 class JsonLines(_Lines):
@@ -57,7 +74,8 @@ class JsonLines(_Lines):
         ValueError: the file exists and holds something else.
     """
 
-    start = '{"name": '
+    row = re.compile(rb'\{"name": ".*", "step": -?\d+, "value": [-+\w."]+\}\n')
+    start = b'{"name": '
 
     def __call__(self, scalars: list[Scalar]) -> None:
         """Append one line for each (name, step, value)."""
@@ -73,12 +91,17 @@ class Csv(_Lines):
     Args and Raises: as `JsonLines`.
     """
 
-    start = "name,step,value\n"
+    header = b"name,step,value\n"
+    row = re.compile(rb'(?:[^",\r\n]*|"(?:[^"]|"")*"),-?\d+,[-+\w.]+\n')
 
     def __call__(self, scalars: list[Scalar]) -> None:
         """Append one line for each (name, step, value)."""
-        with self._path.open("a", encoding="utf-8", newline="") as file:
+        # Python's names for bytes that are no text are written as escapes.
+        with self._path.open("a", encoding="utf-8", errors="backslashreplace", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows(scalars)
+
+    def _is_whole(self, row: bytes) -> bool:
+        return row.endswith(b"\n") and row.count(b'"') % 2 == 0  # a quoted name may have newlines
 
 
 class TensorBoard:

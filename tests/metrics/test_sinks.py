@@ -86,11 +86,49 @@ def test_files_hold_what_was_logged_and_are_continued(tmp_path, kind):
 def test_a_file_of_something_else_is_left_alone(tmp_path, kind):
     path = tmp_path / "notes.txt"
     path.write_text("mine")
-    with pytest.raises(ValueError, match="path: expected a file that starts with"):
+    with pytest.raises(ValueError, match="notes.txt is not a file that"):
         kind(path)
     assert path.read_text() == "mine"
     with pytest.raises(OSError, match=str(tmp_path)):
         kind(tmp_path)
+
+
+FOREIGN = [
+    b'{"name": "x", "port": 8080}',
+    b'{"name": "x", "port": 8080}\n',
+    b"{",
+    b"nam",
+    b"name,step,value",
+    b"name,step,value\nx,1,2.0\nnotes: none\n",
+    b"name,age,value\n",
+    b'{"name": "a", "step": 1, "value": 2.0}\n{"port": 8080}\n',
+    b'{"name": "a", "step": 1, "value": 2.0}\nport',
+    b"\n",
+]
+
+
+@pytest.mark.parametrize("content", FOREIGN, ids=str)
+@pytest.mark.parametrize("kind", [JsonLines, Csv])
+def test_a_file_that_only_begins_like_ours_is_left_alone(tmp_path, kind, content):
+    path = tmp_path / "config"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="config is not a file that"):
+        kind(path)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("kind", [JsonLines, Csv])
+def test_half_a_row_is_cut_off_and_odd_names_are_whole_rows(tmp_path, kind):
+    names = ["x", 'a"b', "two\nlines", "comma, and more", "\udc80", "é"]
+    path = tmp_path / "log"
+    kind(path)([(name, -3, value) for name in names for value in (1e-5, math.inf, math.nan)])
+    whole = path.read_bytes()
+    kind(path)
+    assert path.read_bytes() == whole
+    path.write_bytes(whole[:-4])
+    kind(path)
+    rows = whole.splitlines(keepends=True)
+    assert path.read_bytes() == b"".join(rows[:-1])
 
 
 def test_flushed_values_survive_a_kill(tmp_path):
