@@ -1,12 +1,14 @@
 """One scalar's history: statistics of every value, and an even sample that stays bounded."""
 
 import math
+import operator
 from array import array
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,27 @@ class Series:
         places = [self._capacity, self._stride, self._count, *self._last]
         return {"steps": [*self._steps], "values": [*self._values], "at": places, "sums": sums}
 
-    def load_state_dict(self, state: dict[str, list[Any]]) -> None:
-        """Restore what `state_dict` returned."""
-        self._steps, self._values = array("q", state["steps"]), array("d", state["values"])
-        self._capacity, self._stride, self._count, *last = state["at"]
-        self._last = (last[0], last[1])
-        self._n_finite, self._sum, self._min, self._max = state["sums"]
+    @classmethod
+    def restore(cls, state: dict[str, list[Any]]) -> Self:
+        """Return the series of a state, or raise an error if it cannot be one."""
+        capacity, stride, count, *last = map(operator.index, state["at"][:-1])
+        if capacity < 2:
+            msg = f"capacity is {capacity}"
+            raise ValueError(msg)
+        made = cls(capacity)
+        made._steps, made._values = array("q", state["steps"]), array("d", state["values"])
+        made._stride, made._count, made._last = stride, count, (last[0], float(state["at"][-1]))
+        n_finite, *sums = state["sums"]
+        made._n_finite = operator.index(n_finite)
+        made._sum, made._min, made._max = map(float, sums)
+        n_kept = -(-count // stride) if stride > 0 else -1
+        if not (len(made._steps) == len(made._values) == n_kept <= capacity):
+            msg = f"{len(made._steps)} steps, {len(made._values)} values, of {count} by {stride}"
+            raise ValueError(msg)
+        if not (0 <= made._n_finite <= count and count > 0):
+            msg = f"{n_finite} finite values of {count}"
+            raise ValueError(msg)
+        return made
 
     def _is_last_apart(self) -> bool:
         return (self._count - 1) % self._stride > 0

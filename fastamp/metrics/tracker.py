@@ -26,6 +26,7 @@ Entry: TypeAlias = tuple[Name, int, float | OnDevice]
 
 QUEUE = 4096
 BATCHES_IN_FLIGHT = 8
+NAMES = 10_000  # with a history
 LIMIT = 2**63
 
 
@@ -35,7 +36,8 @@ class MetricsTracker:
     `log_scalar` puts a value into a queue. `flush`, and every 4,096th value, empties the queue into
     the histories and the sinks, in order; values on a device follow once they have been copied.
     Only `flush`, `summary`, `history`, `plot` and `close` wait for them, and so does a queue whose
-    device is 30,000 values behind. Any thread may log. A tracker with sinks is closed at exit.
+    device is 30,000 values behind. Any thread may log. A tracker with sinks is closed at exit. The
+    first 10,000 names have histories; others go to the sinks only, and the log says so once.
 
     Args:
         capacity: the longest history to keep of one name; at least 2.
@@ -162,10 +164,14 @@ class MetricsTracker:
             return {name: series.state_dict() for name, series in self._series.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; call `watch` for a scaler afterwards."""
+        """Restore what `state_dict` returned; call `watch` for a scaler afterwards.
+
+        Raises:
+            ValueError: it is no such state; the histories are as they were.
+        """
+        loaded = {name: _restore(name, kept) for name, kept in state.items()}
         with self._lock:
-            for name, series in state.items():
-                self._series[name].load_state_dict(series)
+            self._series.update(loaded)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw every history into a file; its suffix (.png, .svg, .pdf) chooses the format.
@@ -228,7 +234,11 @@ class MetricsTracker:
             steps.append(step)
             values.append(value)
         for name, column in columns.items():
-            self._series[name].extend(*column)
+            if name in self._series or len(self._series) < NAMES:
+                self._series[name].extend(*column)
+            elif NAMES not in self._reported:
+                self._reported.add(NAMES)
+                logging.getLogger(__name__).warning("%r and further names have no history", name)
         for sink in self._sinks if scalars and _is_first_rank() else ():
             try:
                 sink([*scalars])
@@ -270,6 +280,14 @@ def _send(batch: list[Entry]) -> list[Transfer]:
             places.append(place)
             values.append(value[0])
     return [Transfer(stream, *group) for (_, stream), group in by_stream.items()]
+
+
+def _restore(name: str, kept: Any) -> Series:
+    try:
+        return Series.restore(kept)
+    except (TypeError, ValueError, LookupError, OverflowError) as error:
+        msg = f"state[{name!r}]: is not the state of a history: {error!r}"
+        raise ValueError(msg) from error
 
 
 def _is_first_rank() -> bool:

@@ -6,8 +6,10 @@ name it may pass a function that makes scalars of the step and the value, once t
 
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -30,11 +32,13 @@ class ScalerWatch:
         scale, skipped = (known.get(f"train/{name}") for name in ("loss_scale", "skipped_steps"))
         self._scale = scale.last if scale else math.nan
         self._n_skipped = int(skipped.last) if skipped else 0
-        scaler._observers.append(self)
+        # The scaler forgets it with its tracker.
+        self._reference = weakref.ref(self, partial(_forget, scaler._observers))
+        scaler._observers.append(self._reference)
 
     def stop(self) -> None:
         """Leave the scaler."""
-        self._scaler._observers.remove(self)
+        _forget(self._scaler._observers, self._reference)
 
     def stepped(self) -> None:
         """Log the scaler's last step, and the scale that it had."""
@@ -58,6 +62,11 @@ class ScalerWatch:
         if scale != self._scale:
             self._scale = scale
             yield "train/loss_scale", step, scale
+
+
+def _forget(observers: list[Any], reference: Any) -> None:
+    if reference in observers:
+        observers.remove(reference)
 
 
 def watch_means(log: Log, source: Any) -> Callable[[], None]:

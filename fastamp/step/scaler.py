@@ -78,7 +78,8 @@ class GradScaler(torch.amp.GradScaler):
         self.process_group = process_group
         self._skipped: dict[torch.device, Tensor] = {}
         self._skipped_before = 0  # by the instance that this one was unpickled from
-        self._observers: list[Any] = []  # told of every step and update; see fastamp.metrics
+        # Weak references to what is told of every step and update; see fastamp.metrics.
+        self._observers: list[Callable[[], Any]] = []
         self.last_step: StepReport = unmeasured("no step yet")
         """What the last call of `step` found."""
 
@@ -147,8 +148,9 @@ class GradScaler(torch.amp.GradScaler):
             raise TypeError(msg)
         for state in states:
             state["stage"] = OptState.STEPPED
-        for observer in self._observers:
-            observer.stepped()
+        for reference in self._observers:
+            if (observer := reference()) is not None:
+                observer.stepped()
         return results if several else results[0]
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
@@ -204,8 +206,9 @@ class GradScaler(torch.amp.GradScaler):
         super().update(new_scale)
         if self._enabled and self._scale is not None and (self._min_scale or self._max_scale):
             self._scale.clamp_(self._min_scale, self._max_scale)
-        for observer in self._observers:
-            observer.updated()
+        for reference in self._observers:
+            if (observer := reference()) is not None:
+                observer.updated()
 
     def nonfinite_parameters(self, module: torch.nn.Module) -> list[NonFinite]:
         """Name the parameters of a module whose gradients hold inf or NaN.

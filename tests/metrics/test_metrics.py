@@ -106,6 +106,49 @@ def test_memory_does_not_grow_with_the_number_of_values():
     assert peak < 3_000_000
 
 
+def test_histories_of_the_first_names_are_kept(monkeypatch, caplog):
+    monkeypatch.setattr(tracker, "NAMES", 3)
+    sink = Collect()
+    made = fastamp.MetricsTracker(sinks=[sink])
+    for name in "abcdea":
+        made.log_scalar(name, 1.0, 0)
+    assert list(made.summary()) == ["a", "b", "c"]
+    assert made.summary()["a"].count == 2
+    assert [name for name, _, _ in sink] == [*"abcdea"]
+    assert caplog.messages == ["'d' and further names have no history"]
+    made.close()
+
+
+BROKEN = [
+    None,
+    {},
+    {"at": [1, 1, 1, 0, 0.0]},
+    {"at": [4, 0, 1, 0, 0.0]},
+    {"at": [4, -1, 1, 0, 0.0]},
+    {"at": [4, 1, 9, 0, 0.0]},
+    {"at": [4, 1, 1, 0, "x"]},
+    {"at": [4, 1, 1, 0]},
+    {"at": [4.5, 1, 1, 0, 0.0]},
+    {"steps": [2**70]},
+    {"steps": []},
+    {"values": ["x"]},
+    {"sums": [5, 0.0, 0.0, 0.0]},
+    {"sums": [1, 0.0]},
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=str)
+def test_a_state_that_is_none_is_refused_by_name_and_changes_nothing(broken):
+    whole = {"steps": [0], "values": [1.0], "at": [4, 1, 1, 0, 1.0], "sums": [1, 1.0, 1.0, 1.0]}
+    made = fastamp.MetricsTracker()
+    made.load_state_dict({"x": whole})
+    before = made.state_dict()
+    bad = {**whole, **broken} if broken else broken
+    with pytest.raises(ValueError, match=r"state\['y'\]: is not the state of a history"):
+        made.load_state_dict({"x": {**whole, "steps": [7]}, "y": bad})
+    assert made.state_dict() == before == {"x": whole}
+
+
 def test_threads_may_log_at_once(monkeypatch):
     monkeypatch.setattr(tracker, "QUEUE", 64)
     sink, before_s = Collect(), sys.getswitchinterval()

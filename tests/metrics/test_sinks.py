@@ -86,7 +86,7 @@ def test_files_hold_what_was_logged_and_are_continued(tmp_path, kind):
 def test_a_file_of_something_else_is_left_alone(tmp_path, kind):
     path = tmp_path / "notes.txt"
     path.write_text("mine")
-    with pytest.raises(ValueError, match="notes.txt is not a file that"):
+    with pytest.raises(ValueError, match=r"notes\.txt is not a file that"):
         kind(path)
     assert path.read_text() == "mine"
     with pytest.raises(OSError, match=str(tmp_path)):

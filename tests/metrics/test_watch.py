@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import pickle
@@ -64,6 +65,14 @@ def test_a_tracker_goes_on_where_another_stopped():
     assert second.summary()["x"] == whole.summary()["x"]
     assert second.history("train/skipped_steps")[1].tolist() == [1, 2, 3]
     assert second.history("train/loss_scale")[1].tolist() == [8.0, 4.0, 2.0, 1.0]
+
+
+def test_a_scaler_forgets_trackers_that_are_gone():
+    scaler = fastamp.GradScaler("cpu")
+    for _ in range(10):
+        fastamp.MetricsTracker().watch(scaler)
+    gc.collect()
+    assert scaler._observers == []
 
 
 def test_a_scaler_without_scaling_tells_its_norms_until_the_tracker_is_closed():
