@@ -11,7 +11,7 @@ DEFERRED = (signal.SIGTERM, signal.SIGINT)
 
 
 class Signals:
-    """Defers SIGTERM and Ctrl-C until `deliver`; a second Ctrl-C interrupts at once.
+    """Defers SIGTERM and Ctrl-C until `deliver` or the end; a second one acts at once.
 
     Only in the main thread, and only signals that are not ignored.
     """
@@ -32,20 +32,28 @@ class Signals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._previous:
-            signal.signal(*self._previous.popitem())
+        if self.received is None:
+            self._put_back()
+        else:  # during the last checkpoint, or the program has raised an error
+            self._act(self.received)
 
     def deliver(self, number: int) -> None:
         """Do what a signal, received here or on another rank, does without this object."""
+        self._act(number)
+        self.__enter__()  # the program's own handler lets training continue
+
+    def _act(self, number: int) -> None:
         self.received = None
         previous = self._previous.get(number, signal.SIG_DFL)
-        self.__exit__()
+        self._put_back()
         if number == signal.SIGTERM and previous is signal.SIG_DFL:
             raise SystemExit(128 + number)  # so that `finally` blocks and exit handlers run
         signal.raise_signal(number)
-        self.__enter__()  # the program's own handler lets training continue
+
+    def _put_back(self) -> None:
+        while self._previous:
+            signal.signal(*self._previous.popitem())
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self.received = number
-        if number == signal.SIGINT:
-            signal.signal(number, self._previous[number])
+        signal.signal(number, self._previous[number])

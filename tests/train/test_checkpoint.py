@@ -291,6 +291,55 @@ def test_a_second_interrupt_does_not_wait(tmp_path):
     assert names(tmp_path) == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_the_last_checkpoint_is_not_lost(number, tmp_path, monkeypatch):
+    rename = Path.replace
+
+    def replace(path, target):
+        if target.name == "step-00000040.pt":
+            signal.raise_signal(number)
+        return rename(path, target)
+
+    monkeypatch.setattr("pathlib.Path.replace", replace)
+    with pytest.raises(SystemExit if number == signal.SIGTERM else KeyboardInterrupt):
+        run(tmp_path, checkpoint_every=1000)
+    assert names(tmp_path) == ["step-00000040.pt"]
+
+
+def test_a_signal_is_not_lost_where_the_program_raises(tmp_path):
+    def fail():
+        signal.raise_signal(signal.SIGTERM)
+        msg = "the program's own"
+        raise LookupError(msg)
+
+    with pytest.raises(SystemExit) as raised:
+        run(tmp_path, checkpoint_every=1000, loss_fn=act_at(8, fail))
+    assert isinstance(raised.value.__context__, LookupError)
+
+
+def hang(folder):
+    def forever():
+        (folder / "hangs").touch()
+        threading.Event().wait()
+
+    run(folder, checkpoint_every=1000, loss_fn=act_at(8, forever))
+
+
+def test_a_second_sigterm_ends_a_run_that_hangs(tmp_path):
+    process = CONTEXT.Process(target=hang, args=(tmp_path,), daemon=True)
+    process.start()
+    while not (tmp_path / "hangs").exists():
+        assert process.is_alive()
+        time.sleep(0.1)
+    process.terminate()
+    process.join(1)
+    assert process.is_alive()
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == -signal.SIGTERM
+    assert names(tmp_path) == ["hangs"]
+
+
 def test_a_handler_of_the_programs_own_is_called_and_training_goes_on(tmp_path):
     heard = []
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
