@@ -15,7 +15,7 @@ import torch
 from torch.utils.data._utils import collate as torch_collate
 
 from fastamp import _ops
-from fastamp.data.leaves import Keys, Leaf, TensorLeaf, hint, place, registered
+from fastamp.data.leaves import NUMBERS, Keys, Leaf, NumberLeaf, TensorLeaf, hint, place, registered
 from fastamp.data.slots import Slots
 from fastamp.data.structure import contents_of, rebuild
 
@@ -97,7 +97,8 @@ class BatchCollator:
             raise TypeError(msg)
         if number is not None or (function and type(first) in _STACKED.get(function, ())):
             return TensorLeaf(first, keys, self.slots.allocate, number, self.pad_multiple)
-        return Leaf(first, keys)
+        plain = function in NUMBERS and type(first) in (int, float)
+        return NumberLeaf(first, keys) if plain else Leaf(first, keys)
 
     def __reduce__(self) -> "tuple[Callable[[], BatchCollator], tuple[()]]":
         """Leave the structure out, whose types need not be picklable, and the memory."""

@@ -62,5 +62,7 @@ def count_nbytes(batch: Any) -> int:
     """Return the bytes of all tensors in a batch."""
     if isinstance(batch, Tensor):
         return batch.nbytes if batch.layout is torch.strided else 0
+    if type(batch) is list and batch and type(batch[0]) is str:  # one for each sample
+        return 0
     contents = contents_of(batch)
     return 0 if contents is None else sum(map(count_nbytes, contents.values()))
