@@ -107,7 +107,9 @@ class FetchSource(Iterator[Any]):
     _save: Callable[[], Any] | None
     """Returns the state of an iterable dataset."""
     _states: deque[Any]
-    """Gets that state after each batch, with whether the dataset has ended."""
+    """Gets that state and whether the dataset has ended after each batch, or how to ask for both."""
+    _ahead: bool
+    """Whether batches are made before they are delivered, so that states are taken at once."""
 
     def __next__(self) -> Any:
         workers = getattr(self._iterator, "_workers", ())
@@ -129,6 +131,10 @@ class FetchSource(Iterator[Any]):
         self._stats.collate_s += collate_s
         self._stats.nbytes += count_nbytes(batch)
         if self._save is not None:
-            fetcher = getattr(self._iterator, "_dataset_fetcher", None)
-            self._states.append((self._save(), bool(getattr(fetcher, "ended", False))))
+            self._states.append(self._ask() if self._ahead else (self._ask, False))
         return batch
+
+    def _ask(self) -> tuple[Any, bool]:
+        """Return the state of the dataset, and whether it has ended."""
+        fetcher = getattr(self._iterator, "_dataset_fetcher", None)
+        return self._save() if self._save else None, bool(getattr(fetcher, "ended", False))

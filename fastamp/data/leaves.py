@@ -76,7 +76,7 @@ class Leaf:
 
 
 class NumberLeaf(Leaf):
-    """Plain integers or floats, as they come from a table: torch converts each of them by itself."""
+    """Plain integers or floats, each of which torch converts by itself."""
 
     def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
         """Return a tensor of them, as `default_collate`: int64 or float64."""

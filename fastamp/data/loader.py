@@ -16,7 +16,7 @@ from fastamp.data.datasets import ArrayDataset, count_rows, is_arrays
 from fastamp.data.fetch import FetchSource, make_inner
 from fastamp.data.gather import Gatherable, GatherSource, make_gatherable
 from fastamp.data.passes import LoaderPass
-from fastamp.data.position import Indices, Position
+from fastamp.data.position import Indices, Position, check_resumable, find_save
 from fastamp.data.prefetch import prefetch
 from fastamp.data.shard import ShardSampler, check_shardable, find_ranks
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
@@ -156,6 +156,7 @@ class DataLoader(TorchDataLoader[T_co]):
                 self.generator.manual_seed(self.seed + position.epoch)
             position.generator = self.generator.get_state()
         device = None if self.device is None else torch.device(self.device)
+        to_device = device is not None and device.type != "cpu"
         to_cuda = device is not None and device.type == "cuda"
         if self._slots is None:
             self._slots = Slots(
@@ -166,10 +167,10 @@ class DataLoader(TorchDataLoader[T_co]):
         gatherable = self._gatherable()
         states: deque[Any] = deque()
         if gatherable is None:
-            batches = self._fetched(position, slots, states)
+            batches = self._fetched(position, slots, states, ahead=to_device)
         else:
             batches = self._gathered(gatherable, position, slots)
-        if device is not None and device.type != "cpu":
+        if to_device:
             batches = iter(prefetch(batches, device, _DEVICE_DEPTH))
         return LoaderPass(batches, position, self._stats, states, self.__len__)
 
@@ -208,10 +209,11 @@ class DataLoader(TorchDataLoader[T_co]):
         had, if each has had as many batches as this one.
 
         Raises:
-            TypeError: the dataset is iterable and has no `state_dict`, or is read by workers.
+            TypeError: the dataset is iterable and has no `state_dict` without arguments, or is read
+                by workers.
         """
-        position = replace(self._last or self._next)
-        self._check_resumable()
+        check_resumable(self.dataset, self.num_workers)
+        position = (self._last or self._next).now()
         generator, own = self.generator, self._sampler_generator()
         if generator is None or self.seed is not None or self._shard is not None:
             position.generator = None
@@ -257,7 +259,7 @@ class DataLoader(TorchDataLoader[T_co]):
         if not isinstance(state, dict) or state.get("version") != _STATE_VERSION:
             msg = f"state: expected what DataLoader.state_dict returns, version {_STATE_VERSION}"
             raise ValueError(msg)
-        self._check_resumable()
+        check_resumable(self.dataset, self.num_workers)
         for name, ours in self._identity().items():
             if state.get(name) != ours:
                 msg = f"state: its {name} is {state.get(name)!r}, the loader's {ours!r}"
@@ -279,21 +281,9 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what a copy counts anew, and the workers, which stay with the original."""
-        return {**vars(self), "_stats": LoaderStats(), "_slots": None, "_inner": None}
-
-    def _check_resumable(self) -> None:
-        if not isinstance(self.dataset, IterableDataset):
-            return
-        name = type(self.dataset).__name__
-        if not hasattr(self.dataset, "state_dict"):
-            msg = f"dataset: {name} is iterable and has no state_dict, so its position is unknown"
-            raise TypeError(msg)
-        if self.num_workers > 0:
-            msg = (
-                f"num_workers={self.num_workers}: {name} is iterable, and its position is known to "
-                "its workers only; use num_workers=0 to save and load it"
-            )
-            raise TypeError(msg)
+        last = self._last and self._last.now()
+        new = {"_stats": LoaderStats(), "_slots": None, "_inner": None, "_last": last}
+        return {**vars(self), **new}
 
     def _gatherable(self) -> Gatherable | None:
         """Return the dataset's columns if batches can be gathered from them."""
@@ -341,7 +331,9 @@ class DataLoader(TorchDataLoader[T_co]):
 
         return GatherSource(gatherable, indices, slots, self._stats, self.max_bytes, make)
 
-    def _fetched(self, position: Position, slots: Slots, states: deque[Any]) -> Iterator[Any]:
+    def _fetched(
+        self, position: Position, slots: Slots, states: deque[Any], *, ahead: bool
+    ) -> Iterator[Any]:
         """Return the batches that torch's iterators make, and put the dataset's states aside."""
         if position.exhausted:
             return iter(())
@@ -358,8 +350,8 @@ class DataLoader(TorchDataLoader[T_co]):
         with torch.random.fork_rng(devices=[], enabled=alone):  # the program's draws go on
             iterator = iter(inner)
         iterable = isinstance(self.dataset, IterableDataset) and self.num_workers == 0
-        save = getattr(self.dataset, "state_dict", None) if iterable else None
-        return FetchSource(iterator, self._stats, save, states)
+        save = find_save(self.dataset) if iterable else None
+        return FetchSource(iterator, self._stats, save, states, ahead)
 
 
 def _check_integer(name: str, value: Any, *, least: int) -> None:

@@ -1,14 +1,16 @@
 """Where a loader is in its epoch, and the indices that come from there on."""
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
+from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from fastamp.data.shard import ShardSampler, strides
 
@@ -27,7 +29,8 @@ class Position:
     generator: Tensor | None = None
     """State of the loader's generator when the pass began."""
     dataset: Any = None
-    """State of an iterable dataset after the last batch delivered."""
+    """State of an iterable dataset after the last batch delivered. While no batch is made ahead:
+    the method that asks for it, and for `exhausted`."""
     exhausted: bool = False
     """Whether an iterable dataset had ended with that batch."""
 
@@ -37,10 +40,49 @@ class Position:
         self.rng = self.generator = self.dataset = None
         self.exhausted = False
 
+    def now(self) -> "Position":
+        """Return a copy that stays where it is."""
+        if isinstance(self.dataset, MethodType):
+            state, exhausted = self.dataset()
+            return replace(self, dataset=state, exhausted=exhausted)
+        return replace(self)
+
     @property
     def resumed(self) -> bool:
         """Whether the pass began earlier, with the draws of its beginning."""
         return self.batch + self.consumed > 0
+
+
+def check_resumable(dataset: Any, num_workers: int) -> None:
+    """Refuse an iterable dataset that does not say where it is."""
+    if not isinstance(dataset, IterableDataset):
+        return
+    name = type(dataset).__name__
+    if not hasattr(dataset, "state_dict"):
+        msg = f"dataset: {name} is iterable and has no state_dict, so its position is unknown"
+        raise TypeError(msg)
+    if find_save(dataset) is None:
+        msg = (
+            f"dataset: the state_dict of {name} takes arguments, so its position is unknown; save "
+            "and load the dataset's own state beside the loader"
+        )
+        raise TypeError(msg)
+    if num_workers > 0:
+        msg = (
+            f"num_workers={num_workers}: {name} is iterable, and its position is known to "
+            "its workers only; use num_workers=0 to save and load it"
+        )
+        raise TypeError(msg)
+
+
+def find_save(dataset: Any) -> Callable[[], Any] | None:
+    """Return the dataset's `state_dict` if it can be called without arguments."""
+    save: Callable[[], Any] | None = getattr(dataset, "state_dict", None)
+    try:
+        inspect.signature(save).bind()  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+    return save
 
 
 @dataclass(eq=False)

@@ -316,3 +316,53 @@ def test_an_iterable_dataset_resumes_from_its_own_state(stop, backend):
     resumed = fastamp.DataLoader(Resumable(), 4)
     resumed.load_state_dict(state)
     assert_same(before + list(two_epochs(resumed, state["epoch"])), whole)
+
+
+class Counting(Resumable):
+    """Counts how often it is asked for its state."""
+
+    asked = 0
+
+    def state_dict(self):
+        self.asked += 1
+        return super().state_dict()
+
+
+def test_an_iterable_dataset_is_asked_for_its_state_when_the_loader_is(backend):
+    dataset = Counting()
+    loader = fastamp.DataLoader(dataset, 4)
+    for _ in zip(range(3), loader, strict=False):
+        pass
+    assert dataset.asked == 0
+    assert loader.state_dict()["dataset"] == {"position": 12}
+    assert dataset.asked == 1
+    assert pickle.loads(pickle.dumps(loader)).state_dict()["dataset"] == {"position": 12}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_state_is_that_after_the_last_batch_delivered(device, backend):
+    """Batches for another device than the CPU are made ahead."""
+    loader = fastamp.DataLoader(Resumable(), 4, device=device)
+    iterator = iter(loader)
+    for count in range(1, 26):
+        next(iterator)
+        state = loader.state_dict()
+        assert (state["dataset"], state["exhausted"]) == ({"position": 4 * count}, False)
+    assert next(iterator, None) is None
+    assert loader.state_dict()["dataset"] is None
+
+
+class Streaming(Resumable):
+    """Has a state as the datasets of streaming libraries have it."""
+
+    def state_dict(self, num_samples, *, from_beginning):
+        return {"position": num_samples * from_beginning}
+
+
+def test_a_state_dict_with_arguments_is_left_to_its_owner(backend):
+    loader = fastamp.DataLoader(Streaming(), 4)
+    assert_same(list(loader), list(fastamp.DataLoader(Resumable(), 4)))
+    with pytest.raises(TypeError, match="dataset: the state_dict of Streaming takes arguments"):
+        loader.state_dict()
+    with pytest.raises(TypeError, match="dataset: the state_dict of Streaming takes arguments"):
+        loader.load_state_dict(fastamp.DataLoader(Resumable(), 4).state_dict())
