@@ -107,7 +107,7 @@ class FetchSource(Iterator[Any]):
     _save: Callable[[], Any] | None
     """Returns the state of an iterable dataset."""
     _states: deque[Any]
-    """Gets that state and whether the dataset has ended after each batch, or how to ask for both."""
+    """Gets that state and whether the dataset ended after each batch, or how to ask for both."""
     _ahead: bool
     """Whether batches are made before they are delivered, so that states are taken at once."""
 

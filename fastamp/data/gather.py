@@ -11,15 +11,23 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-from torch.utils.data import Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from fastamp import _ops
 from fastamp._ops import Column
+from fastamp.data.collate import BatchCollator
 from fastamp.data.datasets import ArrayDataset, TokenDataset
 from fastamp.data.leaves import torch_dtype
 from fastamp.data.position import as_rows
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
 from fastamp.data.stats import LoaderStats
+
+_IN_MEMORY = (Subset, TensorDataset, ArrayDataset, Tensor, np.ndarray, np.memmap)
 
 
 class Gatherable(NamedTuple):
@@ -30,6 +38,34 @@ class Gatherable(NamedTuple):
     """Makes the batch, as default_collate would, out of one tensor for each column."""
     rows: Tensor | None = None
     """int64: the row that an index means, for a subset."""
+
+
+def find_path(loader: DataLoader[Any]) -> tuple[Gatherable | None, str]:
+    """Return a loader's columns if its batches can be gathered, and the way they are made."""
+    collate_fn, dataset = loader.collate_fn, loader.dataset
+    pads = type(collate_fn) is BatchCollator and collate_fn.pad is not None
+    gatherable = None
+    if loader.batch_sampler is None:
+        reason = "the loader makes no batches"
+    elif pads:
+        reason = "collate_fn pads"
+    elif type(collate_fn) is not BatchCollator and collate_fn is not default_collate:
+        reason = "collate_fn is the user's"
+    elif loader.worker_init_fn is not None:
+        reason = "worker_init_fn is given"
+    else:
+        gatherable = make_gatherable(dataset)
+        kind, module = type(dataset).__name__, type(dataset).__module__
+        reason = f"the dataset is a {kind}"
+        if module.startswith("datasets."):
+            reason = "the dataset is a Hugging Face dataset"
+        elif type(dataset) in _IN_MEMORY:
+            reason = f"the {kind} holds more than plain arrays on the CPU"
+    if gatherable is not None:
+        compiled = _ops.host_ops() is not _ops.FALLBACK
+        return gatherable, "gathered by the compiled core" if compiled else "gathered by Python"
+    workers = f", in {loader.num_workers} workers" if loader.num_workers else ""
+    return None, f"item by item{workers}: {reason}"
 
 
 def make_gatherable(dataset: object) -> Gatherable | None:

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset, Sampler, default_collate
+from torch.utils.data import IterableDataset, Sampler
 
 from fastamp.data.collate import BatchCollator
 from fastamp.data.datasets import ArrayDataset, count_rows, is_arrays
 from fastamp.data.fetch import FetchSource, make_inner
-from fastamp.data.gather import Gatherable, GatherSource, make_gatherable
+from fastamp.data.gather import Gatherable, GatherSource, find_path
 from fastamp.data.passes import LoaderPass
 from fastamp.data.position import Indices, Position, check_resumable, find_save
 from fastamp.data.prefetch import prefetch
@@ -164,7 +164,7 @@ class DataLoader(TorchDataLoader[T_co]):
                 max_bytes=DEFAULT_MAX_BYTES if self.max_bytes is None else self.max_bytes,
             )
         slots = self._slots
-        gatherable = self._gatherable()
+        gatherable, _ = find_path(self)
         states: deque[Any] = deque()
         if gatherable is None:
             batches = self._fetched(position, slots, states, ahead=to_device)
@@ -277,20 +277,17 @@ class DataLoader(TorchDataLoader[T_co]):
     def stats(self) -> LoaderStats:
         """Return what the loader has done since it was made; `str` of it is the verdict."""
         slot_wait_s = self._slots.wait_s if self._slots else 0.0
-        return replace(self._stats, slot_wait_s=slot_wait_s)
+        return replace(self._stats, slot_wait_s=slot_wait_s, path=find_path(self)[1])
+
+    def __str__(self) -> str:
+        """Say how batches are made, and why not faster: `stats().path`."""
+        return f"fastamp.DataLoader: {find_path(self)[1]}"
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what a copy counts anew, and the workers, which stay with the original."""
         last = self._last and self._last.now()
         new = {"_stats": LoaderStats(), "_slots": None, "_inner": None, "_last": last}
         return {**vars(self), **new}
-
-    def _gatherable(self) -> Gatherable | None:
-        """Return the dataset's columns if batches can be gathered from them."""
-        collates = type(self.collate_fn) is BatchCollator and self.collate_fn.pad is None
-        if not (collates or self.collate_fn is default_collate) or self.batch_sampler is None:
-            return None
-        return make_gatherable(self.dataset) if self.worker_init_fn is None else None
 
     @property
     def _batches(self) -> Any:

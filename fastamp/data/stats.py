@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 _STARVED_SHARE = 0.05
+_EXPLAINED_SHARE = 0.75  # of the waiting, by the cause that is named
 
 
 @dataclass
@@ -21,13 +22,15 @@ class LoaderStats:
     wait_s: float = 0.0
     """Of that, waiting for a batch."""
     getitem_s: float = 0.0
-    """In the dataset."""
+    """In the dataset: reading and transforming items."""
     collate_s: float = 0.0
-    """In the collate function."""
+    """In the collate function: making a batch of them."""
     copy_s: float = 0.0
     """Gathering rows, and starting copies to the device."""
     slot_wait_s: float = 0.0
     """Until there was memory for a batch."""
+    path: str = ""
+    """How batches are made: "gathered by the compiled core", or "item by item: " and the reason."""
 
     @property
     def wait_share(self) -> float:
@@ -38,6 +41,9 @@ class LoaderStats:
     def verdict(self) -> str:
         """One word: "compute-bound", or "starved 18 %: getitem", the share and its cause.
 
+        "compute-bound" is less than 5 % of waiting. The causes are "getitem", "collate", "copy" and
+        "slot-wait": the largest of the times above. It is named if it is at least three quarters of
+        the waiting; otherwise no single one explains it, and none is named: "starved 18 %".
         Before the first batch: "nothing measured yet".
         """
         if not self.batches:
@@ -51,7 +57,8 @@ class LoaderStats:
             "slot-wait": self.slot_wait_s,
         }
         cause = max(causes, key=lambda name: causes[name])
-        return f"starved {100 * self.wait_share:.0f} %: {cause}"
+        share = f"starved {100 * self.wait_share:.0f} %"
+        return f"{share}: {cause}" if causes[cause] >= _EXPLAINED_SHARE * self.wait_s else share
 
     def __str__(self) -> str:
         return self.verdict

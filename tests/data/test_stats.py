@@ -1,0 +1,67 @@
+"""What a loader says of itself: the way its batches are made, and what it waits for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.loading import Squares
+from support.streams import Stream
+from torch.utils.data import Subset, TensorDataset, default_collate
+
+import fastamp
+from fastamp.data import LoaderStats
+
+ROWS = TensorDataset(torch.arange(8))
+
+
+@pytest.mark.parametrize(
+    ("times", "verdict"),
+    [
+        ({"wait_s": 0.04, "getitem_s": 0.04}, "compute-bound"),
+        ({"wait_s": 0.18, "getitem_s": 0.17, "collate_s": 0.01}, "starved 18 %: getitem"),
+        ({"wait_s": 0.18, "collate_s": 0.9}, "starved 18 %: collate"),  # of several workers
+        ({"wait_s": 0.98, "slot_wait_s": 0.0143}, "starved 98 %"),
+        ({"wait_s": 0.06, "copy_s": 0.04}, "starved 6 %"),
+        ({"wait_s": 0.5, "getitem_s": 0.3, "collate_s": 0.2}, "starved 50 %"),
+    ],
+)
+def test_a_cause_is_named_only_where_it_explains_the_waiting(times, verdict):
+    assert str(LoaderStats(batches=1, elapsed_s=1.0, **times)) == verdict
+
+
+class Table(Squares):
+    """Comes from the library of Hugging Face."""
+
+
+Table.__module__ = "datasets.arrow_dataset"
+ITEM_BY_ITEM = {
+    "the dataset is a Squares": {"dataset": Squares()},
+    "the dataset is a Stream": {"dataset": Stream(range(3))},
+    "the dataset is a Hugging Face dataset": {"dataset": Table()},
+    "the Subset holds more than plain arrays on the CPU": {"dataset": Subset(Squares(), [1])},
+    "the TensorDataset holds more than plain arrays on the CPU": {
+        "dataset": TensorDataset(torch.ones(8, requires_grad=True))
+    },
+    "the loader makes no batches": {"dataset": ROWS, "batch_size": None},
+    "collate_fn is the user's": {"dataset": ROWS, "collate_fn": lambda rows: rows},
+    "collate_fn pads": {"dataset": ROWS, "collate_fn": fastamp.BatchCollator(pad=0)},
+    "worker_init_fn is given": {"dataset": ROWS, "worker_init_fn": print},
+}
+
+
+@pytest.mark.parametrize("reason", ITEM_BY_ITEM)
+def test_a_loader_says_why_it_goes_item_by_item(reason):
+    loader = fastamp.DataLoader(**ITEM_BY_ITEM[reason])
+    assert loader.stats().path == f"item by item: {reason}"
+    assert str(loader) == f"fastamp.DataLoader: item by item: {reason}"
+    loader = fastamp.DataLoader(**ITEM_BY_ITEM[reason], num_workers=2)
+    assert loader.stats().path == f"item by item, in 2 workers: {reason}"
+
+
+@pytest.mark.parametrize("dataset", [ROWS, Subset(ROWS, [1]), torch.ones(3), {"x": torch.ones(3)}])
+def test_a_loader_says_that_its_batches_are_gathered(dataset, backend):
+    core = "the compiled core" if backend == "cpu" else "Python"
+    for options in ({}, {"collate_fn": default_collate, "num_workers": 2}):
+        loader = fastamp.DataLoader(dataset, **options)
+        assert str(loader) == f"fastamp.DataLoader: gathered by {core}"
+        assert loader.stats().path == f"gathered by {core}"
