@@ -1,7 +1,7 @@
-"""Train a small GPT with Accelerate and fastamp's scaler: `python examples/accelerate_gpt.py`.
+"""Train a small GPT with Accelerate and fastamp: `python examples/accelerate_gpt.py`.
 
 Needs `pip install 'fastamp[accelerate]'`. Accelerate scales losses on GPUs only: on a CPU this
-trains in bf16, and nothing is replaced. For the Hugging Face Trainer, call
+trains in bf16, without a scaler. For the Hugging Face Trainer, call
 `prepare_scaler(trainer.accelerator)` before `trainer.train()`.
 """
 
@@ -30,13 +30,13 @@ def make_loader():
 def main():
     torch.manual_seed(0)
     accelerator = Accelerator(mixed_precision="fp16" if torch.cuda.is_available() else "bf16")
-    prepare_scaler(accelerator)  # the only new line
+    if accelerator.scaler is not None:
+        prepare_scaler(accelerator)
     model = GPT(Shape(layers=1, heads=2, width=32, block_size=BLOCK))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    model, optimizer, scheduler, loader = accelerator.prepare(
-        model, optimizer, scheduler, make_loader()
-    )
+    loader = make_loader()  # prepared, it stays a fastamp.DataLoader
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     for step, (x, y) in enumerate(islice(loader, STEPS)):
         with accelerator.autocast():
             loss = cross_entropy(model(x).flatten(0, 1), y.flatten())
@@ -47,6 +47,7 @@ def main():
         optimizer.zero_grad()
         if step % 10 == 0:
             print(f"step {step}: loss {loss.item():.3f}")
+    print("loader:", loader.stats().path)
     print("skipped steps:", accelerator.scaler.skipped_steps if accelerator.scaler else "none")
 
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, Sampler
 
+from fastamp.data.accelerated import Preparable, ServedPass
 from fastamp.data.collate import BatchCollator
 from fastamp.data.datasets import ArrayDataset, count_rows, is_arrays
 from fastamp.data.fetch import FetchSource, make_inner
@@ -29,7 +30,7 @@ _DEVICE_DEPTH = 2
 T_co = TypeVar("T_co", covariant=True)
 
 
-class DataLoader(TorchDataLoader[T_co]):
+class DataLoader(Preparable, TorchDataLoader[T_co]):
     """Load batches as torch.utils.data.DataLoader does: same arguments, same batches, less time.
 
     Datasets in memory or in a mapped file are gathered by threads of the compiled core, ahead of
@@ -40,6 +41,12 @@ class DataLoader(TorchDataLoader[T_co]):
     own iterators and workers, with `fastamp.BatchCollator` where no `collate_fn` is given.
 
     A batch that the user keeps is never overwritten.
+
+    `accelerator.prepare(loader)` of Hugging Face's Accelerate returns this loader, which from then
+    on gives this process's batches, on the Accelerator's device. They are those that Accelerate
+    deals out: it honours `split_batches`, `even_batches` and the other options, but reads in every
+    process (`dispatch_batches` is refused). Without `seed`, several processes shuffle with
+    `torch.initial_seed()` of the first one.
 
     Args:
         dataset: and all the others up to `in_order`: as in torch.utils.data.DataLoader.
@@ -145,7 +152,9 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def __iter__(self) -> LoaderPass:  # type: ignore[override]  # torch's class cannot be made
         """Begin a pass: at the start of an epoch, or where a loaded state stopped."""
-        shard = self._shard
+        shard, served = self._shard, self._served
+        if served is not None:
+            served.synchronize()
         if shard is not None and shard.epoch != self._next.epoch:  # somebody told the sampler
             self.set_epoch(shard.epoch)
         position = replace(self._next)
@@ -167,11 +176,13 @@ class DataLoader(TorchDataLoader[T_co]):
         gatherable, _ = find_path(self)
         states: deque[Any] = deque()
         if gatherable is None:
-            batches = self._fetched(position, slots, states, ahead=to_device)
+            batches = self._fetched(position, slots, states, ahead=to_device or served is not None)
         else:
             batches = self._gathered(gatherable, position, slots)
         if to_device:
             batches = iter(prefetch(batches, device, _DEVICE_DEPTH))
+        if served is not None:
+            batches = ServedPass(served, batches, position.consumed)
         return LoaderPass(batches, position, self._stats, states, self.__len__)
 
     def set_epoch(self, epoch: int) -> None:
@@ -222,7 +233,7 @@ class DataLoader(TorchDataLoader[T_co]):
         if position.rng is None and own is not None and own is not generator:
             position.rng = own.get_state()
         if self._shard is not None:
-            at_once = (self.batch_size or 1) * self._shard.num_replicas
+            at_once = getattr(self._batches, "batch_size", 1) * self._shard.num_replicas
             had = position.consumed + position.batch * at_once
             position.batch, position.consumed = 0, min(had, len(self.dataset))  # type: ignore[arg-type]
         return {
@@ -296,7 +307,8 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def _sampler_generator(self) -> torch.Generator | None:
         """Return what the sampler draws from; None for torch's default generator."""
-        samplers = (self._batches, getattr(self._batches, "sampler", None), self.sampler)
+        batches = getattr(self._batches, "batch_sampler", self._batches)  # in Accelerate's
+        samplers = (batches, getattr(batches, "sampler", None), self.sampler)
         found = (getattr(sampler, "generator", None) for sampler in samplers)
         return next((generator for generator in found if generator is not None), None)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from fastamp.data.shard import ShardSampler, strides
+from fastamp.data.shard import RankBatches, ShardSampler, ranges
 
 
 @dataclass
@@ -137,7 +137,7 @@ def _place_shard(sampler: Any, position: Position) -> Iterable[Any] | None:
     """Return a rank's sampler, or the one of its batches, for what is left of the epoch."""
     if isinstance(sampler, ShardSampler):
         return sampler.at(position.epoch, position.consumed)
-    inner = sampler.sampler if type(sampler) is BatchSampler else None
+    inner = sampler.sampler if type(sampler) in (BatchSampler, RankBatches) else None
     if not isinstance(inner, ShardSampler):
         return None
     placed = inner.at(position.epoch, position.consumed)
@@ -178,7 +178,7 @@ def as_rows(indices: Any) -> Tensor | None:
 def _chunks(sampler: Any, start: int, size: int) -> Iterator[Tensor] | None:
     """Return the indices of torch's own samplers, in torch's order, many batches at a time."""
     if type(sampler) is SequentialSampler:
-        return strides(start, len(sampler), 1, size)
+        return ranges(start, len(sampler), size)
     if isinstance(sampler, ShardSampler):
         return sampler.chunks(start, size)
     plain = type(sampler) is RandomSampler and not sampler.replacement

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 from typing_extensions import Self
 
 _CHUNK = 1 << 16  # indices made at a time, for datasets that are longer than memory
@@ -25,6 +25,24 @@ class ShardSampler(DistributedSampler[Any]):
 
     consumed = 0
     """Samples of the epoch's order that all ranks have had before."""
+    block = 1
+    """Samples that a rank takes at once: its batch, where batches are shared out, not samples. The
+    last one is then padded, or cut, to a whole batch."""
+    even = True
+    """Whether the end is padded; otherwise the last ranks have less."""
+
+    def __len__(self) -> int:
+        return self._count(0)
+
+    def _count(self, consumed: int) -> int:
+        """Return how many samples this rank has from there on."""
+        left, block = len(self.dataset) - consumed, self.block  # type: ignore[arg-type]
+        rounds, rest = divmod(left, self.num_replicas * block)
+        if self.drop_last or not rest:
+            return rounds * block
+        if self.even:
+            return (rounds + 1) * block
+        return rounds * block + min(max(rest - self.rank * block, 0), block)
 
     def at(self, epoch: int, consumed: int) -> Self:
         """Return the sampler of a place in an epoch."""
@@ -34,15 +52,15 @@ class ShardSampler(DistributedSampler[Any]):
 
     def chunks(self, start: int = 0, size: int = 1) -> Iterator[Tensor]:
         """Yield the indices from `start` on, many batches of a size at a time."""
-        length, ranks = len(self.dataset), self.num_replicas  # type: ignore[arg-type]
-        left = length - self.consumed
-        count = left // ranks if self.drop_last else -(-left // ranks)
-        first = self.consumed + self.rank
+        length, count = len(self.dataset), self._count(self.consumed)  # type: ignore[arg-type]
+        first = self.consumed + self.rank * self.block
         order = None
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(length, generator=generator, device="cpu")
-        for places in strides(first + start * ranks, first + count * ranks, ranks, size):
+        others = (self.num_replicas - 1) * self.block
+        for own in ranges(start, count, size):
+            places = own + own // self.block * others + first
             wrapped = places.remainder_(length)  # the padding is the order's beginning
             yield wrapped if order is None else order[wrapped]
 
@@ -51,11 +69,26 @@ class ShardSampler(DistributedSampler[Any]):
             yield from chunk.tolist()
 
 
-def strides(start: int, stop: int, step: int, size: int) -> Iterator[Tensor]:
+class RankBatches(BatchSampler):
+    """A rank's batches of a ShardSampler, with the name that Accelerate has for its `even`."""
+
+    sampler: ShardSampler
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether all ranks have as many batches; Accelerate sets it for a while."""
+        return self.sampler.even
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.sampler.even = value
+
+
+def ranges(start: int, stop: int, size: int) -> Iterator[Tensor]:
     """Yield the numbers of a range as int64 tensors, each of whole batches but the last."""
-    span = step * size * max(1, _CHUNK // size)
+    span = size * max(1, _CHUNK // size)
     for begin in range(start, stop, span):
-        yield torch.arange(begin, min(stop, begin + span), step, device="cpu")
+        yield torch.arange(begin, min(stop, begin + span), device="cpu")
 
 
 def check_shardable(dataset: Any, **samplers: Any) -> None:

@@ -1,5 +1,9 @@
-"""Accelerate, and with it the Hugging Face Trainer: fastamp's scaler in place of torch's."""
+"""Accelerate, and with it the Hugging Face Trainer: fastamp's scaler in place of torch's.
 
+A `fastamp.DataLoader` needs nothing of this: `accelerator.prepare(loader)` takes it as it is.
+"""
+
+import warnings
 from typing import Any
 
 import torch
@@ -41,13 +45,23 @@ def prepare_scaler(accelerator: Any) -> GradScaler | None:
         accelerator: an `accelerate.Accelerator`.
 
     Returns:
-        The accelerator's new scaler; None if it scales nothing, as with "bf16".
+        The accelerator's new scaler; None if it has none to replace. It has one with "fp16" on an
+        accelerator device only; with "bf16", without mixed precision and on a CPU a UserWarning
+        says that nothing was replaced.
 
     Raises:
         TypeError: the scaler is not torch's own, as with FSDP.
     """
     stock = accelerator.scaler
-    if stock is None or isinstance(stock, _Scaler):
+    if stock is None:
+        where = f"mixed_precision={accelerator.mixed_precision!r} on {accelerator.device.type!r}"
+        msg = (
+            "prepare_scaler: the Accelerator has no GradScaler, so nothing is replaced: "
+            f"{where} scales no losses"
+        )
+        warnings.warn(msg, stacklevel=2)
+        return None
+    if isinstance(stock, _Scaler):
         return stock
     if type(stock) is not torch.amp.GradScaler:
         msg = f"accelerator.scaler: expected a torch.amp.GradScaler, got {type(stock).__name__}"

@@ -121,9 +121,16 @@ def test_the_scalers_state_is_taken_over_and_saved(accelerator, tmp_path):
     assert scaler.get_scale() == 8.0
 
 
-def test_without_a_scaler_nothing_is_replaced_and_a_foreign_one_is_refused(accelerator):
-    accelerator.scaler = None
-    assert prepare_scaler(accelerator) is None
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_without_a_scaler_a_warning_says_that_nothing_is_replaced(precision):
+    own = accelerate.Accelerator(cpu=True, mixed_precision=precision)
+    text = f"nothing is replaced: mixed_precision='{precision}' on 'cpu' scales no losses"
+    with pytest.warns(UserWarning, match=text):
+        assert prepare_scaler(own) is None
+    assert own.scaler is None
+
+
+def test_a_foreign_scaler_is_refused(accelerator):
     accelerator.scaler = ShardedGradScaler("cpu")
     with pytest.raises(TypeError, match=r"a torch\.amp\.GradScaler, got ShardedGradScaler"):
         prepare_scaler(accelerator)

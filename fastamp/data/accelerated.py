@@ -1,0 +1,295 @@
+"""What `accelerator.prepare(loader)` of Hugging Face's Accelerate does to a loader of ours.
+
+The loader stays what it is. Accelerate is never imported here: it is there when it asks.
+"""
+
+import contextlib
+import functools
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from fastamp.data.shard import RankBatches, ShardSampler
+
+_END = object()
+
+
+class Preparable:
+    """A loader that Accelerate takes as it is."""
+
+    _served: "Served | None" = None
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Say yes to Accelerate, which wraps every loader that says no, and serve it from now on.
+
+        It asks without a word about its options: the Accelerator is found in the frame that asks.
+        """
+        if self._served is None and "accelerate" in sys.modules:
+            names = sys._getframe(1).f_locals
+            accelerator = names.get("self")
+            if isinstance(accelerator, sys.modules["accelerate"].Accelerator):
+                try:
+                    self._served = Served(self, accelerator, names.get("device_placement"))
+                except AttributeError as error:  # which would be taken for a no
+                    msg = "this version of Accelerate is not known to fastamp.DataLoader"
+                    raise RuntimeError(msg) from error
+        return self._served is not None
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        """Take what Accelerate repeats."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """Pass for Accelerate's own loader once prepared, for its `skip_first_batches`."""
+        return type(self) if self._served is None else _face(type(self))  # type: ignore[arg-type]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Travel as what it is."""
+        return object.__new__, (type(self),), self.__getstate__()
+
+    def __getattr__(self, name: str) -> Any:
+        """Tell Accelerate what its own loaders have told it."""
+        if name not in _TOLD or self._served is None:
+            msg = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(msg)
+        return getattr(self._served, name)
+
+
+_TOLD = {
+    *("end_of_dataloader", "remainder", "total_batch_size", "total_dataset_length", "iteration"),
+    *("rng_types", "synchronized_generator", "use_stateful_dataloader"),
+}
+
+
+def _accelerates(name: str) -> Any:
+    """Return a module of Accelerate, which the program has imported."""
+    return importlib.import_module(f"accelerate.{name}")
+
+
+def _ranks(accelerator: Any) -> tuple[int, int]:
+    """Return into how many parts data is shared out, and this process's part."""
+    count, rank = accelerator.num_processes, accelerator.process_index
+    mesh = accelerator._prepare_device_mesh() if hasattr(accelerator, "torch_device_mesh") else None
+    if mesh is not None:  # the ranks of one model, or of one sequence, share a part
+        sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+        alike = sizes.get("tp", 1) * sizes.get("cp", 1)
+        count, rank = count // alike, rank // alike
+    return count, rank
+
+
+def _own_order(loader: Any) -> tuple[bool, int | None] | None:
+    """Return whether a loader shuffles, and its seed; None for samplers of the user's."""
+    if type(loader.batch_sampler) is not BatchSampler:
+        return None
+    shard, sampler = loader._shard, loader.batch_sampler.sampler
+    if shard is not None:
+        return shard.shuffle, shard.seed
+    if type(sampler) is SequentialSampler and sampler.data_source is loader.dataset:
+        return False, None
+    if type(sampler) is not RandomSampler or sampler.data_source is not loader.dataset:
+        return None
+    whole = not sampler.replacement and sampler.num_samples == len(loader.dataset)
+    own = sampler.generator is None or (
+        loader.seed is not None and loader.generator is sampler.generator
+    )
+    return (True, loader.seed) if whole and own else None
+
+
+@functools.cache
+def _face(kind: Any) -> type:
+    return type(kind.__name__, (kind, _accelerates("data_loader").DataLoaderShard), {})
+
+
+class Served:
+    """What an Accelerator has asked of a loader, and where the loader is in its pass.
+
+    Raises:
+        ValueError: the loader cannot do what the Accelerator's options say.
+    """
+
+    end_of_dataloader = False
+    remainder = -1
+    _turn = 0  # counts passes
+
+    def __init__(self, loader: Any, accelerator: Any, device_placement: Any) -> None:
+        count, rank = _ranks(accelerator)
+        self._loader, self._count = loader, count
+        config, self._drop_last = accelerator.dataloader_config, loader.drop_last
+        iterable = isinstance(loader.dataset, IterableDataset)
+        dispatch = config.dispatch_batches
+        if count > 1 and (dispatch or (iterable and dispatch is None)):
+            msg = (
+                f"dispatch_batches={dispatch}: expected False for fastamp.DataLoader"
+                f"{' of an iterable dataset' if iterable else ''}, whose processes read for "
+                "themselves: DataLoaderConfiguration(dispatch_batches=False)"
+            )
+            raise ValueError(msg)
+        size = getattr(loader._batches, "batch_size", None)
+        if config.split_batches and (size is None or size % count):
+            msg = f"split_batches=True: expected a batch_size divisible by {count}, got {size}"
+            raise ValueError(msg)
+        shard = loader._shard
+        if shard is not None and (shard.num_replicas, shard.rank) != (count, rank):
+            msg = (
+                f"the loader is sharded already, as rank {shard.rank} of {shard.num_replicas}; the "
+                f"Accelerator's is {rank} of {count}"
+            )
+            raise ValueError(msg)
+        self.use_stateful_dataloader = getattr(config, "use_stateful_dataloader", False)
+        self.synchronized_generator: torch.Generator | None = None
+        self._size: Any = size // count if size and config.split_batches else size
+        if iterable:
+            self._share_stream(config, rank)
+        elif not self._share_rows(config, rank) and count > 1:
+            self._share_batches(config, rank)
+        known = self.synchronized_generator is not None
+        self.rng_types = [t for t in accelerator.rng_types if known or str(t) != "generator"]
+        if accelerator.device_placement if device_placement is None else device_placement:
+            loader.device = accelerator.device
+
+    def _share_stream(self, config: Any, rank: int) -> None:
+        """Let each process read the whole stream, and keep its part."""
+        loader, accelerate = self._loader, _accelerates("data_loader")
+        if self._count > 1:
+            self.synchronized_generator = getattr(loader.dataset, "generator", None)
+            part = accelerate.IterableDatasetShard(
+                loader.dataset,
+                batch_size=loader.batch_size,
+                drop_last=loader.drop_last,
+                num_processes=self._count,
+                process_index=rank,
+                split_batches=config.split_batches,
+            )
+            object.__setattr__(loader, "dataset", part)  # torch allows no other way
+            object.__setattr__(loader, "batch_size", self._size)
+
+    def _share_rows(self, config: Any, rank: int) -> bool:
+        """Share out the order that the loader makes itself, if it does."""
+        loader = self._loader
+        order = _own_order(loader)
+        if order is None:
+            return False
+        shuffle, seed = order
+        if seed is None and shuffle:
+            if self._count == 1 and not config.use_seedable_sampler:
+                return True  # the program's generator goes on
+            # As Accelerate's seedable sampler, and that of the first process.
+            own = config.data_seed if config.use_seedable_sampler else None
+            own = torch.initial_seed() if own is None else own
+            seed = _accelerates("utils").broadcast_object_list([own])[0]
+        drop_last = loader.batch_sampler.drop_last
+        shard = ShardSampler(loader.dataset, self._count, rank, shuffle, seed or 0, drop_last)
+        shard.epoch = loader._next.epoch
+        shard.block, shard.even = self._size, config.even_batches and self._count > 1
+        loader._shard = shard
+        object.__setattr__(loader, "sampler", shard)  # torch allows no other way
+        batches = RankBatches(shard, self._size, drop_last)
+        object.__setattr__(loader, "batch_sampler", batches)
+        return True
+
+    def _share_batches(self, config: Any, rank: int) -> None:
+        """Share out the batches of a sampler of the user's as Accelerate does."""
+        loader, accelerate = self._loader, _accelerates("data_loader")
+        name = "sampler" if isinstance(loader.sampler, BatchSampler) else "batch_sampler"
+        batches = getattr(loader, name)
+        if batches is None:
+            msg = "batch_size=None: expected batches to share out among the Accelerator's processes"
+            raise ValueError(msg)
+        sampler = accelerate.get_sampler(loader)
+        if getattr(sampler, "generator", self) is None:
+            sampler.generator = torch.Generator()
+            sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+        self.synchronized_generator = getattr(sampler, "generator", None)
+        part = accelerate.BatchSamplerShard(
+            batches, self._count, rank, config.split_batches, config.even_batches
+        )
+        object.__setattr__(loader, name, part)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples that all processes get at once."""
+        return int(self._size) * self._count
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples that all processes get in an epoch."""
+        return len(self._loader.dataset)
+
+    @property
+    def iteration(self) -> int:
+        """The epoch of the next pass."""
+        return int(self._loader._next.epoch)
+
+    def synchronize(self) -> None:
+        """Give all processes the generators of the first one, as the Accelerator is told to."""
+        if self._count > 1:
+            synchronize = _accelerates("utils").synchronize_rng_states
+            synchronize(self.rng_types, self.synchronized_generator)
+
+    def begin(self, consumed: int) -> int:
+        """Tell Accelerate that a pass of this loader has begun; return its number."""
+        self.end_of_dataloader, self.remainder = False, -1
+        if not self._drop_last:
+            with contextlib.suppress(TypeError):  # without a length or a batch size
+                self.remainder = (self.total_dataset_length - consumed) % self.total_batch_size
+        state = _accelerates("state").GradientState()
+        state._remove_dataloader(self._loader)  # of an earlier pass that was left
+        state._add_dataloader(self._loader)
+        self._turn += 1
+        return self._turn
+
+    def end(self, turn: int) -> None:
+        """Tell Accelerate that a pass has ended, or was left, unless a later one has begun."""
+        if turn == self._turn and not sys.is_finalizing():
+            _accelerates("state").GradientState()._remove_dataloader(self._loader)
+
+
+class ServedPass(Iterator[Any]):
+    """The batches of a pass, taken one ahead, so that Accelerate knows the last one."""
+
+    def __init__(self, served: Served, batches: Iterator[Any], consumed: int) -> None:
+        self._served, self._batches, self._consumed = served, batches, consumed
+        self._ahead: tuple[Any, Exception | None] = (None, None)
+        self._begun = self._ended = False
+        self._turn = 0
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        if not self._begun:
+            self._begun, self._turn = True, self._served.begin(self._consumed)
+            self._ahead = self._take()
+        batch, error = self._ahead
+        if batch is _END:
+            self.close()
+            raise StopIteration
+        self._ahead = self._take()
+        self._served.end_of_dataloader = self._ahead[0] is _END
+        if error is None:
+            return batch
+        try:
+            raise error
+        finally:
+            del error  # whose traceback refers to this frame
+
+    def _take(self) -> tuple[Any, Exception | None]:
+        """Return the next batch, or the error in its place."""
+        try:
+            return next(self._batches, _END), None
+        except Exception as error:  # noqa: BLE001 - raised where the batch would come
+            return None, error
+
+    def close(self) -> None:
+        """Leave Accelerate's state, also where the loop was left with `break`."""
+        self._ended = True
+        if self._begun:
+            self._begun = False
+            self._served.end(self._turn)
+
+    __del__ = close

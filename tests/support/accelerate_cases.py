@@ -1,0 +1,151 @@
+"""What ranks do with loaders that Accelerate has prepared: functions for their processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING, Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+from support.loading import generator
+from support.streams import Stream
+from torch.utils.data import BatchSampler, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader as TorchDataLoader
+
+import fastamp
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def accelerator(**options: Any) -> Iterator[accelerate.Accelerator]:
+    """Give an Accelerator over the ranks: steps to accumulate, and the loaders' configuration."""
+    rank, count = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
+    steps = options.pop("accumulate", 1)
+    config = accelerate.utils.DataLoaderConfiguration(**options)
+    try:
+        yield accelerate.Accelerator(
+            cpu=True, dataloader_config=config, gradient_accumulation_steps=steps
+        )
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.state.GradientState._reset_state()
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+
+
+def rows(length):
+    return TensorDataset(torch.arange(length))
+
+
+# A dataset and a loader's arguments.
+LOADERS = {
+    "in order": lambda n: {"dataset": rows(n), "batch_size": 4},
+    "drop_last": lambda n: {"dataset": rows(n), "batch_size": 4, "drop_last": True},
+    "shuffled by the program": lambda n: {"dataset": rows(n), "batch_size": 4, "shuffle": True},
+    "a generator": lambda n: {
+        "dataset": rows(n),
+        "batch_size": 4,
+        "shuffle": True,
+        "generator": generator(8 + dist.get_rank()),  # the first rank's counts
+    },
+    "a sampler": lambda n: {
+        "dataset": rows(n),
+        "batch_size": 4,
+        "sampler": RandomSampler(rows(n), generator=generator(7)),
+    },
+    "a batch sampler": lambda n: {
+        "dataset": rows(n),
+        "batch_sampler": BatchSampler(range(n - 1, -1, -1), 4, drop_last=False),
+    },
+    "indices of whole batches": lambda n: {
+        "dataset": rows(n),
+        "batch_size": None,
+        "sampler": BatchSampler(range(n - 1, -1, -1), 4, drop_last=False),
+    },
+    "a stream": lambda n: {"dataset": Stream([(i,) for i in range(n)]), "batch_size": 4},
+}
+
+
+def both(name, length, options):
+    """Return what a rank gets through fastamp's loader, and through torch's."""
+    return [watch(kind, name, length, options) for kind in (fastamp.DataLoader, TorchDataLoader)]
+
+
+def watch(kind, name, length, options):
+    """Return each batch of two epochs with what Accelerate knows then, and its metrics gather."""
+    torch.manual_seed(3)
+    found = []
+    with accelerator(accumulate=2, **options) as own:
+        model = torch.nn.Linear(1, 1)
+        loader = own.prepare(kind(**LOADERS[name](length)))
+        found.append(len(loader) if name != "a stream" else None)
+        for _ in range(2):
+            for (batch,) in loader:
+                state = own.gradient_state
+                with own.accumulate(model):
+                    synced = own.sync_gradients
+                gathered = None
+                if options.get("even_batches", True):
+                    gathered = own.gather_for_metrics(batch).tolist()
+                end = state.end_of_dataloader, state.remainder
+                found.append((batch.tolist(), synced, *end, gathered))
+        return found
+
+
+def train(shard):
+    """Return the samples of two epochs, where steps were due, and the statistics."""
+    with accelerator(accumulate=3) as own:
+        model = torch.nn.Linear(1, 1)
+        made = fastamp.DataLoader(rows(64), 4, shuffle=True, seed=5, shard=shard)
+        loader = own.prepare(made)
+        assert loader is made
+        assert own.prepare(loader) is made
+        epochs = []
+        for _ in range(2):
+            seen, synced = [], []
+            for (batch,) in loader:
+                with own.accumulate(model):
+                    synced.append(own.sync_gradients)
+                seen += batch.tolist()
+            epochs.append((seen, synced))
+        stats = loader.stats()
+        return epochs, stats.batches, stats.path
+
+
+def resume(state, count):
+    """Take batches, from a state on if there is one; return them and the state then."""
+    with accelerator() as own:
+        loader = own.prepare(fastamp.DataLoader(rows(64), 4, shuffle=True, seed=5))
+        if state is not None:
+            loader.load_state_dict(state)
+        seen = [row for _, (batch,) in zip(range(count), loader, strict=False) for row in batch]
+        return [int(row) for row in seen], loader.state_dict()
+
+
+def refuse():
+    """Return what is said of loaders that cannot do what they are asked for."""
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"dispatch_batches": True}, {"dataset": rows(64)}),
+        ({}, {"dataset": Stream(range(9))}),
+        ({"split_batches": True}, {"dataset": rows(64), "batch_size": 5}),
+        ({}, {"dataset": rows(64), "rank": 0, "world_size": 3}),
+        ({}, {"dataset": rows(64), "batch_size": None}),
+    ]
+    said = []
+    for options, arguments in cases:
+        with accelerator(**options) as own:
+            loader = fastamp.DataLoader(**arguments)
+            before = {**vars(loader)}
+            try:
+                own.prepare(loader)
+            except ValueError as error:
+                said.append(str(error))
+            assert vars(loader) == before
+            assert loader not in own._dataloaders
+    return said
