@@ -6,6 +6,7 @@ The loader stays what it is. Accelerate is never imported here: it is there when
 import contextlib
 import functools
 import importlib
+import operator
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -58,12 +59,17 @@ class Preparable:
         if name not in _TOLD or self._served is None:
             msg = f"{type(self).__name__!r} object has no attribute {name!r}"
             raise AttributeError(msg)
-        return getattr(self._served, name)
+        return operator.attrgetter(_TOLD[name])(self)
 
 
 _TOLD = {
-    *("end_of_dataloader", "remainder", "total_batch_size", "total_dataset_length", "iteration"),
-    *("rng_types", "synchronized_generator", "use_stateful_dataloader"),
+    "iteration": "_next.epoch",  # of the next pass
+    "end_of_dataloader": "_served.end_of_dataloader",
+    "remainder": "_served.remainder",
+    "total_batch_size": "_served.total_batch_size",
+    "rng_types": "_served.rng_types",
+    "synchronized_generator": "_served.synchronized_generator",
+    "use_stateful_dataloader": "_served.use_stateful_dataloader",
 }
 
 
@@ -119,7 +125,7 @@ class Served:
 
     def __init__(self, loader: Any, accelerator: Any, device_placement: Any) -> None:
         count, rank = _ranks(accelerator)
-        self._loader, self._count = loader, count
+        self._count = count
         config, self._drop_last = accelerator.dataloader_config, loader.drop_last
         iterable = isinstance(loader.dataset, IterableDataset)
         dispatch = config.dispatch_batches
@@ -145,18 +151,18 @@ class Served:
         self.synchronized_generator: torch.Generator | None = None
         self._size: Any = size // count if size and config.split_batches else size
         if iterable:
-            self._share_stream(config, rank)
-        elif not self._share_rows(config, rank) and count > 1:
-            self._share_batches(config, rank)
+            self._share_stream(loader, config, rank)
+        elif not self._share_rows(loader, config, rank) and count > 1:
+            self._share_batches(loader, config, rank)
         known = self.synchronized_generator is not None
         self.rng_types = [t for t in accelerator.rng_types if known or str(t) != "generator"]
         if accelerator.device_placement if device_placement is None else device_placement:
             loader.device = accelerator.device
 
-    def _share_stream(self, config: Any, rank: int) -> None:
+    def _share_stream(self, loader: Any, config: Any, rank: int) -> None:
         """Let each process read the whole stream, and keep its part."""
-        loader, accelerate = self._loader, _accelerates("data_loader")
         if self._count > 1:
+            accelerate = _accelerates("data_loader")
             self.synchronized_generator = getattr(loader.dataset, "generator", None)
             part = accelerate.IterableDatasetShard(
                 loader.dataset,
@@ -169,9 +175,8 @@ class Served:
             object.__setattr__(loader, "dataset", part)  # torch allows no other way
             object.__setattr__(loader, "batch_size", self._size)
 
-    def _share_rows(self, config: Any, rank: int) -> bool:
+    def _share_rows(self, loader: Any, config: Any, rank: int) -> bool:
         """Share out the order that the loader makes itself, if it does."""
-        loader = self._loader
         order = _own_order(loader)
         if order is None:
             return False
@@ -193,9 +198,9 @@ class Served:
         object.__setattr__(loader, "batch_sampler", batches)
         return True
 
-    def _share_batches(self, config: Any, rank: int) -> None:
+    def _share_batches(self, loader: Any, config: Any, rank: int) -> None:
         """Share out the batches of a sampler of the user's as Accelerate does."""
-        loader, accelerate = self._loader, _accelerates("data_loader")
+        accelerate = _accelerates("data_loader")
         name = "sampler" if isinstance(loader.sampler, BatchSampler) else "batch_sampler"
         batches = getattr(loader, name)
         if batches is None:
@@ -216,45 +221,36 @@ class Served:
         """Samples that all processes get at once."""
         return int(self._size) * self._count
 
-    @property
-    def total_dataset_length(self) -> int:
-        """Samples that all processes get in an epoch."""
-        return len(self._loader.dataset)
-
-    @property
-    def iteration(self) -> int:
-        """The epoch of the next pass."""
-        return int(self._loader._next.epoch)
-
     def synchronize(self) -> None:
         """Give all processes the generators of the first one, as the Accelerator is told to."""
         if self._count > 1:
             synchronize = _accelerates("utils").synchronize_rng_states
             synchronize(self.rng_types, self.synchronized_generator)
 
-    def begin(self, consumed: int) -> int:
-        """Tell Accelerate that a pass of this loader has begun; return its number."""
+    def begin(self, loader: Any, consumed: int) -> int:
+        """Tell Accelerate that a pass of the loader has begun; return its number."""
         self.end_of_dataloader, self.remainder = False, -1
         if not self._drop_last:
             with contextlib.suppress(TypeError):  # without a length or a batch size
-                self.remainder = (self.total_dataset_length - consumed) % self.total_batch_size
+                self.remainder = (len(loader.dataset) - consumed) % self.total_batch_size
         state = _accelerates("state").GradientState()
-        state._remove_dataloader(self._loader)  # of an earlier pass that was left
-        state._add_dataloader(self._loader)
+        state._remove_dataloader(loader)  # of an earlier pass that was left
+        state._add_dataloader(loader)
         self._turn += 1
         return self._turn
 
-    def end(self, turn: int) -> None:
+    def end(self, loader: Any, turn: int) -> None:
         """Tell Accelerate that a pass has ended, or was left, unless a later one has begun."""
         if turn == self._turn and not sys.is_finalizing():
-            _accelerates("state").GradientState()._remove_dataloader(self._loader)
+            _accelerates("state").GradientState()._remove_dataloader(loader)
 
 
 class ServedPass(Iterator[Any]):
     """The batches of a pass, taken one ahead, so that Accelerate knows the last one."""
 
-    def __init__(self, served: Served, batches: Iterator[Any], consumed: int) -> None:
-        self._served, self._batches, self._consumed = served, batches, consumed
+    def __init__(self, loader: Any, batches: Iterator[Any], consumed: int) -> None:
+        self._loader, self._batches, self._consumed = loader, batches, consumed
+        self._served: Served = loader._served
         self._ahead: tuple[Any, Exception | None] = (None, None)
         self._begun = self._ended = False
         self._turn = 0
@@ -263,7 +259,7 @@ class ServedPass(Iterator[Any]):
         if self._ended:
             raise StopIteration
         if not self._begun:
-            self._begun, self._turn = True, self._served.begin(self._consumed)
+            self._begun, self._turn = True, self._served.begin(self._loader, self._consumed)
             self._ahead = self._take()
         batch, error = self._ahead
         if batch is _END:
@@ -290,6 +286,6 @@ class ServedPass(Iterator[Any]):
         self._ended = True
         if self._begun:
             self._begun = False
-            self._served.end(self._turn)
+            self._served.end(self._loader, self._turn)
 
     __del__ = close

@@ -153,10 +153,11 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
     def __iter__(self) -> LoaderPass:  # type: ignore[override]  # torch's class cannot be made
         """Begin a pass: at the start of an epoch, or where a loaded state stopped."""
         shard, served = self._shard, self._served
-        if served is not None:
-            served.synchronize()
         if shard is not None and shard.epoch != self._next.epoch:  # somebody told the sampler
             self.set_epoch(shard.epoch)
+        if served is not None:
+            served.synchronize()
+            self.set_epoch(self._next.epoch)  # as Accelerate's loaders do
         position = replace(self._next)
         self._begin_at(Position(epoch=position.epoch + 1))
         self._last = position
@@ -182,7 +183,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         if to_device:
             batches = iter(prefetch(batches, device, _DEVICE_DEPTH))
         if served is not None:
-            batches = ServedPass(served, batches, position.consumed)
+            batches = ServedPass(self, batches, position.consumed)
         return LoaderPass(batches, position, self._stats, states, self.__len__)
 
     def set_epoch(self, epoch: int) -> None:
@@ -195,7 +196,9 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         self._begin_at(self._next if self._next.epoch == epoch else Position(epoch=epoch))
         self._last = None
         self._told_epoch = epoch
-        for sampler in (self.sampler, self.batch_sampler):
+        inside = getattr(self._batches, "batch_sampler", None)  # Accelerate's has the user's
+        told = (self.sampler, self.batch_sampler, inside, self._served and self.dataset)
+        for sampler in told:
             tell = getattr(sampler, "set_epoch", None)
             if tell is not None:
                 tell(epoch)

@@ -60,7 +60,7 @@ class ShardSampler(DistributedSampler[Any]):
             order = torch.randperm(length, generator=generator, device="cpu")
         others = (self.num_replicas - 1) * self.block
         for own in ranges(start, count, size):
-            places = own + own // self.block * others + first
+            places = own + first + (own // self.block * others if others else 0)
             wrapped = places.remainder_(length)  # the padding is the order's beginning
             yield wrapped if order is None else order[wrapped]
 

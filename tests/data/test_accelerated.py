@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -205,6 +206,33 @@ def test_save_state_holds_the_position_where_it_was_asked_for(tmp_path):
     assert samples(loader) == list(range(3 * BATCH, N))
 
 
+class Told(Stream):
+    """Remembers the epochs that it is told."""
+
+    def __init__(self):
+        super().__init__(range(3))
+        self.epochs = []
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+
+def test_datasets_are_told_the_epoch_as_by_accelerates_own_loader():
+    loader = make_accelerator().prepare(fastamp.DataLoader(Told(), 2))
+    assert_same([list(loader), list(loader)], [[torch.tensor([0, 1]), torch.tensor([2])]] * 2)
+    assert loader.dataset.epochs == [0, 1]
+
+
+def test_a_prepared_loader_is_freed_when_it_is_dropped():
+    accelerator = make_accelerator()
+    loader = accelerator.prepare(fastamp.DataLoader(ROWS, BATCH))
+    list(loader)
+    accelerator.free_memory()
+    gone = weakref.ref(loader)
+    del loader
+    assert gone() is None
+
+
 def test_copies_of_a_prepared_loader_are_prepared():
     loader = make_accelerator().prepare(fastamp.DataLoader(ROWS, BATCH, shuffle=True, seed=1))
     expected = samples(pickle.loads(pickle.dumps(loader)))
@@ -267,6 +295,7 @@ STOCK = [
     ("shuffled by the program", "seedable", 27),
     ("a generator", "plain", 27),
     ("a sampler", "split", 26),
+    ("a sampler that is told the epoch", "plain", 27),
     ("a batch sampler", "plain", 29),
     ("indices of whole batches", "plain", 29),
     ("a stream", "dispatch", 27),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from support.loading import generator
 from support.streams import Stream
-from torch.utils.data import BatchSampler, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, TensorDataset
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import fastamp
@@ -58,6 +58,11 @@ LOADERS = {
         "dataset": rows(n),
         "batch_size": 4,
         "sampler": RandomSampler(rows(n), generator=generator(7)),
+    },
+    "a sampler that is told the epoch": lambda n: {
+        "dataset": rows(n),
+        "batch_size": 4,
+        "sampler": DistributedSampler(range(n), 1, 0),
     },
     "a batch sampler": lambda n: {
         "dataset": rows(n),
