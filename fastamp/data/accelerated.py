@@ -64,6 +64,7 @@ class Preparable:
 
 _TOLD = {
     "iteration": "_next.epoch",  # of the next pass
+    "gradient_state": "_served.gradient_state",
     "end_of_dataloader": "_served.end_of_dataloader",
     "remainder": "_served.remainder",
     "total_batch_size": "_served.total_batch_size",
@@ -221,6 +222,11 @@ class Served:
         """Samples that all processes get at once."""
         return int(self._size) * self._count
 
+    @property
+    def gradient_state(self) -> Any:
+        """What an Accelerator's processes know of their loaders."""
+        return _accelerates("state").GradientState()
+
     def synchronize(self) -> None:
         """Give all processes the generators of the first one, as the Accelerator is told to."""
         if self._count > 1:
@@ -233,7 +239,7 @@ class Served:
         if not self._drop_last:
             with contextlib.suppress(TypeError):  # without a length or a batch size
                 self.remainder = (len(loader.dataset) - consumed) % self.total_batch_size
-        state = _accelerates("state").GradientState()
+        state = self.gradient_state
         state._remove_dataloader(loader)  # of an earlier pass that was left
         state._add_dataloader(loader)
         self._turn += 1
@@ -242,7 +248,7 @@ class Served:
     def end(self, loader: Any, turn: int) -> None:
         """Tell Accelerate that a pass has ended, or was left, unless a later one has begun."""
         if turn == self._turn and not sys.is_finalizing():
-            _accelerates("state").GradientState()._remove_dataloader(loader)
+            self.gradient_state._remove_dataloader(loader)
 
 
 class ServedPass(Iterator[Any]):
