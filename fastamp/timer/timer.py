@@ -135,12 +135,15 @@ class Timer:
         """Close the region, which is the innermost open one of this thread.
 
         Raises:
-            RuntimeError: it is not; the message names the one that is, and nothing changes.
+            RuntimeError: it is not; the message names the one that is, if any, and nothing changes.
         """
         if is_dynamo_compiling():
             return
         inner = self._root.innermost()
-        if inner is self._root or not f"/{inner.path}".endswith((f"/{name}", _OTHER)):
+        if inner is self._root:
+            msg = f"stop({name!r}): no region is open in this thread"
+            raise RuntimeError(msg)
+        if not f"/{inner.path}".endswith((f"/{name}", _OTHER)):
             msg = f"stop({name!r}): the innermost open region of this thread is {inner.path!r}"
             raise RuntimeError(msg)
         inner.__exit__(None, None, None)
