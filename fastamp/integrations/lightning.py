@@ -8,7 +8,8 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial, wraps
 from importlib.util import find_spec
 from operator import attrgetter
@@ -20,7 +21,7 @@ from typing_extensions import Self
 
 from fastamp.metrics import MetricsTracker
 from fastamp.metrics.sinks import Scalar, require
-from fastamp.step import GradScaler
+from fastamp.step import GradScaler, StepReport
 from fastamp.train import ModelCall
 
 __all__ = ["AmpCallback", "AmpPrecision", "to_lightning_module"]
@@ -79,10 +80,14 @@ class AmpPrecision(OfLightning):
     `Trainer(gradient_clip_val=...)` supports fused optimizers (Lightning's own plugin raises an
     error), and clipping by norm is part of the step. Schedulers with the interval "step" do not
     advance when a step is skipped, because of inf or NaN in a gradient; reading that waits for the
-    device once a step. "bf16-mixed" scales nothing, but clips and skips in the same way.
+    device once a step. "bf16-mixed" scales nothing, but clips and skips in the same way. It hands
+    the closure to LBFGS and to optimizers that are not torch's own, as Lightning does.
 
     Gradients are scaled until the step, for example in `on_after_backward`. If the module or a
     callback has a hook between backward and step, they are unscaled before that.
+
+    A module's `optimizer_step` may run the closure by itself and then call `optimizer.step()`, with
+    "16-mixed" too (there Lightning's own plugin never steps, without an error).
 
     Args:
         precision: "16-mixed" or "bf16-mixed".
@@ -92,7 +97,8 @@ class AmpPrecision(OfLightning):
 
     Raises:
         ImportError: Lightning is not installed; it comes with the extra `lightning`.
-        TypeError: `scaler` is not a `fastamp.GradScaler`.
+        TypeError: `scaler` is not a `fastamp.GradScaler`; or the plugin is given to Fabric, whose
+            own `MixedPrecision` takes a `fastamp.GradScaler`.
         ValueError: both packages are imported and `package` is None; or another precision.
     """
 
@@ -116,8 +122,21 @@ class AmpPrecision(OfLightning):
         super().__init__(precision, device, scaler)  # type: ignore[call-arg]
         self.scaler = scaler or GradScaler(device, enabled=False)
         self._max_norms: dict[int, float] = {}
-        self._has_stepped = False  # for the latest batch; the scaler knows if it was skipped
+        self._report: StepReport | None = None  # of the latest batch's step, if it took one
+        self._is_left_out = False
         self._module: Any = None
+
+    def __bool__(self) -> bool:
+        """Refuse Fabric: the only call that it makes before it sets a model up."""
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.endswith("fabric.connector"):
+            arguments = f"{self.precision!r}, {self.device!r}"  # type: ignore[attr-defined]
+            if self.scaler.is_enabled():
+                arguments += f", scaler=fastamp.GradScaler({self.device!r})"  # type: ignore[attr-defined]
+            plugin = f"{caller.rpartition('.')[0]}.plugins.MixedPrecision({arguments})"
+            msg = f"AmpPrecision is a plugin for the Trainer: use Fabric(plugins=[{plugin}])"
+            raise TypeError(msg)
+        return True
 
     def convert_module(self, module: Any) -> Any:
         """Refuse strategies that scale by themselves, and wrap the hook that steps schedulers."""
@@ -131,7 +150,7 @@ class AmpPrecision(OfLightning):
         def step_if_taken(scheduler: Any, metric: Any) -> None:
             configs = module.trainer.lr_scheduler_configs
             by_epoch = any(c.scheduler is scheduler and c.interval == "epoch" for c in configs)
-            if by_epoch or (self._has_stepped and not self.scaler.last_step.skipped):
+            if by_epoch or not (self._report and self._report.skipped):
                 lr_scheduler_step(scheduler, metric)
 
         module.lr_scheduler_step, self._module = step_if_taken, module
@@ -144,36 +163,71 @@ class AmpPrecision(OfLightning):
             self._module = None
         super().teardown()  # type: ignore[misc]
 
+    def train_step_context(self) -> AbstractContextManager[None]:
+        """Begin a batch."""
+        self._report, self._is_left_out = None, False
+        return super().train_step_context()  # type: ignore[misc, no-any-return]
+
     def optimizer_step(
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run forward and backward, clip, step unless a gradient is not finite, adapt the scale."""
-        self._has_stepped = False
-        if isinstance(optimizer, torch.optim.LBFGS):  # Lightning raises its own error
+        is_scaling = self.scaler.is_enabled()
+        if is_scaling and isinstance(optimizer, torch.optim.LBFGS):  # Lightning raises its error
             return super().optimizer_step(optimizer, model, closure, **kwargs)  # type: ignore[misc]
-        if closure() is None and model.automatic_optimization:
-            return None  # training_step left the batch out
-        if self.scaler.is_enabled() and self._has_hook_before_step(model):
+        result = closure()
+        # None: training_step left the batch out, unless the module has run the closure by itself
+        is_done = closure is self._lightning.core.optimizer.do_nothing_closure
+        is_none = is_scaling and result is None and model.automatic_optimization
+        self._is_left_out = is_none and not (is_done and _has_grads(optimizer))
+        if is_scaling and not self._is_left_out and self._has_hook_before_step(model):
             self._unscale(optimizer)
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
-        unclipped = None if self.scaler.is_enabled() else math.inf  # inf makes the step check
+        if self._is_left_out:
+            return None
+        unclipped = None if is_scaling else math.inf  # inf makes the step check
         max_norm = self._max_norms.pop(id(optimizer), unclipped)
-        result = self.scaler.step(optimizer, max_norm=max_norm, **kwargs)
+        context: AbstractContextManager[None] = nullcontext()
+        if not is_scaling and _needs_closure(optimizer):
+            context = _given(optimizer, self._replay(optimizer, model, closure, result))
+        with context:
+            retval = self.scaler.step(optimizer, max_norm=max_norm, **kwargs)
         self.scaler.update()
-        self._has_stepped = True
-        return result
+        self._report = self.scaler.last_step
+        return result if retval is None and not is_scaling else retval
+
+    def _replay(
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], result: Any
+    ) -> Callable[[], Any]:
+        """Return a closure for the optimizer: its first call has been made, with this result."""
+
+        def state() -> list[tuple[int, int]]:
+            return [(p._version, id(p.grad)) for p in _parameters(optimizer)]
+
+        results, before = [result], state()
+
+        def replay() -> Any:
+            if results and state() == before:
+                return results.pop()
+            results.clear()
+            again = self._wrap_closure(model, optimizer, closure)  # type: ignore[attr-defined]
+            if (max_norm := self._max_norms.pop(id(optimizer), None)) is not None:
+                self.scaler.clip_grad_norm_(optimizer, max_norm)
+            return again
+
+        return replay
 
     def clip_gradients(
         self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm"
     ) -> None:
         """Clip to a value now, or to a norm in the step that follows."""
-        if clip_val <= 0:
+        if clip_val <= 0 or self._is_left_out:
             return
         if isinstance(optimizer, self._lightning.core.optimizer.LightningOptimizer):
             optimizer = optimizer.optimizer  # `optimizer_step` is given this one
         if gradient_clip_algorithm == "norm":
             self._max_norms[id(optimizer)] = float(clip_val)
-        else:  # the scaler remembers an overflow, and skips the step
+        elif _has_grads(optimizer):  # the scaler remembers an overflow, and skips the step
             self._unscale(optimizer)
             self.clip_grad_by_value(optimizer, clip_val)  # type: ignore[attr-defined]
 
@@ -198,13 +252,40 @@ class AmpPrecision(OfLightning):
         )
 
 
+def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _has_grads(optimizer: Any) -> bool:
+    return any(parameter.grad is not None for parameter in _parameters(optimizer))
+
+
+def _needs_closure(optimizer: Any) -> bool:
+    """Say whether its `step` may do more with a closure than call it first; torch's do not."""
+    module = getattr(optimizer.step, "__module__", "")
+    return isinstance(optimizer, torch.optim.LBFGS) or not module.startswith("torch.optim.")
+
+
+@contextmanager
+def _given(optimizer: Any, closure: Callable[[], Any]) -> Iterator[None]:
+    """Let `optimizer.step` be called with a closure by a scaler, which takes none."""
+    own = vars(optimizer).get("step")  # schedulers set one
+    optimizer.step = partial(optimizer.step, closure=closure)
+    try:
+        yield
+    finally:
+        del optimizer.step
+        if own is not None:
+            optimizer.step = own
+
+
 class AmpCallback(OfLightning):
     """Log overflows, the loss scale, norms and the throughput to the loggers of a Trainer.
 
     "train/loss_scale" when it changes, "train/gradient_overflow" and "train/skipped_steps" at every
-    overflow, with their steps; "train/grad_norm", "train/batches_per_s" and, if a batch holds
-    tensors, "train/samples_per_s" every `log_every_n_steps` batches. Only then does it wait for the
-    device and call the loggers.
+    overflow, with their steps; every `log_every_n_steps` batches "train/batches_per_s", if a batch
+    holds tensors "train/samples_per_s", and "train/grad_norm", the last that was finite. Only then
+    does it wait for the device and call the loggers.
 
     Raises:
         ImportError: Lightning is not installed; it comes with the extra `lightning`.
@@ -256,7 +337,11 @@ class AmpCallback(OfLightning):
 
 
 def _log(loggers: Iterable[Any], scalars: list[Scalar]) -> None:
-    """Pass every event, and the last value of everything else, to Lightning's loggers."""
+    """Pass every event, and the last finite value of everything else, to Lightning's loggers.
+
+    An overflow is an event; its norm, inf or NaN, would spoil a logger's curve.
+    """
+    scalars = [scalar for scalar in scalars if math.isfinite(scalar[2])]
     last = {name: step for name, step, _ in scalars}
     rows: dict[int, dict[str, float]] = defaultdict(dict)
     for name, step, value in scalars:

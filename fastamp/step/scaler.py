@@ -139,7 +139,7 @@ class GradScaler(torch.amp.GradScaler):
             results = [call_step(each, each.step, *args, **kwargs) for each in optimizers]
             return results if several else results[0]
         grads = self._hold(optimizers)
-        if grads is not None and not any(_takes_scaler(type(each).step) for each in optimizers):
+        if grads is not None and not any(_takes_scaler(type(each)) for each in optimizers):  # type: ignore[arg-type]
             results = self._step_together(optimizers, states, grads, max_norm, *args, **kwargs)
         elif len(optimizers) == 1:
             results = [self._step_as_torch(optimizers[0], states[0], max_norm, *args, **kwargs)]
@@ -464,9 +464,10 @@ def _parameters_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 
 @cache
-def _takes_scaler(step: Callable[..., object]) -> bool:
+def _takes_scaler(cls: Any) -> bool:
     """Say whether an optimizer's `step` has the deprecated argument `grad_scaler`."""
-    return "grad_scaler" in inspect.signature(step).parameters
+    step = cls.step
+    return inspect.isfunction(step) and "grad_scaler" in inspect.signature(step).parameters
 
 
 def _refuse_float16(packed: _ops.Packed) -> None:

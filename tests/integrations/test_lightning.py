@@ -43,11 +43,11 @@ __all__ = ["batches", "pl"]  # fixtures
 pytestmark = MARKS
 
 
-def train_by_hand(batches, precision, make_optimizer=FUSED, *, accumulate=1, clip):
+def train_by_hand(batches, precision, make_optimizer=FUSED, *, accumulate=1, clip, gamma=0.9):
     """Train as the Trainer should, with `clip(scaler, optimizer)` in the place of the step."""
     model = make_model()
     optimizer = make_optimizer(model.parameters())
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma)
     scaler = make_scaler() if precision == "16-mixed" else fastamp.GradScaler("cpu", enabled=False)
     dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
     for i, (x, y) in enumerate(batches):
@@ -123,12 +123,12 @@ def test_bf16_skips_whatever_is_clipped(pl, batches, algorithm):
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
 def test_a_batch_that_training_step_leaves_out_changes_nothing(pl, batches):
-    expected, *_ = train_by_hand(batches[1:3], "16-mixed", SGD, clip=clip_value_and_step)
+    expected, *_ = train_by_hand(batches[1:3], "16-mixed", SGD, clip=clip_value_and_step, gamma=1)
 
     def training_step(self, batch, batch_idx):
         return None if batch_idx in {0, 3} else LOSS(self.model(batch[0]), batch[1])
 
-    module = make_module(pl, SGD, training_step=training_step)
+    module = make_module(pl, SGD, None, training_step=training_step)
     options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
     fit(pl, module, batches[:4], plugins=[make_plugin(pl)], **options)
     assert_same_bits(module.model.state_dict(), expected.state_dict())
@@ -237,6 +237,16 @@ def test_the_callback_logs_scale_changes_overflows_norms_and_throughput(pl, batc
     assert plugin.scaler._observers == []
 
 
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_the_norm_of_an_overflow_is_not_logged(pl, batches, precision):
+    recorder = Recorder(pl)
+    options = {"logger": recorder, "callbacks": AmpCallback(), "log_every_n_steps": 4}
+    fit(pl, make_module(pl), batches[:10], plugins=[make_plugin(pl, precision)], **options)
+    assert [step for step, _ in logged(recorder, "train/grad_norm")] == [2, 6, 9]
+    assert logged(recorder, "train/gradient_overflow") == [(3, 1.0), (7, 1.0)]
+    assert all(math.isfinite(value) for _, row in recorder.rows for value in row.values())
+
+
 def test_the_callback_calls_the_loggers_only_so_often(pl, batches):
     recorder, calls = Recorder(pl), []
     hook = {"on_train_batch_end": lambda *_: calls.append(len(recorder.rows))}
@@ -303,11 +313,10 @@ def test_checkpoints_of_lightnings_own_plugin_go_on(pl, batches, tmp_path):
     assert stock.scaler.get_scale() != 65536.0
 
 
-def test_lbfgs_is_refused(pl, batches):
-    for precision in ("16-mixed", "bf16-mixed"):
-        module = make_module(pl, torch.optim.LBFGS, None)
-        with pytest.raises(Exception, match="AMP and the LBFGS optimizer are not compatible"):
-            fit(pl, module, batches, plugins=[make_plugin(pl, precision)])
+def test_lbfgs_is_refused_in_fp16(pl, batches):
+    module = make_module(pl, torch.optim.LBFGS, None)
+    with pytest.raises(Exception, match="AMP and the LBFGS optimizer are not compatible"):
+        fit(pl, module, batches, plugins=[make_plugin(pl)])
 
 
 @pytest.mark.parametrize("name", ["DeepSpeedStrategy", "ModelParallelStrategy"])

@@ -1,0 +1,234 @@
+"""The precision plugin trains every kind of module as Lightning's own does, in both packages."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from support.trainers import (
+    FUSED,
+    LOSS,
+    MARKS,
+    OVERFLOWS,
+    SGD,
+    batches,
+    fit,
+    make_model,
+    make_module,
+    make_plugin,
+    make_scaler,
+    pl,
+)
+from support.training import assert_same_bits
+
+import fastamp
+
+__all__ = ["batches", "pl"]  # fixtures
+pytestmark = [
+    *MARKS,
+    pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning"),
+]
+LBFGS = partial(torch.optim.LBFGS, lr=0.1, max_iter=3)
+
+
+class Sharp(torch.optim.SGD):
+    """Sharpness-aware: takes a second gradient, away from where it updates."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        parameters = self.param_groups[0]["params"]
+        with torch.enable_grad():
+            loss = closure()
+        moves = [0.05 * p.grad.sign() for p in parameters]
+        torch._foreach_add_(parameters, moves)
+        with torch.enable_grad():
+            closure()
+        torch._foreach_sub_(parameters, moves)
+        super().step()
+        return loss
+
+
+class Ahead(torch.optim.SGD):
+    """Takes its only gradient away from where it updates."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        parameters = self.param_groups[0]["params"]
+        torch._foreach_add_(parameters, 0.5)
+        with torch.enable_grad():
+            loss = closure()
+        torch._foreach_sub_(parameters, 0.5)
+        super().step()
+        return loss
+
+
+def run_the_closure_first(_self, _epoch, _batch_idx, optimizer, closure):
+    closure()
+    optimizer.step()
+
+
+def step_every_second_time(_self, _epoch, batch_idx, optimizer, closure):
+    optimizer.step(closure=closure) if batch_idx % 2 else closure()
+
+
+def step_twice(_self, _epoch, _batch_idx, optimizer, closure):
+    for _ in range(2):
+        optimizer.step(closure=closure)
+
+
+def leave_out_the_second_batch(self, batch, batch_idx):
+    return None if batch_idx == 1 else LOSS(self.model(batch[0]), batch[1])
+
+
+def step_two_by_hand(self, batch, _batch_idx):
+    """Optimize two halves of the model in turn, the second one with a closure."""
+    first, second = self.optimizers()
+    with first.toggle_model():
+        self.manual_backward(LOSS(self.model(batch[0]), batch[1]))
+        first.step()
+        first.zero_grad()
+
+    def closure():
+        second.zero_grad()
+        loss = LOSS(self.model(batch[0]), batch[1])
+        self.manual_backward(loss)
+        return loss
+
+    with second.toggle_model():
+        self.returned = [*getattr(self, "returned", ()), second.step(closure=closure)]
+
+
+def configure_two(self):
+    self.automatic_optimization = False
+    return SGD(self.model[0].parameters()), SGD(self.model[2].parameters())
+
+
+BOTH, BF16 = ("16-mixed", "bf16-mixed"), ("bf16-mixed",)
+ACCUMULATE, CLIP = {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}
+CASES = {
+    "as usual": (BOTH, SGD, {}, {}),
+    "clipped": (BOTH, SGD, {}, CLIP),
+    "by value": (BOTH, SGD, {}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "accumulated": (BOTH, SGD, {}, ACCUMULATE),
+    "closure first": (BF16, SGD, {"optimizer_step": run_the_closure_first}, CLIP),
+    "every second time": (BOTH, SGD, {"optimizer_step": step_every_second_time}, {}),
+    "two steps": (BOTH, SGD, {"optimizer_step": step_twice}, {}),
+    "left out": (BOTH, SGD, {"training_step": leave_out_the_second_batch}, CLIP),
+    "partly left out": (BOTH, SGD, {"training_step": leave_out_the_second_batch}, ACCUMULATE),
+    "lbfgs": (BF16, LBFGS, {}, {}),
+    "lbfgs clipped": (BF16, LBFGS, {}, CLIP),
+    "second gradient": (BF16, partial(Sharp, lr=0.1), {}, {}),
+    "second gradient clipped": (BF16, partial(Sharp, lr=0.1), {}, CLIP),
+    "gradient ahead": (BF16, partial(Ahead, lr=0.1), {}, CLIP),
+    "by hand": (
+        BOTH,
+        SGD,
+        {"training_step": step_two_by_hand, "configure_optimizers": configure_two},
+        {},
+    ),
+}
+ROWS = [(name, precision) for name, case in CASES.items() for precision in case[0]]
+
+
+def make_stock_scaler():
+    return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+
+
+def train(pl, case, plugin, batches):
+    _, make_optimizer, members, options = CASES[case]
+    module = make_module(pl, make_optimizer, scheduler=None, **members)
+    if "configure_optimizers" in members:
+        module.automatic_optimization = False
+    trainer = fit(pl, module, batches, plugins=[plugin], **options)
+    return module, trainer
+
+
+@pytest.mark.parametrize(("case", "precision"), ROWS)
+def test_it_trains_as_lightnings_own(pl, batches, monkeypatch, case, precision):
+    finite = [batch for i, batch in enumerate(batches) if i not in OVERFLOWS][:4]
+    scaler = make_stock_scaler() if precision == "16-mixed" else None
+    with monkeypatch.context() as patch:  # torch rounds the norm
+        patch.setattr(torch.nn.utils, "clip_grad_norm_", fastamp.clip_grad_norm_)
+        stock = pl.plugins.MixedPrecision(precision, "cpu", scaler)
+        expected, by_stock = train(pl, case, stock, finite)
+    module, trainer = train(pl, case, make_plugin(pl, precision), finite)
+    assert_same_bits(module.model.state_dict(), expected.model.state_dict())
+    assert not torch.equal(module.model[0].weight, make_model()[0].weight)
+    assert trainer.global_step == by_stock.global_step
+    assert getattr(module, "returned", None) == getattr(expected, "returned", None)
+    if module.scheduler:
+        assert module.scheduler.last_epoch == expected.scheduler.last_epoch
+
+
+def test_a_closure_run_by_the_module_is_followed_by_a_step_in_fp16_too(pl, batches):
+    finite = [batch for i, batch in enumerate(batches) if i not in OVERFLOWS][:4]
+    weights = []
+    for members in ({}, {"optimizer_step": run_the_closure_first}):
+        module = make_module(pl, FUSED, **members)
+        fit(pl, module, finite, plugins=[make_plugin(pl)], gradient_clip_val=0.1)
+        weights.append(module.model.state_dict())
+    assert_same_bits(*weights)
+    assert not torch.equal(weights[0]["0.weight"], make_model()[0].weight)
+
+
+def test_a_batch_left_out_by_such_a_module_changes_nothing(pl, batches):
+    members = {"optimizer_step": run_the_closure_first, "training_step": lambda *_: None}
+    module, plugin = make_module(pl, SGD, **members), make_plugin(pl)
+    fit(pl, module, batches[:2], plugins=[plugin], gradient_clip_val=0.1)
+    assert_same_bits(module.model.state_dict(), make_model().state_dict())
+    assert plugin.scaler.get_scale() == 1024.0
+
+
+@pytest.mark.parametrize("cls", [torch.optim.LBFGS, Sharp])
+def test_bf16_skips_the_step_of_an_optimizer_with_a_closure(pl, batches, cls):
+    def overflow(self):
+        self.model[0].weight.grad[0, 0] = math.inf
+
+    module = make_module(pl, partial(cls, lr=0.1), on_after_backward=overflow)
+    plugin = make_plugin(pl, "bf16-mixed")
+    fit(pl, module, batches[:2], plugins=[plugin])
+    assert plugin.scaler.skipped_steps == 2
+    assert module.scheduler.last_epoch == 0
+    assert_same_bits(module.model.state_dict(), make_model().state_dict())
+
+
+def test_the_optimizers_own_step_is_put_back(pl, batches):
+    optimizers = []
+
+    def make_optimizer(parameters):
+        optimizers.append(Sharp(parameters, lr=0.1))
+        return optimizers[-1]
+
+    for interval in (None, "step"):  # schedulers put a step of theirs in its place
+        module = make_module(pl, make_optimizer, interval)
+        fit(pl, module, batches[:2], plugins=[make_plugin(pl, "bf16-mixed")])
+    assert [hasattr(o.step, "_wrapped_by_lr_sched") for o in optimizers] == [False, True]
+    assert not any(isinstance(o.step, partial) for o in optimizers)
+
+
+def test_fabric_is_refused_by_name_and_takes_the_scaler_in_its_own_plugin(pl, batches):
+    name = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+    fabric = pytest.importorskip(name[pl.__name__])
+    hint = rf"use Fabric\(plugins=\[{fabric.__name__}.plugins.MixedPrecision\('16-mixed', 'cpu', .*"
+    with pytest.raises(TypeError, match=hint + r"scaler=fastamp.GradScaler\('cpu'\)\)\]\)"):
+        fabric.Fabric(accelerator="cpu", devices=1, plugins=[make_plugin(pl)])
+    with pytest.raises(TypeError, match=r"MixedPrecision\('bf16-mixed', 'cpu'\)\]\)"):
+        fabric.Fabric(accelerator="cpu", devices=1, plugins=make_plugin(pl, "bf16-mixed"))
+    weights = []
+    for scaler in (
+        make_scaler(),
+        torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3),
+    ):
+        plugin = fabric.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)
+        made = fabric.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+        model = make_model()
+        wrapped, optimizer = made.setup(model, SGD(model.parameters()))
+        for x, y in batches[:5]:
+            optimizer.zero_grad()
+            made.backward(LOSS(wrapped(x), y))
+            optimizer.step()
+        weights.append(model.state_dict())
+    assert_same_bits(*weights)
