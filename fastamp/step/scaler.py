@@ -230,9 +230,14 @@ class GradScaler(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         """Keep the number of skipped steps, and drop tensors, ranks and observers."""
         count = {"_skipped_before": self.skipped_steps, "_skipped": {}}
-        last_step = unmeasured("no step yet")
-        state = super().__getstate__() | count | {"last_step": last_step}
-        return state | {"_observers": [], "process_group": None}
+        state = super().__getstate__() | count | {"_observers": [], "process_group": None}
+        del state["last_step"]  # tensors made here would be gone before a spawned process gets them
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Begin without a report."""
+        super().__setstate__(state)
+        self.last_step = unmeasured("no step yet")
 
     def _state_of(self, optimizer: Optimizer, caller: str) -> dict[str, Any]:
         """Return the optimizer's state in this iteration; without scaling, all is unscaled."""

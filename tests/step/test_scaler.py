@@ -195,6 +195,15 @@ def test_fine_gradients_name_nothing(backend, device):
     assert fastamp.GradScaler(device).nonfinite_parameters(module) == []
 
 
+def test_a_pickled_scaler_holds_no_tensor_that_another_process_would_need():
+    scaler = fastamp.GradScaler("cpu", enabled=False)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    scaler.step(torch.optim.SGD([parameter]), max_norm=1.0)
+    assert b"torch._utils" not in pickle.dumps(scaler)
+    assert pickle.loads(pickle.dumps(scaler)).last_step.way == "no step yet"
+
+
 def test_a_pickled_scaler_goes_on(backend, device):
     parameters = parameters_with(torch.full((4,), math.inf, device=device))
     scaler = fastamp.GradScaler(device, min_scale=4.0)
