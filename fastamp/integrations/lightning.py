@@ -1,8 +1,4 @@
-"""Lightning: a precision plugin with fastamp's step, a callback that logs, a module of any model.
-
-`lightning.pytorch` and `pytorch_lightning` have the same names and unrelated classes: the classes
-here get their base class when an instance is made, from the package that is in use.
-"""
+"""Lightning: a precision plugin with fastamp's step, a callback that logs, any model as module."""
 
 import math
 import sys
@@ -10,68 +6,22 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial, wraps
-from importlib.util import find_spec
-from operator import attrgetter
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from typing_extensions import Self
 
+from fastamp.integrations.of_lightning import OfLightning
 from fastamp.metrics import MetricsTracker
-from fastamp.metrics.sinks import Scalar, require
+from fastamp.metrics.sinks import Scalar
 from fastamp.step import GradScaler, StepReport
 from fastamp.train import ModelCall
 
 __all__ = ["AmpCallback", "AmpPrecision", "to_lightning_module"]
 
-PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 SCALED_BY_STRATEGY = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 EVENTS = ("train/loss_scale", "train/gradient_overflow", "train/skipped_steps")
-
-
-class OfLightning:
-    """A class whose base class in Lightning is found when an instance is made."""
-
-    base: str
-    """The path of the base class in the package."""
-
-    def __new__(cls, *_args: Any, package: str | tuple[str, ...] | None = None, **_kw: Any) -> Self:
-        """Make an instance of a subclass that has Lightning's base class too."""
-        names = _packages_in_use() if package is None else package
-        made: type[Self] = _made(cls, (names,) if isinstance(names, str) else names)  # type: ignore[arg-type]
-        return super().__new__(made)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle and copy the instance; unpickling makes the class again."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        cls, names = type(self).made_of  # type: ignore[attr-defined]
-        return (partial(OfLightning.__new__, cls, package=names), (), *reduced[2:])
-
-
-def _packages_in_use() -> tuple[str, ...]:
-    """Return the packages that are imported, or else the first that is installed."""
-    imported = tuple(name for name in PACKAGES if name in sys.modules)
-    installed = (name for name in PACKAGES if find_spec(name.partition(".")[0]))
-    return imported or (next(installed, PACKAGES[0]),)
-
-
-@cache
-def _made(cls: Any, names: tuple[str, ...]) -> Any:
-    """Return a subclass of `cls` and of Lightning's class; of both packages' for a callback."""
-    if not set(names) <= set(PACKAGES):
-        msg = f"package: expected one of {', '.join(PACKAGES)}, got {', '.join(names)}"
-        raise ValueError(msg)
-    if len(names) > 1 and cls.base != "Callback":
-        msg = f"package: expected the name of one, {' and '.join(names)} are both imported"
-        raise ValueError(msg)
-    bases = [attrgetter(cls.base)(require(name, "lightning")) for name in names]
-    made = type(cls.__name__, (cls, *bases), {"__module__": cls.__module__})
-    made.made_of = (cls, names)  # type: ignore[attr-defined]
-    if issubclass(cls, AmpPrecision):
-        made.__qualname__ = "MixedPrecision"  # its key in checkpoints, as Lightning's own
-    return made
 
 
 class AmpPrecision(OfLightning):
@@ -103,6 +53,7 @@ class AmpPrecision(OfLightning):
     """
 
     base = "plugins.MixedPrecision"
+    key = "MixedPrecision"
     scaler: GradScaler
 
     def __init__(

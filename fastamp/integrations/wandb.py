@@ -4,7 +4,7 @@ import sys
 from collections import defaultdict
 from typing import Any
 
-from fastamp.integrations.lightning import OfLightning
+from fastamp.integrations.of_lightning import OfLightning
 from fastamp.metrics.sinks import Scalar, require
 
 __all__ = ["AmpWandbCallback", "WandbSink"]

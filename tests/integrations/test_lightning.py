@@ -31,12 +31,8 @@ from support.training import assert_same_bits
 
 import fastamp
 from fastamp.integrations import lightning
-from fastamp.integrations.lightning import (
-    PACKAGES,
-    AmpCallback,
-    AmpPrecision,
-    to_lightning_module,
-)
+from fastamp.integrations.lightning import AmpCallback, AmpPrecision, to_lightning_module
+from fastamp.integrations.of_lightning import PACKAGES
 from fastamp.step.report import StepReport
 
 __all__ = ["batches", "pl"]  # fixtures

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import fastamp
-from fastamp.integrations.lightning import PACKAGES, AmpPrecision
+from fastamp.integrations.lightning import AmpPrecision
+from fastamp.integrations.of_lightning import PACKAGES
 
 MARKS = [
     pytest.mark.usefixtures("one_thread"),
