@@ -35,6 +35,12 @@ class Groups:
             pack.rescale_(factor.to(pack.device, non_blocking=True))
 
 
+def pack(tensors: Sequence[Tensor], norm_type: float) -> Packed:
+    """Hand each tensor to its backend, for norms of this order."""
+    packs = pack_by_backend(tensors, norm_type)
+    return packs[0] if len(packs) == 1 else Groups(packs)
+
+
 def pack_by_backend(tensors: Sequence[Tensor], norm_type: float) -> list[Packed]:
     """Look at the tensors once and hand each to a backend.
 

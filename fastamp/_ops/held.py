@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from fastamp._ops.groups import Groups, pack_by_backend
+from fastamp._ops.graph import GraphPack
+from fastamp._ops.groups import pack
 from fastamp._ops.types import Packed, is_plain
 
 if TYPE_CHECKING:
@@ -26,8 +28,7 @@ class Tensors:
 
     def pack(self, norm_type: float = 2.0) -> Packed:
         """Hand each tensor to its backend, for norms of this order."""
-        packs = pack_by_backend(self.held, norm_type)
-        return packs[0] if len(packs) == 1 else Groups(packs)
+        return GraphPack(self.held) if is_compiling() else pack(self.held, norm_type)
 
     def on_parts(self, step: Callable[P, T]) -> Callable[P, T]:
         """Return a function in which torch's fused optimizers work on what this rank holds."""
@@ -58,8 +59,8 @@ def hold(
     """
     if process_group is None and is_plain(tensors):
         return Tensors(tensors)
-    if process_group is None and "torch.distributed.tensor" not in sys.modules:
-        return None  # without it there are no DTensors
+    if process_group is None and (is_compiling() or "torch.distributed.tensor" not in sys.modules):
+        return None  # dynamo cannot trace what DTensors take; without the module there are none
     from fastamp._ops import sharded  # noqa: PLC0415 - it costs half a second
 
     return sharded.shards_of(tensors, process_group, owners, align=align)

@@ -196,7 +196,7 @@ def is_plain(tensors: Sequence[Tensor]) -> bool:
     """Say whether backends take the tensors: no subclasses, such as DTensor, and no torch.func."""
     if not {*map(type, tensors)} <= _PLAIN_TYPES:
         return False
-    # The graph breaks later, at the op itself; dynamo has no answer to the second question.
+    # dynamo has no answer to the second question.
     return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None
 
 

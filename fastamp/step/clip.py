@@ -7,8 +7,15 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.nn import utils
 
 from fastamp import _ops
+
+# Under names of our own: people replace torch's functions by ours.
+_torch_clip_grad_norm_ = utils.clip_grad_norm_
+_torch_clip_grad_value_ = utils.clip_grad_value_
+_torch_clip_grads_with_norm_ = utils.clip_grads_with_norm_
+_torch_get_total_norm = utils.get_total_norm
 
 
 @torch.no_grad()
@@ -47,16 +54,14 @@ def clip_grad_norm_(
         ValueError: `max_norm` is NaN or below 0.
     """
     parameters = _as_list(parameters)
-    grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
+    grads = _grads_of(parameters)
     max_norm = as_bound("max_norm", max_norm)
     norm_type = float(norm_type)
     if not grads:
         return torch.tensor(0.0)
     held = _ops.hold(grads, owners=parameters)
     if held is None:
-        return torch.nn.utils.clip_grad_norm_(
-            parameters, max_norm, norm_type, error_if_nonfinite, foreach
-        )
+        return _torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     _refuse_inference_tensors(held.held)
     packed = held.pack(norm_type)
     stats = packed.grad_stats(norm_type, _ops.Clip(max_norm=max_norm))
@@ -95,7 +100,7 @@ def get_total_norm(
         return torch.tensor(0.0)
     held = _ops.hold(tensors)
     if held is None:
-        return torch.nn.utils.get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+        return _torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
     norm = held.pack(norm_type).grad_stats(norm_type, _ops.Clip()).norm
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(_nonfinite_message(tensors, norm_type))
@@ -123,14 +128,14 @@ def clip_grads_with_norm_(
     """
     max_norm = as_bound("max_norm", max_norm)
     parameters = _as_list(parameters)
-    grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
+    grads = _grads_of(parameters)
     if not grads:
         return
     held = _ops.hold(grads, owners=parameters)
     if hasattr(total_norm, "full_tensor"):  # torch's own norm of DTensors is one
         total_norm = total_norm.full_tensor()
     if held is None or type(total_norm) is not torch.Tensor or total_norm.dim() > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
+        _torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
         return
     _refuse_inference_tensors(held.held)
     clip_coef = torch.full_like(total_norm, max_norm) / (total_norm + 1e-6)
@@ -166,7 +171,7 @@ def clip_grad_value_(
         else:
             dense.append(parameter)
     if dense:
-        torch.nn.utils.clip_grad_value_(dense, clip_value, foreach)
+        _torch_clip_grad_value_(dense, clip_value, foreach)
 
 
 def as_bound(name: str, value: float) -> float:
@@ -193,9 +198,17 @@ def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
     return listed
 
 
+def _grads_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients that are there."""
+    grads = [parameter.grad for parameter in parameters]
+    return [grad for grad in grads if grad is not None]
+
+
 def _refuse_inference_tensors(grads: list[Tensor]) -> None:
     """Refuse what torch's in-place operators refuse, before anything is written."""
-    if not torch.is_inference_mode_enabled() and any(map(torch.Tensor.is_inference, grads)):
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return  # dynamo cannot ask whether it is inference mode
+    if any(map(torch.Tensor.is_inference, grads)):
         msg = "Inplace update to inference tensor outside InferenceMode is not allowed."
         raise RuntimeError(msg)
 

@@ -351,6 +351,28 @@ def test_torch_func_goes_torchs_way(backend):
     assert torch.equal(gradient, torch.zeros(3))
 
 
+class Subclass(torch.Tensor):
+    """A tensor that goes torch's way."""
+
+
+CLIPS = {
+    "clip_grad_norm_": lambda clip, parameter: clip(parameter, 1.0),
+    "clip_grad_value_": lambda clip, parameter: clip(parameter, 1.0),
+    "clip_grads_with_norm_": lambda clip, parameter: clip(parameter, 1.0, torch.tensor(5.0)),
+    "get_total_norm": lambda clip, parameter: clip(parameter.grad),
+}
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_a_function_that_replaces_torchs_still_reaches_torchs(backend, monkeypatch, name):
+    ours, theirs = (parameters_with(torch.tensor([3.0, 4.0]).as_subclass(Subclass)) for _ in "ab")
+    expected = CLIPS[name](getattr(torch.nn.utils, name), *theirs)
+    monkeypatch.setattr(torch.nn.utils, name, getattr(fastamp, name))
+    monkeypatch.setattr(torch.nn.utils.clip_grad, name, getattr(fastamp, name), raising=False)
+    assert CLIPS[name](getattr(torch.nn.utils, name), *ours) == expected
+    assert torch.equal(ours[0].grad, theirs[0].grad)
+
+
 def test_two_threads_clip_two_models_at_once(backend, device):
     grads = [random(300_000, torch.float32, device, seed=i) for i in range(4)]
     expected = [float(reference.exact_norm([values_of(g)])) for g in grads]

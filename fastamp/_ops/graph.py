@@ -1,0 +1,63 @@
+"""The op table in graphs of torch.compile, which cannot look into it: as torch's own operators."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastamp._ops.groups import pack
+from fastamp._ops.types import Clip, GradStats
+
+
+class GraphPack:
+    """Tensors that are looked at when the graph runs; see `fastamp._ops.Packed`."""
+
+    has_fallback = True  # nobody knows yet which backends serve them
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.device = tensors[0].device
+        self.rest: list[int] = []
+        self._tensors = list(tensors)
+
+    @property
+    def has_float16(self) -> bool:
+        """Whether any tensor is float16."""
+        return any(tensor.dtype == torch.float16 for tensor in self._tensors)
+
+    def grad_stats(self, norm_type: float, clip: Clip) -> GradStats:
+        """Read every element once."""
+        scale, max_norm, only_finite, skipped = clip
+        stats = GradStats(*_grad_stats(self._tensors, norm_type, scale, max_norm, only_finite))
+        if skipped is not None:
+            skipped.add_(stats.found_inf)
+        return stats
+
+    def rescale_(self, factor: Tensor) -> None:
+        """Multiply every element by a 0-dim tensor."""
+        _rescale_(self._tensors, factor)
+
+
+@torch.library.custom_op("fastamp::grad_stats", mutates_args=())
+def _grad_stats(
+    tensors: list[Tensor],
+    norm_type: float,
+    scale: Tensor | None,
+    max_norm: float | None,
+    only_finite: bool,  # noqa: FBT001 - an operator's schema
+) -> list[Tensor]:
+    stats = pack(tensors, norm_type).grad_stats(norm_type, Clip(scale, max_norm, only_finite))
+    return [value.clone() for value in stats]  # an operator's results share no memory
+
+
+@_grad_stats.register_fake
+def _(tensors: list[Tensor], *_: object) -> list[Tensor]:
+    device = tensors[0].device
+    double = torch.float32 if device.type == "mps" else torch.float64
+    norm = double if any(t.dtype in (torch.float64, torch.complex128) for t in tensors) else None
+    dtypes = (double, norm, *[None] * 5)
+    return [torch.empty((), dtype=dtype or torch.float32, device=device) for dtype in dtypes]
+
+
+@torch.library.custom_op("fastamp::rescale_", mutates_args={"tensors"})
+def _rescale_(tensors: list[Tensor], factor: Tensor) -> None:
+    pack(tensors, 2.0).rescale_(factor)

@@ -1,0 +1,76 @@
+"""What torch.compile makes of the clip functions: one graph and no warning, as of torch's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from support.bits import bits
+from support.gradients import parameters_with, random
+
+import fastamp
+from fastamp._ops import graph
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def grads_of(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+CALLS: dict[str, Callable[[ModuleType, list[torch.Tensor]], torch.Tensor | None]] = {
+    "clip_grad_norm_": lambda lib, ps: lib.clip_grad_norm_(ps, 0.5),
+    "of a generator": lambda lib, ps: lib.clip_grad_norm_((p for p in ps), 0.5),
+    "largest magnitude": lambda lib, ps: lib.clip_grad_norm_(ps, 0.5, math.inf),
+    "order 3": lambda lib, ps: lib.clip_grad_norm_(ps, 0.5, 3.0),
+    "get_total_norm": lambda lib, ps: lib.get_total_norm(grads_of(ps)),
+    "clip_grads_with_norm_": lambda lib, ps: lib.clip_grads_with_norm_(
+        ps, 0.5, lib.get_total_norm(grads_of(ps))
+    ),
+    "clip_grad_value_": lambda lib, ps: lib.clip_grad_value_(ps, 0.5),
+}
+
+
+def compiled_call(lib: ModuleType, call: Callable, parameters: list[torch.Tensor]) -> object:
+    torch.compiler.reset()
+    return torch.compile(lambda: call(lib, parameters), backend="aot_eager", fullgraph=True)()
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_whole_graph_gives_the_bits_of_the_eager_call(backend, device, call):
+    def parameters() -> list[torch.Tensor]:
+        grads = [random(1003, dtype, device, seed=i) for i, dtype in enumerate(DTYPES)]
+        return parameters_with(None, *grads)
+
+    ours, eager, theirs = parameters(), parameters(), parameters()
+    norm, expected = compiled_call(fastamp, call, ours), call(fastamp, eager)
+    reference = compiled_call(torch.nn.utils, call, theirs)
+    if expected is None:
+        assert norm is None is reference
+    else:
+        assert norm.dtype == expected.dtype
+        assert norm.item() == expected.item() == pytest.approx(reference.item(), rel=1e-2)
+    assert ours[0].grad is None
+    for a, b, c in zip(ours[1:], eager[1:], theirs[1:], strict=True):
+        assert (bits(a.grad) == bits(b.grad)).all()
+        torch.testing.assert_close(a.grad, c.grad, rtol=1e-2, atol=1e-2)
+
+
+def test_the_operators_are_what_they_are_registered_as(backend, device):
+    tensors = [random(33, dtype, device) for dtype in DTYPES]
+    scale = torch.tensor(8.0, device=device)
+    for args in ((tensors, 2.0, None, None, False), (tensors[:3], math.inf, scale, 1.0, True)):
+        torch.library.opcheck(graph._grad_stats, args)
+    torch.library.opcheck(graph._rescale_, (tensors, torch.tensor(0.5, device=device)))
+
+
+def test_a_norm_that_is_not_finite_is_an_error_of_the_compiled_call(backend, device):
+    parameters = parameters_with(None, torch.tensor([1.0, math.inf], device=device))
+    torch.compiler.reset()
+    clip = torch.compile(fastamp.clip_grad_norm_, backend="aot_eager")
+    with pytest.raises(RuntimeError, match=r"first in the gradient of parameters\[1\]"):
+        clip(parameters, 1.0, error_if_nonfinite=True)
+    assert parameters[1].grad.tolist() == [1.0, math.inf]
