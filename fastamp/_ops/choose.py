@@ -30,7 +30,7 @@ def _backends() -> dict[str, Ops]:
         from fastamp._ops import compiled  # noqa: PLC0415 - it needs the extension
 
         found |= compiled.available()
-        if not found:
+        if not found and os.environ.get("FASTAMP_BACKEND") != "fallback":
             message = (
                 f"fastamp's compiled code needs torch 2.10 or later, this is {torch.__version__}: "
                 "the slower pure-Python fallback is used"

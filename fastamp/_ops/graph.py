@@ -37,7 +37,13 @@ class GraphPack:
         _rescale_(self._tensors, factor)
 
 
-@torch.library.custom_op("fastamp::grad_stats", mutates_args=())
+# With the schemas written out: torch 2.6 does not read them from today's annotations.
+@torch.library.custom_op(
+    "fastamp::grad_stats",
+    mutates_args=(),
+    schema="(Tensor[] tensors, float norm_type, Tensor? scale, float? max_norm, bool only_finite)"
+    " -> Tensor[]",
+)
 def _grad_stats(
     tensors: list[Tensor],
     norm_type: float,
@@ -58,6 +64,10 @@ def _(tensors: list[Tensor], *_: object) -> list[Tensor]:
     return [torch.empty((), dtype=dtype or torch.float32, device=device) for dtype in dtypes]
 
 
-@torch.library.custom_op("fastamp::rescale_", mutates_args={"tensors"})
+@torch.library.custom_op(
+    "fastamp::rescale_",
+    mutates_args={"tensors"},
+    schema="(Tensor(a!)[] tensors, Tensor factor) -> ()",
+)
 def _rescale_(tensors: list[Tensor], factor: Tensor) -> None:
     pack(tensors, 2.0).rescale_(factor)

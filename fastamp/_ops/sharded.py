@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
 from fastamp._ops import fallback
@@ -288,7 +288,9 @@ def index_in_whole(tensor: Any, index: int) -> int:
     for dim, (size, i) in enumerate(zip(tensor.shape, place, strict=True)):
         # Whatever the placements make of this dimension, they make of its indices.
         rows = [_along(placement, dim) for placement in tensor.placements]
-        held = distribute_tensor(torch.arange(size), tensor.device_mesh, rows, src_data_rank=None)
+        # From replicas, which takes no collective: other ranks may not call this.
+        indices = DTensor.from_local(torch.arange(size), tensor.device_mesh)
+        held = indices.redistribute(placements=rows)
         whole = whole * size + int(local_of(held)[i].item())
     return whole
 

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 COMPILED_NORMS = (1.0, 2.0, math.inf)
 RegionMaker: TypeAlias = "Callable[[str, Any, bool], Region]"
 
@@ -194,10 +194,11 @@ class HostOps(Protocol):
 
 def is_plain(tensors: Sequence[Tensor]) -> bool:
     """Say whether backends take the tensors: no subclasses, such as DTensor, and no torch.func."""
-    if not {*map(type, tensors)} <= _PLAIN_TYPES:
+    if torch.compiler.is_compiling():  # dynamo does not know the questions below
+        return all(type(tensor) in _PLAIN_TYPES for tensor in tensors)
+    if not {*map(type, tensors)}.issubset(_PLAIN_TYPES):
         return False
-    # dynamo has no answer to the second question.
-    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None
+    return torch._C._functorch.peek_interpreter_stack() is None
 
 
 def local_of(tensor: Tensor) -> Tensor:

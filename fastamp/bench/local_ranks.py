@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.spawn import spawn
 
@@ -51,7 +51,7 @@ def _start(
 def shard(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return this rank's part of each tensor as a DTensor, split as FSDP2 splits parameters."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return [distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for t in tensors]
+    return [DTensor.from_local(t, mesh).redistribute(placements=[Shard(0)]) for t in tensors]
 
 
 def count_collectives(call: Callable[[], object]) -> int:

@@ -32,7 +32,8 @@ def clip_grad_norm_(
     torch's on purpose where torch's is inexact: squares are summed in float64, so it cannot
     overflow and is exact to the last float32 bit. DTensors may have any meshes and placements, and
     plain tensors may stand among them, the same on all ranks of the largest mesh: it takes one
-    all-reduce for each process group, and all ranks get the same norm.
+    all-reduce for each process group, and all ranks get the same norm. In a graph of
+    torch.compile DTensors go torch's way.
 
     Args:
         parameters: a tensor or an iterable of tensors whose `.grad` is clipped; any shapes, dtypes,

@@ -188,7 +188,7 @@ def test_batches_equal_default_collate(backend, structure, size, seed):
     assert_collates_as_torch(SHARED[backend], [structure(rng) for _ in range(size)])
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+@pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental:UserWarning")
 @pytest.mark.parametrize(
     "dtype",
     sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str),
@@ -238,6 +238,8 @@ def test_the_default_device_does_not_move_tensors(backend):
     with torch.device("meta"):
         cpu = [torch.ones(2, device="cpu")] * 2
         assert_collates_as_torch(fastamp.BatchCollator(), cpu)
+        if default_collate([np.ones(2)]).is_meta:
+            pytest.skip("torch 2.6 moves arrays")
         assert_collates_as_torch(fastamp.BatchCollator(), [np.ones(2)] * 2)
 
 

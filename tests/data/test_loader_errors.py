@@ -12,7 +12,7 @@ import traceback
 
 import pytest
 import torch
-from support.loading import Rows, Squares, assert_same, check, ends, make_array
+from support.loading import HOST, Rows, Squares, assert_same, check, ends, make_array
 from support.streams import Stream
 from torch.utils.data import BatchSampler, Subset, TensorDataset
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -310,7 +310,7 @@ FORKED = ["gathered", "prefetched"]
 @functools.cache
 def results(backend):
     # Before there are other threads in the process: its children have none of them.
-    names = [*OF_ARRAYS, *(["killed", *OF_PYTHON] if backend == "cpu" else []), *FORKED]
+    names = [*OF_ARRAYS, *(["killed", *OF_PYTHON] if backend == HOST else []), *FORKED]
     return json.loads(check(CASES, *names, backend=backend, timeout_s=300))
 
 
@@ -321,7 +321,7 @@ def test_ctrl_c_ends_a_pass_over_arrays(name, backend):
 
 @pytest.mark.parametrize("name", OF_PYTHON)
 def test_ctrl_c_ends_a_pass_over_any_dataset(name):
-    assert results("cpu")[name] == "exit status 0"
+    assert results(HOST)[name] == "exit status 0"
 
 
 @pytest.mark.parametrize("name", FORKED)
@@ -330,7 +330,7 @@ def test_a_forked_child_begins_its_own_pass(name, backend):
 
 
 def test_a_worker_that_is_killed_is_told():
-    assert results("cpu")["killed"] == "exit status 0"
+    assert results(HOST)["killed"] == "exit status 0"
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

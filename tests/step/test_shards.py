@@ -44,13 +44,20 @@ def test_the_norm_equals_one_process_to_the_last_float32_bit(four, layout, backe
     assert ours == alone
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch 2.6 itself breaks the graph")
+def test_in_a_graph_of_torch_compile_dtensors_go_torchs_way(four):
+    for theirs, ours in four.run(2, shard_cases.clipped_in_a_graph):
+        for one, other in zip(theirs, ours, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
 def test_a_norm_of_another_order_agrees(four):
     ours, alone = same(four.run(4, shard_cases.norms, "fallback", "mixed", [3.0, 0.5]))
     assert ours == pytest.approx(alone, rel=1e-6)
 
 
 def test_two_ranks_agree_too(four):
-    ours, alone = same(four.run(2, shard_cases.norms, "cpu", "fsdp", [2.0, 1.0]))
+    ours, alone = same(four.run(2, shard_cases.norms, "fallback", "fsdp", [2.0, 1.0]))
     assert ours == alone
 
 
@@ -84,6 +91,8 @@ def test_nan_on_one_rank_is_the_norm_of_all(four, order):
     + [("mixed", "sgd momentum")],
 )
 def test_gradients_end_unscaled_and_clipped_as_in_one_process(four, layout, name, how):
+    if name == "adagrad fused" and torch.__version__ < (2, 10):
+        pytest.skip("torch 2.6 does not fold Adagrad, and has no rule for its kernel")
     for alone, ours in four.run(4, shard_cases.step, layout, how, name):
         for expected, got in zip(alone, ours, strict=True):
             # A sum over ranks is rounded before it is scaled, where one process has none.
@@ -247,6 +256,7 @@ def test_bad_values_are_named_with_their_rank_and_place(four, layout):
         ]
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch 2.6 refuses uneven shards here")
 def test_fsdp2_over_tensor_parallel_has_one_norm_and_names_every_place(four):
     norm, expected, wrong, kinds = same(four.run(4, shard_cases.fsdp_over_tensor_parallel))
     assert norm == pytest.approx(expected, rel=1e-7)

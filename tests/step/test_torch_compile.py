@@ -41,13 +41,16 @@ def compiled_call(lib: ModuleType, call: Callable, parameters: list[torch.Tensor
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_a_whole_graph_gives_the_bits_of_the_eager_call(backend, device, call):
+    if call is CALLS["clip_grad_value_"] and torch.__version__ < (2, 10):
+        pytest.skip("torch's own function, which breaks the graph in torch 2.6")
+
     def parameters() -> list[torch.Tensor]:
         grads = [random(1003, dtype, device, seed=i) for i, dtype in enumerate(DTYPES)]
         return parameters_with(None, *grads)
 
     ours, eager, theirs = parameters(), parameters(), parameters()
     norm, expected = compiled_call(fastamp, call, ours), call(fastamp, eager)
-    reference = compiled_call(torch.nn.utils, call, theirs)
+    reference = call(torch.nn.utils, theirs)
     if expected is None:
         assert norm is None is reference
     else:

@@ -17,7 +17,10 @@ import torch
 from support.bits import bits
 from torch.utils.data import Dataset
 
+import fastamp
+
 TESTS = Path(__file__).parents[1]
+HOST = "cpu" if "cpu" in fastamp.backends() else "fallback"
 
 
 class Rows(Dataset):
@@ -112,7 +115,7 @@ class Finished(NamedTuple):
 
 
 def run_python(
-    code: str, *arguments: str, timeout_s: float = 90, backend: str = "cpu", **env: str
+    code: str, *arguments: str, timeout_s: float = 90, backend: str = HOST, **env: str
 ) -> Finished:
     """Run code in a fresh interpreter and a session of its own, which is killed at the end."""
     prelude = f"import sys; sys.path.insert(0, {str(TESTS)!r})\n"

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.processes import CONTEXT
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 COLLECTIVE_S = 120.0  # after which a rank gives up waiting for the others
+NO_FSDP2 = "has no attribute 'record_event'"
 CALL_S = 300.0  # after which the ranks are killed
 
 
@@ -47,6 +49,9 @@ def _joined(rank: int, count: int, path: str) -> Iterator[None]:
         dist.barrier()
         yield
     finally:
+        # In torch 2.6 a group waits for its threads with the GIL held, which they need once more
+        # when a collective has just ended: give them time.
+        time.sleep(0.02)
         dist.destroy_process_group()
 
 
@@ -79,6 +84,8 @@ class Ranks:
                     raise TimeoutError(message)
                 answers.append(connection.recv())
         failures = [f"rank {i}: {text}" for i, (ok, text) in enumerate(answers) if not ok]
+        if failures and NO_FSDP2 in failures[0] and not hasattr(torch.cpu.Stream, "record_event"):
+            pytest.skip("torch 2.6 has no FSDP2 on the CPU")
         if failures:
             raise AssertionError("\n".join(failures))
         return [result for _, result in answers]

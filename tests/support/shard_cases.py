@@ -20,7 +20,6 @@ from torch.distributed.tensor import (
     Partial,
     Replicate,
     Shard,
-    distribute_tensor,
     init_device_mesh,
 )
 from torch.distributed.tensor.debug import CommDebugMode
@@ -47,7 +46,7 @@ def mesh_of(*sizes):
 
 
 def spread(tensor, mesh, *placements):
-    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+    return DTensor.from_local(tensor, mesh).redistribute(placements=placements)
 
 
 def summands(tensor, mesh):
@@ -532,3 +531,14 @@ def bad_names_of_plain_parts(bad_rank):
         for group in (None, dist.group.WORLD)
     ]
     return [[(entry.rank, tuple(entry)) for entry in entries] for entries in found]
+
+
+def clipped_in_a_graph():
+    """Clip in graphs of torch.compile, with torch's function and with ours."""
+    results = []
+    for clip in (torch.nn.utils.clip_grad_norm_, fastamp.clip_grad_norm_):
+        parameters = as_parameters(grads_on("fsdp")[1])
+        compiled = torch.compile(clip, backend="eager", fullgraph=True)
+        norm = compiled(parameters, 0.5)
+        results.append([whole(norm).item(), *(whole(p.grad) for p in parameters)])
+    return results
