@@ -59,6 +59,31 @@ def tests(session: nox.Session) -> None:
     session.run("python", "-I", "-m", "pytest", *session.posargs)
 
 
+def test_with(session: nox.Session, torch: str) -> None:
+    """Run the suite, or the tests in the options, with another torch in an environment of its own.
+
+    torch brings several gigabytes of CUDA libraries along: CI does without these sessions.
+    """
+    pins = Path("constraints.txt").read_text().splitlines()
+    constraints = Path(session.create_tmp(), "constraints.txt")
+    constraints.write_text("\n".join(pin for pin in pins if not pin.startswith("torch==")))
+    session.install("-c", str(constraints), torch, ".[test]", env={"FASTAMP_CUDA": "OFF"})
+    session.run("python", "-c", "import torch; print('torch', torch.__version__)")
+    session.run("python", "-I", "-m", "pytest", *session.posargs)
+
+
+@nox.session(venv_backend="venv")
+def oldest(session: nox.Session) -> None:
+    """Run the suite with the oldest torch that fastamp works with, on the fallback."""
+    test_with(session, "torch==2.6.0")
+
+
+@nox.session(venv_backend="venv")
+def newest(session: nox.Session) -> None:
+    """Run the suite with the newest torch."""
+    test_with(session, "torch")
+
+
 @nox.session
 def cuda(session: nox.Session) -> None:
     """Compile the CUDA code for every architecture and import the result, GPU or not."""
