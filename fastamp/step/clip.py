@@ -12,7 +12,7 @@ from torch.nn import utils
 from fastamp import _ops
 
 # Under names of our own: people replace torch's functions by ours.
-_torch_clip_grad_norm_ = utils.clip_grad_norm_
+torch_clip_grad_norm_ = utils.clip_grad_norm_
 _torch_clip_grad_value_ = utils.clip_grad_value_
 _torch_clip_grads_with_norm_ = utils.clip_grads_with_norm_
 _torch_get_total_norm = utils.get_total_norm
@@ -62,7 +62,7 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     held = _ops.hold(grads, owners=parameters)
     if held is None:
-        return _torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        return torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     _refuse_inference_tensors(held.held)
     packed = held.pack(norm_type)
     stats = packed.grad_stats(norm_type, _ops.Clip(max_norm=max_norm))

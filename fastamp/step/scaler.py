@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from fastamp import _ops
 from fastamp._ops import Clip, Held
-from fastamp.step.clip import as_bound
+from fastamp.step.clip import as_bound, torch_clip_grad_norm_
 from fastamp.step.fused import call_folded, call_step, has_pre_hook, is_fused, why_in_place
 from fastamp.step.report import NonFinite, StepReport, find_nonfinite, unmeasured
 
@@ -179,7 +179,7 @@ class GradScaler(torch.amp.GradScaler):
         if packed is None:
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
-            return torch.nn.utils.clip_grad_norm_(_parameters_of([optimizer]), max_norm)
+            return torch_clip_grad_norm_(_parameters_of([optimizer]), max_norm)
         if state["stage"] is OptState.READY:
             _refuse_float16(packed)
         clip = self._clip(packed.device, state, max_norm)

@@ -1,9 +1,12 @@
 """Checkpoints: one file each, complete or absent."""
 
+import errno
 import os
 import pickle
 import re
+import secrets
 import shutil
+import tempfile
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,12 +17,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fastamp.train.lock import lock
 from fastamp.train.ranks import Ranks
 
 FindProblem: TypeAlias = Callable[[dict[str, Any]], str | None]
 
 _FORMAT = "fastamp.train 2"
-_NAME = re.compile(r"step-\d{8,}(\.pt)?")  # a folder where several ranks wrote it
+_OURS = _FORMAT.rpartition(" ")[0].encode()  # near the start of every file, of any version
+_NAME = re.compile(r"step-[0-9]{8,}(\.pt)?")  # a folder where several ranks wrote it
+RUN = "run.pt"  # in a folder: everything except the tensors of model and optimizer
 
 
 class CheckpointError(RuntimeError):
@@ -30,7 +36,8 @@ class Checkpoints:
     """The checkpoints of one run in one folder, `step-00000123.pt` and the like.
 
     Args:
-        folder: is made if needed; files that killed runs left half-written are removed.
+        folder: is made if needed. From the first save on it is locked for this process; then files
+            that killed runs left half-written are removed, and files of anybody else never.
         keep: how many of the newest checkpoints to keep.
         resume: False starts anew: older checkpoints are removed when the first one is written.
         ranks: of the run. An error on one rank is raised on all.
@@ -59,7 +66,11 @@ class Checkpoints:
             CheckpointError: it is the first one, and could not be read again.
         """
         path = self._folder / f"step-{step:08d}{self.suffix}"
-        part = path.with_name(f".{path.name}.part")
+        try:
+            token = self._ranks.first(lambda: self._enter(path))
+        except OSError as error:
+            raise self._explain(error, f"{path.name} cannot be written") from error
+        part = path.with_name(f".{path.name}.{token}.part")
         self._mine = [*(mine for mine in self._mine if mine != path), path]
         try:
             self._write(part, state, model, optimizer)
@@ -102,12 +113,21 @@ class Checkpoints:
         """Make the folder, check that it can be written to, and return the checkpoints in it."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / ".step-probe.part").write_bytes(b"\0")
-            for leftover in self._folder.glob(".step-*.part"):
-                _remove(leftover)
+            with tempfile.TemporaryFile(dir=self._folder) as probe:
+                probe.write(b"\0")
         except OSError as error:
             raise self._explain(error, "cannot be written to") from error
         return self._list()
+
+    def _enter(self, path: Path) -> str:
+        """Lock the folder, tidy it up, and return a name that nobody can have foreseen."""
+        lock(self._folder)
+        if not self._is_tested:
+            for leftover in self._folder.glob(".step-*.part"):
+                _remove(leftover)
+        if os.path.lexists(path) and not _is_ours(path):
+            raise FileExistsError(errno.EEXIST, "there is something that fastamp has not written")
+        return secrets.token_hex(4)
 
     def _write(
         self, part: Path, state: dict[str, Any], model: nn.Module, optimizer: Optimizer
@@ -120,8 +140,10 @@ class Checkpoints:
             _remove(path)
         part.replace(path)
         _sync_folder(self._folder)
-        for old in set(self._list()) - set(self._mine[-self._keep :]):
-            _remove(old)
+        for old in filter(_is_ours, {*self._list()} - {*self._mine[-self._keep :]}):
+            gone = old.with_name(f".{old.name}.part")  # half a folder is none of ours
+            _remove(gone)
+            _remove(old.replace(gone))
 
     def _read(self, path: Path, find_problem: FindProblem) -> dict[str, Any]:
         state: dict[str, Any] = self._ranks.together(lambda: self._read_own(path, find_problem))
@@ -143,7 +165,8 @@ class Checkpoints:
 
 def write_file(path: Path, state: dict[str, Any]) -> None:
     """Write a state to the disk."""
-    with path.open("wb") as file:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+    with os.fdopen(os.open(path, flags, 0o666), "wb") as file:
         try:
             torch.save({"format": _FORMAT, **state}, file)
         except RuntimeError as error:  # torch raises it in place of an OSError
@@ -176,8 +199,17 @@ def read_file(path: Path, find_problem: FindProblem) -> dict[str, Any]:
     return state  # type: ignore[no-any-return]
 
 
+def _is_ours(path: Path) -> bool:
+    """Say whether a file or folder carries our format, of any version, damaged or not."""
+    file = path / RUN if path.is_dir() else path
+    if path.is_symlink() or not file.is_file():  # a FIFO would block
+        return False
+    with file.open("rb") as opened:
+        return _OURS in opened.read(4096)
+
+
 def _remove(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from fastamp.train.checkpoint import (
+    RUN,
     CheckpointError,
     Checkpoints,
     FindProblem,
@@ -21,7 +22,6 @@ from fastamp.train.checkpoint import (
     write_file,
 )
 
-_RUN = "run.pt"  # everything except the tensors of model and optimizer, and their files' checksums
 _CHUNK_NBYTES = 1 << 22
 
 
@@ -64,14 +64,14 @@ class ShardedCheckpoints(Checkpoints):
         sums = self._ranks.together(lambda: _sum_files(part, self._ranks.rank))
         files = {name: value for sums in self._ranks.gather(sums) for name, value in sums.items()}
         rest = {"model": _on_meta(named), "optimizer": kept | {"state": _on_meta(kept["state"])}}
-        self._ranks.first(lambda: write_file(part / _RUN, state | rest | {"files": files}))
+        self._ranks.first(lambda: write_file(part / RUN, state | rest | {"files": files}))
 
     def _read_own(self, path: Path, find_problem: FindProblem) -> dict[str, Any]:
         """Return the state in a checkpoint, and check this rank's share of its files."""
         if path.is_file():
             msg = f"{path}: was written by a single process, not by ranks"
             raise CheckpointError(msg)
-        state = read_file(path / _RUN, find_problem)
+        state = read_file(path / RUN, find_problem)
         files = sorted(state["files"].items())
         for name, expected in files[self._ranks.rank :: self._ranks.count]:
             if not (path / name).is_file() or _checksum(path / name) != expected:

@@ -17,8 +17,8 @@ from support.processes import CONTEXT
 from support.streams import Stream
 from support.trainable import (
     CrashError,
+    act_at,
     crash,
-    loud,
     make_data,
     make_model,
     names,
@@ -33,20 +33,6 @@ import fastamp
 from fastamp.train import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def act_at(step, action, loss_fn=loud, *, accumulate=2):
-    """Return a loss that does something in a step, and how often it was called in training."""
-    calls = [0]
-
-    def loss(output, target):
-        if torch.is_grad_enabled():
-            calls[0] += 1
-            if calls[0] == (step - 1) * accumulate + 1:
-                action()
-        return loss_fn(output, target)
-
-    return loss
 
 
 def load_all(folder):
