@@ -79,15 +79,13 @@ def _use(name: str) -> Iterator[str]:
         yield name
 
 
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Run tiny models, here and in subprocesses, without threads that wait for each other."""
+@pytest.fixture(autouse=True)
+def threads_put_back() -> Iterator[None]:
+    """Put torch's number of threads back after a test that has changed it."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield
-    torch.set_num_threads(before)
+    yield
+    if torch.get_num_threads() != before:
+        torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["fallback", "cpu", CUDA])

@@ -20,8 +20,6 @@ SHAPE = Shape(layers=2, heads=2, width=32, block_size=16)
 SIZES = {"batch_size": 4, "steps": 8, "seed": 0, "memory_batch_size": 4}
 JOB = arms_.Job(device="cpu", precision="bf16", shape=SHAPE, **SIZES)
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def corpus(tmp_path):

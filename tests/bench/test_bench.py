@@ -30,9 +30,6 @@ NAMES = ["fp32", "amp", "amp+fastamp"]
 TARGETS = {"min_speedup": 1.5, "min_memory_saving": 0.4, "max_accuracy_gap": 0.01}
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture
 def text(tmp_path):
     """Return a file of text whose validation part holds bytes of its own."""

@@ -32,8 +32,6 @@ from fastamp.bench.race import Interval, Plan
 from fastamp.bench.record import PLAIN, SCHEMA_VERSION, Case, _finite, run_cases
 from fastamp.train.options import progress
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 TINY = "--layers 1 --heads 2 --width 32 --block-size 16 --batch-size 4"
 COMMANDS = {
     "amp": f"amp {TINY} --steps 12 --device cpu",

@@ -20,7 +20,6 @@ from fastamp.data.shard import RankBatches, ShardSampler
 
 accelerate = pytest.importorskip("accelerate")
 accelerate_cases = pytest.importorskip("support.accelerate_cases")
-pytestmark = pytest.mark.usefixtures("one_thread")
 N, BATCH = 64, 4
 ROWS = TensorDataset(torch.arange(N))
 

@@ -20,8 +20,6 @@ from torch.utils.data._utils import collate as torch_collate
 import fastamp
 from fastamp import _ops
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SHARED = {name: fastamp.BatchCollator() for name in ("fallback", "cpu", "cuda")}
 
 

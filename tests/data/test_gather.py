@@ -10,8 +10,6 @@ from numpy.lib.stride_tricks import sliding_window_view
 from fastamp import _ops
 from fastamp._ops import Column
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 GUARD_NBYTES = 128  # before and after every output
 GUARD = 0xA5
 LARGE_NBYTES = [255, 256, 257, 1000, 4095, 4096, 4097, 4161, 12345]

@@ -22,8 +22,6 @@ from fastamp._ops import Column
 from fastamp.data import slots as slots_module
 from fastamp.data.slots import Slots
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def rng():
     return np.random.default_rng(0)

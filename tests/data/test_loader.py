@@ -32,8 +32,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 import fastamp
 from fastamp.data.slots import Slots
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 N = 600
 BATCH = 2  # 300 batches
 X = make_array(torch.float32, N, 5)

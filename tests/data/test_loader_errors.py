@@ -19,8 +19,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 import fastamp
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 X = make_array(torch.float32, 1000, 5)
 
 

@@ -18,8 +18,6 @@ import fastamp
 from fastamp.data import shard as shard_module
 from fastamp.data.shard import ShardSampler
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 N = 83
 BATCH = 4
 

@@ -12,8 +12,6 @@ from support.loading import Point, assert_same
 
 import fastamp
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def padded(rows, pad, shape):
     """Pad arrays the slow and obvious way."""

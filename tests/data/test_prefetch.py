@@ -17,8 +17,6 @@ from support.waits import sync_refused
 
 import fastamp
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Pair(typing.NamedTuple):
     x: torch.Tensor

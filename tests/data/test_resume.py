@@ -18,8 +18,6 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Tenso
 
 import fastamp
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 X = make_array(torch.float32, 40, 3)
 
 # Another process goes on from all states, some of them with another number of workers.

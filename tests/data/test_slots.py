@@ -16,8 +16,6 @@ from fastamp._ops import fallback
 from fastamp.data import slots as slots_module
 from fastamp.data.slots import Slots
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 FLOATS = (1024, torch.float32)
 NBYTES = 4096
 

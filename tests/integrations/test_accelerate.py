@@ -15,7 +15,6 @@ from fastamp.integrations.accelerate import prepare_scaler
 
 accelerate = pytest.importorskip("accelerate")
 __all__ = ["batches"]  # a fixture
-pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIMIZERS = {
     "fused": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
     "sgd": lambda ps: torch.optim.SGD(ps, lr=1e-2),

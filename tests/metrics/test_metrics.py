@@ -20,9 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastamp
 from fastamp.metrics import tracker
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # --- statistics and histories
 
 

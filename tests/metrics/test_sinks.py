@@ -16,8 +16,6 @@ from support.tracking import Collect, logged
 import fastamp
 from fastamp.metrics import Csv, JsonLines, TensorBoard, tracker
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_sinks_get_every_value_in_order_until_the_tracker_is_closed():
     sink, batches = Collect(), []

@@ -19,8 +19,6 @@ from support.tracking import Collect, logged, overflowing_run
 import fastamp
 from fastamp.metrics import TensorBoard, watch
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_scaler_tells_its_overflows_norms_and_scales(backend, device, fused):

@@ -72,10 +72,9 @@ def test_short_lists_add_in_the_promised_order(compiled, device, norm_type):
 
 @pytest.fixture(params=[1, 2, 7])
 def threads(request):
-    """Run the test with so many threads of torch's."""
+    """Run the test with this number of torch's threads."""
     torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(1)
+    return request.param
 
 
 def test_the_norm_does_not_depend_on_the_number_of_threads(backend, device, threads):

@@ -14,7 +14,6 @@ from fastamp.integrations.lightning import AmpPrecision
 from fastamp.integrations.of_lightning import PACKAGES
 
 MARKS = [
-    pytest.mark.usefixtures("one_thread"),
     # Lightning 2.6 asks torch 2.13's pytree in the way of torch 2.6, and wants workers
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),

@@ -32,8 +32,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import fastamp
 from fastamp.train import CheckpointError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def load_all(folder):
     for path in Path(folder).glob("step-*.pt"):

@@ -9,8 +9,6 @@ from torch.nn import functional
 
 from fastamp import ModelCall, TrainConfig, fine_tune
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 IDS = torch.arange(24).reshape(2, 12) % 7
 MASK = torch.ones_like(IDS).index_fill(1, torch.tensor([0, 1]), 0)
 

@@ -33,7 +33,6 @@ from fastamp.train import __main__ as command
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed"),
-    pytest.mark.usefixtures("one_thread"),
 ]
 
 needs_fsdp2 = pytest.mark.skipif(

@@ -25,8 +25,6 @@ from fastamp.train import __main__ as command
 from fastamp.train.gpt import GPT, Shape
 from fastamp.train.text import load_corpus
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 # Each choice with and without validation data, but not all pairs.
 CHOICES = pytest.mark.parametrize(
     ("use_amp", "with_val"), [(None, False), (True, True), (False, True)], ids=str
