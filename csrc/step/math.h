@@ -3,6 +3,7 @@
 // matter whether a compiler contracts it.
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 
@@ -79,7 +80,11 @@ FASTAMP_HD GradStats finish(double reduced, const ClipSpec& clip) {
   stats.factor = stats.clip_coef * inv_scale;
   stats.grad_scale = scale / stats.clip_coef;
   stats.scale = scale;
-  if (clip.skipped != nullptr) *clip.skipped += stats.found_inf;
+  if (clip.skipped != nullptr) {
+    // Where a kernel divides by an infinite scale every gradient is 0: such a scale has to fall.
+    if (stats.clip_coef > 0 && stats.grad_scale > FLT_MAX) stats.found_inf = 1.0F;
+    *clip.skipped += stats.found_inf;
+  }
   return stats;
 }
 

@@ -82,7 +82,10 @@ def finish(
         if clip.only_finite:
             clip_coef = torch.where(found_inf == 0, clip_coef, 1.0)
     clip_coef = clip_coef.to(torch.float32)
+    grad_scale = scale / clip_coef
     if clip.skipped is not None:
+        too_large = (clip_coef > 0).logical_and_(grad_scale.isinf())
+        found_inf = torch.where(too_large, 1.0, found_inf)
         clip.skipped.add_(found_inf)
     return GradStats(
         reduced=reduced,
@@ -90,7 +93,7 @@ def finish(
         found_inf=found_inf,
         clip_coef=clip_coef,
         factor=clip_coef * inv_scale,
-        grad_scale=scale / clip_coef,
+        grad_scale=grad_scale,
         scale=scale.clone(),
     )
 

@@ -42,7 +42,7 @@ class Clip(NamedTuple):
     only_finite: bool = False
     """Leave the clip out where found_inf is 1, so that inf does not become NaN."""
     skipped: Tensor | None = None
-    """Counter to add found_inf to."""
+    """Counter to add found_inf to, which then is 1, too, where grad_scale is infinite."""
 
 
 class Packed(Protocol):

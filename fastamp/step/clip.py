@@ -39,7 +39,7 @@ def clip_grad_norm_(
         parameters: a tensor or an iterable of tensors whose `.grad` is clipped; any shapes, dtypes,
             layouts and devices. Those without a gradient are passed over.
         max_norm: the norm that the gradients have at most afterwards.
-        norm_type: order of the norm, `inf` included.
+        norm_type: order of the norm, `inf` included; for 0 torch counts the tensors that are not 0.
         error_if_nonfinite: raise where the norm is inf or NaN; costs a wait for the device.
         foreach: taken for compatibility; fastamp always handles the list as a whole.
 
@@ -60,7 +60,7 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     if not grads:
         return torch.tensor(0.0)
-    held = _ops.hold(grads, owners=parameters)
+    held = _ops.hold(grads, owners=parameters) if norm_type != 0 else None
     if held is None:
         return torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     _refuse_inference_tensors(held.held)
@@ -83,7 +83,7 @@ def get_total_norm(
 
     Args:
         tensors: a tensor or an iterable of tensors; any shapes, dtypes, layouts and devices.
-        norm_type: order of the norm, `inf` included.
+        norm_type: order of the norm, `inf` included; for 0 torch counts the tensors that are not 0.
         error_if_nonfinite: raise where the norm is inf or NaN; costs a wait for the device.
         foreach: taken for compatibility; fastamp always handles the list as a whole.
 
@@ -99,7 +99,7 @@ def get_total_norm(
     norm_type = float(norm_type)
     if not tensors:
         return torch.tensor(0.0)
-    held = _ops.hold(tensors)
+    held = _ops.hold(tensors) if norm_type != 0 else None
     if held is None:
         return _torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
     norm = held.pack(norm_type).grad_stats(norm_type, _ops.Clip()).norm

@@ -20,7 +20,8 @@ class StepReport:
     Attributes:
         norm: of the unscaled gradients before clipping, NaN where the step did not read them.
         clip_coef: what clipping multiplied the gradients by, 1 without clipping.
-        found_inf: 1.0 where a gradient held inf or NaN and the step was skipped, else 0.0.
+        found_inf: 1.0 where the step was skipped, else 0.0: a gradient held inf or NaN, or a fused
+            kernel would have had to divide by more than float32 holds, scale / clip_coef.
         scale: the loss scale of this step; 1 without scaling.
         way: how the step was made, and why not faster: "folded", or "in place: SGD is not fused";
             and whether Python had to read gradients, as on a GPU that this build has no code for.

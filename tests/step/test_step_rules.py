@@ -100,6 +100,34 @@ def test_bounds_of_zero_and_infinity_mean_what_they_mean_in_torch(bound, backend
     assert grads[0] == grads[1]
 
 
+@pytest.mark.parametrize("norm_type", [-math.inf, -2.0, -1, 0, 0.5, 1, 3, math.inf])
+def test_norms_of_odd_orders_are_torchs(norm_type, backend, device):
+    tensors = [random(size, torch.float32, device, seed=size) for size in (1, 5, 300)]
+    tensors.append(torch.zeros(4, device=device) if norm_type >= 0 else tensors[0])
+    ours, theirs = (
+        module.get_total_norm(tensors, norm_type) for module in (fastamp, torch.nn.utils)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_scale_too_large_to_be_divided_out_falls_until_it_is_not(name, backend, device):
+    parameters = parameters_with(torch.zeros(100, device=device))
+    optimizer = OPTIMIZERS[name](parameters)
+    scaler = fastamp.GradScaler(device, init_scale=2.0**122)
+    before = parameters[0].detach().clone()
+    for _ in range(4):
+        parameters[0].grad = scaler.scale(torch.full((100,), 0.1, device=device))
+        scaler.step(optimizer, max_norm=1e-2)  # of 1: 2**122 * 100 is above float32's largest
+        scaler.update()
+        if not scaler.last_step.skipped:
+            break
+        assert torch.equal(parameters[0], before)
+    assert scaler.get_scale() == 2.0**121
+    assert not torch.equal(parameters[0], before)
+    assert parameters[0].grad.norm().item() == pytest.approx(1e-2, rel=1e-5)
+
+
 def sgd_after(cls, first, device, **options):
     """Return parameters and momentum after a step with gradients of `first` and one of 1."""
     parameters = parameters_with(torch.full((1000,), first, device=device))
