@@ -35,6 +35,8 @@ class Preparable:
             accelerator = names.get("self")
             if isinstance(accelerator, sys.modules["accelerate"].Accelerator):
                 try:
+                    if _is_dispatched(self, accelerator):
+                        return False
                     self._served = Served(self, accelerator, names.get("device_placement"))
                 except AttributeError as error:  # which would be taken for a no
                     msg = "this version of Accelerate is not known to fastamp.DataLoader"
@@ -90,6 +92,13 @@ def _ranks(accelerator: Any) -> tuple[int, int]:
     return count, rank
 
 
+def _is_dispatched(loader: Any, accelerator: Any) -> bool:
+    """Say whether Accelerate's default is that one process reads a stream for all of them."""
+    dispatch = accelerator.dataloader_config.dispatch_batches
+    iterable = isinstance(loader.dataset, IterableDataset)
+    return iterable and dispatch is None and accelerator.num_processes > 1
+
+
 def _own_order(loader: Any) -> tuple[bool, int | None] | None:
     """Return whether a loader shuffles, and its seed; None for samplers of the user's."""
     if type(loader.batch_sampler) is not BatchSampler:
@@ -130,11 +139,10 @@ class Served:
         config, self._drop_last = accelerator.dataloader_config, loader.drop_last
         iterable = isinstance(loader.dataset, IterableDataset)
         dispatch = config.dispatch_batches
-        if count > 1 and (dispatch or (iterable and dispatch is None)):
+        if count > 1 and dispatch:
             msg = (
-                f"dispatch_batches={dispatch}: expected False for fastamp.DataLoader"
-                f"{' of an iterable dataset' if iterable else ''}, whose processes read for "
-                "themselves: DataLoaderConfiguration(dispatch_batches=False)"
+                "dispatch_batches=True: expected False for fastamp.DataLoader, whose processes "
+                "read for themselves: DataLoaderConfiguration(dispatch_batches=False)"
             )
             raise ValueError(msg)
         size = getattr(loader._batches, "batch_size", None)
@@ -187,7 +195,7 @@ class Served:
                 return True  # the program's generator goes on
             # As Accelerate's seedable sampler, and that of the first process.
             own = config.data_seed if config.use_seedable_sampler else None
-            own = torch.initial_seed() if own is None else own
+            own = int(torch.empty((), dtype=torch.int64).random_()) if own is None else own
             seed = _accelerates("utils").broadcast_object_list([own])[0]
         drop_last = loader.batch_sampler.drop_last
         shard = ShardSampler(loader.dataset, self._count, rank, shuffle, seed or 0, drop_last)

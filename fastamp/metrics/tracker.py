@@ -164,13 +164,17 @@ class MetricsTracker:
             return {name: series.state_dict() for name, series in self._series.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; call `watch` for a scaler afterwards.
+        """Restore what `state_dict` returned, and drop what was logged before.
+
+        Call `watch` for a scaler afterwards.
 
         Raises:
             ValueError: it is no such state; the histories are as they were.
         """
         loaded = {name: _restore(name, kept) for name, kept in state.items()}
         with self._lock:
+            self._drain(wait=True)  # the sinks get it
+            self._series.clear()
             self._series.update(loaded)
 
     def plot(self, path: str | os.PathLike[str]) -> None:

@@ -55,6 +55,7 @@ class Checkpoints:
         self._is_tested = False  # whether a checkpoint of this run has been read again
         found = ranks.first(self._prepare)
         self._mine: list[Path] = found if resume else []
+        self._known = {*found}  # what this run may remove
 
     def save(
         self, step: int, state: dict[str, Any], model: nn.Module, optimizer: Optimizer
@@ -123,6 +124,9 @@ class Checkpoints:
         """Lock the folder, tidy it up, and return a name that nobody can have foreseen."""
         lock(self._folder)
         if not self._is_tested:
+            for new in filter(_is_ours, {*self._list()} - self._known):
+                msg = f"another process has saved {new.name} since this run began: run it again"
+                raise FileExistsError(errno.EEXIST, msg)
             for leftover in self._folder.glob(".step-*.part"):
                 _remove(leftover)
         if os.path.lexists(path) and not _is_ours(path):
@@ -140,7 +144,8 @@ class Checkpoints:
             _remove(path)
         part.replace(path)
         _sync_folder(self._folder)
-        for old in filter(_is_ours, {*self._list()} - {*self._mine[-self._keep :]}):
+        self._known.add(path)
+        for old in filter(_is_ours, self._known - {*self._mine[-self._keep :]}):
             gone = old.with_name(f".{old.name}.part")  # half a folder is none of ours
             _remove(gone)
             _remove(old.replace(gone))

@@ -116,6 +116,19 @@ def test_histories_of_the_first_names_are_kept(monkeypatch, caplog):
     made.close()
 
 
+def test_a_state_takes_the_place_of_what_was_logged():
+    sink = Collect()
+    made = fastamp.MetricsTracker(sinks=[sink])
+    made.log_scalar("a", 1.0, 1)
+    state = made.state_dict()
+    made.log_scalar("a", 2.0, 2)
+    made.log_scalar("b", 3.0, 2)
+    made.load_state_dict(state)
+    assert made.state_dict() == state
+    assert [name for name, _, _ in sink] == ["a", "a", "b"]
+    made.close()
+
+
 BROKEN = [
     None,
     {},

@@ -137,7 +137,6 @@ def refuse():
     """Return what is said of loaders that cannot do what they are asked for."""
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"dispatch_batches": True}, {"dataset": rows(64)}),
-        ({}, {"dataset": Stream(range(9))}),
         ({"split_batches": True}, {"dataset": rows(64), "batch_size": 5}),
         ({}, {"dataset": rows(64), "rank": 0, "world_size": 3}),
         ({}, {"dataset": rows(64), "batch_size": None}),

@@ -56,11 +56,15 @@ def test_another_process_that_saves_is_waited_for_and_then_respected(
     assert names(tmp_path)[-1] == "step-00000040.pt"
 
 
-def test_a_run_goes_on_when_the_other_process_has_ended(tmp_path, neighbour, caplog):
+@pytest.mark.parametrize("resume", [True, False])
+def test_what_the_other_process_saves_meanwhile_is_kept(tmp_path, neighbour, caplog, resume):
     threading.Timer(0.5, neighbour[1].set).start()
-    run(tmp_path, resume=False, checkpoint_every=4)
+    with pytest.raises(OSError, match="another process has saved step-000000"):
+        run(tmp_path, resume=resume, checkpoint_every=16)
     assert len(caplog.messages) == 1
-    assert neighbour[0].exitcode in {0, None}
+    assert "step-00000040.pt" in names(tmp_path)
+    _, result = run(tmp_path, checkpoint_every=4)
+    assert result.steps == 40
 
 
 @pytest.mark.parametrize(
