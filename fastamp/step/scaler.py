@@ -345,7 +345,7 @@ class GradScaler(torch.amp.GradScaler):
             whole = cast("_ops.Packed", self._pack(optimizers, grads))
             if in_place:
                 packed = whole if in_place == optimizers else self._pack(in_place)
-            if is_ready and packed is not None:
+            if is_ready and packed is not None and not all(map(is_fused, in_place)):
                 _refuse_float16(packed)
             skipped = self._counter(whole.device) if is_ready and not waits else None
             clip = self._clip(whole.device, states[0], max_norm, given_scale=given, skipped=skipped)

@@ -157,7 +157,7 @@ def test_fused_sgd_starts_its_momentum_after_a_skipped_first_step(
 
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("max_norm", [None, 1e9])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_fused_sgd_updates_every_element_of_short_parameters(enabled, max_norm, dtype):
     parameter = torch.nn.Parameter(torch.zeros(1000, dtype=dtype))
     optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
@@ -167,9 +167,8 @@ def test_fused_sgd_updates_every_element_of_short_parameters(enabled, max_norm, 
     scaler.step(optimizer, max_norm=max_norm)
     assert parameter.detach().tolist() == [-1.0] * 1000
     assert optimizer.param_groups[0]["fused"] is True
-    assert ("16-bit" in scaler.last_step.way) == (
-        dtype == torch.bfloat16 and enabled | bool(max_norm)
-    )
+    reads = enabled or max_norm is not None
+    assert ("16-bit" in scaler.last_step.way) == (dtype != torch.float32 and reads)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
