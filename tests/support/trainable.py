@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -72,6 +73,24 @@ def run(folder=None, data=None, model=None, **fields):
     model = make_model() if model is None else model
     data = make_data() if data is None else data
     return model, fastamp.fine_tune(model, data, make_data(20), config)
+
+
+def hang(folder):
+    def forever():
+        (folder / "hangs").touch()
+        threading.Event().wait()
+
+    run(folder, checkpoint_every=1000, loss_fn=act_at(8, forever))
+
+
+def save_and_stay(folder, ends):
+    """Train with a checkpoint every 4 steps; stop in step 10 until told to end."""
+
+    def stay():
+        (folder / "saved").touch()
+        ends.wait()
+
+    run(folder, checkpoint_every=4, loss_fn=act_at(10, stay))
 
 
 def outcome(model, result):

@@ -19,6 +19,7 @@ from support.trainable import (
     CrashError,
     act_at,
     crash,
+    hang,
     make_data,
     make_model,
     names,
@@ -299,14 +300,6 @@ def test_a_signal_is_not_lost_where_the_program_raises(tmp_path):
     with pytest.raises(SystemExit) as raised:
         run(tmp_path, checkpoint_every=1000, loss_fn=act_at(8, fail))
     assert isinstance(raised.value.__context__, LookupError)
-
-
-def hang(folder):
-    def forever():
-        (folder / "hangs").touch()
-        threading.Event().wait()
-
-    run(folder, checkpoint_every=1000, loss_fn=act_at(8, forever))
 
 
 def test_a_second_sigterm_ends_a_run_that_hangs(tmp_path):

@@ -9,21 +9,11 @@ import time
 
 import pytest
 from support.processes import CONTEXT
-from support.trainable import act_at, names, run
+from support.trainable import names, run, save_and_stay
 
 from fastamp.train import lock
 from fastamp.train.checkpoint import Checkpoints
 from fastamp.train.ranks import Ranks
-
-
-def save_and_stay(folder, ends):
-    """Train with a checkpoint every 4 steps; stop in step 10 until told to end."""
-
-    def stay():
-        (folder / "saved").touch()
-        ends.wait()
-
-    run(folder, checkpoint_every=4, loss_fn=act_at(10, stay))
 
 
 @pytest.fixture
