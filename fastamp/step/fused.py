@@ -1,7 +1,9 @@
 """What an optimizer lets its kernel do, and where torch's own fused kernels may not be used."""
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,6 +12,19 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 _SHORT = {torch.float16, torch.bfloat16}
+
+
+def parameters_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Return the parameters of all groups, in order."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+@cache
+def takes_scaler(cls: Any) -> bool:
+    """Say whether an optimizer's `step` has the deprecated argument `grad_scaler`."""
+    step = cls.step
+    return inspect.isfunction(step) and "grad_scaler" in inspect.signature(step).parameters
 
 
 def is_fused(optimizer: Optimizer) -> bool:

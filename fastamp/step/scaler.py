@@ -1,11 +1,9 @@
 """torch's GradScaler with one read of the gradients and no wait for the device."""
 
-import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,7 +14,15 @@ from torch.optim import Optimizer
 from fastamp import _ops
 from fastamp._ops import Clip, Held
 from fastamp.step.clip import as_bound, torch_clip_grad_norm_
-from fastamp.step.fused import call_folded, call_step, has_pre_hook, is_fused, why_in_place
+from fastamp.step.fused import (
+    call_folded,
+    call_step,
+    has_pre_hook,
+    is_fused,
+    parameters_of,
+    takes_scaler,
+    why_in_place,
+)
 from fastamp.step.report import NonFinite, StepReport, find_nonfinite, unmeasured
 
 if TYPE_CHECKING:
@@ -139,7 +145,7 @@ class GradScaler(torch.amp.GradScaler):
             results = [call_step(each, each.step, *args, **kwargs) for each in optimizers]
             return results if several else results[0]
         grads = self._hold(optimizers)
-        if grads is not None and not any(_takes_scaler(type(each)) for each in optimizers):  # type: ignore[arg-type]
+        if grads is not None and not any(takes_scaler(type(each)) for each in optimizers):  # type: ignore[arg-type]
             results = self._step_together(optimizers, states, grads, max_norm, *args, **kwargs)
         elif len(optimizers) == 1:
             results = [self._step_as_torch(optimizers[0], states[0], max_norm, *args, **kwargs)]
@@ -179,7 +185,7 @@ class GradScaler(torch.amp.GradScaler):
         if packed is None:
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
-            return torch_clip_grad_norm_(_parameters_of([optimizer]), max_norm)
+            return torch_clip_grad_norm_(parameters_of([optimizer]), max_norm)
         if state["stage"] is OptState.READY:
             _refuse_float16(packed)
         clip = self._clip(packed.device, state, max_norm)
@@ -396,7 +402,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _hold(self, optimizers: list[Optimizer]) -> "Held | None":
         """Return what this rank holds of the gradients; None where torch has to handle them."""
-        parameters = _parameters_of(optimizers)
+        parameters = parameters_of(optimizers)
         grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
         if not grads and self.process_group is None:
             return None
@@ -414,7 +420,7 @@ class GradScaler(torch.amp.GradScaler):
         if packed is None or not packed.has_fallback:
             return packed
         fused = [each for each in optimizers if is_fused(each)]
-        for parameter in _parameters_of(fused):
+        for parameter in parameters_of(fused):
             grad = parameter.grad
             if grad is None or grad.layout is not torch.strided or grad.is_contiguous():
                 continue
@@ -461,18 +467,6 @@ def _way(
     way = f"in place: {'; '.join(found)}" if found else "folded"
     by_python = packed is not None and packed.has_fallback
     return f"{way}; some gradients are read by the fallback" if by_python else way
-
-
-def _parameters_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return [parameter for group in groups for parameter in group["params"]]
-
-
-@cache
-def _takes_scaler(cls: Any) -> bool:
-    """Say whether an optimizer's `step` has the deprecated argument `grad_scaler`."""
-    step = cls.step
-    return inspect.isfunction(step) and "grad_scaler" in inspect.signature(step).parameters
 
 
 def _refuse_float16(packed: _ops.Packed) -> None:
