@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.library import custom_op
 
 from fastamp._ops.groups import pack
 from fastamp._ops.types import Clip, GradStats
@@ -38,7 +39,7 @@ class GraphPack:
 
 
 # With the schemas written out: torch 2.6 does not read them from today's annotations.
-@torch.library.custom_op(
+@custom_op(
     "fastamp::grad_stats",
     mutates_args=(),
     schema="(Tensor[] tensors, float norm_type, Tensor? scale, float? max_norm, bool only_finite)"
@@ -64,7 +65,7 @@ def _(tensors: list[Tensor], *_: object) -> list[Tensor]:
     return [torch.empty((), dtype=dtype or torch.float32, device=device) for dtype in dtypes]
 
 
-@torch.library.custom_op(
+@custom_op(
     "fastamp::rescale_",
     mutates_args={"tensors"},
     schema="(Tensor(a!)[] tensors, Tensor factor) -> ()",
