@@ -18,6 +18,7 @@ from fastamp.metrics.plot import plot_curves
 from fastamp.metrics.series import ScalarStats, Series
 from fastamp.metrics.sinks import Scalar, Sink
 from fastamp.metrics.watch import GpuWatch, ScalerWatch, watch_means
+from fastamp.metrics.writer import Writer
 from fastamp.step import GradScaler
 
 Name: TypeAlias = str | Callable[[int, float], Iterable[Scalar]]
@@ -39,6 +40,10 @@ class MetricsTracker:
     device is 30,000 values behind. Any thread may log. A tracker with sinks is closed at exit. The
     first 10,000 names have histories; others go to the sinks only, and the log says so once.
 
+    Each sink is called in a thread of its own, which the thread that logs waits for, at most 30 s
+    for one call. After that nothing waits for it until it returns: 64 calls are kept for it, and
+    what comes then is counted in `dropped`.
+
     Args:
         capacity: the longest history to keep of one name; at least 2.
         sinks: callables that accept a list of (name, step, value), as `fastamp.JsonLines`. A sink
@@ -59,8 +64,8 @@ class MetricsTracker:
             raise TypeError(msg)
         self.last_step = 0
         """The step of the latest call of `log_scalar`."""
-        self._sinks = tuple(sinks)
-        self._reported: set[int] = set()
+        self._writers = [Writer(sink) for sink in sinks]
+        self._is_full = False
         self._series: dict[str, Series] = defaultdict(lambda: Series(capacity))
         self._watched: list[Any] = []
         self._gpus = GpuWatch(self._put)
@@ -135,6 +140,11 @@ class MetricsTracker:
             sample()
         self._drain(wait=True)
 
+    @property
+    def dropped(self) -> int:
+        """How many values did not reach a sink, because it blocked."""
+        return sum(writer.dropped for writer in self._writers)
+
     def history(self, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the steps and values of a name: the first, the last, and an even sample.
 
@@ -144,8 +154,8 @@ class MetricsTracker:
         Raises:
             KeyError: nothing was logged under this name.
         """
+        self._drain(wait=True)
         with self._lock:
-            self._drain(wait=True)
             if name not in self._series:
                 msg = f"name: nothing was logged as {name!r}, only as {list(self._series)}"
                 raise KeyError(msg)
@@ -153,14 +163,14 @@ class MetricsTracker:
 
     def summary(self) -> dict[str, ScalarStats]:
         """Return the statistics of all values of each name, in the order of their first."""
+        self._drain(wait=True)
         with self._lock:
-            self._drain(wait=True)
             return {name: series.stats() for name, series in self._series.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the histories and statistics, as plain numbers; waits for the device."""
+        self._drain(wait=True)
         with self._lock:
-            self._drain(wait=True)
             return {name: series.state_dict() for name, series in self._series.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -172,8 +182,8 @@ class MetricsTracker:
             ValueError: it is no such state; the histories are as they were.
         """
         loaded = {name: _restore(name, kept) for name, kept in state.items()}
+        self._drain(wait=True)  # the sinks get it
         with self._lock:
-            self._drain(wait=True)  # the sinks get it
             self._series.clear()
             self._series.update(loaded)
 
@@ -195,7 +205,9 @@ class MetricsTracker:
         for stop in (*self._stops, self._gpus.stop):
             stop()
         self.flush()
-        self._sinks, self._watched, self._samples, self._stops = (), [], [], []
+        for writer in self._writers:
+            writer.close()
+        self._watched, self._samples, self._stops = [], [], []
         atexit.unregister(self.close)
 
     def _put(self, name: Name, value: Any, step: int | None = None) -> None:
@@ -207,8 +219,10 @@ class MetricsTracker:
 
     def _drain(self, *, wait: bool) -> None:
         """Empty the queue, and record the batches whose values are on the host, or all of them."""
+        if any(writer.is_current() for writer in self._writers):  # what a sink logs can wait
+            return
         with self._lock:
-            if self._is_draining or _is_capturing():  # a sink may log, too
+            if self._is_draining or _is_capturing():
                 return
             self._is_draining = True
             try:
@@ -220,6 +234,8 @@ class MetricsTracker:
                     self._record(*self._in_flight.popleft())
             finally:
                 self._is_draining = False
+        for writer in self._writers:
+            writer.wait()
 
     def _is_first_ready(self) -> bool:
         transfers = self._in_flight[0][1]
@@ -240,16 +256,11 @@ class MetricsTracker:
         for name, column in columns.items():
             if name in self._series or len(self._series) < NAMES:
                 self._series[name].extend(*column)
-            elif NAMES not in self._reported:
-                self._reported.add(NAMES)
+            elif not self._is_full:
+                self._is_full = True
                 logging.getLogger(__name__).warning("%r and further names have no history", name)
-        for sink in self._sinks if scalars and _is_first_rank() else ():
-            try:
-                sink([*scalars])
-            except Exception as error:  # noqa: BLE001, PERF203 - a sink must not end the training
-                if id(sink) not in self._reported:
-                    self._reported.add(id(sink))
-                    logging.getLogger(__name__).warning("sink %r failed: %r", sink, error)
+        for writer in self._writers if scalars and _is_first_rank() else ():
+            writer.put(scalars)
 
 
 class Transfer:

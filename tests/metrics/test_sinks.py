@@ -5,16 +5,19 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
+from support.loading import ends
 from support.processes import run_python
 from support.tracking import Collect, logged
 
 import fastamp
-from fastamp.metrics import Csv, JsonLines, TensorBoard, tracker
+from fastamp.metrics import Csv, JsonLines, TensorBoard, tracker, writer
 
 
 def test_sinks_get_every_value_in_order_until_the_tracker_is_closed():
@@ -44,6 +47,53 @@ def test_a_sink_that_raises_is_reported_once_and_stops_nothing(caplog):
     (report,) = caplog.messages
     assert "no space left" in report
     assert sum(name == "x" for name, _, _ in sink) == made.summary()["x"].count == 20_000
+
+
+def test_a_sink_that_blocks_is_waited_for_once_and_what_it_misses_is_counted(monkeypatch, caplog):
+    monkeypatch.setattr(writer, "WAIT_S", 0.05)
+    goes_on, got, other = threading.Event(), Collect(), Collect()
+
+    def blocks(scalars):
+        assert goes_on.wait(60)
+        got(scalars)
+
+    made = fastamp.MetricsTracker(sinks=[blocks, other])
+    kept = writer.WAITING * tracker.QUEUE
+    threads = [
+        threading.Thread(target=lambda: [made.log_scalar("x", 0.5, 0) for _ in range(kept)])
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    made.flush()
+    assert not any(thread.is_alive() for thread in threads)
+    assert made.dropped > 0
+    assert len(other) == made.summary()["x"].count == 2 * kept
+    (report,) = caplog.messages
+    assert "has blocked for 0.05 s" in report
+    monkeypatch.setattr(writer, "WAIT_S", 60)
+    goes_on.set()
+    made.close()
+    assert len(got) + made.dropped == 2 * kept
+
+
+def test_a_thread_of_a_sink_ends_with_its_tracker_and_a_forked_child_has_its_own():
+    before, sink = {*threading.enumerate()}, Collect()
+    made = fastamp.MetricsTracker(sinks=[sink])
+    made.log_scalar("x", 1.0, 0)
+    made.flush()
+    assert {*threading.enumerate()} - before
+    pid = os.fork()
+    if pid == 0:
+        made.log_scalar("x", 2.0, 1)
+        made.flush()
+        os._exit(len(sink))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
+    made.close()
+    assert sink == [("x", 0, 1.0)]
+    assert ends(lambda: not {*threading.enumerate()} - before)
 
 
 def test_only_the_first_rank_has_sinks(monkeypatch):
