@@ -1,8 +1,10 @@
 """Batches made ahead of their consumer by a thread, and copied to the device on a side stream."""
 
+import atexit
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +16,7 @@ import torch
 from fastamp.data.structure import map_tensors
 
 T = TypeVar("T")
+_live: "weakref.WeakSet[Pass[Any]]" = weakref.WeakSet()
 _JOIN_S = 2.0  # a producer that hangs in the user's code is left behind, as a daemon
 
 
@@ -91,6 +94,7 @@ class Pass(Iterator[T], Generic[T]):
         shared = (iter(iterable), move, self._ready, self._room, self._stop, grad)
         self._thread = threading.Thread(target=_produce, args=shared, name="fastamp", daemon=True)
         self._thread.start()
+        _live.add(self)
 
     def __next__(self) -> T:
         if self._stop.is_set():
@@ -132,6 +136,13 @@ class Pass(Iterator[T], Generic[T]):
     def __del__(self) -> None:
         if hasattr(self, "_thread"):
             self.close()
+
+
+@atexit.register
+def _close_live() -> None:
+    """End all passes before the interpreter ends, which aborts on a thread that computes."""
+    for live in list(_live):
+        live.close()
 
 
 def _is_last(error: BaseException) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import gc
+import subprocess
+import sys
 import threading
 import time
 import typing
@@ -306,3 +308,19 @@ def test_the_host_does_not_wait(through):
         taken.extend(next(iterator) for _ in range(20))
         assert not torch.cuda.current_stream().query()  # the kernel still runs
     assert torch.equal(torch.cat(taken).cpu(), x[:200])
+
+
+def test_a_process_ends_while_a_pass_is_alive():
+    code = """
+import torch, fastamp
+
+def products():
+    while True:
+        yield torch.ones(100, 100) @ torch.ones(100, 100)
+
+batches = iter(fastamp.prefetch(products(), depth=10**6))
+next(batches)
+"""
+    command = [sys.executable, "-c", code]  # an interpreter of its own, which ends as users' do
+    result = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
