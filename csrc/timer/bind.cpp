@@ -74,14 +74,26 @@ bool close_frame(std::size_t index, std::int64_t end_ns) {
   return succeeds;
 }
 
+/// Say whether this thread runs an asyncio loop, whose tasks end their regions in any order.
+bool runs_event_loop() {
+  PyObject* asyncio = PyImport_GetModule(py::str("asyncio").ptr());
+  PyObject* loop =
+      asyncio == nullptr ? nullptr : PyObject_CallMethod(asyncio, "_get_running_loop", nullptr);
+  const bool runs = loop != nullptr && loop != Py_None;
+  PyErr_Clear();
+  Py_XDECREF(loop);
+  Py_XDECREF(asyncio);
+  return runs;
+}
+
 PyObject* region_exit(PyObject* self, PyObject* const*, Py_ssize_t) {
   const std::int64_t end_ns = now_ns();
   const Region* region = as_region(self);
   std::size_t own = depth;
   while (own > 0 && frames[own - 1].region != region) --own;
-  if (own == 0)
-    return PyErr_Format(PyExc_RuntimeError, "region %R is not open in this thread", region->path);
-  for (std::size_t i = depth; i >= own; --i)
+  if (own == 0) Py_RETURN_NONE;  // it ended with a region around it
+  const std::size_t last = own < depth && runs_event_loop() ? own : depth;
+  for (std::size_t i = last; i >= own; --i)
     if (frames[i - 1].region->begin == region->begin && !close_frame(i - 1, end_ns)) return nullptr;
   Py_RETURN_NONE;
 }

@@ -4,6 +4,7 @@ A region appends its duration to a list, which needs no lock; the list is counte
 """
 
 import os
+import sys
 import threading
 from time import perf_counter_ns
 from typing import Any
@@ -69,17 +70,20 @@ class FallbackRegion:
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        """Close it, and what was opened inside and left open."""
+        """Close it, and what was opened inside and left open, except by other asyncio tasks."""
         end_ns = perf_counter_ns()
         try:
             stack: list[_Frame] = self._local.stack
             region, end, start_ns, outer = stack[0]
         except (AttributeError, TypeError):  # nothing was or is open
-            outer, region = None, None
-        if region is not self:
-            self._close_inner(outer)
-            _, end, start_ns, outer = stack[0]
-        stack[0] = outer
+            return
+        if region is self:
+            stack[0] = outer
+        else:
+            found = self._take(stack)
+            if found is None:
+                return
+            _, end, start_ns, _ = found
         pending = self._pending
         pending.append(end_ns - start_ns)
         if len(pending) > _MAX_PENDING:
@@ -87,14 +91,24 @@ class FallbackRegion:
         if end is not None:
             end(start_ns, end_ns)
 
-    def _close_inner(self, outer: _Frame | None) -> None:
-        while outer and outer[0] is not self:
-            outer = outer[3]
-        if outer is None:
-            msg = f"region {self.path!r} is not open in this thread"
-            raise RuntimeError(msg)
-        while (inner := self.innermost()) is not self:
-            inner.__exit__(None, None, None)
+    def _take(self, stack: list[Any]) -> _Frame | None:
+        """Remove this region from the stack, and close or keep what was opened inside."""
+        inner: list[_Frame] = []  # from the innermost one
+        frame: _Frame | None = stack[0]
+        while frame and frame[0] is not self:
+            inner.append(frame)
+            frame = frame[3]
+        if frame is None:  # it ended with a region around it
+            return None
+        if _runs_event_loop():
+            stack[0] = frame[3]
+            for region, end, start_ns, _ in reversed(inner):
+                stack[0] = (region, end, start_ns, stack[0])
+        else:
+            for region, *_ in inner:
+                region.__exit__(None, None, None)
+            stack[0] = frame[3]
+        return frame
 
     def add(self, duration_ns: int) -> None:
         """Count a duration that was measured elsewhere."""
@@ -133,3 +147,9 @@ class FallbackRegion:
             self._pending.clear()
             self._exact = (0, 0, 0, 0)
             self._hits = np.zeros(_NUM_BUCKETS, np.int64)
+
+
+def _runs_event_loop() -> bool:
+    """Say whether this thread runs an asyncio loop, whose tasks end their regions in any order."""
+    asyncio = sys.modules.get("asyncio")
+    return asyncio is not None and asyncio._get_running_loop() is not None

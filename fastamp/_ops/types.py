@@ -97,7 +97,10 @@ class Region(Protocol):
         """Open the region in this thread."""
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        """Close it, and what was opened inside and left open."""
+        """Close it, and what was opened inside and left open, except by other asyncio tasks.
+
+        Nothing happens if it has ended with a region around it.
+        """
 
     def add(self, duration_ns: int) -> None:
         """Count a duration that was measured elsewhere."""

@@ -74,8 +74,9 @@ class Timer:
     `with timer("forward"): ...` costs less than three times two reads of a clock. On CUDA an
     event is recorded on the current stream when the region begins and when it ends; only
     `summary()` waits for them. Regions that are opened inside another one are named by their path,
-    "outer/inner", per thread. A region counts also when an exception leaves it. 1,000 paths are
-    kept apart; further ones are counted together as "(other)".
+    "outer/inner", per thread, also where asyncio tasks interleave in one. A region counts also when
+    an exception leaves it, and until a region around it ends. 1,000 paths are kept apart; further
+    ones are counted together as "(other)".
 
     Inside `torch.compile` regions are left out of the graph. While a CUDA graph is captured they
     are not timed on the GPU, and counted in `captured`. torch's profiler shows them as ranges.
@@ -90,7 +91,16 @@ class Timer:
         RuntimeError: the device is not there.
     """
 
-    __slots__ = ("__weakref__", "_clock", "_device", "_make", "_regions", "_root", "_spans")
+    __slots__ = (
+        "__weakref__",
+        "_clock",
+        "_depths",
+        "_device",
+        "_make",
+        "_regions",
+        "_root",
+        "_spans",
+    )
 
     def __init__(self, device: str | torch.device | None = None, trace: bool = False) -> None:  # noqa: FBT001, FBT002
         self._device = _device(device)
@@ -104,6 +114,7 @@ class Timer:
         self._make: Callable[[str], Region] = lambda path: make_region(path, begin, always)
         self._root = self._make("")
         self._regions: dict[str, Region] = {}
+        self._depths: dict[str, int] = {}  # regions around each path, and itself
 
     def __call__(self, name: str) -> Region | contextlib.nullcontext[None]:
         """Return the region of this name inside the innermost open one, for a `with` statement."""
@@ -116,13 +127,15 @@ class Timer:
         if not isinstance(name, str):
             msg = f"name: expected a str, got {name!r}"
             raise TypeError(msg)
-        if outer.path.count("/") >= _MAX_DEPTH - 1:
+        depth = self._depths.get(outer.path, 0) + 1
+        if depth > _MAX_DEPTH:
             msg = f"region {name!r}: {_MAX_DEPTH} are open around it; is a stop() missing?"
             raise RuntimeError(msg)
         path = f"{outer.path}/{name}" if outer.path else name
         if path not in self._regions and len(self._regions) >= _MAX_PATHS:
             return self._regions.setdefault(_OTHER, self._make(_OTHER))
         region = self._regions.setdefault(path, self._make(path))
+        self._depths[path] = depth
         outer.children[name] = region
         return region
 
