@@ -180,6 +180,8 @@ class Gatherer {
   }
 
   double wait() {
+    if (is_waiting_) throw std::runtime_error("another thread waits for a batch of this iterator");
+    const Waiting waiting(is_waiting_);
     std::optional<GatherResult> result;
     while (!result) {
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -188,6 +190,9 @@ class Gatherer {
     }
     const py::tuple job = std::move(jobs_.front());
     jobs_.pop_front();
+    if (result->is_lost)
+      throw py::buffer_error(
+          "dataset: its memory is gone: it was freed, or its file was cut, during the pass");
     if (result->bad_position < 0) return result->elapsed_s;
     throw py::index_error(
         "index " + std::to_string(address_of<std::int64_t>(job[0])[result->bad_position]) +
@@ -195,8 +200,16 @@ class Gatherer {
   }
 
  private:
+  /// Says for its lifetime that a thread waits. The GIL guards what it says.
+  struct Waiting {
+    explicit Waiting(bool& flag) : flag_(flag) { flag_ = true; }
+    ~Waiting() { flag_ = false; }
+    bool& flag_;
+  };
+
   py::object columns_owner_;
   std::deque<py::tuple> jobs_;  // indices and outputs
+  bool is_waiting_ = false;
   GatherQueue queue_;           // last, so that it goes first: its threads read the memory
 };
 

@@ -14,6 +14,7 @@
 #include <thread>
 #include <utility>
 
+#include "data/fault.h"
 #include "support/macros.h"
 
 namespace fastamp {
@@ -128,7 +129,7 @@ GatherResult gather(const std::vector<Column>& columns, const GatherJob& job) {
     const CopyRow copy_row = copier_of(column, is_large);
     for (std::int64_t i = 0; i < job.count; ++i) {
       const std::int64_t row = row_of(column, job.indices[i]);
-      if (row < 0) return {0, i, column.num_rows};
+      if (row < 0) return {0, i, column.num_rows, false};
       if (out_nbytes == 0) continue;
       const std::int64_t next =
           row_of(column, job.indices[std::min(i + kRowsAhead, job.count - 1)]);
@@ -138,7 +139,7 @@ GatherResult gather(const std::vector<Column>& columns, const GatherJob& job) {
     }
   }
   if (is_large) FASTAMP_STREAM_END();
-  return {0, -1, 0};
+  return {0, -1, 0, false};
 }
 
 using Clock = std::chrono::steady_clock;
@@ -148,6 +149,18 @@ struct Slot {
   GatherResult result{};
   bool done = false;
 };
+
+/// A job on its way through a guarded read.
+struct Reading {
+  const std::vector<Column>& columns;
+  const GatherJob& job;
+  GatherResult result;
+};
+
+void read(void* reading) {
+  auto& [columns, job, result] = *static_cast<Reading*>(reading);
+  result = gather(columns, job);
+}
 
 }  // namespace
 
@@ -162,7 +175,10 @@ struct GatherQueue::Shared {
     Slot& slot = slot_of(started++);
     lock.unlock();
     const Clock::time_point start = Clock::now();
-    GatherResult result = gather(columns, slot.job);
+    Reading reading{columns, slot.job, {}};
+    const bool is_lost = !read_guarded(read, &reading);
+    GatherResult result = reading.result;
+    result.is_lost = is_lost;
     result.elapsed_s = std::chrono::duration<double>(Clock::now() - start).count();
     lock.lock();
     slot.result = result;

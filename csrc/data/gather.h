@@ -28,10 +28,11 @@ struct GatherResult {
   double elapsed_s;
   std::int64_t bad_position;  ///< of the first index that is out of bounds, or -1
   std::int64_t num_rows;      ///< of the column that has no such row
+  bool is_lost;               ///< whether memory of a column is no longer there
 };
 
 /// Gathers batches on threads of its own, in the order of submission, for one consumer. The memory
-/// that jobs and columns point to outlives the queue.
+/// that jobs point to outlives the queue; that of columns should.
 class GatherQueue {
  public:
   GatherQueue(std::vector<Column> columns, int depth, int num_threads);

@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from operator import itemgetter
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from fastamp._ops import Column
 from fastamp.data.collate import BatchCollator
 from fastamp.data.datasets import ArrayDataset, TokenDataset
 from fastamp.data.leaves import torch_dtype
+from fastamp.data.memory import keep
 from fastamp.data.position import as_rows
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
 from fastamp.data.stats import LoaderStats
@@ -130,7 +132,8 @@ class GatherSource(Iterator[Any]):
     """The batches of the rows at the indices, with others under way, up to `max_bytes`.
 
     `indices` yields int64 tensors, or lists where Python has to find the rows: `make` returns the
-    batch of such a list.
+    batch of such a list. It makes the rest of the batches, too, where the dataset is given other
+    memory in the middle of the pass.
     """
 
     def __init__(
@@ -146,64 +149,91 @@ class GatherSource(Iterator[Any]):
         self._rows = [(column.row_shape, column.dtype) for column in columns]
         self._row_nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._rows)
         self._depth = torch.get_num_threads() + 1
-        self._gatherer = _ops.host_ops().gatherer(columns, self._depth)
+        self._kept = [keep(column.array) for column in columns]
+        aliases = [Column(kept.alias, c.dtype) for kept, c in zip(self._kept, columns, strict=True)]
+        self._changes = [kept.has_changed for kept in self._kept if kept.has_changed]
+        self._owner = get_ident()
+        self._gatherer: Any = _ops.host_ops().gatherer(aliases, self._depth)  # None: item by item
         self._indices, self._slots, self._stats, self._make = indices, slots, stats, make
         self._max_bytes = max_bytes
-        self._drawn: Any = None  # a batch's rows that there is no room for yet
-        self._under_way: deque[tuple[Any, int]] = deque()  # outputs, a list or an error; bytes
+        # A batch's indices and rows that there is no room for yet.
+        self._drawn: tuple[Any, Tensor | None] | None = None
+        # Indices or an error; what they are gathered into, and its bytes.
+        self._under_way: deque[tuple[Any, list[Tensor], int]] = deque()
         self._held_nbytes = 0
 
     def __next__(self) -> Any:
+        self._look()
         self._submit_ahead()
         if not self._under_way:
             raise StopIteration
-        batch, nbytes = self._under_way.popleft()
-        if isinstance(batch, Exception):
+        indices, outputs, nbytes = self._under_way[0]
+        error = indices if isinstance(indices, Exception) else None
+        if outputs and self._gatherer is not None:
             try:
-                raise batch
-            finally:
-                del batch  # whose traceback refers to this frame
-        if type(batch) is list:
-            return self._make(batch)
+                self._stats.copy_s += self._gatherer.wait()
+            except (BufferError, IndexError) as refused:
+                error = refused
+            if get_ident() != self._owner:  # whose thread may have changed the memory meanwhile
+                self._look()
+        self._under_way.popleft()
         self._held_nbytes -= nbytes
-        self._stats.copy_s += self._gatherer.wait()
-        self._stats.nbytes += nbytes
-        return self._build(batch)
+        if self._gatherer is None and type(indices) is torch.Tensor:
+            indices, outputs, error = indices.tolist(), [], None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error, indices  # whose traceback refers to this frame
+        if outputs:
+            self._stats.nbytes += nbytes
+            return self._build(outputs)
+        for kept in self._kept:
+            kept.check_file()
+        return self._make(indices)
+
+    def _look(self) -> None:
+        """Leave the rest to Python where the dataset has other memory, or its file is cut."""
+        for has_changed in self._changes:
+            if has_changed():
+                self._gatherer = None  # when the copies that run have ended
 
     def _submit_ahead(self) -> None:
         """Start as many batches as may be under way."""
         under_way, limit = self._under_way, self._max_bytes or DEFAULT_MAX_BYTES
         while len(under_way) < self._depth:
-            rows = self._draw() if self._drawn is None else self._drawn
+            indices, rows = self._draw() if self._drawn is None else self._drawn
             self._drawn = None
-            if rows is None:
+            if indices is None:
                 return
-            if type(rows) is not torch.Tensor:
-                under_way.append((rows, 0))
+            if rows is None:
+                under_way.append((indices, [], 0))
                 continue
             count = rows.numel()
             nbytes = count * self._row_nbytes
             if under_way and self._held_nbytes + nbytes > limit:
-                self._drawn = rows
+                self._drawn = indices, rows
                 return
             outputs = [self._slots.allocate((count, *shape), dtype) for shape, dtype in self._rows]
             self._gatherer.submit(rows, outputs)
-            under_way.append((tuple(outputs), nbytes))
+            under_way.append((indices, outputs, nbytes))
             self._held_nbytes += nbytes
 
-    def _draw(self) -> Any:
-        """Return the rows of the next batch, a list of indices, an error, or None at the end."""
+    def _draw(self) -> tuple[Any, Tensor | None]:
+        """Return the next batch's indices, an error or None at the end; and the rows to gather."""
         try:
-            rows = next(self._indices, None)
-            if type(rows) is not torch.Tensor:
-                return rows
-            nbytes = rows.numel() * self._row_nbytes
+            indices = next(self._indices, None)
+            if type(indices) is not torch.Tensor:
+                return indices, None
+            if self._gatherer is None:
+                return indices.tolist(), None
+            nbytes = indices.numel() * self._row_nbytes
             if self._max_bytes is not None and nbytes > self._max_bytes:
                 msg = f"max_bytes={self._max_bytes}: one batch takes {nbytes} bytes"
                 raise ValueError(msg)  # noqa: TRY301 - delivered in its place, as all errors are
             try:
-                return rows if self._subset is None else self._subset[rows]
+                return indices, indices if self._subset is None else self._subset[indices]
             except IndexError:  # the dataset says it in its own words
-                return rows.tolist()
+                return indices.tolist(), None
         except Exception as error:  # noqa: BLE001 - raised where the batch would come
-            return error
+            return error, None

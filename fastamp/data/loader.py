@@ -42,6 +42,12 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
 
     A batch that the user keeps is never overwritten.
 
+    Where a tensor of the dataset is resized, shared or given other memory during a pass, the rest
+    of the pass goes item by item, as in torch; NumPy refuses to resize an array meanwhile. A mapped
+    file that is cut raises a RuntimeError. Two things go unnoticed: a file that another process
+    changes in place, or cuts while a batch is copied out of its last page, and an address that is
+    freed and used again by somebody else while a batch is copied.
+
     `accelerator.prepare(loader)` of Hugging Face's Accelerate returns this loader, which from then
     on gives this process's batches, on the Accelerator's device. They are those that Accelerate
     deals out: it honours `split_batches`, `even_batches` and the other options, but reads in every

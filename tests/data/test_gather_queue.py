@@ -335,6 +335,31 @@ def test_slots_given_back_by_another_thread_are_filled_again(native, monkeypatch
     assert 0 < slots.held_nbytes <= max_bytes
 
 
+@pytest.mark.usefixtures("switching")
+def test_threads_that_wait_at_once_are_refused_and_lose_nothing(native):
+    columns = [random_bytes(64, 1 << 20)]
+    queue = make_queue(native, columns, depth=4, num_threads=0)
+    jobs = [Job(columns, random.integers(0, 64, 64)) for random in [rng()] * 4]
+    for job in jobs:
+        job.submit_to(queue)
+    taken, refused = SimpleQueue(), SimpleQueue()
+
+    def consume(_):
+        while taken.qsize() < len(jobs):
+            try:
+                taken.put(queue.wait())
+            except RuntimeError as error:  # noqa: PERF203 - the next may be taken
+                if "no job to wait for" not in str(error):
+                    refused.put(str(error))
+
+    at_once(3, consume)
+    assert not refused.empty()
+    while not refused.empty():
+        assert refused.get() == "another thread waits for a batch of this iterator"
+    for job in jobs:
+        job.check(columns)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_is_told_to_make_its_own_iterator(native):
     queue, job = make_queue(native, COLUMNS, depth=2), Job(COLUMNS, [1])

@@ -1,0 +1,61 @@
+"""The memory of a dataset during a pass: kept, and looked at for what others do with it."""
+
+import mmap
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+class Kept(NamedTuple):
+    """The memory that an array had when a pass began."""
+
+    alias: Tensor | npt.NDArray[Any]
+    """The same rows, whatever becomes of the array."""
+    has_changed: Callable[[], bool] | None = None
+    """Says whether the rows lie elsewhere now, or in a file that is too short. None: they cannot
+    change."""
+    path: str = ""
+    """The file that is mapped."""
+    owners: tuple[weakref.ref[Any], ...] = ()
+    """While there are weak references to them, NumPy refuses to resize arrays."""
+
+    def check_file(self) -> None:
+        """Raise an error if the file has become too short."""
+        if self.path and self.has_changed and self.has_changed():
+            msg = f"dataset: {self.path} was cut while it is mapped: rows are lost"
+            raise RuntimeError(msg)
+
+
+def keep(array: Tensor | npt.NDArray[Any]) -> Kept:
+    """Keep the memory of a column for as long as the result lives."""
+    return _keep_tensor(array) if isinstance(array, torch.Tensor) else _keep_array(array)
+
+
+def _keep_tensor(tensor: Tensor) -> Kept:
+    alias, storage = tensor.detach(), tensor.untyped_storage()
+    address_of, nbytes_of, looks_into = storage.data_ptr, storage.nbytes, tensor.is_set_to
+    address, nbytes = address_of(), nbytes_of()
+
+    def has_changed() -> bool:
+        # The storage is resized and shared in place; the tensor may look into another one.
+        return address_of() != address or nbytes_of() != nbytes or not looks_into(alias)
+
+    return Kept(alias, has_changed)
+
+
+def _keep_array(array: npt.NDArray[Any]) -> Kept:
+    owners: list[Any] = []
+    owner: Any = array
+    while isinstance(owner, np.ndarray):
+        owners.append(owner)
+        owner = owner.base
+    refs, last, file = tuple(map(weakref.ref, owners)), owners[-1], owner
+    if not isinstance(last, np.memmap) or not isinstance(file, mmap.mmap):
+        return Kept(array.view(), owners=refs)
+    end = last.offset + last.nbytes
+    return Kept(array.view(), lambda: file.size() < end, str(last.filename), refs)

@@ -1,0 +1,217 @@
+"""A dataset whose memory or file changes during a pass: torch's values or an error, no crash."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+from support.loading import HOST, check
+
+# Each case runs in a child of one process, which a read of freed memory would end.
+CASES = """
+import contextlib, json, multiprocessing, os, signal, sys, tempfile
+import numpy as np
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader, Subset, TensorDataset
+import fastamp
+from support.loading import assert_same
+
+N, BATCH, CUT = 64, 4, "was cut while it is mapped"
+torch.set_num_threads(3)
+
+def rows(seed):  # 64 KB each: freed memory of this size is given back to the system
+    return torch.arange(N * 16384, dtype=torch.int32).reshape(N, 16384) + seed
+
+def send(x):
+    queue = torch.multiprocessing.get_context("fork").SimpleQueue()
+    queue.put(x)
+    queue.get()
+
+def replace(x):
+    x.data = rows(7)
+
+def set_(x):
+    x.set_(rows(7))
+
+def resize(x):
+    x.resize_(2 * N, 16384)
+    x[N:] = 1
+
+def grow_storage(x):
+    x.untyped_storage().resize_(2 * x.nbytes)
+
+def empty(x):
+    x.untyped_storage().resize_(0)
+
+def shrink(x):
+    x.resize_(20, 16384)
+
+def reorder(x):
+    x.set_(x.untyped_storage(), 0, (N, 16384), (0, 1))
+
+def swap(x):
+    torch.utils.swap_tensors(x, rows(7))
+
+changes = {
+    "share_memory_": lambda x: x.share_memory_(),
+    "a queue": send,
+    "data": replace,
+    "set_": set_,
+    "resize_": resize,
+    "storage grows": grow_storage,
+    "storage is emptied": empty,
+    "shrinks": shrink,
+    "strides": reorder,
+    "swap_tensors": swap,
+}
+
+def batches(make, x, change):
+    found = []
+    try:
+        for count, batch in enumerate(make(x)):
+            found.append([part.clone() for part in batch] if type(batch) is list else batch.clone())
+            if count == 2:
+                change(x)
+    except (RuntimeError, IndexError) as error:
+        found.append(type(error).__name__)
+    return found
+
+def compare(change, wrap):
+    def loader(kind, **options):
+        return lambda x: kind(wrap(x), BATCH, **options)
+
+    expected = batches(loader(TorchDataLoader), rows(0), change)
+    assert_same(batches(loader(fastamp.DataLoader), rows(0), change), expected)
+    # The thread that gathers ahead may be in the middle of a copy.
+    ahead = batches(loader(fastamp.DataLoader, device="meta"), rows(0), change)
+    assert len(ahead) >= len(expected)
+
+def resize_array():
+    array = rows(0).numpy().copy()
+    for keep in (array, array[:32], array.reshape(-1)):
+        iterator = iter(fastamp.DataLoader(keep[:, None], BATCH))
+        next(iterator)
+        try:
+            array.resize(2 * array.size, refcheck=False)
+        except ValueError:
+            pass
+        else:
+            raise AssertionError("resized")
+        del iterator
+    del keep
+    array.resize(2 * array.size)
+
+def cut(nbytes, *, view=lambda x: x, message=CUT):
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "rows.bin")
+        rows(0).numpy().tofile(path)
+        mapped = np.memmap(path, np.int32, "r", shape=(N, 16384))
+        iterator = iter(fastamp.DataLoader(view(mapped), BATCH))
+        first = next(iterator)
+        assert len(first) in (1, BATCH)
+        os.truncate(path, nbytes)
+        found, errors = [], []
+        for _ in range(3):
+            try:
+                found.append(next(iterator))
+            except (RuntimeError, BufferError) as error:
+                errors.append(str(error))
+        assert errors and all(message in error for error in errors), (found, errors)
+        if message == CUT:
+            assert len(errors) == 3 and path in errors[0], errors
+            again = iter(fastamp.DataLoader(view(mapped), BATCH))
+            with contextlib.suppress(RuntimeError):
+                next(again)
+                raise AssertionError("no error")
+            os.truncate(path, mapped.nbytes)
+            assert len(list(iterator)) == N // BATCH - 4
+
+def as_tensor(mapped):
+    import warnings
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # not writable
+        return torch.from_numpy(mapped)
+
+def chain():
+    # A fault that is none of the loader's goes to who asked for it before.
+    import ctypes, faulthandler
+    faulthandler.enable()
+    list(fastamp.DataLoader(rows(0), BATCH))
+    ctypes.string_at(0)
+
+wraps = {"tensor": lambda x: x, "pair": lambda x: TensorDataset(x, torch.arange(N)),
+         "subset": lambda x: Subset(x, range(N - 1, -1, -1))}
+def of_tensors(change):
+    for wrap in wraps.values():
+        compare(changes[change], wrap)
+
+cases = {name: (lambda name=name: of_tensors(name)) for name in changes}
+cases["ndarray.resize"] = resize_array
+cases["file is emptied"] = lambda: cut(0)
+cases["file is cut"] = lambda: cut(4096 * 40 + 100)
+cases["file of a view"] = lambda: cut(0, view=lambda mapped: np.asarray(mapped)[1:])
+cases["file of a tensor"] = lambda: cut(0, view=as_tensor, message="its file was cut")
+cases["tokens"] = lambda: cut(0, view=lambda m: fastamp.ArrayDataset({"a": m.reshape(N, -1)}))
+cases["somebody else's"] = chain
+
+results = {}
+for name in sys.argv[1:]:
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            cases[name]()
+            status = 0
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    results[name] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+print(json.dumps(results))
+"""
+OF_TENSORS = [
+    "share_memory_",
+    "a queue",
+    "data",
+    "set_",
+    "resize_",
+    "storage grows",
+    "storage is emptied",
+    "shrinks",
+    "strides",
+    "swap_tensors",
+]
+OF_ARRAYS = ["ndarray.resize", "file is emptied", "file is cut", "file of a view", "tokens"]
+COMPILED = ["file of a tensor", "somebody else's"]
+
+
+@functools.cache
+def results(backend):
+    names = [*OF_TENSORS, *OF_ARRAYS, *(COMPILED if backend == "cpu" else [])]
+    return json.loads(check(CASES, *names, backend=backend, timeout_s=300))
+
+
+@pytest.mark.parametrize("change", OF_TENSORS)
+def test_a_tensor_that_gets_other_memory_gives_what_torch_gives(change, backend):
+    assert results(backend)[change] == 0
+
+
+def test_an_array_cannot_be_resized_during_a_pass(backend):
+    assert results(backend)["ndarray.resize"] == 0
+
+
+@pytest.mark.parametrize("case", OF_ARRAYS[1:])
+def test_a_mapped_file_that_is_cut_is_an_error(case, backend):
+    assert results(backend)[case] == 0
+
+
+def test_a_cut_file_behind_a_tensor_is_an_error(compiled):
+    assert results(compiled)["file of a tensor"] == 0
+
+
+@pytest.mark.skipif(HOST != "cpu", reason="needs the compiled core")
+def test_a_fault_elsewhere_still_ends_the_process():
+    assert results("cpu")["somebody else's"] == -11
