@@ -210,7 +210,7 @@ class Gatherer {
   py::object columns_owner_;
   std::deque<py::tuple> jobs_;  // indices and outputs
   bool is_waiting_ = false;
-  GatherQueue queue_;           // last, so that it goes first: its threads read the memory
+  GatherQueue queue_;  // last, so that it goes first: its threads read the memory
 };
 
 }  // namespace

@@ -26,7 +26,7 @@ void on_fault(int signal, siginfo_t* info, void* context) {
 }
 
 bool install() {
-  struct sigaction ours {};
+  struct sigaction ours{};
   ours.sa_sigaction = on_fault;
   ours.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
   for (int i = 0; i < 2; ++i) sigaction(kSignals[i], &ours, &before[i]);

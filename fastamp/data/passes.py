@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 from fastamp.data.position import Position
@@ -20,29 +21,56 @@ class LoaderPass(Iterator[Any]):
     _states: deque[Any]  # of an iterable dataset, after each batch made
     _length: Callable[[], int]
     _ended: bool = False
+    _interrupted: bool = False
     _left_s: float = 0.0  # when the consumer went off with a batch
 
     def __len__(self) -> int:
         return self._length()
 
     def __next__(self) -> Any:
-        start_s = time.perf_counter()
+        if self._interrupted:
+            msg = (
+                "this pass was interrupted in the middle of a batch: "
+                "loader.load_state_dict(loader.state_dict()) lets the next one begin after the "
+                "last batch delivered"
+            )
+            raise RuntimeError(msg)
+        position = self._position
+        delivered = position.batch, position.dataset, position.exhausted
         try:
-            batch = next(self._batches)
-        except StopIteration:
-            if not self._ended:
-                self._stats.elapsed_s += start_s - (self._left_s or start_s)
-                self._position.end_epoch()
-            self._ended = True
-            raise
-        except Exception:
+            start_s = time.perf_counter()
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                if not self._ended:
+                    self._stats.elapsed_s += start_s - (self._left_s or start_s)
+                    position.end_epoch()
+                self._ended = True
+                raise
+            except Exception:
+                self._count(start_s)
+                raise
             self._count(start_s)
+            self._stats.batches += 1
+            if self._states:
+                position.dataset, position.exhausted = self._states.popleft()
+            return batch  # noqa: TRY300 - Ctrl-C may come here too
+        except Exception:
             raise
-        self._count(start_s)
-        self._stats.batches += 1
-        if self._states:
-            self._position.dataset, self._position.exhausted = self._states.popleft()
-        return batch
+        except (
+            BaseException
+        ):  # Ctrl-C, anywhere: a sampler or an iterator may have been left halfway
+            self._interrupted = True
+            if not self._ended:
+                position.batch, position.dataset, position.exhausted = delivered
+                if isinstance(position.dataset, MethodType):
+                    position.dataset = self._refuse_state
+            raise
+
+    def _refuse_state(self) -> Any:
+        """Tell that nobody knows where an iterable dataset was after the last batch."""
+        msg = "the pass was interrupted while the dataset was read: its position is unknown"
+        raise RuntimeError(msg)
 
     def _count(self, start_s: float) -> None:
         end_s = time.perf_counter()

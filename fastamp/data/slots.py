@@ -5,6 +5,7 @@ import math
 import time
 import weakref
 from collections import deque
+from typing import Any
 
 import torch
 from torch.utils.data import get_worker_info
@@ -35,8 +36,8 @@ class Slots:
     def __init__(self, *, pinned: bool = False, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self._pinned = pinned
         self._max_bytes = max_bytes
-        # Of each size: the memory that is free, and the addresses of all slots.
-        self._rings: dict[int, tuple[deque[torch.Tensor], set[int]]] = {}
+        # Of each size: the slots that came back, and references to the memory of all slots.
+        self._rings: dict[int, tuple[deque[_Lease], list[weakref.ref[torch.Tensor]]]] = {}
         self._small: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
         self.wait_s = 0.0
 
@@ -69,6 +70,8 @@ class Slots:
     @property
     def held_nbytes(self) -> int:
         """Bytes of all slots, leased or free."""
+        for _, slots in self._rings.values():
+            slots[:] = [slot for slot in slots if slot() is not None]
         return sum(nbytes * len(slots) for nbytes, (_, slots) in self._rings.items())
 
     def _lease(self, nbytes: int, dtype: torch.dtype) -> torch.Tensor | None:
@@ -76,23 +79,26 @@ class Slots:
         # Four sizes for each power of two, so that ragged batches share slots.
         step = 1 << (nbytes.bit_length() - 3)
         size = -(-nbytes // step) * step
-        free, slots = self._rings.setdefault(size, (deque(), set()))
+        free, slots = self._rings.setdefault(size, (deque(maxlen=_KEPT_FREE), []))
         try:
-            memory = free.pop()  # the last one, which may be in the caches yet
+            memory = free.pop().memory  # the last one, which may be in the caches yet
         except IndexError:
             if self.held_nbytes + size > self._max_bytes:
                 return None
             memory = torch.empty(size, dtype=torch.uint8, device=_CPU)
-            slots.add(memory.data_ptr())
+            slots.append(weakref.ref(memory))
         # torch keeps the buffer's owner until the storage dies, whoever looks into it last.
-        owner = (ctypes.c_char * nbytes).from_address(memory.data_ptr())
-        weakref.finalize(owner, _take_back, memory, free, slots).atexit = False
+        owner: Any = (ctypes.c_char * nbytes).from_address(memory.data_ptr())
+        owner.lease = lease = _Lease(owner, free.append)
+        lease.memory = memory
         return torch.frombuffer(owner, dtype=dtype)
 
 
-def _take_back(memory: torch.Tensor, free: deque[torch.Tensor], slots: set[int]) -> None:
-    """Free a slot; any thread may call this, in the middle of `_lease`."""
-    if len(free) < _KEPT_FREE:
-        free.append(memory)
-    else:
-        slots.discard(memory.data_ptr())
+class _Lease(weakref.ref[Any]):
+    """Holds a slot's memory. Its owner holds it, and hands it to `free.append` when it dies.
+
+    No Python runs then, in any thread: what Ctrl-C raises there would be lost.
+    """
+
+    __slots__ = ("memory",)
+    memory: torch.Tensor
