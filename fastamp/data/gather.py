@@ -111,6 +111,8 @@ def _column(array: Any) -> Column | None:
     plain = array.layout is torch.strided and array.device.type == "cpu"
     if not plain or array.is_conj() or array.is_neg() or array._is_zerotensor():
         return None
+    if array.is_nested or array.is_quantized:
+        return None
     if not array[:1].is_contiguous():
         return None
     return Column(array, array.dtype)

@@ -3,7 +3,7 @@
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -17,7 +17,14 @@ from fastamp.data.datasets import ArrayDataset, count_rows, is_arrays
 from fastamp.data.fetch import FetchSource, make_inner
 from fastamp.data.gather import Gatherable, GatherSource, find_path
 from fastamp.data.passes import LoaderPass
-from fastamp.data.position import Indices, Position, check_resumable, find_save
+from fastamp.data.position import (
+    Indices,
+    Position,
+    check_integer,
+    check_resumable,
+    find_save,
+    read_position,
+)
 from fastamp.data.prefetch import prefetch
 from fastamp.data.shard import ShardSampler, check_shardable, find_ranks
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
@@ -106,10 +113,10 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         world_size: int | None = None,
         max_bytes: int | None = None,
     ) -> None:
-        _check_integer("max_bytes", max_bytes, least=1)
-        _check_integer("seed", seed, least=0)
-        _check_integer("rank", rank, least=0)
-        _check_integer("world_size", world_size, least=1)
+        check_integer("max_bytes", max_bytes, least=1)
+        check_integer("seed", seed, least=0)
+        check_integer("rank", rank, least=0)
+        check_integer("world_size", world_size, least=1)
         if device is not None:
             torch.device(device)  # raises torch's error for what is no device
         if type(dataset) is dict and is_arrays(dataset):
@@ -198,7 +205,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         A loaded state stays in force if it stopped in this epoch. Without this call passes count
         up.
         """
-        _check_integer("epoch", epoch, least=0)
+        check_integer("epoch", epoch, least=0)
         self._begin_at(self._next if self._next.epoch == epoch else Position(epoch=epoch))
         self._last = None
         self._told_epoch = epoch
@@ -273,7 +280,8 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
 
         Raises:
             ValueError: the state is another version's, or of a loader with another sampler, batch
-                size, `drop_last`, length of the dataset, seed or source of randomness.
+                size, `drop_last`, length of the dataset, seed or source of randomness; or one of
+                its keys is missing or has another kind of value. Nothing is changed then.
             TypeError: see `state_dict`.
         """
         if not isinstance(state, dict) or state.get("version") != _STATE_VERSION:
@@ -281,14 +289,13 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             raise ValueError(msg)
         check_resumable(self.dataset, self.num_workers)
         for name, ours in self._identity().items():
-            if state.get(name) != ours:
-                msg = f"state: its {name} is {state.get(name)!r}, the loader's {ours!r}"
+            value = state.get(name)
+            if type(value) is not type(ours) or value != ours:
+                msg = f"state: its {name} is {value!r}, the loader's {ours!r}"
                 raise ValueError(msg)
-        for name in ("epoch", "batch", "consumed"):
-            _check_integer(f"state: its {name}", state[name], least=0)
-        if state["told_epoch"] is not None:
-            self.set_epoch(state["told_epoch"])
-        position = Position(**{field.name: state[field.name] for field in fields(Position)})
+        position, told_epoch = read_position(state)
+        if told_epoch is not None:
+            self.set_epoch(told_epoch)
         if position.generator is not None and self.generator is not None:
             self.generator.set_state(position.generator)
         self._begin_at(replace(position, generator=None))
@@ -370,12 +377,3 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         iterable = isinstance(self.dataset, IterableDataset) and self.num_workers == 0
         save = find_save(self.dataset) if iterable else None
         return FetchSource(iterator, self._stats, save, states, ahead)
-
-
-def _check_integer(name: str, value: Any, *, least: int) -> None:
-    """Refuse an argument that is neither None nor an integer of 64 bits from `least` on."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not hasattr(value, "__index__") or not least <= value < 2**63:
-        msg = f"{name}: expected an integer of at least {least}, got {value!r}"
-        raise ValueError(msg)

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain, islice
 from types import MethodType
 from typing import Any
@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from fastamp.data.shard import RankBatches, ShardSampler, ranges
+
+_BOOLEANS = (bool, np.dtype(bool), torch.bool)
 
 
 @dataclass
@@ -51,6 +53,45 @@ class Position:
     def resumed(self) -> bool:
         """Whether the pass began earlier, with the draws of its beginning."""
         return self.batch + self.consumed > 0
+
+
+def read_position(state: dict[str, Any]) -> tuple[Position, int | None]:
+    """Return the position that a loader's state tells, and the epoch that its user told it.
+
+    Raises:
+        ValueError: a key is missing or has another kind of value.
+    """
+    names = [field.name for field in fields(Position)]
+    for name in (*names, "told_epoch"):
+        if name not in state:
+            msg = f"state: expected what DataLoader.state_dict returns, it has no {name!r}"
+            raise ValueError(msg)
+    for name in ("epoch", "batch", "consumed", "told_epoch"):
+        value = state[name]
+        if isinstance(value, Tensor) or (value is None and name != "told_epoch"):
+            msg = f"state: its {name}: expected an integer of at least 0, got {value!r}"
+            raise ValueError(msg)
+        check_integer(f"state: its {name}", value, least=0)
+    if type(state["exhausted"]) is not bool:
+        msg = f"state: its exhausted: expected True or False, got {state['exhausted']!r}"
+        raise ValueError(msg)
+    for name in ("rng", "generator"):
+        if state[name] is not None:
+            try:
+                torch.Generator().set_state(state[name])
+            except (RuntimeError, TypeError) as error:
+                msg = f"state: its {name}: expected the state of a generator or None; {error}"
+                raise ValueError(msg) from error
+    return Position(**{name: state[name] for name in names}), state["told_epoch"]
+
+
+def check_integer(name: str, value: Any, *, least: int) -> None:
+    """Refuse an argument that is neither None nor an integer of 64 bits from `least` on."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not hasattr(value, "__index__") or not least <= value < 2**63:
+        msg = f"{name}: expected an integer of at least {least}, got {value!r}"
+        raise ValueError(msg)
 
 
 def check_resumable(dataset: Any, num_workers: int) -> None:
@@ -165,7 +206,11 @@ def _to_rows(batch: Iterable[Any]) -> Any:
 
 
 def as_rows(indices: Any) -> Tensor | None:
-    """Return integers as an int64 tensor; None where anything else is among them."""
+    """Return integers as an int64 tensor; None where anything else is among them, also booleans."""
+    if isinstance(indices, list | tuple) and set(map(type, indices)) != {int}:
+        dtypes = [getattr(index, "dtype", type(index)) for index in indices]
+        if any(dtype in _BOOLEANS for dtype in dtypes):  # which NumPy takes for 0 and 1
+            return None
     try:
         rows = np.asarray(indices)
     except (TypeError, ValueError, RuntimeError):

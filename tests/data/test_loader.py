@@ -520,3 +520,27 @@ def test_the_default_device_does_not_matter(backend):
 def test_a_bad_seed_is_refused(seed):
     with pytest.raises(ValueError, match="seed: expected an integer of at least 0"):
         fastamp.DataLoader(X, seed=seed)
+
+
+@pytest.mark.parametrize("true", [True, torch.tensor(data=True)])
+@pytest.mark.parametrize("wrap", [lambda x: x, TensorDataset], ids=["tensor", "TensorDataset"])
+def test_a_boolean_among_indices_is_what_it_is_in_torch(wrap, true, backend):
+    dataset, batches = wrap(torch.arange(12).reshape(4, 3)), [[true, True], [2, 3]]
+    expected = list(TorchDataLoader(dataset, batch_sampler=batches))
+    assert_same(list(fastamp.DataLoader(dataset, batch_sampler=batches)), expected)
+
+
+def test_quantized_and_nested_tensors_are_loaded_as_in_torch(backend):
+    floats = torch.arange(12.0).reshape(6, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one is deprecated, the other a prototype
+        quantized = torch.quantize_per_tensor(floats, 0.5, 3, torch.quint8)
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)])
+    for dataset, size in ((quantized, 4), (TensorDataset(quantized), 4), (nested, 1)):
+        expected = list(TorchDataLoader(dataset, size, sampler=[0, 1]))  # nested: no length
+        batches = list(fastamp.DataLoader(dataset, size, sampler=[0, 1]))
+        for batch, other in zip(batches, expected, strict=True):
+            ours, theirs = (b[0] if type(b) is list else b for b in (batch, other))
+            assert ours.dtype == theirs.dtype
+            assert ours.shape == theirs.shape
+            assert torch.equal(ours.dequantize(), theirs.dequantize())

@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Tenso
 import fastamp
 
 X = make_array(torch.float32, 40, 3)
+AN_INTEGER = "expected an integer of at least 0"
 
 # Another process goes on from all states, some of them with another number of workers.
 RESUME = """
@@ -271,6 +272,42 @@ def test_foreign_states_are_refused_and_change_nothing(backend):
         with pytest.raises(ValueError, match=r"expected what DataLoader\.state_dict returns"):
             loader.load_state_dict(state)
     assert_same(loader.state_dict(), expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        *[
+            (key, None, "expected an integer of at least 0")
+            for key in ("epoch", "batch", "consumed")
+        ],
+        *[
+            (key, -1, "expected an integer of at least 0")
+            for key in ("epoch", "batch", "told_epoch")
+        ],
+        ("epoch", torch.tensor(3), "expected an integer of at least 0"),
+        ("batch", 1.5, "expected an integer of at least 0"),
+        ("consumed", True, "expected an integer of at least 0"),
+        ("told_epoch", "1", "expected an integer of at least 0"),
+        ("batch_size", torch.tensor([4, 4]), "the loader's 4"),
+        ("drop_last", None, "the loader's False"),
+        ("rng", torch.zeros(3), "expected the state of a generator"),
+        ("rng", 5, "expected the state of a generator"),
+        ("generator", torch.zeros(7, dtype=torch.uint8), "expected the state of a generator"),
+        ("exhausted", None, "expected True or False"),
+    ],
+)
+def test_a_state_with_another_kind_of_value_is_refused_by_its_key(key, value, message, backend):
+    loader = fastamp.DataLoader(X, 4, shuffle=True, generator=torch.Generator())
+    next(iter(loader))
+    state = loader.state_dict()
+    kept = copy.deepcopy(state)
+    with pytest.raises(ValueError, match=f"^state: its {key}.*{message}"):
+        loader.load_state_dict({**state, key: value})
+    without = {name: value for name, value in state.items() if name != key}
+    with pytest.raises(ValueError, match=key):
+        loader.load_state_dict(without)
+    assert_same(loader.state_dict(), kept)
 
 
 class Resumable(IterableDataset):
