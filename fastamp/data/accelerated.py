@@ -63,6 +63,11 @@ class Preparable:
             raise AttributeError(msg)
         return operator.attrgetter(_TOLD[name])(self)
 
+    @property
+    def _total_length(self) -> Any:
+        dataset: Any = self.dataset  # type: ignore[attr-defined]
+        return dataset.total_length if hasattr(dataset, "total_length") else len(dataset)
+
 
 _TOLD = {
     "iteration": "_next.epoch",  # of the next pass
@@ -70,6 +75,7 @@ _TOLD = {
     "end_of_dataloader": "_served.end_of_dataloader",
     "remainder": "_served.remainder",
     "total_batch_size": "_served.total_batch_size",
+    "total_dataset_length": "_total_length",
     "rng_types": "_served.rng_types",
     "synchronized_generator": "_served.synchronized_generator",
     "use_stateful_dataloader": "_served.use_stateful_dataloader",
@@ -191,11 +197,9 @@ class Served:
             return False
         shuffle, seed = order
         if seed is None and shuffle:
-            if self._count == 1 and not config.use_seedable_sampler:
-                return True  # the program's generator goes on
-            # As Accelerate's seedable sampler, and that of the first process.
-            own = config.data_seed if config.use_seedable_sampler else None
-            own = int(torch.empty((), dtype=torch.int64).random_()) if own is None else own
+            if not config.use_seedable_sampler:
+                return False  # one process draws as ever, several as Accelerate's
+            own = torch.initial_seed() if config.data_seed is None else config.data_seed
             seed = _accelerates("utils").broadcast_object_list([own])[0]
         drop_last = loader.batch_sampler.drop_last
         shard = ShardSampler(loader.dataset, self._count, rank, shuffle, seed or 0, drop_last)

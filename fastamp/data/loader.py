@@ -58,8 +58,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
     `accelerator.prepare(loader)` of Hugging Face's Accelerate returns this loader, which from then
     on gives this process's batches, on the Accelerator's device. They are those that Accelerate
     deals out: it honours `split_batches`, `even_batches` and the other options, but reads in every
-    process (`dispatch_batches` is refused). Without `seed`, several processes shuffle with
-    `torch.initial_seed()` of the first one.
+    process (`dispatch_batches` is refused).
 
     Args:
         dataset: and all the others up to `in_order`: as in torch.utils.data.DataLoader.

@@ -72,11 +72,12 @@ def test_a_loader_without_a_seed_draws_what_it_draws_without_accelerate():
     assert orders[0] == orders[1]
 
 
-def test_accelerates_seedable_order_is_kept():
+@pytest.mark.parametrize("data_seed", [None, 9])
+def test_accelerates_seedable_order_is_kept(data_seed):
     found = []
     for loader_class in (fastamp.DataLoader, TorchDataLoader):
         torch.manual_seed(0)
-        accelerator = make_accelerator(use_seedable_sampler=True, data_seed=9)
+        accelerator = make_accelerator(use_seedable_sampler=True, data_seed=data_seed)
         loader = accelerator.prepare(loader_class(ROWS, BATCH, shuffle=True))
         found.append([samples(loader), samples(loader)])
         forget()
@@ -284,6 +285,7 @@ OPTIONS = {
     "split": {"split_batches": True},
     "uneven": {"even_batches": False},
     "seedable": {"use_seedable_sampler": True, "data_seed": 4},
+    "seedable without a seed": {"use_seedable_sampler": True},
 }
 STOCK = [
     ("in order", "plain", 27),
@@ -291,7 +293,10 @@ STOCK = [
     ("in order", "split", 27),
     ("in order", "uneven", 27),
     ("drop_last", "plain", 27),
+    ("shuffled by the program", "plain", 27),
+    ("shuffled by the program", "split", 26),
     ("shuffled by the program", "seedable", 27),
+    ("shuffled by the program", "seedable without a seed", 27),
     ("a generator", "plain", 27),
     ("a sampler", "split", 26),
     ("a sampler that is told the epoch", "plain", 27),
@@ -309,10 +314,11 @@ def test_two_processes_get_what_accelerate_makes_of_torchs_loader(two, name, opt
         assert ours == theirs
 
 
-def test_a_state_is_that_of_all_processes(two):
-    whole = [seen for seen, _ in two.run(2, accelerate_cases.resume, None, 8)]
-    begun = two.run(2, accelerate_cases.resume, None, 3)
-    rest = two.run(2, accelerate_cases.resume, begun[0][1], 5)
+@pytest.mark.parametrize("seed", [5, None])
+def test_a_state_is_that_of_all_processes(two, seed):
+    whole = [seen for seen, _ in two.run(2, accelerate_cases.resume, None, 8, seed)]
+    begun = two.run(2, accelerate_cases.resume, None, 3, seed)
+    rest = two.run(2, accelerate_cases.resume, begun[0][1], 5, seed)
     assert [seen + more for (seen, _), (more, _) in zip(begun, rest, strict=True)] == whole
 
 

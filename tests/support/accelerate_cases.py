@@ -89,7 +89,8 @@ def watch(kind, name, length, options):
     with accelerator(accumulate=2, **options) as own:
         model = torch.nn.Linear(1, 1)
         loader = own.prepare(kind(**LOADERS[name](length)))
-        found.append(len(loader) if name != "a stream" else None)
+        if name != "a stream":
+            found.append((len(loader), loader.total_batch_size, loader.total_dataset_length))
         for _ in range(2):
             for (batch,) in loader:
                 state = own.gradient_state
@@ -123,10 +124,11 @@ def train(shard):
         return epochs, stats.batches, stats.path
 
 
-def resume(state, count):
+def resume(state, count, seed):
     """Take batches, from a state on if there is one; return them and the state then."""
+    torch.manual_seed(1 if state is None else 2)
     with accelerator() as own:
-        loader = own.prepare(fastamp.DataLoader(rows(64), 4, shuffle=True, seed=5))
+        loader = own.prepare(fastamp.DataLoader(rows(64), 4, shuffle=True, seed=seed))
         if state is not None:
             loader.load_state_dict(state)
         seen = [row for _, (batch,) in zip(range(count), loader, strict=False) for row in batch]
