@@ -46,7 +46,9 @@ def why_in_place(optimizer: Optimizer) -> str | None:
     its attribute `found_inf` is 1.
     """
     if not is_fused(optimizer):
-        return f"{type(optimizer).__name__} is not fused"
+        name, groups = type(optimizer).__name__, optimizer.param_groups
+        fused = all(group.get("fused") for group in groups)  # torch 2.6's Adagrad
+        return f"{name}'s kernel does not unscale" if fused else f"{name} is not fused"
     return why_unfused(optimizer)
 
 
