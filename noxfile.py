@@ -132,6 +132,13 @@ def sanitize_threads(session: nox.Session) -> None:
 
 
 @nox.session
+def soak(session: nox.Session) -> None:
+    """Use all of fastamp at random, for an hour or `--minutes M`; memory and the like stay flat."""
+    script = ("python", "tests/support/soak.py")  # its folder is what Python adds to the path
+    session.run(*script, *session.posargs, env={"PYTHONPATH": "tests"})
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Run the main job with this environment; options go to it."""
     session.run("python", "-I", "-m", "fastamp.bench", *session.posargs)
