@@ -65,7 +65,7 @@ class Preparable:
 
     @property
     def _total_length(self) -> Any:
-        dataset: Any = self.dataset  # type: ignore[attr-defined]
+        dataset: Any = self.dataset
         return dataset.total_length if hasattr(dataset, "total_length") else len(dataset)
 
 

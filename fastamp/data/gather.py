@@ -66,7 +66,8 @@ def find_path(loader: DataLoader[Any]) -> tuple[Gatherable | None, str]:
     if gatherable is not None:
         compiled = _ops.host_ops() is not _ops.FALLBACK
         return gatherable, "gathered by the compiled core" if compiled else "gathered by Python"
-    workers = f", in {loader.num_workers} workers" if loader.num_workers else ""
+    count = loader.num_workers
+    workers = f", in {count} worker{'s' * (count > 1)}" if count else ""
     return None, f"item by item{workers}: {reason}"
 
 

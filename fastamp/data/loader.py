@@ -164,6 +164,9 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
 
     def __iter__(self) -> LoaderPass:  # type: ignore[override]  # torch's class cannot be made
         """Begin a pass: at the start of an epoch, or where a loaded state stopped."""
+        if self.timeout and not self.num_workers:
+            msg = f"timeout: expected 0 without workers, got {self.timeout}"
+            raise AssertionError(msg)  # as torch's
         shard, served = self._shard, self._served
         if shard is not None and shard.epoch != self._next.epoch:  # somebody told the sampler
             self.set_epoch(shard.epoch)

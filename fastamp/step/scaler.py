@@ -17,6 +17,7 @@ from fastamp.step.clip import as_bound, torch_clip_grad_norm_
 from fastamp.step.fused import (
     call_folded,
     call_step,
+    check_optimizer,
     has_pre_hook,
     is_fused,
     parameters_of,
@@ -125,8 +126,8 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: a closure was given, or `step` was called twice since the last `update`,
                 or some optimizers of a list have been unscaled and others not.
-            TypeError: `max_norm` is not a number, or an optimizer of a list needs torch's own way,
-                as for tensor subclasses that are no DTensors.
+            TypeError: `optimizer` is none, or `max_norm` is not a number, or an optimizer of a list
+                needs torch's own way, as for tensor subclasses that are no DTensors.
             ValueError: `max_norm` is NaN or below 0; a list is empty or has an optimizer twice; or
                 a gradient is float16 and the optimizer is not fused.
         """
@@ -173,7 +174,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: `step` has been called since the last `update`.
-            TypeError: `max_norm` is not a number.
+            TypeError: `optimizer` is none, or `max_norm` is not a number.
             ValueError: `max_norm` is NaN or below 0, or a gradient is float16.
         """
         max_norm = as_bound("max_norm", max_norm)
@@ -245,8 +246,11 @@ class GradScaler(torch.amp.GradScaler):
         super().__setstate__(state)
         self.last_step = unmeasured("no step yet")
 
-    def _state_of(self, optimizer: Optimizer, caller: str) -> dict[str, Any]:
+    def _state_of(
+        self, optimizer: Optimizer, caller: str, name: str = "optimizer"
+    ) -> dict[str, Any]:
         """Return the optimizer's state in this iteration; without scaling, all is unscaled."""
+        check_optimizer(optimizer, name, "param_groups" if self._enabled else "step")
         if not self._enabled:
             return _refresh_per_optimizer_state() | {"stage": OptState.UNSCALED}
         self._check_scale_growth_tracker(caller)
@@ -254,16 +258,25 @@ class GradScaler(torch.amp.GradScaler):
 
     def _states_of(self, optimizers: list[Optimizer]) -> list[dict[str, Any]]:
         """Return the states of optimizers that may step together."""
-        states = [self._state_of(each, "step") for each in optimizers]
+        several = len(optimizers) > 1
+        states = [
+            self._state_of(each, "step", f"optimizer[{place}]" if several else "optimizer")
+            for place, each in enumerate(optimizers)
+        ]
         for state in states:
             if state["stage"] is OptState.STEPPED:
                 msg = "step() has already been called since the last update()."
                 raise RuntimeError(msg)
-        if len(optimizers) == 1:
-            return states
-        if not optimizers or len({*map(id, optimizers)}) < len(optimizers):
-            msg = f"optimizer: expected at least one, and none twice, got {optimizers!r}"
+        if not optimizers:
+            msg = "optimizer: expected at least one, got an empty list"
             raise ValueError(msg)
+        if not several:
+            return states
+        places = {id(each): place for place, each in enumerate(optimizers)}
+        for place, each in enumerate(optimizers):
+            if (again := places[id(each)]) != place:
+                msg = f"optimizer[{again}]: expected each once, it is optimizer[{place}]"
+                raise ValueError(msg)
         if len({state["stage"] for state in states}) > 1:
             msg = "optimizer: of several, all have to be unscaled before, or none"
             raise RuntimeError(msg)
@@ -280,6 +293,7 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,  # noqa: FBT001 - torch's signature
     ) -> dict[torch.device, Tensor]:
         """Unscale in place: torch's hook, behind unscale_ and _check_inf_per_device."""
+        check_optimizer(optimizer, "optimizer", "param_groups")
         packed = self._pack([optimizer])
         if packed is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)

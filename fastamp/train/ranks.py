@@ -102,7 +102,7 @@ def join(config: TrainConfig) -> Iterator[Ranks]:
     """Join the other ranks, if there are any, and destroy the process group if this made it.
 
     Raises:
-        ValueError: the config asks for ranks and there are none.
+        ValueError: the config asks for ranks and there are none, or for FSDP2 where torch has none.
     """
     if not is_launched():
         if config.parallel is not None:
@@ -112,6 +112,11 @@ def join(config: TrainConfig) -> Iterator[Ranks]:
         yield Ranks()
         return
     device, makes_group = config.chosen_device, not dist.is_initialized()
+    if (config.parallel, device.type) == ("fsdp", "cpu") and not hasattr(
+        torch.cpu.Stream, "record_event"
+    ):
+        msg = f"parallel: torch {torch.__version__} has no FSDP2 on the CPU, got 'fsdp'; use 'ddp'"
+        raise ValueError(msg)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     if makes_group:

@@ -216,6 +216,16 @@ def test_a_stream_that_ctrl_c_interrupts_has_no_state(backend):
         loader.state_dict()
 
 
+@pytest.mark.parametrize("dataset", [Rows(4, int), torch.arange(4)], ids=["items", "gathered"])
+def test_a_timeout_without_workers_is_refused_as_by_torch(dataset):
+    for loader_class in (TorchDataLoader, fastamp.DataLoader):
+        loader = loader_class(dataset, timeout=5)
+        with pytest.raises(AssertionError):
+            next(iter(loader))
+    with pytest.raises(AssertionError, match="timeout: expected 0 without workers, got 5"):
+        iter(loader)
+
+
 # Each case runs in a child of one process, apart from pytest, whose signal handlers would disturb.
 CASES = """
 import gc, json, os, select, signal, sys, threading, time, traceback

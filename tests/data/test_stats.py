@@ -54,8 +54,9 @@ def test_a_loader_says_why_it_goes_item_by_item(reason):
     loader = fastamp.DataLoader(**ITEM_BY_ITEM[reason])
     assert loader.stats().path == f"item by item: {reason}"
     assert str(loader) == f"fastamp.DataLoader: item by item: {reason}"
-    loader = fastamp.DataLoader(**ITEM_BY_ITEM[reason], num_workers=2)
-    assert loader.stats().path == f"item by item, in 2 workers: {reason}"
+    for count, workers in ((1, "1 worker"), (2, "2 workers")):
+        loader = fastamp.DataLoader(**ITEM_BY_ITEM[reason], num_workers=count)
+        assert loader.stats().path == f"item by item, in {workers}: {reason}"
 
 
 @pytest.mark.parametrize("dataset", [ROWS, Subset(ROWS, [1]), torch.ones(3), {"x": torch.ones(3)}])

@@ -345,10 +345,31 @@ def test_a_list_of_optimizers_is_checked():
     parameters, optimizers = two_optimizers("own", "own", "cpu")
     scaler = make_scaler(fastamp.GradScaler, "cpu")
     scaler.scale(torch.ones(()))
-    for bad in ([], [optimizers[0]] * 2):
-        with pytest.raises(ValueError, match="optimizer: expected at least one, and none twice"):
-            scaler.step(bad, max_norm=1.0)
+    with pytest.raises(ValueError, match="optimizer: expected at least one"):
+        scaler.step([], max_norm=1.0)
+    twice = r"^optimizer\[2\]: expected each once, it is optimizer\[0\]$"
+    with pytest.raises(ValueError, match=twice):
+        scaler.step([*optimizers, optimizers[0]], max_norm=1.0)
+    with pytest.raises(TypeError, match=r"optimizer\[2\]: expected an optimizer, got a Linear"):
+        scaler.step([*optimizers, torch.nn.Linear(1, 1)], max_norm=1.0)
     scaler.unscale_(optimizers[0])
     with pytest.raises(RuntimeError, match="optimizer: of several, all have to be unscaled"):
         scaler.step(optimizers, max_norm=1.0)
     assert [p.grad.item() for p in parameters] == [3.0, 4096.0]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_what_is_no_optimizer_is_refused_by_name(enabled):
+    parameters, optimizers = two_optimizers("own", "own", "cpu")
+    scaler = fastamp.GradScaler("cpu", enabled=enabled)
+    scaler.scale(torch.ones(()))
+    generator = (each for each in optimizers)
+    calls = [scaler.step, lambda bad: scaler.step(bad, max_norm=1.0)]
+    calls += [scaler.unscale_] * enabled  # without scaling it does nothing, as torch's
+    calls += [lambda bad: scaler.clip_grad_norm_(bad, 1.0)]
+    for call in calls:
+        for bad in (generator, {*optimizers}, torch.nn.Linear(1, 1), None):
+            name = type(bad).__name__
+            with pytest.raises(TypeError, match=f"^optimizer: expected an optimizer, got a {name}"):
+                call(bad)
+    assert [p.grad.item() for p in parameters] == [3072.0, 4096.0]

@@ -245,6 +245,14 @@ def test_ranks_are_asked_for_by_who_has_some():
         train(parallel="zero")
 
 
+def test_fsdp_is_refused_where_torch_has_none(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setattr(torch.cpu, "Stream", object)  # as torch 2.6's, without record_event
+    with pytest.raises(ValueError, match=r"parallel: torch .* has no FSDP2 on the CPU, got 'fsdp'"):
+        train(parallel="fsdp", device="cpu")
+
+
 def free_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
