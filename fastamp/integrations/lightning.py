@@ -30,8 +30,9 @@ class AmpPrecision(OfLightning):
     `Trainer(gradient_clip_val=...)` supports fused optimizers (Lightning's own plugin raises an
     error), and clipping by norm is part of the step. Schedulers with the interval "step" do not
     advance when a step is skipped, because of inf or NaN in a gradient; reading that waits for the
-    device once a step. "bf16-mixed" scales nothing, but clips and skips in the same way. It hands
-    the closure to LBFGS and to optimizers that are not torch's own, as Lightning does.
+    device once a step. "bf16-mixed" scales nothing, but clips and skips in the same way: `scaler`
+    is a disabled one (None in Lightning's own plugin). It hands the closure to LBFGS and to
+    optimizers that are not torch's own, as Lightning does.
 
     Gradients are scaled until the step, for example in `on_after_backward`. If the module or a
     callback has a hook between backward and step, they are unscaled before that.
