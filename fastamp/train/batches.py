@@ -11,8 +11,9 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from fastamp.data import ArrayDataset, DataLoader, ShardSampler, map_tensors
+from fastamp.train.check import attempt, check
 from fastamp.train.config import TrainConfig
-from fastamp.train.random_state import rng_state, set_rng_state
+from fastamp.train.random_state import check_rng_state, rng_state, set_rng_state
 from fastamp.train.ranks import Ranks
 
 
@@ -77,6 +78,17 @@ class Batches:
         loader = self.loader.state_dict() if self._has_state else None
         return {"n_consumed": self._n_consumed, "rng": self._rng_at_start, "loader": loader}
 
+    def check(self, state: dict[str, Any], at: str) -> None:
+        """Raise a ValueError unless it is a position; a loader checks its own state at loading."""
+        check(state["n_consumed"], 0, f"{at}['n_consumed']")
+        if (state["loader"] is None) is self._has_state:
+            kinds = "resumes by itself", "has no state"
+            msg = f"{self._name} {kinds[not self._has_state]}, and {kinds[self._has_state]} there"
+            raise ValueError(msg)
+        if state["rng"] is not None or (state["n_consumed"] and not self._has_state):
+            own = self._own_generator()
+            attempt(lambda: check_rng_state(state["rng"], self._device, own), f"{at}['rng']")
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next pass start at a position."""
         if self._has_state:
@@ -84,9 +96,12 @@ class Batches:
         self._n_consumed, self._rng_at_start = state["n_consumed"], state["rng"]
         self._is_resumed = self._n_consumed > 0
 
-    def _start(self) -> Iterator[Any]:
+    def _own_generator(self) -> torch.Generator | None:
         own = getattr(self.loader, "generator", None)
-        own = own if isinstance(own, torch.Generator) else None
+        return own if isinstance(own, torch.Generator) else None
+
+    def _start(self) -> Iterator[Any]:
+        own = self._own_generator()
         now = rng_state(self._device, own)
         if not self._is_resumed or self._rng_at_start is None:
             self._rng_at_start = now

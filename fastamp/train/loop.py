@@ -31,8 +31,10 @@ def fine_tune(
        checkpoint.
 
     With a checkpoint folder, SIGTERM and Ctrl-C let the current step and its evaluation finish, and
-    write a checkpoint first. On a CPU a run that is interrupted or killed, and resumed, is
-    bit-identical, except for random numbers that worker processes draw within an epoch.
+    write a checkpoint first; where a step never ends, as when the data hang, a second one acts at
+    once. A damaged checkpoint is passed over with one warning. On a CPU a run that is interrupted
+    or killed, and resumed, is bit-identical, except for random numbers that worker processes draw
+    within an epoch.
 
     Under torchrun, or where torch.distributed is initialized, every rank calls this with the same
     arguments, and trains on its part of a Dataset or tensors, with DDP or FSDP2. A loader or an
@@ -59,9 +61,10 @@ def fine_tune(
         Loss curves, norms, skipped steps, throughput and more.
 
     Raises:
-        CheckpointError: the newest checkpoint is damaged, or of another model, data or config; the
-            message names the newest good one. Only the model's device has changed by then. Or the
-            first checkpoint that is written cannot be read again.
+        CheckpointError: the newest whole checkpoint is of another model, optimizer, data or config,
+            or something in it is wrong; the message names the file and the entry, and only the
+            model's device has changed by then. Or all are damaged. Or the first checkpoint that is
+            written cannot be read again.
         OSError: a checkpoint cannot be written; the model and older checkpoints are unchanged.
         TypeError: the data, or the model's output, cannot be trained on.
         ValueError: there is no batch or no parameter to train, or shapes do not match.

@@ -77,13 +77,15 @@ class Schedule:
 
     def rescale(self, old_total: int, total: int) -> None:
         """Keep the share of the schedule that is done when its length in steps changes."""
-        self._scheduler.last_epoch = round(self._scheduler.last_epoch / old_total * total)
+        self._scheduler.last_epoch = round(self._scheduler.last_epoch / max(old_total, 1) * total)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state; `advance` comes before it."""
-        return {"lr": self._scheduler.state_dict(), "n_skipped": self.n_skipped}
+        base_lrs = [*self._scheduler.base_lrs]
+        n_taken = self._scheduler.last_epoch
+        return {"n_taken": n_taken, "n_skipped": self.n_skipped, "base_lrs": base_lrs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._scheduler.load_state_dict(state["lr"])
-        self.n_skipped = state["n_skipped"]
+        """Restore what `state_dict` returned; the optimizer's own state has the rate."""
+        self._scheduler.last_epoch, self.n_skipped = state["n_taken"], state["n_skipped"]
+        self._scheduler.base_lrs = state["base_lrs"]

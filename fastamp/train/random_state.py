@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastamp.train.check import ANY, check
+
 
 def seed_all(seed: int, rank: int, step: int = 0) -> None:
     """Seed the generators, differently on every rank."""
@@ -27,6 +29,29 @@ def rng_state(device: torch.device, own: torch.Generator | None = None) -> dict[
         "python": random.getstate(),
         "own": own and own.get_state(),
     }
+
+
+def check_rng_state(state: Any, device: torch.device, own: torch.Generator | None = None) -> None:
+    """Raise an error unless `set_rng_state` can restore a state; nothing changes."""
+    numpy = {"bit_generator": "", "state": {"key": ANY, "pos": 0}, "has_gauss": 0, "gauss": ANY}
+    parts = {"torch": ANY, "cuda": ANY, "numpy": numpy, "python": ANY, "own": ANY}
+    check(state, parts, "state")
+    torch.Generator().set_state(state["torch"])
+    np.random.RandomState().set_state(state["numpy"])
+    random.Random().setstate(state["python"])  # noqa: S311 - the program's generator
+    # They do not look at a place in NumPy's key, and at a number kept for Python's next draw.
+    pos, gauss = state["numpy"]["state"]["pos"], state["python"][2]
+    if pos > 624 or not isinstance(gauss, (float, type(None))):
+        msg = f"NumPy's pos is {pos}, Python's next number {gauss!r}"
+        raise ValueError(msg)
+    for name in ("cuda", "own"):
+        if not isinstance(state[name], (torch.Tensor, type(None))):
+            msg = f"{name} is {state[name]!r}"
+            raise TypeError(msg)
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.Generator(device).set_state(state["cuda"])
+    if own is not None:
+        torch.Generator(own.device).set_state(state["own"])
 
 
 def set_rng_state(

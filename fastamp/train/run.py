@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import torch
 from torch import nn
 
 from fastamp.metrics import MetricsTracker
@@ -11,11 +10,12 @@ from fastamp.metrics.sinks import Scalar
 from fastamp.step import GradScaler
 from fastamp.timer import Timer
 from fastamp.train.batches import Batches
-from fastamp.train.checkpoint import CheckpointError, Checkpoints
+from fastamp.train.check import ANY, attempt, check, check_equal, check_model, check_optimizer
+from fastamp.train.checkpoint import Checkpoints
 from fastamp.train.config import TrainConfig
 from fastamp.train.model_call import ModelCall
 from fastamp.train.optimizer import Schedule, make_optimizer
-from fastamp.train.random_state import rng_state, seed_all, set_rng_state
+from fastamp.train.random_state import check_rng_state, rng_state, seed_all, set_rng_state
 from fastamp.train.ranks import Ranks
 
 # Two runs are the same if these agree, and the optimizer, the precision and the schedule's length.
@@ -67,28 +67,29 @@ class Run:
         with self.timer("checkpoint"):
             self.schedule.advance()
             own = own or self.own_state()
-            state = own | {name: getattr(self, name).state_dict() for name in _SHARED}
-            state |= {"config": self._identity(), "place": place, "has_ended": self.has_ended}
+            state = own | self._shared_state()
             if self.ranks.mode is not None:
                 state["ranks"] = self.ranks.gather(own)
             self.checkpoints.save(self.step, state, self.model, self.optimizer)
         self.saved_at = place
 
+    def _shared_state(self) -> dict[str, Any]:
+        """Return what is the same on all ranks, but for the tensors of model and optimizer."""
+        state = {name: getattr(self, name).state_dict() for name in _SHARED}
+        place = (self.step, self.epoch, self.evaluated_at)
+        state |= {"config": self._identity(), "place": place, "has_ended": self.has_ended}
+        return state | {"n_with_state": len(self.optimizer.state)}
+
     def _resume(self) -> None:
         if self.checkpoints is None:
             return
-        state = self.checkpoints.load(self._find_problem)
+        state = self.checkpoints.load(self._check)
         if state is None:
             return
         own, as_many = self._own(state)
-        try:  # the user's model and optimizer change last
-            self.data.load_state_dict(own["data"])
-            for name in _SHARED:
-                getattr(self, name).load_state_dict(state[name])
-            self.checkpoints.restore(state, self.model, self.optimizer)
-        except ValueError as error:
-            msg = f"checkpoint_dir={self.config.checkpoint_dir}: its newest one does not fit: "
-            raise CheckpointError(msg + str(error)) from error
+        parts = {name: (getattr(self, name), state[name]) for name in _SHARED}
+        parts = {"data": (self.data, own["data"]), **parts}
+        self.checkpoints.restore(state, parts, self.model, self.optimizer)
         self.saved_at, self.has_ended = state["place"], state["has_ended"]
         self.step, self.epoch, self.evaluated_at = self.saved_at
         if as_many:
@@ -120,19 +121,35 @@ class Run:
         fixed = {name: getattr(self.config, name) for name in _FIXED}
         return {"total_steps": self.total, **own, **fixed}
 
-    def _find_problem(self, state: dict[str, Any]) -> str | None:
-        """Return why a checkpoint cannot be resumed, None if it can."""
+    def _check(self, state: dict[str, Any]) -> None:
+        """Raise a ValueError that says why a checkpoint cannot be resumed; nothing changes."""
+        of_rank = {"data": dict.fromkeys(("n_consumed", "rng", "loader"), ANY), "rng": ANY}
+        shared, at = self._shared_state(), ""
+        like = of_rank | dict.fromkeys([*shared, "format", "model"], ANY)
+        like |= {"optimizer": {"state": ANY, "param_groups": ANY}}
+        if self.ranks.mode is not None:
+            like |= {"ranks": ANY, "files": ANY}
+        check(state, like, at)
+        if self.ranks.mode is not None:
+            found = state["ranks"]
+            n_found = len(found) if isinstance(found, list) and found else self.ranks.count
+            check(found, [of_rank] * n_found, "['ranks']")
+            at = f"['ranks'][{self.ranks.rank if n_found == self.ranks.count else 0}]"
         own, as_many = self._own(state)
+        identity = shared.pop("config")
+        check_equal(state["config"], identity, "['config']", set() if as_many else _OF_RANKS)
+        check(state["config"].get("total_steps"), self.total, "['config']['total_steps']")
+        check_model(state["model"], self.model.state_dict())
+        for name, value in (shared | {"tracker": ANY, "n_with_state": 0}).items():
+            check(state[name], value, f"[{name!r}]")
+        check_equal(state["scaler"], shared["scaler"], "['scaler']", {"scale", "_growth_tracker"})
+        attempt(lambda: MetricsTracker().load_state_dict(state["tracker"]), "['tracker']")
+        check_optimizer(state["optimizer"], self.optimizer, state["n_with_state"])
+        self.data.check(own["data"], f"{at}['data']")
+        attempt(lambda: check_rng_state(own["rng"], self.device), f"{at}['rng']")
         if not (as_many or self.data.is_shared) and own["data"]["n_consumed"]:
-            return f"{len(state['ranks'])} ranks wrote it within a pass over loaders of their own"
-        pairs = [(state["config"], self._identity())]
-        pairs += [(_describe(state["model"]), _describe(self.model.state_dict()))]
-        may_differ = set() if as_many else _OF_RANKS
-        for theirs, ours in pairs:
-            for name in {**ours, **theirs}:
-                if name not in may_differ and theirs.get(name) != ours.get(name):
-                    return f"it has {name}={theirs.get(name)!r}, this run {ours.get(name)!r}"
-        return None
+            msg = f"{len(state['ranks'])} ranks wrote it within a pass over loaders of their own"
+            raise ValueError(msg)
 
     def _hand_on(self, scalars: list[Scalar]) -> None:
         """Pass our tracker's scalars on to the user's."""
@@ -154,9 +171,3 @@ class Run:
             problem = "needs max_steps for data without a length"
             msg = f"schedule: {config.schedule!r} {problem}, or be 'constant'"
             raise ValueError(msg) from None
-
-
-def _describe(state: dict[str, Any]) -> dict[str, str]:
-    """Return the dtypes and shapes of the tensors in a model's state."""
-    tensors = {name: t for name, t in state.items() if isinstance(t, torch.Tensor)}
-    return {name: f"{t.dtype} {[*t.shape]}" for name, t in tensors.items()}

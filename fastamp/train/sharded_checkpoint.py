@@ -2,6 +2,7 @@
 
 import zlib
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from fastamp.train.checkpoint import (
     RUN,
+    Check,
     CheckpointError,
     Checkpoints,
-    FindProblem,
+    DamagedError,
+    is_ours,
     read_file,
     write_file,
 )
@@ -34,8 +37,7 @@ class ShardedCheckpoints(Checkpoints):
 
     suffix = ""
 
-    def restore(self, state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
-        """Load what `load` returned into the model and the optimizer."""
+    def _restore(self, state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
         named, kept = model.state_dict(), state["optimizer"]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for index, entries in kept["state"].items():
@@ -47,7 +49,10 @@ class ShardedCheckpoints(Checkpoints):
                 return source.new_empty(like.shape, dtype=like.dtype)
 
             kept["state"][index] = tree_map_only(Tensor, allocate, entries)
-        load(_tensors(named, kept), checkpoint_id=self._mine[-1])
+        try:
+            load(_tensors(named, kept), checkpoint_id=self._mine[-1])
+        except CheckpointException as error:  # raised on all ranks
+            raise next(iter(error.failures.values()))[0] from error
         optimizer.load_state_dict(kept)
         others = {n: v for n, v in state["model"].items() if not isinstance(v, Tensor)}
         model.load_state_dict(named | others)
@@ -66,18 +71,26 @@ class ShardedCheckpoints(Checkpoints):
         rest = {"model": _on_meta(named), "optimizer": kept | {"state": _on_meta(kept["state"])}}
         self._ranks.first(lambda: write_file(part / RUN, state | rest | {"files": files}))
 
-    def _read_own(self, path: Path, find_problem: FindProblem) -> dict[str, Any]:
+    def _read_own(self, path: Path, check: Check) -> dict[str, Any]:
         """Return the state in a checkpoint, and check this rank's share of its files."""
         if path.is_file():
             msg = f"{path}: was written by a single process, not by ranks"
+            raise (CheckpointError if is_ours(path) else DamagedError)(msg)
+        state = read_file(path / RUN, check)
+        files = state["files"]
+        names = sorted(files) if isinstance(files, dict) and all(map(_is_name, files)) else []
+        if ".metadata" not in names:
+            msg = f"{path}: its ['files'] is {short(files)}, expected sums of files by name"
             raise CheckpointError(msg)
-        state = read_file(path / RUN, find_problem)
-        files = sorted(state["files"].items())
-        for name, expected in files[self._ranks.rank :: self._ranks.count]:
-            if not (path / name).is_file() or _checksum(path / name) != expected:
+        for name in names[self._ranks.rank :: self._ranks.count]:
+            if not (path / name).is_file() or _checksum(path / name) != files[name]:
                 msg = f"{path}: is damaged in {name}"
-                raise CheckpointError(msg)
+                raise DamagedError(msg)
         return state
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and Path(name).name == name
 
 
 def _tensors(named: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Tensor]:

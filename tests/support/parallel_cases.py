@@ -190,3 +190,11 @@ def call(args, fields):
 
 def call_for_error(args, fields):
     return error_of(*args, **fields)
+
+
+def call_for_warnings(args, fields):
+    """Return what training returns, and the warnings of this rank."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        result = train(*args, **fields)
+    return result, [str(one.message) for one in warned if one.category is UserWarning]

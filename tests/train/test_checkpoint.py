@@ -8,11 +8,13 @@ import random
 import signal
 import threading
 import time
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from support import trainable as training
 from support.processes import CONTEXT
 from support.streams import Stream
 from support.trainable import (
@@ -189,27 +191,87 @@ def flip_a_bit(path):
     path.write_bytes(content)
 
 
+def zip_bomb(path):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(10_000_000))
+
+
+def pipe(path):
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def dangling(path):
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
 DAMAGE = {
-    "cut short or no checkpoint": cut_short,
-    "is damaged in": flip_a_bit,
-    "cut short or no checkpoint: File is not": lambda path: path.write_text("text"),
-    "expected 'fastamp.train 2', got None": lambda path: torch.save({"a": 1}, path),
-    "got 'fastamp.train 0'": lambda path: torch.save({"format": "fastamp.train 0"}, path),
+    "is damaged or no checkpoint": cut_short,
+    "the sum of .* is wrong": flip_a_bit,
+    "no checkpoint: File is not": lambda path: path.write_text("text"),
+    "no checkpoint: its .* larger than the file": zip_bomb,
+    "is no regular file": pipe,
+    "No such file": dangling,
+    "expected 'fastamp.train 3', got None": lambda path: torch.save({"a": 1}, path),
+    "expected 'fastamp.train 3', got 7": lambda path: torch.save({"format": 7}, path),
     "holds an object of .*CrashError": lambda path: torch.save(CrashError(), path),
 }
 
 
 @pytest.mark.parametrize("problem", DAMAGE)
-def test_a_bad_checkpoint_is_refused_by_name_and_a_good_one_offered(problem, tmp_path):
+def test_damaged_checkpoints_are_passed_over_with_one_warning(problem, tmp_path):
     expected = outcome(*run(tmp_path, max_steps=9, keep=9))
     for step in (9, 6):
         DAMAGE[problem](tmp_path / f"step-{step:08d}.pt")
-    offer = r".*step-00000003\.pt is good: remove step-00000009\.pt to resume"
-    with pytest.raises(CheckpointError, match=rf"(?s)step-00000009\.pt: .*{problem}{offer}"):
-        run(tmp_path, max_steps=9)
-    for step in (9, 6):
-        (tmp_path / f"step-{step:08d}.pt").unlink()
+    text = rf"(?s)step-00000009\.pt: .*{problem}.*step-00000006\.pt: .*{problem}.*; resumed from "
+    with pytest.warns(UserWarning, match=text + r".*/step-00000003\.pt$") as warned:
+        assert outcome(*run(tmp_path, max_steps=9)) == expected
+    assert (len(warned), warned[0].filename) == (1, training.__file__)
+    assert {"step-00000006.pt", "step-00000009.pt"} < {*names(tmp_path)}
     assert outcome(*run(tmp_path, max_steps=9)) == expected
+
+
+def test_what_was_passed_over_is_no_longer_kept(tmp_path):
+    """If it is ours; what is not, and in the way, is set aside."""
+    run(tmp_path, max_steps=9, keep=9)
+    flip_a_bit(tmp_path / "step-00000009.pt")
+    (tmp_path / "step-00000006.pt").write_text("text")
+    with pytest.warns(UserWarning, match="resumed from"), pytest.raises(CrashError):
+        run(tmp_path, max_steps=9, keep=2, checkpoint_every=1, loss_fn=act_at(4, crash))
+    aside = [name for name in names(tmp_path) if name.endswith(".damaged")]
+    assert (tmp_path / aside[0]).read_text() == "text"
+    assert {*names(tmp_path)} == {"step-00000005.pt", "step-00000006.pt", *aside}
+
+
+def test_where_all_are_damaged_nothing_starts(tmp_path):
+    run(tmp_path, max_steps=9, keep=2)
+    for name in names(tmp_path):
+        cut_short(tmp_path / name)
+    text = r"(?s)09\.pt: .*06\.pt: .*; there is no whole one; resume=False starts anew"
+    with pytest.raises(CheckpointError, match=text):
+        run(tmp_path, max_steps=9)
+
+
+@pytest.mark.parametrize("kind", [PermissionError, MemoryError])
+def test_what_the_machine_cannot_read_is_not_passed_over(kind, tmp_path, monkeypatch):
+    run(tmp_path, max_steps=9)
+
+    def refuse(*_, **__):
+        raise kind(errno.EACCES, "not now")
+
+    monkeypatch.setattr(torch, "load", refuse)
+    with pytest.raises(CheckpointError, match=r"09\.pt: cannot be read: .*not now"):
+        run(tmp_path, max_steps=9)
+
+
+def test_a_checkpoint_of_another_version_is_not_passed_over(tmp_path):
+    run(tmp_path, max_steps=9)
+    torch.save({"format": "fastamp.train 0"}, tmp_path / "step-00000009.pt")
+    with pytest.raises(
+        CheckpointError, match=r"09\.pt: expected .*, got 'fastamp.train 0'; resume"
+    ):
+        run(tmp_path, max_steps=9)
 
 
 def test_what_could_not_be_read_again_is_refused_when_it_is_first_written(tmp_path):

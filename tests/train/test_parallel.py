@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import shutil
 import socket
@@ -17,6 +18,7 @@ from support.parallel_cases import (
     N,
     call,
     call_for_error,
+    call_for_warnings,
     draws_and_pauses,
     error_of,
     fail_to_write,
@@ -192,25 +194,49 @@ def flip(path):
     path.write_bytes(content)
 
 
+def pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
 DAMAGE = {
     "is damaged in __1_0.distcp": lambda folder: flip(folder / "__1_0.distcp"),
     "is damaged in .metadata": lambda folder: flip(folder / ".metadata"),
-    "is damaged in __0_0.distcp": lambda folder: (folder / "__0_0.distcp").unlink(),
-    "is cut short or no checkpoint": lambda folder: (folder / "run.pt").unlink(),
+    "is damaged in __0_0.distcp": lambda folder: pipe(folder / "__0_0.distcp"),
+    "is damaged or no checkpoint": lambda folder: (folder / "run.pt").unlink(),
+    "is damaged or no checkpoint: .*regular file": lambda folder: pipe(folder / "run.pt"),
 }
 
 
-def test_a_damaged_checkpoint_is_refused_by_all_and_a_good_one_offered(four, tmp_path):
+def test_a_damaged_checkpoint_is_passed_over_by_all_with_one_warning(four, tmp_path):
     fields = {"parallel": "fsdp", "max_steps": 6}
-    run(four, 2, tmp_path / "whole", **fields)
+    expected, _ = run(four, 2, tmp_path / "whole", **fields)
     for i, (problem, damage) in enumerate(DAMAGE.items()):
         folder = tmp_path / str(i)
         shutil.copytree(tmp_path / "whole", folder)
         damage(folder / "step-00000006")
-        for kind, text in four.run(2, call_for_error, (folder,), fields):
-            assert kind == "CheckpointError"
-            assert re.search(f"step-00000006(/run.pt)?: {problem}", text)
-            assert f"{folder}/step-00000003 is good: remove step-00000006 to resume from it" in text
+        (first, warned), (second, silent) = four.run(2, call_for_warnings, (folder,), fields)
+        assert bits(first) == bits(second) == bits(expected)
+        assert silent == []
+        assert len(warned) == 1
+        text = f"step-00000006(/run.pt)?: {problem}.*; resumed from {folder}/step-00000003$"
+        assert re.search(text, warned[0])
+
+
+@pytest.mark.parametrize("place", ["place", "rng", "data", "optimizer", "model", "files", "ranks"])
+def test_a_wrong_checkpoint_is_refused_by_all(four, place, tmp_path):
+    fields = {"parallel": "fsdp", "max_steps": 3}
+    run(four, 2, tmp_path, **fields)
+    path = tmp_path / "step-00000003" / "run.pt"
+    state = torch.load(path, weights_only=True)
+    for value in (None, {}, -1):
+        wrong = {**state, place: value}
+        if place in {"data", "rng"}:  # of the second rank alone
+            wrong = {**state, "ranks": [state["ranks"][0], {**state["ranks"][1], place: value}]}
+        torch.save(wrong, path)
+        for kind, text in four.run(2, call_for_error, (tmp_path,), fields):
+            assert (kind, str(path.parent) in text) == ("CheckpointError", True)
+            assert place in text or place == "model"
 
 
 def test_processes_and_ranks_refuse_each_others_checkpoints_and_other_runs(four, tmp_path):

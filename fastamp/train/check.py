@@ -1,0 +1,160 @@
+"""Whether a checkpoint fits a run: all of it is checked before anything of it is loaded.
+
+Each function raises a ValueError that names the entry, and changes nothing.
+"""
+
+from collections.abc import Callable
+from reprlib import repr as short
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.utils._pytree import tree_map
+
+ANY: Any = object()
+"""In place of what `check` leaves to another check."""
+_LARGEST = 2**63 - 1
+# What torch's optimizers keep for each parameter: tensors of its shape and dtype, and a "step".
+_ADAM = {"step", "exp_avg", "exp_avg_sq"}
+_KEPT: dict[type, set[str]] = {AdamW: _ADAM, Adam: _ADAM, Adagrad: {"step", "sum"}, SGD: set()}
+_MAY_KEEP = {"max_exp_avg_sq", "momentum_buffer"}
+
+
+def check(saved: Any, like: Any, at: str) -> None:
+    """Check that a tree has the keys, lengths, kinds, shapes and dtypes of another one.
+
+    Numbers are finite and not negative, unless those of the other tree are; None stands for True
+    and False, too.
+    """
+    if isinstance(like, dict):
+        _expect(isinstance(saved, dict), "a dict", saved, at)
+        for key in saved:
+            if key not in like:
+                msg = f"it has {at}[{short(key)}], which this run does not know"
+                raise ValueError(msg)
+        for key, value in like.items():
+            if key not in saved:
+                msg = f"it has no {at}[{key!r}]"
+                raise ValueError(msg)
+            check(saved[key], value, f"{at}[{key!r}]")
+    elif isinstance(like, (list, tuple)):
+        fine = type(saved) is type(like) and len(saved) == len(like)
+        _expect(fine, f"a {type(like).__name__} of {len(like)}", saved, at)
+        for i, (one, other) in enumerate(zip(saved, like, strict=True)):
+            check(one, other, f"{at}[{i}]")
+    elif like is not ANY:
+        _check_leaf(saved, like, at)
+
+
+def _check_leaf(saved: Any, like: Any, at: str) -> None:
+    fine, expected = type(saved) is type(like), f"a {type(like).__name__}"
+    if isinstance(like, Tensor):
+        fine, expected = describe(saved) == describe(like), describe(like)
+    elif like is None:
+        fine, expected = saved is None or isinstance(saved, bool), "True, False or None"
+    elif isinstance(like, (int, float)) and not isinstance(like, bool):
+        in_bounds = fine or (type(saved) is int and isinstance(like, float))
+        in_bounds = in_bounds and (saved >= 0 or like < 0) and abs(saved) <= _LARGEST
+        fine = in_bounds or (fine and saved == like)  # an option may be infinite
+        expected = f"{'an integer' if isinstance(like, int) else 'a number'} of at least 0"
+    _expect(fine, expected, saved, at)
+
+
+def check_equal(saved: Any, like: dict[str, Any], at: str, may_differ: set[str]) -> None:
+    """Check that a dict of plain values is equal to another one."""
+    _expect(isinstance(saved, dict), "a dict", saved, at)
+    for name in {**like, **saved}:
+        theirs, ours = saved.get(name), like.get(name)
+        if name not in may_differ and (type(theirs) is not type(ours) or theirs != ours):
+            msg = f"it has {name}={short(theirs)}, this run {short(ours)}"
+            raise ValueError(msg)
+
+
+def check_model(saved: Any, own: dict[str, Any]) -> None:
+    """Check that a model's state has the tensors of another one."""
+    _expect(isinstance(saved, dict), "a dict", saved, "['model']")
+    theirs, ours = ({k: _describe_entry(k, v) for k, v in each.items()} for each in (saved, own))
+    check_equal(theirs, ours, "['model']", set())
+
+
+def check_optimizer(saved: dict[str, Any], optimizer: Optimizer, n_with_state: int) -> None:
+    """Check the options of every group, and what is kept for each parameter."""
+    groups, at = optimizer.state_dict()["param_groups"], "['optimizer']['param_groups']"
+    check(saved["param_groups"], [ANY] * len(groups), at)
+    for i, (theirs, ours) in enumerate(zip(saved["param_groups"], groups, strict=True)):
+        _expect(isinstance(theirs, dict), "a dict", theirs, f"{at}[{i}]")
+        # Flags come and go with torch's versions, and may be chosen anew.
+        flags = {k: None for k, v in theirs.items() if v is None or isinstance(v, bool)}
+        like = {k: v for k, v in tree_map(_widen, ours).items() if v is not None or k in theirs}
+        check(theirs, {**flags, **like, "params": ANY}, f"{at}[{i}]")
+        fine = theirs["params"] == ours["params"]
+        _expect(fine, short(ours["params"]), theirs["params"], f"{at}[{i}]['params']")
+    kept, at = saved["state"], "['optimizer']['state']"
+    fine = isinstance(kept, dict) and len(kept) == n_with_state
+    _expect(fine, f"a dict of n_with_state={n_with_state}", kept, at)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, entries in kept.items():
+        if type(index) is int or type(optimizer) in _KEPT:
+            fine = type(index) is int and 0 <= index < len(parameters)
+            _expect(fine, f"numbers of {len(parameters)} parameters", index, f"{at}, as a key,")
+            _expect(isinstance(entries, dict), "a dict", entries, f"{at}[{index}]")
+        if type(optimizer) in _KEPT:
+            names = _KEPT[type(optimizer)] | (_MAY_KEEP & entries.keys())
+            _check_kept(entries, names, parameters[index], f"{at}[{index}]")
+
+
+def _check_kept(entries: dict[str, Any], names: set[str], parameter: Tensor, at: str) -> None:
+    """Check what one of torch's optimizers keeps for a parameter."""
+    check(entries, dict.fromkeys(names, ANY), at)
+    for name, value in entries.items():
+        if name != "step":
+            if name in _MAY_KEEP and value is None:
+                continue
+            fine = describe(value) == describe(parameter)
+            _expect(fine, describe(parameter), value, f"{at}[{name!r}]")
+            continue
+        fine = isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()
+        fine = fine and (value.is_meta or 0 <= value.item() <= _LARGEST)
+        _expect(fine, "a tensor of one number of at least 0", value, f"{at}['step']")
+
+
+def attempt(action: Callable[[], object], at: str) -> None:
+    """Call what raises an error if an entry is not as it should be."""
+    try:
+        action()
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        msg = f"its {at} cannot be loaded: {type(error).__name__}: {error}"
+        raise ValueError(msg) from error
+    except ValueError as error:
+        msg = f"its {at} cannot be loaded: {error}"
+        raise ValueError(msg) from error
+
+
+def describe(value: Any) -> str:
+    """Return a tensor's dtype and shape, the length of what holds others, else the value."""
+    if isinstance(value, (dict, list, tuple)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if not isinstance(value, Tensor):
+        return short(value)
+    layout = "" if value.layout is torch.strided else f" {value.layout}"
+    return f"{value.dtype} {[*value.shape]}{layout}"
+
+
+def _describe_entry(name: Any, value: Any) -> str:
+    """Return what an entry of a model's state is; extra states are the model's own business."""
+    is_extra = str(name).endswith("_extra_state")
+    return "an extra state" if is_extra else describe(value)
+
+
+def _widen(value: Any) -> Any:
+    """Return the kind of an option: None for a flag, and a float for every number."""
+    if isinstance(value, bool):
+        return None
+    return float(value) if isinstance(value, int) else value
+
+
+def _expect(fine: bool, expected: str, value: Any, at: str) -> None:  # noqa: FBT001
+    if not fine:
+        msg = f"its {at} is {describe(value)}, expected {expected}"
+        raise ValueError(msg)
