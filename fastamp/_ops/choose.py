@@ -8,6 +8,7 @@ one backend and the fallback.
 
 import importlib.util
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,7 +51,13 @@ def _check_available(name: str, source: str) -> str:
 
 _only: str | None = None
 if os.environ.get("FASTAMP_BACKEND"):
-    _only = _check_available(os.environ["FASTAMP_BACKEND"], "FASTAMP_BACKEND")
+    try:
+        _only = _check_available(os.environ["FASTAMP_BACKEND"], "FASTAMP_BACKEND")
+    except RuntimeError as error:
+        if sys.argv[:1] != ["-m"]:  # as long as `python -m` looks for the module of a command
+            raise
+        print(error, file=sys.stderr)  # noqa: T201
+        raise SystemExit(2) from None
 
 
 @contextmanager

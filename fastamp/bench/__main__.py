@@ -6,13 +6,15 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fastamp.bench import baseline, latency, loader, main_job, page, selftest, step, timer
 from fastamp.bench.environment import describe
 from fastamp.bench.record import Task, make_record, render
-from fastamp.train.options import DEFAULT, number, refuse
+from fastamp.train.files import write
+from fastamp.train.options import DEFAULT, OutputError, number, refuse, say
 
 PROGRAM = "python -m fastamp.bench"
 # Each module has METRICS, which its help lists, add_options(add) and prepare(args).
@@ -25,16 +27,17 @@ COMMANDS = {
     "selftest": selftest,
 }
 STATUS = """Exit status: 0; 1 a target is missed, with --check, or a bound of --fail-on; 2 a bad
-argument; 3 the environment does not allow a verdict: with --check where one is inconclusive or all
-are n/a, with --fail-on where the change is inconclusive, and with a --baseline of another schema,
-command, job or machine."""
+argument, or a result that cannot be written; 3 the environment does not allow a verdict: with
+--check where one is inconclusive or all are n/a, with --fail-on where the change is inconclusive,
+and with a --baseline of another schema, command, job or machine."""
 MOVES = """a metric and how far it may move from the baseline, as in 'speedup:-5%%' or
 'step_time:+10%%'; may be given several times"""
 
 
 def _writable_file(text: str) -> Path:
     path = Path(text).absolute()
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    needed = path if path.exists() else Path(os.path.realpath(path)).parent
+    if path.is_dir() or not os.access(needed, os.W_OK):
         message = f"{text!r} is no file that can be written"
         raise argparse.ArgumentTypeError(message)
     return path
@@ -56,21 +59,48 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = f"no verdict: the baseline cannot be compared: {'; '.join(found)}"
         print(f"{PROGRAM} {args.command}: {text}", file=sys.stderr)
         return 3
-    report = measure()
+    try:
+        report = measure()
+    except OutputError as error:
+        return _refuse(args, str(error.strerror))
     judged = [target.verdict for target in report.verdicts] if args.check else []
     for name, most in args.fail_on:
         saved = args.baseline["metrics"][name]
         report.verdicts.append(baseline.hold(name, report.metrics[name], saved, most))
         judged.append(report.verdicts[-1].verdict)
-    record = make_record(report, run)
-    print(render(record), flush=True)
-    if args.json is not None:
-        args.json.write_bytes((json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
-    if args.report is not None:
-        args.report.write_bytes(page.make(record).encode())
+    problems = _write(make_record(report, run), args)
+    if problems:
+        return _refuse(args, "; ".join(problems))
     if "fail" in judged:
         return 1
     return 3 if "inconclusive" in judged or set(judged) == {"n/a"} else 0
+
+
+def _refuse(args: argparse.Namespace, problem: str) -> int:
+    """Say what cannot be written, and return the exit status."""
+    print(f"{PROGRAM} {args.command}: error: cannot write {problem}", file=sys.stderr)
+    return 2
+
+
+def _write(record: dict[str, Any], args: argparse.Namespace) -> list[str]:
+    """Show a record, and write the files that are asked for; return what could not be written."""
+    problems = []
+    pages: dict[str, Callable[[], str]] = {
+        "json": lambda: json.dumps(record, indent=1, allow_nan=False) + "\n",
+        "report": lambda: page.make(record),
+    }
+    try:
+        say(render(record))
+    except OutputError as error:
+        problems.append(str(error.strerror))
+    for option, make in pages.items():
+        path = vars(args)[option]
+        if path is not None:
+            try:
+                write(path, make().encode())
+            except OSError as error:
+                problems.append(f"--{option} {path}: {error.strerror}")
+    return problems
 
 
 def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
@@ -105,6 +135,8 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
         return args, COMMANDS[args.command].prepare(args)
     except argparse.ArgumentError as error:
         subparsers.choices[args.command].error(str(error))
+    except OutputError as error:
+        raise SystemExit(_refuse(args, str(error.strerror))) from None
 
 
 def _add_shared_options(add: Callable[..., object]) -> None:

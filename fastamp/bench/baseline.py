@@ -5,23 +5,47 @@ import json
 import math
 import re
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 from fastamp.bench.race import Interval
 from fastamp.bench.record import SCHEMA_VERSION, Verdict
 
 MACHINE = ("device", "device_name", "threads")
+_LARGEST_NBYTES = 2**28  # of a file that is read
+_LARGEST_LOG = 709.0  # of a float
 
 
 def read(text: str) -> dict[str, Any]:
     """Return the record of a file that --json wrote, for argparse."""
     try:
-        record: dict[str, Any] = json.loads(Path(text).read_text(encoding="utf-8"))
-        record["schema_version"], record["metrics"]
-    except (OSError, ValueError, TypeError, LookupError) as error:
-        message = f"{text!r} cannot be read: {error}"
+        with Path(text).open("rb") as file:
+            record: dict[str, Any] = json.loads(file.read(_LARGEST_NBYTES))
+        _check(record)
+    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
+        missing = "it has no " if isinstance(error, LookupError) else ""
+        message = f"{text!r} cannot be read: {missing}{error}"
         raise argparse.ArgumentTypeError(message) from error
     return record
+
+
+def _check(record: dict[str, Any]) -> None:
+    """Raise an error unless a record holds what `differences` and `hold` look at."""
+    kinds = {"command": str, "job": dict, "environment": dict, "metrics": dict}
+    if record["schema_version"] != SCHEMA_VERSION:
+        kinds = {"metrics": dict}
+    for name, kind in kinds.items():
+        if not isinstance(record[name], kind):
+            msg = f"its {name} is {short(record[name])}, expected a {kind.__name__}"
+            raise TypeError(msg)
+    for name in MACHINE if "environment" in kinds else ():
+        record["environment"][name]
+    for name, figure in record["metrics"].items() if "job" in kinds else ():
+        ends = {end: figure[end] for end in ("value", "low", "high")}
+        if ends != figure or not all(x is None or type(x) in (int, float) for x in ends.values()):
+            msg = f"its metric {name!r} is {short(figure)}, expected numbers"
+            raise TypeError(msg)
+        figure.update({end: x if x is None else float(x) for end, x in ends.items()})
 
 
 def bound(text: str) -> tuple[str, float]:
@@ -58,7 +82,7 @@ def hold(name: str, new: Interval, saved: dict[str, float | None], most: float) 
     # Errors of two runs that know nothing of each other.
     low = value - math.hypot(now.value - now.low, old.high - old.value)
     high = value + math.hypot(now.high - now.value, old.value - old.low)
-    change = Interval(value=value, low=low, high=high).scaled(math.expm1)
+    change = Interval(value=value, low=low, high=high).scaled(_expm1)
     sign = math.copysign(1.0, most)
     verdict = "pass"
     if not sign * change.value <= sign * most:
@@ -72,6 +96,10 @@ def hold(name: str, new: Interval, saved: dict[str, float | None], most: float) 
         verdict=verdict,
         reason=f"{new.value:.4g} against {math.exp(old.value):.4g}",
     )
+
+
+def _expm1(x: float) -> float:
+    return math.inf if x > _LARGEST_LOG else math.expm1(x)
 
 
 def _logs(value: float | None, low: float | None, high: float | None) -> Interval:

@@ -15,7 +15,7 @@ from fastamp.bench.environment import PRECISION, no_speed_reason
 from fastamp.bench.race import Interval, bootstrap, show
 from fastamp.bench.record import Report, Task, Verdict, judge
 from fastamp.train.gpt import GPT2_SMALL, Shape
-from fastamp.train.options import DEFAULT, number, refuse
+from fastamp.train.options import DEFAULT, number, refuse, say
 from fastamp.train.text import Corpus, load_corpus
 
 # 11.2 M parameters. Many thin layers: the activations, which AMP halves, outweigh the parameters
@@ -71,7 +71,7 @@ def prepare(args: argparse.Namespace) -> Task:
     corpus = load_corpus(args.data, block_size=shape.block_size)
     train, held_out = len(corpus.train), len(corpus.validation)
     source = f"{corpus.source}: {train} bytes to train on, the last {held_out} to validate on"
-    print(source, flush=True)  # a pipe has the text before the work that follows
+    say(source)  # a pipe has the text before the work that follows
     shared = {**asdict(job), "data": corpus.sha256}
     if args.arms is not None:
         shared["arms"] = args.arms

@@ -119,12 +119,7 @@ class TrainConfig:
             self._check(name, f"{kind.__name__} or None", fine=fine)
         alone = self.loss_fn is None or self.model_call is None
         self._check("loss_fn", "None beside a model_call, which has its own", fine=alone)
-        try:
-            device_type = self.chosen_device.type
-        except RuntimeError:
-            device_type = "meta"
-        has_device = device_type != "meta" and (device_type != "cuda" or torch.cuda.is_available())
-        self._check("device", "an available device", fine=has_device)
+        self._check("device", "an available device", fine=self._has_device())
         try:
             can_train = self.effective_precision in AUTOCAST
         except ValueError as error:
@@ -155,6 +150,15 @@ class TrainConfig:
             return 1.0
         share = (n_taken - self.warmup_steps) / max(total - self.warmup_steps, 1)
         return SCHEDULES[self.schedule](min(share, 1.0))
+
+    def _has_device(self) -> bool:
+        try:
+            device = self.chosen_device
+            if device.type == "cuda":  # it is not touched: workers may fork from this process
+                return (device.index or 0) < torch.cuda.device_count()
+            return torch.empty(0, device=device).device.type != "meta"
+        except (AssertionError, ImportError, RuntimeError, TypeError):  # each by some devices
+            return False
 
     def _check(self, name: str, expected: str, *, fine: bool) -> None:
         if not fine:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,32 @@ def create(path: Path) -> Iterator[BinaryIO]:
         yield file
         file.flush()
         os.fsync(file.fileno())
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file: beside the old one, at the end of links; into devices and pipes directly.
+
+    Raises:
+        OSError: it cannot be written; a regular file is as it was.
+    """
+    target = Path(os.path.realpath(path))
+    # As /dev/stdout, which may lead to a file that somebody has open.
+    is_open = path.is_symlink() and os.path.realpath(path.parent).startswith(("/dev", "/proc"))
+    is_special = is_open or (path.exists() and not path.is_file())
+    if is_special or not os.access(target.parent, os.W_OK):
+        with path.open("ab" if is_special else "wb") as file:
+            file.write(content)
+        return
+    part = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}.part")
+    try:
+        with create(part) as file:
+            if target.exists():
+                part.chmod(stat.S_IMODE(target.stat().st_mode))
+            file.write(content)
+        part.replace(target)
+        sync_folder(target.parent)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def open_regular(path: Path) -> BinaryIO:

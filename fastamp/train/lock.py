@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fastamp.train.files import open_regular
+
 if sys.platform != "win32":
     import fcntl
 
@@ -72,7 +74,8 @@ def _lease(folder: Path) -> bool:
         atexit.register(path.unlink, missing_ok=True)
         return True
     with suppress(OSError, ValueError, KeyError, TypeError):
-        held = json.loads(path.read_text())
+        with open_regular(path) as opened:
+            held = json.load(opened)
         if held["host"] == mine["host"] and held != {**held, **_describe(held["pid"])}:
             path.unlink(missing_ok=True)
     return False

@@ -4,6 +4,7 @@ import argparse
 import importlib
 import importlib.util
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -30,6 +31,20 @@ def number(kind: type[int | float], least: float, most: float = math.inf) -> Cal
 def refuse(option: str, value: object, problem: str) -> NoReturn:
     """Refuse a value after parsing; the command ends with exit status 2."""
     raise argparse.ArgumentError(None, f"argument {option}: {value!r} {problem}")
+
+
+class OutputError(OSError):
+    """The standard output cannot be written: a full disk, or a pipe that nobody reads."""
+
+
+def say(text: str) -> None:
+    """Print to the standard output at once, or raise an OutputError."""
+    try:
+        print(text, flush=True)  # noqa: T201
+    except OSError as error:
+        with open(os.devnull, "wb") as nothing:  # noqa: PTH123 - what is buffered is not tried again
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
+        raise OutputError(error.errno, f"the standard output: {error.strerror}") from error
 
 
 @contextmanager

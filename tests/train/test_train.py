@@ -349,13 +349,20 @@ def test_the_command_trains_and_resumes(text, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--steps", "0"], "argument --steps: '0' is not an integer of at least 1"),
+        (["--steps", "0"], "argument --steps: '0' is not an integer from 1 to 1e+09"),
+        (["--steps", "9" * 20], "argument --steps: '99999999999999999999' is not"),
+        (["--lr", "inf"], "argument --lr: 'inf' is not a number from 1e-12 to 1e+06"),
+        (["--device", "mps"], "argument --device: expected an available device, got 'mps'"),
+        (["--width", "100000000"], "argument --width: 100000000 needs 7,152,573,666 GiB at least"),
+        (["--layers", "10000", "--width", "1024"], "argument --layers: 10000 needs 2,268 GiB"),
+        (["--batch-size", "1000000000"], "argument --batch-size: 1000000000 needs"),
+        (["--block-size", "1000000000"], "argument --block-size: 1000000000 needs 10000000010"),
         (["--width", "10"], "argument --width: 10 is no multiple of --heads 4"),
         (
             ["--data", "/nowhere"],
             "argument --data: '/nowhere' is no file, and no folder that holds one",
         ),
-        (["--device", "abacus"], "argument --device: "),
+        (["--device", "abacus"], "argument --device: expected an available device"),
         (["--parallel", "ddp"], "argument --parallel: 'ddp' needs ranks: start them with torchrun"),
         (["--precision", "8"], "argument --precision: invalid choice: '8'"),
     ],
@@ -365,6 +372,54 @@ def test_the_command_refuses_bad_arguments(args, message, capsys):
         command.main(args)
     assert raised.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "x"}, "RANK: expected an integer of at least 0, got 'x'"),
+        ({"LOCAL_RANK": "1.5"}, "LOCAL_RANK: expected an integer of at least 0, got '1.5'"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "a", "RANK": "0"}, "MASTER_PORT: .*, got None"),
+        (
+            {"WORLD_SIZE": "2", "MASTER_ADDR": "a", "RANK": "2", "MASTER_PORT": "1"},
+            "RANK: expected less than WORLD_SIZE=2, got 2",
+        ),
+    ],
+)
+def test_variables_of_a_launcher_are_refused_by_name(variables, message, monkeypatch, capsys):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as raised:
+        command.main([])
+    assert raised.value.code == 2
+    assert re.fullmatch(rf"python -m fastamp.train: error: {message}\n", capsys.readouterr().err)
+    if len(variables) > 2:
+        with pytest.raises(ValueError, match=message):
+            run()
+
+
+def test_a_rank_without_a_launcher_prints_its_result(text, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "3")
+    assert command.main(["--data", text, *SMALL, "--steps", "1"]) == 0
+    assert "1 steps in 32-true" in capsys.readouterr().out
+
+
+def test_a_size_is_that_of_the_model():
+    shape = Shape(layers=3, heads=2, width=16, block_size=5)
+    assert shape.n_parameters == sum(p.numel() for p in GPT(shape).parameters())
+
+
+@pytest.mark.parametrize("name", ["train", "bench"])
+def test_a_backend_that_is_not_there_is_one_line_of_a_command(name):
+    done = subprocess.run(
+        [sys.executable, "-m", f"fastamp.{name}"],
+        env={**os.environ, "FASTAMP_BACKEND": "zz"},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch("FASTAMP_BACKEND='zz' is not a backend; available: .*\n", done.stderr)
 
 
 def test_the_command_ends_as_a_signal_would(text, tmp_path):

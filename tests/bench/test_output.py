@@ -1,0 +1,195 @@
+"""What the bench writes, and what it says where that cannot be written, or a baseline be read."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import stat
+import threading
+
+import pytest
+from support.processes import run_python
+
+from fastamp.bench import step
+from fastamp.bench.__main__ import main
+from fastamp.bench.race import Plan
+
+COMMAND = ["step", "--shapes", "1x10", "--work", "norm", "--device", "cpu"]
+PREFIX = "python -m fastamp.bench step: error: cannot write"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(step, "PLAN", Plan(rounds=8, warmup=2))
+
+
+def refusal(words, capsys):
+    """Return the one line that a command says with status 2."""
+    assert main([*COMMAND, *words]) == 2
+    shown, said = capsys.readouterr()
+    assert "speed-up" in shown
+    assert said.count("\n") == 1
+    return said
+
+
+@pytest.mark.parametrize("option", ["--json", "--report"])
+def test_a_full_device_is_one_line_and_status_2(option, capsys):
+    said = refusal([option, "/dev/full"], capsys)
+    assert said == f"{PREFIX} {option} /dev/full: No space left on device\n"
+
+
+@pytest.mark.parametrize("option", ["--json", "--report"])
+def test_a_file_that_cannot_grow_stays_as_it_was(option, tmp_path, capsys):
+    path = tmp_path / "found"
+    path.write_text("older")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        said = refusal([option, str(path)], capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert said == f"{PREFIX} {option} {path}: File too large\n"
+    assert [*tmp_path.iterdir()] == [path]
+    assert path.read_text() == "older"
+
+
+@pytest.mark.parametrize("call", ["fsync", "open"])
+def test_what_fails_on_the_way_leaves_nothing_behind(call, tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, call, fail)
+    both = ["--json", str(tmp_path / "a"), "--report", str(tmp_path / "b")]
+    said = refusal(both, capsys)
+    monkeypatch.undo()
+    assert said.count("No space left on device") == 2
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_file_is_replaced_at_the_end_of_links_and_keeps_its_mode(tmp_path, capsys):
+    (tmp_path / "deep").mkdir()
+    path, link = tmp_path / "deep" / "found", tmp_path / "link"
+    path.write_text("older")
+    path.chmod(0o640)
+    link.symlink_to("link2")
+    (tmp_path / "link2").symlink_to(path)
+    inode = path.stat().st_ino
+    assert main([*COMMAND, "--json", str(link)]) == 0
+    assert link.is_symlink()
+    assert json.loads(path.read_text())["command"] == "step"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert path.stat().st_ino != inode
+    new = tmp_path / "new"
+    link.unlink()
+    link.symlink_to(new)
+    assert main([*COMMAND, "--json", str(link)]) == 0
+    assert link.is_symlink()
+    assert json.loads(new.read_text())["command"] == "step"
+
+
+def test_a_pipe_is_written_directly(tmp_path):
+    path, got = tmp_path / "pipe", []
+    os.mkfifo(path)
+    reader = threading.Thread(target=lambda: got.append(path.read_text()))
+    reader.start()
+    assert main([*COMMAND, "--json", str(path)]) == 0
+    reader.join()
+    assert json.loads(got[0])["command"] == "step"
+    assert stat.S_ISFIFO(path.stat().st_mode)
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [("pipe", "Broken pipe"), ("/dev/full", "No space left on device")],
+)
+@pytest.mark.parametrize("command", ["step", "amp"])
+def test_an_output_that_nobody_takes_is_one_line_and_status_2(command, target, reason, tmp_path):
+    words = [*COMMAND, "--json", str(tmp_path / "found")]
+    if command == "amp":
+        (tmp_path / "text").write_bytes(bytes(range(200)) * 50)
+        words = ["amp", "--block-size", "16", "--data", str(tmp_path / "text"), "--device", "cpu"]
+    code = f"""
+import os, sys
+from fastamp.bench import step
+from fastamp.bench.__main__ import main
+from fastamp.bench.race import Plan
+step.PLAN = Plan(rounds=8, warmup=2)
+if {target!r} == "pipe":
+    reads, writes = os.pipe()
+    os.close(reads)
+else:
+    writes = os.open({target!r}, os.O_WRONLY)
+os.dup2(writes, 1)
+sys.exit(main({words}))
+"""
+    done = run_python(code)
+    line = f"python -m fastamp.bench {command}: error: cannot write the standard output: {reason}\n"
+    assert (done.returncode, done.stderr) == (2, line)
+    if command == "step":  # the work is done: what it found is not lost
+        assert json.loads((tmp_path / "found").read_text())["command"] == "step"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The record of a baseline, to which a run is held without an error."""
+    path = tmp_path_factory.mktemp("saved") / "saved.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "PLAN", Plan(rounds=8, warmup=2))
+        assert main([*COMMAND, "--json", str(path)]) == 0
+    return json.loads(path.read_text())
+
+
+WRONG = [None, 5, -1.5, "x", [], {}, [1], True]
+
+
+def test_a_baseline_of_wrong_content_is_a_bad_argument(saved, tmp_path, capsys):
+    path, name = tmp_path / "wrong.json", "speedup/1x10/norm"
+    held = [*COMMAND, "--baseline", str(path), "--fail-on", f"{name}:-5%"]
+    entries = [(key,) for key in ("command", "job", "environment", "metrics", "schema_version")]
+    entries += [("environment", "threads"), ("metrics", name)]
+    entries += [("metrics", name, end) for end in ("value", "low", "high")]
+    for at in entries:
+        for value in ["missing", *WRONG]:
+            record = json.loads(json.dumps(saved))
+            place = record
+            for key in at[:-1]:
+                place = place[key]
+            if value == place[at[-1]]:  # as True is 1
+                continue
+            if value == "missing":
+                del place[at[-1]]
+            else:
+                place[at[-1]] = value
+            path.write_text(json.dumps(record))
+            try:
+                status = main(held)
+            except SystemExit as raised:
+                status = raised.code
+            said = capsys.readouterr().err.splitlines()
+            is_other = len(at) == 1 or at[0] == "environment"  # not comparable, and says so
+            is_number = len(at) == 3 and (value is None or type(value) in (int, float))
+            fine = {0, 1, 3} if is_number else {2, 3} if is_other else {2}
+            assert status in fine, (at, value, said)
+            assert status != 2 or "error: argument --" in said[-1]
+
+
+@pytest.mark.parametrize("content", [b"", b"5", b"[" * 100_000, b"\xff", b"{}", b"[1]"])
+def test_a_baseline_that_is_no_record_is_a_bad_argument(content, tmp_path, capsys):
+    path = tmp_path / "wrong.json"
+    path.write_bytes(content)
+    with pytest.raises(SystemExit) as raised:
+        main([*COMMAND, "--baseline", str(path)])
+    assert raised.value.code == 2
+    assert "wrong.json' cannot be read" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_change_beyond_all_numbers_is_a_change(saved, tmp_path, capsys):
+    path, name = tmp_path / "wrong.json", "speedup/1x10/norm"
+    for value in (5e-324, 1e308):
+        record = json.loads(json.dumps(saved))
+        record["metrics"][name] = {"value": value, "low": value, "high": value}
+        path.write_text(json.dumps(record))
+        status = main([*COMMAND, "--baseline", str(path), "--fail-on", f"{name}:-5%"])
+        assert status == (0 if value < 1 else 1)
