@@ -1,5 +1,6 @@
 """The default random number generators of torch, NumPy and Python: seeded, saved and restored."""
 
+import math
 import random
 from typing import Any
 
@@ -39,10 +40,11 @@ def check_rng_state(state: Any, device: torch.device, own: torch.Generator | Non
     torch.Generator().set_state(state["torch"])
     np.random.RandomState().set_state(state["numpy"])
     random.Random().setstate(state["python"])  # noqa: S311 - the program's generator
-    # They do not look at a place in NumPy's key, and at a number kept for Python's next draw.
+    # They do not look at a place in NumPy's key, and at numbers kept for the next draw.
     pos, gauss = state["numpy"]["state"]["pos"], state["python"][2]
-    if pos > 624 or not isinstance(gauss, (float, type(None))):
-        msg = f"NumPy's pos is {pos}, Python's next number {gauss!r}"
+    kept = [state["numpy"]["gauss"], 0.0 if gauss is None else gauss]
+    if pos > 624 or not all(type(x) is float and math.isfinite(x) for x in kept):
+        msg = f"NumPy's pos is {pos}, numbers kept for the next draw {kept}"
         raise ValueError(msg)
     for name in ("cuda", "own"):
         if not isinstance(state[name], (torch.Tensor, type(None))):
