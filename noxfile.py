@@ -131,11 +131,25 @@ def sanitize_threads(session: nox.Session) -> None:
     run_sanitized(session, "thread", ["libtsan.so"], *files, "-k", "not fallback")
 
 
+def run_script(session: nox.Session, name: str) -> None:
+    """Run a script of tests/support with the installed package."""
+    script = f"tests/support/{name}.py"  # its folder is what Python adds to the path
+    session.run("python", script, *session.posargs, env={"PYTHONPATH": "tests"})
+
+
 @nox.session
 def soak(session: nox.Session) -> None:
     """Use all of fastamp at random, for an hour or `--minutes M`; memory and the like stay flat."""
-    script = ("python", "tests/support/soak.py")  # its folder is what Python adds to the path
-    session.run(*script, *session.posargs, env={"PYTHONPATH": "tests"})
+    run_script(session, "soak")
+
+
+@nox.session
+def faults(session: nox.Session) -> None:
+    """Kill runs, send them signals, refuse their writes: nothing is lost that was saved.
+
+    `--kills N --signals N --failures N` are other numbers.
+    """
+    run_script(session, "fault_trials")
 
 
 @nox.session

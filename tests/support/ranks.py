@@ -31,7 +31,7 @@ def _serve(connection: Connection) -> None:
         while True:
             function, args, rank, count, path = connection.recv()
             try:
-                with _joined(rank, count, path):
+                with joined(rank, count, path):
                     answer = (True, function(*args))
             except Exception:  # noqa: BLE001 - the test raises it
                 answer = (False, traceback.format_exc())
@@ -39,7 +39,7 @@ def _serve(connection: Connection) -> None:
 
 
 @contextlib.contextmanager
-def _joined(rank: int, count: int, path: str) -> Iterator[None]:
+def joined(rank: int, count: int, path: str) -> Iterator[None]:
     """Be a rank of a new process group for a while."""
     timeout = timedelta(seconds=COLLECTIVE_S)
     store = dist.FileStore(path, count)

@@ -1,0 +1,136 @@
+"""What is struck by faults: programs that report how far they have come, and go on if run again."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import hashlib
+import json
+import logging
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed
+from support.faults import report
+from support.trainable import loud, outcome, run
+
+import fastamp
+from fastamp.bench import __main__ as bench
+from fastamp.bench import selftest
+from fastamp.bench.record import Report
+from fastamp.train import CheckpointError
+from fastamp.train.checkpoint import Checkpoints
+from fastamp.train.ranks import Ranks
+
+TRAINING = {"max_steps": 12, "checkpoint_every": 2}
+ACCUMULATE = 2
+
+
+class Reporting:
+    """Reports what `fine_tune` has loaded and saved, and the steps that it begins."""
+
+    def __init__(self) -> None:
+        self.calls, self.start = 0, 0
+
+    def patch(self) -> None:
+        save, load = Checkpoints.save, Checkpoints.load
+
+        def save_and_report(checkpoints, step, *args):
+            save(checkpoints, step, *args)
+            report("saved", step)
+
+        def load_and_report(checkpoints, find_problem):
+            state = load(checkpoints, find_problem)
+            self.start = state["place"][0] if state else 0
+            report("resumed", self.start)
+            return state
+
+        Checkpoints.save, Checkpoints.load = save_and_report, load_and_report
+
+    def loss(self, output, target):
+        if torch.is_grad_enabled():
+            self.calls += 1
+            if self.calls % ACCUMULATE == 1:
+                report("begun", self.start + self.calls // ACCUMULATE + 1)
+        return loud(output, target)
+
+
+def train(folder: Path) -> None:
+    """Train, or go on where the newest checkpoint is, and report the outcome."""
+    logging.disable()
+    reporting = Reporting()
+    reporting.patch()
+    found = outcome(*run(folder, loss_fn=reporting.loss, accumulate=ACCUMULATE, **TRAINING))
+    report("outcome", hashlib.sha256(pickle.dumps(found)).hexdigest())
+
+
+def look_and_train(folder: Path) -> None:
+    """Report which checkpoints are damaged and what else lies there, then train."""
+    if not torch.distributed.is_initialized():
+        checkpoints = Checkpoints(folder, keep=3, resume=True, ranks=Ranks())
+        for path in checkpoints._list():
+            with report_damage():
+                checkpoints._read(path, lambda _: None)
+    train(folder)
+
+
+@contextlib.contextmanager
+def report_damage():
+    try:
+        yield
+    except CheckpointError as error:
+        report("damaged", str(error))
+
+
+SINKS = {"JsonLines": fastamp.JsonLines, "Csv": fastamp.Csv}
+NAMES = ["loss", "a,b", 'a "name"', "two\nlines", "x" * 3000]
+SCALARS = [(NAMES[i % len(NAMES)], i, i / 4) for i in range(60)]
+
+
+def read_scalars(path: Path) -> list[tuple]:
+    """Return the scalars in a file of a sink, and raise an error for what is none."""
+    with path.open(newline="") as file:
+        if file.read(1) == "{":
+            rows = [json.loads(line).values() for line in path.read_text().splitlines()]
+        else:
+            file.seek(0)
+            _, *rows = csv.reader(file)
+    return [(name, int(step), float(value)) for name, step, value in rows]
+
+
+def log(folder: Path, kind: str) -> None:
+    """Log what is not in the file yet, in batches, past those that cannot be written."""
+    path = folder / "log"
+    sink = SINKS[kind](path)
+    present = read_scalars(path) if path.stat().st_size else []
+    start = present[-1][1] + 1 if present else 0
+    while start < len(SCALARS):
+        batch = SCALARS[start : start + 1 + start % 5]
+        with contextlib.suppress(OSError):
+            sink(batch)
+            report("flushed", [step for _, step, _ in batch])
+        start += len(batch)
+
+
+def measure(folder: Path) -> int:
+    """Write a bench's record and page over older ones."""
+
+    def prepare(args):
+        return {}, lambda: Report(table=[{"arm": "x"}], races={}, metrics={})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selftest, "prepare", prepare)
+        options = ["--json", str(folder / "record"), "--report", str(folder / "page")]
+        status = bench.main(["selftest", *options])
+    if status:
+        sys.exit(status)
+
+
+def write_carelessly(folder: Path) -> None:
+    """Replace a file without syncing it, as nobody should."""
+    (folder / "new").write_text("x" * 10_000)
+    (folder / "new").replace(folder / "record")
+    (folder / "page").unlink()

@@ -1,0 +1,355 @@
+"""Trials: a program is struck by faults at random and run again, and must have lost nothing.
+
+    nox -s faults -- --kills 500 --signals 200 --failures 200
+
+What must hold is stated once, in the functions of `PROPERTIES`; each program is a `Subject`. A
+trial that fails is repeated by `--only`, with the seed and the name that the report gives it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import itertools
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from support.fault_programs import SCALARS, read_scalars
+from support.faults import Fault, Ran, Server
+
+import fastamp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PRELOADED = ("torch._dynamo", "support.fault_programs")  # in the process that forks the programs
+SENT = (signal.SIGTERM, signal.SIGINT)
+HEARD = {128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT}
+REFUSALS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EACCES)
+
+
+@dataclass
+class History:
+    """The runs of a program in one folder: struck by faults, and at the end in peace."""
+
+    folder: Path
+    expected: Ran
+    """Of the program in another folder, without faults."""
+    faults: list[Fault] = field(default_factory=list)
+    rans: list[Ran] = field(default_factory=list)
+
+    @property
+    def last(self) -> Ran:
+        """The last run so far."""
+        return self.rans[-1]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last run was in peace."""
+        return self.faults[-1].kind == "none"
+
+    def before(self) -> Ran | None:
+        """Return the run before the last one."""
+        return self.rans[-2] if len(self.rans) > 1 else None
+
+    def said(self, word: str) -> list:
+        """Return what all runs have reported under a word."""
+        return [value for ran in self.rans for value in ran.said(word)]
+
+
+# The properties. Each is called after every run, and returns a problem or None.
+
+
+def saved_can_be_restored(history: History) -> str | None:
+    """What was reported as saved can be restored."""
+    resumed = history.last.said("resumed")
+    known = max((step for ran in history.rans[:-1] for step in ran.said("saved")), default=0)
+    if resumed and min(resumed) < known:
+        return f"step {known} was saved, and {resumed} is restored"
+    return None
+
+
+def begun_steps_are_saved(history: History) -> str | None:
+    """A signal lets the step that it finds end, and saves it."""
+    before, resumed = history.before(), history.last.said("resumed")
+    if before is None or not set(before.codes) <= HEARD or not resumed:
+        return None
+    begun = max(before.said("begun"), default=0)
+    return f"step {begun} had begun, and {resumed} is restored" if min(resumed) < begun else None
+
+
+def signals_are_heard(history: History) -> str | None:
+    """A signal ends the program in the end, with the status of a signal."""
+    fault, codes = history.faults[-1], history.last.codes
+    if fault.kind == "signal" and history.last.struck and codes[fault.rank] not in HEARD:
+        return f"signal {fault.number} came, and the program ended with {codes}"
+    return None
+
+
+def files_are_whole(history: History) -> str | None:
+    """A checkpoint that has its name is whole."""
+    damaged = history.last.said("damaged")
+    return f"damaged: {damaged[0]}" if damaged else None
+
+
+def ends_the_same(history: History) -> str | None:
+    """A run that resumes ends with the same parameters, to the bit."""
+    ours, theirs = (set(ran.said("outcome")) for ran in (history.last, history.expected))
+    if not history.is_over or ours == theirs:
+        return None
+    return f"the outcome differs: {history.last.codes} {history.last.err[-1500:]}"
+
+
+def errors_are_named(history: History) -> str | None:
+    """What the disk refuses is told as an error of the folder, or nobody is hurt by it."""
+    codes, err = history.last.codes, history.last.err
+    if history.faults[-1].kind not in {"fail", "full"} or not any(codes):
+        return None
+    return None if "checkpoint_dir=" in err.strip().splitlines()[-1] else f"{codes}: {err[-1500:]}"
+
+
+def nothing_is_left_behind(history: History) -> str | None:
+    """A run that saves leaves its newest checkpoints alone in the folder."""
+    names = sorted(path.name for path in history.folder.iterdir())
+    is_tidy = len(names) == 3 and names[0].startswith("step-")
+    saves = history.is_over and history.last.said("saved")
+    return f"left behind: {names}" if saves and not is_tidy else None
+
+
+def flushed_lines_stay(history: History) -> str | None:
+    """Lines of a sink that were flushed stay; all lines are whole, and in order."""
+    if not history.is_over:
+        return None
+    if any(history.last.codes):
+        return f"the file cannot be continued: {history.last.err[-1500:]}"
+    try:
+        present = read_scalars(history.folder / "log")
+    except ValueError as error:
+        return f"what is not a line: {error}"
+    steps = [step for _, step, _ in present]
+    flushed = {step for batch in history.said("flushed") for step in batch}
+    if steps != sorted(set(steps)) or not flushed <= set(steps):
+        return f"lost {flushed - set(steps)} of {steps}"
+    return None if all(SCALARS[scalar[1]] == scalar for scalar in present) else f"{present}"
+
+
+def old_or_new(history: History) -> str | None:
+    """A file is either the old one or the new one, whole."""
+    for name, end in {"record": "\n}\n", "page": "</html>\n"}.items():
+        text = (history.folder / name).read_text()
+        is_new = text.startswith(("{", "<!")) and text.endswith(end)
+        is_old = text == BENCH_FILES[name] and not any(0 in ran.codes for ran in history.rans)
+        if not is_new and not is_old:
+            return f"{name} is neither the old one nor the new one: {text[-100:]!r}"
+    return None
+
+
+def refusals_have_status_2(history: History) -> str | None:
+    """What the bench cannot write is one line, and status 2."""
+    ran = history.last
+    if history.faults[-1].kind in {"fail", "full"} and any(ran.codes):
+        lines = [line for line in ran.err.splitlines() if "rror" in line]
+        return None if ran.codes == [2] and len(lines) == 1 else f"{ran.codes}: {ran.err[-1500:]}"
+    return None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A program that comes to an end if it is run often enough, and what must hold for it."""
+
+    program: str
+    args: tuple = ()
+    ranks: int = 0
+    properties: tuple[Callable[[History], str | None], ...] = ()
+    files: dict[str, str] = field(default_factory=dict)
+    """That are in the folder at first."""
+
+    def run(self, server: Server, folder: Path, fault: Fault) -> Ran:
+        """Run it once; make the folder, if it is not there."""
+        if not folder.exists():
+            folder.mkdir()
+            for name, text in self.files.items():
+                (folder / name).write_text(text)
+        program = f"support.fault_programs:{self.program}"
+        return server.run(program, folder, *self.args, fault=fault, ranks=self.ranks)
+
+
+BENCH_FILES = {"record": "an older record", "page": "an older page"}
+TRAINING = (
+    saved_can_be_restored,
+    begun_steps_are_saved,
+    signals_are_heard,
+    files_are_whole,
+    ends_the_same,
+    errors_are_named,
+    nothing_is_left_behind,
+)
+SUBJECTS = {
+    "fine_tune": Subject("look_and_train", properties=TRAINING),
+    "fine_tune, 2 ranks": Subject("look_and_train", ranks=2, properties=TRAINING),
+    "JsonLines": Subject("log", ("JsonLines",), properties=(flushed_lines_stay,)),
+    "Csv": Subject("log", ("Csv",), properties=(flushed_lines_stay,)),
+    "bench": Subject("measure", properties=(old_or_new, refusals_have_status_2), files=BENCH_FILES),
+}
+# How often each subject is struck by each kind of fault.
+KILLS = {
+    ("fine_tune", "kill"): 9,
+    ("fine_tune", "power"): 6,
+    ("fine_tune, 2 ranks", "kill"): 1,
+    ("fine_tune, 2 ranks", "power"): 1,
+    ("JsonLines", "kill"): 1,
+    ("Csv", "kill"): 1,
+}
+SIGNALS = {
+    ("fine_tune", "signal"): 6,
+    ("fine_tune", "delay"): 3,
+    ("fine_tune, 2 ranks", "signal"): 1,
+}
+FAILURES = {
+    ("fine_tune", "fail"): 5,
+    ("fine_tune", "full"): 2,
+    ("fine_tune, 2 ranks", "fail"): 1,
+    ("JsonLines", "fail"): 1,
+    ("JsonLines", "full"): 1,
+    ("Csv", "fail"): 1,
+}
+GROUPS = {"kills": KILLS, "signals": SIGNALS, "failures": FAILURES}
+
+
+class Trials:
+    """Trials on one server."""
+
+    def __init__(self, server: Server, seed: int) -> None:
+        self._server, self._seed = server, seed
+        self._expected: dict[str, Ran] = {}
+
+    def run(self, group: str, index: int) -> tuple[tuple[str, str], int, list[str]]:
+        """Do a trial; return its subject and kind of fault, how many struck, and the problems."""
+        rng = random.Random(f"{self._seed} {group} {index}")
+        name, kind = rng.choices(list(GROUPS[group]), GROUPS[group].values())[0]
+        subject, expected, problems, n_struck = SUBJECTS[name], self._run_in_peace(name), [], 0
+        with tempfile.TemporaryDirectory() as made:
+            history = History(Path(made, "run"), expected)
+            n_faults = rng.randint(1, 2)
+            for number in range(n_faults + 1):
+                is_last = number == n_faults
+                fault = Fault() if is_last else _draw(rng, kind, subject, expected, number)
+                history.faults.append(fault)
+                history.rans.append(subject.run(self._server, history.folder, fault))
+                n_struck += _has_struck(history)
+                found = filter(None, (holds(history) for holds in subject.properties))
+                problems += [f"{group}/{index}: {history.faults}: {problem}" for problem in found]
+        return (name, kind), n_struck, problems
+
+    def _run_in_peace(self, name: str) -> Ran:
+        if name not in self._expected:
+            with tempfile.TemporaryDirectory() as made:
+                ran = SUBJECTS[name].run(self._server, Path(made, "run"), Fault())
+            assert not any(ran.codes), ran.err
+            self._expected[name] = ran
+        return self._expected[name]
+
+
+def _has_struck(history: History) -> bool:
+    ran = history.last
+    return bool(ran.struck) or (history.faults[-1].kind == "delay" and any(ran.codes))
+
+
+def _draw(rng: random.Random, kind: str, subject: Subject, expected: Ran, number: int) -> Fault:
+    """Draw a fault that a run of this length may meet; later runs are shorter."""
+    rank = rng.randrange(subject.ranks or 1)
+    signals = {"signal", "delay"}
+    return Fault(
+        kind,
+        at=rng.randint(1, expected.calls_of(rank) // (number + 1)),
+        number=rng.choice(SENT if kind in signals else REFUSALS if kind == "fail" else [0]),
+        length=rng.choice([1, 4, 10**9]) if kind in {"fail", "full"} else 1,
+        cut=rng.random() < 0.5,
+        delay_s=rng.random() * expected.elapsed_s,
+        rank=rank,
+    )
+
+
+@dataclass
+class Tally:
+    """What trials came to."""
+
+    trials: Counter = field(default_factory=Counter)
+    struck: Counter = field(default_factory=Counter)
+    problems: list[tuple[tuple[str, str], str]] = field(default_factory=list)
+
+    def add(self, row: tuple[str, str], n_struck: int, problems: list[str]) -> None:
+        """Count a trial."""
+        self.trials[row] += 1
+        self.struck[row] += n_struck
+        self.problems += [(row, problem) for problem in problems]
+
+    def table(self) -> str:
+        """Return a row for each subject and kind of fault."""
+        lines = [f"{'subject':20} {'fault':8} {'trials':>7} {'struck':>7} {'problems':>9}"]
+        for row in sorted(self.trials):
+            count = sum(found == row for found, _ in self.problems)
+            lines.append(
+                f"{row[0]:20} {row[1]:8} {self.trials[row]:7} {self.struck[row]:7} {count:9}"
+            )
+        return "\n".join(lines)
+
+
+def run_trials(wanted: dict[str, int], seed: int, n_servers: int = 1) -> Tally:
+    """Do trials until as many faults of each group as wanted have struck."""
+    tally, left = Tally(), dict(wanted)
+    lock, numbers = threading.Lock(), {group: itertools.count() for group in wanted}
+
+    def work() -> None:
+        with Server(*PRELOADED) as server:
+            trials = Trials(server, seed)
+            for group in wanted:
+                while left[group] > 0:
+                    row, n_struck, problems = trials.run(group, next(numbers[group]))
+                    with lock:
+                        left[group] -= n_struck
+                        tally.add(row, n_struck, problems)
+
+    with ThreadPoolExecutor(n_servers) as executor:
+        for call in [executor.submit(work) for _ in range(n_servers)]:
+            call.result()
+    return tally
+
+
+def main() -> int:
+    """Do the trials, print the table and what was lost, and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for group, count in {"kills": 500, "signals": 200, "failures": 200}.items():
+        parser.add_argument(f"--{group}", type=int, default=count)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--servers", type=int, default=2, help="that run trials side by side")
+    parser.add_argument("--only", metavar="GROUP/INDEX", help="one trial of this seed")
+    args = parser.parse_args()
+    start_s = time.monotonic()
+    if args.only:
+        group, index = args.only.split("/")
+        tally = Tally()
+        with Server(*PRELOADED) as server:
+            tally.add(*Trials(server, args.seed).run(group, int(index)))
+    else:
+        wanted = {group: getattr(args, group) for group in GROUPS}
+        tally = run_trials(wanted, args.seed, args.servers)
+    for (name, kind), problem in tally.problems:
+        print(f"{name}, {kind}: {problem}\n")
+    print(f"fastamp {fastamp.__file__}, seed {args.seed}, {time.monotonic() - start_s:.0f} s")
+    print(tally.table())
+    print(f"{sum(tally.struck.values())} faults struck, {len(tally.problems)} problems")
+    return 1 if tally.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""Kills, signals and a disk that refuses: some of the trials of `nox -s faults`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+import pytest
+from support.fault_trials import (
+    BENCH_FILES,
+    PRELOADED,
+)
+from support.faults import Fault, Server
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which(os.environ.get("CXX") or "g++") is None,
+    reason="the shim needs Linux and a C++ compiler",
+)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server(*PRELOADED) as started:
+        yield started
+
+
+def test_a_program_that_does_not_sync_is_found_out(server, tmp_path):
+    found = set()
+    for seed in range(12):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        for name, text in BENCH_FILES.items():
+            (folder / name).write_text(text)
+        # The last call removes another file; the name and what is in it may be on the disk or not.
+        fault = Fault("power", at=4, delay_s=seed)
+        ran = server.run("support.fault_programs:write_carelessly", folder, fault=fault)
+        assert ran.struck == "remove"
+        text = (folder / "record").read_text()
+        assert text in BENCH_FILES["record"] or set(text) <= {"x"}
+        found.add(len(text))
+    assert {0, 10_000, len(BENCH_FILES["record"])} <= found
