@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import io
 import json
 import math
 import os
@@ -32,6 +33,7 @@ class _Lines:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
+        self._half_at: int | None = None  # where half a batch begins
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a+b") as file:
             file.seek(0)
@@ -43,6 +45,18 @@ class _Lines:
             file.truncate(nbytes)  # a killed process may have left half a row
             if not nbytes:
                 file.write(self.header)
+
+    def _append(self, text: str) -> None:
+        """Write rows. If the disk refuses some, the next call removes what it has taken of them."""
+        # Python's names for bytes that are no text are written as escapes.
+        rows = memoryview(text.encode(errors="backslashreplace"))
+        with self._path.open("ab", buffering=0) as file:
+            if self._half_at is not None and self._half_at < file.tell():
+                file.truncate(self._half_at)
+            self._half_at = file.seek(0, os.SEEK_END)
+            while rows:
+                rows = rows[file.write(rows) :]
+            self._half_at = None
 
     def _measure(self, file: Iterable[bytes]) -> tuple[int, bytes]:
         """Return the length of the rows that are ours, and what follows them."""
@@ -79,10 +93,11 @@ class JsonLines(_Lines):
 
     def __call__(self, scalars: list[Scalar]) -> None:
         """Append one line for each (name, step, value)."""
-        with self._path.open("a", encoding="utf-8", newline="") as file:
-            for name, step, value in scalars:
-                number = value if math.isfinite(value) else str(value)
-                file.write(json.dumps({"name": name, "step": step, "value": number}) + "\n")
+        lines = []
+        for name, step, value in scalars:
+            number = value if math.isfinite(value) else str(value)
+            lines.append(json.dumps({"name": name, "step": step, "value": number}) + "\n")
+        self._append("".join(lines))
 
 
 class Csv(_Lines):
@@ -96,9 +111,9 @@ class Csv(_Lines):
 
     def __call__(self, scalars: list[Scalar]) -> None:
         """Append one line for each (name, step, value)."""
-        # Python's names for bytes that are no text are written as escapes.
-        with self._path.open("a", encoding="utf-8", errors="backslashreplace", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows(scalars)
+        rows = io.StringIO()
+        csv.writer(rows, lineterminator="\n").writerows(scalars)
+        self._append(rows.getvalue())
 
     def _is_whole(self, row: bytes) -> bool:
         return row.endswith(b"\n") and row.count(b'"') % 2 == 0  # a quoted name may have newlines

@@ -10,6 +10,9 @@ import pytest
 from support.fault_trials import (
     BENCH_FILES,
     PRELOADED,
+    SUBJECTS,
+    History,
+    flushed_lines_stay,
 )
 from support.faults import Fault, Server
 
@@ -23,6 +26,24 @@ pytestmark = pytest.mark.skipif(
 def server():
     with Server(*PRELOADED) as started:
         yield started
+
+
+def run(server, name, folder, *faults):
+    """Run a program through faults, then in peace."""
+    history = History(folder, None)
+    for fault in (*faults, Fault()):
+        history.faults.append(fault)
+        history.rans.append(SUBJECTS[name].run(server, folder, fault))
+    return history
+
+
+@pytest.mark.parametrize("name", ["JsonLines", "Csv"])
+@pytest.mark.parametrize("kind", ["full", "fail"])
+def test_half_a_batch_on_a_full_disk_is_removed_from_a_sinks_file(name, kind, server, tmp_path):
+    n_calls = run(server, name, tmp_path / "peace").last.calls_of(0)
+    for at in range(n_calls // 2, n_calls // 2 + 8):
+        fault = Fault(kind, at=at, number=28, length=4, cut=True)
+        assert flushed_lines_stay(run(server, name, tmp_path / str(at), fault)) is None
 
 
 def test_a_program_that_does_not_sync_is_found_out(server, tmp_path):
