@@ -10,6 +10,7 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -27,7 +28,8 @@ Check: TypeAlias = Callable[[dict[str, Any]], object]
 
 _FORMAT = "fastamp.train 3"
 _OURS = _FORMAT.rpartition(" ")[0].encode()  # near the start of every file, of any version
-_NAME = re.compile(r"step-[0-9]{8,}(\.pt)?")  # a folder where several ranks wrote it
+# A folder where several ranks wrote it; one that ends with ".old" is about to be replaced.
+_NAME = re.compile(r"step-[0-9]{8,}(\.pt)?|\.step-[0-9]{8,}\.old")
 RUN = "run.pt"  # in a folder: everything except the tensors of model and optimizer
 
 
@@ -85,7 +87,7 @@ class Checkpoints:
         except OSError as error:
             raise self._explain(error, f"{path.name} cannot be written") from error
         part = path.with_name(f".{path.name}.{token}.part")
-        self._mine = [*(mine for mine in self._mine if mine != path), path]
+        self._mine = [*(mine for mine in self._mine if _step_of(mine) != step), path]
         try:
             self._write(part, state, model, optimizer)
             if not self._is_tested:
@@ -192,15 +194,21 @@ class Checkpoints:
 
     def _publish(self, part: Path, path: Path) -> None:
         """Rename a finished checkpoint, and remove those that are not kept."""
+        aside = path.with_name(f".{path.name}.old")
         if path.is_dir():  # it would prevent the renaming
-            _remove(path)
+            path.replace(aside)
+        if part.is_dir():
+            sync_folder(part)  # the names in it
         part.replace(path)
         sync_folder(self._folder)
-        self._known.add(path)
+        self._known |= {path, aside}
         for old in filter(is_ours, self._known - {*self._mine[-self._keep :]}):
             gone = old.with_name(f".{old.name}.part")  # half a folder is none of ours
             _remove(gone)
-            _remove(old.replace(gone))
+            old.replace(gone)
+            if gone.is_dir():  # else a loss of power may leave half of it under its old name
+                sync_folder(self._folder)
+            _remove(gone)
 
     def _read(self, path: Path, check: Check) -> dict[str, Any]:
         state: dict[str, Any] = self._ranks.together(lambda: self._read_own(path, check))
@@ -214,7 +222,7 @@ class Checkpoints:
 
     def _list(self) -> list[Path]:
         paths = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]
-        return sorted(paths, key=lambda path: int(path.stem.removeprefix("step-")))
+        return sorted(paths, key=lambda path: (_step_of(path), path.name))
 
     def _explain(self, error: OSError, problem: str) -> OSError:
         return OSError(error.errno, f"checkpoint_dir={self._folder}: {problem}: {error.strerror}")
@@ -290,8 +298,13 @@ def is_ours(path: Path) -> bool:
         return _OURS in opened.read(4096)
 
 
+def _step_of(path: Path) -> int:
+    return int("".join(filter(str.isdigit, path.name)))
+
+
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # a leftover is removed by the next run
+            path.unlink()

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+import signal
 import sys
 
 import pytest
 from support.fault_trials import (
     BENCH_FILES,
+    GROUPS,
     PRELOADED,
     SUBJECTS,
     History,
+    Tally,
+    Trials,
     flushed_lines_stay,
 )
 from support.faults import Fault, Server
+
+WANTED = 10
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which(os.environ.get("CXX") or "g++") is None,
@@ -28,6 +35,15 @@ def server():
         yield started
 
 
+@pytest.mark.parametrize("group", GROUPS)
+def test_nothing_is_lost_that_was_reported_as_saved(group, server):
+    trials, tally = Trials(server, seed=1), Tally()
+    numbers = itertools.count()
+    while sum(tally.struck.values()) < WANTED:
+        tally.add(*trials.run(group, next(numbers)))
+    assert not tally.problems
+
+
 def run(server, name, folder, *faults):
     """Run a program through faults, then in peace."""
     history = History(folder, None)
@@ -37,6 +53,18 @@ def run(server, name, folder, *faults):
     return history
 
 
+@pytest.mark.parametrize(("last", "call"), [(1, "remove"), (11, "rename")])
+def test_a_checkpoint_of_ranks_outlives_a_loss_of_power(last, call, server, tmp_path):
+    """At the end, and after the step's former checkpoint has been moved out of the way."""
+    expected = run(server, "fine_tune, 2 ranks", tmp_path / "expected").last
+    fault = Fault("power", at=expected.calls_of(0) + 1 - last)
+    history = run(server, "fine_tune, 2 ranks", tmp_path / "run", fault)
+    assert history.rans[0].codes == [-signal.SIGKILL] * 2
+    assert history.rans[0].struck == call
+    assert history.last.said("resumed") == [12, 12], history.last.err
+    assert set(history.last.said("outcome")) == set(expected.said("outcome"))
+
+
 @pytest.mark.parametrize("name", ["JsonLines", "Csv"])
 @pytest.mark.parametrize("kind", ["full", "fail"])
 def test_half_a_batch_on_a_full_disk_is_removed_from_a_sinks_file(name, kind, server, tmp_path):
@@ -44,6 +72,14 @@ def test_half_a_batch_on_a_full_disk_is_removed_from_a_sinks_file(name, kind, se
     for at in range(n_calls // 2, n_calls // 2 + 8):
         fault = Fault(kind, at=at, number=28, length=4, cut=True)
         assert flushed_lines_stay(run(server, name, tmp_path / str(at), fault)) is None
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_told_as_the_folders_error(server, tmp_path):
+    n_calls = run(server, "fine_tune", tmp_path / "peace").last.calls_of(0)
+    for at in range(n_calls - 5, n_calls + 1):
+        fault = Fault("fail", at=at, number=5)
+        ran = SUBJECTS["fine_tune"].run(server, tmp_path / str(at), fault)
+        assert ran.codes == [0] or "OSError: [Errno 5] checkpoint_dir=" in ran.err
 
 
 def test_a_program_that_does_not_sync_is_found_out(server, tmp_path):
