@@ -66,8 +66,11 @@ void copy_padded_rows(const StackSpec& spec, std::size_t begin, std::size_t end,
 }  // namespace
 
 std::int64_t row_nbytes(const StackSpec& spec) {
+  const auto& shape = spec.row_shape;
+  // Beside a length of 0 the others may be too large for a product.
+  if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return 0;
   std::int64_t nbytes = spec.itemsize;
-  for (const std::int64_t length : spec.row_shape) nbytes *= length;
+  for (const std::int64_t length : shape) nbytes *= length;
   return nbytes;
 }
 

@@ -1,12 +1,15 @@
 """Datasets in memory or in a mapped file: rows of arrays, and windows of tokens."""
 
 import os
+from collections.abc import Callable
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from numpy.lib.format import open_memmap
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from torch.utils.data import Dataset
@@ -33,7 +36,9 @@ class TokenDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     Items are pairs of int64 tensors of shape (block_size,), batches of shape (batch, block_size).
 
     Raises:
-        ValueError: the tokens are too few for one window, of another dtype, or not one-dimensional.
+        OSError: the file cannot be read.
+        ValueError: the tokens are too few for one window, of another dtype, or not one-dimensional;
+            `block_size` is below 1; or a `.npy` file is damaged.
     """
 
     def __init__(
@@ -42,8 +47,9 @@ class TokenDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         block_size: int,
         dtype: npt.DTypeLike | None = None,
     ) -> None:
-        if block_size < 1:
-            msg = f"block_size: expected at least 1, got {block_size}"
+        size: Any = block_size
+        if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
+            msg = f"block_size: expected an integer of at least 1, got {block_size!r}"
             raise ValueError(msg)
         self.block_size = block_size
         self._source = (path_or_array, block_size, dtype)
@@ -73,15 +79,17 @@ class TokenDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 def _open_tokens(
     source: str | os.PathLike[str] | npt.NDArray[Any] | Tensor, dtype: npt.DTypeLike | None
 ) -> npt.NDArray[Any]:
-    if isinstance(source, (str, os.PathLike)) and Path(source).suffix != ".npy":
-        tokens = _map_raw(Path(source), np.dtype(np.uint16 if dtype is None else dtype))
+    wanted = None if dtype is None else _read("dtype", np.dtype, dtype)
+    if wanted is not None and wanted not in _TOKEN_DTYPES:
+        msg = f"dtype: expected uint8, uint16, int32 or int64, got {dtype!r}"
+        raise ValueError(msg)
+    if isinstance(source, (str, os.PathLike)):
+        tokens = _map(Path(source), wanted)
     else:
-        if isinstance(source, (str, os.PathLike)):
-            source = np.load(source, mmap_mode="r")
-        tokens = np.asarray(source)
-        if dtype is not None and np.dtype(dtype) != tokens.dtype:
-            msg = f"dtype={np.dtype(dtype).name}: the tokens are {tokens.dtype.name}"
-            raise ValueError(msg)
+        tokens = _read("path_or_array", np.asarray, source)
+    if wanted is not None and wanted != tokens.dtype:
+        msg = f"dtype={wanted.name}: the tokens are {tokens.dtype.name}"
+        raise ValueError(msg)
     if tokens.ndim != 1:
         msg = f"path_or_array: expected one dimension, got shape {tokens.shape}"
         raise ValueError(msg)
@@ -94,13 +102,28 @@ def _open_tokens(
     return tokens
 
 
-def _map_raw(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    nbytes = path.stat().st_size
-    if nbytes % dtype.itemsize:
-        msg = f"dtype={dtype.name}: {path} has {nbytes} bytes, no multiple of {dtype.itemsize}"
+def _map(path: Path, dtype: np.dtype[Any] | None) -> npt.NDArray[Any]:
+    nbytes, raw = path.stat().st_size, np.dtype(np.uint16 if dtype is None else dtype)
+    if not nbytes:  # cannot be mapped; nor can a FIFO, which would block
+        return np.empty(0, raw)
+    if path.suffix == ".npy":
+        mapped: npt.NDArray[Any] = _read(str(path), open_memmap, path, mode="r")
+        return mapped
+    if nbytes % raw.itemsize:
+        msg = f"dtype={raw.name}: {path} has {nbytes} bytes, no multiple of {raw.itemsize}"
         raise ValueError(msg)
-    # An empty file cannot be mapped.
-    return np.memmap(path, dtype, "r") if nbytes else np.empty(0, dtype)
+    return np.memmap(path, raw, "r")
+
+
+def _read(name: str, read: Callable[..., Any], source: Any, **options: Any) -> Any:
+    """Let NumPy read something, and name it where NumPy cannot, for whatever reason."""
+    try:
+        return read(source, **options)
+    except OSError:
+        raise
+    except Exception as error:
+        msg = f"{name}: cannot be read: {error}"
+        raise ValueError(msg) from error
 
 
 class ArrayDataset(Dataset[Any]):

@@ -75,13 +75,14 @@ class Series:
     @classmethod
     def restore(cls, state: dict[str, list[Any]]) -> Self:
         """Return the series of a state, or raise an error if it cannot be one."""
-        capacity, stride, count, *last = map(operator.index, state["at"][:-1])
+        capacity, stride, count, step = map(operator.index, state["at"][:-1])
         if capacity < 2:
             msg = f"capacity is {capacity}"
             raise ValueError(msg)
         made = cls(capacity)
         made._steps, made._values = array("q", state["steps"]), array("d", state["values"])
-        made._stride, made._count, made._last = stride, count, (last[0], float(state["at"][-1]))
+        made._stride, made._count = stride, count
+        made._last = (array("q", [step])[0], float(state["at"][-1]))  # of 64 bits
         n_finite, *sums = state["sums"]
         made._n_finite = operator.index(n_finite)
         made._sum, made._min, made._max = map(float, sums)

@@ -173,7 +173,7 @@ class MetricsTracker:
         with self._lock:
             return {name: series.state_dict() for name, series in self._series.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Any) -> None:
         """Restore what `state_dict` returned, and drop what was logged before.
 
         Call `watch` for a scaler afterwards.
@@ -181,6 +181,9 @@ class MetricsTracker:
         Raises:
             ValueError: it is no such state; the histories are as they were.
         """
+        if not isinstance(state, dict) or not all(type(name) is str for name in state):
+            msg = f"state: expected a dict whose keys are the names of scalars, got {state!r:.200}"
+            raise ValueError(msg)
         loaded = {name: _restore(name, kept) for name, kept in state.items()}
         self._drain(wait=True)  # the sinks get it
         with self._lock:
@@ -300,7 +303,7 @@ def _send(batch: list[Entry]) -> list[Transfer]:
 def _restore(name: str, kept: Any) -> Series:
     try:
         return Series.restore(kept)
-    except (TypeError, ValueError, LookupError, OverflowError) as error:
+    except (TypeError, ValueError, LookupError, OverflowError, RuntimeError) as error:
         msg = f"state[{name!r}]: is not the state of a history: {error!r}"
         raise ValueError(msg) from error
 

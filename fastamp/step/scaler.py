@@ -1,9 +1,11 @@
 """torch's GradScaler with one read of the gradients and no wait for the device."""
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -28,6 +30,16 @@ from fastamp.step.report import NonFinite, StepReport, find_nonfinite, unmeasure
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+# What a scaler's state holds, and the most of each: the scale is a float32, the tracker an int32.
+_STATE: dict[str, tuple[Any, float]] = {
+    "scale": (Real, torch.finfo(torch.float32).max),
+    "growth_factor": (Real, sys.float_info.max),
+    "backoff_factor": (Real, sys.float_info.max),
+    "growth_interval": (Integral, 2**63 - 1),
+    "_growth_tracker": (Integral, 2**31 - 1),
+}
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -216,6 +228,17 @@ class GradScaler(torch.amp.GradScaler):
         for reference in self._observers:
             if (observer := reference()) is not None:
                 observer.updated()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned, of this class or of torch's; see there.
+
+        Raises:
+            RuntimeError: it is empty, as a scaler's that is not enabled.
+            ValueError: it is no such state; the scaler is as it was.
+        """
+        if self._enabled and state_dict != {}:
+            _check_state(state_dict)
+        super().load_state_dict(state_dict)
 
     def nonfinite_parameters(self, module: torch.nn.Module) -> list[NonFinite]:
         """Name the parameters of a module whose gradients hold inf or NaN.
@@ -470,6 +493,19 @@ def _above_zero(name: str, value: float) -> float:
         msg = f"{name}: expected a number above 0, got {value!r}"
         raise ValueError(msg)
     return number
+
+
+def _check_state(state: Any) -> None:
+    """Refuse what is not the state of a scaler, before any of it is loaded."""
+    if not isinstance(state, dict):
+        msg = f"state_dict: expected what GradScaler.state_dict returns, got {state!r:.200}"
+        raise ValueError(msg)  # noqa: TRY004 - one kind of error for all that is no state
+    for name, (kind, most) in _STATE.items():
+        value = state.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool) or not 0 <= value <= most:
+            number = "an integer" if kind is Integral else "a number"
+            msg = f"state_dict[{name!r}]: expected {number} from 0 to {most:g}, got {value!r:.200}"
+            raise ValueError(msg)
 
 
 def _way(

@@ -431,6 +431,21 @@ def test_arrays_of_different_lengths_are_refused():
         fastamp.DataLoader({"x": X, "y": Y[:3]})
 
 
+@pytest.mark.parametrize(
+    "data", [b"x" * 80, b"PK\3\4" + b"x" * 80, b"\x93NUMPY\1\0v\0{'descr': '|O'}", b"\x80\4N."]
+)
+def test_a_damaged_npy_file_is_refused_by_name(tmp_path, data):
+    path = tmp_path / "t.npy"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"t\.npy: cannot be read"):
+        fastamp.TokenDataset(path, 2)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="0 tokens are too few"):
+        fastamp.TokenDataset(path, 2)
+    with pytest.raises(FileNotFoundError, match="missing"):
+        fastamp.TokenDataset(tmp_path / "missing.npy", 2)
+
+
 def test_token_files_that_do_not_fit_are_refused(tmp_path):
     path = tmp_path / "t.bin"
     path.write_bytes(b"\1" * 7)
@@ -438,8 +453,14 @@ def test_token_files_that_do_not_fit_are_refused(tmp_path):
         fastamp.TokenDataset(path, 2)
     with pytest.raises(ValueError, match="too few"):
         fastamp.TokenDataset(path, 7, dtype="u1")
-    with pytest.raises(ValueError, match="block_size: expected at least 1, got 0"):
-        fastamp.TokenDataset(path, 0, dtype="u1")
+    for bad in (0, -1, 2.0, "2", None, True):
+        with pytest.raises(ValueError, match=f"block_size: expected an integer .* got {bad!r}"):
+            fastamp.TokenDataset(path, bad, dtype="u1")
+    for bad in ("no dtype", "S0", "f4", object, [], 5):
+        with pytest.raises(ValueError, match="dtype: "):
+            fastamp.TokenDataset(path, 2, dtype=bad)
+    with pytest.raises(ValueError, match="path_or_array: cannot be read"):
+        fastamp.TokenDataset(torch.zeros(9, dtype=torch.int64, device="meta"), 2)
     with pytest.raises(ValueError, match="float32"):
         fastamp.TokenDataset(np.zeros(9, "f4"), 2)
     with pytest.raises(ValueError, match=r"in this machine's byte order, got [<>]u2"):

@@ -139,6 +139,9 @@ BROKEN = [
     {"at": [4, 1, 1, 0, "x"]},
     {"at": [4, 1, 1, 0]},
     {"at": [4.5, 1, 1, 0, 0.0]},
+    {"at": [4, 1, 1, 2**63, 0.0]},
+    {"at": [4, 1, 1, 0, 0, 0.0]},
+    {"values": torch.zeros(1, device="meta")},
     {"steps": [2**70]},
     {"steps": []},
     {"values": ["x"]},
@@ -157,6 +160,14 @@ def test_a_state_that_is_none_is_refused_by_name_and_changes_nothing(broken):
     with pytest.raises(ValueError, match=r"state\['y'\]: is not the state of a history"):
         made.load_state_dict({"x": {**whole, "steps": [7]}, "y": bad})
     assert made.state_dict() == before == {"x": whole}
+
+
+@pytest.mark.parametrize("state", [None, [], 5, "x", {3: {}}], ids=str)
+def test_what_does_not_name_histories_is_no_state(state):
+    made = logged([1.0])
+    with pytest.raises(ValueError, match="state: expected a dict whose keys are the names"):
+        made.load_state_dict(state)
+    assert made.summary()["x"].count == 1
 
 
 def test_threads_may_log_at_once(monkeypatch):
