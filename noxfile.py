@@ -12,7 +12,8 @@ import nox
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["lint", "types", "tests"]
 
-CXX = [str(path) for path in sorted(Path("csrc").rglob("*")) if path.is_file()]
+CXX = [str(p) for root in ("csrc", "tests/native") for p in sorted(Path(root).rglob("*"))]
+CXX = [path for path in CXX if Path(path).is_file()]
 
 
 def install(session: nox.Session, folder: str, build_type: str = "Release", **defines: str) -> str:
@@ -150,6 +151,13 @@ def faults(session: nox.Session) -> None:
     `--kills N --signals N --failures N` are other numbers.
     """
     run_script(session, "fault_trials")
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Fuzz what is parsed or unpacked, and the native passes; `-- --help` tells the options."""
+    env = {"PYTHONPATH": str(Path("tests").absolute()), "PYTHONSAFEPATH": "1"}
+    session.run("python", "-m", "support.fuzz_run", *session.posargs, env=env)
 
 
 @nox.session
