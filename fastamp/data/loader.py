@@ -116,6 +116,10 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         check_integer("seed", seed, least=0)
         check_integer("rank", rank, least=0)
         check_integer("world_size", world_size, least=1)
+        given: Any = generator
+        if not isinstance(given, torch.Generator | None):
+            msg = f"generator: expected a torch.Generator or None, got {given!r}"
+            raise TypeError(msg)
         if device is not None:
             torch.device(device)  # raises torch's error for what is no device
         if type(dataset) is dict and is_arrays(dataset):
@@ -286,7 +290,8 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
                 its keys is missing or has another kind of value. Nothing is changed then.
             TypeError: see `state_dict`.
         """
-        if not isinstance(state, dict) or state.get("version") != _STATE_VERSION:
+        version = state.get("version") if isinstance(state, dict) else None
+        if type(version) is not int or version != _STATE_VERSION:
             msg = f"state: expected what DataLoader.state_dict returns, version {_STATE_VERSION}"
             raise ValueError(msg)
         check_resumable(self.dataset, self.num_workers)
@@ -296,6 +301,10 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
                 msg = f"state: its {name} is {value!r}, the loader's {ours!r}"
                 raise ValueError(msg)
         position, told_epoch = read_position(state)
+        if position.dataset is not None and not hasattr(self.dataset, "load_state_dict"):
+            kind = type(self.dataset).__name__
+            msg = f"state: it has the state of a dataset, and {kind} has no load_state_dict"
+            raise ValueError(msg)
         if told_epoch is not None:
             self.set_epoch(told_epoch)
         if position.generator is not None and self.generator is not None:

@@ -401,3 +401,23 @@ def test_a_state_dict_with_arguments_is_left_to_its_owner(backend):
         loader.state_dict()
     with pytest.raises(TypeError, match="dataset: the state_dict of Streaming takes arguments"):
         loader.load_state_dict(fastamp.DataLoader(Resumable(), 4).state_dict())
+
+
+@pytest.mark.parametrize("version", [None, True, 1.0, "1", torch.ones(2), torch.eye(2).to_sparse()])
+def test_a_version_that_is_no_integer_is_another_version(version):
+    loader = fastamp.DataLoader(X, 4)
+    with pytest.raises(ValueError, match=r"state: expected what DataLoader\.state_dict returns"):
+        loader.load_state_dict(loader.state_dict() | {"version": version})
+
+
+def test_the_state_of_a_dataset_that_cannot_load_one_is_refused():
+    loader = fastamp.DataLoader(Squares(20), 4)
+    before = loader.state_dict()
+    with pytest.raises(ValueError, match="state: it has the state of a dataset, and Squares has"):
+        loader.load_state_dict(before | {"dataset": {"at": 3}, "epoch": 2})
+    assert loader.state_dict() == before
+
+
+def test_a_generator_that_is_none_is_refused_by_its_name():
+    with pytest.raises(TypeError, match=r"generator: expected a torch\.Generator or None, got 3"):
+        fastamp.DataLoader(X, 4, generator=3)

@@ -9,7 +9,7 @@ from support.fuzz import Target, fuzz
 from support.fuzz_run import TARGETS
 
 COUNT = 150
-NAMES = ["tracker", "scaler", "tokens"]
+NAMES = ["tracker", "scaler", "tokens", "loader_state", "loader_options"]
 
 
 @pytest.mark.filterwarnings("ignore")

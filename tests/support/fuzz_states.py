@@ -231,7 +231,7 @@ class LoaderOptions(Target):
         dataset, seed, options = given
         made = Squares(20) if isinstance(dataset, str) else dataset
         self.options_given = options
-        plain = [{"x": row} for row in made["x"]] if type(made) is dict else made
+        plain = fastamp.ArrayDataset(made) if type(made) is dict else made
         stock = {name: value for name, value in options.items() if name not in self.own}
         self.refused = None
         self.expected: Any = None
