@@ -4,18 +4,32 @@ import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset, MapDataPipe, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    MapDataPipe,
+    get_worker_info,
+)
 
-from fastamp.data.position import Indices
+from fastamp.data.position import Indices, Position
+from fastamp.data.states import (
+    Measured,
+    Record,
+    Skip,
+    WorkerStream,
+    find_both,
+    find_save,
+    has_copies,
+    take,
+)
 from fastamp.data.stats import LoaderStats
 from fastamp.data.structure import count_nbytes
-
-Measured = tuple[Any, float, float]
-"""A batch with the seconds that the dataset and the collate function took for it."""
 
 
 class _Watched(Dataset[Any]):
@@ -24,8 +38,11 @@ class _Watched(Dataset[Any]):
     An item that fails is named by its index.
     """
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[Any], records: list[Record | None] | None) -> None:
         self.dataset: Any = loader.dataset
+        self._records = records  # of a map-style dataset
+        self._save: Callable[[], Any] | None = None  # in a worker
+        self._worker = 0
         self._collate_fn, self._worker_init_fn = loader.collate_fn, loader.worker_init_fn
         self._getitem_s = 0.0  # since the last batch
 
@@ -33,10 +50,14 @@ class _Watched(Dataset[Any]):
         return len(self.dataset)
 
     def __getitem__(self, index: Any) -> Any:
+        if type(index) is Skip:
+            return index
         return self._get([index], None)[0]
 
     def __getitems__(self, indices: list[Any]) -> Any:
         """Return the items of one batch."""
+        if type(indices) is Skip:
+            return indices
         return self._get(indices, getattr(self.dataset, "__getitems__", None))
 
     def _get(self, indices: list[Any], together: Callable[[list[Any]], Any] | None) -> Any:
@@ -58,10 +79,22 @@ class _Watched(Dataset[Any]):
 
     def collate(self, samples: Any) -> Measured:
         """Return the batch of what the dataset gave."""
+        if type(samples) is Skip:
+            return Measured(None, is_batch=False)
         getitem_s, self._getitem_s = self._getitem_s, 0.0
         start_s = time.perf_counter()
         batch = self._collate_fn(samples)
-        return batch, getitem_s, time.perf_counter() - start_s
+        collate_s = time.perf_counter() - start_s
+        note = None
+        if self._save is not None:
+            state = {
+                "dataset": deepcopy(self._save()),
+                "iterator": None,
+                "samples": 0,
+                "ended": False,
+            }
+            note = self._worker, state
+        return Measured(batch, getitem_s, collate_s, note)
 
     def init_worker(self, worker_id: int) -> None:
         """Show the user's code in a worker the user's dataset."""
@@ -70,22 +103,37 @@ class _Watched(Dataset[Any]):
         object.__setattr__(get_worker_info(), "dataset", self.dataset)  # it is frozen
         if self._worker_init_fn is not None:
             self._worker_init_fn(worker_id)
+        if has_copies(self.dataset, 1) and not isinstance(self.dataset, IterableDataset):
+            self._save, self._worker = find_save(self.dataset), worker_id
+            record = self._records and self._records[worker_id]
+            if record:
+                self.dataset.load_state_dict(record["dataset"])
 
 
-def make_inner(loader: DataLoader[Any], indices: Indices) -> DataLoader[Measured]:
-    """Return torch's loader of the same batches, at these indices, measured."""
-    watched = _Watched(loader)
+def make_inner(
+    loader: DataLoader[Any], indices: Indices, position: Position
+) -> DataLoader[Measured]:
+    """Return torch's loader of the same batches, from a position on, measured."""
+    stream = isinstance(loader.dataset, IterableDataset)
+    watched = _Watched(loader, None if stream else position.workers)
+    collate: Callable[[Any], Measured] = watched.collate
     own: dict[str, Any] = {"dataset": watched, "batch_size": None, "sampler": indices}
     if loader.batch_sampler is not None:
         own = {"dataset": watched, "batch_sampler": indices}
-    if isinstance(loader.dataset, IterableDataset):
+    if stream:
         own = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-    if isinstance(loader.dataset, IterableDataset | MapDataPipe):
+    if stream or isinstance(loader.dataset, MapDataPipe):
         own["dataset"] = loader.dataset
+    counted: Any = loader._IterableDataset_len_called
+    if stream and has_copies(loader.dataset, loader.num_workers):
+        parts = WorkerStream(loader, position.workers, position.turn, new=position.batch == 0)
+        own, collate = {"dataset": parts, "batch_size": None}, _hand_on
+        if counted is not None:  # with what is no batch: turns, and the ends of workers
+            counted += position.turn + loader.num_workers
     inner: DataLoader[Measured] = DataLoader(
         **own,
         num_workers=loader.num_workers,
-        collate_fn=watched.collate,
+        collate_fn=collate,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
         worker_init_fn=watched.init_worker,
@@ -97,8 +145,12 @@ def make_inner(loader: DataLoader[Any], indices: Indices) -> DataLoader[Measured
         in_order=loader.in_order,
     )
     # What len(loader) said, about which torch's iterator warns when more samples come.
-    inner._IterableDataset_len_called = loader._IterableDataset_len_called
+    inner._IterableDataset_len_called = counted
     return inner
+
+
+def _hand_on(measured: Measured) -> Measured:
+    return measured
 
 
 @dataclass(eq=False, repr=False)
@@ -107,17 +159,37 @@ class FetchSource(Iterator[Any]):
 
     _iterator: Iterator[Measured]
     _stats: LoaderStats
-    _save: Callable[[], Any] | None
-    """Returns the state of an iterable dataset."""
+    _dataset: Any
     _states: deque[Any]
-    """Gets that state and whether the dataset ended after each batch, or how to ask for both."""
+    """Gets what each batch tells of its worker, or the dataset's state after it."""
     _ahead: bool
     """Whether batches are made before they are delivered, so that states are taken at once."""
+    _notes: list[Any] = field(default_factory=list)
+    _save: Callable[[], dict[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        fetcher = getattr(self._iterator, "_dataset_fetcher", None)  # without workers
+        iterator = getattr(fetcher, "dataset_iter", None)
+        if find_save(self._dataset) or find_save(iterator):
+            self._save = find_both(self._dataset, iterator)
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """What is new in the loader's position before the first batch."""
+        if self._save is None or hasattr(self._iterator, "_workers"):
+            return {}
+        return self.ask() if self._ahead else {"dataset": self.ask}
 
     def __next__(self) -> Any:
         workers = getattr(self._iterator, "_workers", ())
         try:
-            batch, getitem_s, collate_s = next(self._iterator)
+            batch, getitem_s, collate_s, note, is_batch = next(self._iterator)
+            while not is_batch:
+                self._notes.append(note)
+                batch, getitem_s, collate_s, note, is_batch = next(self._iterator)
+        except StopIteration:
+            self._states.append(self._notes)
+            raise
         except (ConnectionError, EOFError) as error:
             # So torch tells of a worker that died after it had announced a batch; it may be dying.
             if workers and wait([worker.sentinel for worker in workers], timeout=1.0):
@@ -133,11 +205,27 @@ class FetchSource(Iterator[Any]):
         self._stats.getitem_s += getitem_s
         self._stats.collate_s += collate_s
         self._stats.nbytes += count_nbytes(batch)
-        if self._save is not None:
-            self._states.append(self._ask() if self._ahead else (self._ask, False))
+        if note is not None:
+            self._states.append([*self._notes, note])
+            self._notes = []
+        elif self._ahead and self.position:
+            self._states.append(self.ask())
         return batch
 
-    def _ask(self) -> tuple[Any, bool]:
-        """Return the state of the dataset, and whether it has ended."""
+    def ask(self) -> dict[str, Any]:
+        """Return the state of the dataset and of its iterator, and whether that has ended."""
         fetcher = getattr(self._iterator, "_dataset_fetcher", None)
-        return self._save() if self._save else None, bool(getattr(fetcher, "ended", False))
+        states = self._save() if self._save else {}
+        return {**states, "exhausted": bool(getattr(fetcher, "ended", False))}
+
+    def forward(self, position: Position) -> None:
+        """Bring an iterator without workers to a position: by its state, or batch by batch."""
+        fetcher = getattr(self._iterator, "_dataset_fetcher", None)
+        iterator: Any = getattr(fetcher, "dataset_iter", None)
+        if position.iterator is not None:
+            if not hasattr(iterator, "load_state_dict"):
+                msg = f"state: its iterator: {type(iterator).__name__} has no load_state_dict"
+                raise ValueError(msg)
+            iterator.load_state_dict(position.iterator)
+        elif self._save is None and position.batch:
+            deque(take(self._iterator, position.batch), maxlen=0)

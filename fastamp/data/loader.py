@@ -4,6 +4,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from inspect import isgeneratorfunction
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -22,12 +23,13 @@ from fastamp.data.position import (
     Position,
     check_integer,
     check_resumable,
-    find_save,
+    encode,
     read_position,
 )
 from fastamp.data.prefetch import prefetch
 from fastamp.data.shard import ShardSampler, check_shardable, find_ranks
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
+from fastamp.data.states import find_save, has_copies
 from fastamp.data.stats import LoaderStats
 
 _STATE_VERSION = 1
@@ -160,6 +162,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         self._shard = sampler if isinstance(sampler, ShardSampler) else None
         self._next = Position(epoch=0)  # where the next pass begins
         self._last: Position | None = None  # of the pass that began last
+        self._left: Position | None = None  # of the one before it
         self._told_epoch: int | None = None
         self._began = False
         self._slots: Slots | None = None
@@ -179,7 +182,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             self.set_epoch(self._next.epoch)  # as Accelerate's loaders do
         position = replace(self._next)
         self._begin_at(Position(epoch=position.epoch + 1))
-        self._last = position
+        self._left, self._last = self._last, position
         if self.generator is not None:
             if self.seed is not None and shard is None:
                 self.generator.manual_seed(self.seed + position.epoch)
@@ -241,9 +244,15 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         their number and their batch size: it says how many samples of the epoch all of them have
         had, if each has had as many batches as this one.
 
+        A dataset with `state_dict` and `load_state_dict` is saved with it: where it is iterable,
+        its iterator too, and with workers each worker's copy, which then asks after every batch.
+        Inside an epoch such a state needs the same number of workers. A stream with neither is read
+        again up to the place.
+
         Raises:
-            TypeError: the dataset is iterable and has no `state_dict` without arguments, or is read
-                by workers.
+            TypeError: the dataset is iterable and its `state_dict` needs arguments, or it is a data
+                pipe that workers read.
+            RuntimeError: the dataset is iterable and Ctrl-C came while it was read.
         """
         check_resumable(self.dataset, self.num_workers)
         position = (self._last or self._next).now()
@@ -254,6 +263,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             position.generator = generator.get_state()
         if position.rng is None and own is not None and own is not generator:
             position.rng = own.get_state()
+        self._ask_dataset(position)
         if self._shard is not None:
             at_once = getattr(self._batches, "batch_size", 1) * self._shard.num_replicas
             had = position.consumed + position.batch * at_once
@@ -262,8 +272,23 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             "version": _STATE_VERSION,
             **self._identity(),
             "told_epoch": self._told_epoch,
-            **vars(position),
+            **encode(position),
         }
+
+    def _ask_dataset(self, position: Position) -> None:
+        """Put the state of a dataset that waits for its next pass into its position."""
+        if position.resumed or position.iterator is not None:
+            return
+        copies, save = has_copies(self.dataset, self.num_workers), find_save(self.dataset)
+        stream = isinstance(self.dataset, IterableDataset)
+        if position.dataset is None and save and (not stream or (self._began and not copies)):
+            position.dataset = save()
+        if copies and self.generator is None and position.workers_rng is None:
+            position.workers_rng = torch.get_rng_state()
+        if position.workers is not None and not position.begun and position.rng is None:
+            # Workers that persist are not seeded anew: the sampler draws first.
+            source = self._sampler_generator() or torch.default_generator
+            position.rng = source.get_state()
 
     def _identity(self) -> dict[str, Any]:
         """Return what two loaders have in common whose states are the same."""
@@ -282,12 +307,15 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         }
 
     def load_state_dict(self, state: Any) -> None:
-        """Let the next pass begin where `state_dict` was called, for any number of workers.
+        """Let the next pass begin where `state_dict` was called.
+
+        With any number of workers, unless their copies of the dataset have states of their own.
 
         Raises:
             ValueError: the state is another version's, or of a loader with another sampler, batch
                 size, `drop_last`, length of the dataset, seed or source of randomness; or one of
-                its keys is missing or has another kind of value. Nothing is changed then.
+                its keys is missing or has another kind of value, or is of other workers. Nothing is
+                changed then.
             TypeError: see `state_dict`.
         """
         version = state.get("version") if isinstance(state, dict) else None
@@ -305,12 +333,31 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             kind = type(self.dataset).__name__
             msg = f"state: it has the state of a dataset, and {kind} has no load_state_dict"
             raise ValueError(msg)
+        self._check_workers(position)
         if told_epoch is not None:
             self.set_epoch(told_epoch)
         if position.generator is not None and self.generator is not None:
             self.generator.set_state(position.generator)
         self._begin_at(replace(position, generator=None))
-        self._last = None
+        self._last = self._inner = None  # workers have gone on
+
+    def _check_workers(self, position: Position) -> None:
+        """Refuse a place in an epoch where other workers have their own states of the dataset."""
+        count, dataset = len(position.workers or ()), self.dataset
+        begin = getattr(type(dataset), "__iter__", None)
+        if position.iterator is not None and (begin is None or isgeneratorfunction(begin)):
+            msg = f"state: its iterator: that of {type(dataset).__name__} has no load_state_dict"
+            raise ValueError(msg)
+        has_state = isinstance(dataset, IterableDataset) or find_save(dataset) is not None
+        if count == self.num_workers or not has_state:
+            return
+        if position.resumed:
+            msg = (
+                f"state: it is of num_workers={count}, the loader's is {self.num_workers}: each "
+                f"worker has its own part of {type(dataset).__name__}"
+            )
+            raise ValueError(msg)
+        position.workers = None
 
     def stats(self) -> LoaderStats:
         """Return what the loader has done since it was made; `str` of it is the verdict."""
@@ -373,18 +420,54 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         """Return the batches that torch's iterators make, and put the dataset's states aside."""
         if position.exhausted:
             return iter(())
-        if position.dataset is not None:
-            self.dataset.load_state_dict(position.dataset)  # type: ignore[attr-defined]
-        if type(self.collate_fn) is BatchCollator and self.num_workers == 0:
+        dataset, workers = self.dataset, self.num_workers
+        if type(self.collate_fn) is BatchCollator and workers == 0:
             self.collate_fn.lease_from(slots)
+        turn, copies = position.turn, has_copies(dataset, workers)
         if self._inner is None or not self.persistent_workers:
             indices = self._indices(position)
-            self._inner = make_inner(self, indices), indices
+            self._inner = make_inner(self, indices, position), indices
+        elif copies and self._left is not None:
+            position.workers = self._left.workers
         inner, indices = self._inner
-        indices.position, inner.generator = position, self.generator
-        alone = position.resumed and self.generator is None
-        with torch.random.fork_rng(devices=[], enabled=alone):  # the program's draws go on
+        indices.position, indices.skips, inner.generator = position, turn, self.generator
+        if copies and position.workers is None:
+            position.workers = [None] * workers
+        position.persist, self._began = self.persistent_workers, True
+        source = self._start(position, inner, states, copies=copies, ahead=ahead)
+        position.begun = True
+        return source
+
+    def _start(
+        self,
+        position: Position,
+        inner: TorchDataLoader[Any],
+        states: deque[Any],
+        *,
+        copies: bool,
+        ahead: bool,
+    ) -> FetchSource:
+        """Return torch's iterator, with the states of dataset and workers at the position."""
+        dataset: Any = self.dataset
+        stream, own, default = isinstance(dataset, IterableDataset), position.dataset, None
+        if copies and self.generator is None:
+            default = position.workers_rng
+            position.workers_rng = torch.get_rng_state() if default is None else default
+        # The program's draws go on.
+        alone = self.generator is None and (position.resumed or position.begun)
+        later = position.begun and not stream and self.num_workers == 0
+        with torch.random.fork_rng(devices=[], enabled=alone):
+            if own is not None and not later:
+                dataset.load_state_dict(own)
+            if default is not None:
+                torch.set_rng_state(default)
             iterator = iter(inner)
-        iterable = isinstance(self.dataset, IterableDataset) and self.num_workers == 0
-        save = find_save(self.dataset) if iterable else None
-        return FetchSource(iterator, self._stats, save, states, ahead)
+        if own is not None and later:
+            dataset.load_state_dict(own)
+        source = FetchSource(iterator, self._stats, dataset, states, ahead)
+        if stream and self.num_workers == 0:
+            source.forward(position)
+        if copies and not stream:
+            position.dataset = source.ask()["dataset"]
+        vars(position).update(source.position)
+        return source

@@ -18,7 +18,7 @@ class LoaderPass(Iterator[Any]):
     _batches: Iterator[Any]
     _position: Position
     _stats: LoaderStats
-    _states: deque[Any]  # of an iterable dataset, after each batch made
+    _states: deque[Any]  # what each batch made tells of the dataset
     _length: Callable[[], int]
     _ended: bool = False
     _interrupted: bool = False
@@ -36,16 +36,13 @@ class LoaderPass(Iterator[Any]):
             )
             raise RuntimeError(msg)
         position = self._position
-        delivered = position.batch, position.dataset, position.exhausted
+        delivered = vars(position).copy()
         try:
             start_s = time.perf_counter()
             try:
                 batch = next(self._batches)
             except StopIteration:
-                if not self._ended:
-                    self._stats.elapsed_s += start_s - (self._left_s or start_s)
-                    position.end_epoch()
-                self._ended = True
+                self._end(start_s)
                 raise
             except Exception:
                 self._count(start_s)
@@ -53,7 +50,7 @@ class LoaderPass(Iterator[Any]):
             self._count(start_s)
             self._stats.batches += 1
             if self._states:
-                position.dataset, position.exhausted = self._states.popleft()
+                position.take(self._states.popleft())
             return batch  # noqa: TRY300 - Ctrl-C may come here too
         except Exception:
             raise
@@ -62,10 +59,18 @@ class LoaderPass(Iterator[Any]):
         ):  # Ctrl-C, anywhere: a sampler or an iterator may have been left halfway
             self._interrupted = True
             if not self._ended:
-                position.batch, position.dataset, position.exhausted = delivered
+                vars(position).update(delivered)
                 if isinstance(position.dataset, MethodType):
                     position.dataset = self._refuse_state
             raise
+
+    def _end(self, start_s: float) -> None:
+        if not self._ended:
+            self._stats.elapsed_s += start_s - (self._left_s or start_s)
+            for news in self._states:
+                self._position.take(news)
+            self._position.end_epoch()
+        self._ended = True
 
     def _refuse_state(self) -> Any:
         """Tell that nobody knows where an iterable dataset was after the last batch."""

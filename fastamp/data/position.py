@@ -1,6 +1,6 @@
 """Where a loader is in its epoch, and the indices that come from there on."""
 
-import inspect
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import chain, islice
@@ -13,7 +13,10 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from fastamp.data.shard import RankBatches, ShardSampler, ranges
+from fastamp.data.states import Record, Skip, find_save, has_copies, read_records
 
+RANDOM = ("rng", "generator", "workers_rng")
+"""The states of generators."""
 _BOOLEANS = (bool, np.dtype(bool), torch.bool)
 
 
@@ -31,22 +34,45 @@ class Position:
     generator: Tensor | None = None
     """State of the loader's generator when the pass began."""
     dataset: Any = None
-    """State of an iterable dataset after the last batch delivered. While no batch is made ahead:
-    the method that asks for it, and for `exhausted`."""
+    """State of a dataset after the last batch delivered, or when the pass began if its copies in
+    workers have their own. While no batch is made ahead: the method that asks for it, and for
+    `iterator` and `exhausted`."""
+    iterator: Any = None
+    """State of an iterable dataset's iterator, where the iterator has it."""
     exhausted: bool = False
     """Whether an iterable dataset had ended with that batch."""
+    workers: list[Record | None] | None = None
+    """What each worker's copy of the dataset was after its last batch delivered."""
+    turn: int = 0
+    """The worker that makes the next batch."""
+    workers_rng: Tensor | None = None
+    """State of torch's default generator before the seed of the workers was drawn from it."""
+    begun: bool = False
+    """Whether the pass had begun, and had drawn that seed."""
+
+    persist = False  # whether the copies in workers live on when the epoch ends
 
     def end_epoch(self) -> None:
         """Become the start of the next epoch."""
-        self.epoch, self.batch, self.consumed = self.epoch + 1, 0, 0
-        self.rng = self.generator = self.dataset = None
-        self.exhausted = False
+        workers = self.workers if self.persist else None
+        vars(self).update(vars(Position(self.epoch + 1, workers=workers)))
+
+    def take(self, news: Any) -> None:
+        """Note what a batch brought: notes of workers, or the state of the dataset."""
+        if isinstance(news, dict):
+            vars(self).update(news)
+            return
+        for note in news:
+            if note is not None and self.workers is not None:
+                worker, record = note
+                self.workers = [*self.workers]  # that of a state stays
+                self.workers[worker] = record
+                self.turn = (worker + 1) % len(self.workers)
 
     def now(self) -> "Position":
         """Return a copy that stays where it is."""
         if isinstance(self.dataset, MethodType):
-            state, exhausted = self.dataset()
-            return replace(self, dataset=state, exhausted=exhausted)
+            return replace(self, **self.dataset())
         return replace(self)
 
     @property
@@ -66,23 +92,43 @@ def read_position(state: dict[str, Any]) -> tuple[Position, int | None]:
         if name not in state:
             msg = f"state: expected what DataLoader.state_dict returns, it has no {name!r}"
             raise ValueError(msg)
-    for name in ("epoch", "batch", "consumed", "told_epoch"):
+    for name in ("epoch", "batch", "consumed", "turn", "told_epoch"):
         value = state[name]
         if isinstance(value, Tensor) or (value is None and name != "told_epoch"):
             msg = f"state: its {name}: expected an integer of at least 0, got {value!r}"
             raise ValueError(msg)
         check_integer(f"state: its {name}", value, least=0)
-    if type(state["exhausted"]) is not bool:
-        msg = f"state: its exhausted: expected True or False, got {state['exhausted']!r}"
-        raise ValueError(msg)
-    for name in ("rng", "generator"):
+    for name in ("exhausted", "begun"):
+        if type(state[name]) is not bool:
+            msg = f"state: its {name}: expected True or False, got {state[name]!r}"
+            raise ValueError(msg)
+    values = {name: state[name] for name in names}
+    values["workers"] = read_records(state["workers"])
+    for name in RANDOM:
         if state[name] is not None:
             try:
-                torch.Generator().set_state(state[name])
-            except (RuntimeError, TypeError) as error:
+                values[name] = decode(state[name])
+                torch.Generator().set_state(values[name])
+            except (RuntimeError, TypeError, ValueError) as error:
                 msg = f"state: its {name}: expected the state of a generator or None; {error}"
                 raise ValueError(msg) from error
-    return Position(**{name: state[name] for name in names}), state["told_epoch"]
+    return Position(**values), state["told_epoch"]
+
+
+def encode(position: Position) -> dict[str, Any]:
+    """Return a position as JSON knows it, except for the states that datasets have."""
+    state = vars(position).copy()
+    for name in RANDOM:
+        if state[name] is not None:
+            state[name] = b64encode(state[name].numpy().tobytes()).decode()
+    return state
+
+
+def decode(text: Any) -> Tensor:
+    """Return a generator's state, which may also be a tensor."""
+    if isinstance(text, Tensor):
+        return text
+    return torch.frombuffer(bytearray(b64decode(text, validate=True)), dtype=torch.uint8)
 
 
 def check_integer(name: str, value: Any, *, least: int) -> None:
@@ -95,35 +141,22 @@ def check_integer(name: str, value: Any, *, least: int) -> None:
 
 
 def check_resumable(dataset: Any, num_workers: int) -> None:
-    """Refuse an iterable dataset that does not say where it is."""
+    """Refuse an iterable dataset that nobody but its owner can ask where it is."""
     if not isinstance(dataset, IterableDataset):
         return
     name = type(dataset).__name__
-    if not hasattr(dataset, "state_dict"):
-        msg = f"dataset: {name} is iterable and has no state_dict, so its position is unknown"
-        raise TypeError(msg)
-    if find_save(dataset) is None:
+    if hasattr(dataset, "state_dict") and find_save(dataset) is None:
         msg = (
             f"dataset: the state_dict of {name} takes arguments, so its position is unknown; save "
             "and load the dataset's own state beside the loader"
         )
         raise TypeError(msg)
-    if num_workers > 0:
+    if num_workers > 0 and not has_copies(dataset, num_workers):
         msg = (
-            f"num_workers={num_workers}: {name} is iterable, and its position is known to "
+            f"num_workers={num_workers}: {name} is a data pipe, and its position is known to "
             "its workers only; use num_workers=0 to save and load it"
         )
         raise TypeError(msg)
-
-
-def find_save(dataset: Any) -> Callable[[], Any] | None:
-    """Return the dataset's `state_dict` if it can be called without arguments."""
-    save: Callable[[], Any] | None = getattr(dataset, "state_dict", None)
-    try:
-        inspect.signature(save).bind()  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return None
-    return save
 
 
 @dataclass(eq=False)
@@ -138,13 +171,16 @@ class Indices:
     """Seeds the generator anew for each epoch, together with the epoch; None does not."""
     position: Position
     """Where to begin. Not yet there, the state of the generator is put into it."""
+    skips: int = 0
+    """Turns to leave out, before the worker whose turn it is."""
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield what the sampler yields."""
-        return self._from_position(lambda sampler, skip: islice(iter(sampler), skip, None))
+        rest = self._from_position(lambda sampler, skip: islice(iter(sampler), skip, None))
+        return chain([Skip()] * self.skips, rest)
 
     def batches(self) -> Iterator[Any]:
         """Yield batches as int64 tensors, or as lists where they are not plain integers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import pickle
 import random
 import tempfile
@@ -327,15 +328,104 @@ class Resumable(IterableDataset):
         self.position = state["position"]
 
 
-def test_an_iterable_dataset_without_a_state_is_refused(backend):
-    loader = fastamp.DataLoader(Stream(range(100)), 4)
+class Drawing(Squares):
+    """A map-style dataset whose samples depend on those before."""
+
+    def __init__(self, length):
+        super().__init__(length)
+        self.draws = 0
+
+    def __getitem__(self, index):
+        self.draws += 1
+        return index, self.draws
+
+    def state_dict(self):
+        return {"draws": self.draws}
+
+    def load_state_dict(self, state):
+        self.draws = state["draws"]
+
+
+class Place:
+    """An iterator that says where it is."""
+
+    def __init__(self, first, last):
+        self.next, self.last = first, last
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.next == self.last:
+            raise StopIteration
+        self.next += 1
+        return self.next - 1
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+class Parts(IterableDataset):
+    """A stream of which each worker has a part; the first part is shorter."""
+
+    def __init__(self, make=Place):
+        self.make = make
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        return self.make(*((0, 30) if info is None else ((0, 9), (9, 30))[info.id]))
+
+
+def plain_range(first, last):
+    return iter(range(first, last))
+
+
+STATEFUL = {
+    "map": (lambda: Drawing(30), {"shuffle": True, "seed": 3}),
+    "map without batches": (lambda: Drawing(11), {"batch_size": None}),
+    "iterator": (Parts, {}),
+    "iterator without batches": (Parts, {"batch_size": None}),
+    "iterator, drop_last": (Parts, {"drop_last": True}),
+    "generator": (Resumable, {}),
+    "nothing": (lambda: Parts(plain_range), {}),
+}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("device", [None, "meta"])
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_a_dataset_with_a_state_of_its_own_resumes_with_the_loader(kind, device, num_workers):
+    make, options = STATEFUL[kind]
+    options = {"batch_size": 4, "num_workers": num_workers, "device": device, **options}
+    whole = list(fastamp.DataLoader(make(), **options))
+    for stop in (0, 1, 2, len(whole) - 1, len(whole)):
+        loader = fastamp.DataLoader(make(), **options)
+        iterator = iter(loader)
+        before = [next(iterator) for _ in range(stop)]
+        state = json.loads(json.dumps(loader.state_dict()))
+        resumed = fastamp.DataLoader(make(), **options)
+        resumed.load_state_dict(state)
+        assert_same(before + list(resumed), whole)
+
+
+def test_a_state_of_other_workers_is_refused_inside_an_epoch(backend):
+    loader = fastamp.DataLoader(Drawing(30), 4)
     next(iter(loader))
-    with pytest.raises(TypeError, match="dataset: Stream is iterable and has no state_dict"):
-        loader.state_dict()
-    with pytest.raises(TypeError, match="dataset: Stream is iterable and has no state_dict"):
-        loader.load_state_dict(fastamp.DataLoader(X, 4).state_dict())
-    with pytest.raises(TypeError, match="num_workers=2: Resumable is iterable"):
-        fastamp.DataLoader(Resumable(), 4, num_workers=2).state_dict()
+    with pytest.raises(ValueError, match="state: it is of num_workers=0, the loader's is 2"):
+        fastamp.DataLoader(Drawing(30), 4, num_workers=2).load_state_dict(loader.state_dict())
+
+
+def test_a_stream_without_a_state_is_read_again(backend):
+    loader = fastamp.DataLoader(Stream(range(100)), 4)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    resumed = fastamp.DataLoader(Stream(range(100)), 4)
+    resumed.load_state_dict(state)
+    assert_same(list(resumed), list(iterator))
 
 
 @pytest.mark.parametrize("stop", [0, 1, 12, 24, 25, 26])
@@ -384,7 +474,7 @@ def test_the_state_is_that_after_the_last_batch_delivered(device, backend):
         state = loader.state_dict()
         assert (state["dataset"], state["exhausted"]) == ({"position": 4 * count}, False)
     assert next(iterator, None) is None
-    assert loader.state_dict()["dataset"] is None
+    assert loader.state_dict()["dataset"] == {"position": 0}
 
 
 class Streaming(Resumable):

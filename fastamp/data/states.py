@@ -1,0 +1,150 @@
+"""The state of a dataset: its own, that of its iterator, and that of its copies in workers."""
+
+import inspect
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, get_worker_info
+
+Record = dict[str, Any]
+"""What a copy of a dataset in a worker was after its last batch delivered: "dataset" and
+"iterator", their states or None; "samples", of an iterator without state; "ended"."""
+
+
+class Measured(NamedTuple):
+    """A batch with the seconds that the dataset and the collate function took for it."""
+
+    batch: Any
+    getitem_s: float = 0.0
+    collate_s: float = 0.0
+    note: tuple[int, Record] | None = None
+    """The worker that made it, and its record."""
+    is_batch: bool = True
+    """False: it only brings the note, or takes a worker's turn."""
+
+
+class Skip(list[Any]):
+    """An index in place of a batch's, for a worker whose turn is over."""
+
+
+def find_save(dataset: Any) -> Callable[[], Any] | None:
+    """Return the `state_dict` of a dataset or iterator if it needs no arguments."""
+    save: Callable[[], Any] | None = getattr(dataset, "state_dict", None)
+    try:
+        inspect.signature(save).bind()  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+    return save if hasattr(dataset, "load_state_dict") else None
+
+
+def has_copies(dataset: Any, num_workers: int) -> bool:
+    """Say whether each worker's copy of a dataset has a state of its own."""
+    if num_workers == 0 or isinstance(dataset, IterDataPipe | MapDataPipe):
+        return False
+    return isinstance(dataset, IterableDataset) or find_save(dataset) is not None
+
+
+def read_records(state: Any) -> list[Record | None] | None:
+    """Return the records of workers in a loader's state, or raise a ValueError."""
+    names = {"dataset", "iterator", "samples", "ended"}
+    if state is not None and not (
+        isinstance(state, list)
+        and all(one is None or (isinstance(one, dict) and one.keys() == names) for one in state)
+    ):
+        msg = f"state: its workers: expected None, or a list with the state of each, got {state!r}"
+        raise ValueError(msg)
+    return state
+
+
+class WorkerStream(IterableDataset[Measured]):
+    """The batches of an iterable dataset, made in workers, each with the state after it.
+
+    As torch makes them: `get` samples, and what the collate function makes of them.
+    """
+
+    def __init__(
+        self, loader: Any, records: list[Record | None] | None, turn: int, *, new: bool
+    ) -> None:
+        self.dataset = loader.dataset
+        self._size, self._drop_last = loader.batch_size, loader.drop_last
+        self._collate_fn = loader.collate_fn
+        self._records = records
+        self._turn, self._new = turn, new
+
+    def __repr__(self) -> str:
+        return repr(self.dataset)  # in torch's warnings
+
+    def __iter__(self) -> Iterator[Measured]:
+        worker: int = get_worker_info().id  # type: ignore[union-attr]
+        records, self._records = self._records, None  # of the first pass
+        record = records[worker] if records else None
+        ended = record is not None and record["ended"]
+        if records and worker < self._turn and not ended:
+            yield Measured(None, is_batch=False)
+        iterator = begin(self.dataset, record, new=self._new)
+        if not ended or self._new:
+            yield from self._batches(worker, iterator, record)
+
+    def _batches(
+        self, worker: int, iterator: Iterator[Any], record: Record | None
+    ) -> Iterator[Measured]:
+        save = find_both(self.dataset, iterator)
+        count = record["samples"] if record and not self._new else 0
+        self._new = True  # the passes after this one
+        size, ended = self._size or 1, False
+        while not ended:
+            start_s = time.perf_counter()
+            samples = list(take(iterator, size))
+            collate_s = time.perf_counter()
+            count, ended = count + len(samples), len(samples) < size
+            if not samples or (ended and self._drop_last):
+                break
+            batch = self._collate_fn(samples if self._size else samples[0])
+            end_s = time.perf_counter()
+            note = worker, {**save(), "samples": count, "ended": ended}
+            yield Measured(batch, collate_s - start_s, end_s - collate_s, note)
+            if ended:
+                return
+        note = worker, {**save(), "samples": count, "ended": True}
+        yield Measured(None, note=note, is_batch=False)
+
+
+def begin(dataset: Any, record: Record | None, *, new: bool) -> Iterator[Any]:
+    """Return the iterator of a dataset where a record was made; at a `new` pass, after its end."""
+    if record is None:
+        return iter(dataset)
+    if record["dataset"] is not None:
+        dataset.load_state_dict(record["dataset"])
+    iterator: Any = iter(dataset)
+    if record["iterator"] is not None:
+        iterator.load_state_dict(record["iterator"])
+        return iter(dataset) if new else iterator
+    if is_skipped(record) and not new:
+        deque(take(iterator, record["samples"]), maxlen=0)
+    return iterator  # type: ignore[no-any-return]
+
+
+def is_skipped(record: Record | None) -> bool:
+    """Say whether there is no state in a record, so that samples are counted."""
+    return record is not None and record["dataset"] is None and record["iterator"] is None
+
+
+def take(iterator: Iterator[Any], count: int) -> Iterator[Any]:
+    """Yield at most so many items; `islice` asks for an iterator anew, which may begin again."""
+    end = object()
+    for _ in range(count):
+        item = next(iterator, end)
+        if item is end:
+            return
+        yield item
+
+
+def find_both(dataset: Any, iterator: Any) -> Callable[[], dict[str, Any]]:
+    """Return what asks a dataset and its iterator, which may be the same, for their states."""
+    own = None if iterator is dataset else find_save(dataset)
+    its = find_save(iterator)
+    # Copies: the dataset goes on, and a worker's queue is read later.
+    return lambda: deepcopy({"dataset": own and own(), "iterator": its and its()})
