@@ -55,16 +55,25 @@ void round_up(StackSpec& spec, std::int64_t multiple) {
 std::int64_t itemsize_of(dlpack::DataType dtype) { return (dtype.bits * dtype.lanes + 7) / 8; }
 
 bool read_tensors(const py::tuple& samples, StackSpec& spec) {
-  dlpack::DataType dtype{};
+  if (samples.empty()) return false;
+  HostTensor first;
+  if (!read_host_tensor(samples[0], first)) return false;
+  spec.itemsize = itemsize_of(first.dtype);
+  if (spec.pad == nullptr) {  // most batches: as little as possible for each sample
+    spec.row_shape.assign(first.shape, first.shape + first.ndim);
+    spec.rows.assign(samples.size(), first.data);
+    for (std::size_t i = 1; i < spec.rows.size(); ++i)
+      if ((spec.rows[i] = read_alike(PyTuple_GET_ITEM(samples.ptr(), i), first)) == nullptr)
+        return false;
+    return true;
+  }
   for (const py::handle sample : samples) {
     HostTensor tensor;
-    if (!read_host_tensor(sample, tensor)) return false;
-    if (spec.rows.empty()) dtype = tensor.dtype;
-    if (!(tensor.dtype == dtype) || !add_row(spec, tensor.data, tensor.ndim, tensor.shape))
+    if (!read_host_tensor(sample, tensor) || !(tensor.dtype == first.dtype) ||
+        !add_row(spec, tensor.data, tensor.ndim, tensor.shape))
       return false;
   }
-  spec.itemsize = itemsize_of(dtype);
-  return !spec.rows.empty();
+  return true;
 }
 
 /// Takes arrays of one type and one dtype, which is known to be one of torch's.
@@ -129,9 +138,9 @@ py::object stack(const py::object& samples, const py::object& dtype, const py::o
   return out;
 }
 
-py::list column(const py::tuple& samples, const py::object& key) {
+py::tuple column(const py::tuple& samples, const py::object& key) {
   const Py_ssize_t count = PyTuple_GET_SIZE(samples.ptr());
-  py::list values(count);
+  py::tuple values(count);
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* sample = PyTuple_GET_ITEM(samples.ptr(), i);
     PyObject* value = nullptr;
@@ -140,7 +149,7 @@ py::list column(const py::tuple& samples, const py::object& key) {
     if (value == nullptr && PyErr_Occurred() == nullptr)
       value = PyObject_GetItem(sample, key.ptr());
     if (value == nullptr) throw py::error_already_set();
-    PyList_SET_ITEM(values.ptr(), i, value);
+    PyTuple_SET_ITEM(values.ptr(), i, value);
   }
   return values;
 }

@@ -148,6 +148,20 @@ bool read_host_tensor(py::handle object, HostTensor& tensor) {
   return is_contiguous(found) && !has_flags(object, found.dtype, tensor.numel);
 }
 
+const void* read_alike(py::handle object, const HostTensor& first) {
+  dlpack::Tensor found;
+  if (!read(object, found) || !is_on(found.device, kHost)) return nullptr;
+  if (found.ndim != first.ndim || !(found.dtype == first.dtype)) return nullptr;
+  std::int64_t expected = 1;
+  for (int dim = found.ndim - 1; dim >= 0; --dim) {
+    const std::int64_t length = first.shape[dim];
+    if (found.shape[dim] != length || (found.strides[dim] != expected && length != 1))
+      return nullptr;
+    expected *= length;
+  }
+  return has_flags(object, found.dtype, first.numel) ? nullptr : found.data;
+}
+
 void* data_of(py::handle tensor, DataType dtype, std::int64_t numel, const char* argument) {
   dlpack::Tensor found;
   if (!read(tensor, found) || !(found.dtype == dtype) || !is_dense(found) || count(found) < numel)

@@ -39,6 +39,10 @@ std::optional<TensorView> read_dense(py::handle object, dlpack::Device device);
 /// negation. Says no to every other.
 bool read_host_tensor(py::handle object, HostTensor& tensor);
 
+/// Returns the address of another such tensor of the shape and dtype of `first`; null where it is
+/// none, or empty.
+const void* read_alike(py::handle object, const HostTensor& first);
+
 /// Returns the address of a dense tensor of the given type that has at least `numel` elements, and
 /// raises a TypeError that names `argument` otherwise.
 void* data_of(py::handle tensor, dlpack::DataType dtype, std::int64_t numel, const char* argument);

@@ -165,7 +165,7 @@ class HostOps(Protocol):
     def name(self) -> str:
         """The backend's name, as in `fastamp.backends()`."""
 
-    def column(self, samples: tuple[Any, ...], key: Any) -> list[Any]:
+    def column(self, samples: tuple[Any, ...], key: Any) -> Sequence[Any]:
         """Return sample[key] of every sample."""
 
     def stack(

@@ -126,15 +126,21 @@ class _Container:
         if type(sample) is not self._type:
             return False
         items = sample if self._is_mapping else _items_of(sample) or {}
-        return list(items) == self._names and all(
-            child.fits(items[name]) for name, child in self._children.items()
-        )
+        if list(items) != self._names:
+            return False
+        for name, child in self._children.items():  # noqa: SIM110 - in half the time
+            if not child.fits(items[name]):
+                return False
+        return True
 
     def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
         if self._is_mapping:
             rows = tuple(samples)
-            children = self._children.items()
-            batch = {key: child.collate(ops.column(rows, key), ops) for key, child in children}
+            batch = {}
+            for key, child in self._children.items():
+                column = ops.column(rows, key)
+                # Functions that others have registered get lists, as from torch.
+                batch[key] = child.collate([*column] if type(child) is Leaf else column, ops)
         else:
             columns = zip(self._children.items(), self._columns(samples), strict=False)
             batch = {name: child.collate(column, ops) for (name, child), column in columns}

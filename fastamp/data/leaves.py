@@ -114,10 +114,11 @@ class TensorLeaf(Leaf):
             dtype = torch_dtype(dtype) if on_cpu else None
         if dtype is not None:
             pad = None if self._pad is None else self._element(self._pad, dtype)
-            for backend in (ops, _ops.FALLBACK):
-                out = backend.stack(samples, dtype, self._allocate, pad, self._multiple)
-                if out is not None:
-                    return out
+            out = ops.stack(samples, dtype, self._allocate, pad, self._multiple)
+            if out is None:
+                out = _ops.FALLBACK.stack(samples, dtype, self._allocate, pad, self._multiple)
+            if out is not None:
+                return out
         try:
             return super().collate(samples, ops)
         except RuntimeError as error:
