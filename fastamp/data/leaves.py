@@ -108,7 +108,7 @@ class TensorLeaf(Leaf):
         if self._is_list:
             samples = self._arrays(samples)
         dtype = samples[0].dtype
-        if isinstance(dtype, np.dtype):
+        if not isinstance(dtype, torch.dtype):
             # torch makes tensors of arrays on the default device.
             on_cpu = self._pad is not None or torch.get_default_device().type == "cpu"
             dtype = torch_dtype(dtype) if on_cpu else None

@@ -505,9 +505,9 @@ def test_a_slow_dataset_is_named_as_the_cause_of_starvation(num_workers, backend
     loader = fastamp.DataLoader(Rows(40, get), 10, num_workers=num_workers)
     list(loader)
     stats = loader.stats()
-    assert str(stats) == f"starved {100 * stats.wait_share:.0f} %: getitem"
     assert stats.wait_share > 0.5
     assert stats.getitem_s >= 0.2
+    assert stats.getitem_s > max(stats.collate_s, stats.copy_s, stats.slot_wait_s)
 
 
 def test_indices_that_are_no_integers_give_what_torch_gives(backend):
