@@ -337,7 +337,7 @@ def test_slots_given_back_by_another_thread_are_filled_again(native, monkeypatch
 
 @pytest.mark.usefixtures("switching")
 def test_threads_that_wait_at_once_are_refused_and_lose_nothing(native):
-    columns = [random_bytes(64, 1 << 20)]
+    columns = [random_bytes(64, 1 << 17)]
     queue = make_queue(native, columns, depth=4, num_threads=0)
     jobs = [Job(columns, random.integers(0, 64, 64)) for random in [rng()] * 4]
     for job in jobs:
