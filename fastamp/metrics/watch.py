@@ -31,7 +31,7 @@ class ScalerWatch:
         self._log, self._scaler, self._step = log, scaler, first_step
         scale, skipped = (known.get(f"train/{name}") for name in ("loss_scale", "skipped_steps"))
         self._scale = scale.last if scale else math.nan
-        self._n_skipped = int(skipped.last) if skipped else 0
+        self._n_skipped = int(skipped.last) if skipped and math.isfinite(skipped.last) else 0
         # The scaler forgets it with its tracker.
         self._reference = weakref.ref(self, partial(_forget, scaler._observers))
         scaler._observers.append(self._reference)

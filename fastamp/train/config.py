@@ -1,8 +1,8 @@
 """The options of a training run, checked when the config is made."""
 
-import math
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ _INTEGERS = {"epochs": 1, "max_steps": 1, "batch_size": 1, "warmup_steps": 0, "a
 _INTEGERS |= {"seed": 0, "num_workers": 0, "eval_every": 1, "log_every": 1}
 _INTEGERS |= {"checkpoint_every": 1, "keep": 1}
 _KINDS: dict[str, Any] = {"loss_fn": Callable, "model_call": ModelCall, "tracker": MetricsTracker}
+_KINDS |= {"checkpoint_dir": str | os.PathLike, "use_amp": bool}
 _LARGEST = 2**63 - 1  # torch's integers have 64 bits
 
 
@@ -103,20 +104,23 @@ class TrainConfig:
             self._check(name, expected, fine=fine or (or_none and value is None))
         for name, others in {"lr": (), "weight_decay": (0,), "max_norm": (None,)}.items():
             value = getattr(self, name)
-            fine = isinstance(value, (int, float)) and 0 < value < math.inf
+            is_number = isinstance(value, (int, float))
+            fine = is_number and 0 < value <= sys.float_info.max
             expected = " or ".join([*map(str, others), "a number above 0"])
-            self._check(name, expected, fine=fine or value in others)
+            fine = fine or ((is_number or value is None) and value in others)
+            self._check(name, expected, fine=fine)
             if value is not None:  # a checkpoint cannot hold NumPy's numbers
                 object.__setattr__(self, name, float(value))
-        known = callable(self.optimizer) or self.optimizer in OPTIMIZERS
+        known = callable(self.optimizer) or self._is_one_of("optimizer", OPTIMIZERS)
         self._check("optimizer", f"a callable or one of {', '.join(OPTIMIZERS)}", fine=known)
-        self._check("schedule", f"one of {', '.join(SCHEDULES)}", fine=self.schedule in SCHEDULES)
-        known = self.parallel in (None, "ddp", "fsdp")
+        known = self._is_one_of("schedule", SCHEDULES)
+        self._check("schedule", f"one of {', '.join(SCHEDULES)}", fine=known)
+        known = self.parallel is None or self._is_one_of("parallel", ("ddp", "fsdp"))
         self._check("parallel", "None, 'ddp' or 'fsdp'", fine=known)
         for name, kind in _KINDS.items():
             value = getattr(self, name)
             fine = value is None or isinstance(value, kind)
-            self._check(name, f"{kind.__name__} or None", fine=fine)
+            self._check(name, f"{getattr(kind, '__name__', 'a path')} or None", fine=fine)
         alone = self.loss_fn is None or self.model_call is None
         self._check("loss_fn", "None beside a model_call, which has its own", fine=alone)
         self._check("device", "an available device", fine=self._has_device())
@@ -164,3 +168,7 @@ class TrainConfig:
         if not fine:
             msg = f"{name}: expected {expected}, got {getattr(self, name)!r}"
             raise ValueError(msg)
+
+    def _is_one_of(self, name: str, known: Collection[str]) -> bool:
+        value = getattr(self, name)
+        return isinstance(value, str) and value in known

@@ -32,7 +32,7 @@ class TrackerState(Target):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         tracker = fastamp.MetricsTracker(8)
-        for n, name in ((1, "one"), (8, "full"), (33, "thinned"), (40, "train/loss")):
+        for n, name in ((1, "one"), (8, "full"), (33, "thinned"), (40, "train/skipped_steps")):
             log(tracker, n, name)
         self.valid = tracker.state_dict()
 
@@ -55,6 +55,7 @@ class TrackerState(Target):
         again = fastamp.MetricsTracker(8)
         again.load_state_dict(saved)
         assert same(again.state_dict(), saved)
+        subject.watch(fastamp.GradScaler("cpu"), first_step=41)
         before = subject.summary()
         for n_more in (0, 3):
             for name, stats in before.items():
@@ -190,6 +191,7 @@ class Config(Target):
     def use(self, subject: None, given: Any, loaded: fastamp.TrainConfig) -> None:
         assert loaded.effective_precision in {"32-true", "bf16-mixed", "16-mixed"}
         assert loaded.chosen_device.type == "cpu"
+        assert loaded.checkpoint_dir is None or Path(loaded.checkpoint_dir)
         for total in (None, 10) if loaded.schedule == "constant" else (10,):
             assert all(0 <= loaded.lr_factor(n, total) <= 1 for n in (0, 1, 5, 10, 11))
 

@@ -293,6 +293,13 @@ def test_the_result_is_bounded_pickles_and_plots(tmp_path):
         ({"tracker": 3}, "tracker: expected MetricsTracker or None, got 3"),
         ({"device": "bogus"}, "device: expected an available device, got 'bogus'"),
         ({"device": "meta"}, "device: expected an available device, got 'meta'"),
+        ({"lr": 10**400}, "lr: expected a number above 0, got 1000"),
+        ({"max_norm": torch.ones(2)}, "max_norm: expected None or a number above 0, got tensor"),
+        ({"optimizer": {}}, r"optimizer: expected a callable or one of .*, got \{\}"),
+        ({"schedule": []}, r"schedule: expected one of .*, got \[\]"),
+        ({"parallel": torch.ones(2)}, "parallel: expected None, 'ddp' or 'fsdp', got tensor"),
+        ({"use_amp": torch.ones(2)}, "use_amp: expected bool or None, got tensor"),
+        ({"checkpoint_dir": 5}, "checkpoint_dir: expected a path or None, got 5"),
         ({"seed": 2**63}, "seed: expected an integer from 0 to .*, got 9223372036854775808"),
     ],
 )
