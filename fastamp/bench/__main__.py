@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,12 @@ MOVES = """a metric and how far it may move from the baseline, as in 'speedup:-5
 
 def _writable_file(text: str) -> Path:
     path = Path(text).absolute()
-    needed = path if path.exists() else Path(os.path.realpath(path)).parent
-    if path.is_dir() or not os.access(needed, os.W_OK):
-        message = f"{text!r} is no file that can be written"
-        raise argparse.ArgumentTypeError(message)
-    return path
+    with suppress(OSError):  # the name may be too long
+        needed = path if path.exists() else Path(os.path.realpath(path)).parent
+        if os.access(needed, os.W_OK) and not path.is_dir():
+            return path
+    message = f"{text!r} is no file that can be written"
+    raise argparse.ArgumentTypeError(message)
 
 
 def _device(text: str) -> str:

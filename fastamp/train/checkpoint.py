@@ -263,7 +263,7 @@ def read_file(path: Path, check: Check) -> dict[str, Any]:
         raise DamagedError(msg) from error
     found = state.get("format") if isinstance(state, dict) else None
     if found != _FORMAT:
-        is_ours = isinstance(found, str) and found.encode().startswith(_OURS)
+        is_ours = isinstance(found, str) and found.startswith(_OURS.decode())
         msg = f"{path}: expected {_FORMAT!r}, got {found!r}"
         raise (CheckpointError if is_ours else DamagedError)(msg)
     try:

@@ -161,7 +161,13 @@ class TrainConfig:
             if device.type == "cuda":  # it is not touched: workers may fork from this process
                 return (device.index or 0) < torch.cuda.device_count()
             return torch.empty(0, device=device).device.type != "meta"
-        except (AssertionError, ImportError, RuntimeError, TypeError):  # each by some devices
+        except (
+            AssertionError,
+            ImportError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ):  # each by some devices
             return False
 
     def _check(self, name: str, expected: str, *, fine: bool) -> None:

@@ -48,8 +48,11 @@ def load_corpus(path: str | None, *, block_size: int) -> Corpus:
     else:
         source, root, pattern, excluded = path, Path(path), "*", set()
     names = (file.relative_to(root) for file in root.rglob(pattern) if file.is_file())
-    kept = sorted(name.as_posix() for name in names if not excluded.intersection(name.parts))
-    files = [root] if root.is_file() else [root / name for name in kept]
+    try:
+        kept = sorted(name.as_posix() for name in names if not excluded.intersection(name.parts))
+        files = [root] if root.is_file() else [root / name for name in kept]
+    except OSError as error:  # the name may be too long
+        refuse("--data", str(root), f"cannot be read: {error.strerror}")
     if not files:
         refuse("--data", str(root), "is no file, and no folder that holds one")
     try:

@@ -8,12 +8,11 @@ import torch
 from support.fuzz import Target, fuzz
 from support.fuzz_run import TARGETS
 
-COUNT = 150
-NAMES = ["tracker", "scaler", "tokens", "loader_state", "loader_options"]
+COUNT = 100
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TARGETS)
 def test_what_is_changed_at_random_works_or_is_refused_with_a_clear_error(name, tmp_path):
     target = TARGETS[name](tmp_path)
     try:
@@ -21,7 +20,7 @@ def test_what_is_changed_at_random_works_or_is_refused_with_a_clear_error(name, 
     finally:
         target.close()
     assert not findings.found, str(findings)
-    assert 0 < findings.refused < COUNT
+    assert findings.refused > 0
 
 
 class Careless(Target):

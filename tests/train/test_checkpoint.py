@@ -215,6 +215,7 @@ DAMAGE = {
     "No such file": dangling,
     "expected 'fastamp.train 3', got None": lambda path: torch.save({"a": 1}, path),
     "expected 'fastamp.train 3', got 7": lambda path: torch.save({"format": 7}, path),
+    "got '.ud800'": lambda path: torch.save({"format": "\ud800"}, path),
     "holds an object of .*CrashError": lambda path: torch.save(CrashError(), path),
 }
 

@@ -293,6 +293,8 @@ def test_the_result_is_bounded_pickles_and_plots(tmp_path):
         ({"tracker": 3}, "tracker: expected MetricsTracker or None, got 3"),
         ({"device": "bogus"}, "device: expected an available device, got 'bogus'"),
         ({"device": "meta"}, "device: expected an available device, got 'meta'"),
+        ({"device": b"\xff"}, "device: expected an available device, got b"),
+        ({"device": 2**63}, "device: expected an available device, got 9223372036854775808"),
         ({"lr": 10**400}, "lr: expected a number above 0, got 1000"),
         ({"max_norm": torch.ones(2)}, "max_norm: expected None or a number above 0, got tensor"),
         ({"optimizer": {}}, r"optimizer: expected a callable or one of .*, got \{\}"),
