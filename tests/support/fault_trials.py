@@ -208,6 +208,8 @@ KILLS = {
     ("fine_tune, 2 ranks", "power"): 1,
     ("JsonLines", "kill"): 1,
     ("Csv", "kill"): 1,
+    ("bench", "kill"): 1,
+    ("bench", "power"): 1,
 }
 SIGNALS = {
     ("fine_tune", "signal"): 6,
@@ -221,6 +223,8 @@ FAILURES = {
     ("JsonLines", "fail"): 1,
     ("JsonLines", "full"): 1,
     ("Csv", "fail"): 1,
+    ("bench", "full"): 1,
+    ("bench", "fail"): 1,
 }
 GROUPS = {"kills": KILLS, "signals": SIGNALS, "failures": FAILURES}
 
@@ -293,6 +297,11 @@ class Tally:
         self.struck[row] += n_struck
         self.problems += [(row, problem) for problem in problems]
 
+    def summary(self) -> str:
+        """Return the sums."""
+        n_trials, n_struck = (sum(c.values()) for c in (self.trials, self.struck))
+        return f"{n_trials} trials, {n_struck} faults struck, {len(self.problems)} problems"
+
     def table(self) -> str:
         """Return a row for each subject and kind of fault."""
         lines = [f"{'subject':20} {'fault':8} {'trials':>7} {'struck':>7} {'problems':>9}"]
@@ -318,6 +327,9 @@ def run_trials(wanted: dict[str, int], seed: int, n_servers: int = 1) -> Tally:
                     with lock:
                         left[group] -= n_struck
                         tally.add(row, n_struck, problems)
+                        is_hundredth = sum(tally.trials.values()) % 100 == 0
+                        if is_hundredth or problems:
+                            print(tally.summary(), *problems, sep="\n", flush=True)
 
     with ThreadPoolExecutor(n_servers) as executor:
         for call in [executor.submit(work) for _ in range(n_servers)]:
@@ -347,7 +359,7 @@ def main() -> int:
         print(f"{name}, {kind}: {problem}\n")
     print(f"fastamp {fastamp.__file__}, seed {args.seed}, {time.monotonic() - start_s:.0f} s")
     print(tally.table())
-    print(f"{sum(tally.struck.values())} faults struck, {len(tally.problems)} problems")
+    print(tally.summary())
     return 1 if tally.problems else 0
 
 

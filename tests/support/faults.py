@@ -90,7 +90,8 @@ class Server:
 
     def __enter__(self):
         self._folder = Path(tempfile.mkdtemp(prefix="faults")).resolve()
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+        paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
         env["LD_PRELOAD"] = str(build_shim(self._folder))
         ours, theirs = Pipe()
         code = "import sys; from support.faults import serve; serve(int(sys.argv[1]), sys.argv[2:])"
