@@ -223,6 +223,7 @@ struct Batch {
   }
 
   void check(const std::vector<Array>& arrays, const fastamp::GatherResult& result) const {
+    require(!result.is_lost, "memory that is there");
     require(result.bad_position == bad_position, "the place of a bad index");
     require(bad_position < 0 || result.num_rows == bad_rows, "the length beside a bad index");
     for (std::size_t c = 0; c < arrays.size() && bad_position < 0; ++c)
