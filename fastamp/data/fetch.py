@@ -164,6 +164,8 @@ class FetchSource(Iterator[Any]):
     """Gets what each batch tells of its worker, or the dataset's state after it."""
     _ahead: bool
     """Whether batches are made before they are delivered, so that states are taken at once."""
+    _passed: tuple[Position, int] | None = None
+    """Where batches come in any order: the pass's beginning, and the turns that it left out."""
     _notes: list[Any] = field(default_factory=list)
     _save: Callable[[], dict[str, Any]] | None = None
 
@@ -205,12 +207,24 @@ class FetchSource(Iterator[Any]):
         self._stats.getitem_s += getitem_s
         self._stats.collate_s += collate_s
         self._stats.nbytes += count_nbytes(batch)
-        if note is not None:
+        if self._passed is not None:
+            self._notes.append({"late": self._find_late(*self._passed)})
+        if note is not None or self._notes:
             self._states.append([*self._notes, note])
             self._notes = []
         elif self._ahead and self.position:
             self._states.append(self.ask())
         return batch
+
+    def _find_late(self, begin: Position, skips: int) -> list[int]:
+        """Return the places of the batches that are under way, with later ones delivered."""
+        iterator: Any = self._iterator
+        last, under_way = iterator._send_idx - 1, sorted(iterator._task_info)
+        while last in iterator._task_info:
+            last -= 1
+        sent = [number - skips for number in under_way if skips <= number < last]
+        late, passed = begin.late, begin.batch
+        return [late[n] if n < len(late) else passed + n for n in sent]
 
     def ask(self) -> dict[str, Any]:
         """Return the state of the dataset and of its iterator, and whether that has ended."""

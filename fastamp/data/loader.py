@@ -251,10 +251,13 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
 
         Raises:
             TypeError: the dataset is iterable and its `state_dict` needs arguments, or it is a data
-                pipe that workers read.
+                pipe that workers read; or the loader is sharded and `in_order` is False.
             RuntimeError: the dataset is iterable and Ctrl-C came while it was read.
         """
         check_resumable(self.dataset, self.num_workers)
+        if self._shard is not None and self.num_workers > 0 and not self.in_order:
+            msg = "in_order=False: how far all ranks have come is unknown where batches are late"
+            raise TypeError(msg)
         position = (self._last or self._next).now()
         generator, own = self.generator, self._sampler_generator()
         if generator is None or self.seed is not None or self._shard is not None:
@@ -464,7 +467,9 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             iterator = iter(inner)
         if own is not None and later:
             dataset.load_state_dict(own)
-        source = FetchSource(iterator, self._stats, dataset, states, ahead)
+        in_order = self.in_order or stream or self.num_workers == 0
+        passed = None if in_order else (replace(position), position.turn)
+        source = FetchSource(iterator, self._stats, dataset, states, ahead, passed)
         if stream and self.num_workers == 0:
             source.forward(position)
         if copies and not stream:

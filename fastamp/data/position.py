@@ -2,10 +2,10 @@
 
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain, islice
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Seque
 from fastamp.data.shard import RankBatches, ShardSampler, ranges
 from fastamp.data.states import Record, Skip, find_save, has_copies, read_records
 
+_Begin: TypeAlias = Callable[[Iterable[Any], int], Iterator[Any]]
 RANDOM = ("rng", "generator", "workers_rng")
 """The states of generators."""
 _BOOLEANS = (bool, np.dtype(bool), torch.bool)
@@ -27,6 +28,8 @@ class Position:
     epoch: int
     batch: int = 0
     """Delivered to the consumer."""
+    late: list[int] = field(default_factory=list)
+    """With `in_order=False`: the batches that were passed by others, by their place in order."""
     consumed: int = 0
     """Samples that the ranks of a sharded loader had had before the first of these batches."""
     rng: Tensor | None = None
@@ -63,7 +66,9 @@ class Position:
             vars(self).update(news)
             return
         for note in news:
-            if note is not None and self.workers is not None:
+            if isinstance(note, dict):
+                vars(self).update(note)
+            elif note is not None and self.workers is not None:
                 worker, record = note
                 self.workers = [*self.workers]  # that of a state stays
                 self.workers[worker] = record
@@ -98,6 +103,7 @@ def read_position(state: dict[str, Any]) -> tuple[Position, int | None]:
             msg = f"state: its {name}: expected an integer of at least 0, got {value!r}"
             raise ValueError(msg)
         check_integer(f"state: its {name}", value, least=0)
+    _check_late(state["late"], state["batch"])
     for name in ("exhausted", "begun"):
         if type(state[name]) is not bool:
             msg = f"state: its {name}: expected True or False, got {state[name]!r}"
@@ -113,6 +119,13 @@ def read_position(state: dict[str, Any]) -> tuple[Position, int | None]:
                 msg = f"state: its {name}: expected the state of a generator or None; {error}"
                 raise ValueError(msg) from error
     return Position(**values), state["told_epoch"]
+
+
+def _check_late(late: Any, batch: int) -> None:
+    is_list = isinstance(late, list) and all(type(place) is int for place in late)
+    if not is_list or sorted({-1, *late}) != [-1, *late] or late[-1:] >= [batch + len(late)]:
+        msg = f"state: its late: expected places that {batch} batches have passed, got {late!r}"
+        raise ValueError(msg)
 
 
 def encode(position: Position) -> dict[str, Any]:
@@ -186,17 +199,17 @@ class Indices:
         """Yield batches as int64 tensors, or as lists where they are not plain integers."""
         return self._from_position(_index_batches)
 
-    def _from_position(self, begin: Callable[[Iterable[Any], int], Iterator[Any]]) -> Iterator[Any]:
+    def _from_position(self, begin: _Begin) -> Iterator[Any]:
         position, generator = self.position, self.generator
         placed = _place_shard(self.sampler, position)
         if placed is not None:
-            yield from begin(placed, position.batch)
+            yield from self._rest(begin, placed)
             return
         if generator is None and position.rng is not None:
             # The program's own draws go on as if nothing had been drawn here.
             with torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(position.rng)
-                rest = begin(self.sampler, position.batch)
+                rest = self._rest(begin, self.sampler)
                 first = list(islice(rest, 1))
             yield from chain(first, rest)
             return
@@ -207,7 +220,16 @@ class Indices:
             source.set_state(position.rng)
         else:
             position.rng = source.get_state()
-        yield from begin(self.sampler, position.batch)
+        yield from self._rest(begin, self.sampler)
+
+    def _rest(self, begin: _Begin, sampler: Iterable[Any]) -> Iterator[Any]:
+        """Leave out what was delivered: the first batches, except for those that were late."""
+        late, count = self.position.late, self.position.batch
+        if not late:
+            return begin(sampler, count)
+        passed, first = count + len(late), late[0]
+        places = enumerate(begin(sampler, first), first)
+        return (batch for place, batch in places if place >= passed or place in late)
 
 
 def _place_shard(sampler: Any, position: Position) -> Iterable[Any] | None:

@@ -511,3 +511,52 @@ def test_the_state_of_a_dataset_that_cannot_load_one_is_refused():
 def test_a_generator_that_is_none_is_refused_by_its_name():
     with pytest.raises(TypeError, match=r"generator: expected a torch\.Generator or None, got 3"):
         fastamp.DataLoader(X, 4, generator=3)
+
+
+class Waiting(Squares):
+    """Rows, of which some are given once they are asked for in earnest."""
+
+    def __init__(self, length, slow):
+        super().__init__(length)
+        self.slow, self.go_on = slow, torch.multiprocessing.Event()
+
+    def __getitem__(self, index):
+        if index in self.slow:
+            assert self.go_on.wait(60)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_that_others_passed_are_not_lost(workers, device):
+    def make(slow, num_workers):
+        options = {"num_workers": num_workers, "in_order": False, "device": device}
+        return fastamp.DataLoader(Waiting(60, slow), 2, shuffle=True, seed=3, **options)
+
+    order = [batch["x"][:, 0].int().tolist() for batch in make({}, 0)]
+    seen, state = [], None
+    for stop in (3, 4):  # it is resumed twice
+        left = [row for batch in order for row in batch if row not in seen]
+        loader = make(left[:2], 2)
+        if state:
+            loader.load_state_dict(state)
+        batches = iter(loader)
+        for _ in range(stop):
+            seen += next(batches)["x"][:, 0].int().tolist()
+        state = json.loads(json.dumps(loader.state_dict()))
+        assert state["late"][0] == 0
+        loader.dataset.go_on.set()
+        del batches
+    last = make({}, workers)
+    last.load_state_dict(state)
+    for batch in last:
+        seen += batch["x"][:, 0].int().tolist()
+    assert sorted(seen) == list(range(60))
+    assert last.state_dict()["late"] == []
+
+
+def test_a_sharded_loader_whose_batches_come_in_any_order_has_no_state():
+    options = {"shard": True, "rank": 0, "world_size": 2}
+    loader = fastamp.DataLoader(Squares(40), 2, num_workers=1, in_order=False, **options)
+    with pytest.raises(TypeError, match="in_order=False"):
+        loader.state_dict()
