@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 COLLECTIVE_S = 120.0  # after which a rank gives up waiting for the others
-NO_FSDP2 = ("has no attribute 'record_event'", "has no FSDP2 on the CPU")  # torch's words, ours
+NO_FSDP2 = ("record_event", "has no FSDP2 on the CPU")  # torch's words, ours
 CALL_S = 300.0  # after which the ranks are killed
 
 
