@@ -18,6 +18,7 @@ _LARGEST = 2**63 - 1
 # What torch's optimizers keep for each parameter: tensors of its shape and dtype, and a "step".
 _ADAM = {"step", "exp_avg", "exp_avg_sq"}
 _KEPT: dict[type, set[str]] = {AdamW: _ADAM, Adam: _ADAM, Adagrad: {"step", "sum"}, SGD: set()}
+_MAY_BE_OPEN = {"foreach", "fused"}
 _MAY_KEEP = {"max_exp_avg_sq", "momentum_buffer"}
 
 
@@ -88,6 +89,9 @@ def check_optimizer(saved: dict[str, Any], optimizer: Optimizer, n_with_state: i
         flags = {k: None for k, v in theirs.items() if v is None or isinstance(v, bool)}
         like = {k: v for k, v in tree_map(_widen, ours).items() if v is not None or k in theirs}
         check(theirs, {**flags, **like, "params": ours["params"]}, f"{at}[{i}]")
+        for name in theirs.keys() & ours.keys() - _MAY_BE_OPEN:
+            fine = theirs[name] is not None or not isinstance(ours[name], bool)
+            _expect(fine, "True or False", None, f"{at}[{i}][{name!r}]")
         fine = theirs["params"] == ours["params"]
         _expect(fine, short(ours["params"]), theirs["params"], f"{at}[{i}]['params']")
     kept, at = saved["state"], "['optimizer']['state']"

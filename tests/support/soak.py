@@ -80,6 +80,15 @@ def count() -> tuple[int, int, int]:
     return threads, descriptors - 1, len(descendants())
 
 
+def targets() -> list[str]:
+    """Return what the descriptors stand for: a path, a socket, a pipe."""
+    found = []
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the one of this listing
+            found.append(f"{path.name} {path.readlink()}")
+    return sorted(found)
+
+
 def descendants() -> set[int]:
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -114,6 +123,7 @@ class Soak:
         soak_jobs.shared()
         signal.setitimer(signal.ITIMER_REAL, 0.05, 0.037)
         samples: list[Sample] = []
+        recent: list[str] = []  # jobs since the last sample
         try:
             for job in (*soak_jobs.PEACEFUL, *soak_jobs.ALONE):  # what each one keeps is there
                 self._round([job])
@@ -122,11 +132,15 @@ class Soak:
                 jobs = [self._rng.choice(soak_jobs.ALONE)]
                 if self._rng.random() < 0.6:
                     jobs = self._rng.choices(soak_jobs.PEACEFUL, k=self._rng.randrange(1, 4))
+                recent += [job.__name__ for job in jobs]
                 self._round(jobs)
                 if elapsed_s >= len(samples) * interval_s:
                     samples.append(take_sample())
                     figures = " ".join(f"{figure:9.6g}" for figure in samples[-1])
                     print(f"{elapsed_s:7.0f} s {figures}", flush=True)
+                    if samples[-1].descriptors > samples[-2:][0].descriptors:
+                        print("  " + "\n  ".join([*targets(), *recent]), flush=True)
+                    recent.clear()
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             faulthandler.cancel_dump_traceback_later()
@@ -208,6 +222,8 @@ def main() -> int:
     for (name, first, last, bound, holds), start in zip(rows, samples[0], strict=True):
         verdict = "flat" if holds else "NOT FLAT"
         print(f"{name:12} {start:9.1f} {first:14.1f} {last:13.1f} {bound:+7.0f}  {verdict}")
+        if name == "descriptors" and not holds:
+            print("  " + "\n  ".join(targets()))
     return 0 if all(row[-1] for row in rows) and not soak.done["a thread failed"] else 1
 
 

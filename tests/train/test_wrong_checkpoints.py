@@ -113,6 +113,13 @@ def test_every_entry_is_checked_before_anything_is_loaded(entry, whole, tmp_path
             assert place in refusal(tmp_path, changed(state, at, {**old, "another": 3}))
 
 
+@pytest.mark.parametrize("name", ["amsgrad", "maximize", "capturable", "differentiable"])
+def test_a_flag_of_the_optimizer_is_true_or_false(name, whole, tmp_path):
+    at = ("optimizer", "param_groups", 0, name)
+    error = refusal(tmp_path, changed(whole[1], at, None))
+    assert f"['param_groups'][0][{name!r}] is None, expected True or False" in error
+
+
 def test_the_position_of_a_loader_of_torch_is_checked(tmp_path):
     data = DataLoader(TensorDataset(*make_data()), 8)
     run(tmp_path, data, **FIELDS)
