@@ -89,7 +89,10 @@ class Server:
         self._modules = modules
 
     def __enter__(self):
-        self._folder = Path(tempfile.mkdtemp(prefix="faults")).resolve()
+        temporary = Path(tempfile.gettempdir()).resolve()
+        if any(sign in str(temporary) for sign in " :"):  # which separate names in LD_PRELOAD
+            temporary = Path("/tmp")
+        self._folder = Path(tempfile.mkdtemp(prefix="faults", dir=temporary))
         paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
         env["LD_PRELOAD"] = str(build_shim(self._folder))
