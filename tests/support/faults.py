@@ -91,7 +91,7 @@ class Server:
     def __enter__(self):
         temporary = Path(tempfile.gettempdir()).resolve()
         if any(sign in str(temporary) for sign in " :"):  # which separate names in LD_PRELOAD
-            temporary = Path("/tmp")
+            temporary = Path("/tmp")  # noqa: S108
         self._folder = Path(tempfile.mkdtemp(prefix="faults", dir=temporary))
         paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
