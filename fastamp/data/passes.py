@@ -54,9 +54,8 @@ class LoaderPass(Iterator[Any]):
             return batch  # noqa: TRY300 - Ctrl-C may come here too
         except Exception:
             raise
-        except (
-            BaseException
-        ):  # Ctrl-C, anywhere: a sampler or an iterator may have been left halfway
+        except BaseException:
+            # Ctrl-C, anywhere: a sampler or an iterator may have been left halfway.
             self._interrupted = True
             if not self._ended:
                 vars(position).update(delivered)
