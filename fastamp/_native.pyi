@@ -67,14 +67,15 @@ cpu_ops: Ops
 cuda_ops: Ops
 has_exchange_table: bool
 
-def column(samples: tuple[Any, ...], key: Any) -> tuple[Any, ...]: ...
+def columns(
+    samples: tuple[Any, ...], keys: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], ...] | None: ...
 def make_region(path: str, begin: Any, always: bool) -> Region: ...
 def pack(tensors: Sequence[Tensor], cuda_device: int | None) -> PackedTensors: ...
 def stack(
     samples: Sequence[Any],
     dtype: torch.dtype,
     allocate: Callable[[tuple[int, ...], torch.dtype], Tensor],
-    pad: Tensor | None,
-    multiple: int,
-    num_threads: int,
+    pad: Tensor | None = None,
+    multiple: int = 1,
 ) -> Tensor | None: ...

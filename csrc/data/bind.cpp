@@ -109,7 +109,7 @@ void* check_out(const py::object& out, const StackSpec& spec) {
 }
 
 py::object stack(const py::object& samples, const py::object& dtype, const py::object& allocate,
-                 const py::object& pad, std::int64_t multiple, int num_threads) {
+                 const py::object& pad, std::int64_t multiple) {
   // Other Python threads may change the list; nobody takes the samples from the tuple.
   const auto owned = py::reinterpret_steal<py::tuple>(PySequence_Tuple(samples.ptr()));
   if (!owned) throw py::error_already_set();
@@ -132,26 +132,33 @@ py::object stack(const py::object& samples, const py::object& dtype, const py::o
   if (static_cast<std::int64_t>(spec.rows.size()) * row_nbytes(spec) < kReleaseBytes) {
     stack_rows(spec, target, 1);
   } else {
+    const int num_threads = py::module_::import("torch").attr("get_num_threads")().cast<int>();
     const py::gil_scoped_release no_gil;
     stack_rows(spec, target, num_threads);
   }
   return out;
 }
 
-py::tuple column(const py::tuple& samples, const py::object& key) {
+/// Returns the values of dicts, a tuple for each key; None if a sample is no dict or lacks a key.
+py::object columns(const py::tuple& samples, const py::tuple& keys) {
   const Py_ssize_t count = PyTuple_GET_SIZE(samples.ptr());
-  py::tuple values(count);
+  py::tuple found(keys.size());
+  for (std::size_t k = 0; k < keys.size(); ++k) found[k] = py::tuple(count);
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* sample = PyTuple_GET_ITEM(samples.ptr(), i);
-    PyObject* value = nullptr;
-    if (PyDict_CheckExact(sample)) value = PyDict_GetItemWithError(sample, key.ptr());
-    Py_XINCREF(value);
-    if (value == nullptr && PyErr_Occurred() == nullptr)
-      value = PyObject_GetItem(sample, key.ptr());
-    if (value == nullptr) throw py::error_already_set();
-    PyTuple_SET_ITEM(values.ptr(), i, value);
+    if (!PyDict_CheckExact(sample)) return py::none();
+    Py_ssize_t next = 0;
+    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(keys.ptr()); ++k) {
+      PyObject *key = nullptr, *value = nullptr, *wanted = PyTuple_GET_ITEM(keys.ptr(), k);
+      // Most samples have the keys in the order of the first one: a walk needs no look-up.
+      if (PyDict_Next(sample, &next, &key, &value) == 0 || key != wanted)
+        value = PyDict_GetItemWithError(sample, wanted);
+      if (value == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+      if (value == nullptr) return py::none();
+      PyTuple_SET_ITEM(PyTuple_GET_ITEM(found.ptr(), k), i, Py_NewRef(value));
+    }
   }
-  return values;
+  return std::move(found);
 }
 
 // How long Ctrl-C may have to wait.
@@ -225,10 +232,10 @@ class Gatherer {
 }  // namespace
 
 void define_data(py::module_& module) {
-  module.def("column", &column, py::arg("samples"), py::arg("key"),
-             "Return sample[key] of every sample.");
+  module.def("columns", &columns, py::arg("samples"), py::arg("keys"),
+             "Return the values of dicts, a tuple for each key, or None.");
   module.def("stack", &stack, py::arg("samples"), py::arg("dtype"), py::arg("allocate"),
-             py::arg("pad"), py::arg("multiple"), py::arg("num_threads"),
+             py::arg("pad") = py::none(), py::arg("multiple") = 1,
              "Copy contiguous tensors or arrays into a batch, or return None.");
   py::class_<Gatherer>(module, "Gatherer",
                        "Gathers batches on threads of its own, in the order of submission.")

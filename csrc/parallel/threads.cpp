@@ -12,18 +12,14 @@ namespace {
 using OpenMpParallel = void (*)(void (*body)(void*), void* data, unsigned num_threads,
                                 unsigned flags);
 
-/// Finds the OpenMP runtime that torch has loaded. A forked child has none of its threads.
-OpenMpParallel find_openmp() {
-  static const pid_t owner_pid = getpid();
-  static const auto found = reinterpret_cast<OpenMpParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-  return owner_pid == getpid() ? found : nullptr;
-}
-
 }  // namespace
 
 void run_team(int num_threads, void (*work)(void*), void* data) {
-  const OpenMpParallel openmp = find_openmp();
-  if (num_threads <= 1 || openmp == nullptr) return work(data);
+  static const pid_t owner_pid = getpid();  // a forked child has none of its threads
+  if (num_threads <= 1 || owner_pid != getpid()) return work(data);
+  // The runtime that torch has loaded.
+  static const auto openmp = reinterpret_cast<OpenMpParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  if (openmp == nullptr) return work(data);
   openmp(work, data, static_cast<unsigned>(num_threads), 0);
 }
 

@@ -4,8 +4,7 @@ Importing this module needs the extension.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -71,18 +70,8 @@ class CompiledHost:
 
     name = "cpu"
 
-    column = staticmethod(_native.column)
-
-    def stack(
-        self,
-        samples: Sequence[Any],
-        dtype: torch.dtype,
-        allocate: Callable[[tuple[int, ...], torch.dtype], Tensor],
-        pad: Tensor | None = None,
-        multiple: int = 1,
-    ) -> Tensor | None:
-        """Copy contiguous samples of one dtype; see `fastamp._ops.HostOps`."""
-        return _native.stack(samples, dtype, allocate, pad, multiple, torch.get_num_threads())
+    columns = staticmethod(_native.columns)
+    stack = staticmethod(_native.stack)
 
     def gatherer(self, columns: Sequence[Column], depth: int) -> _native.Gatherer:
         """Gather on threads of the core; see `fastamp._ops.HostOps`."""

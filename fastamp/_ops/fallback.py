@@ -4,7 +4,7 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -219,9 +219,9 @@ class FallbackOps:
         """Return what makes the regions of one timer."""
         return functools.partial(FallbackRegion, threading.local())
 
-    def column(self, samples: tuple[Any, ...], key: Any) -> list[Any]:
-        """Return sample[key] of every sample."""
-        return list(map(itemgetter(key), samples))
+    def columns(self, samples: tuple[Any, ...], keys: tuple[Any, ...]) -> Iterable[Sequence[Any]]:
+        """Return, for each key, sample[key] of every sample."""
+        return (list(map(itemgetter(key), samples)) for key in keys)
 
     def stack(
         self,

@@ -1,7 +1,7 @@
 """What every backend meets (`Ops`, `HostOps`), and what they take and give: plain types only."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy.typing as npt
@@ -165,8 +165,10 @@ class HostOps(Protocol):
     def name(self) -> str:
         """The backend's name, as in `fastamp.backends()`."""
 
-    def column(self, samples: tuple[Any, ...], key: Any) -> Sequence[Any]:
-        """Return sample[key] of every sample."""
+    def columns(
+        self, samples: tuple[Any, ...], keys: tuple[Any, ...]
+    ) -> Iterable[Sequence[Any]] | None:
+        """Return, for each key, sample[key] of every sample; None as from `stack`."""
 
     def stack(
         self,

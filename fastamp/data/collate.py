@@ -116,7 +116,7 @@ class _Container:
                 msg = f"pad has the key {key!r} for {place(0, keys)}, which has {list(items)}"
                 raise ValueError(msg)
         self._children = {k: plan(value, (*keys, k), pad.get(k)) for k, value in items.items()}
-        self._type, self._keys, self._names = type(first), keys, list(items)
+        self._type, self._keys, self._names = type(first), keys, tuple(items)
         self._is_named = hasattr(first, "_fields")
         self._is_mapping = isinstance(first, Mapping)
         # torch makes lists of tuples.
@@ -126,7 +126,7 @@ class _Container:
         if type(sample) is not self._type:
             return False
         items = sample if self._is_mapping else _items_of(sample) or {}
-        if list(items) != self._names:
+        if tuple(items) != self._names:
             return False
         for name, child in self._children.items():  # noqa: SIM110 - in half the time
             if not child.fits(items[name]):
@@ -136,14 +136,14 @@ class _Container:
     def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
         if self._is_mapping:
             rows = tuple(samples)
-            batch = {}
-            for key, child in self._children.items():
-                column = ops.column(rows, key)
-                # Functions that others have registered get lists, as from torch.
-                batch[key] = child.collate([*column] if type(child) is Leaf else column, ops)
+            columns = ops.columns(rows, self._names) or _ops.FALLBACK.columns(rows, self._names)
         else:
-            columns = zip(self._children.items(), self._columns(samples), strict=False)
-            batch = {name: child.collate(column, ops) for (name, child), column in columns}
+            columns = self._columns(samples)
+        batch = {}
+        for (name, child), column in zip(self._children.items(), columns, strict=False):
+            # Functions that others have registered get lists of a mapping's values, as from torch.
+            as_list = self._is_mapping and type(child) is Leaf
+            batch[name] = child.collate([*column] if as_list else column, ops)
         return list(batch.values()) if self._is_list else rebuild(samples[0], batch)
 
     def _columns(self, samples: Sequence[Any]) -> Iterable[Sequence[Any]]:

@@ -281,6 +281,20 @@ def test_the_structure_may_change_from_batch_to_batch(backend):
         assert_collates_as_torch(collate, samples)
 
 
+def test_samples_may_have_their_keys_in_another_order_or_more_of_them(backend):
+    first = {"a": torch.ones(2), "b": torch.zeros(3)}
+    for other in (
+        {"b": torch.ones(3), "a": torch.zeros(2)},
+        {"0": 0, **first},
+        {"".join("a"): torch.zeros(2), "b": torch.ones(3)},
+        collections.OrderedDict(b=torch.ones(3), a=torch.zeros(2)),
+        collections.defaultdict(lambda: torch.zeros(3), a=torch.ones(2)),
+        {"a": torch.ones(2)},
+        {"a": torch.ones(1)},  # the shape of "a" is the first error
+    ):
+        assert_collates_as_torch(fastamp.BatchCollator(), [first, other, first])
+
+
 def test_threads_may_share_a_collator(backend):
     collate = fastamp.BatchCollator()
     failures = []
