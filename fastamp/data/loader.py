@@ -1,22 +1,18 @@
 """`fastamp.DataLoader`: torch's, with native gathering, exact resume and statistics."""
 
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from inspect import isgeneratorfunction
-from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import Sampler
 
 from fastamp.data.accelerated import Preparable, ServedPass
 from fastamp.data.collate import BatchCollator
 from fastamp.data.datasets import ArrayDataset, count_rows, is_arrays
-from fastamp.data.fetch import FetchSource, make_inner
-from fastamp.data.gather import Gatherable, GatherSource, find_path
+from fastamp.data.gather import find_path
 from fastamp.data.passes import LoaderPass
 from fastamp.data.position import (
     Indices,
@@ -27,9 +23,10 @@ from fastamp.data.position import (
     read_position,
 )
 from fastamp.data.prefetch import prefetch
+from fastamp.data.resume import ask_dataset, check_workers, identity
 from fastamp.data.shard import ShardSampler, check_shardable, find_ranks
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
-from fastamp.data.states import find_save, has_copies
+from fastamp.data.sources import fetched, gathered
 from fastamp.data.stats import LoaderStats
 
 _STATE_VERSION = 1
@@ -199,9 +196,9 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         gatherable, _ = find_path(self)
         states: deque[Any] = deque()
         if gatherable is None:
-            batches = self._fetched(position, slots, states, ahead=to_device or served is not None)
+            batches = fetched(self, position, slots, states, ahead=to_device or served is not None)
         else:
-            batches = self._gathered(gatherable, position, slots)
+            batches = gathered(self, gatherable, position, slots)
         if to_device:
             batches = iter(prefetch(batches, device, _DEVICE_DEPTH))
         if served is not None:
@@ -266,47 +263,16 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             position.generator = generator.get_state()
         if position.rng is None and own is not None and own is not generator:
             position.rng = own.get_state()
-        self._ask_dataset(position)
+        ask_dataset(self, position)
         if self._shard is not None:
             at_once = getattr(self._batches, "batch_size", 1) * self._shard.num_replicas
             had = position.consumed + position.batch * at_once
             position.batch, position.consumed = 0, min(had, len(self.dataset))  # type: ignore[arg-type]
         return {
             "version": _STATE_VERSION,
-            **self._identity(),
+            **identity(self),
             "told_epoch": self._told_epoch,
             **encode(position),
-        }
-
-    def _ask_dataset(self, position: Position) -> None:
-        """Put the state of a dataset that waits for its next pass into its position."""
-        if position.resumed or position.iterator is not None:
-            return
-        copies, save = has_copies(self.dataset, self.num_workers), find_save(self.dataset)
-        stream = isinstance(self.dataset, IterableDataset)
-        if position.dataset is None and save and (not stream or (self._began and not copies)):
-            position.dataset = save()
-        if copies and self.generator is None and position.workers_rng is None:
-            position.workers_rng = torch.get_rng_state()
-        if position.workers is not None and not position.begun and position.rng is None:
-            # Workers that persist are not seeded anew: the sampler draws first.
-            source = self._sampler_generator() or torch.default_generator
-            position.rng = source.get_state()
-
-    def _identity(self) -> dict[str, Any]:
-        """Return what two loaders have in common whose states are the same."""
-        batches, shard, data = self._batches, self._shard, self.dataset
-        size, seed = getattr(batches, "batch_size", None), self.seed
-        source = "torch's default generator" if self._sampler_generator() is None else "a generator"
-        if shard is not None:
-            size, seed, source = None, shard.seed, "the seed" if shard.shuffle else "nothing"
-        return {
-            "sampler": type(getattr(batches, "sampler", batches)).__name__,
-            "batch_size": size,
-            "drop_last": getattr(batches, "drop_last", False),
-            "length": None if isinstance(data, IterableDataset) else len(data),  # type: ignore[arg-type]
-            "seed": seed,
-            "source of randomness": source,
         }
 
     def load_state_dict(self, state: Any) -> None:
@@ -326,7 +292,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             msg = f"state: expected what DataLoader.state_dict returns, version {_STATE_VERSION}"
             raise ValueError(msg)
         check_resumable(self.dataset, self.num_workers)
-        for name, ours in self._identity().items():
+        for name, ours in identity(self).items():
             value = state.get(name)
             if type(value) is not type(ours) or value != ours:
                 msg = f"state: its {name} is {value!r}, the loader's {ours!r}"
@@ -336,31 +302,13 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             kind = type(self.dataset).__name__
             msg = f"state: it has the state of a dataset, and {kind} has no load_state_dict"
             raise ValueError(msg)
-        self._check_workers(position)
+        check_workers(self, position)
         if told_epoch is not None:
             self.set_epoch(told_epoch)
         if position.generator is not None and self.generator is not None:
             self.generator.set_state(position.generator)
         self._begin_at(replace(position, generator=None))
         self._last = self._inner = None  # workers have gone on
-
-    def _check_workers(self, position: Position) -> None:
-        """Refuse a place in an epoch where other workers have their own states of the dataset."""
-        count, dataset = len(position.workers or ()), self.dataset
-        begin = getattr(type(dataset), "__iter__", None)
-        if position.iterator is not None and (begin is None or isgeneratorfunction(begin)):
-            msg = f"state: its iterator: that of {type(dataset).__name__} has no load_state_dict"
-            raise ValueError(msg)
-        has_state = isinstance(dataset, IterableDataset) or find_save(dataset) is not None
-        if count == self.num_workers or not has_state:
-            return
-        if position.resumed:
-            msg = (
-                f"state: it is of num_workers={count}, the loader's is {self.num_workers}: each "
-                f"worker has its own part of {type(dataset).__name__}"
-            )
-            raise ValueError(msg)
-        position.workers = None
 
     def stats(self) -> LoaderStats:
         """Return what the loader has done since it was made; `str` of it is the verdict."""
@@ -388,91 +336,3 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         samplers = (batches, getattr(batches, "sampler", None), self.sampler)
         found = (getattr(sampler, "generator", None) for sampler in samplers)
         return next((generator for generator in found if generator is not None), None)
-
-    def _indices(self, position: Position) -> Indices:
-        generator = self._sampler_generator()
-        seed = None if generator is None or generator is not self.generator else self.seed
-        return Indices(self._batches, generator, seed, position)
-
-    def _gathered(self, gatherable: Gatherable, position: Position, slots: Slots) -> Iterator[Any]:
-        """Warn and draw as torch's iterators do at first, and return the gathered batches."""
-        if self.pin_memory and not torch.accelerator.is_available():
-            warnings.warn(
-                "'pin_memory' argument is set as true but no accelerator is found, "
-                "then device pinned memory won't be used.",
-                stacklevel=3,
-            )
-        workers = self.num_workers > 0
-        again = workers and self.persistent_workers and self._began
-        # A resumed pass leaves the program's own draws alone.
-        if not again and (self.generator is not None or not position.resumed):
-            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        self._began = True
-        indices = self._indices(position).batches()
-        if workers:  # which ask for indices before the consumer does
-            indices = chain(list(islice(indices, 1)), indices)
-
-        def make(rows: list[Any]) -> Any:
-            return self.collate_fn([self.dataset[row] for row in rows])
-
-        return GatherSource(gatherable, indices, slots, self._stats, self.max_bytes, make)
-
-    def _fetched(
-        self, position: Position, slots: Slots, states: deque[Any], *, ahead: bool
-    ) -> Iterator[Any]:
-        """Return the batches that torch's iterators make, and put the dataset's states aside."""
-        if position.exhausted:
-            return iter(())
-        dataset, workers = self.dataset, self.num_workers
-        if type(self.collate_fn) is BatchCollator and workers == 0:
-            self.collate_fn.lease_from(slots)
-        turn, copies = position.turn, has_copies(dataset, workers)
-        if self._inner is None or not self.persistent_workers:
-            indices = self._indices(position)
-            self._inner = make_inner(self, indices, position), indices
-        elif copies and self._left is not None:
-            position.workers = self._left.workers
-        inner, indices = self._inner
-        indices.position, indices.skips, inner.generator = position, turn, self.generator
-        if copies and position.workers is None:
-            position.workers = [None] * workers
-        position.persist, self._began = self.persistent_workers, True
-        source = self._start(position, inner, states, copies=copies, ahead=ahead)
-        position.begun = True
-        return source
-
-    def _start(
-        self,
-        position: Position,
-        inner: TorchDataLoader[Any],
-        states: deque[Any],
-        *,
-        copies: bool,
-        ahead: bool,
-    ) -> FetchSource:
-        """Return torch's iterator, with the states of dataset and workers at the position."""
-        dataset: Any = self.dataset
-        stream, own, default = isinstance(dataset, IterableDataset), position.dataset, None
-        if copies and self.generator is None:
-            default = position.workers_rng
-            position.workers_rng = torch.get_rng_state() if default is None else default
-        # The program's draws go on.
-        alone = self.generator is None and (position.resumed or position.begun)
-        later = position.begun and not stream and self.num_workers == 0
-        with torch.random.fork_rng(devices=[], enabled=alone):
-            if own is not None and not later:
-                dataset.load_state_dict(own)
-            if default is not None:
-                torch.set_rng_state(default)
-            iterator = iter(inner)
-        if own is not None and later:
-            dataset.load_state_dict(own)
-        in_order = self.in_order or stream or self.num_workers == 0
-        passed = None if in_order else (replace(position), position.turn)
-        source = FetchSource(iterator, self._stats, dataset, states, ahead, passed)
-        if stream and self.num_workers == 0:
-            source.forward(position)
-        if copies and not stream:
-            position.dataset = source.ask()["dataset"]
-        vars(position).update(source.position)
-        return source

@@ -1,0 +1,113 @@
+"""What begins a pass: the source of its batches, gathered or fetched, at the pass's position."""
+
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset
+
+from fastamp.data.collate import BatchCollator
+from fastamp.data.fetch import FetchSource, make_inner
+from fastamp.data.gather import Gatherable, GatherSource
+from fastamp.data.position import Indices, Position
+from fastamp.data.slots import Slots
+from fastamp.data.states import has_copies
+
+
+def _indices(loader: Any, position: Position) -> Indices:
+    generator = loader._sampler_generator()
+    seed = None if generator is None or generator is not loader.generator else loader.seed
+    return Indices(loader._batches, generator, seed, position)
+
+
+def gathered(
+    loader: Any, gatherable: Gatherable, position: Position, slots: Slots
+) -> Iterator[Any]:
+    """Warn and draw as torch's iterators do at first, and return the gathered batches."""
+    if loader.pin_memory and not torch.accelerator.is_available():
+        warnings.warn(
+            "'pin_memory' argument is set as true but no accelerator is found, "
+            "then device pinned memory won't be used.",
+            stacklevel=3,
+        )
+    workers = loader.num_workers > 0
+    again = workers and loader.persistent_workers and loader._began
+    # A resumed pass leaves the program's own draws alone.
+    if not again and (loader.generator is not None or not position.resumed):
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    loader._began = True
+    indices = _indices(loader, position).batches()
+    if workers:  # which ask for indices before the consumer does
+        indices = chain(list(islice(indices, 1)), indices)
+
+    def make(rows: list[Any]) -> Any:
+        return loader.collate_fn([loader.dataset[row] for row in rows])
+
+    return GatherSource(gatherable, indices, slots, loader._stats, loader.max_bytes, make)
+
+
+def fetched(
+    loader: Any, position: Position, slots: Slots, states: deque[Any], *, ahead: bool
+) -> Iterator[Any]:
+    """Return the batches that torch's iterators make, and put the dataset's states aside."""
+    if position.exhausted:
+        return iter(())
+    dataset, workers = loader.dataset, loader.num_workers
+    if type(loader.collate_fn) is BatchCollator and workers == 0:
+        loader.collate_fn.lease_from(slots)
+    turn, copies = position.turn, has_copies(dataset, workers)
+    if loader._inner is None or not loader.persistent_workers:
+        indices = _indices(loader, position)
+        loader._inner = make_inner(loader, indices, position), indices
+    elif copies and loader._left is not None:
+        position.workers = loader._left.workers
+    inner, indices = loader._inner
+    indices.position, indices.skips, inner.generator = position, turn, loader.generator
+    if copies and position.workers is None:
+        position.workers = [None] * workers
+    position.persist, loader._began = loader.persistent_workers, True
+    source = _start(loader, position, inner, states, copies=copies, ahead=ahead)
+    position.begun = True
+    return source
+
+
+def _start(
+    loader: Any,
+    position: Position,
+    inner: TorchDataLoader[Any],
+    states: deque[Any],
+    *,
+    copies: bool,
+    ahead: bool,
+) -> FetchSource:
+    """Return torch's iterator, with the states of dataset and workers at the position."""
+    dataset: Any = loader.dataset
+    stream, own, default = isinstance(dataset, IterableDataset), position.dataset, None
+    if copies and loader.generator is None:
+        default = position.workers_rng
+        position.workers_rng = torch.get_rng_state() if default is None else default
+    # The program's draws go on.
+    alone = loader.generator is None and (position.resumed or position.begun)
+    later = position.begun and not stream and loader.num_workers == 0
+    with torch.random.fork_rng(devices=[], enabled=alone):
+        if own is not None and not later:
+            dataset.load_state_dict(own)
+        if default is not None:
+            torch.set_rng_state(default)
+        iterator = iter(inner)
+    if own is not None and later:
+        dataset.load_state_dict(own)
+    in_order = loader.in_order or stream or loader.num_workers == 0
+    passed = None if in_order else (replace(position), position.turn)
+    source = FetchSource(iterator, loader._stats, dataset, states, ahead, passed)
+    if stream and loader.num_workers == 0:
+        source.forward(position)
+    if copies and not stream:
+        position.dataset = source.ask()["dataset"]
+    vars(position).update(source.position)
+    return source
