@@ -170,7 +170,7 @@ def fail_to_write(folder, mode, where):
             patch.setattr(FileSystemWriter, "write_data", fail)
         if at == 0 and where == "the rest":
             patch.setattr(sharded, "write_file", fail)
-        return error_of(folder, parallel=mode, stop_at=-1)
+        return error_of(folder, parallel=mode, max_steps=7, stop_at=-1)
 
 
 def train_as_launched(environment, errors, folder, fields):

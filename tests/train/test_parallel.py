@@ -93,8 +93,7 @@ def bits(result):
     return weights, repr(result["curves"]), result["steps"], result["skipped"]
 
 
-@pytest.mark.parametrize("max_norm", [None, 1.0])
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+@pytest.mark.parametrize(("optimizer", "max_norm"), [("sgd", None), ("adagrad", 1.0)])
 def test_every_optimizer_takes_shards(four, optimizer, max_norm, tmp_path):
     fields = {"optimizer": optimizer, "max_norm": max_norm, "max_steps": 5}
     ours, _ = run(four, 2, tmp_path, parallel="fsdp", batch_size=4, **fields)
@@ -102,17 +101,16 @@ def test_every_optimizer_takes_shards(four, optimizer, max_norm, tmp_path):
     assert bits(run(four, 2, tmp_path, parallel="fsdp", batch_size=4, **fields)[0]) == bits(ours)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-@MODES
+@pytest.mark.parametrize(("mode", "count"), [("ddp", 2), ("ddp", 4), ("fsdp", 4)])
 def test_as_many_ranks_resume_to_the_bit(four, mode, count, tmp_path):
     """DDP sums in another order in its first backward pass: two ranks do not see it."""
     fields = {"parallel": mode, "dropout": 0.2, "precision": "16-mixed", "accumulate": 2}
-    fields |= {"batch_size": 8 // count}
+    fields |= {"batch_size": 16 // count, "checkpoint_every": 4}
     expected, seen = run(four, count, **fields)
-    run(four, count, tmp_path, stop_at=22, **fields)
-    assert names(tmp_path)[-1] == "step-00000009"  # within the second epoch
+    run(four, count, tmp_path, stop_at=10, **fields)
+    assert names(tmp_path) == ["step-00000004"]  # of 6, 3 in an epoch
     resumed, seen_after = run(four, count, tmp_path, **fields)
-    assert [batches[18:] for batches in seen] == seen_after
+    assert [batches[8:] for batches in seen] == seen_after
     if mode == "ddp" and count > 2:
         assert resumed["skipped"] == expected["skipped"]
         assert_alike(resumed, expected)
@@ -123,10 +121,11 @@ def test_as_many_ranks_resume_to_the_bit(four, mode, count, tmp_path):
 @pytest.mark.parametrize("modes", [("fsdp",) * 3, ("ddp", "fsdp", "ddp")], ids=str)
 def test_other_numbers_of_ranks_go_on_with_every_sample_once(four, modes, tmp_path):
     """2, then 4, then 1, with as many samples in a step: the run is that of one process."""
-    expected = train(batch_size=8, checkpoint_every=2)
+    same = {"checkpoint_every": 4, "max_steps": 16}
+    expected = train(batch_size=8, **same)
     epochs = []
-    for count, mode, stop_at in zip((2, 4, 1), modes, (4, 10, 0), strict=True):
-        fields = {"parallel": mode, "batch_size": 8 // count, "checkpoint_every": 2}
+    for count, mode, stop_at in zip((2, 4, 1), modes, (6, 10, 0), strict=True):
+        fields = {"parallel": mode, "batch_size": 8 // count, **same}
         n_before = int(names(tmp_path)[-1][5:]) if epochs else 0
         ours, seen = run(four, count, tmp_path, stop_at=stop_at - n_before, **fields)
         steps = [sorted(itertools.chain(*parts)) for parts in zip(*seen, strict=True)]
@@ -149,6 +148,7 @@ def test_loaders_of_the_users_own_resume_with_as_many_ranks_only(four, tmp_path)
 @MODES
 def test_the_schedule_keeps_its_place_where_the_steps_get_fewer(four, mode, tmp_path):
     fields = {"parallel": mode, "schedule": "linear", "warmup_steps": 0, "lr": 0.012}
+    fields |= {"checkpoint_every": 6}
     run(four, 2, tmp_path, stop_at=7, **fields)  # 12 steps, 6 of them in the checkpoint
     ours, _ = run(four, 4, tmp_path, **fields)
     rates = [0.012 * (12 - i) / 12 for i in range(6)] + [0.006, 0.004, 0.002]
@@ -209,24 +209,32 @@ DAMAGE = {
 
 
 def test_a_damaged_checkpoint_is_passed_over_by_all_with_one_warning(four, tmp_path):
-    fields = {"parallel": "fsdp", "max_steps": 6}
+    fields = {"parallel": "fsdp", "max_steps": 2, "checkpoint_every": 1}
     expected, _ = run(four, 2, tmp_path / "whole", **fields)
     for i, (problem, damage) in enumerate(DAMAGE.items()):
         folder = tmp_path / str(i)
         shutil.copytree(tmp_path / "whole", folder)
-        damage(folder / "step-00000006")
+        damage(folder / "step-00000002")
         (first, warned), (second, silent) = four.run(2, call_for_warnings, (folder,), fields)
         assert bits(first) == bits(second) == bits(expected)
         assert silent == []
         assert len(warned) == 1
-        text = f"step-00000006(/run.pt)?: {problem}.*; resumed from {folder}/step-00000003$"
+        text = f"step-00000002(/run.pt)?: {problem}.*; resumed from {folder}/step-00000001$"
         assert re.search(text, warned[0])
 
 
+@pytest.fixture(scope="module")
+def three_steps(four, tmp_path_factory):
+    """Return a folder with the checkpoint of two ranks after their third and last step."""
+    folder = tmp_path_factory.mktemp("three steps")
+    run(four, 2, folder, parallel="fsdp", max_steps=3)
+    return folder
+
+
 @pytest.mark.parametrize("place", ["place", "rng", "data", "optimizer", "model", "files", "ranks"])
-def test_a_wrong_checkpoint_is_refused_by_all(four, place, tmp_path):
+def test_a_wrong_checkpoint_is_refused_by_all(four, place, three_steps, tmp_path):
     fields = {"parallel": "fsdp", "max_steps": 3}
-    run(four, 2, tmp_path, **fields)
+    shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "step-00000003" / "run.pt"
     state = torch.load(path, weights_only=True)
     for value in (None, {}, -1):
@@ -255,13 +263,13 @@ def test_processes_and_ranks_refuse_each_others_checkpoints_and_other_runs(four,
 
 @MODES
 def test_a_rank_that_cannot_write_is_an_error_on_all(four, mode, tmp_path):
-    run(four, 2, tmp_path, parallel=mode, stop_at=4)
+    run(four, 2, tmp_path, parallel=mode, max_steps=7, stop_at=4)
     for where in ("its part", "the rest"):
         for kind, text in four.run(2, fail_to_write, tmp_path, mode, where):
             assert kind == "OSError"
             assert f"checkpoint_dir={tmp_path}: step-00000006 cannot be written: No space" in text
         assert names(tmp_path) == ["step-00000003"]
-    assert run(four, 2, tmp_path, parallel=mode)[0]["steps"] == 12
+    assert run(four, 2, tmp_path, parallel=mode, max_steps=7)[0]["steps"] == 7
 
 
 def test_ranks_are_asked_for_by_who_has_some():
