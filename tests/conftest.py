@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +28,10 @@ from fastamp import _ops
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# A shell that starts the tests in the background has them ignore Ctrl-C, and fastamp with them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 GPU_TEST = ("gpu_test", "yes")
 AVAILABLE = fastamp.backends()
@@ -46,6 +52,12 @@ def pytest_xdist_auto_num_workers() -> int:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return min(cores or 1, 4)
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and tests out of the collections of garbage, here and in forked processes."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
