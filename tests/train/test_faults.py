@@ -21,7 +21,7 @@ from support.fault_trials import (
 )
 from support.faults import Fault, Server
 
-WANTED = 10
+WANTED = 6  # that strike; `nox -s faults` wants hundreds
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which(os.environ.get("CXX") or "g++") is None,
@@ -35,9 +35,14 @@ def server():
         yield started
 
 
+@pytest.fixture(scope="module")
+def trials(server):
+    return Trials(server, seed=1)
+
+
 @pytest.mark.parametrize("group", GROUPS)
-def test_nothing_is_lost_that_was_reported_as_saved(group, server):
-    trials, tally = Trials(server, seed=1), Tally()
+def test_nothing_is_lost_that_was_reported_as_saved(group, trials):
+    tally = Tally()
     numbers = itertools.count()
     while sum(tally.struck.values()) < WANTED:
         tally.add(*trials.run(group, next(numbers)))
@@ -53,10 +58,16 @@ def run(server, name, folder, *faults):
     return history
 
 
+@pytest.fixture(scope="module")
+def two_ranks(server, tmp_path_factory):
+    """Return what becomes of two ranks without a fault."""
+    return run(server, "fine_tune, 2 ranks", tmp_path_factory.mktemp("two") / "expected").last
+
+
 @pytest.mark.parametrize(("last", "call"), [(1, "remove"), (11, "rename")])
-def test_a_checkpoint_of_ranks_outlives_a_loss_of_power(last, call, server, tmp_path):
+def test_a_checkpoint_of_ranks_outlives_a_loss_of_power(last, call, server, two_ranks, tmp_path):
     """At the end, and after the step's former checkpoint has been moved out of the way."""
-    expected = run(server, "fine_tune, 2 ranks", tmp_path / "expected").last
+    expected = two_ranks
     fault = Fault("power", at=expected.calls_of(0) + 1 - last)
     history = run(server, "fine_tune, 2 ranks", tmp_path / "run", fault)
     assert history.rans[0].codes == [-signal.SIGKILL] * 2
