@@ -1,4 +1,6 @@
-"""The step against the oracle, on 2,000 drawn lists of gradients for every backend.
+"""The step against the oracle, on 500 drawn lists of gradients for every backend.
+
+`FASTAMP_EXAMPLES=500` draws as many for each test and backend in place of 125.
 
 Element-wise results are compared bit for bit; so are the norms of 16-bit and 32-bit gradients. A
 tolerance applies to the other norms, which are not promised to the last bit: those of 64-bit
@@ -9,6 +11,7 @@ powers, and of complex gradients other than order 2, whose magnitudes round in t
 from __future__ import annotations
 
 import math
+import os
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +32,7 @@ given = hypothesis.given
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
 EXAMPLES = hypothesis.settings(
-    max_examples=500,
+    max_examples=int(os.environ.get("FASTAMP_EXAMPLES", "125")),
     deadline=None,
     derandomize=True,
     database=None,
