@@ -68,8 +68,11 @@ def test_a_mesh_that_does_not_span_the_world_takes_its_own_groups(four, layout, 
     assert count == collectives
 
 
-@pytest.mark.parametrize("order", [2.0, 1.0, math.inf])
-@pytest.mark.parametrize("layout", ["fsdp", "tensor parallel", "hsdp", "mixed"])
+@pytest.mark.parametrize(
+    ("layout", "order"),
+    [(layout, 2.0) for layout in ("fsdp", "tensor parallel", "hsdp", "mixed")]
+    + [("mixed", 1.0), ("mixed", math.inf)],
+)
 def test_a_bad_value_on_one_rank_is_everybodys_verdict(four, layout, order):
     for rank, index in [(0, 0), (0, 3), (3, 4), (3, 5)]:  # of a replica and of a part
         for value in (math.nan, math.inf):
@@ -154,8 +157,11 @@ def assert_trained_as(expected, results):
         assert_close_to_one_process(ours, parameters)
 
 
-@pytest.mark.parametrize("name", ["adamw fused", "sgd momentum"])
-@pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)], ids=["fsdp2-2", "fsdp2-4", "hsdp-4"])
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [((2,), "adamw fused"), ((4,), "sgd momentum"), ((2, 2), "adamw fused")],
+    ids=["fsdp2-2", "fsdp2-4", "hsdp-4"],
+)
 def test_a_gpt_trains_over_ranks_as_in_one_process(four, alone, sizes, name):
     count = math.prod(sizes)
     results = four.run(count, shard_cases.train_sharded, name, sizes, count - 1)
