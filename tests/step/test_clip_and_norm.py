@@ -78,12 +78,12 @@ def threads(request):
 
 
 def test_the_norm_does_not_depend_on_the_number_of_threads(backend, device, threads):
-    tensor = random(2**22 + 3, torch.float32, device)
+    tensor = random(2**20 + 3, torch.float32, device)
     assert stats_of([tensor]).norm.item() == reference.exact_norm([values_of(tensor)])
 
 
 def test_rescaling_does_not_depend_on_the_number_of_threads(backend, device, threads):
-    tensor = random(2**22 + 3, torch.float32, device)
+    tensor = random(2**20 + 3, torch.float32, device)
     expected = tensor / 2
     _ops.Tensors([tensor]).pack().rescale_(torch.tensor(0.5, device=device))
     assert torch.equal(tensor, expected)
