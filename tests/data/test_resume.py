@@ -400,15 +400,18 @@ STATEFUL = {
 def test_a_dataset_with_a_state_of_its_own_resumes_with_the_loader(kind, device, num_workers):
     make, options = STATEFUL[kind]
     options = {"batch_size": 4, "num_workers": num_workers, "device": device, **options}
-    whole = list(fastamp.DataLoader(make(), **options))
+    expected = list(fastamp.DataLoader(make(), **options))
+    loader = fastamp.DataLoader(make(), **options)
+    iterator = iter(loader)
+    whole, states = [], [json.dumps(loader.state_dict())]
+    for _ in expected:
+        whole.append(next(iterator))
+        states.append(json.dumps(loader.state_dict()))
+    assert_same(whole, expected)
     for stop in (0, 1, 2, len(whole) - 1, len(whole)):
-        loader = fastamp.DataLoader(make(), **options)
-        iterator = iter(loader)
-        before = [next(iterator) for _ in range(stop)]
-        state = json.loads(json.dumps(loader.state_dict()))
         resumed = fastamp.DataLoader(make(), **options)
-        resumed.load_state_dict(state)
-        assert_same(before + list(resumed), whole)
+        resumed.load_state_dict(json.loads(states[stop]))
+        assert_same(whole[:stop] + list(resumed), whole)
 
 
 def test_a_state_of_other_workers_is_refused_inside_an_epoch(backend):
