@@ -35,7 +35,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 GPU_TEST = ("gpu_test", "yes")
 AVAILABLE = fastamp.backends()
-LONGEST = ["test_parallel.py", "test_train.py", "test_loader.py", "test_runs.py", "test_bench.py"]
+LONGEST = ["test_parallel.py", "test_shards.py", "test_examples.py", "test_train.py"]
+LONGEST += ["test_resume.py", "test_loader.py", "test_bench.py", "test_slots.py", "test_faults.py"]
 """The files to start with, so that no worker is left with a long one at the end."""
 
 installed = Path(str(importlib.metadata.distribution("fastamp").locate_file("fastamp")))
