@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import inspect
-import pickle
-import re
-import time
 import warnings
 
 import numpy as np
@@ -30,10 +25,9 @@ from torch.utils.data import (
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import fastamp
-from fastamp.data.slots import Slots
 
 N = 600
-BATCH = 2  # 300 batches
+BATCH = 2
 X = make_array(torch.float32, N, 5)
 Y = torch.arange(N)
 NESTED = {"x": X, "y": (Y, {"z": make_array("u1", N, 2)}), "s": X[:, 0]}
@@ -259,98 +253,6 @@ def test_the_warning_about_pinning_without_an_accelerator_is_torchs(backend):
         assert len(texts[0]) == 1
 
 
-def test_a_batch_that_is_kept_is_not_overwritten(backend, monkeypatch):
-    monkeypatch.setattr("fastamp.data.slots._REUSE_NBYTES", 1)
-    loader = fastamp.DataLoader(TensorDataset(X, Y), BATCH, shuffle=True, seed=1, max_bytes=4000)
-    expected = [(x.clone(), y.clone()) for x, y in loader]
-    loader = fastamp.DataLoader(TensorDataset(X, Y), BATCH, shuffle=True, seed=1, max_bytes=4000)
-    iterator = iter(loader)
-    for start in range(0, 300, 100):
-        kept = next(iterator)
-        later = [next(iterator) for _ in range(50)]
-        del later
-        for _ in range(49):
-            next(iterator)
-        assert_same(tuple(kept), expected[start])
-
-
-def test_a_loader_can_be_made_anew_from_its_attributes(backend):
-    """As Lightning and Accelerate do it: read, replace the sampler, make another."""
-    loader = fastamp.DataLoader(NESTED, 6, shuffle=True, seed=3, device="cpu", max_bytes=10**6)
-    assert isinstance(loader, TorchDataLoader)
-    names = inspect.signature(type(loader).__init__).parameters
-    attributes = {k: v for k, v in vars(loader).items() if not k.startswith("_")}
-    kwargs = {name: value for name, value in attributes.items() if name in names}
-    missing = set(names) - {"self"} - set(kwargs)
-    assert missing <= {"shuffle", "multiprocessing_context", "shard", "rank", "world_size"}
-    sampler = DistributedSampler(loader.dataset, num_replicas=2, rank=0, shuffle=False)
-    again = type(loader)(**{**kwargs, "sampler": sampler, "batch_sampler": None})
-    assert torch.equal(torch.cat([batch["y"][0] for batch in again]), Y[::2])
-    assert (again.seed, again.device, again.max_bytes) == (3, "cpu", 10**6)
-    batches = BatchSampler(sampler, loader.batch_size, loader.drop_last)
-    accelerate = type(loader)(
-        loader.dataset,
-        batch_sampler=batches,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        generator=loader.generator,
-        multiprocessing_context=loader.multiprocessing_context,
-    )
-    assert torch.equal(torch.cat([batch["y"][0] for batch in accelerate]), Y[::2])
-    assert len(again) == len(accelerate) == 50
-    with pytest.raises(ValueError, match="attribute should not be set"):
-        loader.batch_size = 4
-
-
-@pytest.mark.parametrize(
-    "duplicate", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
-)
-@pytest.mark.parametrize("dataset", [TensorDataset(X, Y), Squares(50)], ids=["arrays", "python"])
-def test_a_loader_can_be_copied_and_pickled(dataset, duplicate, backend):
-    loader = fastamp.DataLoader(dataset, 8, shuffle=True, seed=2)
-    next(iter(loader))
-    other = duplicate(loader)
-    counted = loader.stats().batches
-    assert_same(list(other), list(loader))
-    assert loader.stats().batches == counted + len(loader)
-
-
-@pytest.mark.parametrize("dataset", [TensorDataset(X, Y), Squares(N)], ids=["arrays", "python"])
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_two_iterators_over_one_loader_are_apart(dataset, num_workers, backend):
-    def pairs(loader_class):
-        torch.manual_seed(1)
-        loader = loader_class(dataset, 100, shuffle=True, num_workers=num_workers)
-        first, second = iter(loader), iter(loader)
-        mixed = [next(first), next(second), next(second), next(first)]
-        nested = [(a, b) for a, _ in zip(loader, range(2), strict=False) for b in loader]
-        return [*mixed, *nested, *first]
-
-    assert_same(pairs(fastamp.DataLoader), pairs(TorchDataLoader))
-
-
-def test_an_iterator_has_the_loaders_length(backend):
-    for dataset in (TensorDataset(X, Y), Squares(30)):
-        assert len(iter(fastamp.DataLoader(dataset, 7))) == len(iter(TorchDataLoader(dataset, 7)))
-
-
-def test_breaking_off_leaves_the_next_epoch_alone(backend):
-    loader = fastamp.DataLoader(TensorDataset(X, Y), 10, shuffle=True, seed=5)
-    whole = [list(loader) for _ in range(3)]
-    loader = fastamp.DataLoader(TensorDataset(X, Y), 10, shuffle=True, seed=5)
-    for epoch in whole:
-        for batch, expected in zip(loader, epoch[:7], strict=False):
-            assert_same(batch, expected)
-
-
-def test_an_iterator_stays_exhausted_and_counts_its_epoch_once(backend):
-    loader = fastamp.DataLoader(X, 100, seed=0, shuffle=True)
-    iterator = iter(loader)
-    assert len(list(iterator)) == 6
-    assert [next(iterator, None) for _ in range(3)] == [None] * 3
-    assert loader.state_dict()["epoch"] == 1
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 def test_any_number_of_threads_gives_the_same_batches(threads, backend):
     before = torch.get_num_threads()
@@ -361,157 +263,11 @@ def test_any_number_of_threads_gives_the_same_batches(threads, backend):
         torch.set_num_threads(before)
 
 
-def test_the_loader_holds_no_more_than_max_bytes(backend, monkeypatch):
-    made = []
-    allocate = Slots.allocate
-
-    def watched(self, shape, dtype):
-        made.append(allocate(self, shape, dtype))
-        return made[-1]
-
-    monkeypatch.setattr(Slots, "allocate", watched)
-    row_nbytes = X[0].nbytes + Y[0].nbytes
-    for sizes, max_bytes in (
-        ([10] * 60, 25 * row_nbytes),
-        ([1, 2, 20, 1, 20, 19], 24 * row_nbytes),
-    ):
-        made.clear()
-        delivered = 0
-        batches = [[*range(size)] for size in sizes]
-        for batch in fastamp.DataLoader(
-            TensorDataset(X, Y), batch_sampler=batches, max_bytes=max_bytes
-        ):
-            delivered += sum(tensor.nbytes for tensor in batch)
-            assert sum(tensor.nbytes for tensor in made) - delivered <= max_bytes
-        assert delivered == sum(sizes) * row_nbytes
-
-
-def test_a_batch_larger_than_max_bytes_is_refused(backend):
-    loader = fastamp.DataLoader(X, 10, max_bytes=199)
-    with pytest.raises(ValueError, match=r"max_bytes=199: one batch takes 200 bytes"):
-        next(iter(loader))
-    with pytest.raises(ValueError, match="max_bytes: expected an integer of at least 1, got 0"):
-        fastamp.DataLoader(X, max_bytes=0)
-    assert len(list(fastamp.DataLoader(X, 10, max_bytes=200))) == 60
-
-
 def test_a_bare_tuple_is_a_dataset_of_two_samples(backend):
     for pair in ((X, X + 1), [X, X + 1]):
         loader = fastamp.DataLoader(pair, 2)
         assert len(loader) == 1
         assert_same(next(iter(loader)), torch.stack((X, X + 1)))
-
-
-def test_an_array_dataset_is_a_dataset_of_its_rows():
-    pairs = fastamp.ArrayDataset(X, Y.numpy())
-    assert isinstance(pairs, Dataset)
-    assert len(pairs) == N
-    assert_same(pairs[-1], (X[-1], Y.numpy()[-1]))
-    assert_same(fastamp.ArrayDataset(NESTED)[3], nested_row(3))
-    with pytest.raises(IndexError):
-        pairs[N]
-
-
-@pytest.mark.parametrize(
-    ("arrays", "error", "message"),
-    [
-        ((), ValueError, "arrays: expected at least one tensor or NumPy array"),
-        (({},), ValueError, "arrays: expected at least one tensor or NumPy array"),
-        ((X, [1, 2]), TypeError, "arrays[1][0]: expected a tensor or NumPy array with a first"),
-        ((X, "text"), TypeError, "with a first dimension, got str"),
-        ((X, torch.tensor(1)), TypeError, "arrays[1]: expected a tensor or NumPy array with a fir"),
-        ((X, Y[:3]), ValueError, "arrays[1]: has 3 rows, and arrays[0] has 600"),
-        (({"x": X, "y": Y[:3]},), ValueError, "arrays['y']: has 3 rows, and arrays['x'] has 600"),
-    ],
-    ids=["nothing", "empty dict", "list", "text", "scalar", "lengths", "lengths in a dict"],
-)
-def test_what_has_no_common_rows_is_refused_by_name(arrays, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        fastamp.ArrayDataset(*arrays)
-
-
-def test_arrays_of_different_lengths_are_refused():
-    with pytest.raises(ValueError, match=r"dataset\['y'\]: has 3 rows, and dataset\['x'\] has 600"):
-        fastamp.DataLoader({"x": X, "y": Y[:3]})
-
-
-@pytest.mark.parametrize(
-    "data", [b"x" * 80, b"PK\3\4" + b"x" * 80, b"\x93NUMPY\1\0v\0{'descr': '|O'}", b"\x80\4N."]
-)
-def test_a_damaged_npy_file_is_refused_by_name(tmp_path, data):
-    path = tmp_path / "t.npy"
-    path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"t\.npy: cannot be read"):
-        fastamp.TokenDataset(path, 2)
-    path.write_bytes(b"")
-    with pytest.raises(ValueError, match="0 tokens are too few"):
-        fastamp.TokenDataset(path, 2)
-    with pytest.raises(FileNotFoundError, match="missing"):
-        fastamp.TokenDataset(tmp_path / "missing.npy", 2)
-
-
-def test_token_files_that_do_not_fit_are_refused(tmp_path):
-    path = tmp_path / "t.bin"
-    path.write_bytes(b"\1" * 7)
-    with pytest.raises(ValueError, match="7 bytes"):
-        fastamp.TokenDataset(path, 2)
-    with pytest.raises(ValueError, match="too few"):
-        fastamp.TokenDataset(path, 7, dtype="u1")
-    for bad in (0, -1, 2.0, "2", None, True):
-        with pytest.raises(ValueError, match=f"block_size: expected an integer .* got {bad!r}"):
-            fastamp.TokenDataset(path, bad, dtype="u1")
-    for bad in ("no dtype", "S0", "f4", object, [], 5):
-        with pytest.raises(ValueError, match="dtype: "):
-            fastamp.TokenDataset(path, 2, dtype=bad)
-    with pytest.raises(ValueError, match="path_or_array: cannot be read"):
-        fastamp.TokenDataset(torch.zeros(9, dtype=torch.int64, device="meta"), 2)
-    with pytest.raises(ValueError, match="float32"):
-        fastamp.TokenDataset(np.zeros(9, "f4"), 2)
-    with pytest.raises(ValueError, match=r"in this machine's byte order, got [<>]u2"):
-        fastamp.TokenDataset(np.zeros(9, np.dtype("u2").newbyteorder()), 2)
-    with pytest.raises(ValueError, match=r"\(3, 3\)"):
-        fastamp.TokenDataset(np.zeros((3, 3), "u1"), 2)
-
-
-def test_a_token_file_travels_as_its_path(tmp_path):
-    dataset = tokens_from("file", tmp_path)
-    assert len(pickle.dumps(dataset)) < 500
-    assert_same(pickle.loads(pickle.dumps(dataset))[5], dataset[5])
-
-
-def test_statistics_count_what_was_delivered(backend):
-    loader = fastamp.DataLoader(TensorDataset(X, Y), 100)
-    assert str(loader.stats()) == "nothing measured yet"
-    list(loader)
-    stats = loader.stats()
-    assert (stats.batches, stats.nbytes) == (6, X.nbytes + Y.nbytes)
-    assert stats.copy_s > 0
-    list(loader)
-    assert (stats.batches, loader.stats().batches) == (6, 12)
-
-
-def test_a_slow_consumer_is_told_that_it_is_compute_bound(backend, monkeypatch):
-    now_s = [1.0]
-    monkeypatch.setattr("fastamp.data.passes.time.perf_counter", lambda: now_s[0])
-    loader = fastamp.DataLoader(TensorDataset(X, Y), 100)
-    for _ in loader:
-        now_s[0] += 0.05
-    assert str(loader.stats()) == "compute-bound"
-    assert loader.stats().elapsed_s == pytest.approx(0.3)  # the last batch counts too
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_slow_dataset_is_named_as_the_cause_of_starvation(num_workers, backend):
-    def get(index):
-        time.sleep(0.005)
-        return X[index]
-
-    loader = fastamp.DataLoader(Rows(40, get), 10, num_workers=num_workers)
-    list(loader)
-    stats = loader.stats()
-    assert stats.wait_share > 0.5
-    assert stats.getitem_s >= 0.2
-    assert stats.getitem_s > max(stats.collate_s, stats.copy_s, stats.slot_wait_s)
 
 
 def test_indices_that_are_no_integers_give_what_torch_gives(backend):
@@ -526,25 +282,10 @@ def test_indices_that_are_no_integers_give_what_torch_gives(backend):
         list(fastamp.DataLoader(Subset(X, mask.numpy()), 2))
 
 
-def test_a_pass_goes_on_after_an_error(backend):
-    for loader_class in (fastamp.DataLoader, TorchDataLoader):
-        iterator = iter(loader_class(X, 2, sampler=[1, 2, 3, N, 5, 6]))
-        assert torch.equal(next(iterator), X[1:3])
-        with pytest.raises(IndexError):
-            next(iterator)
-        assert torch.equal(next(iterator), X[5:7])
-
-
 def test_the_default_device_does_not_matter(backend):
     with torch.device("meta"):
         loader = fastamp.DataLoader(Subset(X, [3, 1, 2]), 2, seed=0, shuffle=True)
         assert torch.equal(torch.cat(list(loader)).sort(0).values, X[1:4].sort(0).values)
-
-
-@pytest.mark.parametrize("seed", [1.5, "a", True, -1, 2**64])
-def test_a_bad_seed_is_refused(seed):
-    with pytest.raises(ValueError, match="seed: expected an integer of at least 0"):
-        fastamp.DataLoader(X, seed=seed)
 
 
 @pytest.mark.parametrize("true", [True, torch.tensor(data=True)])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
-from support.loading import Squares
+from support.loading import Rows, Squares, make_array
 from support.streams import Stream
 from torch.utils.data import Subset, TensorDataset, default_collate
 
@@ -12,6 +14,7 @@ import fastamp
 from fastamp.data import LoaderStats
 
 ROWS = TensorDataset(torch.arange(8))
+X, Y = make_array(torch.float32, 600, 5), torch.arange(600)
 
 
 @pytest.mark.parametrize(
@@ -66,3 +69,38 @@ def test_a_loader_says_that_its_batches_are_gathered(dataset, backend):
         loader = fastamp.DataLoader(dataset, **options)
         assert str(loader) == f"fastamp.DataLoader: gathered by {core}"
         assert loader.stats().path == f"gathered by {core}"
+
+
+def test_statistics_count_what_was_delivered(backend):
+    loader = fastamp.DataLoader(TensorDataset(X, Y), 100)
+    assert str(loader.stats()) == "nothing measured yet"
+    list(loader)
+    stats = loader.stats()
+    assert (stats.batches, stats.nbytes) == (6, X.nbytes + Y.nbytes)
+    assert stats.copy_s > 0
+    list(loader)
+    assert (stats.batches, loader.stats().batches) == (6, 12)
+
+
+def test_a_slow_consumer_is_told_that_it_is_compute_bound(backend, monkeypatch):
+    now_s = [1.0]
+    monkeypatch.setattr("fastamp.data.passes.time.perf_counter", lambda: now_s[0])
+    loader = fastamp.DataLoader(TensorDataset(X, Y), 100)
+    for _ in loader:
+        now_s[0] += 0.05
+    assert str(loader.stats()) == "compute-bound"
+    assert loader.stats().elapsed_s == pytest.approx(0.3)  # the last batch counts too
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_slow_dataset_is_named_as_the_cause_of_starvation(num_workers, backend):
+    def get(index):
+        time.sleep(0.005)
+        return X[index]
+
+    loader = fastamp.DataLoader(Rows(40, get), 10, num_workers=num_workers)
+    list(loader)
+    stats = loader.stats()
+    assert stats.wait_share > 0.5
+    assert stats.getitem_s >= 0.2
+    assert stats.getitem_s > max(stats.collate_s, stats.copy_s, stats.slot_wait_s)

@@ -1,0 +1,207 @@
+"""Datasets with a state of their own: it is in the loader's, and both resume together."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+import torch
+from support.loading import Squares, assert_same
+from support.streams import Stream
+from torch.utils.data import IterableDataset
+
+import fastamp
+
+
+class Resumable(IterableDataset):
+    def __init__(self):
+        self.position = 0
+
+    def __iter__(self):
+        while self.position < 100:
+            self.position += 1
+            yield self.position
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class Drawing(Squares):
+    """A map-style dataset whose samples depend on those before."""
+
+    def __init__(self, length):
+        super().__init__(length)
+        self.draws = 0
+
+    def __getitem__(self, index):
+        self.draws += 1
+        return index, self.draws
+
+    def state_dict(self):
+        return {"draws": self.draws}
+
+    def load_state_dict(self, state):
+        self.draws = state["draws"]
+
+
+class Place:
+    """An iterator that says where it is."""
+
+    def __init__(self, first, last):
+        self.next, self.last = first, last
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.next == self.last:
+            raise StopIteration
+        self.next += 1
+        return self.next - 1
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+class Parts(IterableDataset):
+    """A stream of which each worker has a part; the first part is shorter."""
+
+    def __init__(self, make=Place):
+        self.make = make
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        return self.make(*((0, 30) if info is None else ((0, 9), (9, 30))[info.id]))
+
+
+def plain_range(first, last):
+    return iter(range(first, last))
+
+
+STATEFUL = {
+    "map": (lambda: Drawing(30), {"shuffle": True, "seed": 3}),
+    "map without batches": (lambda: Drawing(11), {"batch_size": None}),
+    "iterator": (Parts, {}),
+    "iterator without batches": (Parts, {"batch_size": None}),
+    "iterator, drop_last": (Parts, {"drop_last": True}),
+    "generator": (Resumable, {}),
+    "nothing": (lambda: Parts(plain_range), {}),
+}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("device", [None, "meta"])
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_a_dataset_with_a_state_of_its_own_resumes_with_the_loader(kind, device, num_workers):
+    make, options = STATEFUL[kind]
+    options = {"batch_size": 4, "num_workers": num_workers, "device": device, **options}
+    expected = list(fastamp.DataLoader(make(), **options))
+    loader = fastamp.DataLoader(make(), **options)
+    iterator = iter(loader)
+    whole, states = [], [json.dumps(loader.state_dict())]
+    for _ in expected:
+        whole.append(next(iterator))
+        states.append(json.dumps(loader.state_dict()))
+    assert_same(whole, expected)
+    for stop in (0, 1, 2, len(whole) - 1, len(whole)):
+        resumed = fastamp.DataLoader(make(), **options)
+        resumed.load_state_dict(json.loads(states[stop]))
+        assert_same(whole[:stop] + list(resumed), whole)
+
+
+def test_a_state_of_other_workers_is_refused_inside_an_epoch(backend):
+    loader = fastamp.DataLoader(Drawing(30), 4)
+    next(iter(loader))
+    with pytest.raises(ValueError, match="state: it is of num_workers=0, the loader's is 2"):
+        fastamp.DataLoader(Drawing(30), 4, num_workers=2).load_state_dict(loader.state_dict())
+
+
+def test_a_stream_without_a_state_is_read_again(backend):
+    loader = fastamp.DataLoader(Stream(range(100)), 4)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    resumed = fastamp.DataLoader(Stream(range(100)), 4)
+    resumed.load_state_dict(state)
+    assert_same(list(resumed), list(iterator))
+
+
+@pytest.mark.parametrize("stop", [0, 1, 12, 24, 25, 26])
+def test_an_iterable_dataset_resumes_from_its_own_state(stop, backend):
+    def two_epochs(loader, start=0):
+        for _ in range(start, 2):
+            yield from loader
+
+    whole = list(two_epochs(fastamp.DataLoader(Resumable(), 4)))
+    loader = fastamp.DataLoader(Resumable(), 4)
+    before = [batch for _, batch in zip(range(stop), two_epochs(loader), strict=False)]
+    state = pickle.loads(pickle.dumps(loader.state_dict()))
+    resumed = fastamp.DataLoader(Resumable(), 4)
+    resumed.load_state_dict(state)
+    assert_same(before + list(two_epochs(resumed, state["epoch"])), whole)
+
+
+class Counting(Resumable):
+    """Counts how often it is asked for its state."""
+
+    asked = 0
+
+    def state_dict(self):
+        self.asked += 1
+        return super().state_dict()
+
+
+def test_an_iterable_dataset_is_asked_for_its_state_when_the_loader_is(backend):
+    dataset = Counting()
+    loader = fastamp.DataLoader(dataset, 4)
+    for _ in zip(range(3), loader, strict=False):
+        pass
+    assert dataset.asked == 0
+    assert loader.state_dict()["dataset"] == {"position": 12}
+    assert dataset.asked == 1
+    assert pickle.loads(pickle.dumps(loader)).state_dict()["dataset"] == {"position": 12}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_state_is_that_after_the_last_batch_delivered(device, backend):
+    """Batches for another device than the CPU are made ahead."""
+    loader = fastamp.DataLoader(Resumable(), 4, device=device)
+    iterator = iter(loader)
+    for count in range(1, 26):
+        next(iterator)
+        state = loader.state_dict()
+        assert (state["dataset"], state["exhausted"]) == ({"position": 4 * count}, False)
+    assert next(iterator, None) is None
+    assert loader.state_dict()["dataset"] == {"position": 0}
+
+
+class Streaming(Resumable):
+    """Has a state as the datasets of streaming libraries have it."""
+
+    def state_dict(self, num_samples, *, from_beginning):
+        return {"position": num_samples * from_beginning}
+
+
+def test_a_state_dict_with_arguments_is_left_to_its_owner(backend):
+    loader = fastamp.DataLoader(Streaming(), 4)
+    assert_same(list(loader), list(fastamp.DataLoader(Resumable(), 4)))
+    with pytest.raises(TypeError, match="dataset: the state_dict of Streaming takes arguments"):
+        loader.state_dict()
+    with pytest.raises(TypeError, match="dataset: the state_dict of Streaming takes arguments"):
+        loader.load_state_dict(fastamp.DataLoader(Resumable(), 4).state_dict())
+
+
+def test_the_state_of_a_dataset_that_cannot_load_one_is_refused():
+    loader = fastamp.DataLoader(Squares(20), 4)
+    before = loader.state_dict()
+    with pytest.raises(ValueError, match="state: it has the state of a dataset, and Squares has"):
+        loader.load_state_dict(before | {"dataset": {"at": 3}, "epoch": 2})
+    assert loader.state_dict() == before

@@ -1,0 +1,167 @@
+"""Passes over a loader, side by side and broken off; copies of a loader; and its memory."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from support.loading import Squares, assert_same, make_array
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    TensorDataset,
+)
+from torch.utils.data import DataLoader as TorchDataLoader
+
+import fastamp
+from fastamp.data.slots import Slots
+
+N = 600
+BATCH = 2  # 300 batches
+X = make_array(torch.float32, N, 5)
+Y = torch.arange(N)
+
+
+def test_a_batch_that_is_kept_is_not_overwritten(backend, monkeypatch):
+    monkeypatch.setattr("fastamp.data.slots._REUSE_NBYTES", 1)
+    loader = fastamp.DataLoader(TensorDataset(X, Y), BATCH, shuffle=True, seed=1, max_bytes=4000)
+    expected = [(x.clone(), y.clone()) for x, y in loader]
+    loader = fastamp.DataLoader(TensorDataset(X, Y), BATCH, shuffle=True, seed=1, max_bytes=4000)
+    iterator = iter(loader)
+    for start in range(0, 300, 100):
+        kept = next(iterator)
+        later = [next(iterator) for _ in range(50)]
+        del later
+        for _ in range(49):
+            next(iterator)
+        assert_same(tuple(kept), expected[start])
+
+
+def test_a_loader_can_be_made_anew_from_its_attributes(backend):
+    """As Lightning and Accelerate do it: read, replace the sampler, make another."""
+    nested = {"x": X, "y": (Y, X[:, 0])}
+    loader = fastamp.DataLoader(nested, 6, shuffle=True, seed=3, device="cpu", max_bytes=10**6)
+    assert isinstance(loader, TorchDataLoader)
+    names = inspect.signature(type(loader).__init__).parameters
+    attributes = {k: v for k, v in vars(loader).items() if not k.startswith("_")}
+    kwargs = {name: value for name, value in attributes.items() if name in names}
+    missing = set(names) - {"self"} - set(kwargs)
+    assert missing <= {"shuffle", "multiprocessing_context", "shard", "rank", "world_size"}
+    sampler = DistributedSampler(loader.dataset, num_replicas=2, rank=0, shuffle=False)
+    again = type(loader)(**{**kwargs, "sampler": sampler, "batch_sampler": None})
+    assert torch.equal(torch.cat([batch["y"][0] for batch in again]), Y[::2])
+    assert (again.seed, again.device, again.max_bytes) == (3, "cpu", 10**6)
+    batches = BatchSampler(sampler, loader.batch_size, loader.drop_last)
+    accelerate = type(loader)(
+        loader.dataset,
+        batch_sampler=batches,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        generator=loader.generator,
+        multiprocessing_context=loader.multiprocessing_context,
+    )
+    assert torch.equal(torch.cat([batch["y"][0] for batch in accelerate]), Y[::2])
+    assert len(again) == len(accelerate) == 50
+    with pytest.raises(ValueError, match="attribute should not be set"):
+        loader.batch_size = 4
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+@pytest.mark.parametrize("dataset", [TensorDataset(X, Y), Squares(50)], ids=["arrays", "python"])
+def test_a_loader_can_be_copied_and_pickled(dataset, duplicate, backend):
+    loader = fastamp.DataLoader(dataset, 8, shuffle=True, seed=2)
+    next(iter(loader))
+    other = duplicate(loader)
+    counted = loader.stats().batches
+    assert_same(list(other), list(loader))
+    assert loader.stats().batches == counted + len(loader)
+
+
+@pytest.mark.parametrize("dataset", [TensorDataset(X, Y), Squares(N)], ids=["arrays", "python"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_two_iterators_over_one_loader_are_apart(dataset, num_workers, backend):
+    def pairs(loader_class):
+        torch.manual_seed(1)
+        loader = loader_class(dataset, 100, shuffle=True, num_workers=num_workers)
+        first, second = iter(loader), iter(loader)
+        mixed = [next(first), next(second), next(second), next(first)]
+        nested = [(a, b) for a, _ in zip(loader, range(2), strict=False) for b in loader]
+        return [*mixed, *nested, *first]
+
+    assert_same(pairs(fastamp.DataLoader), pairs(TorchDataLoader))
+
+
+def test_an_iterator_has_the_loaders_length(backend):
+    for dataset in (TensorDataset(X, Y), Squares(30)):
+        assert len(iter(fastamp.DataLoader(dataset, 7))) == len(iter(TorchDataLoader(dataset, 7)))
+
+
+def test_breaking_off_leaves_the_next_epoch_alone(backend):
+    loader = fastamp.DataLoader(TensorDataset(X, Y), 10, shuffle=True, seed=5)
+    whole = [list(loader) for _ in range(3)]
+    loader = fastamp.DataLoader(TensorDataset(X, Y), 10, shuffle=True, seed=5)
+    for epoch in whole:
+        for batch, expected in zip(loader, epoch[:7], strict=False):
+            assert_same(batch, expected)
+
+
+def test_an_iterator_stays_exhausted_and_counts_its_epoch_once(backend):
+    loader = fastamp.DataLoader(X, 100, seed=0, shuffle=True)
+    iterator = iter(loader)
+    assert len(list(iterator)) == 6
+    assert [next(iterator, None) for _ in range(3)] == [None] * 3
+    assert loader.state_dict()["epoch"] == 1
+
+
+def test_the_loader_holds_no_more_than_max_bytes(backend, monkeypatch):
+    made = []
+    allocate = Slots.allocate
+
+    def watched(self, shape, dtype):
+        made.append(allocate(self, shape, dtype))
+        return made[-1]
+
+    monkeypatch.setattr(Slots, "allocate", watched)
+    row_nbytes = X[0].nbytes + Y[0].nbytes
+    for sizes, max_bytes in (
+        ([10] * 60, 25 * row_nbytes),
+        ([1, 2, 20, 1, 20, 19], 24 * row_nbytes),
+    ):
+        made.clear()
+        delivered = 0
+        batches = [[*range(size)] for size in sizes]
+        for batch in fastamp.DataLoader(
+            TensorDataset(X, Y), batch_sampler=batches, max_bytes=max_bytes
+        ):
+            delivered += sum(tensor.nbytes for tensor in batch)
+            assert sum(tensor.nbytes for tensor in made) - delivered <= max_bytes
+        assert delivered == sum(sizes) * row_nbytes
+
+
+def test_a_batch_larger_than_max_bytes_is_refused(backend):
+    loader = fastamp.DataLoader(X, 10, max_bytes=199)
+    with pytest.raises(ValueError, match=r"max_bytes=199: one batch takes 200 bytes"):
+        next(iter(loader))
+    with pytest.raises(ValueError, match="max_bytes: expected an integer of at least 1, got 0"):
+        fastamp.DataLoader(X, max_bytes=0)
+    assert len(list(fastamp.DataLoader(X, 10, max_bytes=200))) == 60
+
+
+def test_a_pass_goes_on_after_an_error(backend):
+    for loader_class in (fastamp.DataLoader, TorchDataLoader):
+        iterator = iter(loader_class(X, 2, sampler=[1, 2, 3, N, 5, 6]))
+        assert torch.equal(next(iterator), X[1:3])
+        with pytest.raises(IndexError):
+            next(iterator)
+        assert torch.equal(next(iterator), X[5:7])
+
+
+@pytest.mark.parametrize("seed", [1.5, "a", True, -1, 2**64])
+def test_a_bad_seed_is_refused(seed):
+    with pytest.raises(ValueError, match="seed: expected an integer of at least 0"):
+        fastamp.DataLoader(X, seed=seed)

@@ -1,0 +1,97 @@
+"""States that are not this loader's: refused by name, before anything is changed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from support.loading import Squares, assert_same, make_array
+from torch.utils.data import BatchSampler, RandomSampler
+
+import fastamp
+
+X = make_array(torch.float32, 40, 3)
+
+
+def test_foreign_states_are_refused_and_change_nothing(backend):
+    loader = fastamp.DataLoader(X, 4, shuffle=True, seed=1)
+    expected = loader.state_dict()
+    other = fastamp.DataLoader(X, 5, shuffle=True, seed=1)
+    with pytest.raises(ValueError, match="its batch_size is 5, the loader's 4"):
+        loader.load_state_dict(other.state_dict())
+    for options, message in (
+        ({"drop_last": True}, "its drop_last is False, the loader's True"),
+        ({"shuffle": False}, "its sampler is 'RandomSampler', the loader's 'SequentialSampler'"),
+        ({"seed": None}, "its seed is 1, the loader's None"),
+    ):
+        other = fastamp.DataLoader(X, 4, **{"shuffle": True, "seed": 1, **options})
+        with pytest.raises(ValueError, match=message):
+            other.load_state_dict(expected)
+    own = fastamp.DataLoader(X, 4, shuffle=True, generator=torch.Generator())
+    with pytest.raises(ValueError, match="its source of randomness is 'a generator'"):
+        fastamp.DataLoader(X, 4, shuffle=True).load_state_dict(own.state_dict())
+    batches = BatchSampler(RandomSampler(X), 5, drop_last=False)
+    with pytest.raises(ValueError, match="its batch_size is 5, the loader's 4"):
+        fastamp.DataLoader(X, 4, shuffle=True).load_state_dict(
+            fastamp.DataLoader(X, batch_sampler=batches).state_dict()
+        )
+    for state in ({}, {"version": 99}, {"epoch": 1, "batch": 2}):
+        with pytest.raises(ValueError, match=r"expected what DataLoader\.state_dict returns"):
+            loader.load_state_dict(state)
+    assert_same(loader.state_dict(), expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        *[
+            (key, None, "expected an integer of at least 0")
+            for key in ("epoch", "batch", "consumed")
+        ],
+        *[
+            (key, -1, "expected an integer of at least 0")
+            for key in ("epoch", "batch", "told_epoch")
+        ],
+        ("epoch", torch.tensor(3), "expected an integer of at least 0"),
+        ("batch", 1.5, "expected an integer of at least 0"),
+        ("consumed", True, "expected an integer of at least 0"),
+        ("told_epoch", "1", "expected an integer of at least 0"),
+        ("batch_size", torch.tensor([4, 4]), "the loader's 4"),
+        ("drop_last", None, "the loader's False"),
+        ("rng", torch.zeros(3), "expected the state of a generator"),
+        ("rng", 5, "expected the state of a generator"),
+        ("generator", torch.zeros(7, dtype=torch.uint8), "expected the state of a generator"),
+        ("exhausted", None, "expected True or False"),
+    ],
+)
+def test_a_state_with_another_kind_of_value_is_refused_by_its_key(key, value, message, backend):
+    loader = fastamp.DataLoader(X, 4, shuffle=True, generator=torch.Generator())
+    next(iter(loader))
+    state = loader.state_dict()
+    kept = copy.deepcopy(state)
+    with pytest.raises(ValueError, match=f"^state: its {key}.*{message}"):
+        loader.load_state_dict({**state, key: value})
+    without = {name: value for name, value in state.items() if name != key}
+    with pytest.raises(ValueError, match=key):
+        loader.load_state_dict(without)
+    assert_same(loader.state_dict(), kept)
+
+
+@pytest.mark.parametrize("version", [None, True, 1.0, "1", torch.ones(2), torch.eye(2).to_sparse()])
+def test_a_version_that_is_no_integer_is_another_version(version):
+    loader = fastamp.DataLoader(X, 4)
+    with pytest.raises(ValueError, match=r"state: expected what DataLoader\.state_dict returns"):
+        loader.load_state_dict(loader.state_dict() | {"version": version})
+
+
+def test_a_generator_that_is_none_is_refused_by_its_name():
+    with pytest.raises(TypeError, match=r"generator: expected a torch\.Generator or None, got 3"):
+        fastamp.DataLoader(X, 4, generator=3)
+
+
+def test_a_sharded_loader_whose_batches_come_in_any_order_has_no_state():
+    options = {"shard": True, "rank": 0, "world_size": 2}
+    loader = fastamp.DataLoader(Squares(40), 2, num_workers=1, in_order=False, **options)
+    with pytest.raises(TypeError, match="in_order=False"):
+        loader.state_dict()
