@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from support import ranks, shard_cases
+from support import ranks, shard_cases, shard_trainings
 from support.training import OPTIMIZERS
 
 import fastamp
@@ -137,7 +137,7 @@ def test_a_negative_order_is_refused_by_name(four):
 @pytest.fixture(scope="module")
 def alone():
     """Return what one process makes of the same batches, with the same inf."""
-    return {name: shard_cases.train_alone(name) for name in ("adamw fused", "sgd momentum")}
+    return {name: shard_trainings.train_alone(name) for name in ("adamw fused", "sgd momentum")}
 
 
 def assert_close_to_one_process(ours, parameters):
@@ -149,7 +149,7 @@ def assert_close_to_one_process(ours, parameters):
 def assert_trained_as(expected, results):
     """Compare runs over ranks with one of a single process."""
     seen, parameters = expected
-    assert seen["skipped"] == [i == shard_cases.BAD_STEP for i in range(shard_cases.STEPS)]
+    assert seen["skipped"] == [i == shard_trainings.BAD_STEP for i in range(shard_trainings.STEPS)]
     common = same([result for result, _ in results])
     assert common["skipped"] == seen["skipped"]
     assert common["scales"] == seen["scales"]
@@ -164,57 +164,59 @@ def assert_trained_as(expected, results):
 )
 def test_a_gpt_trains_over_ranks_as_in_one_process(four, alone, sizes, name):
     count = math.prod(sizes)
-    results = four.run(count, shard_cases.train_sharded, name, sizes, count - 1)
+    results = four.run(count, shard_trainings.train_sharded, name, sizes, count - 1)
     assert_trained_as(alone[name], results)
 
 
 def test_a_gpt_trains_with_fsdp1_as_in_one_process(four, alone):
-    assert_trained_as(alone["adamw fused"], four.run(2, shard_cases.train_fsdp1, "adamw fused", 1))
+    assert_trained_as(
+        alone["adamw fused"], four.run(2, shard_trainings.train_fsdp1, "adamw fused", 1)
+    )
 
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["every batch", "no_sync"])
 def test_ddp_needs_nothing(four, accumulate):
-    plain = four.run(1, shard_cases.train_ddp, "adamw fused", False)[0]
-    results = four.run(2, shard_cases.train_ddp, "adamw fused", accumulate)
+    plain = four.run(1, shard_trainings.train_ddp, "adamw fused", False)[0]
+    results = four.run(2, shard_trainings.train_ddp, "adamw fused", accumulate)
     same([scales for scales, _ in results])
     for _, parameters in results:
         assert_close_to_one_process(parameters, plain[1])
 
 
 def test_ddp_joins_uneven_inputs(four):
-    results = four.run(2, shard_cases.train_uneven)
+    results = four.run(2, shard_trainings.train_uneven)
     assert [steps for steps, _ in results] == [5, 3]
 
 
 def test_stock_lets_one_rank_step_and_another_skip_and_ours_does_not(four):
-    theirs = four.run(2, shard_cases.split_verdict, True)
+    theirs = four.run(2, shard_trainings.split_verdict, True)
     assert [moved for moved, _ in theirs] == [False, True]
     assert [scale for _, scale in theirs] == [2.0**15, 2.0**16]
-    assert same(four.run(2, shard_cases.split_verdict, False)) == (False, 2.0**15)
+    assert same(four.run(2, shard_trainings.split_verdict, False)) == (False, 2.0**15)
 
 
 def test_stock_fails_at_a_fused_step_after_unscale_and_ours_does_not(four):
     assert "doesn't match the broadcast shape" in same(
-        four.run(2, shard_cases.unscale_then_fused, True)
+        four.run(2, shard_trainings.unscale_then_fused, True)
     )
-    assert same(four.run(2, shard_cases.unscale_then_fused, False)) == pytest.approx([-0.1] * 4)
+    assert same(four.run(2, shard_trainings.unscale_then_fused, False)) == pytest.approx([-0.1] * 4)
 
 
 @pytest.mark.parametrize("how", ["unscale_", "step"])
 def test_stock_has_two_verdicts_for_replicate_and_shard_and_ours_one(four, how):
-    assert four.run(2, shard_cases.mixed_verdict, True, how) == [0.0, 1.0]
-    assert four.run(2, shard_cases.mixed_verdict, False, how) == [1.0, 1.0]
+    assert four.run(2, shard_trainings.mixed_verdict, True, how) == [0.0, 1.0]
+    assert four.run(2, shard_trainings.mixed_verdict, False, how) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(("what", "stock"), [("fsdp2", 2), ("hsdp", 2), ("tensor parallel", 2)])
 def test_a_step_takes_one_collective(four, what, stock):
-    assert same(four.run(4, shard_cases.collectives, what, False)) == 1
-    assert same(four.run(4, shard_cases.collectives, what, True)) == stock
+    assert same(four.run(4, shard_trainings.collectives, what, False)) == 1
+    assert same(four.run(4, shard_trainings.collectives, what, True)) == stock
 
 
 def test_clipping_dtensors_calls_a_fifth_of_what_stock_calls(four):
     # The bench measures the host's time; calls are the same on a busy machine.
-    stock, ours = four.run(2, shard_cases.calls_of_clipping, 100)[0]
+    stock, ours = four.run(2, shard_trainings.calls_of_clipping, 100)[0]
     assert stock[0] > 20 * ours[0]  # where torch still has to find its rules
     assert stock[1] > 5 * ours[1]
 
