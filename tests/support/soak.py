@@ -88,7 +88,7 @@ def targets() -> list[str]:
     and its handler of SIGCHLD may raise in the midst of one: that file stays open, and is torch's.
     """
     found = []
-    probe = re.compile(re.escape(f"{tempfile.gettempdir()}/tmp") + r"\w{8}")
+    probe = re.compile(re.escape(os.path.join(tempfile.gettempdir(), "tmp")) + r"\w{8}")  # noqa: PTH118
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the one of this listing
             target = path.readlink()
