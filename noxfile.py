@@ -5,6 +5,7 @@ CI runs the same sessions (.ci/run). To build, they need scikit-build-core, pybi
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import nox
@@ -91,6 +92,47 @@ def cuda(session: nox.Session) -> None:
     folder = install(session, "cuda", FASTAMP_CUDA="ON")
     check = "from fastamp import _native; assert _native.built_with_cuda, _native.__file__"
     session.run("python", "-c", check, env={"PYTHONPATH": folder, "PYTHONSAFEPATH": "1"})
+
+
+def emulate(session: nox.Session, kind: str, source: str = ".") -> Path:
+    """Compile the CUDA kernels as C++ for the CPU and return the library's path."""
+    folder = Path("build", "emulated", kind).absolute()
+    sanitizer = "OFF" if kind == "fibers" else "thread"
+    options = ("-DFASTAMP_CUDA=EMULATE", f"-DFASTAMP_SANITIZE={sanitizer}")
+    session.run("cmake", "-S", source, "-B", str(folder), "-G", "Ninja", *options, silent=True)
+    session.run("cmake", "--build", str(folder), silent=True)
+    return folder / "libemulated.so"
+
+
+@nox.session
+def emulated(session: nox.Session) -> None:
+    """Run the CUDA kernels on the CPU: all tests of the step, at large, then as threads under TSan.
+
+    TSan has to find each barrier that is taken out. Options go to pytest, and leave TSan out.
+    """
+    pytest = ("python", "-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", "emulated")
+    env = {"FASTAMP_EMULATED": str(emulate(session, "fibers")), "FASTAMP_AT_LARGE": "1"}
+    session.run(*pytest, *(session.posargs or ["tests/step"]), env=env)
+    if session.posargs:
+        return
+    tsan = session.run("g++", "-print-file-name=libtsan.so", external=True, silent=True)
+    env = {"LD_PRELOAD": str(tsan).strip(), "TSAN_OPTIONS": "halt_on_error=1"}
+    chosen = ("-n", "0", "--capture=sys", "tests/step/test_emulated.py", "-k", "cpus_bits")
+    env["FASTAMP_EMULATED"] = str(emulate(session, "thread"))
+    session.run(*pytest, *chosen, env=env)
+    barrier = "__syncthreads();"
+    for path in sorted(Path("csrc/step").glob("*.cu")):
+        parts = path.read_text().split(barrier)
+        for i in range(1, len(parts)):
+            session.log(f"without barrier {i} of {path}: TSan has to end it")
+            copy = Path(session.create_tmp(), "without_a_barrier")
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree("csrc", copy / "csrc")
+            shutil.copy("CMakeLists.txt", copy)
+            less = barrier.join(parts[:i]) + barrier.join(parts[i:])
+            (copy / path).write_text(less)
+            env["FASTAMP_EMULATED"] = str(emulate(session, "without_a_barrier", str(copy)))
+            session.run(*pytest, *chosen, env=env, success_codes=[66], silent=True)
 
 
 def run_sanitized(session: nox.Session, kind: str, runtimes: list[str], *default: str) -> None:

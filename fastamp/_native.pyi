@@ -36,6 +36,7 @@ class PackedTensors:
     def tensors(self) -> tuple[Tensor, ...]: ...
 
 class Ops:
+    def __init__(self, address: int, size: int) -> None: ...
     def grad_stats(
         self,
         tensors: PackedTensors,

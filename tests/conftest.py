@@ -6,6 +6,7 @@ import gc
 import importlib.metadata
 import os
 import signal
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ import torch
 if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
     os.environ.setdefault("FASTAMP_BACKEND", "fallback")
 
+from support.emulated import emulated_ops, use_emulated
+
 import fastamp
 from fastamp import _ops
 
@@ -33,8 +36,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
-GPU_TEST = ("gpu_test", "yes")
+EMULATED = pytest.param("emulated", marks=pytest.mark.emulated)
+COUNTED = {"cuda": "GPU tests", "emulated": "tests of the emulated CUDA kernels"}
+"""What marks are counted, and how the summary calls their tests."""
 AVAILABLE = fastamp.backends()
+AT_LARGE = "FASTAMP_AT_LARGE" in os.environ
 LONGEST = ["test_parallel.py", "test_shards.py", "test_examples.py", "test_train.py"]
 LONGEST += ["test_resume.py", "test_loader.py", "test_bench.py", "test_slots.py", "test_faults.py"]
 """The files to start with, so that no worker is left with a long one at the end."""
@@ -61,31 +67,53 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def _to_emulate(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Leave the emulated kernels what tests the step: one run of each test, or all at large."""
+    runs: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("emulated") and item.path.parent.name == "step":
+            runs.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    if AT_LARGE:
+        kept = {id(item) for found in runs.values() for item in found}
+    else:  # of the parameters that its name picks
+        kept = {id(found[zlib.crc32(name.encode()) % len(found)]) for name, found in runs.items()}
+    return [i for i in items if id(i) in kept or not i.get_closest_marker("emulated")]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the reports of GPU tests, and skip those where there is no GPU."""
+    """Mark the reports that are counted, and skip GPU tests where there is no GPU."""
+    items[:] = _to_emulate(items)
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
     for item in items:
-        if item.get_closest_marker("cuda"):
-            item.user_properties.append(GPU_TEST)
-            if not torch.cuda.is_available():
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        marks = [name for name in COUNTED if item.get_closest_marker(name)]
+        item.user_properties += [("counted", name) for name in marks]
+        if "cuda" in marks and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how many GPU tests ran and how many were skipped."""
+    """Say how many tests of the CUDA kernels ran, on a GPU or emulated, and how many did not."""
 
-    def count(*outcomes: str) -> int:
+    def count(name: str, *outcomes: str) -> int:
         reports = [r for outcome in outcomes for r in terminalreporter.stats.get(outcome, [])]
-        return sum(GPU_TEST in r.user_properties for r in reports)
+        return sum(("counted", name) in r.user_properties for r in reports)
 
-    terminalreporter.write_line(
-        f"backends: {', '.join(AVAILABLE)}; "
-        f"GPU tests: {count('passed', 'failed')} ran, {count('skipped')} skipped"
-    )
+    counts = [
+        f"{title}: {count(name, 'passed', 'failed')} ran, {count(name, 'skipped')} skipped"
+        for name, title in COUNTED.items()
+    ]
+    terminalreporter.write_line("; ".join([f"backends: {', '.join(AVAILABLE)}", *counts]))
 
 
 def _use(name: str) -> Iterator[str]:
+    if name == "emulated":
+        ops = emulated_ops()
+        if ops is None:
+            pytest.skip("no compiled core, or no C++ compiler")
+        with use_emulated(ops):
+            yield name
+        return
     if name not in AVAILABLE:
         pytest.skip(f"backend {name} is not available")
     with _ops.use_only(name):
@@ -101,13 +129,13 @@ def threads_put_back() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@pytest.fixture(params=["fallback", "cpu", CUDA])
+@pytest.fixture(params=["fallback", "cpu", EMULATED, CUDA])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test once for every backend."""
     yield from _use(request.param)
 
 
-@pytest.fixture(params=["cpu", CUDA])
+@pytest.fixture(params=["cpu", EMULATED, CUDA])
 def compiled(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test once for every compiled backend."""
     yield from _use(request.param)
@@ -118,3 +146,9 @@ def device(request: pytest.FixtureRequest) -> str:
     """Return the device that the test's backend serves."""
     chosen = [name for name in ("backend", "compiled") if name in request.fixturenames]
     return "cuda" if request.getfixturevalue(chosen[0]) == "cuda" else "cpu"
+
+
+@pytest.fixture
+def small(request: pytest.FixtureRequest) -> bool:
+    """Return whether the test has to be small: in the suite, on the emulated kernels."""
+    return not AT_LARGE and request.node.get_closest_marker("emulated") is not None

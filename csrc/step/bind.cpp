@@ -99,6 +99,12 @@ void rescale(const OpTable& ops, const PackedTensors& tensors, const py::object&
   ops.rescale(tensors.views, value, launch);
 }
 
+OpTable table_at(std::uintptr_t address, std::size_t size) {
+  if (size != sizeof(OpTable))
+    throw py::value_error("size: the table was compiled from other sources than this module");
+  return *reinterpret_cast<const OpTable*>(address);
+}
+
 }  // namespace
 
 void define_step(py::module_& module) {
@@ -116,6 +122,8 @@ void define_step(py::module_& module) {
   module.def("pack", &pack, py::arg("tensors"), py::arg("cuda_device"),
              "Read the memory of a list of tensors; no cuda_device is the CPU.");
   py::class_<OpTable>(module, "Ops", "The op table of one backend.")
+      .def(py::init(&table_at), py::arg("address"), py::arg("size"),
+           "Take the table that a library holds: that of the CUDA kernels, emulated for tests.")
       .def("grad_stats", &grad_stats, py::arg("tensors"), py::arg("norm_type"), py::arg("scale"),
            py::arg("max_norm"), py::arg("only_finite"), py::arg("skipped"), py::arg("work"),
            py::arg("stats"), py::arg("num_threads"), "Read the gradients once.")

@@ -1,16 +1,16 @@
-// The device's own conversions of the 16-bit formats. They round as step/convert.h does.
+// The device's own conversions of the 16-bit formats. They round as those of the host do.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "step/convert.h"
+
 namespace fastamp {
 
-__device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ inline float to_float(__half x) { return __half2float(x); }
 
-__device__ inline void from_float(float x, float* out) { *out = x; }
 __device__ inline void from_float(float x, __nv_bfloat16* out) { *out = __float2bfloat16_rn(x); }
 __device__ inline void from_float(float x, __half* out) { *out = __float2half_rn(x); }
 

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "support/macros.h"
+
 namespace fastamp {
 
 struct BFloat16 {
@@ -26,7 +28,7 @@ inline std::uint32_t bits_of(float value) {
   return bits;
 }
 
-inline float to_float(float x) { return x; }
+FASTAMP_HD inline float to_float(float x) { return x; }
 
 inline float to_float(BFloat16 x) { return float_of(static_cast<std::uint32_t>(x.bits) << 16); }
 
@@ -43,7 +45,7 @@ inline float to_float(Float16 x) {
   return float_of(bits | sign);
 }
 
-inline void from_float(float x, float* out) { *out = x; }
+FASTAMP_HD inline void from_float(float x, float* out) { *out = x; }
 
 inline void from_float(float x, BFloat16* out) {
   const std::uint32_t bits = bits_of(x);

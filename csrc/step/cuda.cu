@@ -128,7 +128,7 @@ __device__ double reduce_strip(const T* data, int numel) {
 /// One block reduces one chunk into partial[blockIdx.x].
 template <typename Norm>
 __global__ void __launch_bounds__(kThreads)
-    reduce_kernel(const __grid_constant__ Table table, double* partial) {
+    reduce_kernel(const Table __grid_constant__ table, double* partial) {
   __shared__ double strips[kStripsPerChunk];
   const Chunk chunk = find_chunk(table, blockIdx.x);
   const int strip = static_cast<int>(threadIdx.x) / kWarp;
@@ -185,7 +185,7 @@ __device__ void rescale_chunk(T* data, int numel, float factor) {
 
 /// One block rescales one chunk.
 __global__ void __launch_bounds__(kThreads)
-    rescale_kernel(const __grid_constant__ Table table, const float* factor) {
+    rescale_kernel(const Table __grid_constant__ table, const float* factor) {
   const float value = *factor;
   if (value == 1.0F) return;
   const Chunk chunk = find_chunk(table, blockIdx.x);
@@ -194,16 +194,16 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-/// Calls launch(table, index of the table's first chunk) for every group of tensors that fits in a
+/// Calls use(table, index of the table's first chunk) for every group of tensors that fits in a
 /// kernel's arguments: one group up to kMaxEntries tensors.
 template <typename Fn>
-std::int64_t for_each_table(const TensorList& tensors, const Fn& launch) {
+std::int64_t for_each_table(const TensorList& tensors, const Fn& use) {
   Table table;
   table.count = 0;
   table.num_chunks = 0;
   std::int64_t done = 0;
   const auto flush = [&] {
-    if (table.num_chunks > 0) launch(table, done);
+    if (table.num_chunks > 0) use(table, done);
     done += table.num_chunks;
     table.count = 0;
     table.num_chunks = 0;
@@ -229,28 +229,26 @@ void launch_stats(const TensorList& tensors, const ClipSpec& clip, double* work,
   // One block per chunk: a chunk is 128 or 256 KiB, so large gradients fill the device many times
   // over and small tensors cost one block each.
   const std::int64_t chunks = for_each_table(tensors, [&](const Table& table, std::int64_t first) {
-    reduce_kernel<Norm><<<table.num_chunks, kThreads, 0, stream>>>(table, work + 1 + first);
-    check_cuda(cudaGetLastError(), "the launch of reduce_kernel");
+    launch("reduce_kernel", reduce_kernel<Norm>, table.num_chunks, kThreads, stream, table,
+           work + 1 + first);
   });
-  finish_kernel<Norm><<<1, kFinalLanes, 0, stream>>>(work, chunks, clip, stats);
-  check_cuda(cudaGetLastError(), "the launch of finish_kernel");
+  launch("finish_kernel", finish_kernel<Norm>, 1, kFinalLanes, stream, work, chunks, clip, stats);
 }
 
 void grad_stats(const TensorList& tensors, NormType norm_type, const ClipSpec& clip, double* work,
-                GradStats* stats, const Launch& launch) {
-  const DeviceGuard guard(launch.device_index);
+                GradStats* stats, const Launch& where) {
+  const DeviceGuard guard(where.device_index);
   visit_norm(norm_type, [&](auto norm) {
     launch_stats<decltype(norm)>(tensors, clip, work, stats,
-                                 static_cast<cudaStream_t>(launch.stream));
+                                 static_cast<cudaStream_t>(where.stream));
   });
 }
 
-void rescale(const TensorList& tensors, const float* factor, const Launch& launch) {
-  const DeviceGuard guard(launch.device_index);
+void rescale(const TensorList& tensors, const float* factor, const Launch& where) {
+  const DeviceGuard guard(where.device_index);
   for_each_table(tensors, [&](const Table& table, std::int64_t) {
-    rescale_kernel<<<table.num_chunks, kThreads, 0, static_cast<cudaStream_t>(launch.stream)>>>(
-        table, factor);
-    check_cuda(cudaGetLastError(), "the launch of rescale_kernel");
+    launch("rescale_kernel", rescale_kernel, table.num_chunks, kThreads,
+           static_cast<cudaStream_t>(where.stream), table, factor);
   });
 }
 

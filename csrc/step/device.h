@@ -1,17 +1,34 @@
-// CUDA runtime calls that throw, and the current device as a scope.
+// CUDA runtime calls that throw, the current device as a scope, and the launch of a kernel.
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
+#include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace fastamp {
 
-inline void check_cuda(cudaError_t status, const char* what) {
+inline void check_cuda(cudaError_t status, const std::string& what) {
   if (status == cudaSuccess) return;
-  throw std::runtime_error(std::string("CUDA error in ") + what + ": " + cudaGetErrorName(status) +
-                           ": " + cudaGetErrorString(status));
+  throw std::runtime_error("CUDA error in " + what + ": " + cudaGetErrorName(status) + ": " +
+                           cudaGetErrorString(status));
+}
+
+/// Launches a kernel, whose name errors tell, on one-dimensional blocks. Every launch goes through
+/// here.
+template <typename... Params, typename... Args>
+void launch(const char* name, void (*kernel)(Params...), std::int64_t blocks, int threads,
+            cudaStream_t stream, Args&&... args) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = stream;
+  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
+  if (status == cudaSuccess) return;
+  static_cast<void>(cudaGetLastError());  // or the next one who asks gets this error again
+  check_cuda(status, std::string("the launch of ") + name);
 }
 
 /// Makes a device current, and the former one again at the end of the scope.

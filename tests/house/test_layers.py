@@ -23,6 +23,8 @@ INCLUDES = {
     "parallel": [r"parallel/\w+\.h", r"(dlfcn|unistd)\.h", STANDARD],
     "tensor": [r"tensor/\w+\.h", r"support/\w+\.h", r"pybind11/\w+\.h", STANDARD],
     "tensor/view.h": [r"support/\w+\.h", STANDARD],
+    "emulate": [r"emulate/\w+\.h", r"step/(convert|ops)\.h", r"cuda_runtime\.h", STANDARD],
+    "emulate/fibers": [r"emulate/\w+\.h", r"(setjmp|ucontext)\.h", STANDARD],
     **{name: [rf"{name}/\w+\.h", r"unistd\.h", *SHARED] for name in ("step", "data", "timer")},
     **{f"{name}/bind": [rf"{name}/\w+\.h", *BINDING] for name in ("step", "data")},
     "timer/bind": [r"timer/\w+\.h", r"structmember\.h", *BINDING],
@@ -147,6 +149,7 @@ def test_nothing_imports_itself_in_a_circle():
     ("path", "line"),
     [
         ("step/math.h", "#include <cuda_runtime.h>"),
+        ("step/cpu.cpp", '#include "emulate/grid.h"'),
         ("step/cpu.cpp", '#include "tensor/tensors.h"'),
         ("step/cpu.cpp", "#include <pybind11/pybind11.h>"),
         ("step/cpu.cpp", "#include <torch/extension.h>"),

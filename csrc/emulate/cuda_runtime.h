@@ -1,0 +1,112 @@
+// What the kernels use of CUDA, on the host: found instead of CUDA's own header where the kernels
+// are compiled as C++ for tests. It proves tables, tails, alignment, barriers and the order of
+// addition; neither speed nor the memory model.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "emulate/grid.h"
+
+#define __host__
+#define __device__
+#define __global__
+#define __launch_bounds__(...)
+#define __shared__ static    // blocks run one after the other, grids too
+#define __grid_constant__ &  // `const Table __grid_constant__ table`: one for all threads
+
+inline void __syncthreads() { fastamp::emulate::wait_for_block(); }
+inline void __syncwarp() { fastamp::emulate::wait_for_warp(); }
+
+/// All shuffles are of whole warps; a source outside is the thread itself, as on the device.
+template <typename T>
+T __shfl_sync(unsigned, T value, int source) {
+  static_assert(sizeof(T) <= sizeof(std::uint64_t) && std::is_trivially_copyable_v<T>);
+  std::uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof value);
+  bits = fastamp::emulate::exchange(bits, static_cast<unsigned>(source) % fastamp::emulate::kWarp);
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+template <typename T>
+T __shfl_down_sync(unsigned mask, T value, int offset) {
+  const int lane = static_cast<int>(threadIdx.x % fastamp::emulate::kWarp);
+  return __shfl_sync(mask, value, lane + offset < 32 ? lane + offset : lane);
+}
+
+template <typename T>
+T __shfl_up_sync(unsigned mask, T value, int offset) {
+  const int lane = static_cast<int>(threadIdx.x % fastamp::emulate::kWarp);
+  return __shfl_sync(mask, value, lane >= offset ? lane - offset : lane);
+}
+
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T value, int lanes) {
+  return __shfl_sync(mask, value, static_cast<int>(threadIdx.x % 32) ^ lanes);
+}
+
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorInvalidDevice = 101,
+  cudaErrorLaunchTimeout = 702,
+};
+using cudaStream_t = struct CUstream_st*;  // all work is done when a call returns
+
+inline const char* cudaGetErrorName(cudaError_t error) {
+  switch (error) {
+    case cudaErrorInvalidValue:
+      return "cudaErrorInvalidValue";
+    case cudaErrorInvalidConfiguration:
+      return "cudaErrorInvalidConfiguration";
+    case cudaErrorInvalidDevice:
+      return "cudaErrorInvalidDevice";
+    case cudaErrorLaunchTimeout:
+      return "cudaErrorLaunchTimeout";
+    case cudaSuccess:
+      break;
+  }
+  return "cudaSuccess";
+}
+
+inline const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaErrorLaunchTimeout ? "not all threads come to a barrier" : "emulated";
+}
+
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }  // errors are returned
+
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaSetDevice(int device) {
+  return device == 0 ? cudaSuccess : cudaErrorInvalidDevice;
+}
+
+struct dim3 : fastamp::emulate::Index {
+  dim3(unsigned size = 1) : Index{size} {}
+};
+
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  std::size_t dynamicSmemBytes;
+  cudaStream_t stream;
+};
+
+template <typename... Params, typename... Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...),
+                               Args&&... args) {
+  static_assert((sizeof(std::remove_reference_t<Params>) + ... + 0) <= 32764, "CUDA's limit");
+  const unsigned blocks = config->gridDim.x;
+  const unsigned threads = config->blockDim.x;
+  if (blocks == 0 || blocks > INT32_MAX || threads == 0 || threads > fastamp::emulate::kMaxThreads)
+    return cudaErrorInvalidConfiguration;
+  const auto thread = [&] { kernel(static_cast<Params>(args)...); };
+  const auto call = [](const void* data) { (*static_cast<const decltype(thread)*>(data))(); };
+  return fastamp::emulate::run_grid(blocks, threads, call, &thread) ? cudaSuccess
+                                                                    : cudaErrorLaunchTimeout;
+}

@@ -1,0 +1,87 @@
+"""The CUDA kernels, run on the CPU, against the CPU's own passes: every bit is the same."""
+
+from __future__ import annotations
+
+import math
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.bits import bits
+from support.emulated import emulated_ops
+
+import fastamp
+from fastamp import _ops
+
+ROOT = Path(__file__).parents[2]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def memory_of_gradients(rng, small):
+    """Make memory and where a gradient begins in it: many, or large ones; some are not finite."""
+    many, most = rng.choice([(1, 140_000), (20, 9000)] if small else [(2300, 9000), (10, 1 << 20)])
+    dtypes = rng.choice([DTYPES, *([dtype] for dtype in DTYPES)])
+    generator = torch.Generator().manual_seed(rng.randrange(2**32))
+    made = []
+    for _ in range(rng.randint(max(1, many // 2), many)):
+        size = rng.choice([0, 1, rng.randint(1, 600), rng.randint(1, most), 8192, 65536])
+        offset = rng.choice([0, 0, rng.randrange(1, 9)])
+        scale = 10.0 ** rng.randint(-30, 30) if rng.random() < 0.1 else 1.0
+        values = scale * torch.randn(offset + size, generator=generator)
+        made.append((values.to(rng.choice(dtypes)), offset))
+    if rng.random() < 0.2:
+        made[-1][0][-1:] = rng.choice([math.inf, -math.inf, math.nan])
+    return made
+
+
+def results_of(ops, memory, norm_type, clip):
+    """Return the statistics, the count of skipped steps, and all memory after a rescaling."""
+    copies = [values.clone() for values, _ in memory]
+    tensors = [values[offset:] for values, (_, offset) in zip(copies, memory, strict=True)]
+    skipped = None if clip.skipped is None else clip.skipped.clone()
+    pack = ops.pack(tensors)
+    stats = pack.grad_stats(norm_type, clip._replace(skipped=skipped))
+    pack.rescale_(stats.factor)
+    return [*stats, skipped], copies
+
+
+@pytest.mark.emulated
+def test_the_emulated_kernels_give_the_cpus_bits(small):
+    emulated = emulated_ops()
+    if emulated is None:
+        pytest.skip("no compiled core, or no C++ compiler")
+    rng = random.Random(16)
+    largest = many = 0
+    for _ in range(10 if small else 60):
+        memory = memory_of_gradients(rng, small)
+        largest = max(largest, sum(values.numel() for values, _ in memory))
+        many = max(many, len(memory))
+        scale, skipped = (rng.choice([None, torch.tensor(rng.uniform(0.1, 1e5))]) for _ in "ab")
+        clip = _ops.Clip(scale, rng.choice([None, 0.0, 1.0]), rng.random() < 0.5, skipped)
+        norm_type = rng.choice([1.0, 2.0, math.inf])
+        with _ops.use_only("cpu"):
+            expected, theirs = results_of(
+                _ops.ops_for(torch.device("cpu")), memory, norm_type, clip
+            )
+        stats, ours = results_of(emulated, memory, norm_type, clip)
+        torch.testing.assert_close(stats, expected, rtol=0, atol=0, equal_nan=True)
+        for one, other in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(bits(one), bits(other))
+    assert small or (largest > 9_000_000 and many > 2200)
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
+def test_a_package_cannot_hold_the_emulated_kernels(tmp_path):
+    options = ["-DFASTAMP_CUDA=EMULATE", "-DSKBUILD=2"]
+    command = ["cmake", "-S", ROOT, "-B", tmp_path, *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "FASTAMP_CUDA=EMULATE is for tests: no package holds" in done.stderr
+
+
+def test_they_are_no_backend_of_a_user(compiled):
+    assert "emulated" not in fastamp.backends()

@@ -1,0 +1,92 @@
+"""The CUDA kernels, compiled as C++ and run on the CPU, as a backend of the tests.
+
+They are compiled once for all workers, and again when a source changes. FASTAMP_EMULATED names a
+library that is compiled already, as `nox -s emulated` does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+from unittest import mock
+
+from fastamp import _ops
+from fastamp._ops import choose
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[2]
+HEADERS = [*ROOT.glob("csrc/*/*.h"), *ROOT.glob("csrc/*/*.cuh")]
+SOURCES = [
+    *sorted(ROOT.glob("csrc/step/*.cu")),
+    ROOT / "csrc/emulate/export.cpp",
+    ROOT / "csrc/emulate/fibers.cpp",
+]
+# As CMakeLists.txt has them. What is undefined, a misaligned vector too, ends the process.
+FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-w"]
+FLAGS += ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
+FLAGS += ["-Icsrc/emulate", "-Icsrc", "-x", "c++"]
+
+
+def compiler() -> list[str] | None:
+    """Return the command of the C++ compiler, if there is one."""
+    command = shlex.split(os.environ.get("CXX", "c++"))
+    return command if shutil.which(command[0]) else None
+
+
+def library() -> Path | None:
+    """Compile the library, unless that is done; None where there is no compiler."""
+    if "FASTAMP_EMULATED" in os.environ:
+        return Path(os.environ["FASTAMP_EMULATED"])
+    command = compiler()
+    if command is None:
+        return None
+    content = hashlib.sha256(repr((command, FLAGS)).encode())
+    for path in sorted([*HEADERS, *SOURCES]):
+        content.update(path.read_bytes())
+    folder = ROOT / "build" / "emulated"
+    folder.mkdir(parents=True, exist_ok=True)
+    made = folder / f"{content.hexdigest()[:16]}.so"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as new:
+                built = Path(new, made.name)
+                subprocess.run([*command, *FLAGS, "-o", built, *SOURCES], cwd=ROOT, check=True)
+                built.rename(made)
+    return made
+
+
+@cache
+def emulated_ops() -> _ops.Ops | None:
+    """Return the backend; None where it cannot be made."""
+    path = library() if "cpu" in choose._backends() else None
+    if path is None:
+        return None
+    from fastamp import _native
+    from fastamp._ops.compiled import CompiledOps
+
+    size = ctypes.c_size_t()
+    find = ctypes.CDLL(str(path)).fastamp_emulated_ops
+    find.restype = ctypes.c_void_p
+    address = find(ctypes.byref(size))
+    return CompiledOps("emulated", _native.Ops(address, size.value))
+
+
+@contextmanager
+def use_emulated(backend: _ops.Ops) -> Iterator[None]:
+    """Let the emulated kernels, and else the fallback, serve the CPU's tensors."""
+    found = {"cpu": backend, "fallback": _ops.FALLBACK}
+    with mock.patch.object(choose, "_backends", return_value=found), _ops.use_only("cpu"):
+        yield
