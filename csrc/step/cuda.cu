@@ -1,11 +1,13 @@
 // The GPU's passes over the gradients. Launches on the caller's stream only, allocates nothing,
 // reads nothing back, and uses no atomics: the order of addition is that of step/math.h.
 #include <cstdint>
+#include <type_traits>
 
 #include "step/convert.cuh"
 #include "step/device.h"
 #include "step/math.h"
 #include "step/ops.h"
+#include "step/table.cuh"
 
 namespace fastamp {
 namespace {
@@ -15,23 +17,14 @@ constexpr int kThreads = kWarp * static_cast<int>(kStripsPerChunk);  // one warp
 constexpr int kVectorBytes = 16;                                     // of one load or store
 constexpr int kUnroll = 8;                                           // loads in flight per thread
 
-// The tensors travel as a kernel argument (at most 32,764 bytes), so nothing is copied to the
-// device and a captured graph holds its own table.
 struct Entry {
   void* data;
   std::uint32_t first_chunk;
   std::uint32_t tail_numel : 24;  // elements of the last chunk
   std::uint32_t dtype : 8;
 };
-static_assert(sizeof(Entry) == 16, "the table is sized for 16-byte entries");
-
 constexpr int kMaxEntries = 2000;
-struct Table {
-  Entry entries[kMaxEntries];
-  std::uint32_t count;
-  std::uint32_t num_chunks;
-};
-static_assert(sizeof(Table) + 64 <= 32764, "the table must fit in the kernel's arguments");
+static_assert(sizeof(Table<Entry, kMaxEntries>) + 64 <= 32764, "a kernel's arguments");
 
 struct Chunk {
   void* data;
@@ -39,16 +32,12 @@ struct Chunk {
   DType dtype;
 };
 
-__device__ Chunk find_chunk(const Table& table, std::uint32_t index) {
-  std::uint32_t low = 0;  // the last entry that starts at or before `index`
-  std::uint32_t high = table.count;
-  while (high - low > 1) {
-    const std::uint32_t middle = (low + high) / 2;
-    (table.entries[middle].first_chunk <= index ? low : high) = middle;
-  }
-  const Entry& entry = table.entries[low];
+template <int kMax>
+__device__ Chunk find_chunk(const Table<Entry, kMax>& table, std::uint32_t index) {
+  const std::uint32_t found = find_entry(table, index);
+  const Entry& entry = table.entries[found];
   const std::uint32_t end =
-      low + 1 < table.count ? table.entries[low + 1].first_chunk : table.num_chunks;
+      found + 1 < table.count ? table.entries[found + 1].first_chunk : table.num_chunks;
   const auto dtype = static_cast<DType>(entry.dtype);
   const std::int64_t offset =
       static_cast<std::int64_t>(index - entry.first_chunk) * kChunk * size_of(dtype);
@@ -76,8 +65,13 @@ struct alignas(kVectorBytes) Vector {
   T values[kSize];
 };
 
-__device__ bool is_aligned(const void* data) {
-  return reinterpret_cast<std::uintptr_t>(data) % kVectorBytes == 0;
+/// Returns how many elements lie before the first that a vector can begin with.
+template <typename T>
+__device__ int count_head(const T* data, int numel) {
+  constexpr int kSize = Vector<T>::kSize;
+  const auto past = reinterpret_cast<std::uintptr_t>(data) % kVectorBytes / sizeof(T);
+  const int head = (kSize - static_cast<int>(past)) % kSize;
+  return head < numel ? head : numel;
 }
 
 template <typename Norm>
@@ -92,28 +86,51 @@ __device__ double add(double sum, float x) {
   return Norm::join(sum, Norm::term(static_cast<double>(x)));
 }
 
-/// Reduces one strip with one warp; thread t holds the lanes t * kSize to (t + 1) * kSize - 1. The
-/// result is thread 0's.
+/// Moves lanes, of which each thread of a warp has kSize, up by `count` < kSize in a circle.
+template <int kSize>
+__device__ void rotate(double* lanes, int count) {
+  const int before = static_cast<int>(threadIdx.x + kWarp - 1) % kWarp;
+#pragma unroll
+  for (int step = kSize / 2; step > 0; step /= 2) {
+    if ((count & step) == 0) continue;
+    double moved[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i)
+      moved[i] =
+          i < step ? __shfl_sync(0xffffffffU, lanes[kSize - step + i], before) : lanes[i - step];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) lanes[i] = moved[i];
+  }
+}
+
+/// Reduces one strip with one warp; thread t holds the lanes t * kSize to (t + 1) * kSize - 1, in
+/// the end. Where vectors begin `head` elements into the strip, it holds those `head` further until
+/// then, and the last thread the first ones. The result is thread 0's.
 template <typename Norm, typename T>
 __device__ double reduce_strip(const T* data, int numel) {
   constexpr int kSize = Vector<T>::kSize;
   constexpr int kLanes = kWarp * kSize;
-  const int first = static_cast<int>(threadIdx.x % kWarp) * kSize;
+  const int thread = static_cast<int>(threadIdx.x) % kWarp;
+  const int first = thread * kSize;
+  const int head = count_head(data, numel);
   double lanes[kSize] = {};
-  int start = 0;
-  if (is_aligned(data)) {
-#pragma unroll kUnroll
-    for (; start + kLanes <= numel; start += kLanes) {
-      const auto row = *reinterpret_cast<const Vector<T>*>(data + start + first);
+  if (thread == kWarp - 1)
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) lanes[i] = add<Norm>(lanes[i], to_float(row.values[i]));
-    }
+    for (int i = 0; i < kSize; ++i)
+      if (i >= kSize - head) lanes[i] = add<Norm>(lanes[i], to_float(data[i - (kSize - head)]));
+  int start = head;
+#pragma unroll kUnroll
+  for (; start + kLanes <= numel; start += kLanes) {
+    const auto row = *reinterpret_cast<const Vector<T>*>(data + start + first);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) lanes[i] = add<Norm>(lanes[i], to_float(row.values[i]));
   }
   for (; start < numel; start += kLanes)
 #pragma unroll
     for (int i = 0; i < kSize; ++i)
       if (start + first + i < numel)
         lanes[i] = add<Norm>(lanes[i], to_float(data[start + first + i]));
+  rotate<kSize>(lanes, head);
   for (int offset = kWarp / 2; offset > 0; offset /= 2)
 #pragma unroll
     for (int i = 0; i < kSize; ++i)
@@ -126,9 +143,9 @@ __device__ double reduce_strip(const T* data, int numel) {
 }
 
 /// One block reduces one chunk into partial[blockIdx.x].
-template <typename Norm>
+template <typename Norm, int kMax>
 __global__ void __launch_bounds__(kThreads)
-    reduce_kernel(const Table __grid_constant__ table, double* partial) {
+    reduce_kernel(const Table<Entry, kMax> __grid_constant__ table, double* partial) {
   __shared__ double strips[kStripsPerChunk];
   const Chunk chunk = find_chunk(table, blockIdx.x);
   const int strip = static_cast<int>(threadIdx.x) / kWarp;
@@ -166,26 +183,26 @@ __global__ void __launch_bounds__(kFinalLanes)
 template <typename T>
 __device__ void rescale_chunk(T* data, int numel, float factor) {
   constexpr int kSize = Vector<T>::kSize;
-  int start = 0;
-  if (is_aligned(data)) {
-    constexpr int kStep = kThreads * kSize;
-    const int first = static_cast<int>(threadIdx.x) * kSize;
+  constexpr int kStep = kThreads * kSize;
+  const int thread = static_cast<int>(threadIdx.x);
+  const auto rescale = [&](T& x) { from_float(to_float(x) * factor, &x); };
+  int start = count_head(data, numel);
+  if (thread < start) rescale(data[thread]);
 #pragma unroll 4
-    for (; start + kStep <= numel; start += kStep) {
-      auto* place = reinterpret_cast<Vector<T>*>(data + start + first);
-      Vector<T> row = *place;
+  for (; start + kStep <= numel; start += kStep) {
+    auto* place = reinterpret_cast<Vector<T>*>(data + start + thread * kSize);
+    Vector<T> row = *place;
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) from_float(to_float(row.values[i]) * factor, &row.values[i]);
-      *place = row;
-    }
+    for (int i = 0; i < kSize; ++i) rescale(row.values[i]);
+    *place = row;
   }
-  for (int i = start + static_cast<int>(threadIdx.x); i < numel; i += kThreads)
-    from_float(to_float(data[i]) * factor, &data[i]);
+  for (int i = start + thread; i < numel; i += kThreads) rescale(data[i]);
 }
 
 /// One block rescales one chunk.
+template <int kMax>
 __global__ void __launch_bounds__(kThreads)
-    rescale_kernel(const Table __grid_constant__ table, const float* factor) {
+    rescale_kernel(const Table<Entry, kMax> __grid_constant__ table, const float* factor) {
   const float value = *factor;
   if (value == 1.0F) return;
   const Chunk chunk = find_chunk(table, blockIdx.x);
@@ -194,33 +211,23 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-/// Calls use(table, index of the table's first chunk) for every group of tensors that fits in a
-/// kernel's arguments: one group up to kMaxEntries tensors.
-template <typename Fn>
-std::int64_t for_each_table(const TensorList& tensors, const Fn& use) {
-  Table table;
-  table.count = 0;
-  table.num_chunks = 0;
-  std::int64_t done = 0;
-  const auto flush = [&] {
-    if (table.num_chunks > 0) use(table, done);
-    done += table.num_chunks;
-    table.count = 0;
-    table.num_chunks = 0;
+/// Calls use(table) for tables that hold all tensors: one up to kMaxEntries.
+template <typename Use>
+void for_each_table(const TensorList& tensors, const Use& use) {
+  const auto add = [&](std::size_t i, auto* table) {
+    const std::int64_t numel = tensors[i].numel;
+    if (numel == 0) return;
+    const std::int64_t chunks = chunks_of(numel);
+    Entry& entry = table->entries[table->count++];
+    entry.data = tensors[i].data;
+    entry.first_chunk = table->num_chunks;
+    entry.tail_numel = static_cast<std::uint32_t>(numel - (chunks - 1) * kChunk);
+    entry.dtype = static_cast<std::uint32_t>(tensors[i].dtype);
+    table->num_chunks += static_cast<std::uint32_t>(chunks);
   };
-  for (const TensorView& tensor : tensors) {
-    if (tensor.numel == 0) continue;
-    if (table.count == kMaxEntries) flush();
-    const std::int64_t chunks = chunks_of(tensor.numel);
-    Entry& entry = table.entries[table.count++];
-    entry.data = tensor.data;
-    entry.first_chunk = table.num_chunks;
-    entry.tail_numel = static_cast<std::uint32_t>(tensor.numel - (chunks - 1) * kChunk);
-    entry.dtype = static_cast<std::uint32_t>(tensor.dtype);
-    table.num_chunks += static_cast<std::uint32_t>(chunks);
-  }
-  flush();
-  return done;
+  fastamp::for_each_table<Entry, kMaxEntries>(tensors.size(), add, [&](const auto& table) {
+    if (table.num_chunks > 0) use(table);
+  });
 }
 
 template <typename Norm>
@@ -228,9 +235,12 @@ void launch_stats(const TensorList& tensors, const ClipSpec& clip, double* work,
                   cudaStream_t stream) {
   // One block per chunk: a chunk is 128 or 256 KiB, so large gradients fill the device many times
   // over and small tensors cost one block each.
-  const std::int64_t chunks = for_each_table(tensors, [&](const Table& table, std::int64_t first) {
-    launch("reduce_kernel", reduce_kernel<Norm>, table.num_chunks, kThreads, stream, table,
-           work + 1 + first);
+  std::int64_t chunks = 0;
+  for_each_table(tensors, [&](const auto& table) {
+    constexpr int kMax = std::decay_t<decltype(table)>::kSize;
+    launch("reduce_kernel", reduce_kernel<Norm, kMax>, table.num_chunks, kThreads, stream, table,
+           work + 1 + chunks);
+    chunks += table.num_chunks;
   });
   launch("finish_kernel", finish_kernel<Norm>, 1, kFinalLanes, stream, work, chunks, clip, stats);
 }
@@ -246,8 +256,9 @@ void grad_stats(const TensorList& tensors, NormType norm_type, const ClipSpec& c
 
 void rescale(const TensorList& tensors, const float* factor, const Launch& where) {
   const DeviceGuard guard(where.device_index);
-  for_each_table(tensors, [&](const Table& table, std::int64_t) {
-    launch("rescale_kernel", rescale_kernel, table.num_chunks, kThreads,
+  for_each_table(tensors, [&](const auto& table) {
+    constexpr int kMax = std::decay_t<decltype(table)>::kSize;
+    launch("rescale_kernel", rescale_kernel<kMax>, table.num_chunks, kThreads,
            static_cast<cudaStream_t>(where.stream), table, factor);
   });
 }

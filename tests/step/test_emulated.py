@@ -49,11 +49,19 @@ def results_of(ops, memory, norm_type, clip):
     return [*stats, skipped], copies
 
 
-@pytest.mark.emulated
-def test_the_emulated_kernels_give_the_cpus_bits(small):
-    emulated = emulated_ops()
+def assert_same_results(memory, norm_type, clip):
+    cpu, emulated = _ops.ops_for(torch.device("cpu")), emulated_ops()
     if emulated is None:
         pytest.skip("no compiled core, or no C++ compiler")
+    expected, theirs = results_of(cpu, memory, norm_type, clip)
+    stats, ours = results_of(emulated, memory, norm_type, clip)
+    torch.testing.assert_close(stats, expected, rtol=0, atol=0, equal_nan=True)
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(bits(one), bits(other))
+
+
+@pytest.mark.emulated
+def test_the_emulated_kernels_give_the_cpus_bits(small):
     rng = random.Random(16)
     largest = many = 0
     for _ in range(10 if small else 60):
@@ -62,16 +70,26 @@ def test_the_emulated_kernels_give_the_cpus_bits(small):
         many = max(many, len(memory))
         scale, skipped = (rng.choice([None, torch.tensor(rng.uniform(0.1, 1e5))]) for _ in "ab")
         clip = _ops.Clip(scale, rng.choice([None, 0.0, 1.0]), rng.random() < 0.5, skipped)
-        norm_type = rng.choice([1.0, 2.0, math.inf])
-        with _ops.use_only("cpu"):
-            expected, theirs = results_of(
-                _ops.ops_for(torch.device("cpu")), memory, norm_type, clip
-            )
-        stats, ours = results_of(emulated, memory, norm_type, clip)
-        torch.testing.assert_close(stats, expected, rtol=0, atol=0, equal_nan=True)
-        for one, other in zip(ours, theirs, strict=True):
-            np.testing.assert_array_equal(bits(one), bits(other))
+        assert_same_results(memory, rng.choice([1.0, 2.0, math.inf]), clip)
     assert small or (largest > 9_000_000 and many > 2200)
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_alignment_gives_the_cpus_bits(dtype):
+    generator = torch.Generator().manual_seed(0)
+    for size in (1, 2, 7, 255, 257, 1031, 8192 + 3):
+        values = torch.randn(size + 8, generator=generator).to(dtype)
+        memory = [(values, offset) for offset in range(16 // values.element_size())]
+        assert_same_results(memory, 2.0, _ops.Clip(max_norm=1.0))
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("count", [15, 16, 17, 256, 257, 2000, 2001, 2017])
+def test_every_size_of_table_gives_the_cpus_bits(count):
+    values = torch.randn(count + 65_537, generator=torch.Generator().manual_seed(count))
+    memory = [(row, 0) for row in (values[:65_537], *values[65_537:].split(1))][:count]
+    assert_same_results(memory, 2.0, _ops.Clip(max_norm=1.0))
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")

@@ -1,0 +1,55 @@
+// Tables of tensors that travel as a kernel's argument (at most 32,764 bytes), so that nothing is
+// copied to the device and a captured graph holds its own.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+namespace fastamp {
+
+/// Entries, each with the number of its first chunk, and how many chunks they have together.
+template <typename Entry, int kMax>
+struct Table {
+  static constexpr int kSize = kMax;
+  Entry entries[kMax];
+  std::uint32_t count;
+  std::uint32_t num_chunks;
+};
+
+/// Returns the index of the entry that a chunk belongs to: the last that begins at or before it.
+template <typename Table>
+__device__ std::uint32_t find_entry(const Table& table, std::uint32_t chunk) {
+  std::uint32_t low = 0;
+  std::uint32_t high = table.count;
+  while (high - low > 1) {
+    const std::uint32_t middle = (low + high) / 2;
+    (table.entries[middle].first_chunk <= chunk ? low : high) = middle;
+  }
+  return low;
+}
+
+/// Calls use(table) for tables that hold entries 0 to count - 1 in order, each filled by
+/// fill(index, &table): all in one table as long as kLargest take them, which is no larger than it
+/// has to be, since a launch copies the whole of it.
+template <typename Entry, int kLargest, typename Fill, typename Use>
+void for_each_table(std::size_t count, const Fill& fill, const Use& use) {
+  std::size_t next = 0;
+  const auto use_table = [&](auto size) {
+    Table<Entry, size> table;
+    table.count = 0;
+    table.num_chunks = 0;
+    for (; next < count && table.count < size; ++next) fill(next, &table);
+    use(table);
+  };
+  while (next < count) {
+    if (count - next <= 16)
+      use_table(std::integral_constant<std::uint32_t, 16>{});
+    else if (count - next <= 256)
+      use_table(std::integral_constant<std::uint32_t, 256>{});
+    else
+      use_table(std::integral_constant<std::uint32_t, kLargest>{});
+  }
+}
+
+}  // namespace fastamp
