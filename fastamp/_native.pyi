@@ -68,6 +68,7 @@ cpu_ops: Ops
 cuda_ops: Ops
 has_exchange_table: bool
 
+def check_device(device_index: int) -> None: ...
 def columns(
     samples: tuple[Any, ...], keys: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], ...] | None: ...

@@ -87,6 +87,18 @@ inline cudaError_t cudaSetDevice(int device) {
   return device == 0 ? cudaSuccess : cudaErrorInvalidDevice;
 }
 
+inline cudaError_t cudaDriverGetVersion(int* version) {
+  *version = 13000;
+  return cudaSuccess;
+}
+
+struct cudaFuncAttributes {};
+
+template <typename... Params>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, void (*)(Params...)) {
+  return cudaSuccess;
+}
+
 struct dim3 : fastamp::emulate::Index {
   dim3(unsigned size = 1) : Index{size} {}
 };

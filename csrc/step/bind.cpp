@@ -129,6 +129,8 @@ void define_step(py::module_& module) {
            py::arg("stats"), py::arg("num_threads"), "Read the gradients once.")
       .def("rescale", &rescale, py::arg("tensors"), py::arg("factor"), py::arg("num_threads"),
            "Multiply the gradients in place by a 0-dim tensor.");
+  module.def("check_device", &check_device, py::arg("device_index"),
+             "Raise a RuntimeError where the CUDA kernels cannot run on a device.");
   module.attr("NUM_STATS") = kNumStats;
   module.attr("cpu_ops") = cpu_ops();
   module.attr("cuda_ops") = cuda_ops();

@@ -1,7 +1,10 @@
 // The GPU's passes over the gradients. Launches on the caller's stream only, allocates nothing,
 // reads nothing back, and uses no atomics: the order of addition is that of step/math.h.
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 #include <type_traits>
+#include <utility>
 
 #include "step/convert.cuh"
 #include "step/device.h"
@@ -24,6 +27,7 @@ struct Entry {
   std::uint32_t dtype : 8;
 };
 constexpr int kMaxEntries = 2000;
+constexpr int kOldestDriver = 12010;  // takes more than 4 KiB of arguments
 static_assert(sizeof(Table<Entry, kMaxEntries>) + 64 <= 32764, "a kernel's arguments");
 
 struct Chunk {
@@ -263,7 +267,33 @@ void rescale(const TensorList& tensors, const float* factor, const Launch& where
   });
 }
 
+template <typename Norm, int... kMax>
+void check_kernels(std::integer_sequence<int, kMax...>) {
+  (check_kernel("reduce_kernel", reduce_kernel<Norm, kMax>), ...);
+  check_kernel("finish_kernel", finish_kernel<Norm>);
+  (check_kernel("rescale_kernel", rescale_kernel<kMax>), ...);
+}
+
 }  // namespace
+
+void check_device(int device_index) {
+  int driver = 0;
+  check_cuda(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
+  if (driver < kOldestDriver)
+    throw std::runtime_error("the NVIDIA driver is for CUDA " + std::to_string(driver / 1000) +
+                             "." + std::to_string(driver % 1000 / 10) +
+                             ", and the kernels need one for 12.1 or later; update the driver");
+  try {
+    const DeviceGuard guard(device_index);
+    for (const NormType norm_type : {NormType::kL1, NormType::kL2, NormType::kInf})
+      visit_norm(norm_type,
+                 [](auto norm) { check_kernels<decltype(norm)>(TableSizes<kMaxEntries>{}); });
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error(std::string(error.what()) +
+                             "; build fastamp on this machine with FASTAMP_CUDA=ON, or update the "
+                             "NVIDIA driver if it is older than the nvcc");
+  }
+}
 
 const OpTable& cuda_ops() {
   static constexpr OpTable table{grad_stats, rescale};

@@ -12,6 +12,7 @@ namespace fastamp {
 
 inline void check_cuda(cudaError_t status, const std::string& what) {
   if (status == cudaSuccess) return;
+  static_cast<void>(cudaGetLastError());  // or the next one who asks gets this error again
   throw std::runtime_error("CUDA error in " + what + ": " + cudaGetErrorName(status) + ": " +
                            cudaGetErrorString(status));
 }
@@ -26,9 +27,14 @@ void launch(const char* name, void (*kernel)(Params...), std::int64_t blocks, in
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.stream = stream;
   const cudaError_t status = cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
-  if (status == cudaSuccess) return;
-  static_cast<void>(cudaGetLastError());  // or the next one who asks gets this error again
-  check_cuda(status, std::string("the launch of ") + name);
+  if (status != cudaSuccess) check_cuda(status, std::string("the launch of ") + name);
+}
+
+/// Throws unless the current device has code for a kernel.
+template <typename... Params>
+void check_kernel(const char* name, void (*kernel)(Params...)) {
+  cudaFuncAttributes attributes;
+  check_cuda(cudaFuncGetAttributes(&attributes, kernel), name);
 }
 
 /// Makes a device current, and the former one again at the end of the scope.

@@ -21,4 +21,7 @@ const OpTable& cpu_ops();
 const OpTable& cuda_ops();
 bool built_with_cuda();
 
+/// Throws, with the reason and a remedy, where the kernels cannot run on a CUDA device.
+void check_device(int device_index);
+
 }  // namespace fastamp

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
 namespace fastamp {
 
@@ -16,6 +17,10 @@ struct Table {
   std::uint32_t count;
   std::uint32_t num_chunks;
 };
+
+/// How many entries the tables of for_each_table take.
+template <int kLargest>
+using TableSizes = std::integer_sequence<int, 16, 256, kLargest>;
 
 /// Returns the index of the entry that a chunk belongs to: the last that begins at or before it.
 template <typename Table>

@@ -81,9 +81,37 @@ def backends() -> list[str]:
     return [name for name in _backends() if _only in (None, name) or name == "fallback"]
 
 
+@cache
+def _cuda_ops(index: int) -> Ops:
+    """Return the backend that serves a CUDA device; say why, once, where that is the fallback."""
+    found = _backends()
+    why: str | None
+    if importlib.util.find_spec("fastamp._native") is None:
+        why = (
+            "fastamp was installed without its compiled code; install it again with a C++ compiler "
+            "and nvcc on the PATH"
+        )
+    elif "cpu" not in found:  # torch is too old, which has been said
+        return FALLBACK
+    else:
+        from fastamp._ops import compiled  # noqa: PLC0415 - it needs the extension
+
+        why = compiled.fault_of(index)
+        if why is None:
+            return found.get("cuda", FALLBACK)
+    message = (
+        f"gradients on cuda:{index} get the slower pure-Python fallback: {why}. "
+        "(FASTAMP_BACKEND=fallback chooses it without this warning.)"
+    )
+    warnings.warn(message, stacklevel=2)
+    return FALLBACK
+
+
 def ops_for(device: torch.device) -> Ops:
     """Return the backend that serves a device."""
     if _only in (None, device.type):
+        if device.type == "cuda" and device.index is not None:
+            return _cuda_ops(device.index)
         return _backends().get(device.type, FALLBACK)
     return FALLBACK
 

@@ -102,3 +102,14 @@ def available() -> dict[str, CompiledOps]:
     if _native.built_with_cuda and torch.version.cuda is not None and torch.cuda.is_available():
         found = {"cuda": CompiledOps("cuda", _native.cuda_ops), **found}
     return found
+
+
+def fault_of(cuda_device: int) -> str | None:
+    """Return why the CUDA kernels cannot run on a device, and what helps; None where they can."""
+    if torch.version.hip is not None:
+        return "the compiled code is for NVIDIA GPUs"
+    try:
+        _native.check_device(cuda_device)
+    except RuntimeError as error:
+        return str(error)
+    return None

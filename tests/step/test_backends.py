@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,74 @@ def test_a_torch_without_the_exchange_table_gets_the_fallback_and_is_told_once(m
         assert _ops.ops_for(torch.device("cpu")).name == "fallback"  # and no second warning
     finally:
         choose._backends.cache_clear()
+
+
+@pytest.fixture
+def probed_anew():
+    """Forget which CUDA devices the kernels can run on, before and after."""
+    choose._cuda_ops.cache_clear()
+    yield torch.device("cuda", 0)
+    choose._cuda_ops.cache_clear()
+
+
+def ops_with_warnings(device):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        served = {_ops.ops_for(device).name for _ in range(3)}
+    return served, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a GPU")
+@pytest.mark.skipif("cpu" not in fastamp.backends(), reason="needs the compiled core")
+def test_a_cuda_device_that_the_kernels_cannot_run_on_is_named_once(probed_anew):
+    from fastamp import _native
+
+    served, (said,) = ops_with_warnings(probed_anew)
+    assert served == {"fallback"}
+    assert "gradients on cuda:0 get the slower pure-Python fallback: " in said
+    remedy = "FASTAMP_CUDA=ON" if _native.built_with_cuda else "rebuild it with nvcc on the PATH"
+    assert remedy in said
+    with _ops.use_only("fallback"):  # who asks for it need not be told
+        assert ops_with_warnings(probed_anew) == ({"fallback"}, [])
+
+
+@pytest.mark.parametrize(
+    ("error", "served"),
+    [
+        (None, "cuda"),
+        ("the NVIDIA driver is for CUDA 11.8; update the driver", "fallback"),
+        ("CUDA error in reduce_kernel: cudaErrorNoKernelImageForDevice", "fallback"),
+    ],
+)
+def test_a_cuda_device_is_probed_before_the_first_launch(probed_anew, monkeypatch, error, served):
+    native = pytest.importorskip("fastamp._native")
+    from fastamp._ops import compiled
+
+    probed = []
+
+    def check_device(index):
+        probed.append(index)
+        if error is not None:
+            raise RuntimeError(error)
+
+    monkeypatch.setattr(native, "check_device", check_device)
+    found = {"cuda": compiled.CompiledOps("cuda", native.cuda_ops), "cpu": None}
+    monkeypatch.setattr(choose, "_backends", lambda: found)
+    monkeypatch.setattr(choose, "_only", None)
+    names, said = ops_with_warnings(probed_anew)
+    assert (names, probed) == ({served}, [0])
+    assert [error in message for message in said] == ([] if error is None else [True])
+    assert ops_with_warnings(torch.device("cuda", 1))[0] == {served}
+    assert probed == [0, 1]
+
+
+def test_a_pure_python_install_says_what_cuda_tensors_need(probed_anew, monkeypatch):
+    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(choose, "_backends", lambda: {"fallback": choose.FALLBACK})
+    monkeypatch.setattr(choose, "_only", None)
+    served, (said,) = ops_with_warnings(probed_anew)
+    assert served == {"fallback"}
+    assert "install it again with a C++ compiler and nvcc on the PATH" in said
 
 
 @pytest.mark.skipif("cpu" not in fastamp.backends(), reason="needs the compiled core")
