@@ -394,7 +394,7 @@ class GradScaler(torch.amp.GradScaler):
             clip = self._clip(whole.device, states[0], max_norm, given_scale=given, skipped=skipped)
             stats = self._record(states, whole.device, whole.grad_stats(2.0, clip), clip)
             grad_scale = stats.grad_scale
-        found_inf = _any(states[0]["found_inf_per_device"].values())
+        found_inf = _any_of(states)
         report = self._report(states[0], found_inf, _way(reasons.values(), hooked, whole))
         if waits and report.skipped:
             self._skipped_before += 1
@@ -523,6 +523,12 @@ def _refuse_float16(packed: _ops.Packed) -> None:
     if packed.has_float16:
         msg = "Attempting to unscale FP16 gradients."
         raise ValueError(msg)
+
+
+def _any_of(states: Iterable[dict[str, Any]]) -> Tensor:
+    """Join what optimizers that step together have found, also each by its own `unscale_`."""
+    flags = (flag for state in states for flag in state["found_inf_per_device"].values())
+    return _any({id(flag): flag for flag in flags}.values())
 
 
 def _any(flags: Iterable[Tensor]) -> Tensor:

@@ -300,6 +300,25 @@ def two_optimizers(first, second, device, scale=1024.0):
     return parameters, made
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("names", [("own", "sgd momentum"), ("adamw fused", "sgd fused")], ids=str)
+def test_an_overflow_that_one_of_two_unscaled_ones_has_skips_both(
+    bad, max_norm, names, backend, device
+):
+    parameters, optimizers = two_optimizers(*names, device)
+    scaler = make_scaler(fastamp.GradScaler, device)
+    scaler.scale(torch.ones((), device=device))
+    parameters[bad].grad[0] = math.inf
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    before = [bits(p.detach()).copy() for p in parameters]
+    scaler.step(optimizers, max_norm=max_norm)
+    assert scaler.last_step.skipped
+    assert all((bits(p.detach()) == b).all() for p, b in zip(parameters, before, strict=True))
+    assert scaler.skipped_steps == 1
+
+
 @pytest.mark.parametrize("second", ["adam fused", "own"])
 @pytest.mark.parametrize("first", OPTIMIZERS)
 @pytest.mark.parametrize("hooked", [True, False])
