@@ -33,7 +33,7 @@ class PackedTensors:
     @property
     def rest(self) -> list[int]: ...
     @property
-    def tensors(self) -> tuple[Tensor, ...]: ...
+    def tensors(self) -> Sequence[Tensor]: ...
 
 class Ops:
     def __init__(self, address: int, size: int) -> None: ...
@@ -50,6 +50,15 @@ class Ops:
         num_threads: int,
     ) -> None: ...
     def rescale(self, tensors: PackedTensors, factor: Tensor, num_threads: int) -> None: ...
+    def update(
+        self,
+        update: Update,
+        factor: Tensor | None,
+        found_inf: Tensor | None,
+        write_grads: bool,
+        cuda_device: int | None,
+        num_threads: int,
+    ) -> None: ...
 
 class Region:
     path: str
@@ -62,6 +71,21 @@ class Region:
     def innermost(self) -> Region: ...
     def reset(self) -> None: ...
 
+class Rule:
+    ADAM: Rule
+    SGD: Rule
+    ADAGRAD: Rule
+
+class Update:
+    params: list[Tensor]
+    def __init__(self, rule: Rule, decoupled: bool) -> None: ...
+    def clear(self) -> None: ...
+    def drop_grads(self) -> None: ...
+    def read(
+        self, groups: list[dict[str, Any]], states: dict[Tensor, Any], cuda_device: int | None
+    ) -> PackedTensors | str: ...
+
+NO_STATE: str
 NUM_STATS: int
 built_with_cuda: bool
 cpu_ops: Ops

@@ -2,53 +2,16 @@
 #include <pybind11/stl.h>
 
 #include <optional>
-#include <utility>
 
-#include "module.h"
-#include "step/math.h"
-#include "step/ops.h"
-#include "tensor/tensors.h"
+#include "step/bind.h"
 
 namespace fastamp {
 namespace {
 
 constexpr std::int64_t kNumStats = sizeof(GradStats) / sizeof(float);
 
-/// A list of tensors of one device, read once for several ops. It keeps them alive.
-struct PackedTensors {
-  py::tuple tensors;               ///< all of them, `rest` included
-  std::optional<int> cuda_device;  ///< none: the CPU
-  TensorList views;
-  std::vector<std::int64_t> rest;  ///< indices of what the core does not take
-  std::int64_t num_chunks = 0;
-  bool has_float16 = false;  ///< in what the core takes
-};
-
-/// Says whether an address came before, so that no two threads write the same memory.
-class AddressSet {
- public:
-  explicit AddressSet(std::size_t expected) {
-    std::size_t size = 16;
-    while (size < 2 * expected) size *= 2;
-    slots_.resize(size, nullptr);
-  }
-  bool insert(void* address) {
-    const std::size_t mask = slots_.size() - 1;
-    // Fibonacci hashing; allocators align to 64 bytes, so the low bits say nothing.
-    std::size_t i =
-        (reinterpret_cast<std::uintptr_t>(address) * 0x9e3779b97f4a7c15ULL >> 20) & mask;
-    for (; slots_[i] != nullptr; i = (i + 1) & mask)
-      if (slots_[i] == address) return false;
-    slots_[i] = address;
-    return true;
-  }
-
- private:
-  std::vector<void*> slots_;
-};
-
 PackedTensors pack(const py::object& tensors, std::optional<int> cuda_device) {
-  const dlpack::Device device = cuda_device ? dlpack::Device{dlpack::kCuda, *cuda_device} : kHost;
+  const dlpack::Device device = device_of(cuda_device);
   PackedTensors packed;
   packed.cuda_device = cuda_device;
   packed.tensors = py::reinterpret_steal<py::tuple>(PySequence_Tuple(tensors.ptr()));
@@ -58,24 +21,12 @@ PackedTensors pack(const py::object& tensors, std::optional<int> cuda_device) {
   AddressSet seen(static_cast<std::size_t>(size));
   for (Py_ssize_t i = 0; i < size; ++i) {
     const auto view = read_dense(PyTuple_GET_ITEM(packed.tensors.ptr(), i), device);
-    if (!view || (view->numel > 0 && !seen.insert(view->data))) {
+    if (!view || (view->numel > 0 && !seen.insert(view->data)))
       packed.rest.push_back(i);
-    } else if (view->numel > 0) {
-      packed.views.push_back(*view);
-      packed.num_chunks += chunks_of(view->numel);
-      packed.has_float16 |= view->dtype == DType::kFloat16;
-    }
+    else
+      add_view(packed, *view);
   }
   return packed;
-}
-
-Launch launch_of(const PackedTensors& tensors, int num_threads) {
-  if (!tensors.cuda_device) return {num_threads, 0, nullptr};
-  return {num_threads, *tensors.cuda_device, current_stream(*tensors.cuda_device)};
-}
-
-float* optional_float(const py::object& tensor, const char* argument) {
-  return tensor.is_none() ? nullptr : static_cast<float*>(data_of(tensor, kFloat32, 1, argument));
 }
 
 void grad_stats(const OpTable& ops, const PackedTensors& tensors, NormType norm_type,
@@ -86,7 +37,7 @@ void grad_stats(const OpTable& ops, const PackedTensors& tensors, NormType norm_
                       max_norm.value_or(0.0F), optional_float(skipped, "skipped")};
   auto* slots = static_cast<double*>(data_of(work, kFloat64, 1 + tensors.num_chunks, "work"));
   auto* out = static_cast<GradStats*>(data_of(stats, kFloat32, kNumStats, "stats"));
-  const Launch launch = launch_of(tensors, num_threads);
+  const Launch launch = launch_on(tensors.cuda_device, num_threads);
   const py::gil_scoped_release no_gil;
   ops.grad_stats(tensors.views, norm_type, clip, slots, out, launch);
 }
@@ -94,7 +45,7 @@ void grad_stats(const OpTable& ops, const PackedTensors& tensors, NormType norm_
 void rescale(const OpTable& ops, const PackedTensors& tensors, const py::object& factor,
              int num_threads) {
   const auto* value = static_cast<float*>(data_of(factor, kFloat32, 1, "factor"));
-  const Launch launch = launch_of(tensors, num_threads);
+  const Launch launch = launch_on(tensors.cuda_device, num_threads);
   const py::gil_scoped_release no_gil;
   ops.rescale(tensors.views, value, launch);
 }
@@ -121,9 +72,9 @@ void define_step(py::module_& module) {
       .def_readonly("tensors", &PackedTensors::tensors);
   module.def("pack", &pack, py::arg("tensors"), py::arg("cuda_device"),
              "Read the memory of a list of tensors; no cuda_device is the CPU.");
-  py::class_<OpTable>(module, "Ops", "The op table of one backend.")
-      .def(py::init(&table_at), py::arg("address"), py::arg("size"),
-           "Take the table that a library holds: that of the CUDA kernels, emulated for tests.")
+  py::class_<OpTable> ops(module, "Ops", "The op table of one backend.");
+  ops.def(py::init(&table_at), py::arg("address"), py::arg("size"),
+          "Take the table that a library holds: that of the CUDA kernels, emulated for tests.")
       .def("grad_stats", &grad_stats, py::arg("tensors"), py::arg("norm_type"), py::arg("scale"),
            py::arg("max_norm"), py::arg("only_finite"), py::arg("skipped"), py::arg("work"),
            py::arg("stats"), py::arg("num_threads"), "Read the gradients once.")
@@ -131,6 +82,7 @@ void define_step(py::module_& module) {
            "Multiply the gradients in place by a 0-dim tensor.");
   module.def("check_device", &check_device, py::arg("device_index"),
              "Raise a RuntimeError where the CUDA kernels cannot run on a device.");
+  define_update(module, ops);
   module.attr("NUM_STATS") = kNumStats;
   module.attr("cpu_ops") = cpu_ops();
   module.attr("cuda_ops") = cuda_ops();

@@ -148,7 +148,7 @@ void rescale_all(const TensorList& tensors, const float* factor, const Launch& l
 }  // namespace
 
 const OpTable& cpu_ops() {
-  static constexpr OpTable table{grad_stats, rescale_all};
+  static constexpr OpTable table{grad_stats, rescale_all, update_on_cpu};
   return table;
 }
 

@@ -288,6 +288,7 @@ void check_device(int device_index) {
     for (const NormType norm_type : {NormType::kL1, NormType::kL2, NormType::kInf})
       visit_norm(norm_type,
                  [](auto norm) { check_kernels<decltype(norm)>(TableSizes<kMaxEntries>{}); });
+    check_update_kernels();
   } catch (const std::runtime_error& error) {
     throw std::runtime_error(std::string(error.what()) +
                              "; build fastamp on this machine with FASTAMP_CUDA=ON, or update the "
@@ -296,7 +297,7 @@ void check_device(int device_index) {
 }
 
 const OpTable& cuda_ops() {
-  static constexpr OpTable table{grad_stats, rescale};
+  static constexpr OpTable table{grad_stats, rescale, update_on_cuda};
   return table;
 }
 

@@ -37,6 +37,9 @@ void check_kernel(const char* name, void (*kernel)(Params...)) {
   check_cuda(cudaFuncGetAttributes(&attributes, kernel), name);
 }
 
+/// Throws unless the current device has code for all of update.cu.
+void check_update_kernels();
+
 /// Makes a device current, and the former one again at the end of the scope.
 class DeviceGuard {
  public:

@@ -17,10 +17,12 @@ void grad_stats(const TensorList&, NormType, const ClipSpec&, double*, GradStats
 
 void rescale(const TensorList&, const float*, const Launch&) { refuse(); }
 
+void update(const UpdateList&, const UpdateSpec&, const Launch&) { refuse(); }
+
 }  // namespace
 
 const OpTable& cuda_ops() {
-  static constexpr OpTable table{grad_stats, rescale};
+  static constexpr OpTable table{grad_stats, rescale, update};
   return table;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "step/types.h"
+#include "step/update.h"
 
 namespace fastamp {
 
@@ -13,9 +14,14 @@ struct OpTable {
 
   /// Multiplies every element by *factor, rounded once to its dtype; *factor == 1 writes nothing.
   void (*rescale)(const TensorList& tensors, const float* factor, const Launch& launch);
+
+  /// Updates parameters and states in place, in one pass, and counts the step; see step/rules.h.
+  void (*update)(const UpdateList& list, const UpdateSpec& spec, const Launch& launch);
 };
 
 const OpTable& cpu_ops();
+void update_on_cpu(const UpdateList& list, const UpdateSpec& spec, const Launch& launch);
+void update_on_cuda(const UpdateList& list, const UpdateSpec& spec, const Launch& launch);
 
 /// Without CUDA code in the module every entry throws (csrc/no_cuda).
 const OpTable& cuda_ops();

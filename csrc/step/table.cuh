@@ -20,7 +20,9 @@ struct Table {
 
 /// How many entries the tables of for_each_table take.
 template <int kLargest>
-using TableSizes = std::integer_sequence<int, 16, 256, kLargest>;
+constexpr int kMiddle = kLargest > 256 ? 256 : 64;
+template <int kLargest>
+using TableSizes = std::integer_sequence<int, 16, kMiddle<kLargest>, kLargest>;
 
 /// Returns the index of the entry that a chunk belongs to: the last that begins at or before it.
 template <typename Table>
@@ -50,8 +52,8 @@ void for_each_table(std::size_t count, const Fill& fill, const Use& use) {
   while (next < count) {
     if (count - next <= 16)
       use_table(std::integral_constant<std::uint32_t, 16>{});
-    else if (count - next <= 256)
-      use_table(std::integral_constant<std::uint32_t, 256>{});
+    else if (count - next <= kMiddle<kLargest>)
+      use_table(std::integral_constant<std::uint32_t, kMiddle<kLargest>>{});
     else
       use_table(std::integral_constant<std::uint32_t, kLargest>{});
   }

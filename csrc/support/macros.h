@@ -14,6 +14,28 @@
 #define FASTAMP_HD
 #endif
 
+namespace fastamp {
+
+/// A product that no compiler joins with the sum that follows. On the host the files that need it
+/// are compiled with -ffp-contract=off.
+FASTAMP_HD inline float product(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
+FASTAMP_HD inline double product(double a, double b) {
+#ifdef __CUDA_ARCH__
+  return __dmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
+}  // namespace fastamp
+
 /// Compiles a function once per vector width and picks one when the module is loaded. It needs the
 /// indirect functions of ELF with glibc, and the sanitizers run before those are resolved.
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(FASTAMP_SANITIZE)

@@ -18,6 +18,7 @@ struct Torch {
   PyTypeObject* tensor = nullptr;  // these two types only: a subclass may lie about its memory
   PyTypeObject* parameter = nullptr;
   const PyGetSetDef* requires_grad = nullptr;
+  const PyGetSetDef* grad = nullptr;
   PyObject* is_zero = nullptr;  // methods of torch.Tensor
   PyObject* is_neg = nullptr;
   PyObject* is_conj = nullptr;
@@ -82,6 +83,18 @@ bool is_dense(const dlpack::Tensor& tensor) {
   return true;
 }
 
+/// Views what the passes over gradients take: floats of 32 or 16 bits.
+std::optional<TensorView> view_of(const dlpack::Tensor& found) {
+  TensorView view{found.data, count(found), DType::kFloat32};
+  if (found.dtype == kBFloat16)
+    view.dtype = DType::kBFloat16;
+  else if (found.dtype == kFloat16)
+    view.dtype = DType::kFloat16;
+  else if (!(found.dtype == kFloat32))
+    return std::nullopt;
+  return view;
+}
+
 /// Pinned memory is the host's.
 bool is_on(dlpack::Device found, dlpack::Device wanted) {
   if (wanted.type == dlpack::kCpu)
@@ -102,6 +115,13 @@ bool has_flags(py::handle object, DataType dtype, std::int64_t numel) {
           (calls(torch.is_conj, self) || calls(torch.is_neg, self)));
 }
 
+/// Returns a property's own function: a call through its descriptor takes three times as long.
+const PyGetSetDef* getter(const py::object& type, const char* name) {
+  PyObject* property = py::object(type.attr(name)).release().ptr();
+  if (Py_TYPE(property) != &PyGetSetDescr_Type) return nullptr;
+  return reinterpret_cast<PyGetSetDescrObject*>(property)->d_getset;
+}
+
 }  // namespace
 
 bool attach_torch() {
@@ -110,10 +130,9 @@ bool attach_torch() {
   const py::object tensor = module.attr("Tensor");
   torch.tensor = reinterpret_cast<PyTypeObject*>(keep(tensor));
   torch.parameter = reinterpret_cast<PyTypeObject*>(keep(module.attr("nn").attr("Parameter")));
-  // The descriptor's own function: a call through the descriptor takes three times as long.
-  PyObject* requires_grad = keep(tensor.attr("requires_grad"));
-  if (Py_TYPE(requires_grad) != &PyGetSetDescr_Type) return false;
-  torch.requires_grad = reinterpret_cast<PyGetSetDescrObject*>(requires_grad)->d_getset;
+  torch.requires_grad = getter(tensor, "requires_grad");
+  torch.grad = getter(tensor, "grad");
+  if (torch.requires_grad == nullptr || torch.grad == nullptr) return false;
   torch.is_zero = keep(tensor.attr("_is_zerotensor"));
   torch.is_neg = keep(tensor.attr("is_neg"));
   torch.is_conj = keep(tensor.attr("is_conj"));
@@ -129,16 +148,40 @@ bool attach_torch() {
 }
 
 std::optional<TensorView> read_dense(py::handle object, dlpack::Device device) {
+  Layout layout;
+  return read_dense(object, device, layout);
+}
+
+std::optional<TensorView> read_dense(py::handle object, dlpack::Device device, Layout& layout) {
   dlpack::Tensor found;
-  if (!read(object, found) || !is_on(found.device, device)) return std::nullopt;
-  TensorView view{found.data, count(found), DType::kFloat32};
-  if (found.dtype == kBFloat16)
-    view.dtype = DType::kBFloat16;
-  else if (found.dtype == kFloat16)
-    view.dtype = DType::kFloat16;
-  else if (!(found.dtype == kFloat32))
+  if (!read(object, found) || !is_on(found.device, device) || !is_dense(found)) return std::nullopt;
+  layout = {found.ndim, found.shape, found.strides};
+  return view_of(found);
+}
+
+std::optional<TensorView> read_dense_like(py::handle object, dlpack::Device device,
+                                          const Layout& layout) {
+  dlpack::Tensor found;
+  if (!read(object, found) || !is_on(found.device, device) || found.ndim != layout.ndim)
     return std::nullopt;
-  return is_dense(found) ? std::optional(view) : std::nullopt;
+  for (int dim = 0; dim < found.ndim; ++dim)
+    if (found.shape[dim] != layout.shape[dim] ||
+        (found.shape[dim] > 1 && found.strides[dim] != layout.strides[dim]))
+      return std::nullopt;
+  return view_of(found);
+}
+
+py::object grad_of(py::handle tensor) {
+  const PyTypeObject* type = Py_TYPE(tensor.ptr());
+  if (type != torch.tensor && type != torch.parameter) return {};
+  auto grad = py::reinterpret_steal<py::object>(torch.grad->get(tensor.ptr(), torch.grad->closure));
+  if (!grad) throw py::error_already_set();
+  return grad;
+}
+
+void drop_grad(py::handle tensor) {
+  if (torch.grad->set(tensor.ptr(), Py_None, torch.grad->closure) != 0)
+    throw py::error_already_set();
 }
 
 bool read_host_tensor(py::handle object, HostTensor& tensor) {

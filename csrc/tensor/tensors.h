@@ -35,6 +35,26 @@ bool attach_torch();
 /// gaps, in any order of dimensions; nothing for every other tensor, subclasses included.
 std::optional<TensorView> read_dense(py::handle object, dlpack::Device device);
 
+/// The order in which a tensor's elements lie in memory; it lives as long as the tensor.
+struct Layout {
+  int ndim;
+  const std::int64_t* shape;
+  const std::int64_t* strides;
+};
+
+/// Reads a dense tensor, as above, and says how it lies in memory.
+std::optional<TensorView> read_dense(py::handle object, dlpack::Device device, Layout& layout);
+
+/// Reads a dense tensor with the shape and the layout of another one.
+std::optional<TensorView> read_dense_like(py::handle object, dlpack::Device device,
+                                          const Layout& layout);
+
+/// Returns a plain tensor's gradient, or None; null for what is no plain tensor.
+py::object grad_of(py::handle tensor);
+
+/// Sets a plain tensor's gradient to None.
+void drop_grad(py::handle tensor);
+
 /// Reads a tensor whose bytes are its values: a plain one without gradient, conjugation or
 /// negation. Says no to every other.
 bool read_host_tensor(py::handle object, HostTensor& tensor);

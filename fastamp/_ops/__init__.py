@@ -3,6 +3,7 @@
 from fastamp._ops.choose import FALLBACK, backends, host_ops, ops_for, use_only
 from fastamp._ops.held import Held, Tensors, hold, index_in_whole
 from fastamp._ops.types import (
+    NO_STATE,
     Clip,
     Column,
     Gatherer,
@@ -12,12 +13,15 @@ from fastamp._ops.types import (
     Packed,
     Region,
     RegionMaker,
+    Rule,
+    Update,
     index_error,
     local_of,
 )
 
 __all__ = [
     "FALLBACK",
+    "NO_STATE",
     "Clip",
     "Column",
     "Gatherer",
@@ -28,7 +32,9 @@ __all__ = [
     "Packed",
     "Region",
     "RegionMaker",
+    "Rule",
     "Tensors",
+    "Update",
     "backends",
     "hold",
     "host_ops",

@@ -5,13 +5,14 @@ Importing this module needs the extension.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fastamp import _native
-from fastamp._ops.types import Clip, Column, GradStats, RegionMaker
+from fastamp._ops.types import Clip, Column, GradStats, RegionMaker, Rule
 
 _NORM_TYPES = {
     1.0: _native.NormType.L1,
@@ -29,7 +30,13 @@ class CompiledOps:
 
     def pack(self, tensors: Sequence[Tensor]) -> "CompiledPack":
         """Take the dense float32, bfloat16 and float16 tensors on the first one's device."""
-        return CompiledPack(self._table, tensors)
+        device = tensors[0].device
+        index = device.index if device.type == "cuda" else None
+        return CompiledPack(self._table, device, _native.pack(tensors, index))
+
+    def update(self, rule: Rule) -> "CompiledUpdate":
+        """Return what updates the parameters of an optimizer that follows the rule."""
+        return CompiledUpdate(self._table, rule)
 
     def region_maker(self) -> RegionMaker:
         """Return what makes the regions of one timer."""
@@ -41,14 +48,14 @@ class CompiledPack:
 
     has_fallback = False
 
-    def __init__(self, table: _native.Ops, tensors: Sequence[Tensor]) -> None:
-        self.device = tensors[0].device
+    def __init__(
+        self, table: _native.Ops, device: torch.device, packed: _native.PackedTensors
+    ) -> None:
+        self.device = device
         self._table = table
-        self._packed = _native.pack(
-            tensors, self.device.index if self.device.type == "cuda" else None
-        )
-        self.rest = self._packed.rest
-        self.has_float16 = self._packed.has_float16
+        self._packed = packed
+        self.rest = packed.rest
+        self.has_float16 = packed.has_float16
 
     def grad_stats(self, norm_type: float, clip: Clip) -> GradStats:
         """Read every element once, on CUDA in two launches."""
@@ -63,6 +70,50 @@ class CompiledPack:
         if not torch.is_inference_mode_enabled():
             torch.autograd.graph.increment_version(self._packed.tensors)
         self._table.rescale(self._packed, factor, torch.get_num_threads())
+
+
+_RULES = {
+    Rule.ADAM: (_native.Rule.ADAM, False),
+    Rule.ADAMW: (_native.Rule.ADAM, True),
+    Rule.SGD: (_native.Rule.SGD, False),
+    Rule.ADAGRAD: (_native.Rule.ADAGRAD, False),
+}
+
+
+class CompiledUpdate:
+    """An optimizer on the CPU, whose memory the core reads; see `fastamp._ops.Update`."""
+
+    def __init__(self, table: _native.Ops, rule: Rule) -> None:
+        self._table = table
+        self._update = _native.Update(*_RULES[rule])
+        self._grads: Any = ()
+
+    def read(self, groups: list[dict[str, Any]], states: dict[Tensor, Any]) -> "CompiledPack | str":
+        """Return the gradients, or say why torch has to make this step."""
+        found = self._update.read(groups, states, None)
+        if isinstance(found, str):
+            return found
+        self._grads = found.tensors
+        return CompiledPack(self._table, self._grads[0].device, found)
+
+    def apply_(
+        self, factor: Tensor | None, found_inf: Tensor | None, *, zero_grad: bool = False
+    ) -> None:
+        """Update parameters and states in one pass."""
+        if not torch.is_inference_mode_enabled():
+            torch.autograd.graph.increment_version(self._update.params)
+            if not zero_grad:
+                torch.autograd.graph.increment_version(self._grads)
+        threads = torch.get_num_threads()
+        self._table.update(self._update, factor, found_inf, not zero_grad, None, threads)
+        if zero_grad:
+            self._update.drop_grads()
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of what was read."""
+        self._grads = ()
+        self._update.clear()
 
 
 class CompiledHost:

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from fastamp._ops.regions import FallbackRegion
+from fastamp._ops.rules import TorchUpdate
 from fastamp._ops.types import (
     COMPILED_NORMS,
     Clip,
     Column,
     GradStats,
     RegionMaker,
+    Rule,
     index_error,
     is_plain,
 )
@@ -214,6 +216,10 @@ class FallbackOps:
     def pack(self, tensors: Sequence[Tensor]) -> TensorPack:
         """Take every tensor on the device of the first one."""
         return TensorPack(tensors)
+
+    def update(self, rule: Rule) -> TorchUpdate:
+        """Return what updates the parameters of an optimizer that follows the rule."""
+        return TorchUpdate(rule, self.pack)
 
     def region_maker(self) -> RegionMaker:
         """Return what makes the regions of one timer."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy.typing as npt
@@ -11,6 +12,16 @@ from torch import Tensor
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 COMPILED_NORMS = (1.0, 2.0, math.inf)
 RegionMaker: TypeAlias = "Callable[[str, Any, bool], Region]"
+NO_STATE = "no state"
+
+
+class Rule(Enum):
+    """The optimizers of torch whose update is an op; AdamW is Adam with decoupled decay."""
+
+    ADAM = "Adam"
+    ADAMW = "AdamW"
+    SGD = "SGD"
+    ADAGRAD = "Adagrad"
 
 
 class GradStats(NamedTuple):
@@ -112,6 +123,30 @@ class Region(Protocol):
         """Forget all figures; where it is open, it counts when it ends."""
 
 
+class Update(Protocol):
+    """One optimizer's update on one backend, which reads the optimizer anew at each step."""
+
+    def read(self, groups: list[dict[str, Any]], states: dict[Tensor, Any]) -> Packed | str:
+        """Return the gradients, or say why torch has to make this step.
+
+        NO_STATE says that a parameter with a gradient has none.
+        """
+
+    def forget(self) -> None:
+        """Let go of what was read."""
+
+    def apply_(
+        self, factor: Tensor | None, found_inf: Tensor | None, *, zero_grad: bool = False
+    ) -> None:
+        """Update parameters and states in one pass, and let go of what was read.
+
+        Args:
+            factor: multiplies the gradients before, 0-dim float32; None is 1.
+            found_inf: where this is 1.0, nothing is written.
+            zero_grad: set the gradients to None, rather than to what they are multiplied to.
+        """
+
+
 class Ops(Protocol):
     """The op table: what every backend can do with a list of tensors."""
 
@@ -121,6 +156,9 @@ class Ops(Protocol):
 
     def pack(self, tensors: Sequence[Tensor]) -> Packed:
         """Look at the tensors, which lie on the device of the first one, or are left in `rest`."""
+
+    def update(self, rule: Rule) -> Update:
+        """Return what updates the parameters of an optimizer that follows the rule."""
 
     def region_maker(self) -> RegionMaker:
         """Return what makes the regions of one timer from path, `begin`, `always`.

@@ -13,7 +13,7 @@ from support.processes import run_python
 
 import fastamp
 from fastamp import _ops
-from fastamp._ops import choose, fallback
+from fastamp._ops import choose, fallback, rules
 from fastamp._ops.types import COMPILED_NORMS
 
 ROOT = Path(__file__).parents[2]
@@ -84,23 +84,26 @@ def missing_ops(cls: type, protocol: type) -> list[str]:
 
 
 def test_every_backend_has_every_op():
-    assert set(ops_of(_ops.Ops)) == {"pack", "region_maker"}
+    assert set(ops_of(_ops.Ops)) == {"pack", "region_maker", "update"}
     assert set(ops_of(_ops.Packed)) == {"grad_stats", "rescale_"}
-    classes = [(fallback.FallbackOps, fallback.TensorPack)]
+    assert set(ops_of(_ops.Update)) == {"apply_", "forget", "read"}
+    classes = [(fallback.FallbackOps, fallback.TensorPack, rules.TorchUpdate)]
     if "cpu" in fastamp.backends():
         from fastamp._ops import compiled
 
-        classes.append((compiled.CompiledOps, compiled.CompiledPack))
+        classes.append((compiled.CompiledOps, compiled.CompiledPack, compiled.CompiledUpdate))
         assert tuple(compiled._NORM_TYPES) == COMPILED_NORMS
-    for ops, packed in classes:
+    for ops, packed, update in classes:
         assert missing_ops(ops, _ops.Ops) == missing_ops(packed, _ops.Packed) == []
+        assert missing_ops(update, _ops.Update) == []
 
 
 def test_every_row_of_the_compiled_op_table_is_bound():
     table = (ROOT / "csrc/step/ops.h").read_text()
     rows = re.findall(r"void \(\*(\w+)\)\(", table)
-    assert rows == ["grad_stats", "rescale"]
-    bindings = (ROOT / "csrc/step/bind.cpp").read_text()
+    assert rows == ["grad_stats", "rescale", "update"]
+    files = ROOT.glob("csrc/step/bind*.cpp")
+    bindings = "".join(path.read_text() for path in files)
     for row in rows:
         assert f"ops.{row}(" in bindings
     # A row that a backend leaves out does not compile: missing-field-initializers is an error.

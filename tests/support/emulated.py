@@ -34,7 +34,7 @@ SOURCES = [
     ROOT / "csrc/emulate/fibers.cpp",
 ]
 # As CMakeLists.txt has them. What is undefined, a misaligned vector too, ends the process.
-FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-w"]
+FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-w"]
 FLAGS += ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
 FLAGS += ["-Icsrc/emulate", "-Icsrc", "-x", "c++"]
 

@@ -1,0 +1,314 @@
+// An optimizer as a step needs it: its options, parameters, gradients and states are read anew each
+// time, so that nothing can be stale.
+#include <pybind11/stl.h>
+
+#include <string>
+#include <utility>
+#include <variant>
+
+#include "step/bind.h"
+
+namespace fastamp {
+namespace {
+
+constexpr const char* kNoState = "no state";
+
+/// Why torch has to make the step itself.
+struct Refusal {
+  std::string reason;
+};
+
+PyObject* key(const char* name) { return PyUnicode_InternFromString(name); }
+
+/// The names that torch's optimizers give to their options and states.
+struct Keys {
+  PyObject* params = key("params");
+  PyObject* lr = key("lr");
+  PyObject* weight_decay = key("weight_decay");
+  PyObject* eps = key("eps");
+  PyObject* betas = key("betas");
+  PyObject* momentum = key("momentum");
+  PyObject* dampening = key("dampening");
+  PyObject* lr_decay = key("lr_decay");
+  PyObject* decoupled = key("decoupled_weight_decay");
+  PyObject* maximize = key("maximize");
+  PyObject* amsgrad = key("amsgrad");
+  PyObject* nesterov = key("nesterov");
+  PyObject* fused = key("fused");
+  PyObject* foreach = key("foreach");
+  PyObject* capturable = key("capturable");
+  PyObject* differentiable = key("differentiable");
+  PyObject* step = key("step");
+  PyObject* exp_avg = key("exp_avg");
+  PyObject* exp_avg_sq = key("exp_avg_sq");
+  PyObject* max_exp_avg_sq = key("max_exp_avg_sq");
+  PyObject* momentum_buffer = key("momentum_buffer");
+  PyObject* sum = key("sum");
+};
+
+const Keys& keys() {
+  static const Keys found;
+  return found;
+}
+
+/// Returns a borrowed value; null where there is none.
+PyObject* find(PyObject* dict, PyObject* name) {
+  PyObject* value = PyDict_GetItemWithError(dict, name);
+  if (value == nullptr && PyErr_Occurred()) throw py::error_already_set();
+  return value;
+}
+
+std::string text(PyObject* object) { return py::str(py::handle(object)); }
+
+bool is_true(PyObject* group, PyObject* name, bool otherwise = false) {
+  PyObject* value = find(group, name);
+  if (value == nullptr) return otherwise;
+  const int answer = PyObject_IsTrue(value);
+  if (answer < 0) throw py::error_already_set();
+  return answer != 0;
+}
+
+/// Reads a number; a tensor, which a learning rate may be, waits if it is on a device.
+double number(PyObject* value, PyObject* name, bool may_be_tensor = false) {
+  if (value == nullptr || (!PyFloat_Check(value) && !PyLong_Check(value) && !may_be_tensor))
+    throw Refusal{text(name) + " is not a number"};
+  const double found = PyFloat_AsDouble(value);
+  if (found == -1 && PyErr_Occurred()) throw py::error_already_set();
+  return found;
+}
+
+/// Refuses the options that ask for torch's own implementations.
+void check_implementation(PyObject* group) {
+  PyObject* fused = find(group, keys().fused);
+  PyObject* foreach = find(group, keys().foreach);
+  const bool left_open = fused == nullptr || fused == Py_None;
+  if (fused == Py_False) throw Refusal{"fused=False"};
+  if (left_open && foreach != nullptr && foreach != Py_None)
+    throw Refusal{foreach == Py_False ? "foreach=False" : "foreach=True"};
+  for (PyObject* name : {keys().capturable, keys().differentiable})
+    if (is_true(group, name)) throw Refusal{text(name) + "=True"};
+}
+
+GroupOptions read_options(Rule rule, bool decoupled, PyObject* group) {
+  const Keys& k = keys();
+  check_implementation(group);
+  GroupOptions options{};
+  options.lr = number(find(group, k.lr), k.lr, true);
+  options.weight_decay = number(find(group, k.weight_decay), k.weight_decay);
+  options.maximize = is_true(group, k.maximize);
+  if (rule != Rule::kSgd) options.eps = number(find(group, k.eps), k.eps);
+  switch (rule) {
+    case Rule::kAdam: {
+      PyObject* betas = find(group, k.betas);
+      const auto pair = py::reinterpret_steal<py::object>(
+          betas == nullptr ? nullptr : PySequence_Fast(betas, "betas: expected two numbers"));
+      if (!pair || PySequence_Fast_GET_SIZE(pair.ptr()) != 2) {
+        PyErr_Clear();
+        throw Refusal{"betas are not two numbers"};
+      }
+      options.beta1 = number(PySequence_Fast_GET_ITEM(pair.ptr(), 0), k.betas);
+      options.beta2 = number(PySequence_Fast_GET_ITEM(pair.ptr(), 1), k.betas);
+      options.amsgrad = is_true(group, k.amsgrad);
+      options.decoupled = is_true(group, k.decoupled, decoupled);
+      break;
+    }
+    case Rule::kSgd:
+      options.momentum = number(find(group, k.momentum), k.momentum);
+      options.dampening = number(find(group, k.dampening), k.dampening);
+      options.nesterov = is_true(group, k.nesterov);
+      break;
+    case Rule::kAdagrad:
+      options.lr_decay = number(find(group, k.lr_decay), k.lr_decay);
+  }
+  return options;
+}
+
+PyObject* params_of(PyObject* group) {
+  PyObject* params = find(group, keys().params);
+  if (params == nullptr || !PyList_Check(params)) throw Refusal{"params are not a list"};
+  return params;
+}
+
+std::size_t count_params(const py::list& groups) {
+  std::size_t count = 0;
+  for (const py::handle group : groups)
+    count += static_cast<std::size_t>(PyList_GET_SIZE(params_of(group.ptr())));
+  return count;
+}
+
+/// Finds the states of parameters. The optimizer's dict mostly has them in the parameters' order,
+/// and a look at the next entry takes a tenth of the time that torch's hash of a tensor does.
+class StateReader {
+ public:
+  explicit StateReader(PyObject* states) : states_(states) {}
+
+  PyObject* operator[](PyObject* param) {
+    Py_ssize_t next = place_;
+    PyObject* name = nullptr;
+    PyObject* state = nullptr;
+    if (PyDict_Next(states_, &next, &name, &state) && name == param)
+      place_ = next;
+    else
+      state = find(states_, param);
+    if (state == nullptr || !PyDict_Check(state)) throw Refusal{kNoState};
+    return state;
+  }
+
+ private:
+  PyObject* states_;
+  Py_ssize_t place_ = 0;
+};
+
+/// One optimizer's update, between the reading of its gradients and its end.
+class Update {
+ public:
+  Update(Rule rule, bool decoupled) : decoupled_(decoupled) { list_.rule = rule; }
+
+  std::variant<PackedTensors, std::string> read(const py::list& groups, const py::dict& states,
+                                                std::optional<int> cuda_device) {
+    try {
+      return read_all(groups, states, cuda_device);
+    } catch (const Refusal& refusal) {
+      clear();
+      return refusal.reason;
+    }
+  }
+
+  void apply(const OpTable& ops, const UpdateSpec& spec, std::optional<int> cuda_device,
+             int num_threads) {
+    const Launch launch = launch_on(cuda_device, num_threads);
+    const py::gil_scoped_release no_gil;
+    ops.update(list_, spec, launch);
+  }
+
+  void drop_grads() {
+    for (const py::handle param : params_) drop_grad(param);
+  }
+
+  void clear() {
+    list_.groups.clear();
+    list_.parameters.clear();
+    params_ = py::list();
+  }
+
+  py::list params() const { return params_; }
+
+ private:
+  PackedTensors read_all(const py::list& groups, const py::dict& states,
+                         std::optional<int> cuda_device) {
+    clear();
+    PackedTensors packed;
+    py::list grads;
+    packed.cuda_device = cuda_device;
+    packed.tensors = grads;
+    StateReader reader(states.ptr());
+    AddressSet seen(2 * count_params(groups));
+    for (const py::handle group : groups) {
+      list_.groups.push_back(read_options(list_.rule, decoupled_, group.ptr()));
+      PyObject* params = params_of(group.ptr());
+      for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i) {
+        const py::handle param = PyList_GET_ITEM(params, i);
+        const py::object grad = grad_of(param);
+        if (!grad) throw Refusal{"a parameter is of another type"};
+        if (grad.is_none()) continue;
+        params_.append(param);
+        grads.append(grad);
+        add(param, grad, reader, device_of(cuda_device), seen, packed);
+      }
+    }
+    if (params_.empty()) throw Refusal{"no parameter has a gradient"};
+    return packed;
+  }
+
+  void add(py::handle param, py::handle grad, StateReader& reader, dlpack::Device device,
+           AddressSet& seen, PackedTensors& packed) {
+    const GroupOptions& group = list_.groups.back();
+    Layout layout;
+    const auto own = read_dense(param, device, layout);
+    const auto its_grad = own ? read_dense_like(grad, device, layout) : own;
+    if (!own) throw Refusal{"a parameter's dtype, layout or device"};
+    if (!its_grad) throw Refusal{"a gradient's dtype, layout or device"};
+    if (own->numel > 0 && !(seen.insert(own->data) && seen.insert(its_grad->data)))
+      throw Refusal{"tensors share their memory"};
+    ParameterView view{};
+    view.numel = own->numel;
+    view.param = own->data;
+    view.grad = its_grad->data;
+    view.group = static_cast<std::uint32_t>(list_.groups.size() - 1);
+    view.param_dtype = own->dtype;
+    view.grad_dtype = its_grad->dtype;
+    add_view(packed, *its_grad);
+    const Keys& k = keys();
+    int count = 0;
+    const auto add_state = [&](PyObject* state, PyObject* name) {
+      PyObject* tensor = find(state, name);
+      if (tensor == nullptr || tensor == Py_None) throw Refusal{kNoState};
+      const auto found = read_dense_like(tensor, device, layout);
+      if (!found) throw Refusal{text(name) + ": its dtype, layout or device"};
+      if (count > 0 && found->dtype != view.state_dtype) throw Refusal{"the states' dtypes differ"};
+      view.state_dtype = found->dtype;
+      view.states[count++] = found->data;
+    };
+    const auto add_step = [&](PyObject* state) {
+      PyObject* tensor = find(state, k.step);
+      if (tensor == nullptr) throw Refusal{kNoState};
+      const auto found = read_dense(tensor, device);
+      if (!found || found->dtype != DType::kFloat32 || found->numel != 1)
+        throw Refusal{"step: its dtype, layout or device"};
+      view.step = static_cast<float*>(found->data);
+    };
+    switch (list_.rule) {
+      case Rule::kAdam: {
+        PyObject* state = reader[param.ptr()];
+        add_state(state, k.exp_avg);
+        add_state(state, k.exp_avg_sq);
+        if (group.amsgrad) add_state(state, k.max_exp_avg_sq);
+        add_step(state);
+        break;
+      }
+      case Rule::kSgd:
+        if (group.momentum != 0) add_state(reader[param.ptr()], k.momentum_buffer);
+        break;
+      case Rule::kAdagrad: {
+        PyObject* state = reader[param.ptr()];
+        add_state(state, k.sum);
+        add_step(state);
+      }
+    }
+    list_.parameters.push_back(view);
+  }
+
+  UpdateList list_;
+  py::list params_;
+  bool decoupled_;
+};
+
+}  // namespace
+
+void define_update(py::module_& module, py::class_<OpTable>& ops) {
+  py::enum_<Rule>(module, "Rule")
+      .value("ADAM", Rule::kAdam)
+      .value("SGD", Rule::kSgd)
+      .value("ADAGRAD", Rule::kAdagrad);
+  py::class_<Update>(module, "Update", "One optimizer's update, of its parameters' states as well.")
+      .def(py::init<Rule, bool>(), py::arg("rule"), py::arg("decoupled"))
+      .def("read", &Update::read, py::arg("groups"), py::arg("states"), py::arg("cuda_device"),
+           "Return the gradients, or why torch has to make this step.")
+      .def("clear", &Update::clear, "Let go of what was read.")
+      .def("drop_grads", &Update::drop_grads, "Set the gradients that were read to None.")
+      .def_property_readonly("params", &Update::params);
+  module.attr("NO_STATE") = kNoState;
+  ops.def(
+      "update",
+      [](const OpTable& table, Update& update, const py::object& factor,
+         const py::object& found_inf, bool write_grads, std::optional<int> cuda_device,
+         int num_threads) {
+        const UpdateSpec spec{optional_float(factor, "factor"),
+                              optional_float(found_inf, "found_inf"), write_grads};
+        update.apply(table, spec, cuda_device, num_threads);
+      },
+      py::arg("update"), py::arg("factor"), py::arg("found_inf"), py::arg("write_grads"),
+      py::arg("cuda_device"), py::arg("num_threads"), "Make the update, in one pass.");
+}
+
+}  // namespace fastamp

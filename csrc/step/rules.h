@@ -1,0 +1,157 @@
+// The optimizers' arithmetic, for host and device: float32 products, sums, quotients and roots,
+// each rounded by itself, so that every backend gets the same bits. A rule turns a group's options
+// and the count of steps into `Terms`, and `apply` updates one element with its states.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "step/update.h"
+#include "support/macros.h"
+
+namespace fastamp {
+
+/// Squares repeatedly: `pow` differs between C libraries.
+FASTAMP_HD inline double power(double base, std::uint64_t exponent) {
+  double result = 1;
+  for (; exponent > 0; exponent >>= 1) {
+    if (exponent & 1) result *= base;
+    base *= base;
+  }
+  return result;
+}
+
+/// Adds coupled weight decay to a gradient; `maximize` turns it round before.
+FASTAMP_HD inline float decayed(float grad, float param, float sign, float decay) {
+  grad *= sign;
+  return decay != 0 ? grad + product(decay, param) : grad;
+}
+
+/// torch.optim.Adam and AdamW: exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq.
+template <bool kAmsgrad>
+struct Adam {
+  static constexpr int kStates = kAmsgrad ? 3 : 2;
+
+  struct Terms {
+    bool from_grad;  ///< exp_avg is interpolated from the nearer end, as torch.lerp does
+    float weight1;   ///< of grad - exp_avg
+    float beta2;
+    float weight2;
+    float step_size;  ///< lr / (1 - beta1^t)
+    float inv_root;   ///< 1 / sqrt(1 - beta2^t)
+    float eps;
+    float sign;
+    float decay;
+    float keep;  ///< what decoupled decay leaves of the parameter
+  };
+
+  FASTAMP_HD static Terms terms(const GroupOptions& group, float step) {
+    const auto t = static_cast<std::uint64_t>(step > 0 && step < 1e18F ? step : 0);
+    const double weight1 = 1 - group.beta1;
+    const bool from_grad = weight1 >= 0.5;
+    const double kept = product(group.lr, group.weight_decay);
+    return {from_grad,
+            static_cast<float>(from_grad ? -group.beta1 : weight1),
+            static_cast<float>(group.beta2),
+            static_cast<float>(1 - group.beta2),
+            static_cast<float>(group.lr / (1 - power(group.beta1, t))),
+            static_cast<float>(1 / sqrt(1 - power(group.beta2, t))),
+            static_cast<float>(group.eps),
+            group.maximize ? -1.0F : 1.0F,
+            group.decoupled ? 0.0F : static_cast<float>(group.weight_decay),
+            group.decoupled ? static_cast<float>(1 - kept) : 1.0F};
+  }
+
+  FASTAMP_HD static void apply(const Terms& terms, float grad, float& param, float* states) {
+    float& exp_avg = states[0];
+    float& exp_avg_sq = states[1];
+    param *= terms.keep;
+    grad = decayed(grad, param, terms.sign, terms.decay);
+    const float from = terms.from_grad ? grad : exp_avg;
+    exp_avg = from + product(terms.weight1, grad - exp_avg);
+    exp_avg_sq = product(exp_avg_sq, terms.beta2) + product(product(terms.weight2, grad), grad);
+    float largest = exp_avg_sq;
+    if (kAmsgrad) {
+      const float before = states[2];
+      largest = (before > largest || before != before) ? before : largest;  // NaN stays
+      states[2] = largest;
+    }
+    const float denominator = product(sqrtf(largest), terms.inv_root) + terms.eps;
+    param -= product(terms.step_size, exp_avg) / denominator;
+  }
+};
+
+/// torch.optim.SGD: momentum_buffer, if there is momentum. A buffer of zeros is the first step's,
+/// except with dampening, whose first step is torch's.
+template <bool kMomentum>
+struct Sgd {
+  static constexpr int kStates = kMomentum ? 1 : 0;
+
+  struct Terms {
+    float lr;
+    float momentum;
+    float weight;  ///< of the gradient in the momentum
+    bool nesterov;
+    float sign;
+    float decay;
+  };
+
+  FASTAMP_HD static Terms terms(const GroupOptions& group, float) {
+    return {static_cast<float>(group.lr),
+            static_cast<float>(group.momentum),
+            static_cast<float>(1 - group.dampening),
+            group.nesterov,
+            group.maximize ? -1.0F : 1.0F,
+            static_cast<float>(group.weight_decay)};
+  }
+
+  FASTAMP_HD static void apply(const Terms& terms, float grad, float& param, float* states) {
+    grad = decayed(grad, param, terms.sign, terms.decay);
+    if (kMomentum) {
+      float& buffer = states[0];
+      buffer = product(buffer, terms.momentum) + product(terms.weight, grad);
+      grad = terms.nesterov ? grad + product(terms.momentum, buffer) : buffer;
+    }
+    param -= product(terms.lr, grad);
+  }
+};
+
+/// torch.optim.Adagrad: sum.
+struct Adagrad {
+  static constexpr int kStates = 1;
+
+  struct Terms {
+    float lr;  ///< decayed
+    float eps;
+    float sign;
+    float decay;
+  };
+
+  FASTAMP_HD static Terms terms(const GroupOptions& group, float step) {
+    const double slowed = 1 + product(static_cast<double>(step) - 1, group.lr_decay);
+    return {static_cast<float>(group.lr / slowed), static_cast<float>(group.eps),
+            group.maximize ? -1.0F : 1.0F, static_cast<float>(group.weight_decay)};
+  }
+
+  FASTAMP_HD static void apply(const Terms& terms, float grad, float& param, float* states) {
+    float& sum = states[0];
+    grad = decayed(grad, param, terms.sign, terms.decay);
+    sum += product(grad, grad);
+    param -= product(terms.lr, grad) / (sqrtf(sum) + terms.eps);
+  }
+};
+
+/// The one place that turns a rule into a type.
+template <typename Fn>
+FASTAMP_INLINE void visit_rule(Rule rule, const GroupOptions& group, Fn fn) {
+  switch (rule) {
+    case Rule::kAdam:
+      return group.amsgrad ? fn(Adam<true>{}) : fn(Adam<false>{});
+    case Rule::kSgd:
+      return group.momentum != 0 ? fn(Sgd<true>{}) : fn(Sgd<false>{});
+    case Rule::kAdagrad:
+      return fn(Adagrad{});
+  }
+}
+
+}  // namespace fastamp

@@ -1,0 +1,59 @@
+// The plain data of an optimizer's update: its groups' options, and where each parameter's tensors
+// lie.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "tensor/view.h"
+
+namespace fastamp {
+
+/// The optimizers whose update the core makes. AdamW is Adam with decoupled decay.
+enum class Rule : std::uint8_t { kAdam, kSgd, kAdagrad };
+
+/// The options of one parameter group; those of other optimizers stay 0.
+struct GroupOptions {
+  double lr;
+  double weight_decay;
+  double eps;
+  double beta1;
+  double beta2;
+  double momentum;
+  double dampening;
+  double lr_decay;
+  bool decoupled;  ///< weight decay shrinks the parameter, rather than adding to the gradient
+  bool maximize;
+  bool amsgrad;
+  bool nesterov;
+};
+
+constexpr int kMaxStates = 3;
+
+/// One parameter with everything that its update reads and writes, all in the same order of memory.
+struct ParameterView {
+  std::int64_t numel;
+  void* param;
+  void* grad;
+  void* states[kMaxStates];  ///< null from the first one that the optimizer does not have
+  float* step;               ///< the count of steps taken; null where the optimizer keeps none
+  std::uint32_t group;
+  DType param_dtype;
+  DType grad_dtype;
+  DType state_dtype;
+};
+
+struct UpdateList {
+  Rule rule;
+  std::vector<GroupOptions> groups;
+  std::vector<ParameterView> parameters;
+};
+
+/// How one update is made. The pointers are on the tensors' device.
+struct UpdateSpec {
+  const float* factor;     ///< multiplies the gradients first; null is 1
+  const float* found_inf;  ///< 1 writes nothing at all; null is 0
+  bool write_grads;        ///< whether the multiplied gradients are written back
+};
+
+}  // namespace fastamp
