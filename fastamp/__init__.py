@@ -18,6 +18,7 @@ from fastamp.step import (
     clip_grads_with_norm_,
     compute_effective_precision,
     get_total_norm,
+    optimizer_step,
 )
 from fastamp.timer import RegionStats, Timer
 from fastamp.train import ModelCall, TrainConfig, TrainResult, fine_tune
@@ -48,6 +49,7 @@ __all__ = [
     "compute_effective_precision",
     "fine_tune",
     "get_total_norm",
+    "optimizer_step",
     "prefetch",
 ]
 

@@ -9,6 +9,7 @@ from fastamp.step.clip import (
 from fastamp.step.precision import compute_effective_precision
 from fastamp.step.report import NonFinite, StepReport
 from fastamp.step.scaler import GradScaler
+from fastamp.step.unscaled import optimizer_step
 
 __all__ = [
     "GradScaler",
@@ -19,4 +20,5 @@ __all__ = [
     "clip_grads_with_norm_",
     "compute_effective_precision",
     "get_total_norm",
+    "optimizer_step",
 ]

@@ -23,8 +23,10 @@ class StepReport:
         found_inf: 1.0 where the step was skipped, else 0.0: a gradient held inf or NaN, or a fused
             kernel would have had to divide by more than float32 holds, scale / clip_coef.
         scale: the loss scale of this step; 1 without scaling.
-        way: how the step was made, and why not faster: "folded", or "in place: SGD is not fused";
-            and whether Python had to read gradients, as on a GPU that this build has no code for.
+        way: how the step was made, and why not faster: "native", in one pass of fastamp's own;
+            "folded" into torch's fused kernels; or "in place: AdamW is not fused (foreach=True)".
+            It tells where Python had to read gradients, as on a GPU that this build has no code
+            for.
     """
 
     norm: Tensor

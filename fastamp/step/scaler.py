@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from fastamp import _ops
 from fastamp._ops import Clip, Held
+from fastamp.step import native
 from fastamp.step.clip import as_bound, torch_clip_grad_norm_
 from fastamp.step.fused import (
     call_folded,
@@ -45,9 +47,11 @@ _STATE: dict[str, tuple[Any, float]] = {
 class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler that unscales, checks, clips and steps with one read of the gradients.
 
-    With torch's fused optimizers (Adam, AdamW, SGD and Adagrad with fused=True) unscaling and
-    clipping are folded into the optimizer's kernel, and nothing waits for the device. Any other
-    optimizer costs one in-place multiply, left out when the factor is 1, and one read of a flag.
+    On the CPU torch's Adam, AdamW, SGD and Adagrad are updated by fastamp itself, in the same pass,
+    if they are fused or left open (neither `fused` nor `foreach` given); the state stays torch's.
+    On other devices unscaling and clipping are folded into torch's fused kernels, and nothing waits
+    for the device. Any other optimizer costs one in-place multiply, left out when the factor is 1,
+    and one read of a flag.
 
     DTensors, of any meshes and placements, cost one all-reduce for each process group, and all
     ranks find the same norm, verdict and scale. So do plain gradients with a `process_group`; with
@@ -99,6 +103,7 @@ class GradScaler(torch.amp.GradScaler):
         self._skipped_before = 0  # by the instance that this one was unpickled from
         # Weak references to what is told of every step and update; see fastamp.metrics.
         self._observers: list[Callable[[], Any]] = []
+        self._dropped = False  # the last step's gradients
         self.last_step: StepReport = unmeasured("no step yet")
         """What the last call of `step` found."""
 
@@ -112,6 +117,7 @@ class GradScaler(torch.amp.GradScaler):
         optimizer: Optimizer | Sequence[Optimizer],
         *args: Any,
         max_norm: float | None = None,
+        zero_grad: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Unscale the gradients, check them, clip them to `max_norm`, and step if all are finite.
@@ -130,6 +136,8 @@ class GradScaler(torch.amp.GradScaler):
             *args: handed on to `optimizer.step`.
             max_norm: longest norm of all unscaled gradients together; None does not clip. It
                 counts the gradients of this call's optimizers only.
+            zero_grad: set the optimizers' gradients to None afterwards, also after a skipped step.
+                Then they are not written back unscaled and clipped, which takes memory's time.
             **kwargs: handed on to `optimizer.step`.
 
         Returns:
@@ -143,6 +151,10 @@ class GradScaler(torch.amp.GradScaler):
             ValueError: `max_norm` is NaN or below 0; a list is empty or has an optimizer twice; or
                 a gradient is float16 and the optimizer is not fused.
         """
+        if torch.compiler.is_compiling():
+            return _step_outside_graph(
+                self, optimizer, *args, max_norm=max_norm, zero_grad=zero_grad, **kwargs
+            )
         several = isinstance(optimizer, list | tuple)
         optimizers: list[Optimizer] = [*optimizer] if several else [optimizer]  # type: ignore[misc, list-item]
         max_norm = None if max_norm is None else as_bound("max_norm", max_norm)
@@ -153,18 +165,18 @@ class GradScaler(torch.amp.GradScaler):
             msg = f"{max_norm=} cannot clip what a closure computes anew in the optimizer's step"
             raise RuntimeError(msg)
         states = self._states_of(optimizers)
+        self._dropped = zero_grad
+        steps = self._read_natively(optimizers, *args, **kwargs)
         if not self._enabled and max_norm is None:
             self.last_step = unmeasured("bare: neither scaling nor max_norm")
-            results = [call_step(each, each.step, *args, **kwargs) for each in optimizers]
+            results = _step_bare(optimizers, steps, zero_grad, *args, **kwargs)
             return results if several else results[0]
-        grads = self._hold(optimizers)
-        if grads is not None and not any(takes_scaler(type(each)) for each in optimizers):  # type: ignore[arg-type]
-            results = self._step_together(optimizers, states, grads, max_norm, *args, **kwargs)
-        elif len(optimizers) == 1:
-            results = [self._step_as_torch(optimizers[0], states[0], max_norm, *args, **kwargs)]
+        if isinstance(steps, list):
+            results = self._step_natively(optimizers, states, steps, max_norm, zero_grad=zero_grad)
         else:
-            msg = "optimizer: of several, all need gradients that are plain tensors or DTensors"
-            raise TypeError(msg)
+            results = self._step_by_torch(optimizers, states, max_norm, steps, *args, **kwargs)
+            for each in optimizers if zero_grad else ():
+                each.zero_grad()
         for state in states:
             state["stage"] = OptState.STEPPED
         for reference in self._observers:
@@ -254,7 +266,13 @@ class GradScaler(torch.amp.GradScaler):
             One entry for each such parameter, and for each rank that holds such values: name,
             number of NaN, number of inf, and the index of the first of either in the flattened
             gradient, which is the whole one of a DTensor. The attribute `rank` tells whose it is.
+
+        Raises:
+            RuntimeError: the last step was made with zero_grad=True, and no gradient is left.
         """
+        if self._dropped and all(parameter.grad is None for parameter in module.parameters()):
+            msg = "zero_grad=True: the last step left no gradients to look at; leave it out"
+            raise RuntimeError(msg)
         return find_nonfinite(module, self.process_group)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -366,16 +384,87 @@ class GradScaler(torch.amp.GradScaler):
         scale: Tensor | None = getattr(self, "_scale", None)
         return torch.ones(()) if scale is None else scale.clone()
 
+    def _read_natively(
+        self, optimizers: list[Optimizer], *args: Any, **kwargs: Any
+    ) -> list[native.NativeStep] | str:
+        """Read the gradients of optimizers that fastamp steps itself; or say why torch has to."""
+        if any(given is not None for given in (*args, *kwargs.values())):
+            return "the step has arguments"
+        if self.process_group is not None:
+            return "gradients are spread over a process_group"
+        steps: list[native.NativeStep] = []
+        for optimizer in optimizers:
+            step = native.read(optimizer)
+            if isinstance(step, str):
+                for other in steps:
+                    other.update.forget()
+                return step
+            steps.append(step)
+        return steps
+
+    def _step_natively(
+        self,
+        optimizers: list[Optimizer],
+        states: list[dict[str, Any]],
+        steps: list[native.NativeStep],
+        max_norm: float | None,
+        *,
+        zero_grad: bool,
+    ) -> list[float | None]:
+        """Read all gradients once; unscale, clip, update and skip in one more pass."""
+        is_ready = states[0]["stage"] is OptState.READY
+        factor = None
+        if is_ready or max_norm is not None:
+            grads = steps[0].grads if len(steps) == 1 else self._pack(optimizers)
+            assert grads is not None  # noqa: S101 - they are plain tensors
+            if is_ready and grads.has_float16 and not all(map(is_fused, optimizers)):
+                for step in steps:
+                    step.update.forget()
+                _refuse_float16(grads)
+            skipped = self._counter(grads.device) if is_ready else None
+            clip = self._clip(grads.device, states[0], max_norm, skipped=skipped)
+            stats = self._record(states, grads.device, grads.grad_stats(2.0, clip), clip)
+            factor = stats.factor
+        found_inf = _any_of(states)
+        by_python = steps[0].grads.has_fallback
+        self._report(states[0], found_inf, "native" + "; by the fallback" * by_python)
+        if not is_ready:
+            self._counter(found_inf.device).add_(found_inf)
+        for step in steps:
+            step.apply(factor, found_inf, zero_grad=zero_grad)
+            if step.told is not None:
+                step.told(found_inf)
+        return [None] * len(steps)
+
+    def _step_by_torch(
+        self,
+        optimizers: list[Optimizer],
+        states: list[dict[str, Any]],
+        max_norm: float | None,
+        why: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[float | None]:
+        """Unscale, check and clip, and let torch's optimizers step, for the reason `why`."""
+        grads = self._hold(optimizers)
+        if grads is not None and not any(takes_scaler(type(each)) for each in optimizers):  # type: ignore[arg-type]
+            return self._step_together(optimizers, states, grads, max_norm, why, *args, **kwargs)
+        if len(optimizers) > 1:
+            msg = "optimizer: of several, all need gradients that are plain tensors or DTensors"
+            raise TypeError(msg)
+        return [self._step_as_torch(optimizers[0], states[0], max_norm, *args, **kwargs)]
+
     def _step_together(
         self,
         optimizers: list[Optimizer],
         states: list[dict[str, Any]],
         grads: "Held",
         max_norm: float | None,
+        why: str,
         *args: Any,
         **kwargs: Any,
     ) -> list[float | None]:
-        """Read all gradients once; unscale and clip in the kernels, or in place where one must."""
+        """Read all gradients once; unscale and clip in torch's kernels, or in place."""
         reasons = {each: why_in_place(each) for each in optimizers}
         waits = any(reasons.values())  # an optimizer without such a kernel has to be told to skip
         hooked = [] if max_norm is None else [each for each in optimizers if has_pre_hook(each)]
@@ -395,7 +484,7 @@ class GradScaler(torch.amp.GradScaler):
             stats = self._record(states, whole.device, whole.grad_stats(2.0, clip), clip)
             grad_scale = stats.grad_scale
         found_inf = _any_of(states)
-        report = self._report(states[0], found_inf, _way(reasons.values(), hooked, whole))
+        report = self._report(states[0], found_inf, _way(reasons.values(), hooked, whole, why))
         if waits and report.skipped:
             self._skipped_before += 1
             return [None] * len(optimizers)
@@ -483,6 +572,12 @@ class GradScaler(torch.amp.GradScaler):
         return self._skipped[device]
 
 
+@_disable_dynamo
+def _step_outside_graph(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+    """Step where torch.compile has broken its graph, so that compiled loops get the same bits."""
+    return scaler.step(*args, **kwargs)
+
+
 def _above_zero(name: str, value: float) -> float:
     """Return an argument as a float, or raise an error that names it."""
     try:
@@ -508,13 +603,37 @@ def _check_state(state: Any) -> None:
             raise ValueError(msg)
 
 
+def _step_bare(
+    optimizers: list[Optimizer],
+    steps: list[native.NativeStep] | str,
+    zero_grad: bool,  # noqa: FBT001 - the arguments after it are the optimizer's
+    *args: Any,
+    **kwargs: Any,
+) -> list[float | None]:
+    """Step without a look at the gradients before."""
+    if isinstance(steps, str):
+        results = [call_step(each, each.step, *args, **kwargs) for each in optimizers]
+        for each in optimizers if zero_grad else ():
+            each.zero_grad()
+        return results
+    for step in steps:
+        step.apply(None, None, zero_grad=zero_grad)
+        if step.told is not None:
+            step.told(None)
+    return [None] * len(steps)
+
+
 def _way(
-    reasons: Iterable[str | None], hooked: Sequence[Optimizer], packed: _ops.Packed | None
+    reasons: Iterable[str | None],
+    hooked: Sequence[Optimizer],
+    packed: _ops.Packed | None,
+    why: str,
 ) -> str:
     """Say how a step is made, and why not faster."""
     found = [reason for reason in dict.fromkeys(reasons) if reason]
     found += ["a step_pre_hook looks on"] * bool(hooked)
     way = f"in place: {'; '.join(found)}" if found else "folded"
+    way += f" ({why})"
     by_python = packed is not None and packed.has_fallback
     return f"{way}; some gradients are read by the fallback" if by_python else way
 

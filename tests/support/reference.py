@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -141,3 +141,41 @@ def durations(values_ns: NDArray[np.int64]) -> dict[str, float]:
         "max": int(values_ns.max()) / 1e9,
         **{f"p{q}": float(v) / 1e9 for q, v in zip((50, 90, 99), quantiles, strict=True)},
     }
+
+
+def update(
+    optimizer: str, options: dict[str, object], step: int, param: Array, grad: Array, *states: Array
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return a parameter after one update in float64, and the largest number on the way to it.
+
+    The formulas are those of torch's documentation; numbers on the way are scaled to parameters.
+    `states` are as before the step, the `step`-th.
+    """
+    o: Any = options
+    p, g, *s = (np.asarray(a, np.float64) for a in (param, grad, *states))
+    old, lr = p, float(o["lr"])
+    g = -g if o["maximize"] else g
+    if o.get("decoupled_weight_decay", optimizer == "AdamW"):
+        p = p - lr * o["weight_decay"] * p
+    else:
+        g = g + o["weight_decay"] * p
+    if optimizer in ("Adam", "AdamW"):
+        beta1, beta2 = o["betas"]
+        m = beta1 * s[0] + (1 - beta1) * g
+        v = beta2 * s[1] + (1 - beta2) * g * g
+        v = np.maximum(v, s[2]) if o["amsgrad"] else v
+        rate = lr / (1 - beta1**step) / (np.sqrt(v / (1 - beta2**step)) + o["eps"])
+        change = rate * m
+        terms = [change, rate * beta1 * s[0]]
+    elif optimizer == "SGD":
+        terms = [lr * g, lr * o["weight_decay"] * p]
+        if o["momentum"]:
+            buffer = o["momentum"] * s[0] + (1 - o["dampening"]) * g
+            terms += [lr * s[0], lr * buffer]
+            g = g + o["momentum"] * buffer if o["nesterov"] else buffer
+        change = lr * g
+    else:
+        total = s[0] + g * g
+        change = lr / (1 + (step - 1) * o["lr_decay"]) * g / (np.sqrt(total) + o["eps"])
+        terms = [change]
+    return p - change, np.maximum.reduce([*map(np.abs, [old, p - change, *terms])])

@@ -1,0 +1,154 @@
+"""The whole step in one call: which optimizers fastamp updates itself, and all around an update.
+
+The optimizer's state stays torch's own, so that anyone can call `optimizer.step()` at any time.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from fastamp import _ops
+from fastamp._ops import Packed, Rule, Update
+
+_Told: TypeAlias = Callable[[Tensor | None], None] | None
+_RULES = {Adam: Rule.ADAM, AdamW: Rule.ADAMW, SGD: Rule.SGD, Adagrad: Rule.ADAGRAD}
+_updates: "WeakKeyDictionary[Optimizer, tuple[str, Update]]" = WeakKeyDictionary()
+
+
+class NativeStep(NamedTuple):
+    """One optimizer's step, its gradients read and its update still to be made."""
+
+    grads: Packed
+    update: Update
+    apply: Callable[..., None]
+    """`update.apply_`, in the range that torch's step opens while a profiler runs."""
+    told: _Told
+    """Is called with found_inf after the update."""
+
+
+def read(optimizer: Optimizer) -> NativeStep | str:
+    """Read an optimizer's gradients for a step; or say why torch has to make this step."""
+    told = _why_torchs(optimizer)
+    if isinstance(told, str):
+        return told
+    rule = _RULES[type(optimizer)]
+    update = _update_of(optimizer, rule)
+    if isinstance(update, str):
+        return update
+    grads = update.read(optimizer.param_groups, optimizer.state)
+    if grads == _ops.NO_STATE:
+        reason = _make_state(optimizer, rule)
+        grads = reason or update.read(optimizer.param_groups, optimizer.state)
+    if isinstance(grads, str):
+        return grads
+    apply = update.apply_
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        name = f"Optimizer.step#{type(optimizer).__name__}.step"
+        apply = torch.autograd.profiler.record_function(name)(apply)
+    return NativeStep(grads, update, apply, told)
+
+
+def _why_torchs(optimizer: Optimizer) -> _Told | str:
+    """Say what of the optimizer only torch's step respects; or return whom to tell of a step."""
+    if type(optimizer) not in _RULES:  # a subclass may do anything
+        return f"{type(optimizer).__name__} is not one of torch's own"
+    own = vars(optimizer)
+    hooks = own["_optimizer_step_pre_hooks"] or own["_optimizer_step_post_hooks"]
+    if hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        return "a hook looks on"
+    if "grad_scale" in own or "found_inf" in own:
+        return "the optimizer has a grad_scale of its own"
+    if not _is_torchs(type(optimizer).step):
+        return f"{type(optimizer).__name__}.step is patched"
+    return _told(optimizer, own["step"]) if "step" in own else None
+
+
+def _update_of(optimizer: Optimizer, rule: Rule) -> Update | str:
+    """Return what updates the optimizer on its first parameter's device, kept between steps."""
+    params = optimizer.param_groups[0]["params"]
+    device = params[0].device if params else torch.device("cpu")
+    if device.type != "cpu":
+        return f"torch's kernels update on {device.type}"
+    ops = _ops.ops_for(device)
+    name, update = _updates.get(optimizer, ("", None))
+    if update is None or name != ops.name:
+        update = ops.update(rule)
+        _updates[optimizer] = (ops.name, update)
+    return update
+
+
+@torch.no_grad()
+def _make_state(optimizer: Optimizer, rule: Rule) -> str | None:
+    """Make the state of parameters that have none, as torch's step does; or say why torch has to.
+
+    SGD's buffers of zeros mean the same as none, except with dampening: it keeps no count, and a
+    step that is skipped may leave no buffer behind.
+    """
+    for group in optimizer.param_groups:
+        if rule is Rule.ADAGRAD or (rule is Rule.SGD and not group["momentum"]):
+            continue  # made by the optimizer itself; or there is none
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            state: dict[str, Any] = optimizer.state[param]
+            if rule is not Rule.SGD and not state:
+                wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
+                state["step"] = torch.zeros((), dtype=torch.float64 if wide else torch.float32)
+                names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(group["amsgrad"])
+                for name in names:
+                    state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            elif rule is Rule.SGD and state.get("momentum_buffer") is None:
+                if group["dampening"]:
+                    return "the first step of SGD with dampening"
+                state["momentum_buffer"] = torch.zeros_like(param.grad)
+    return None
+
+
+@cache
+def _is_torchs(step: Any) -> bool:
+    """Say whether a class's `step` is torch's own, in nothing but torch's own wrappers."""
+    while inspect.isfunction(step):
+        if not step.__globals__["__name__"].startswith("torch.optim."):
+            return False
+        wrapped = getattr(step, "__wrapped__", None)
+        if wrapped is None:
+            return True
+        step = wrapped
+    return False
+
+
+def _told(optimizer: Optimizer, step: Any) -> _Told | str:
+    """Return what tells those who patched `optimizer.step` that a step was made.
+
+    torch's schedulers learn that it was called. Accelerate learns whether a step was taken, and is
+    not told of one that was skipped unless the optimizer is fused, as with torch's scaler.
+    """
+    accelerated = None
+    if step.__module__ == "accelerate.optimizer" and step.__name__ == "patched_step":
+        inside = inspect.getclosurevars(step).nonlocals
+        accelerated, step = inside["accelerated_optimizer"], inside["method"]
+    is_bound = getattr(step, "__func__", None) is type(optimizer).step
+    is_scheduled = (
+        getattr(step, "_wrapped_by_lr_sched", False)
+        and step.__globals__["__name__"] == "torch.optim.lr_scheduler"
+        and step.__wrapped__ is type(optimizer).step
+    )
+    if not (is_bound or is_scheduled):
+        return "optimizer.step is patched"
+
+    def tell(found_inf: Tensor | None) -> None:
+        if is_scheduled:
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+        if accelerated is not None:
+            fused = all(group.get("fused") for group in optimizer.param_groups)
+            if fused or found_inf is None or not found_inf.item():
+                accelerated._accelerate_step_called = True
+
+    return tell

@@ -1,0 +1,41 @@
+"""The step of training without a loss scale: bf16 and fp32."""
+
+import threading
+from collections.abc import Sequence
+
+from torch.optim import Optimizer
+
+from fastamp.step.report import StepReport
+from fastamp.step.scaler import GradScaler
+
+_own = threading.local()
+
+
+def optimizer_step(
+    optimizer: Optimizer | Sequence[Optimizer],
+    max_norm: float | None = None,
+    zero_grad: bool = False,  # noqa: FBT001, FBT002 - read as optimizer_step(optimizer, 1.0, True)
+) -> StepReport:
+    """Clip the gradients to `max_norm`, check them, and step if all are finite, in one call.
+
+    It is what `GradScaler(enabled=False).step` does: in place of `clip_grad_norm_`,
+    `optimizer.step()` and, if asked for, `optimizer.zero_grad()`.
+
+    Args:
+        optimizer: applies the gradients; several in a list or tuple are clipped to one norm.
+        max_norm: longest norm of all gradients together. Without it they are neither clipped nor
+            checked, as in torch.
+        zero_grad: set the gradients to None afterwards, also after a skipped step.
+
+    Returns:
+        What the step found and did; reading it waits for the device.
+
+    Raises:
+        TypeError: `optimizer` is none, or `max_norm` is not a number.
+        ValueError: `max_norm` is NaN or below 0; a list is empty or has an optimizer twice.
+    """
+    if not hasattr(_own, "scaler"):
+        _own.scaler = GradScaler(enabled=False)
+    scaler: GradScaler = _own.scaler
+    scaler.step(optimizer, max_norm=max_norm, zero_grad=zero_grad)
+    return scaler.last_step
