@@ -65,7 +65,8 @@ def _why_torchs(optimizer: Optimizer) -> _Told | str:
         return "a hook looks on"
     if "grad_scale" in own or "found_inf" in own:
         return "the optimizer has a grad_scale of its own"
-    if not _is_torchs(type(optimizer).step):
+    step = type(optimizer).step
+    if not inspect.isfunction(step) or not _is_torchs(step):  # a mock counts what it is asked
         return f"{type(optimizer).__name__}.step is patched"
     return _told(optimizer, own["step"]) if "step" in own else None
 
@@ -131,12 +132,17 @@ def _told(optimizer: Optimizer, step: Any) -> _Told | str:
     not told of one that was skipped unless the optimizer is fused, as with torch's scaler.
     """
     accelerated = None
-    if step.__module__ == "accelerate.optimizer" and step.__name__ == "patched_step":
+    if (
+        inspect.isfunction(step)
+        and step.__module__ == "accelerate.optimizer"
+        and step.__name__ == "patched_step"
+    ):
         inside = inspect.getclosurevars(step).nonlocals
         accelerated, step = inside["accelerated_optimizer"], inside["method"]
     is_bound = getattr(step, "__func__", None) is type(optimizer).step
     is_scheduled = (
-        getattr(step, "_wrapped_by_lr_sched", False)
+        inspect.isfunction(step)
+        and getattr(step, "_wrapped_by_lr_sched", False)
         and step.__globals__["__name__"] == "torch.optim.lr_scheduler"
         and step.__wrapped__ is type(optimizer).step
     )

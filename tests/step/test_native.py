@@ -6,6 +6,7 @@ import math
 import sys
 import warnings
 from contextlib import nullcontext
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -246,6 +247,16 @@ def test_a_class_whose_step_is_patched_steps_itself(backend, monkeypatch):
     give(parameters)
     fastamp.optimizer_step(optimizer, max_norm=1.0)
     assert calls == [optimizer]
+
+
+@pytest.mark.parametrize("on_class", [True, False])
+def test_a_mock_in_place_of_step_sees_one_call_and_nothing_else(on_class, backend):
+    parameters, optimizer = make("sgd", sizes=SIZES[:2])
+    give(parameters)
+    with mock.patch.object(torch.optim.SGD if on_class else optimizer, "step") as step:
+        report = fastamp.optimizer_step(optimizer, max_norm=1.0)
+    assert "patched" in report.way
+    assert step.mock_calls == [mock.call()]
 
 
 def test_a_scheduler_learns_of_the_step(backend):
