@@ -144,7 +144,7 @@ def _told(optimizer: Optimizer, step: Any) -> _Told | str:
         inspect.isfunction(step)
         and getattr(step, "_wrapped_by_lr_sched", False)
         and step.__globals__["__name__"] == "torch.optim.lr_scheduler"
-        and step.__wrapped__ is type(optimizer).step
+        and getattr(step, "__wrapped__", None) is type(optimizer).step
     )
     if not (is_bound or is_scheduled):
         return "optimizer.step is patched"
