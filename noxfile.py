@@ -94,64 +94,66 @@ def cuda(session: nox.Session) -> None:
     session.run("python", "-c", check, env={"PYTHONPATH": folder, "PYTHONSAFEPATH": "1"})
 
 
-def emulate(session: nox.Session, kind: str, source: str = ".") -> Path:
-    """Compile the CUDA kernels as C++ for the CPU and return the library's path."""
-    folder = Path("build", "emulated", kind).absolute()
-    sanitizer = "OFF" if kind == "fibers" else "thread"
+def sanitizer_env(session: nox.Session, kind: str) -> dict[str, str]:
+    """Return what Python needs in its environment to run code that is built with a sanitizer."""
+    names = {"address": ["libasan.so", "libubsan.so"], "thread": ["libtsan.so"]}[kind]
+    libraries = [
+        str(session.run("g++", f"-print-file-name={name}", external=True, silent=True)).strip()
+        for name in names
+    ]
+    return {
+        "LD_PRELOAD": ":".join(libraries),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python itself keeps memory until the end
+        "TSAN_OPTIONS": "halt_on_error=1",
+    }
+
+
+def emulate(session: nox.Session, sanitizer: str = "OFF", source: str = ".") -> dict[str, str]:
+    """Compile the CUDA kernels as C++ for the CPU; return what tests need in their environment."""
+    folder = Path(source, "build", "emulated", sanitizer).absolute()
     options = ("-DFASTAMP_CUDA=EMULATE", f"-DFASTAMP_SANITIZE={sanitizer}")
     session.run("cmake", "-S", source, "-B", str(folder), "-G", "Ninja", *options, silent=True)
     session.run("cmake", "--build", str(folder), silent=True)
-    return folder / "libemulated.so"
+    env = {} if sanitizer == "OFF" else sanitizer_env(session, sanitizer)
+    return env | {"FASTAMP_EMULATED": str(folder / "libemulated.so")}
 
 
 @nox.session
 def emulated(session: nox.Session) -> None:
-    """Run the CUDA kernels on the CPU: all tests of the step, at large, then as threads under TSan.
+    """Run the CUDA kernels on the CPU: all tests of the step, at large; then under sanitizers.
 
-    TSan has to find each barrier that is taken out. Options go to pytest, and leave TSan out.
+    There a block has threads, and each barrier that is taken out has to be found. Options go to
+    pytest, and leave the sanitizers out.
     """
-    pytest = ("python", "-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", "emulated")
-    env = {"FASTAMP_EMULATED": str(emulate(session, "fibers")), "FASTAMP_AT_LARGE": "1"}
+    pytest = ("python", "-I", "-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", "emulated")
+    env = emulate(session) | {"FASTAMP_AT_LARGE": "1"}
     session.run(*pytest, *(session.posargs or ["tests/step"]), env=env)
     if session.posargs:
         return
-    tsan = session.run("g++", "-print-file-name=libtsan.so", external=True, silent=True)
-    env = {"LD_PRELOAD": str(tsan).strip(), "TSAN_OPTIONS": "halt_on_error=1"}
     chosen = ("-n", "0", "--capture=sys", "tests/step/test_emulated.py", "-k", "cpus_bits")
-    env["FASTAMP_EMULATED"] = str(emulate(session, "thread"))
-    session.run(*pytest, *chosen, env=env)
+    for sanitizer in ("address", "thread"):
+        session.run(*pytest, *chosen, env=emulate(session, sanitizer))
     barrier = "__syncthreads();"
     for path in sorted(Path("csrc/step").glob("*.cu")):
         parts = path.read_text().split(barrier)
         for i in range(1, len(parts)):
-            session.log(f"without barrier {i} of {path}: TSan has to end it")
+            session.log(f"without barrier {i} of {path}: the thread sanitizer has to end it")
             copy = Path(session.create_tmp(), "without_a_barrier")
             shutil.rmtree(copy, ignore_errors=True)
             shutil.copytree("csrc", copy / "csrc")
             shutil.copy("CMakeLists.txt", copy)
-            less = barrier.join(parts[:i]) + barrier.join(parts[i:])
-            (copy / path).write_text(less)
-            env["FASTAMP_EMULATED"] = str(emulate(session, "without_a_barrier", str(copy)))
+            (copy / path).write_text(barrier.join(parts[:i]) + barrier.join(parts[i:]))
+            env = emulate(session, "thread", str(copy))
             session.run(*pytest, *chosen, env=env, success_codes=[66], silent=True)
 
 
-def run_sanitized(session: nox.Session, kind: str, runtimes: list[str], *default: str) -> None:
+def run_sanitized(session: nox.Session, kind: str, *default: str) -> None:
     """Run tests, or those in the options, on a compiled CPU core built with a sanitizer."""
     # The build type keeps the symbols that a report needs.
     options = {"FASTAMP_CUDA": "OFF", "FASTAMP_SANITIZE": kind}
     folder = install(session, f"sanitize-{kind}", "RelWithDebInfo", **options)
-    libraries = [
-        str(session.run("g++", f"-print-file-name={name}", external=True, silent=True)).strip()
-        for name in runtimes
-    ]
-    env = {
-        "PYTHONPATH": folder,
-        "PYTHONSAFEPATH": "1",
-        "LD_PRELOAD": ":".join(libraries),
-        "ASAN_OPTIONS": "detect_leaks=0",  # Python itself keeps memory until the end
-        "TSAN_OPTIONS": "halt_on_error=1",
-        "FASTAMP_BACKEND": "cpu",
-    }
+    env = sanitizer_env(session, kind)
+    env |= {"PYTHONPATH": folder, "PYTHONSAFEPATH": "1", "FASTAMP_BACKEND": "cpu"}
     # A report goes past pytest, which does not live to show what it captured.
     pytest = ("python", "-m", "pytest", "-p", "no:cacheprovider", "--capture=sys", "-q")
     session.run(*pytest, *(session.posargs or default), env=env)
@@ -164,14 +166,14 @@ def sanitize(session: nox.Session) -> None:
     names = ("collate", "padding", "gather", "gather_queue")
     files += [f"tests/data/test_{name}.py" for name in names]
     chosen = "cpu and not worker and not threads and not no_memory and not ranks"
-    run_sanitized(session, "address", ["libasan.so", "libubsan.so"], *files, "-k", chosen)
+    run_sanitized(session, "address", *files, "-k", chosen)
 
 
 @nox.session
 def sanitize_threads(session: nox.Session) -> None:
     """Run the tests of what threads share, the gather queue and the leases, under TSan."""
     files = ["tests/data/test_gather.py", "tests/data/test_gather_queue.py"]
-    run_sanitized(session, "thread", ["libtsan.so"], *files, "-k", "not fallback")
+    run_sanitized(session, "thread", *files, "-k", "not fallback")
 
 
 def run_script(session: nox.Session, name: str) -> None:

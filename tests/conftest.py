@@ -110,7 +110,7 @@ def _use(name: str) -> Iterator[str]:
     if name == "emulated":
         ops = emulated_ops()
         if ops is None:
-            pytest.skip("no compiled core, or no C++ compiler")
+            pytest.skip("no compiled core, no C++ compiler or no glibc")
         with use_emulated(ops):
             yield name
         return

@@ -1,5 +1,6 @@
 // The threads of a block as fibers of one thread: they change at barriers and shuffles, so that a
 // grid runs the same way each time. Every other block begins with its last thread.
+#undef _FORTIFY_SOURCE  // its longjmp takes a jump to another stack for an error
 #include <setjmp.h>
 #include <ucontext.h>
 

@@ -17,21 +17,23 @@
 namespace fastamp {
 
 /// A product that no compiler joins with the sum that follows. On the host the files that need it
-/// are compiled with -ffp-contract=off.
-FASTAMP_HD inline float product(float a, float b) {
+/// are compiled with -ffp-contract=off; emulated kernels are contracted, to show what it is for.
 #ifdef __CUDA_ARCH__
-  return __fmul_rn(a, b);
+#define FASTAMP_MULTIPLY(a, b, suffix) suffix(a, b)
 #else
-  return a * b;
+#define FASTAMP_MULTIPLY(a, b, suffix) ((a) * (b))
 #endif
-}
+#ifdef FASTAMP_EMULATE
+#define FASTAMP_ROUNDED __attribute__((noinline))
+#else
+#define FASTAMP_ROUNDED
+#endif
 
-FASTAMP_HD inline double product(double a, double b) {
-#ifdef __CUDA_ARCH__
-  return __dmul_rn(a, b);
-#else
-  return a * b;
-#endif
+FASTAMP_ROUNDED FASTAMP_HD inline float product(float a, float b) {
+  return FASTAMP_MULTIPLY(a, b, __fmul_rn);
+}
+FASTAMP_ROUNDED FASTAMP_HD inline double product(double a, double b) {
+  return FASTAMP_MULTIPLY(a, b, __dmul_rn);
 }
 
 }  // namespace fastamp
