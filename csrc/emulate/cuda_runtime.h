@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "emulate/grid.h"
+#include "step/convert.h"
 
 #define __host__
 #define __device__
@@ -45,6 +46,16 @@ T __shfl_up_sync(unsigned mask, T value, int offset) {
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int lanes) {
   return __shfl_sync(mask, value, static_cast<int>(threadIdx.x % 32) ^ lanes);
+}
+
+inline unsigned __float_as_uint(float x) { return fastamp::bits_of(x); }
+
+inline double __hiloint2double(int high, int low) {
+  const std::uint64_t bits = static_cast<std::uint64_t>(static_cast<std::uint32_t>(high)) << 32 |
+                             static_cast<std::uint32_t>(low);
+  double value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
 }
 
 enum cudaError_t {

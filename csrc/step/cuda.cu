@@ -85,9 +85,57 @@ __device__ double join_halves(double* lanes, int count) {
   return lanes[0];
 }
 
-template <typename Norm>
-__device__ double add(double sum, float x) {
-  return Norm::join(sum, Norm::term(static_cast<double>(x)));
+/// float32 to float64 by the device's conversion.
+struct Convert {
+  [[maybe_unused]] static constexpr std::uint32_t refused = 0;
+  __device__ double operator()(float x) const { return static_cast<double>(x); }
+};
+
+/// |x| in float64 by moving bits, since the conversion occupies what little float64 hardware most
+/// GPUs have. Takes zeros and normal numbers; for others `refused` ends up different from 0.
+struct MoveBits {
+  std::uint32_t refused = 0;
+
+  [[maybe_unused]] __device__ double operator()(float x) {
+    constexpr std::uint32_t kSmallest = 1U << 23;  // normal number
+    constexpr std::uint32_t kBias = (1023U - 127U) << 20;
+    const std::uint32_t bits = __float_as_uint(x) & 0x7fffffffU;
+    const bool normal = bits - kSmallest < (254U << 23);
+    refused |= normal ? 0U : bits;
+    return __hiloint2double(normal ? static_cast<int>((bits >> 3) + kBias) : 0,
+                            static_cast<int>(bits << 29));
+  }
+};
+
+/// Adds the part of a strip that is this thread's to its lanes, with kRows loads in flight. Vectors
+/// begin `head` elements into the strip; the elements before them are the last thread's.
+template <typename Norm, int kRows, typename T, typename Widen>
+FASTAMP_INLINE __device__ void add_strip(const T* data, int numel, int head, Widen& widen,
+                                         double* lanes) {
+  constexpr int kSize = Vector<T>::kSize;
+  constexpr int kLanes = kWarp * kSize;
+  const int thread = static_cast<int>(threadIdx.x) % kWarp;
+  const auto add = [&](int lane, T x) {
+    lanes[lane] = Norm::join(lanes[lane], Norm::term(widen(to_float(x))));
+  };
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) lanes[i] = 0;
+  if (thread == kWarp - 1)
+#pragma unroll
+    for (int i = 0; i < kSize; ++i)
+      if (i >= kSize - head) add(i, data[i - (kSize - head)]);
+  const int first = thread * kSize;
+  int start = head;
+#pragma unroll kRows
+  for (; start + kLanes <= numel; start += kLanes) {
+    const auto row = *reinterpret_cast<const Vector<T>*>(data + start + first);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) add(i, row.values[i]);
+  }
+  for (; start < numel; start += kLanes)
+#pragma unroll
+    for (int i = 0; i < kSize; ++i)
+      if (start + first + i < numel) add(i, data[start + first + i]);
 }
 
 /// Moves lanes, of which each thread of a warp has kSize, up by `count` < kSize in a circle.
@@ -109,31 +157,18 @@ __device__ void rotate(double* lanes, int count) {
 
 /// Reduces one strip with one warp; thread t holds the lanes t * kSize to (t + 1) * kSize - 1, in
 /// the end. Where vectors begin `head` elements into the strip, it holds those `head` further until
-/// then, and the last thread the first ones. The result is thread 0's.
+/// then. The result is thread 0's.
 template <typename Norm, typename T>
 __device__ double reduce_strip(const T* data, int numel) {
   constexpr int kSize = Vector<T>::kSize;
-  constexpr int kLanes = kWarp * kSize;
-  const int thread = static_cast<int>(threadIdx.x) % kWarp;
-  const int first = thread * kSize;
   const int head = count_head(data, numel);
-  double lanes[kSize] = {};
-  if (thread == kWarp - 1)
-#pragma unroll
-    for (int i = 0; i < kSize; ++i)
-      if (i >= kSize - head) lanes[i] = add<Norm>(lanes[i], to_float(data[i - (kSize - head)]));
-  int start = head;
-#pragma unroll kUnroll
-  for (; start + kLanes <= numel; start += kLanes) {
-    const auto row = *reinterpret_cast<const Vector<T>*>(data + start + first);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) lanes[i] = add<Norm>(lanes[i], to_float(row.values[i]));
+  double lanes[kSize];
+  std::conditional_t<FASTAMP_SLOW_FLOAT64, MoveBits, Convert> widen;
+  add_strip<Norm, kUnroll>(data, numel, head, widen, lanes);
+  if (widen.refused != 0) {  // subnormal numbers, infinity, NaN
+    Convert convert;
+    add_strip<Norm, 1>(data, numel, head, convert, lanes);
   }
-  for (; start < numel; start += kLanes)
-#pragma unroll
-    for (int i = 0; i < kSize; ++i)
-      if (start + first + i < numel)
-        lanes[i] = add<Norm>(lanes[i], to_float(data[start + first + i]));
   rotate<kSize>(lanes, head);
   for (int offset = kWarp / 2; offset > 0; offset /= 2)
 #pragma unroll

@@ -52,7 +52,7 @@ def results_of(ops, memory, norm_type, clip):
 def assert_same_results(memory, norm_type, clip):
     cpu, emulated = _ops.ops_for(torch.device("cpu")), emulated_ops()
     if emulated is None:
-        pytest.skip("no compiled core, or no C++ compiler")
+        pytest.skip("no compiled core, no C++ compiler or no glibc")
     expected, theirs = results_of(cpu, memory, norm_type, clip)
     stats, ours = results_of(emulated, memory, norm_type, clip)
     torch.testing.assert_close(stats, expected, rtol=0, atol=0, equal_nan=True)
@@ -90,6 +90,20 @@ def test_every_size_of_table_gives_the_cpus_bits(count):
     values = torch.randn(count + 65_537, generator=torch.Generator().manual_seed(count))
     memory = [(row, 0) for row in (values[:65_537], *values[65_537:].split(1))][:count]
     assert_same_results(memory, 2.0, _ops.Clip(max_norm=1.0))
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers_of_every_kind_give_the_cpus_bits(dtype, norm_type):
+    limits = torch.finfo(dtype)
+    subnormal = [limits.tiny / 2, limits.tiny * limits.eps, limits.tiny * (1 - limits.eps)]
+    kinds = [0.0, limits.tiny, limits.max, *subnormal, math.inf, math.nan]
+    for number in (sign * kind for kind in kinds for sign in (1, -1)):
+        values = torch.randn(3000, generator=torch.Generator().manual_seed(1)).to(dtype)
+        values[1::7] = number
+        memory = [(values, 1), (torch.full((9,), number, dtype=dtype), 0)]
+        assert_same_results(memory, norm_type, _ops.Clip(max_norm=1.0))
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
