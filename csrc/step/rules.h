@@ -15,8 +15,8 @@ namespace fastamp {
 FASTAMP_HD inline double power(double base, std::uint64_t exponent) {
   double result = 1;
   for (; exponent > 0; exponent >>= 1) {
-    if (exponent & 1) result *= base;
-    base *= base;
+    if (exponent & 1) result = product(result, base);
+    base = product(base, base);
   }
   return result;
 }
@@ -65,7 +65,7 @@ struct Adam {
   FASTAMP_HD static void apply(const Terms& terms, float grad, float& param, float* states) {
     float& exp_avg = states[0];
     float& exp_avg_sq = states[1];
-    param *= terms.keep;
+    param = product(param, terms.keep);
     grad = decayed(grad, param, terms.sign, terms.decay);
     const float from = terms.from_grad ? grad : exp_avg;
     exp_avg = from + product(terms.weight1, grad - exp_avg);
