@@ -301,16 +301,20 @@ def ended(pid):
     os.waitpid(pid, 0)
     return "hangs"
 
+def draw_for_ever(loader, started):
+    count = 0
+    while True:
+        for batch in loader:
+            count += 1
+            if count == 1:
+                os.write(started, b"x")
+
 def until_interrupted(make, started):
     os.setpgid(0, 0)  # as a shell puts a program and its workers into one group
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    loader, count = make(), 0
+    loader = make()
     try:
-        while True:
-            for batch in loader:
-                count += 1
-                if count == 1:
-                    os.write(started, b"x")
+        draw_for_ever(loader, started)  # Python 3.13 lets Ctrl-C at a loop's jump out of its `try`
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     del loader
