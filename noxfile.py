@@ -130,7 +130,7 @@ def emulated(session: nox.Session) -> None:
     session.run(*pytest, *(session.posargs or ["tests/step"]), env=env)
     if session.posargs:
         return
-    chosen = ("-n", "0", "--capture=sys", "tests/step/test_emulated.py", "-k", "cpus_bits")
+    chosen = ("-n", "0", "--capture=sys", "tests/step/test_emulated.py", "-k", "kernels_give")
     for sanitizer in ("address", "thread"):
         session.run(*pytest, *chosen, env=emulate(session, sanitizer))
     barrier = "__syncthreads();"

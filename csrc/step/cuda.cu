@@ -85,18 +85,14 @@ __device__ double join_halves(double* lanes, int count) {
   return lanes[0];
 }
 
-/// float32 to float64 by the device's conversion.
-struct Convert {
-  [[maybe_unused]] static constexpr std::uint32_t refused = 0;
-  __device__ double operator()(float x) const { return static_cast<double>(x); }
-};
-
-/// |x| in float64 by moving bits, since the conversion occupies what little float64 hardware most
-/// GPUs have. Takes zeros and normal numbers; for others `refused` ends up different from 0.
-struct MoveBits {
+/// x in float64; or |x| by moving bits, since the conversion occupies what little float64 hardware
+/// most GPUs have. That takes zeros and normal numbers; for others `refused` ends up other than 0.
+template <bool kMoveBits>
+struct Widen {
   std::uint32_t refused = 0;
 
-  [[maybe_unused]] __device__ double operator()(float x) {
+  __device__ double operator()(float x) {
+    if constexpr (!kMoveBits) return static_cast<double>(x);
     constexpr std::uint32_t kSmallest = 1U << 23;  // normal number
     constexpr std::uint32_t kBias = (1023U - 127U) << 20;
     const std::uint32_t bits = __float_as_uint(x) & 0x7fffffffU;
@@ -109,9 +105,9 @@ struct MoveBits {
 
 /// Adds the part of a strip that is this thread's to its lanes, with kRows loads in flight. Vectors
 /// begin `head` elements into the strip; the elements before them are the last thread's.
-template <typename Norm, int kRows, typename T, typename Widen>
-FASTAMP_INLINE __device__ void add_strip(const T* data, int numel, int head, Widen& widen,
-                                         double* lanes) {
+template <typename Norm, int kRows, typename T, bool kMoveBits>
+FASTAMP_INLINE __device__ void add_strip(const T* data, int numel, int head,
+                                         Widen<kMoveBits>& widen, double* lanes) {
   constexpr int kSize = Vector<T>::kSize;
   constexpr int kLanes = kWarp * kSize;
   const int thread = static_cast<int>(threadIdx.x) % kWarp;
@@ -163,10 +159,10 @@ __device__ double reduce_strip(const T* data, int numel) {
   constexpr int kSize = Vector<T>::kSize;
   const int head = count_head(data, numel);
   double lanes[kSize];
-  std::conditional_t<FASTAMP_SLOW_FLOAT64, MoveBits, Convert> widen;
+  Widen<FASTAMP_SLOW_FLOAT64> widen;
   add_strip<Norm, kUnroll>(data, numel, head, widen, lanes);
   if (widen.refused != 0) {  // subnormal numbers, infinity, NaN
-    Convert convert;
+    Widen<false> convert;
     add_strip<Norm, 1>(data, numel, head, convert, lanes);
   }
   rotate<kSize>(lanes, head);
