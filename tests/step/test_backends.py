@@ -150,7 +150,7 @@ def test_a_cuda_device_that_the_kernels_cannot_run_on_is_named_once(probed_anew)
     served, (said,) = ops_with_warnings(probed_anew)
     assert served == {"fallback"}
     assert "gradients on cuda:0 get the slower pure-Python fallback: " in said
-    remedy = "FASTAMP_CUDA=ON" if _native.built_with_cuda else "rebuild it with nvcc on the PATH"
+    remedy = "update the" if _native.built_with_cuda else "rebuild it with nvcc on the PATH"
     assert remedy in said
     with _ops.use_only("fallback"):  # who asks for it need not be told
         assert ops_with_warnings(probed_anew) == ({"fallback"}, [])
