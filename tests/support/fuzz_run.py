@@ -20,7 +20,7 @@ from support.fuzz import fuzz
 
 TARGETS = {**fuzz_states.TARGETS, **fuzz_files.TARGETS, **fuzz_commands.TARGETS}
 ROOT = Path(__file__).parents[2]
-SOURCES = [*ROOT.glob("tests/native/*.cpp"), ROOT / "csrc/step/cpu.cpp"]
+SOURCES = [*ROOT.glob("tests/native/*.cpp"), *ROOT.glob("csrc/step/*cpu.cpp")]
 SOURCES += [path for path in ROOT.glob("csrc/[dp]*/*.cpp") if path.name != "bind.cpp"]
 FLAGS = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-DFASTAMP_SANITIZE", "-Icsrc", "-pthread"]
 FLAGS += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
