@@ -11,7 +11,6 @@ powers, and of complex gradients other than order 2, whose magnitudes round in t
 from __future__ import annotations
 
 import math
-import os
 from typing import NamedTuple
 
 import numpy as np
@@ -19,25 +18,18 @@ import pytest
 import torch
 from support import reference
 from support.bits import bits
+from support.drawn import EXAMPLES, hypothesis
 from support.gradients import parameters_with, values_of
 
 import fastamp
 from fastamp import _ops
 
-hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
 given = hypothesis.given
 
 # NumPy's overflows
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
-EXAMPLES = hypothesis.settings(
-    max_examples=int(os.environ.get("FASTAMP_EXAMPLES", "125")),
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(hypothesis.HealthCheck),
-)
 EXACT = [torch.float32, torch.bfloat16, torch.float16]
 WIDE = [torch.float64, torch.complex128]
 DTYPES = [*EXACT, *WIDE, torch.complex64]

@@ -5,26 +5,17 @@
 
 import itertools
 import math
-import os
 from contextlib import nullcontext
 
-import pytest
 import torch
 from support.bits import bits
+from support.drawn import EXAMPLES, hypothesis
 
 import fastamp
 from fastamp import _ops
 
-hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
 
-EXAMPLES = hypothesis.settings(
-    max_examples=int(os.environ.get("FASTAMP_EXAMPLES", "125")),
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(hypothesis.HealthCheck),
-)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 SIZES = st.one_of(st.integers(0, 40), st.sampled_from([511, 513, 1003, 65_537, 70_000]))
 RATES = st.sampled_from([0.0, 1e-3, 0.5])

@@ -1,0 +1,15 @@
+"""How tests draw: the same examples each time, 125 or as many as FASTAMP_EXAMPLES says."""
+
+import os
+
+import pytest
+
+hypothesis = pytest.importorskip("hypothesis")
+
+EXAMPLES = hypothesis.settings(
+    max_examples=int(os.environ.get("FASTAMP_EXAMPLES", "125")),
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
