@@ -159,6 +159,38 @@ class StateReader {
   Py_ssize_t place_ = 0;
 };
 
+/// Asks for memory some time before it is read, as the last step's reader met it. With thousands of
+/// tensors that reader mostly waits for memory, since an update has filled the caches in between.
+/// An address that is wrong by now does no harm.
+class Ahead {
+ public:
+  void begin() {
+    last_.swap(now_);
+    now_.clear();
+    next_ = 0;
+    while (next_ < kLines && next_ < last_.size()) fetch();
+  }
+  void met(const void* address) {
+    now_.push_back(address);
+    if (next_ < last_.size()) fetch();
+  }
+  /// torch keeps a tensor's sizes among the rest of what it says of the tensor.
+  void met(const Layout& layout) {
+    const char* sizes = reinterpret_cast<const char*>(layout.shape);
+    for (const int offset : {-2, -1, 0, 1}) met(sizes + offset * kLineBytes);
+  }
+
+ private:
+  static constexpr int kLineBytes = 64;
+  static constexpr std::size_t kLines = 128;  // of some five parameters
+
+  void fetch() { __builtin_prefetch(last_[next_++]); }
+
+  std::vector<const void*> last_;
+  std::vector<const void*> now_;
+  std::size_t next_ = 0;
+};
+
 /// One optimizer's update, between the reading of its gradients and its end.
 class Update {
  public:
@@ -202,6 +234,7 @@ class Update {
     packed.cuda_device = cuda_device;
     packed.tensors = grads;
     StateReader reader(states.ptr());
+    ahead_.begin();
     AddressSet seen(2 * count_params(groups));
     for (const py::handle group : groups) {
       list_.groups.push_back(read_options(list_.rule, decoupled_, group.ptr()));
@@ -224,10 +257,14 @@ class Update {
            AddressSet& seen, PackedTensors& packed) {
     const GroupOptions& group = list_.groups.back();
     Layout layout;
+    Layout other;
     const auto own = read_dense(param, device, layout);
-    const auto its_grad = own ? read_dense_like(grad, device, layout) : own;
     if (!own) throw Refusal{"a parameter's dtype, layout or device"};
-    if (!its_grad) throw Refusal{"a gradient's dtype, layout or device"};
+    meet(param, layout);
+    const auto its_grad = read_dense(grad, device, other);
+    if (!its_grad || !is_alike(other, layout))
+      throw Refusal{"a gradient's dtype, layout or device"};
+    meet(grad, other);
     if (own->numel > 0 && !(seen.insert(own->data) && seen.insert(its_grad->data)))
       throw Refusal{"tensors share their memory"};
     ParameterView view{};
@@ -243,18 +280,21 @@ class Update {
     const auto add_state = [&](PyObject* state, PyObject* name) {
       PyObject* tensor = find(state, name);
       if (tensor == nullptr || tensor == Py_None) throw Refusal{kNoState};
-      const auto found = read_dense_like(tensor, device, layout);
-      if (!found) throw Refusal{text(name) + ": its dtype, layout or device"};
+      const auto found = read_dense(tensor, device, other);
+      if (!found || !is_alike(other, layout))
+        throw Refusal{text(name) + ": its dtype, layout or device"};
       if (count > 0 && found->dtype != view.state_dtype) throw Refusal{"the states' dtypes differ"};
+      meet(tensor, other);
       view.state_dtype = found->dtype;
       view.states[count++] = found->data;
     };
     const auto add_step = [&](PyObject* state) {
       PyObject* tensor = find(state, k.step);
       if (tensor == nullptr) throw Refusal{kNoState};
-      const auto found = read_dense(tensor, device);
+      const auto found = read_dense(tensor, device, other);
       if (!found || found->dtype != DType::kFloat32 || found->numel != 1)
         throw Refusal{"step: its dtype, layout or device"};
+      meet(tensor, other);
       view.step = static_cast<float*>(found->data);
     };
     switch (list_.rule) {
@@ -278,7 +318,13 @@ class Update {
     list_.parameters.push_back(view);
   }
 
+  void meet(py::handle tensor, const Layout& layout) {
+    ahead_.met(tensor.ptr());
+    ahead_.met(layout);
+  }
+
   UpdateList list_;
+  Ahead ahead_;
   py::list params_;
   bool decoupled_;
 };

@@ -159,16 +159,13 @@ std::optional<TensorView> read_dense(py::handle object, dlpack::Device device, L
   return view_of(found);
 }
 
-std::optional<TensorView> read_dense_like(py::handle object, dlpack::Device device,
-                                          const Layout& layout) {
-  dlpack::Tensor found;
-  if (!read(object, found) || !is_on(found.device, device) || found.ndim != layout.ndim)
-    return std::nullopt;
-  for (int dim = 0; dim < found.ndim; ++dim)
-    if (found.shape[dim] != layout.shape[dim] ||
-        (found.shape[dim] > 1 && found.strides[dim] != layout.strides[dim]))
-      return std::nullopt;
-  return view_of(found);
+bool is_alike(const Layout& one, const Layout& other) {
+  if (one.ndim != other.ndim) return false;
+  for (int dim = 0; dim < one.ndim; ++dim)
+    if (one.shape[dim] != other.shape[dim] ||
+        (one.shape[dim] > 1 && one.strides[dim] != other.strides[dim]))
+      return false;
+  return true;
 }
 
 py::object grad_of(py::handle tensor) {

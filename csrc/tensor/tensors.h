@@ -45,9 +45,8 @@ struct Layout {
 /// Reads a dense tensor, as above, and says how it lies in memory.
 std::optional<TensorView> read_dense(py::handle object, dlpack::Device device, Layout& layout);
 
-/// Reads a dense tensor with the shape and the layout of another one.
-std::optional<TensorView> read_dense_like(py::handle object, dlpack::Device device,
-                                          const Layout& layout);
+/// Whether two dense tensors have the same shape, and their elements the same order in memory.
+bool is_alike(const Layout& one, const Layout& other);
 
 /// Returns a plain tensor's gradient, or None; null for what is no plain tensor.
 py::object grad_of(py::handle tensor);
