@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import utils
 
 from fastamp import _ops
+from fastamp.step.arguments import as_bound
 
 # Under names of our own: people replace torch's functions by ours.
 torch_clip_grad_norm_ = utils.clip_grad_norm_
@@ -173,19 +174,6 @@ def clip_grad_value_(
             dense.append(parameter)
     if dense:
         _torch_clip_grad_value_(dense, clip_value, foreach)
-
-
-def as_bound(name: str, value: float) -> float:
-    """Return an argument that bounds gradients as a float of at least 0."""
-    try:
-        bound = float(value)
-    except (TypeError, ValueError) as error:
-        msg = f"{name}: expected a number, got {value!r}"
-        raise TypeError(msg) from error
-    if not bound >= 0:
-        msg = f"{name}: expected a number of at least 0, got {value!r}"
-        raise ValueError(msg)
-    return bound
 
 
 def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:

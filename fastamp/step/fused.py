@@ -14,13 +14,6 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 _SHORT = {torch.float16, torch.bfloat16}
 
 
-def check_optimizer(optimizer: Any, name: str, needed: str) -> None:
-    """Refuse an argument that is no optimizer, by its name."""
-    if not hasattr(optimizer, needed):
-        msg = f"{name}: expected an optimizer, got a {type(optimizer).__name__}"
-        raise TypeError(msg)
-
-
 def parameters_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     """Return the parameters of all groups, in order."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)

@@ -1,12 +1,9 @@
 """torch's GradScaler with one read of the gradients and no wait for the device."""
 
 import math
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,37 +11,19 @@ from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
-from fastamp import _ops
-from fastamp._ops import Clip, Held
 from fastamp.step import native
-from fastamp.step.clip import as_bound, torch_clip_grad_norm_
-from fastamp.step.fused import (
-    call_folded,
-    call_step,
-    check_optimizer,
-    has_pre_hook,
-    is_fused,
-    parameters_of,
-    takes_scaler,
-    why_in_place,
-)
+from fastamp.step.arguments import above_zero, as_bound, check_state
+from fastamp.step.by_torch import step_by_torch
+from fastamp.step.clip import torch_clip_grad_norm_
+from fastamp.step.fused import call_step, is_fused, parameters_of
+from fastamp.step.reading import Reading, join_flags, join_flags_of, refuse_float16
 from fastamp.step.report import NonFinite, StepReport, find_nonfinite, unmeasured
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-# What a scaler's state holds, and the most of each: the scale is a float32, the tracker an int32.
-_STATE: dict[str, tuple[Any, float]] = {
-    "scale": (Real, torch.finfo(torch.float32).max),
-    "growth_factor": (Real, sys.float_info.max),
-    "backoff_factor": (Real, sys.float_info.max),
-    "growth_interval": (Integral, 2**63 - 1),
-    "_growth_tracker": (Integral, 2**31 - 1),
-}
-
-
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(Reading):
     """torch.amp.GradScaler that unscales, checks, clips and steps with one read of the gradients.
 
     On the CPU torch's Adam, AdamW, SGD and Adagrad are updated by fastamp itself, in the same pass,
@@ -91,9 +70,9 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
-        low = 0.0 if min_scale is None else _above_zero("min_scale", min_scale)
-        high = math.inf if max_scale is None else _above_zero("max_scale", max_scale)
-        if not low <= _above_zero("init_scale", init_scale) <= high:
+        low = 0.0 if min_scale is None else above_zero("min_scale", min_scale)
+        high = math.inf if max_scale is None else above_zero("max_scale", max_scale)
+        if not low <= above_zero("init_scale", init_scale) <= high:
             msg = f"init_scale: expected {min_scale=} <= {init_scale} <= {max_scale=}"
             raise ValueError(msg)
         self._min_scale = min_scale
@@ -174,7 +153,7 @@ class GradScaler(torch.amp.GradScaler):
         if isinstance(steps, list):
             results = self._step_natively(optimizers, states, steps, max_norm, zero_grad=zero_grad)
         else:
-            results = self._step_by_torch(optimizers, states, max_norm, steps, *args, **kwargs)
+            results = step_by_torch(self, optimizers, states, max_norm, steps, *args, **kwargs)
             for each in optimizers if zero_grad else ():
                 each.zero_grad()
         for state in states:
@@ -212,7 +191,7 @@ class GradScaler(torch.amp.GradScaler):
                 self.unscale_(optimizer)
             return torch_clip_grad_norm_(parameters_of([optimizer]), max_norm)
         if state["stage"] is OptState.READY:
-            _refuse_float16(packed)
+            refuse_float16(packed)
         clip = self._clip(packed.device, state, max_norm)
         stats = self._record([state], packed.device, packed.grad_stats(2.0, clip), clip)
         packed.rescale_(stats.factor)
@@ -232,7 +211,7 @@ class GradScaler(torch.amp.GradScaler):
             if len(found) > 1:
                 # torch would add them up in place, in a tensor that `last_step` may hold.
                 state = _refresh_per_optimizer_state()
-                state["found_inf_per_device"] = {found[0].device: _any(found)}
+                state["found_inf_per_device"] = {found[0].device: join_flags(found)}
                 self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state, {0: state})
         super().update(new_scale)
         if self._enabled and self._scale is not None and (self._min_scale or self._max_scale):
@@ -249,7 +228,7 @@ class GradScaler(torch.amp.GradScaler):
             ValueError: it is no such state; the scaler is as it was.
         """
         if self._enabled and state_dict != {}:
-            _check_state(state_dict)
+            check_state(state_dict)
         super().load_state_dict(state_dict)
 
     def nonfinite_parameters(self, module: torch.nn.Module) -> list[NonFinite]:
@@ -287,103 +266,6 @@ class GradScaler(torch.amp.GradScaler):
         super().__setstate__(state)
         self.last_step = unmeasured("no step yet")
 
-    def _state_of(
-        self, optimizer: Optimizer, caller: str, name: str = "optimizer"
-    ) -> dict[str, Any]:
-        """Return the optimizer's state in this iteration; without scaling, all is unscaled."""
-        check_optimizer(optimizer, name, "param_groups" if self._enabled else "step")
-        if not self._enabled:
-            return _refresh_per_optimizer_state() | {"stage": OptState.UNSCALED}
-        self._check_scale_growth_tracker(caller)
-        return self._per_optimizer_states[id(optimizer)]
-
-    def _states_of(self, optimizers: list[Optimizer]) -> list[dict[str, Any]]:
-        """Return the states of optimizers that may step together."""
-        several = len(optimizers) > 1
-        states = [
-            self._state_of(each, "step", f"optimizer[{place}]" if several else "optimizer")
-            for place, each in enumerate(optimizers)
-        ]
-        for state in states:
-            if state["stage"] is OptState.STEPPED:
-                msg = "step() has already been called since the last update()."
-                raise RuntimeError(msg)
-        if not optimizers:
-            msg = "optimizer: expected at least one, got an empty list"
-            raise ValueError(msg)
-        if not several:
-            return states
-        places = {id(each): place for place, each in enumerate(optimizers)}
-        for place, each in enumerate(optimizers):
-            if (again := places[id(each)]) != place:
-                msg = f"optimizer[{again}]: expected each once, it is optimizer[{place}]"
-                raise ValueError(msg)
-        if len({state["stage"] for state in states}) > 1:
-            msg = "optimizer: of several, all have to be unscaled before, or none"
-            raise RuntimeError(msg)
-        if any(hasattr(each, "grad_scale") for each in optimizers):
-            msg = "optimizer: of several, none may have a grad_scale of its own"
-            raise RuntimeError(msg)
-        return states
-
-    def _unscale_grads_(
-        self,
-        optimizer: Optimizer,
-        inv_scale: Tensor,
-        found_inf: Tensor,
-        allow_fp16: bool,  # noqa: FBT001 - torch's signature
-    ) -> dict[torch.device, Tensor]:
-        """Unscale in place: torch's hook, behind unscale_ and _check_inf_per_device."""
-        check_optimizer(optimizer, "optimizer", "param_groups")
-        packed = self._pack([optimizer])
-        if packed is None:
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        if not allow_fp16:
-            _refuse_float16(packed)
-        inv_scale = inv_scale.to(packed.device, non_blocking=True).reshape(())
-        stats = packed.grad_stats(2.0, Clip(scale=inv_scale.reciprocal()))
-        packed.rescale_(inv_scale)
-        stats = stats._replace(scale=self._loss_scale())
-        self._per_optimizer_states[id(optimizer)]["stats"] = stats
-        return {packed.device: stats.found_inf}
-
-    def _clip(
-        self,
-        device: torch.device,
-        state: dict[str, Any],
-        max_norm: float | None,
-        *,
-        given_scale: Tensor | None = None,
-        skipped: Tensor | None = None,
-    ) -> Clip:
-        """Say how gradients on a device are to be unscaled and clipped at this stage."""
-        scale = given_scale
-        if state["stage"] is OptState.READY:
-            assert self._scale is not None  # noqa: S101 - _state_of has checked it
-            scale = self._scale.to(device, non_blocking=True)
-            scale = scale if given_scale is None else scale * given_scale
-        return Clip(scale, max_norm, only_finite=self._enabled, skipped=skipped)
-
-    def _record(
-        self, states: list[dict[str, Any]], device: torch.device, stats: _ops.GradStats, clip: Clip
-    ) -> _ops.GradStats:
-        """Keep what the gradients hold in the states of their optimizers."""
-        # By unscale_, and the gradients may have changed since.
-        before = [flag for state in states for flag in state["found_inf_per_device"].values()]
-        if before:
-            stats = stats._replace(found_inf=_any([stats.found_inf, *before]))
-        if self._enabled and clip.scale is not self._scale:
-            stats = stats._replace(scale=self._loss_scale())
-        for state in states:
-            state["found_inf_per_device"] = {device: stats.found_inf}
-            state["stats"] = stats
-        return stats
-
-    def _loss_scale(self) -> Tensor:
-        """Return a copy of the loss scale; 1 without scaling."""
-        scale: Tensor | None = getattr(self, "_scale", None)
-        return torch.ones(()) if scale is None else scale.clone()
-
     def _read_natively(
         self, optimizers: list[Optimizer], *args: Any, **kwargs: Any
     ) -> list[native.NativeStep] | str:
@@ -420,12 +302,12 @@ class GradScaler(torch.amp.GradScaler):
             if is_ready and grads.has_float16 and not all(map(is_fused, optimizers)):
                 for step in steps:
                     step.update.forget()
-                _refuse_float16(grads)
+                refuse_float16(grads)
             skipped = self._counter(grads.device) if is_ready else None
             clip = self._clip(grads.device, states[0], max_norm, skipped=skipped)
             stats = self._record(states, grads.device, grads.grad_stats(2.0, clip), clip)
             factor = stats.factor
-        found_inf = _any_of(states)
+        found_inf = join_flags_of(states)
         by_python = steps[0].grads.has_fallback
         self._report(states[0], found_inf, "native" + "; by the fallback" * by_python)
         if not is_ready:
@@ -436,171 +318,11 @@ class GradScaler(torch.amp.GradScaler):
                 step.told(found_inf)
         return [None] * len(steps)
 
-    def _step_by_torch(
-        self,
-        optimizers: list[Optimizer],
-        states: list[dict[str, Any]],
-        max_norm: float | None,
-        why: str,
-        *args: Any,
-        **kwargs: Any,
-    ) -> list[float | None]:
-        """Unscale, check and clip, and let torch's optimizers step, for the reason `why`."""
-        grads = self._hold(optimizers)
-        if grads is not None and not any(takes_scaler(type(each)) for each in optimizers):  # type: ignore[arg-type]
-            return self._step_together(optimizers, states, grads, max_norm, why, *args, **kwargs)
-        if len(optimizers) > 1:
-            msg = "optimizer: of several, all need gradients that are plain tensors or DTensors"
-            raise TypeError(msg)
-        return [self._step_as_torch(optimizers[0], states[0], max_norm, *args, **kwargs)]
-
-    def _step_together(
-        self,
-        optimizers: list[Optimizer],
-        states: list[dict[str, Any]],
-        grads: "Held",
-        max_norm: float | None,
-        why: str,
-        *args: Any,
-        **kwargs: Any,
-    ) -> list[float | None]:
-        """Read all gradients once; unscale and clip in torch's kernels, or in place."""
-        reasons = {each: why_in_place(each) for each in optimizers}
-        waits = any(reasons.values())  # an optimizer without such a kernel has to be told to skip
-        hooked = [] if max_norm is None else [each for each in optimizers if has_pre_hook(each)]
-        in_place = [each for each in optimizers if reasons[each] or each in hooked]
-        # The user's own scale is taken out as well.
-        given: Tensor | None = None if waits else getattr(optimizers[0], "grad_scale", None)
-        is_ready = states[0]["stage"] is OptState.READY
-        whole, packed, grad_scale = None, None, given
-        if is_ready or max_norm is not None:
-            whole = cast("_ops.Packed", self._pack(optimizers, grads))
-            if in_place:
-                packed = whole if in_place == optimizers else self._pack(in_place)
-            if is_ready and packed is not None and not all(map(is_fused, in_place)):
-                _refuse_float16(packed)
-            skipped = self._counter(whole.device) if is_ready and not waits else None
-            clip = self._clip(whole.device, states[0], max_norm, given_scale=given, skipped=skipped)
-            stats = self._record(states, whole.device, whole.grad_stats(2.0, clip), clip)
-            grad_scale = stats.grad_scale
-        found_inf = _any_of(states)
-        report = self._report(states[0], found_inf, _way(reasons.values(), hooked, whole, why))
-        if waits and report.skipped:
-            self._skipped_before += 1
-            return [None] * len(optimizers)
-        if not waits and not is_ready:
-            self._counter(found_inf.device).add_(found_inf)
-        if packed is not None:
-            packed.rescale_(stats.factor)
-        results = []
-        for each, state in zip(optimizers, states, strict=True):
-            if packed is not None and each in in_place:
-                state["stage"] = OptState.UNSCALED  # should the optimizer raise
-            if reasons[each]:
-                results.append(call_step(each, each.step, *args, **kwargs))
-            else:
-                step, scale = grads.on_parts(each.step), None if each in hooked else grad_scale
-                results.append(call_folded(each, step, scale, found_inf, *args, **kwargs))
-        return results
-
-    def _step_as_torch(
-        self,
-        optimizer: Optimizer,
-        state: dict[str, Any],
-        max_norm: float | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> float | None:
-        """Take torch's own sequence: no gradients, subclasses, optimizers that take the scaler."""
-        norm = None
-        if max_norm is not None:
-            norm = self.clip_grad_norm_(optimizer, max_norm)
-        if self._enabled:
-            retval = super().step(optimizer, *args, **kwargs)
-            found = list(state["found_inf_per_device"].values())
-        else:
-            found = [] if norm is None else [norm.isfinite().logical_not().to(torch.float32)]
-            retval = None if found and found[0].item() else optimizer.step(*args, **kwargs)
-        found_inf = _any(found) if found else torch.zeros(())
-        report = self._report(state, found_inf, "as torch: no gradient, or one of another kind")
-        self._counter(report.found_inf.device).add_(report.found_inf)
-        return retval
-
-    def _hold(self, optimizers: list[Optimizer]) -> "Held | None":
-        """Return what this rank holds of the gradients; None where torch has to handle them."""
-        parameters = parameters_of(optimizers)
-        grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
-        if not grads and self.process_group is None:
-            return None
-        align = any(map(is_fused, optimizers))
-        return _ops.hold(grads, self.process_group, owners=parameters, align=align)
-
-    def _pack(self, optimizers: list[Optimizer], grads: "Held | None" = None) -> _ops.Packed | None:
-        """Hand the optimizers' gradients to their backends; None where torch has to handle them.
-
-        torch's fused kernels take gradients with gaps or sharing in their memory for contiguous
-        ones, and read past their end: they get copies.
-        """
-        grads = self._hold(optimizers) if grads is None else grads
-        packed = None if grads is None else grads.pack()
-        if packed is None or not packed.has_fallback:
-            return packed
-        fused = [each for each in optimizers if is_fused(each)]
-        for parameter in parameters_of(fused):
-            grad = parameter.grad
-            if grad is None or grad.layout is not torch.strided or grad.is_contiguous():
-                continue
-            if grad.stride() != parameter.stride():
-                with torch.no_grad():
-                    parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
-        return cast("Held", self._hold(optimizers)).pack() if fused else packed
-
-    def _report(self, state: dict[str, Any], found_inf: Tensor, way: str) -> StepReport:
-        """Make `last_step` from what was read in this iteration."""
-        stats: _ops.GradStats | None = state.get("stats")
-        if stats is None:
-            unread = unmeasured(way, found_inf)
-            self.last_step = replace(unread, scale=self._loss_scale())
-        else:
-            self.last_step = StepReport(stats.norm, stats.clip_coef, found_inf, stats.scale, way)
-        return self.last_step
-
-    def _counter(self, device: torch.device) -> Tensor:
-        """Return the device's count of skipped steps."""
-        if device not in self._skipped:
-            self._skipped[device] = torch.zeros((), dtype=torch.float32, device=device)
-        return self._skipped[device]
-
 
 @_disable_dynamo
 def _step_outside_graph(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
     """Step where torch.compile has broken its graph, so that compiled loops get the same bits."""
     return scaler.step(*args, **kwargs)
-
-
-def _above_zero(name: str, value: float) -> float:
-    """Return an argument as a float, or raise an error that names it."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not number > 0:
-        msg = f"{name}: expected a number above 0, got {value!r}"
-        raise ValueError(msg)
-    return number
-
-
-def _check_state(state: Any) -> None:
-    """Refuse what is not the state of a scaler, before any of it is loaded."""
-    if not isinstance(state, dict):
-        msg = f"state_dict: expected what GradScaler.state_dict returns, got {state!r:.200}"
-        raise ValueError(msg)  # noqa: TRY004 - one kind of error for all that is no state
-    for name, (kind, most) in _STATE.items():
-        value = state.get(name)
-        if not isinstance(value, kind) or isinstance(value, bool) or not 0 <= value <= most:
-            number = "an integer" if kind is Integral else "a number"
-            msg = f"state_dict[{name!r}]: expected {number} from 0 to {most:g}, got {value!r:.200}"
-            raise ValueError(msg)
 
 
 def _step_bare(
@@ -621,42 +343,3 @@ def _step_bare(
         if step.told is not None:
             step.told(None)
     return [None] * len(steps)
-
-
-def _way(
-    reasons: Iterable[str | None],
-    hooked: Sequence[Optimizer],
-    packed: _ops.Packed | None,
-    why: str,
-) -> str:
-    """Say how a step is made, and why not faster."""
-    found = [reason for reason in dict.fromkeys(reasons) if reason]
-    found += ["a step_pre_hook looks on"] * bool(hooked)
-    way = f"in place: {'; '.join(found)}" if found else "folded"
-    way += f" ({why})"
-    by_python = packed is not None and packed.has_fallback
-    return f"{way}; some gradients are read by the fallback" if by_python else way
-
-
-def _refuse_float16(packed: _ops.Packed) -> None:
-    if packed.has_float16:
-        msg = "Attempting to unscale FP16 gradients."
-        raise ValueError(msg)
-
-
-def _any_of(states: Iterable[dict[str, Any]]) -> Tensor:
-    """Join what optimizers that step together have found, also each by its own `unscale_`."""
-    flags = (flag for state in states for flag in state["found_inf_per_device"].values())
-    return _any({id(flag): flag for flag in flags}.values())
-
-
-def _any(flags: Iterable[Tensor]) -> Tensor:
-    """Join flags of 0 and 1 on the first one's device; the fused optimizers test for 1."""
-    flags = list(flags)
-    if not flags:
-        msg = "No inf checks were recorded for this optimizer."
-        raise AssertionError(msg)
-    if len(flags) == 1:
-        return flags[0]
-    device = flags[0].device
-    return torch.stack([flag.to(device, non_blocking=True) for flag in flags]).amax()

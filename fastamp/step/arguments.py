@@ -1,0 +1,62 @@
+"""Arguments and saved states, refused by their names before anything is touched."""
+
+import math
+import sys
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+# What a scaler's state holds, and the most of each: the scale is a float32, the tracker an int32.
+_STATE: dict[str, tuple[Any, float]] = {
+    "scale": (Real, torch.finfo(torch.float32).max),
+    "growth_factor": (Real, sys.float_info.max),
+    "backoff_factor": (Real, sys.float_info.max),
+    "growth_interval": (Integral, 2**63 - 1),
+    "_growth_tracker": (Integral, 2**31 - 1),
+}
+
+
+def check_optimizer(optimizer: Any, name: str, needed: str) -> None:
+    """Refuse an argument that is no optimizer, by its name."""
+    if not hasattr(optimizer, needed):
+        msg = f"{name}: expected an optimizer, got a {type(optimizer).__name__}"
+        raise TypeError(msg)
+
+
+def as_bound(name: str, value: float) -> float:
+    """Return an argument that bounds gradients as a float of at least 0."""
+    try:
+        bound = float(value)
+    except (TypeError, ValueError) as error:
+        msg = f"{name}: expected a number, got {value!r}"
+        raise TypeError(msg) from error
+    if not bound >= 0:
+        msg = f"{name}: expected a number of at least 0, got {value!r}"
+        raise ValueError(msg)
+    return bound
+
+
+def above_zero(name: str, value: float) -> float:
+    """Return an argument as a float, or raise an error that names it."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not number > 0:
+        msg = f"{name}: expected a number above 0, got {value!r}"
+        raise ValueError(msg)
+    return number
+
+
+def check_state(state: Any) -> None:
+    """Refuse what is not the state of a scaler, before any of it is loaded."""
+    if not isinstance(state, dict):
+        msg = f"state_dict: expected what GradScaler.state_dict returns, got {state!r:.200}"
+        raise ValueError(msg)  # noqa: TRY004 - one kind of error for all that is no state
+    for name, (kind, most) in _STATE.items():
+        value = state.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool) or not 0 <= value <= most:
+            number = "an integer" if kind is Integral else "a number"
+            msg = f"state_dict[{name!r}]: expected {number} from 0 to {most:g}, got {value!r:.200}"
+            raise ValueError(msg)

@@ -1,0 +1,132 @@
+"""Steps that torch's optimizers make: unscaled and clipped in their kernels, or in place."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from fastamp import _ops
+from fastamp._ops import Held
+from fastamp.step.fused import (
+    call_folded,
+    call_step,
+    has_pre_hook,
+    is_fused,
+    takes_scaler,
+    why_in_place,
+)
+from fastamp.step.reading import Reading, join_flags, join_flags_of, refuse_float16
+
+
+def step_by_torch(
+    scaler: Reading,
+    optimizers: list[Optimizer],
+    states: list[dict[str, Any]],
+    max_norm: float | None,
+    why: str,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> list[float | None]:
+    """Unscale, check and clip, and let torch's optimizers step, for the reason `why`."""
+    grads = scaler._hold(optimizers)
+    if grads is not None and not any(takes_scaler(type(each)) for each in optimizers):  # type: ignore[arg-type]
+        return _step_together(scaler, optimizers, states, grads, max_norm, why, *args, **kwargs)
+    if len(optimizers) > 1:
+        msg = "optimizer: of several, all need gradients that are plain tensors or DTensors"
+        raise TypeError(msg)
+    return [_step_as_torch(scaler, optimizers[0], states[0], max_norm, *args, **kwargs)]
+
+
+def _step_together(
+    scaler: Reading,
+    optimizers: list[Optimizer],
+    states: list[dict[str, Any]],
+    grads: Held,
+    max_norm: float | None,
+    why: str,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> list[float | None]:
+    """Read all gradients once; unscale and clip in torch's kernels, or in place."""
+    reasons = {each: why_in_place(each) for each in optimizers}
+    waits = any(reasons.values())  # an optimizer without such a kernel has to be told to skip
+    hooked = [] if max_norm is None else [each for each in optimizers if has_pre_hook(each)]
+    in_place = [each for each in optimizers if reasons[each] or each in hooked]
+    # The user's own scale is taken out as well.
+    given: Tensor | None = None if waits else getattr(optimizers[0], "grad_scale", None)
+    is_ready = states[0]["stage"] is OptState.READY
+    whole, packed, grad_scale = None, None, given
+    if is_ready or max_norm is not None:
+        whole = cast("_ops.Packed", scaler._pack(optimizers, grads))
+        if in_place:
+            packed = whole if in_place == optimizers else scaler._pack(in_place)
+        if is_ready and packed is not None and not all(map(is_fused, in_place)):
+            refuse_float16(packed)
+        skipped = scaler._counter(whole.device) if is_ready and not waits else None
+        clip = scaler._clip(whole.device, states[0], max_norm, given_scale=given, skipped=skipped)
+        stats = scaler._record(states, whole.device, whole.grad_stats(2.0, clip), clip)
+        grad_scale = stats.grad_scale
+    found_inf = join_flags_of(states)
+    report = scaler._report(states[0], found_inf, _way(reasons.values(), hooked, whole, why))
+    if waits and report.skipped:
+        scaler._skipped_before += 1
+        return [None] * len(optimizers)
+    if not waits and not is_ready:
+        scaler._counter(found_inf.device).add_(found_inf)
+    if packed is not None:
+        packed.rescale_(stats.factor)
+    results = []
+    for each, state in zip(optimizers, states, strict=True):
+        if packed is not None and each in in_place:
+            state["stage"] = OptState.UNSCALED  # should the optimizer raise
+        if reasons[each]:
+            results.append(call_step(each, each.step, *args, **kwargs))
+        else:
+            step, scale = grads.on_parts(each.step), None if each in hooked else grad_scale
+            results.append(call_folded(each, step, scale, found_inf, *args, **kwargs))
+    return results
+
+
+def _step_as_torch(
+    scaler: Reading,
+    optimizer: Optimizer,
+    state: dict[str, Any],
+    max_norm: float | None,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> float | None:
+    """Take torch's own sequence: no gradients, subclasses, optimizers that take the scaler."""
+    norm = None
+    if max_norm is not None:
+        norm = scaler.clip_grad_norm_(optimizer, max_norm)
+    if scaler._enabled:
+        retval = super(Reading, scaler).step(optimizer, *args, **kwargs)
+        found = list(state["found_inf_per_device"].values())
+    else:
+        found = [] if norm is None else [norm.isfinite().logical_not().to(torch.float32)]
+        retval = None if found and found[0].item() else optimizer.step(*args, **kwargs)
+    found_inf = join_flags(found) if found else torch.zeros(())
+    report = scaler._report(state, found_inf, "as torch: no gradient, or one of another kind")
+    scaler._counter(report.found_inf.device).add_(report.found_inf)
+    return retval
+
+
+def _way(
+    reasons: Iterable[str | None],
+    hooked: Sequence[Optimizer],
+    packed: _ops.Packed | None,
+    why: str,
+) -> str:
+    """Say how a step is made, and why not faster."""
+    found = [reason for reason in dict.fromkeys(reasons) if reason]
+    found += ["a step_pre_hook looks on"] * bool(hooked)
+    way = f"in place: {'; '.join(found)}" if found else "folded"
+    way += f" ({why})"
+    by_python = packed is not None and packed.has_fallback
+    return f"{way}; some gradients are read by the fallback" if by_python else way

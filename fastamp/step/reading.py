@@ -1,0 +1,196 @@
+"""How a scaler reads gradients, and what it keeps of them until its next update."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.optim import Optimizer
+
+from fastamp import _ops
+from fastamp._ops import Clip, Held
+from fastamp.step.arguments import check_optimizer
+from fastamp.step.fused import is_fused, parameters_of
+from fastamp.step.report import StepReport, unmeasured
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Reading(torch.amp.GradScaler):
+    """What fastamp.GradScaler does with gradients, below its public methods."""
+
+    process_group: "ProcessGroup | None"
+    last_step: StepReport
+    clip_grad_norm_: Callable[[Optimizer, float], Tensor]
+    _skipped: dict[torch.device, Tensor]
+    _skipped_before: int
+
+    def _state_of(
+        self, optimizer: Optimizer, caller: str, name: str = "optimizer"
+    ) -> dict[str, Any]:
+        """Return the optimizer's state in this iteration; without scaling, all is unscaled."""
+        check_optimizer(optimizer, name, "param_groups" if self._enabled else "step")
+        if not self._enabled:
+            return _refresh_per_optimizer_state() | {"stage": OptState.UNSCALED}
+        self._check_scale_growth_tracker(caller)
+        return self._per_optimizer_states[id(optimizer)]
+
+    def _states_of(self, optimizers: list[Optimizer]) -> list[dict[str, Any]]:
+        """Return the states of optimizers that may step together."""
+        several = len(optimizers) > 1
+        states = [
+            self._state_of(each, "step", f"optimizer[{place}]" if several else "optimizer")
+            for place, each in enumerate(optimizers)
+        ]
+        for state in states:
+            if state["stage"] is OptState.STEPPED:
+                msg = "step() has already been called since the last update()."
+                raise RuntimeError(msg)
+        if not optimizers:
+            msg = "optimizer: expected at least one, got an empty list"
+            raise ValueError(msg)
+        if not several:
+            return states
+        places = {id(each): place for place, each in enumerate(optimizers)}
+        for place, each in enumerate(optimizers):
+            if (again := places[id(each)]) != place:
+                msg = f"optimizer[{again}]: expected each once, it is optimizer[{place}]"
+                raise ValueError(msg)
+        if len({state["stage"] for state in states}) > 1:
+            msg = "optimizer: of several, all have to be unscaled before, or none"
+            raise RuntimeError(msg)
+        if any(hasattr(each, "grad_scale") for each in optimizers):
+            msg = "optimizer: of several, none may have a grad_scale of its own"
+            raise RuntimeError(msg)
+        return states
+
+    def _unscale_grads_(
+        self,
+        optimizer: Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,  # noqa: FBT001 - torch's signature
+    ) -> dict[torch.device, Tensor]:
+        """Unscale in place: torch's hook, behind unscale_ and _check_inf_per_device."""
+        check_optimizer(optimizer, "optimizer", "param_groups")
+        packed = self._pack([optimizer])
+        if packed is None:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        if not allow_fp16:
+            refuse_float16(packed)
+        inv_scale = inv_scale.to(packed.device, non_blocking=True).reshape(())
+        stats = packed.grad_stats(2.0, Clip(scale=inv_scale.reciprocal()))
+        packed.rescale_(inv_scale)
+        stats = stats._replace(scale=self._loss_scale())
+        self._per_optimizer_states[id(optimizer)]["stats"] = stats
+        return {packed.device: stats.found_inf}
+
+    def _clip(
+        self,
+        device: torch.device,
+        state: dict[str, Any],
+        max_norm: float | None,
+        *,
+        given_scale: Tensor | None = None,
+        skipped: Tensor | None = None,
+    ) -> Clip:
+        """Say how gradients on a device are to be unscaled and clipped at this stage."""
+        scale = given_scale
+        if state["stage"] is OptState.READY:
+            assert self._scale is not None  # noqa: S101 - _state_of has checked it
+            scale = self._scale.to(device, non_blocking=True)
+            scale = scale if given_scale is None else scale * given_scale
+        return Clip(scale, max_norm, only_finite=self._enabled, skipped=skipped)
+
+    def _record(
+        self, states: list[dict[str, Any]], device: torch.device, stats: _ops.GradStats, clip: Clip
+    ) -> _ops.GradStats:
+        """Keep what the gradients hold in the states of their optimizers."""
+        # By unscale_, and the gradients may have changed since.
+        before = [flag for state in states for flag in state["found_inf_per_device"].values()]
+        if before:
+            stats = stats._replace(found_inf=join_flags([stats.found_inf, *before]))
+        if self._enabled and clip.scale is not self._scale:
+            stats = stats._replace(scale=self._loss_scale())
+        for state in states:
+            state["found_inf_per_device"] = {device: stats.found_inf}
+            state["stats"] = stats
+        return stats
+
+    def _loss_scale(self) -> Tensor:
+        """Return a copy of the loss scale; 1 without scaling."""
+        scale: Tensor | None = getattr(self, "_scale", None)
+        return torch.ones(()) if scale is None else scale.clone()
+
+    def _hold(self, optimizers: list[Optimizer]) -> "Held | None":
+        """Return what this rank holds of the gradients; None where torch has to handle them."""
+        parameters = parameters_of(optimizers)
+        grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
+        if not grads and self.process_group is None:
+            return None
+        align = any(map(is_fused, optimizers))
+        return _ops.hold(grads, self.process_group, owners=parameters, align=align)
+
+    def _pack(self, optimizers: list[Optimizer], grads: "Held | None" = None) -> _ops.Packed | None:
+        """Hand the optimizers' gradients to their backends; None where torch has to handle them.
+
+        torch's fused kernels take gradients with gaps or sharing in their memory for contiguous
+        ones, and read past their end: they get copies.
+        """
+        grads = self._hold(optimizers) if grads is None else grads
+        packed = None if grads is None else grads.pack()
+        if packed is None or not packed.has_fallback:
+            return packed
+        fused = [each for each in optimizers if is_fused(each)]
+        for parameter in parameters_of(fused):
+            grad = parameter.grad
+            if grad is None or grad.layout is not torch.strided or grad.is_contiguous():
+                continue
+            if grad.stride() != parameter.stride():
+                with torch.no_grad():
+                    parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
+        return cast("Held", self._hold(optimizers)).pack() if fused else packed
+
+    def _report(self, state: dict[str, Any], found_inf: Tensor, way: str) -> StepReport:
+        """Make `last_step` from what was read in this iteration."""
+        stats: _ops.GradStats | None = state.get("stats")
+        if stats is None:
+            unread = unmeasured(way, found_inf)
+            self.last_step = replace(unread, scale=self._loss_scale())
+        else:
+            self.last_step = StepReport(stats.norm, stats.clip_coef, found_inf, stats.scale, way)
+        return self.last_step
+
+    def _counter(self, device: torch.device) -> Tensor:
+        """Return the device's count of skipped steps."""
+        if device not in self._skipped:
+            self._skipped[device] = torch.zeros((), dtype=torch.float32, device=device)
+        return self._skipped[device]
+
+
+def refuse_float16(packed: _ops.Packed) -> None:
+    """Refuse what torch refuses where no fused optimizer takes it."""
+    if packed.has_float16:
+        msg = "Attempting to unscale FP16 gradients."
+        raise ValueError(msg)
+
+
+def join_flags_of(states: Iterable[dict[str, Any]]) -> Tensor:
+    """Join what optimizers that step together have found, also each by its own `unscale_`."""
+    flags = (flag for state in states for flag in state["found_inf_per_device"].values())
+    return join_flags({id(flag): flag for flag in flags}.values())
+
+
+def join_flags(flags: Iterable[Tensor]) -> Tensor:
+    """Join flags of 0 and 1 on the first one's device; the fused optimizers test for 1."""
+    flags = list(flags)
+    if not flags:
+        msg = "No inf checks were recorded for this optimizer."
+        raise AssertionError(msg)
+    if len(flags) == 1:
+        return flags[0]
+    device = flags[0].device
+    return torch.stack([flag.to(device, non_blocking=True) for flag in flags]).amax()
