@@ -1,6 +1,6 @@
 """Steps that torch's optimizers make: unscaled and clipped in their kernels, or in place."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -15,10 +15,13 @@ from fastamp.step.fused import (
     call_step,
     has_pre_hook,
     is_fused,
+    share_parameters,
     takes_scaler,
     why_in_place,
 )
 from fastamp.step.reading import Reading, join_flags, join_flags_of, refuse_float16
+
+_SHARED = "optimizers share a parameter"
 
 
 def step_by_torch(
@@ -56,7 +59,8 @@ def _step_together(
     reasons = {each: why_in_place(each) for each in optimizers}
     waits = any(reasons.values())  # an optimizer without such a kernel has to be told to skip
     hooked = [] if max_norm is None else [each for each in optimizers if has_pre_hook(each)]
-    in_place = [each for each in optimizers if reasons[each] or each in hooked]
+    shared = share_parameters(optimizers)
+    in_place = [each for each in optimizers if shared or reasons[each] or each in hooked]
     # The user's own scale is taken out as well.
     given: Tensor | None = None if waits else getattr(optimizers[0], "grad_scale", None)
     is_ready = states[0]["stage"] is OptState.READY
@@ -72,14 +76,15 @@ def _step_together(
         stats = scaler._record(states, whole.device, whole.grad_stats(2.0, clip), clip)
         grad_scale = stats.grad_scale
     found_inf = join_flags_of(states)
-    report = scaler._report(states[0], found_inf, _way(reasons.values(), hooked, whole, why))
+    told = [*reasons.values()] + ["a step_pre_hook looks on"] * bool(hooked) + [_SHARED] * shared
+    report = scaler._report(states[0], found_inf, _way(told, whole, why))
     if waits and report.skipped:
         scaler._skipped_before += 1
         return [None] * len(optimizers)
     if not waits and not is_ready:
         scaler._counter(found_inf.device).add_(found_inf)
     if packed is not None:
-        packed.rescale_(stats.factor)
+        scaler._rescale_(packed, stats.factor, found_inf)
     results = []
     for each, state in zip(optimizers, states, strict=True):
         if packed is not None and each in in_place:
@@ -87,7 +92,7 @@ def _step_together(
         if reasons[each]:
             results.append(call_step(each, each.step, *args, **kwargs))
         else:
-            step, scale = grads.on_parts(each.step), None if each in hooked else grad_scale
+            step, scale = grads.on_parts(each.step), None if each in in_place else grad_scale
             results.append(call_folded(each, step, scale, found_inf, *args, **kwargs))
     return results
 
@@ -117,15 +122,9 @@ def _step_as_torch(
     return retval
 
 
-def _way(
-    reasons: Iterable[str | None],
-    hooked: Sequence[Optimizer],
-    packed: _ops.Packed | None,
-    why: str,
-) -> str:
+def _way(reasons: Iterable[str | None], packed: _ops.Packed | None, why: str) -> str:
     """Say how a step is made, and why not faster."""
     found = [reason for reason in dict.fromkeys(reasons) if reason]
-    found += ["a step_pre_hook looks on"] * bool(hooked)
     way = f"in place: {'; '.join(found)}" if found else "folded"
     way += f" ({why})"
     by_python = packed is not None and packed.has_fallback

@@ -1,7 +1,7 @@
 """What an optimizer lets its kernel do, and where torch's own fused kernels may not be used."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -18,6 +18,14 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     """Return the parameters of all groups, in order."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     return [parameter for group in groups for parameter in group["params"]]
+
+
+def share_parameters(optimizers: Sequence[Optimizer]) -> bool:
+    """Say whether several optimizers hold the same parameter."""
+    if len(optimizers) == 1:
+        return False
+    places = [id(parameter) for parameter in parameters_of(optimizers)]
+    return len({*places}) < len(places)
 
 
 @cache

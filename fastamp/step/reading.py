@@ -120,6 +120,12 @@ class Reading(torch.amp.GradScaler):
             state["stats"] = stats
         return stats
 
+    def _rescale_(self, packed: _ops.Packed, factor: Tensor, found_inf: Tensor) -> None:
+        """Unscale and clip in place; the clip of a norm that is not finite would leave NaN."""
+        if not self._enabled:  # else it has been left out
+            factor = torch.where(found_inf == 0, factor, 1.0)
+        packed.rescale_(factor)
+
     def _loss_scale(self) -> Tensor:
         """Return a copy of the loss scale; 1 without scaling."""
         scale: Tensor | None = getattr(self, "_scale", None)
@@ -128,6 +134,8 @@ class Reading(torch.amp.GradScaler):
     def _hold(self, optimizers: list[Optimizer]) -> "Held | None":
         """Return what this rank holds of the gradients; None where torch has to handle them."""
         parameters = parameters_of(optimizers)
+        if len(optimizers) > 1:  # which may hold the same ones
+            parameters = [*{id(parameter): parameter for parameter in parameters}.values()]
         grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
         if not grads and self.process_group is None:
             return None

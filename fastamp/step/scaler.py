@@ -15,7 +15,7 @@ from fastamp.step import native
 from fastamp.step.arguments import above_zero, as_bound, check_state
 from fastamp.step.by_torch import step_by_torch
 from fastamp.step.clip import torch_clip_grad_norm_
-from fastamp.step.fused import call_step, is_fused, parameters_of
+from fastamp.step.fused import call_step, is_fused, parameters_of, share_parameters
 from fastamp.step.reading import Reading, join_flags, join_flags_of, refuse_float16
 from fastamp.step.report import NonFinite, StepReport, find_nonfinite, unmeasured
 
@@ -307,6 +307,9 @@ class GradScaler(Reading):
             clip = self._clip(grads.device, states[0], max_norm, skipped=skipped)
             stats = self._record(states, grads.device, grads.grad_stats(2.0, clip), clip)
             factor = stats.factor
+            if share_parameters(optimizers):
+                self._rescale_(grads, factor, stats.found_inf)
+                factor = None
         found_inf = join_flags_of(states)
         by_python = steps[0].grads.has_fallback
         self._report(states[0], found_inf, "native" + "; by the fallback" * by_python)

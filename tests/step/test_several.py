@@ -1,0 +1,177 @@
+"""Several optimizers that step together: one norm, one verdict, and parameters of more than one."""
+
+import math
+
+import pytest
+import torch
+from support.bits import bits
+from support.gradients import parameters_with
+from support.training import OPTIMIZERS, make_scaler
+
+import fastamp
+
+
+def two_optimizers(first, second, device, scale=1024.0):
+    """Return parameters of norm 3 and 4 with their optimizers."""
+    parameters = parameters_with(*[torch.full((1,), x * scale, device=device) for x in (3.0, 4.0)])
+    made = [OPTIMIZERS[n]([p]) for n, p in zip((first, second), parameters, strict=True)]
+    return parameters, made
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("names", [("own", "sgd momentum"), ("adamw fused", "sgd fused")], ids=str)
+def test_an_overflow_that_one_of_two_unscaled_ones_has_skips_both(
+    bad, max_norm, names, backend, device
+):
+    parameters, optimizers = two_optimizers(*names, device)
+    scaler = make_scaler(fastamp.GradScaler, device)
+    scaler.scale(torch.ones((), device=device))
+    parameters[bad].grad[0] = math.inf
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    before = [bits(p.detach()).copy() for p in parameters]
+    scaler.step(optimizers, max_norm=max_norm)
+    assert scaler.last_step.skipped
+    assert all((bits(p.detach()) == b).all() for p, b in zip(parameters, before, strict=True))
+    assert scaler.skipped_steps == 1
+
+
+@pytest.mark.parametrize("second", ["adam fused", "own"])
+@pytest.mark.parametrize("first", OPTIMIZERS)
+@pytest.mark.parametrize("hooked", [True, False])
+def test_several_optimizers_are_clipped_to_one_norm(first, second, hooked, backend, device):
+    parameters, optimizers = two_optimizers(first, second, device)
+    if hooked:
+        optimizers[1].register_step_pre_hook(lambda *_: None)
+    scaler = make_scaler(fastamp.GradScaler, device)
+    scaler.scale(torch.ones((), device=device))
+    results = scaler.step(optimizers, max_norm=2.5)
+    assert results == [None, None]
+    scaler.update()
+    assert scaler.last_step.norm.item() == 5.0
+    for parameter, grad in zip(parameters, (1.5, 2.0), strict=True):
+        assert parameter.grad.item() == pytest.approx(grad, rel=1e-6)
+    alone = [p.detach().clone() for p in parameters]
+    parameters, optimizers = two_optimizers(first, second, device, scale=0.5)
+    for optimizer in optimizers:
+        optimizer.step()
+    for ours, right in zip(alone, parameters, strict=True):
+        torch.testing.assert_close(ours, right.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("second", ["adam fused", "own"])
+@pytest.mark.parametrize("first", OPTIMIZERS)
+@pytest.mark.parametrize("enabled", [True, False])
+def test_one_bad_gradient_skips_several_optimizers(first, second, enabled, backend, device):
+    parameters, optimizers = two_optimizers(first, second, device)
+    before = [p.detach().clone() for p in parameters]
+    parameters[1].grad.fill_(math.nan)
+    scaler = fastamp.GradScaler(device, enabled=enabled)
+    scaler.scale(torch.ones((), device=device))
+    scaler.step(tuple(optimizers), max_norm=2.5)
+    scaler.update()
+    assert scaler.last_step.skipped
+    assert scaler.skipped_steps == 1
+    assert all(map(torch.equal, parameters, before))
+    if enabled:
+        assert scaler.get_scale() == 32768.0
+
+
+def test_a_list_of_optimizers_is_checked():
+    parameters, optimizers = two_optimizers("own", "own", "cpu")
+    scaler = make_scaler(fastamp.GradScaler, "cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(ValueError, match="optimizer: expected at least one"):
+        scaler.step([], max_norm=1.0)
+    twice = r"^optimizer\[2\]: expected each once, it is optimizer\[0\]$"
+    with pytest.raises(ValueError, match=twice):
+        scaler.step([*optimizers, optimizers[0]], max_norm=1.0)
+    with pytest.raises(TypeError, match=r"optimizer\[2\]: expected an optimizer, got a Linear"):
+        scaler.step([*optimizers, torch.nn.Linear(1, 1)], max_norm=1.0)
+    scaler.unscale_(optimizers[0])
+    with pytest.raises(RuntimeError, match="optimizer: of several, all have to be unscaled"):
+        scaler.step(optimizers, max_norm=1.0)
+    assert [p.grad.item() for p in parameters] == [3.0, 4096.0]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_what_is_no_optimizer_is_refused_by_name(enabled):
+    parameters, optimizers = two_optimizers("own", "own", "cpu")
+    scaler = fastamp.GradScaler("cpu", enabled=enabled)
+    scaler.scale(torch.ones(()))
+    generator = (each for each in optimizers)
+    calls = [scaler.step, lambda bad: scaler.step(bad, max_norm=1.0)]
+    calls += [scaler.unscale_] * enabled  # without scaling it does nothing, as torch's
+    calls += [lambda bad: scaler.clip_grad_norm_(bad, 1.0)]
+    for call in calls:
+        for bad in (generator, {*optimizers}, torch.nn.Linear(1, 1), None):
+            name = type(bad).__name__
+            with pytest.raises(TypeError, match=f"^optimizer: expected an optimizer, got a {name}"):
+                call(bad)
+    assert [p.grad.item() for p in parameters] == [3072.0, 4096.0]
+
+
+# Options of two optimizers that hold one parameter, and a hook of the second.
+SHARING = {
+    "native": ({}, {}, None),
+    "native, fused": ({"fused": True}, {}, None),
+    "folded": ({"fused": True}, {"fused": True}, "post"),
+    "folded, one hooked": ({"fused": True}, {"fused": True}, "pre"),
+    "in place": ({"foreach": True}, {"foreach": False}, None),
+    "in place and folded": ({"foreach": True}, {"fused": True}, None),
+}
+
+
+def sharing(way, device, scale):
+    """Return three parameters, and two optimizers that both hold the second."""
+    first, second, hook = SHARING[way]
+    parameters = parameters_with(*[torch.tensor([x * scale], device=device) for x in (1, 2, 2)])
+    optimizers = [
+        torch.optim.SGD(parameters[:2], lr=0.5, momentum=0.9, **first),
+        torch.optim.AdamW(parameters[1:], lr=0.25, **second),
+    ]
+    if hook is not None:
+        getattr(optimizers[1], f"register_step_{hook}_hook")(lambda *_: None)
+    return parameters, optimizers
+
+
+@pytest.mark.parametrize("zero_grad", [True, False])
+@pytest.mark.parametrize("max_norm", [None, 1.5])
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("way", SHARING)
+def test_a_parameter_of_two_optimizers_is_unscaled_and_clipped_once(
+    way, enabled, max_norm, zero_grad, backend, device
+):
+    expected, own = sharing(way, device, 1.0)
+    if max_norm is not None:
+        torch.nn.utils.clip_grad_norm_(expected, max_norm)
+    for optimizer in own:
+        optimizer.step()
+    scale = 1024.0 if enabled else 1.0
+    parameters, optimizers = sharing(way, device, scale)
+    scaler = fastamp.GradScaler(device, init_scale=1024.0, enabled=enabled)
+    scaler.scale(torch.ones((), device=device))
+    scaler.step(optimizers, max_norm=max_norm, zero_grad=zero_grad)
+    if enabled or max_norm is not None:
+        assert scaler.last_step.way.startswith(way[:6] if "native" in way else "in place")
+        assert scaler.last_step.norm.item() == 3.0
+    torch.testing.assert_close(parameters, expected, rtol=1e-6, atol=1e-6)
+    if not zero_grad:
+        grads = [p.grad for p in expected]
+        torch.testing.assert_close([p.grad for p in parameters], grads, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("way", SHARING)
+def test_an_overflow_leaves_the_other_gradients_of_two_that_share_finite(
+    way, enabled, backend, device
+):
+    parameters, optimizers = sharing(way, device, 1.0)
+    parameters[0].grad.fill_(math.inf)
+    scaler = fastamp.GradScaler(device, enabled=enabled)
+    scaler.scale(torch.ones((), device=device))
+    scaler.step(optimizers, max_norm=1.0)
+    assert scaler.last_step.skipped
+    assert [p.item() for p in parameters] == [0.0] * 3
+    assert [p.grad.isfinite().item() for p in parameters] == [False, True, True]
