@@ -42,10 +42,8 @@ def main():
             with timer("backward"):
                 scaler.scale(loss).backward()
             with timer("step"):
-                scaler.step(optimizer, max_norm=1.0)
+                scaler.step(optimizer, max_norm=1.0, scheduler=scheduler)
                 scaler.update()
-            if not scaler.last_step.skipped:
-                scheduler.step()
             optimizer.zero_grad()
             tracker.log_scalar("train/loss", loss, step)
             step += 1

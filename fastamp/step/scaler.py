@@ -18,6 +18,7 @@ from fastamp.step.clip import torch_clip_grad_norm_
 from fastamp.step.fused import call_step, is_fused, parameters_of, share_parameters
 from fastamp.step.reading import Reading, join_flags, join_flags_of, refuse_float16
 from fastamp.step.report import NonFinite, StepReport, find_nonfinite, unmeasured
+from fastamp.step.schedule import Schedulers, advance, check_schedulers, settle
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -97,6 +98,7 @@ class GradScaler(Reading):
         *args: Any,
         max_norm: float | None = None,
         zero_grad: bool = False,
+        scheduler: Schedulers = None,
         **kwargs: Any,
     ) -> Any:
         """Unscale the gradients, check them, clip them to `max_norm`, and step if all are finite.
@@ -117,6 +119,11 @@ class GradScaler(Reading):
                 counts the gradients of this call's optimizers only.
             zero_grad: set the optimizers' gradients to None afterwards, also after a skipped step.
                 Then they are not written back unscaled and clipped, which takes memory's time.
+            scheduler: stepped after a step that was taken, in place of `scheduler.step()`; several
+                in a list or tuple. On CUDA it learns of that without a wait: it steps when the next
+                step begins, or when it is asked for anything (`get_last_lr()`, `state_dict()`), or
+                an optimizer for its `state_dict()`. Until then `optimizer.param_groups` holds the
+                rate of the last step.
             **kwargs: handed on to `optimizer.step`.
 
         Returns:
@@ -126,14 +133,14 @@ class GradScaler(Reading):
             RuntimeError: a closure was given, or `step` was called twice since the last `update`,
                 or some optimizers of a list have been unscaled and others not.
             TypeError: `optimizer` is none, or `max_norm` is not a number, or an optimizer of a list
-                needs torch's own way, as for tensor subclasses that are no DTensors.
+                needs torch's own way, as for tensor subclasses that are no DTensors; or `scheduler`
+                is none, or a ReduceLROnPlateau, which needs a metric.
             ValueError: `max_norm` is NaN or below 0; a list is empty or has an optimizer twice; or
                 a gradient is float16 and the optimizer is not fused.
         """
         if torch.compiler.is_compiling():
-            return _step_outside_graph(
-                self, optimizer, *args, max_norm=max_norm, zero_grad=zero_grad, **kwargs
-            )
+            kwargs |= {"max_norm": max_norm, "zero_grad": zero_grad, "scheduler": scheduler}
+            return _step_outside_graph(self, optimizer, *args, **kwargs)
         several = isinstance(optimizer, list | tuple)
         optimizers: list[Optimizer] = [*optimizer] if several else [optimizer]  # type: ignore[misc, list-item]
         max_norm = None if max_norm is None else as_bound("max_norm", max_norm)
@@ -143,12 +150,15 @@ class GradScaler(Reading):
         if max_norm is not None and (args[0] if args else kwargs.get("closure")) is not None:
             msg = f"{max_norm=} cannot clip what a closure computes anew in the optimizer's step"
             raise RuntimeError(msg)
+        schedulers = check_schedulers(scheduler)
         states = self._states_of(optimizers)
+        settle(optimizers)
         self._dropped = zero_grad
         steps = self._read_natively(optimizers, *args, **kwargs)
         if not self._enabled and max_norm is None:
             self.last_step = unmeasured("bare: neither scaling nor max_norm")
             results = _step_bare(optimizers, steps, zero_grad, *args, **kwargs)
+            advance(schedulers, optimizers, self.last_step.found_inf)
             return results if several else results[0]
         if isinstance(steps, list):
             results = self._step_natively(optimizers, states, steps, max_norm, zero_grad=zero_grad)
@@ -158,6 +168,7 @@ class GradScaler(Reading):
                 each.zero_grad()
         for state in states:
             state["stage"] = OptState.STEPPED
+        advance(schedulers, optimizers, self.last_step.found_inf)
         for reference in self._observers:
             if (observer := reference()) is not None:
                 observer.stepped()

@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 
 from fastamp.step.report import StepReport
 from fastamp.step.scaler import GradScaler
+from fastamp.step.schedule import Schedulers
 
 _own = threading.local()
 
@@ -15,6 +16,7 @@ def optimizer_step(
     optimizer: Optimizer | Sequence[Optimizer],
     max_norm: float | None = None,
     zero_grad: bool = False,  # noqa: FBT001, FBT002 - read as optimizer_step(optimizer, 1.0, True)
+    scheduler: Schedulers = None,
 ) -> StepReport:
     """Clip the gradients to `max_norm`, check them, and step if all are finite, in one call.
 
@@ -26,16 +28,17 @@ def optimizer_step(
         max_norm: longest norm of all gradients together. Without it they are neither clipped nor
             checked, as in torch.
         zero_grad: set the gradients to None afterwards, also after a skipped step.
+        scheduler: stepped after a step that was taken; see `GradScaler.step`.
 
     Returns:
         What the step found and did; reading it waits for the device.
 
     Raises:
-        TypeError: `optimizer` is none, or `max_norm` is not a number.
+        TypeError: `optimizer` or `scheduler` is none, or `max_norm` is not a number.
         ValueError: `max_norm` is NaN or below 0; a list is empty or has an optimizer twice.
     """
     if not hasattr(_own, "scaler"):
         _own.scaler = GradScaler(enabled=False)
     scaler: GradScaler = _own.scaler
-    scaler.step(optimizer, max_norm=max_norm, zero_grad=zero_grad)
+    scaler.step(optimizer, max_norm=max_norm, zero_grad=zero_grad, scheduler=scheduler)
     return scaler.last_step

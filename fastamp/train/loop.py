@@ -102,7 +102,6 @@ class _Loop(Run):
         with closing(self.tracker), self.signals:
             self._run_epochs()
             self._pause(1, 1)
-            self.schedule.advance()
             return self._make_result(time.perf_counter() - start_s)
 
     def _run_epochs(self) -> None:
@@ -162,10 +161,9 @@ class _Loop(Run):
         self.before_step = None
         if not n_samples:
             return False
-        self.schedule.advance()
         self.step, self.n_samples = self.step + 1, self.n_samples + n_samples
         self.losses.append((self.step, mean * (n_full / n_samples)))
-        self.tracker.log_scalar("train/lr", self.optimizer.param_groups[0]["lr"], self.step)
+        self.tracker.log_scalar("train/lr", self.schedule.lr, self.step)
         with self.timer("step"):
             self._optimize(n_full / n_samples)
         return True
@@ -200,9 +198,9 @@ class _Loop(Run):
         for parameter in self.model.parameters() if factor != 1 else ():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
-        self.scaler.step(self.optimizer, max_norm=self.config.max_norm)
+        max_norm, scheduler = self.config.max_norm, self.schedule.scheduler
+        self.scaler.step(self.optimizer, max_norm=max_norm, scheduler=scheduler)
         self.scaler.update()
-        self.schedule.expect(self.scaler.last_step.found_inf)
         self.optimizer.zero_grad()
 
     @torch.no_grad()

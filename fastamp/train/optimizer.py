@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+
+from fastamp.step import GradScaler
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": torch.optim.AdamW,
@@ -46,46 +48,36 @@ def make_optimizer(
 
 
 class Schedule:
-    """The learning rate: advances after a step that was taken, and learns of it one step later.
+    """The learning rate, which the scaler advances after a step that was taken."""
 
-    By then the flag has been copied to the host while the device worked, so nothing waits.
-    """
+    def __init__(
+        self, optimizer: Optimizer, scaler: GradScaler, lr_factor: Callable[[int], float]
+    ) -> None:
+        self.scheduler, self._scaler = LambdaLR(optimizer, lr_factor), scaler
+        self._skipped_before = 0  # by the runs that this one resumes
 
-    def __init__(self, optimizer: Optimizer, lr_factor: Callable[[int], float]) -> None:
-        self._scheduler = LambdaLR(optimizer, lr_factor)
-        self._found_inf: Tensor | None = None  # of the last step, until `advance` has read it
-        self._copied: torch.cuda.Event | None = None
-        self.n_skipped = 0
+    @property
+    def n_skipped(self) -> int:
+        """How many steps were skipped; waits for the device."""
+        return self._skipped_before + self._scaler.skipped_steps
 
-    def expect(self, found_inf: Tensor) -> None:
-        """Start to copy the flag that says whether a step was skipped."""
-        self._found_inf = found_inf.to("cpu", non_blocking=True)
-        if found_inf.is_cuda:
-            self._copied = torch.cuda.current_stream(found_inf.device).record_event()
-
-    def advance(self) -> None:
-        """Read the flag of the last step, if that has not been done."""
-        if self._found_inf is None:
-            return
-        if self._copied is not None:
-            self._copied.synchronize()
-        if self._found_inf:
-            self.n_skipped += 1
-        else:
-            self._scheduler.step()
-        self._found_inf = None
+    @property
+    def lr(self) -> float:
+        """The next step's rate, of the first group."""
+        optimizer = self.scheduler.optimizer  # asked, the scheduler learns of the last step first
+        return float(optimizer.param_groups[0]["lr"])
 
     def rescale(self, old_total: int, total: int) -> None:
         """Keep the share of the schedule that is done when its length in steps changes."""
-        self._scheduler.last_epoch = round(self._scheduler.last_epoch / max(old_total, 1) * total)
+        self.scheduler.last_epoch = round(self.scheduler.last_epoch / max(old_total, 1) * total)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; `advance` comes before it."""
-        base_lrs = [*self._scheduler.base_lrs]
-        n_taken = self._scheduler.last_epoch
+        """Return the state."""
+        base_lrs = [*self.scheduler.base_lrs]
+        n_taken = self.scheduler.last_epoch
         return {"n_taken": n_taken, "n_skipped": self.n_skipped, "base_lrs": base_lrs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; the optimizer's own state has the rate."""
-        self._scheduler.last_epoch, self.n_skipped = state["n_taken"], state["n_skipped"]
-        self._scheduler.base_lrs = state["base_lrs"]
+        self.scheduler.last_epoch, self._skipped_before = state["n_taken"], state["n_skipped"]
+        self.scheduler.base_lrs = state["base_lrs"]

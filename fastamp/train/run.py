@@ -45,8 +45,10 @@ class Run:
         if ranks.mode == "fsdp" and config.max_norm is None:
             options["fused"] = False  # torch's fused SGD and Adagrad do not support DTensors
         self.optimizer = make_optimizer(model, config.optimizer, **options)
-        self.schedule = Schedule(self.optimizer, lambda n: config.lr_factor(n, self.total))
         self.scaler = GradScaler(self.device.type, enabled=self.precision == "16-mixed")
+        self.schedule = Schedule(
+            self.optimizer, self.scaler, lambda n: config.lr_factor(n, self.total)
+        )
         self.timer = Timer(self.device)
         self.tracker = MetricsTracker(sinks=[] if config.tracker is None else [self._hand_on])
         self.step = self.epoch = self.evaluated_at = 0
@@ -65,7 +67,6 @@ class Run:
         if self.checkpoints is None or self.saved_at == place:
             return
         with self.timer("checkpoint"):
-            self.schedule.advance()
             own = own or self.own_state()
             state = own | self._shared_state()
             if self.ranks.mode is not None:

@@ -34,23 +34,37 @@ class FakeGpu:
     waits: int = 0
     num_events: int = 0
     busy_ms: dict[int, float] = field(default_factory=dict)
+    copies: list[tuple[float, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def work(self, duration_ms: float, stream: int | None = None) -> None:
         """Give the current stream, or another one, something to do."""
         stream = stream or self.stream
         self.busy_ms[stream] = max(self.busy_ms.get(stream, 0.0), self.host_ms) + duration_ms
 
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy to the host on the current stream: NaN until that has happened."""
+        self.work(1.0)
+        host = torch.full_like(tensor, float("nan"))
+        self.copies.append((self.busy_ms[self.stream], host, tensor.clone()))
+        return host
+
     def synchronize(self) -> None:
+        self.wait_until(max([self.host_ms, self.done_ms, *self.busy_ms.values()]))
+
+    def wait_until(self, at_ms: float) -> None:
         self.waits += 1
-        self.done_ms = max([self.host_ms, self.done_ms, *self.busy_ms.values()])
+        self.done_ms = max(self.done_ms, at_ms)
+        for copied_ms, host, tensor in self.copies:
+            if copied_ms <= self.done_ms:
+                host.copy_(tensor)
 
 
 def install(gpu: FakeGpu, patch: pytest.MonkeyPatch) -> None:
     """Make torch.cuda offer the GPU as "cuda:0"."""
 
     class Event:
-        def __init__(self, *, enable_timing: bool) -> None:
-            assert enable_timing
+        def __init__(self, *, enable_timing: bool = False) -> None:
+            self.enable_timing = enable_timing
             gpu.num_events += 1
             self.at_ms = float("inf")
 
@@ -63,12 +77,13 @@ def install(gpu: FakeGpu, patch: pytest.MonkeyPatch) -> None:
             return self.at_ms <= gpu.done_ms
 
         def elapsed_time(self, end: Event) -> float:
+            assert self.enable_timing
             assert self.query()
             assert end.query()
             return end.at_ms - self.at_ms
 
         def synchronize(self) -> None:
-            gpu.waits += 1
+            gpu.wait_until(self.at_ms)
 
     @contextlib.contextmanager
     def on_stream(stream: FakeStream) -> Iterator[None]:
