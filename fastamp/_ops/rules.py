@@ -107,9 +107,11 @@ def _check_options(rule: Rule, group: dict[str, Any]) -> None:
     for name in _NUMBERS[rule]:
         if not isinstance(group.get(name), float | int):
             _refuse(f"{name} is not a number")
-    betas = group.get("betas", ())
+    betas = group.get("betas")
     if rule in (Rule.ADAM, Rule.ADAMW) and not (
-        len(betas) == 2 and all(isinstance(beta, float | int) for beta in betas)
+        isinstance(betas, tuple | list)
+        and len(betas) == 2
+        and all(isinstance(beta, float | int) for beta in betas)
     ):
         _refuse("betas are not two numbers")
 

@@ -1,0 +1,265 @@
+"""What a step keeps of an optimizer: nothing that others share, that lives on, or that is stale."""
+
+import copy
+import gc
+import pickle
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from support.updates import RULES, everything, give, make, scaler_of
+
+import fastamp
+from fastamp import _ops
+
+SIZES = [(3,), (70, 5), (1025,)]
+FAR = 1e9
+"""A norm that no gradients have: nothing is clipped."""
+
+
+def native_step(optimizer):
+    assert fastamp.optimizer_step(optimizer, FAR).way.startswith("native")
+
+
+def torchs_step(optimizer):
+    optimizer.step()
+
+
+def assert_same_with_torch(train):
+    """Train with steps that fastamp makes, and with torch's."""
+    ours, expected = ([p.detach() for p in train(step)] for step in (native_step, torchs_step))
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def assert_dead(references):
+    gc.collect()
+    assert [reference for reference in references if reference() is not None] == []
+
+
+def test_two_optimizers_may_take_turns_over_the_same_parameters(backend):
+    def train(step):
+        parameters, one = make("adamw", sizes=SIZES)
+        other = torch.optim.SGD(parameters[::-1], lr=0.1, momentum=0.9)
+        third = torch.optim.Adagrad(parameters[1:], lr=0.1)
+        for i in range(9):
+            give(parameters, seed=i)
+            step((one, other, third)[i * i % 3])
+        return parameters
+
+    assert_same_with_torch(train)
+
+
+def test_optimizers_that_step_together_may_step_alone(backend):
+    def train(step):
+        parameters, one = make("adamw", sizes=SIZES)
+        others = [torch.nn.Parameter(torch.ones(n)) for n in (5, 700)]
+        other = torch.optim.SGD(others, lr=0.1, momentum=0.9)
+        for i in range(6):
+            give([*parameters, *others], seed=i)
+            if i % 2 and step is native_step:
+                native_step([one, other])
+            else:
+                step(one)
+                step(other)
+        return [*parameters, *others]
+
+    assert_same_with_torch(train)
+
+
+def test_an_optimizer_may_be_stepped_from_threads_in_turn(backend):
+    def train(step):
+        parameters, optimizer = make("adamw", sizes=SIZES)
+        for i in range(6):
+            give(parameters, seed=i)
+            if i % 3:
+                with ThreadPoolExecutor(1) as pool:  # another thread each time
+                    pool.submit(step, optimizer).result()
+            else:
+                step(optimizer)
+        return parameters
+
+    assert_same_with_torch(train)
+
+
+def test_a_scaler_and_steps_without_one_may_take_turns(backend):
+    def train(step):
+        parameters, optimizer = make("adamw", sizes=SIZES)
+        scaler = scaler_of(growth_interval=10**6)
+        for i in range(6):
+            give(parameters, scaler.get_scale() if i % 2 else 1.0, seed=i)
+            if i % 2:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                step(optimizer)
+        return parameters
+
+    assert_same_with_torch(train)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+@pytest.mark.parametrize("name", ["adamw", "sgd, nesterov"])
+def test_a_copy_of_an_optimizer_shares_nothing_with_it(name, copied, backend):
+    def train(step):
+        parameters, optimizer = make(name, sizes=SIZES)
+        give(parameters)
+        step(optimizer)
+        other = copied(optimizer)
+        others = [p for group in other.param_groups for p in group["params"]]
+        give(others)
+        before = everything(parameters, optimizer)
+        step(other)
+        assert everything(parameters, optimizer) == before
+        for i in range(4):
+            give(parameters, seed=i)
+            give(others, seed=10 + i)
+            step((optimizer, other)[i % 2])
+        return [*parameters, *others]
+
+    assert_same_with_torch(train)
+
+
+def test_optimizers_that_follow_each_other_are_not_mistaken(backend):
+    def train(step):
+        parameters = [torch.nn.Parameter(torch.full((n,), float(n))) for n in (5, 700)]
+        for i in range(20):  # one may lie where the one before it did
+            own = [torch.nn.Parameter(torch.ones(10 + i))]
+            optimizer = torch.optim.SGD([*own, *parameters[i % 2 :]], lr=0.01 * i, momentum=0.9)
+            for seed in (i, i + 1):
+                give([*own, *parameters], seed=seed)
+                step(optimizer)
+            del own, optimizer
+        return parameters
+
+    assert_same_with_torch(train)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_an_optimizer_dies_with_all_that_it_has(name, backend):
+    parameters, optimizer = make(name, sizes=SIZES)
+    for seed in range(3):
+        give(parameters, seed=seed)
+        fastamp.optimizer_step(optimizer, FAR)
+    states = [v for state in optimizer.state.values() for v in state.values() if v is not None]
+    found = [weakref.ref(each) for each in (optimizer, *parameters, *states)]
+    del optimizer, parameters, states
+    assert_dead(found)
+
+
+def test_what_was_taken_out_of_an_optimizer_dies(backend):
+    parameters, optimizer = make("adamw", sizes=SIZES)
+    for seed in range(3):
+        give(parameters, seed=seed)
+        native_step(optimizer)
+    parameter = optimizer.param_groups[1]["params"].pop()
+    assert parameter is parameters.pop()
+    found = [parameter, *optimizer.state.pop(parameter).values(), parameter.grad]
+    found += [optimizer.state[parameters[0]].pop("exp_avg")]
+    optimizer.state[parameters[0]]["exp_avg"] = torch.zeros(3)
+    found = [weakref.ref(each) for each in found]
+    del parameter
+    give(parameters)
+    native_step(optimizer)  # what it kept is read anew
+    assert_dead(found)
+
+
+def test_memory_that_was_let_go_is_not_written(backend):
+    parameters, optimizer = make("adamw", sizes=SIZES)
+    for seed in range(2):
+        give(parameters, seed=seed)
+        native_step(optimizer)
+    before = [p.data for p in parameters]
+    moments = [optimizer.state[p]["exp_avg"].data for p in parameters]
+    for p in parameters:
+        p.data = p.data.clone()
+        optimizer.state[p]["exp_avg"] = optimizer.state[p]["exp_avg"].clone()
+    expected = copy.deepcopy([before, moments])
+    give(parameters)
+    native_step(optimizer)
+    assert str([before, moments]) == str(expected)
+    torch.testing.assert_close([before, moments], expected, rtol=0, atol=0)
+    assert not any(torch.equal(p, b) for p, b in zip(parameters, before, strict=True))
+
+
+def test_tensors_can_be_swapped_after_a_step(backend):
+    # It needs the only reference to a tensor, and none that is weak: modules are moved so.
+    parameters, optimizer = make("adamw", sizes=SIZES)
+    for seed in range(2):
+        give(parameters, seed=seed)
+        native_step(optimizer)
+    for p in parameters:
+        p.grad = None
+        torch.utils.swap_tensors(p, torch.nn.Parameter(torch.ones_like(p)))
+        state = optimizer.state[p]
+        for name in state:
+            torch.utils.swap_tensors(state[name], torch.ones_like(state[name]))
+    give(parameters)
+    native_step(optimizer)
+    assert {s["step"].item() for s in optimizer.state.values()} == {2.0}
+
+
+def test_memory_can_be_resized_after_a_step(backend):
+    # A storage that somebody else looks into cannot be.
+    parameters, optimizer = make("adamw", sizes=SIZES)
+    for seed in range(2):
+        give(parameters, seed=seed)
+        native_step(optimizer)
+    for p in parameters:
+        state = optimizer.state[p]
+        for tensor in (p, state["exp_avg"], state["exp_avg_sq"]):
+            tensor.untyped_storage().resize_(0)
+            assert tensor.untyped_storage().nbytes() == 0
+
+
+@pytest.mark.parametrize("wrong", ["lr", "grad"])
+def test_a_step_that_fails_leaves_the_next_one_right(wrong, backend):
+    def train(step):
+        parameters, optimizer = make("adamw", sizes=SIZES)
+        group = optimizer.param_groups[1]
+        for i in range(5):
+            give(parameters, seed=i)
+            if i == 2:
+                if wrong == "lr":
+                    group["lr"] = "fast"
+                else:
+                    parameters[1].data = torch.ones(7)
+                with pytest.raises((TypeError, ValueError, RuntimeError)):
+                    fastamp.optimizer_step(optimizer, FAR)
+                group["lr"] = 0.1
+                parameters[1].data = torch.ones(70, 5)
+                optimizer.state.clear()
+                for p in parameters:
+                    p.data.fill_(1)
+                give(parameters, seed=i)
+            step(optimizer)
+        return parameters
+
+    assert_same_with_torch(train)
+
+
+def test_the_backend_may_change_between_steps(compiled):
+    def train(step):
+        parameters, optimizer = make("adamw", sizes=SIZES)
+        for i in range(6):
+            give(parameters, seed=i)
+            if i % 3 == 2:
+                with _ops.use_only("fallback"):
+                    step(optimizer)
+            else:
+                step(optimizer)
+        return parameters
+
+    assert_same_with_torch(train)
+
+
+def test_the_number_of_threads_may_change_between_steps(backend):
+    def train(step):
+        parameters, optimizer = make("adamw", sizes=[*SIZES, (200_000,)])
+        for i in range(4):
+            torch.set_num_threads(1 + i % 2)
+            give(parameters, seed=i)
+            step(optimizer)
+        return parameters
+
+    assert_same_with_torch(train)

@@ -1,0 +1,521 @@
+"""Whatever changes between two steps, the next step sees: of parameters, states, options, grads."""
+
+import copy
+from collections import defaultdict
+
+import pytest
+import torch
+from support.gradients import parameters_with
+from support.updates import everything, give, make
+
+import fastamp
+from fastamp import _ops
+
+SIZES = [(3,), (70, 5), (16, 16), (1025,), (64,)]
+STEPS = 7
+FAR = 1e9
+"""A norm that no gradients have: nothing is clipped."""
+CHANGED = range(2, 4)
+"""The steps before which something changes; some changes are taken back at the second."""
+
+
+def is_first(step):
+    return step == CHANGED[0]
+
+
+def add_a_group(parameters, optimizer, step):
+    parameters.append(torch.nn.Parameter(torch.ones(7)))
+    optimizer.add_param_group({"params": parameters[-1:], "lr": 0.5})
+
+
+def add_to_a_group(parameters, optimizer, step):
+    parameters.append(torch.nn.Parameter(torch.ones(7)))
+    optimizer.param_groups[0]["params"].append(parameters[-1])
+
+
+def take_from_a_group(parameters, optimizer, step):
+    optimizer.param_groups[1]["params"].pop()
+
+
+def take_out_the_first(parameters, optimizer, step):
+    del optimizer.param_groups[0]["params"][0]
+
+
+def move_to_another_group(parameters, optimizer, step):
+    first, second = optimizer.param_groups
+    second["params"].insert(1, first["params"].pop())
+
+
+def change_the_order(parameters, optimizer, step):
+    optimizer.param_groups[1]["params"].reverse()
+
+
+def replace_in_a_group(parameters, optimizer, step):
+    parameters[1] = torch.nn.Parameter(torch.full((70, 5), float(step)))
+    optimizer.param_groups[0]["params"][1] = parameters[1]
+
+
+def replace_a_list_of_parameters(parameters, optimizer, step):
+    optimizer.param_groups[1]["params"] = parameters[3:4]
+
+
+def replace_a_group(parameters, optimizer, step):
+    optimizer.param_groups[1] = {**optimizer.param_groups[1], "lr": 0.1 * step}
+
+
+def replace_all_groups(parameters, optimizer, step):
+    optimizer.param_groups = [dict(g, lr=0.1 * step) for g in optimizer.param_groups[::-1]]
+
+
+def empty_a_group(parameters, optimizer, step):
+    optimizer.param_groups[0]["params"] = []
+
+
+def remove_a_group(parameters, optimizer, step):
+    if is_first(step):
+        del optimizer.param_groups[0]
+
+
+def replace_data(parameters, optimizer, step):
+    parameters[1].data = parameters[1].data.clone() + 1
+
+
+def exchange_data(parameters, optimizer, step):
+    one, other = parameters[3].data, parameters[3].data.clone() + 1
+    parameters[3].data = other
+    one.zero_()
+
+
+def replace_data_by_a_part(parameters, optimizer, step):  # at the same address
+    parameters[3].data = parameters[3].data[: 1000 - step]
+    optimizer.state.pop(parameters[3])
+
+
+def change_the_shape(parameters, optimizer, step):
+    parameters[1].data = parameters[1].data.view(10, 35) if is_first(step) else torch.ones(4)
+    optimizer.state.pop(parameters[1])
+
+
+def transpose_data(parameters, optimizer, step):  # a square: neither address nor shape changes
+    parameters[2].data = parameters[2].data.t()
+
+
+def change_the_dtype(parameters, optimizer, step):
+    parameters[1].grad = None
+    parameters[1].data = parameters[1].to(torch.bfloat16 if is_first(step) else torch.float32).data
+    optimizer.state.pop(parameters[1])
+
+
+def read_as_another_dtype(parameters, optimizer, step):  # at the same address
+    if is_first(step):
+        zeros = parameters[3].data.zero_().view(torch.bfloat16)
+        parameters[3].grad = None
+        parameters[3].data = zeros[:1025]
+        optimizer.state.pop(parameters[3])
+
+
+def halve_the_module(parameters, optimizer, step):
+    if is_first(step):
+        module = torch.nn.ParameterList(parameters)
+        module.bfloat16()
+        assert module[0] is parameters[0]
+        optimizer.state.clear()
+
+
+def swap_tensors(parameters, optimizer, step):
+    parameters[1].grad = None
+    other = torch.nn.Parameter(torch.full((70, 5), float(step)))
+    torch.utils.swap_tensors(parameters[1], other)
+
+
+def swap_states(parameters, optimizer, step):
+    exp_avg = optimizer.state[parameters[1]]["exp_avg"]
+    torch.utils.swap_tensors(exp_avg, torch.full((70, 5), float(step)))
+
+
+def set_to_other_memory(parameters, optimizer, step):
+    with torch.no_grad():
+        parameters[1].set_(torch.full((70, 5), float(step)))
+
+
+def resize_the_storage(parameters, optimizer, step):
+    values = parameters[1].detach().clone()
+    parameters[1].untyped_storage().resize_(0)
+    parameters[1].untyped_storage().resize_(2 * values.nbytes)
+    with torch.no_grad():
+        parameters[1].copy_(values)
+
+
+def share_the_memory(parameters, optimizer, step):
+    parameters[1].share_memory_()  # moves the values: the tensor, its storage stay
+
+
+def load_state(parameters, optimizer, step):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def load_a_state_of_before(parameters, optimizer, step):
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        state["exp_avg"] = state["exp_avg"] * 3
+        state["step"] = state["step"] + 10
+    for group in saved["param_groups"]:
+        group["lr"] *= 2
+    optimizer.load_state_dict(saved)
+
+
+def replace_a_state(parameters, optimizer, step):
+    state = optimizer.state[parameters[1]]
+    state["exp_avg"] = state["exp_avg"].clone() * 2
+
+
+def replace_a_states_data(parameters, optimizer, step):
+    exp_avg = optimizer.state[parameters[1]]["exp_avg"]
+    exp_avg.data = exp_avg.data.clone() * 2
+
+
+def replace_a_parameters_states(parameters, optimizer, step):
+    state = optimizer.state[parameters[1]]
+    optimizer.state[parameters[1]] = {k: v + 1 for k, v in state.items()}
+
+
+def exchange_states(parameters, optimizer, step):
+    state = optimizer.state[parameters[1]]
+    state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"].abs()
+
+
+def lose_a_state(parameters, optimizer, step):
+    del optimizer.state[parameters[0]]
+
+
+def clear_all_states(parameters, optimizer, step):
+    optimizer.state.clear()
+
+
+def clear_a_parameters_states(parameters, optimizer, step):
+    optimizer.state[parameters[1]].clear()
+
+
+def replace_all_states(parameters, optimizer, step):
+    states = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
+    optimizer.state = defaultdict(dict, states)
+    optimizer.state[parameters[1]]["exp_avg"].zero_()
+
+
+def move_states(parameters, optimizer, step):  # to the end of the dict
+    optimizer.state[parameters[0]] = optimizer.state.pop(parameters[0])
+
+
+def count_anew(parameters, optimizer, step):
+    optimizer.state[parameters[1]]["step"] = torch.tensor(100.0 * step)
+
+
+def count_in_place(parameters, optimizer, step):
+    optimizer.state[parameters[1]]["step"].fill_(50)
+
+
+def share_a_count(parameters, optimizer, step):
+    if is_first(step):
+        ours, other = (optimizer.state[p] for p in parameters[3:])
+        ours["step"].data = other["step"].data.clone()
+
+
+def change_numbers(parameters, optimizer, step):
+    options = {"lr": 0.1 * step, "betas": (0.5, 0.6), "weight_decay": 0.1 * step, "eps": 1e-3}
+    optimizer.param_groups[1].update(options)
+
+
+def change_the_learning_rate_in_place(parameters, optimizer, step):
+    if is_first(step):
+        optimizer.param_groups[1]["lr"] = torch.tensor(0.1)
+    else:
+        optimizer.param_groups[1]["lr"].fill_(0.5)
+
+
+def change_maximize(parameters, optimizer, step):
+    optimizer.param_groups[1]["maximize"] = is_first(step)
+
+
+def change_the_kind_of_decay(parameters, optimizer, step):
+    for group in optimizer.param_groups:
+        group["decoupled_weight_decay"] = not is_first(step)
+
+
+def begin_amsgrad(parameters, optimizer, step):
+    optimizer.param_groups[1]["amsgrad"] = is_first(step)
+    for parameter in optimizer.param_groups[1]["params"]:
+        del optimizer.state[parameter]
+
+
+def freeze(parameters, optimizer, step):
+    parameters[1].requires_grad_(not is_first(step))
+
+
+NOTICED = [
+    add_a_group,
+    add_to_a_group,
+    take_from_a_group,
+    take_out_the_first,
+    move_to_another_group,
+    change_the_order,
+    replace_in_a_group,
+    replace_a_list_of_parameters,
+    replace_a_group,
+    replace_all_groups,
+    empty_a_group,
+    remove_a_group,
+    replace_data,
+    exchange_data,
+    replace_data_by_a_part,
+    change_the_shape,
+    transpose_data,
+    change_the_dtype,
+    read_as_another_dtype,
+    halve_the_module,
+    swap_tensors,
+    swap_states,
+    set_to_other_memory,
+    resize_the_storage,
+    share_the_memory,
+    load_state,
+    load_a_state_of_before,
+    replace_a_state,
+    replace_a_states_data,
+    replace_a_parameters_states,
+    exchange_states,
+    lose_a_state,
+    clear_all_states,
+    clear_a_parameters_states,
+    replace_all_states,
+    move_states,
+    count_anew,
+    count_in_place,
+    share_a_count,
+    change_numbers,
+    change_the_learning_rate_in_place,
+    change_maximize,
+    change_the_kind_of_decay,
+    begin_amsgrad,
+    freeze,
+]
+COARSE = [change_the_dtype, read_as_another_dtype, halve_the_module]
+"""torch's loop rounds a 16-bit parameter after each operation."""
+REFUSED = [transpose_data]
+"""torch's: the states lie in another order than the parameter."""
+
+
+def run(change, *, ours):
+    """Train with changes; return the values and the bits of all that is left, and the ways."""
+    parameters, optimizer = make("adamw", sizes=SIZES)
+    ways = []
+    for step in range(STEPS):
+        if step in CHANGED:
+            change(parameters, optimizer, step)
+        give(parameters, seed=step)
+        if ours:
+            ways.append(fastamp.optimizer_step(optimizer, FAR).way)
+        else:
+            optimizer.step()
+    states = [sorted(optimizer.state[p].items()) for p in parameters if p in optimizer.state]
+    values = [*parameters, *(v for state in states for _, v in state)]
+    return [v.detach().float() for v in values], everything(parameters, optimizer), ways
+
+
+@pytest.mark.parametrize("change", NOTICED)
+def test_every_change_between_steps_is_noticed(change, backend):
+    values, bits, ways = run(change, ours=True)
+    expected, *_ = run(change, ours=False)
+    torch.testing.assert_close(values, expected, rtol=1e-5, atol=2e-2 if change in COARSE else 1e-6)
+    native = [way.startswith("native") for way in ways]
+    assert native == [change not in REFUSED or step != CHANGED[0] for step in range(STEPS)]
+    with _ops.use_only("fallback"):
+        assert run(change, ours=True)[1] == bits
+
+
+def asked_for(**options):
+    def change(optimizer, wanted):
+        optimizer.param_groups[1].update(options if wanted else dict.fromkeys(options))
+
+    return change
+
+
+def hook(optimizer, wanted):
+    if wanted:
+        optimizer.handle = optimizer.register_step_post_hook(lambda *_: None)
+    else:
+        optimizer.handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (asked_for(foreach=True), "foreach=True"),
+        (asked_for(foreach=False), "foreach=False"),
+        (asked_for(fused=False), "fused=False"),
+        (asked_for(differentiable=True), "differentiable=True"),
+        (hook, "a hook looks on"),
+    ],
+)
+def test_what_is_asked_for_in_mid_run_counts_at_once_and_no_longer(change, reason, backend):
+    found = []
+    for ours in (True, False):
+        parameters, optimizer = make("adamw", sizes=SIZES)
+        for step in range(6):
+            if step in (2, 4):
+                change(optimizer, step == 2)
+            give(parameters, seed=step)
+            with torch.set_grad_enabled(reason != "differentiable=True"):
+                if ours:
+                    way = fastamp.optimizer_step(optimizer, FAR).way
+                    assert (reason if step in (2, 3) else "native") in way
+                else:
+                    optimizer.step()
+        found.append([p.detach() for p in parameters])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", ["betas", "amsgrad", "state", "step"])
+def test_what_torch_refuses_in_mid_run_is_refused_as_by_torch(change, backend):
+    errors = []
+    for ours in (True, False):
+        parameters, optimizer = make("adamw", sizes=SIZES)
+        for step in range(3):
+            give(parameters, seed=step)
+            if step < 2:
+                fastamp.optimizer_step(optimizer, FAR)
+        if change == "amsgrad":
+            optimizer.param_groups[0]["amsgrad"] = True
+        if change == "betas":
+            optimizer.param_groups[0]["betas"] = 0.9
+        if change == "state":
+            del optimizer.state[parameters[0]]["exp_avg_sq"]
+        if change == "step":
+            del optimizer.state[parameters[0]]["step"]
+        before = everything(parameters, optimizer)
+        with pytest.raises((KeyError, TypeError)) as caught:
+            fastamp.optimizer_step(optimizer, FAR) if ours else optimizer.step()
+        errors.append((type(caught.value), str(caught.value)))
+        assert everything(parameters, optimizer) == before
+    assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("sgd", {"momentum": 0.9}),
+        ("sgd, nesterov", {"momentum": 0.0, "nesterov": False}),
+        ("sgd, nesterov", {"nesterov": False, "dampening": 0.5}),
+        ("adagrad", {"lr_decay": 0.5, "eps": 0.1, "weight_decay": 0.0}),
+        ("adam, amsgrad", {"amsgrad": False}),
+        ("adam, near end", {"betas": (0.9, 0.5)}),
+    ],
+)
+def test_options_of_other_rules_may_change_too(name, change, backend):
+    found = []
+    for ours in (True, False):
+        parameters, optimizer = make(name, sizes=SIZES)
+        before = {key: optimizer.param_groups[1][key] for key in change}
+        for step in range(STEPS):
+            if step in (2, 4):
+                optimizer.param_groups[1].update(change if step == 2 else before)
+            give(parameters, seed=step)
+            if ours:
+                assert fastamp.optimizer_step(optimizer, FAR).way.startswith("native")
+            else:
+                optimizer.step()
+        found.append([p.detach() for p in parameters])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+def none(parameters, step):
+    for p in parameters[step % 3 :: 2]:
+        p.grad = None
+
+
+def all_none(parameters, step):
+    for p in parameters:
+        p.grad = None
+
+
+def in_place(parameters, step):
+    kept = parameters[1].kept
+    kept.copy_(parameters[1].grad)
+    parameters[1].grad = kept
+
+
+def other_data(parameters, step):
+    parameters[1].grad = parameters[1].kept
+    parameters[1].grad.data = torch.full((70, 5), float(step))
+
+
+def strided(parameters, step):
+    parameters[1].grad = parameters[1].grad.t().contiguous().t()
+
+
+def exchanged(parameters, step):
+    parameters[2].grad, parameters[-1].grad = parameters[-1].grad, parameters[2].grad
+
+
+def unaligned(parameters, step):
+    values = torch.empty(1026)
+    values[1:] = parameters[3].grad
+    parameters[3].grad = values[1:]
+
+
+def shared(parameters, step):
+    parameters[-1].grad = parameters[2].grad
+
+
+def own_memory(parameters, step):
+    parameters[3].grad = parameters[3].detach()
+
+
+def freed(parameters, step):
+    parameters[1].grad = None
+    values = parameters[1].detach().clone()
+    parameters[1].untyped_storage().resize_(0)
+    parameters[1].back = values
+
+
+NATIVE_GRADS = [none, in_place, other_data, exchanged, unaligned, freed]
+
+
+@pytest.mark.parametrize(
+    "change", [*NATIVE_GRADS, all_none, strided, shared, own_memory], ids=lambda f: f.__name__
+)
+def test_gradients_may_differ_at_any_step(change, backend):
+    found = []
+    for ours in (True, False):
+        parameters, optimizer = make("adamw", sizes=[*SIZES[:-1], (16, 16)])
+        parameters[1].kept = torch.ones(70, 5)
+        for step in range(STEPS):
+            give(parameters, seed=step)
+            if step in (2, 3):
+                change(parameters, step)
+            if ours:
+                way = fastamp.optimizer_step(optimizer, FAR).way
+                assert way.startswith("native") == (step not in (2, 3) or change in NATIVE_GRADS)
+            else:
+                optimizer.step()
+            if hasattr(parameters[1], "back"):
+                values = parameters[1].__dict__.pop("back")
+                parameters[1].untyped_storage().resize_(values.nbytes)
+                with torch.no_grad():
+                    parameters[1].copy_(values)
+        found.append([p.detach() for p in parameters])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.10")
+def test_gradients_may_come_in_another_dtype_later(backend):
+    found = []
+    for dtypes in ([torch.float32] * 4, [torch.float32, torch.bfloat16] * 2):
+        parameters = parameters_with(*[torch.ones(n) for n in (5, 70_000)])
+        optimizer = torch.optim.AdamW(parameters, lr=0.1)
+        for step, dtype in enumerate(dtypes):
+            for p in parameters:
+                p.grad_dtype = None
+                p.grad = torch.full(p.shape, 0.5 + step, dtype=dtype)
+            assert fastamp.optimizer_step(optimizer, FAR).way.startswith("native")
+        found.append(everything(parameters, optimizer)[:2])
+    assert found[0] == found[1]

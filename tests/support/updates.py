@@ -1,0 +1,56 @@
+"""Optimizers that fastamp updates itself, and what the tests of their steps share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from support.bits import bits
+
+import fastamp
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+SIZES = [(3,), (70, 5), (0,), (1025,), (70_000,)]
+RULES = {
+    "adamw": (torch.optim.AdamW, {}),
+    "adamw, amsgrad, maximize": (torch.optim.AdamW, {"amsgrad": True, "maximize": True}),
+    "adam, near end": (torch.optim.Adam, {"weight_decay": 0.1, "betas": (0.3, 0.99)}),
+    "adam, amsgrad": (torch.optim.Adam, {"weight_decay": 0.1, "amsgrad": True}),
+    "sgd": (torch.optim.SGD, {"weight_decay": 0.1}),
+    "sgd, nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "sgd, dampening": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5, "maximize": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr_decay": 0.1, "weight_decay": 0.01}),
+}
+
+
+def make(name, dtype=torch.float32, *, sizes=SIZES, **options):
+    """Return parameters, the same each time, and their optimizer with two groups."""
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in sizes]
+    cls, given = RULES[name]
+    groups = [{"params": made[:2]}, {"params": made[2:], "lr": 3e-3}]
+    return made, cls([g for g in groups if g["params"]], **{"lr": 1e-2, **given, **options})
+
+
+def give(parameters, scale=1.0, seed=0):
+    """Give parameters random gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in parameters:
+        grad = torch.randn(p.shape, generator=generator) * scale
+        p.grad = grad.to(p.dtype).as_strided(p.shape, p.stride())
+
+
+def scaler_of(cls=fastamp.GradScaler, **options):
+    """Return a scaler that is ready to step."""
+    scaler = cls("cpu", **{"init_scale": 1024.0, **options})
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+def everything(parameters: Iterable[torch.Tensor], optimizer) -> list[bytes]:
+    """Return the bits of parameters, gradients and states."""
+    states = [v for p in parameters for v in optimizer.state.get(p, {}).values() if v is not None]
+    grads = [p.grad for p in parameters if p.grad is not None]
+    return [bits(t.detach()).tobytes() for t in [*parameters, *grads, *states]]
