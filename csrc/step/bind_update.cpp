@@ -73,8 +73,10 @@ double number(PyObject* value, PyObject* name, bool may_be_tensor = false) {
   if (value == nullptr || (!PyFloat_Check(value) && !PyLong_Check(value) && !may_be_tensor))
     throw Refusal{text(name) + " is not a number"};
   const double found = PyFloat_AsDouble(value);
-  if (found == -1 && PyErr_Occurred()) throw py::error_already_set();
-  return found;
+  if (found != -1 || !PyErr_Occurred()) return found;
+  if (!PyErr_ExceptionMatches(PyExc_Exception)) throw py::error_already_set();
+  PyErr_Clear();  // torch's step raises its own
+  throw Refusal{text(name) + " is not a number"};
 }
 
 /// Refuses the options that ask for torch's own implementations.

@@ -104,6 +104,10 @@ def _check_options(rule: Rule, group: dict[str, Any]) -> None:
     for name in ("capturable", "differentiable"):
         if group.get(name):
             _refuse(f"{name}=True")
+    try:
+        math.fabs(group["lr"])  # may be a tensor
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        _refuse("lr is not a number")
     for name in _NUMBERS[rule]:
         if not isinstance(group.get(name), float | int):
             _refuse(f"{name} is not a number")
