@@ -162,9 +162,11 @@ def run_sanitized(session: nox.Session, kind: str, *default: str) -> None:
 @nox.session
 def sanitize(session: nox.Session) -> None:
     """Run the compiled CPU core's tests under the address and undefined-behaviour sanitizers."""
-    files = ["tests/step/test_clip_and_norm.py", "tests/step/test_native.py", "tests/timer"]
-    names = ("collate", "padding", "gather", "gather_queue")
-    files += [f"tests/data/test_{name}.py" for name in names]
+    step = ("clip_and_norm", "equivalence", "kept", "noticed", "skips", "ways")
+    data = ("collate", "padding", "gather", "gather_queue")
+    files = [f"tests/step/test_{name}.py" for name in step]
+    files += [f"tests/data/test_{name}.py" for name in data]
+    files += ["tests/timer"]
     chosen = "cpu and not worker and not threads and not no_memory and not ranks"
     run_sanitized(session, "address", *files, "-k", chosen)
 

@@ -37,9 +37,8 @@ struct Adam {
     float weight1;   ///< of grad - exp_avg
     float beta2;
     float weight2;
-    float step_size;  ///< lr / (1 - beta1^t)
-    float inv_root;   ///< 1 / sqrt(1 - beta2^t)
-    float eps;
+    float step_size;  ///< lr / (1 - beta1^t), and the root below
+    float eps;        ///< times sqrt(1 - beta2^t), rather than the second moment by its inverse
     float sign;
     float decay;
     float keep;  ///< what decoupled decay leaves of the parameter
@@ -50,13 +49,13 @@ struct Adam {
     const double weight1 = 1 - group.beta1;
     const bool from_grad = weight1 >= 0.5;
     const double kept = product(group.lr, group.weight_decay);
+    const double root = sqrt(1 - power(group.beta2, t));
     return {from_grad,
             static_cast<float>(from_grad ? -group.beta1 : weight1),
             static_cast<float>(group.beta2),
             static_cast<float>(1 - group.beta2),
-            static_cast<float>(group.lr / (1 - power(group.beta1, t))),
-            static_cast<float>(1 / sqrt(1 - power(group.beta2, t))),
-            static_cast<float>(group.eps),
+            static_cast<float>(product(group.lr / (1 - power(group.beta1, t)), root)),
+            static_cast<float>(product(group.eps, root)),
             group.maximize ? -1.0F : 1.0F,
             group.decoupled ? 0.0F : static_cast<float>(group.weight_decay),
             group.decoupled ? static_cast<float>(1 - kept) : 1.0F};
@@ -76,8 +75,7 @@ struct Adam {
       largest = (before > largest || before != before) ? before : largest;  // NaN stays
       states[2] = largest;
     }
-    const float denominator = product(sqrtf(largest), terms.inv_root) + terms.eps;
-    param -= product(terms.step_size, exp_avg) / denominator;
+    param -= product(terms.step_size, exp_avg) / (sqrtf(largest) + terms.eps);
   }
 };
 

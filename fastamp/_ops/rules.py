@@ -219,9 +219,9 @@ def _adam(
     states = [exp_avg, exp_avg_sq]
     if max_exp_avg_sq is not None:
         states.append(torch.maximum(exp_avg_sq, max_exp_avg_sq))
-    inv_root = 1 / math.sqrt(1 - _power(beta2, step))
-    denominator = _root(states[-1]) * inv_root + group["eps"]
-    return [param - (exp_avg * (lr / (1 - _power(beta1, step)))) / denominator, *states]
+    root = math.sqrt(1 - _power(beta2, step))
+    denominator = _root(states[-1]) + group["eps"] * root
+    return [param - (exp_avg * (lr / (1 - _power(beta1, step)) * root)) / denominator, *states]
 
 
 def _sgd(

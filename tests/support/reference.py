@@ -145,37 +145,45 @@ def durations(values_ns: NDArray[np.int64]) -> dict[str, float]:
 
 def update(
     optimizer: str, options: dict[str, object], step: int, param: Array, grad: Array, *states: Array
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return a parameter after one update in float64, and the largest number on the way to it.
+) -> tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]:
+    """Return a parameter and its states after one update in float64, and what they are made of.
 
-    The formulas are those of torch's documentation; numbers on the way are scaled to parameters.
-    `states` are as before the step, the `step`-th.
+    That is, for each, the largest number that is added on the way, at the size that it has in the
+    end; for the parameter in the change that is subtracted from it. The formulas are those of
+    torch's documentation. `states` are as before the step, the `step`-th.
     """
     o: Any = options
     p, g, *s = (np.asarray(a, np.float64) for a in (param, grad, *states))
-    old, lr = p, float(o["lr"])
+    lr, decay = float(o["lr"]), o["weight_decay"]
     g = -g if o["maximize"] else g
+    size = np.abs(g)  # of what the gradient is made of
     if o.get("decoupled_weight_decay", optimizer == "AdamW"):
-        p = p - lr * o["weight_decay"] * p
+        p = p - lr * decay * p
     else:
-        g = g + o["weight_decay"] * p
+        size = np.maximum(size, np.abs(decay * p))
+        g = g + decay * p
     if optimizer in ("Adam", "AdamW"):
         beta1, beta2 = o["betas"]
-        m = beta1 * s[0] + (1 - beta1) * g
-        v = beta2 * s[1] + (1 - beta2) * g * g
-        v = np.maximum(v, s[2]) if o["amsgrad"] else v
-        rate = lr / (1 - beta1**step) / (np.sqrt(v / (1 - beta2**step)) + o["eps"])
-        change = rate * m
-        terms = [change, rate * beta1 * s[0]]
+        found = [beta1 * s[0] + (1 - beta1) * g, beta2 * s[1] + (1 - beta2) * g * g]
+        sizes = [np.maximum(np.abs(s[0]), (1 - beta1) * size)]
+        sizes += [np.maximum(beta2 * s[1], (1 - beta2) * np.abs(g) * size)]
+        if o["amsgrad"]:
+            found.append(np.maximum(found[1], s[2]))
+            sizes.append(np.maximum(sizes[1], s[2]))
+        rate = lr / (1 - beta1**step) / (np.sqrt(found[-1] / (1 - beta2**step)) + o["eps"])
+        change, in_change = rate * found[0], rate * sizes[0]
+    elif optimizer == "SGD" and o["momentum"]:
+        momentum = o["momentum"]
+        found = [momentum * s[0] + (1 - o["dampening"]) * g]
+        sizes = [np.maximum(momentum * np.abs(s[0]), (1 - o["dampening"]) * size)]
+        change, in_change = lr * found[0], lr * sizes[0]
+        if o["nesterov"]:
+            change, in_change = lr * (g + momentum * found[0]), lr * np.maximum(size, sizes[0])
     elif optimizer == "SGD":
-        terms = [lr * g, lr * o["weight_decay"] * p]
-        if o["momentum"]:
-            buffer = o["momentum"] * s[0] + (1 - o["dampening"]) * g
-            terms += [lr * s[0], lr * buffer]
-            g = g + o["momentum"] * buffer if o["nesterov"] else buffer
-        change = lr * g
+        found, sizes, change, in_change = [], [], lr * g, lr * size
     else:
-        total = s[0] + g * g
-        change = lr / (1 + (step - 1) * o["lr_decay"]) * g / (np.sqrt(total) + o["eps"])
-        terms = [change]
-    return p - change, np.maximum.reduce([*map(np.abs, [old, p - change, *terms])])
+        found, sizes = [s[0] + g * g], [np.maximum(s[0], np.abs(g) * size)]
+        rate = lr / (1 + (step - 1) * o["lr_decay"]) / (np.sqrt(found[0]) + o["eps"])
+        change, in_change = rate * g, rate * size
+    sizes = [np.maximum(size, np.abs(new)) for size, new in zip(sizes, found, strict=True)]
+    return [p - change, *found], [np.maximum(in_change, np.abs(change)), *sizes]

@@ -24,12 +24,24 @@ RULES = {
     "adagrad": (torch.optim.Adagrad, {"lr_decay": 0.1, "weight_decay": 0.01}),
 }
 
+MORE_RULES = {
+    "adam": (torch.optim.Adam, {}),
+    "adam, maximize": (torch.optim.Adam, {"weight_decay": 0.1, "maximize": True, "eps": 1e-3}),
+    "sgd, maximize": (torch.optim.SGD, {"maximize": True}),
+    "sgd, momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "adagrad, maximize": (
+        torch.optim.Adagrad,
+        {"maximize": True, "initial_accumulator_value": 0.1, "eps": 1e-3},
+    ),
+}
+"""Options that few tests need."""
+
 
 def make(name, dtype=torch.float32, *, sizes=SIZES, **options):
     """Return parameters, the same each time, and their optimizer with two groups."""
     generator = torch.Generator().manual_seed(1)
     made = [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in sizes]
-    cls, given = RULES[name]
+    cls, given = (RULES | MORE_RULES)[name]
     groups = [{"params": made[:2]}, {"params": made[2:], "lr": 3e-3}]
     return made, cls([g for g in groups if g["params"]], **{"lr": 1e-2, **given, **options})
 

@@ -1,0 +1,181 @@
+"""Which optimizers fastamp steps itself, who learns of it, and who gets torch's own step."""
+
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+from support.gradients import parameters_with
+from support.updates import SIZES, everything, give, make, scaler_of
+
+import fastamp
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("adamw", {"foreach": True}, "foreach=True"),
+        ("adamw", {"foreach": False}, "foreach=False"),
+        ("sgd", {"fused": False}, "fused=False"),
+        ("adamw", {"betas": (torch.tensor(0.9), torch.tensor(0.99))}, "betas"),
+        ("sgd, dampening", {}, "the first step of SGD with dampening"),
+    ],
+)
+def test_what_was_asked_for_is_torchs(name, options, reason, backend):
+    results = []
+    for ours in (True, False):
+        parameters, optimizer = make(name, sizes=SIZES[:2], **options)
+        give(parameters)
+        if ours:
+            report = fastamp.optimizer_step(optimizer, max_norm=1e9)
+            assert reason in report.way
+        else:
+            optimizer.step()
+        results.append(everything(parameters, optimizer))
+    assert results[0] == results[1]
+
+
+class Subclass(torch.optim.AdamW):
+    """It may do anything in its step."""
+
+
+def hooked(optimizer):
+    optimizer.register_step_post_hook(lambda *_: None)
+
+
+def patched(optimizer):
+    own = optimizer.step
+
+    def step(*args):
+        return own(*args)
+
+    optimizer.step = step
+
+
+@pytest.mark.parametrize("change", [hooked, patched])
+def test_hooks_and_patches_that_are_not_known_see_the_step(change, backend):
+    parameters, optimizer = make("adamw", sizes=SIZES[:2])
+    change(optimizer)
+    give(parameters)
+    report = fastamp.optimizer_step(optimizer, max_norm=1.0)
+    assert not report.way.startswith("native")
+
+
+def test_a_subclass_steps_itself(backend):
+    parameters, _ = make("adamw", sizes=SIZES[:2])
+    give(parameters)
+    report = fastamp.optimizer_step(Subclass(parameters), max_norm=1.0)
+    assert "Subclass is not one of torch's own" in report.way
+
+
+def test_a_class_whose_step_is_patched_steps_itself(backend, monkeypatch):
+    parameters, optimizer = make("sgd", sizes=SIZES[:2])
+    own, calls = torch.optim.SGD.step, []
+
+    def step(self, closure=None):
+        calls.append(self)
+        return own(self, closure)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    give(parameters)
+    fastamp.optimizer_step(optimizer, max_norm=1.0)
+    assert calls == [optimizer]
+
+
+@pytest.mark.parametrize("on_class", [True, False])
+def test_a_mock_in_place_of_step_sees_one_call_and_nothing_else(on_class, backend):
+    parameters, optimizer = make("sgd", sizes=SIZES[:2])
+    give(parameters)
+    with mock.patch.object(torch.optim.SGD if on_class else optimizer, "step") as step:
+        report = fastamp.optimizer_step(optimizer, max_norm=1.0)
+    assert "patched" in report.way
+    assert step.mock_calls == [mock.call()]
+
+
+def test_a_scheduler_learns_of_the_step(backend):
+    parameters, optimizer = make("adamw", sizes=SIZES[:2])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    give(parameters)
+    report = fastamp.optimizer_step(optimizer, max_norm=1.0)
+    assert report.way.startswith("native")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()
+
+
+def test_a_profiler_finds_the_range_of_the_step(backend):
+    parameters, optimizer = make("adamw", sizes=SIZES[:2])
+    give(parameters)
+    fastamp.optimizer_step(optimizer, max_norm=1.0)
+    with torch.profiler.profile() as profile:
+        fastamp.optimizer_step(optimizer, max_norm=1.0)
+    names = [event.key for event in profile.key_averages()]
+    assert "Optimizer.step#AdamW.step" in names
+
+
+def test_layouts_that_differ_are_torchs(backend):
+    parameter = torch.nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    before = parameter.detach().clone()
+    parameter.grad = torch.randn(2, 3, 4, 4)
+    grad = parameter.grad.clone()
+    report = fastamp.optimizer_step(optimizer, max_norm=1e9)
+    assert "a gradient's dtype, layout or device" in report.way
+    torch.testing.assert_close(parameter.detach(), before - grad)
+
+
+def test_dense_layouts_are_updated_as_they_lie(backend):
+    found = []
+    for ours in (True, False):
+        torch.manual_seed(0)
+        data = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+        parameter = torch.nn.Parameter(data)
+        optimizer = torch.optim.AdamW([parameter], lr=0.1)
+        for _ in range(2):
+            parameter.grad = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+            if ours:
+                assert fastamp.optimizer_step(optimizer, 1e9).way.startswith("native")
+            else:
+                optimizer.step()
+        found.append(parameter.detach())
+    torch.testing.assert_close(*found)
+
+
+def test_parameters_that_share_memory_are_torchs(backend):
+    memory = torch.ones(10)
+    parameters = [torch.nn.Parameter(memory[:6]), torch.nn.Parameter(memory[:6])]
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    give(parameters)
+    assert "share their memory" in fastamp.optimizer_step(optimizer, max_norm=1e9).way
+
+
+def test_float16_gradients_of_an_optimizer_left_open_are_refused_as_in_torch(backend):
+    parameters, optimizer = make("adamw", torch.float16)
+    give(parameters)
+    before = everything(parameters, optimizer)
+    scaler = scaler_of()
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        scaler.step(optimizer, max_norm=1.0)
+    assert everything(parameters, optimizer)[: len(before)] == before
+
+
+def test_two_optimizers_are_clipped_to_one_norm(backend):
+    parameters = parameters_with(torch.full((1,), 3.0), torch.full((1,), 4.0))
+    optimizers = [torch.optim.SGD(parameters[:1], lr=1.0), torch.optim.AdamW(parameters[1:])]
+    report = fastamp.optimizer_step(optimizers, max_norm=1.0)
+    assert report.way.startswith("native")
+    assert (report.norm.item(), parameters[0].grad.item()) == (5.0, pytest.approx(0.6))
+
+
+def test_versions_count_as_torch_counts_them(backend):
+    parameters, optimizer = make("adamw", sizes=SIZES[:1])
+    give(parameters)
+    before = parameters[0]._version
+    fastamp.optimizer_step(optimizer, max_norm=1.0)
+    assert parameters[0]._version > before
+
+
+@pytest.mark.parametrize("optimizer", [None, 5, "adam"])
+def test_what_is_no_optimizer_is_refused_by_name(optimizer):
+    with pytest.raises(TypeError, match="optimizer"):
+        fastamp.optimizer_step(optimizer)
