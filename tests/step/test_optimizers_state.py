@@ -1,0 +1,370 @@
+"""torch's own tests of its optimizers' state, with steps by fastamp in between.
+
+The options are those of torch's tests (`optim_db` of `torch.testing._internal.common_optimizers`),
+with the implementation left open and fused. What is compared has taken the same steps by torch.
+"""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from support.updates import everything, give, scaler_of
+from torch.optim import SGD, Adagrad, Adam, AdamW
+
+import fastamp
+
+SIZES = [(10, 5), (5,), (0, 3), (600,)]
+ADAM = [
+    {},
+    {"lr": 0.01},
+    {"weight_decay": 0.1},
+    {"weight_decay": 0.1, "maximize": True},
+    {"weight_decay": 0.1, "amsgrad": True},
+]
+INPUTS = {
+    Adam: ADAM,
+    AdamW: ADAM,
+    SGD: [
+        {},
+        {"lr": 0.01},
+        {"lr": torch.tensor(0.001)},
+        {"weight_decay": 0.5},
+        {"momentum": 0.9},
+        {"weight_decay": 0.1, "maximize": True},
+        {"momentum": 0.9, "dampening": 0.5},
+        {"momentum": 0.9, "weight_decay": 0.1},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    ],
+    Adagrad: [
+        {},
+        {"weight_decay": 0.1},
+        {"weight_decay": 0.1, "maximize": True},
+        {"lr": 0.1},
+        {"initial_accumulator_value": 0.1, "weight_decay": 0.1},
+        {"lr": 0.1, "lr_decay": 0.5, "weight_decay": 0.1},
+        {"lr": torch.tensor(0.001)},
+    ],
+}
+CASES = [
+    (cls, options | fused)
+    for cls in INPUTS
+    for options in INPUTS[cls]
+    for fused in ({}, {"fused": True})
+]
+each_case = pytest.mark.parametrize("cls", INPUTS)
+
+
+def parameters_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def made(cls):
+    """Make an optimizer of every kind, and one that is the same, for steps by torch."""
+    for case, options in CASES:
+        if case is not cls:
+            continue
+        pair = []
+        for _ in range(2):
+            generator = torch.Generator().manual_seed(0)
+            values = [torch.randn(size, generator=generator) for size in SIZES]
+            parameters = [torch.nn.Parameter(value) for value in values]
+            groups = [{"params": parameters[:1], "lr": 1e-3}, {"params": parameters[1:]}]
+            pair.append(cls(groups, **{"lr": 1e-2, **options}))
+        yield pair
+
+
+def step(optimizer, seed, *, ours=True):
+    """Make a step by fastamp, with a scaler and without one in turn, or by torch."""
+    give(parameters_of(optimizer), seed=seed)
+    if not ours:
+        optimizer.step()
+        return
+    if seed % 2:
+        scaler = scaler_of(init_scale=1.0)
+        scaler.step(optimizer)
+        way = scaler.last_step.way
+    else:
+        way = fastamp.optimizer_step(optimizer, max_norm=1e9).way
+    begins = any(g.get("dampening") for g in optimizer.param_groups) and seed == 0
+    assert way.startswith("native") or (begins and "the first step of SGD with damp" in way)
+
+
+def steps(pair, seeds):
+    for seed in seeds:
+        step(pair[0], seed)
+        step(pair[1], seed, ours=False)
+
+
+def assert_same(one, other, **tolerance):
+    """Compare parameters, options and states: their order, layout and values."""
+    for p, q in zip(parameters_of(one), parameters_of(other), strict=True):
+        torch.testing.assert_close(p, q, **tolerance)
+    found = [optimizer.state_dict() for optimizer in (one, other)]
+    assert str(found[0]["param_groups"]) == str(found[1]["param_groups"])
+    states = [[(k, list(s.items())) for k, s in each["state"].items()] for each in found]
+    layouts = [
+        [(k, n, v if v is None else (v.dtype, v.shape, v.stride())) for k, s in each for n, v in s]
+        for each in states
+    ]
+    assert layouts[0] == layouts[1]
+    torch.testing.assert_close(found[0]["state"], found[1]["state"], **tolerance)
+
+
+def assert_as_torch(pair):
+    assert_same(*pair, rtol=1e-5, atol=1e-6)
+
+
+def assert_goes_on_alike(optimizer, other):
+    """Make steps by fastamp with each; there is no difference."""
+    for seed in (11, 12):
+        step(optimizer, seed)
+        step(other, seed)
+    assert_same(optimizer, other, rtol=0, atol=0)
+
+
+def fresh(cls, optimizer, **options):
+    """Make an optimizer of the same parameters' values, with options that a state has to bring."""
+    copies = [copy.deepcopy(group["params"]) for group in optimizer.param_groups]
+    for parameter in (p for group in copies for p in group):
+        parameter.grad = None
+    return cls([{"params": params} for params in copies], lr=0.5, **options)
+
+
+@each_case
+def test_the_state_has_torchs_names_order_and_layout(cls, backend):
+    for pair in made(cls):
+        for seed in range(3):
+            steps(pair, [seed])
+            assert_as_torch(pair)
+
+
+@each_case
+def test_a_state_loads_into_a_new_optimizer(cls, backend):
+    for pair in made(cls):
+        steps(pair, range(3))
+        saved = copy.deepcopy(pair[0].state_dict())
+        for options in ({}, {"foreach": True}):
+            other = fresh(cls, pair[0], **options)
+            other.load_state_dict(saved)
+            assert_same(pair[0], other, rtol=0, atol=0)
+        assert_goes_on_alike(pair[0], other)
+        step(pair[1], 11, ours=False)
+        step(pair[1], 12, ours=False)
+        assert_as_torch(pair)
+
+
+@each_case
+def test_loading_is_deterministic_and_leaves_the_state_as_it_is(cls, backend):
+    for pair in made(cls):
+        steps(pair, range(2))
+        saved = copy.deepcopy(pair[0].state_dict())
+        found = []
+        for _ in range(2):
+            other = fresh(cls, pair[0])
+            given = copy.deepcopy(saved)
+            other.load_state_dict(given)
+            assert str(given) == str(saved)
+            step(other, 5)
+            found.append(everything(parameters_of(other), other))
+        assert found[0] == found[1]
+
+
+@each_case
+def test_a_step_by_torch_of_a_loaded_state_is_torchs(cls, backend):
+    for pair in made(cls):
+        steps(pair, range(2))
+        loaded = [fresh(cls, each) for each in pair]
+        for each, other in zip(pair, loaded, strict=True):
+            other.load_state_dict(copy.deepcopy(each.state_dict()))
+            step(other, 5, ours=False)
+        steps(loaded, (6, 7))
+        assert_as_torch(loaded)
+
+
+@each_case
+def test_a_state_of_before_options_were_added_loads(cls, backend):
+    added = ["maximize", "foreach", "differentiable", "capturable", "amsgrad", "nesterov"]
+    added += ["decoupled_weight_decay"] + ["fused"] * (cls is not SGD)  # torch takes False there
+    for pair in made(cls):
+        steps(pair, range(2))
+        loaded = [fresh(cls, each) for each in pair]
+        for each, other in zip(pair, loaded, strict=True):
+            saved = copy.deepcopy(each.state_dict())
+            for group in saved["param_groups"]:
+                for name in added:
+                    group.pop(name, None)
+            other.load_state_dict(saved)
+        steps(loaded, (6, 7))
+        assert_as_torch(loaded)
+
+
+@each_case
+def test_counts_that_are_plain_numbers_load(cls, backend):
+    for pair in made(cls) if cls is not SGD else ():
+        steps(pair, range(2))
+        loaded = [fresh(cls, each) for each in pair]
+        for each, other in zip(pair, loaded, strict=True):
+            saved = copy.deepcopy(each.state_dict())
+            for state in saved["state"].values():
+                state["step"] = state["step"].item()
+            other.load_state_dict(saved)
+        steps(loaded, (6, 7))
+        assert_as_torch(loaded)
+
+
+@each_case
+def test_parameters_may_have_names(cls, backend):
+    for _, options in (case for case in CASES if case[0] is cls):
+        module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+        pair = [cls(copy.deepcopy(module).named_parameters(), **options) for _ in range(2)]
+        steps(pair, range(2))
+        assert pair[0].state_dict()["param_groups"][0]["param_names"][0] == "0.weight"
+        assert_as_torch(pair)
+        other = cls([*copy.deepcopy(module).parameters()])
+        other.load_state_dict(copy.deepcopy(pair[0].state_dict()))
+        step(other, 5)
+
+
+@each_case
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_state_is_saved_and_loaded_whole(cls, weights_only, backend):
+    for pair in made(cls):
+        steps(pair, range(3))
+        file = io.BytesIO()
+        torch.save(pair[0].state_dict(), file)
+        file.seek(0)
+        other = fresh(cls, pair[0])
+        other.load_state_dict(torch.load(file, weights_only=weights_only))
+        assert_same(pair[0], other, rtol=0, atol=0)
+        assert_goes_on_alike(pair[0], other)
+
+
+def pickled(optimizer):
+    return pickle.loads(pickle.dumps(optimizer))
+
+
+@each_case
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickled])
+def test_a_copy_has_all_attributes_and_goes_on_alike(cls, copied, backend):
+    for pair in made(cls):
+        names = [sorted(vars(pair[0]))]
+        steps(pair, range(2))
+        other = copied(pair[0])
+        names += [sorted(vars(each)) for each in (pair[0], pair[1])]
+        assert names[0] == names[1] == names[2]
+        public = [[n for n in dir(each) if not n.startswith("_")] for each in (*pair, other)]
+        assert public[0] == public[1] == public[2]
+        assert len(pickle.dumps(pair[0])) == len(pickle.dumps(pair[1]))
+        assert str(other) == str(pair[0]) == str(pair[1])
+        if copied is copy.copy:  # of the same parameters and states
+            step(other, 11)
+            assert_same(pair[0], other, rtol=0, atol=0)
+        else:
+            assert_goes_on_alike(pair[0], other)
+
+
+@each_case
+def test_hooks_of_states_see_and_change_them(cls, backend):
+    for pair in made(cls):
+        steps(pair, range(2))
+        for each in pair:
+            seen = []
+            each.register_state_dict_pre_hook(lambda o, seen=seen: seen.append(o))
+            each.register_state_dict_post_hook(lambda _o, s: {**s, "more": 1})
+            saved = copy.deepcopy(each.state_dict())
+            assert (seen, saved["more"]) == ([each], 1)
+
+            def twice(_optimizer, state):
+                for group in state["param_groups"]:
+                    group["lr"] = 2 * group["lr"]
+
+            each.register_load_state_dict_pre_hook(twice)
+            each.register_load_state_dict_post_hook(seen.append)
+            each.load_state_dict(saved)
+            assert seen == [each, each]
+        steps(pair, (6, 7))
+        assert_as_torch(pair)
+
+
+@each_case
+def test_hooks_of_steps_are_called_as_by_torch(cls, backend):
+    for pair in made(cls):
+        steps(pair, range(2))
+        for each in pair:
+            calls = []
+            handles = [
+                each.register_step_pre_hook(lambda *_, calls=calls: calls.append("before")),
+                each.register_step_post_hook(lambda *_, calls=calls: calls.append("after")),
+            ]
+            give(parameters_of(each), seed=3)
+            if each is pair[0]:
+                assert "a hook looks on" in fastamp.optimizer_step(each, max_norm=1e9).way
+            else:
+                each.step()
+            assert calls == ["before", "after"]
+            for handle in handles:
+                handle.remove()
+        steps(pair, (6, 7))
+        assert_as_torch(pair)
+
+
+@each_case
+def test_a_group_may_be_added_after_steps(cls, backend):
+    for pair in made(cls):
+        steps(pair, range(2))
+        for each in pair:
+            added = [torch.nn.Parameter(torch.ones(n)) for n in (7, 70)]
+            each.add_param_group({"params": added, "lr": 0.05, "weight_decay": 0.01})
+        if cls is Adagrad or pair[0].defaults.get("dampening"):  # its first step is torch's
+            try:
+                for each in pair:
+                    step(each, 5, ours=False)
+            except KeyError:
+                pytest.skip("this torch's Adagrad makes states only when it is made itself")
+        steps(pair, (6, 7))
+        assert_as_torch(pair)
+
+
+@each_case
+def test_steps_without_gradients_change_nothing(cls, backend):
+    for pair in made(cls):
+        steps(pair, range(2))
+        for each in pair:
+            each.zero_grad()
+        before = [everything(parameters_of(each), each) for each in pair]
+        fastamp.optimizer_step(pair[0], max_norm=1.0)
+        pair[1].step()
+        assert [everything(parameters_of(each), each) for each in pair] == before
+        assert_as_torch(pair)
+
+
+@each_case
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_of_zero_or_none_are_torchs(cls, set_to_none, backend):
+    for pair in made(cls):
+        for seed in range(3):
+            steps(pair, [seed])
+            for each in pair:
+                each.zero_grad(set_to_none=set_to_none)
+                for p in parameters_of(each)[:2]:
+                    p.grad = torch.zeros_like(p)
+            assert fastamp.optimizer_step(pair[0], max_norm=1e9).way.startswith("native")
+            pair[1].step()
+        assert_as_torch(pair)
+
+
+@each_case
+def test_the_default_dtype_is_torchs(cls, backend):
+    for pair in made(cls):
+        torch.set_default_dtype(torch.float64)
+        try:
+            for seed in range(2):
+                for each in pair:
+                    give(parameters_of(each), seed=seed)
+                fastamp.optimizer_step(pair[0], max_norm=1e9)
+                pair[1].step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert_as_torch(pair)
