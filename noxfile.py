@@ -185,6 +185,14 @@ def run_script(session: nox.Session, name: str) -> None:
 
 
 @nox.session
+def properties(session: nox.Session) -> None:
+    """Draw 3,000 lists of parameters for the update, where the suite draws 300."""
+    env = {"FASTAMP_EXAMPLES": "3000"}
+    options = session.posargs or ["tests/step/test_update_properties.py"]
+    session.run("python", "-I", "-m", "pytest", *options, env=env)
+
+
+@nox.session
 def soak(session: nox.Session) -> None:
     """Use all of fastamp at random, for an hour or `--minutes M`; memory and the like stay flat."""
     run_script(session, "soak")
