@@ -4,10 +4,12 @@ import copy
 import itertools
 import math
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from support.differences import OPTIMIZERS, TORCHS, differences
 from support.reference import update
 from support.updates import MORE_RULES, RULES, SIZES, everything, give, make, scaler_of
 
@@ -208,3 +210,32 @@ def test_after_50_steps_it_is_as_near_to_float64_as_torchs_own(name, dtype, back
         theirs = (after_50_steps(name, dtype, step, **implementation) - exact).abs()
         assert ours.max() <= 1.25 * theirs.max()
         assert ours.median() <= 1.25 * theirs.median()
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "numerics.md"
+
+
+def stated(name):
+    """Return what the page says of an optimizer, by dtype and implementation."""
+    found = {}
+    for line in PAGE.read_text().splitlines():
+        if line.startswith(f"| {name} |"):
+            dtype, *cells = (cell.strip() for cell in line.split("|")[2:-1])
+            found[dtype] = dict(zip(TORCHS, cells, strict=True))
+    return found
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page is of torch 2.13")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_more_differs_from_torch_than_the_documentation_says(name, backend):
+    assert list(stated(name)) == ["float32", "bfloat16", "float16"]
+    for dtype, cells in stated(name).items():
+        for kind, found in differences(name, dtype).items():
+            if cells[kind] == "torch's is inf":
+                assert found.most == math.inf
+            elif cells[kind] == "torch's is wrong":
+                assert found.share > 0.9
+            else:
+                share, most = ("0", "0") if cells[kind] == "none" else cells[kind].split(" %, ")
+                assert 100 * found.share <= float(share)
+                assert found.most <= float(most)

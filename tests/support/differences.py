@@ -1,0 +1,100 @@
+"""How far parameters are from torch's after 20 steps, for docs/numerics.md and its test.
+
+`python -m support.differences`, in the folder `tests`, prints the page's table.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+import fastamp
+
+STEPS = 20
+NUMEL = 20_000
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+OPTIMIZERS = {
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-3}),
+    "Adam, decay 0.01, amsgrad": (
+        torch.optim.Adam,
+        {"lr": 1e-3, "weight_decay": 0.01, "amsgrad": True},
+    ),
+    "SGD, momentum 0.9": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 1e-2}),
+}
+TORCHS = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "for-loop": {"foreach": False},
+}
+
+
+class Difference(NamedTuple):
+    """Between parameters after fastamp's steps and after torch's."""
+
+    share: float
+    """Of the elements that differ."""
+    most: float
+    """The largest difference; inf where torch's parameters are not finite."""
+
+
+def train(name: str, dtype: torch.dtype, **implementation: bool | None) -> torch.Tensor:
+    """Return random parameters after 20 steps, by fastamp if nothing else is asked for."""
+    generator = torch.Generator().manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(NUMEL, generator=generator).to(dtype))
+    cls, options = OPTIMIZERS[name]
+    optimizer = cls([parameter], **options, **(implementation or {"fused": True}))
+    for _ in range(STEPS):
+        parameter.grad = torch.randn(NUMEL, generator=generator).to(dtype)
+        if implementation:
+            optimizer.step()
+        else:
+            report = fastamp.optimizer_step(optimizer, max_norm=1e9)
+            assert report.way.startswith("native"), report.way
+    return parameter.detach().double()
+
+
+def differences(name: str, dtype: str) -> dict[str, Difference]:
+    """Return what lies between fastamp and each of torch's implementations."""
+    ours = train(name, DTYPES[dtype])
+    found = {}
+    for kind, implementation in TORCHS.items():
+        theirs = train(name, DTYPES[dtype], **implementation)
+        by = (ours - theirs).abs()
+        most = by.max().item() if theirs.isfinite().all() else math.inf
+        found[kind] = Difference((by != 0).double().mean().item(), most)
+    return found
+
+
+def rounded_up(value: float) -> float:
+    """Round up to one digit."""
+    digit = 10.0 ** math.floor(math.log10(value))
+    return math.ceil(value / digit) * digit
+
+
+def bound(found: Difference) -> str:
+    """Say what a difference is at most."""
+    if not math.isfinite(found.most):
+        return "torch's is inf"
+    if found.share > 0.9:  # its kernel updates 8 of 1,000
+        return "torch's is wrong"
+    if found.share == 0:
+        return "none"
+    return f"{100 * rounded_up(found.share):.2g} %, {rounded_up(found.most):.0e}"
+
+
+def rows() -> list[list[str]]:
+    """Return the page's table."""
+    found = [["optimizer", "dtype", *TORCHS], ["---"] * 5]
+    for name in OPTIMIZERS:
+        for dtype in DTYPES:
+            cells = [bound(each) for each in differences(name, dtype).values()]
+            found.append([name, dtype, *cells])
+    return found
+
+
+if __name__ == "__main__":
+    for row in rows():
+        print("|", " | ".join(row), "|")  # noqa: T201
