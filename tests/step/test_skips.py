@@ -152,6 +152,29 @@ def test_fused_sgd_leaves_most_short_parameters_as_they_are_in_torch_and_not_her
         assert changed[1] == 8
 
 
+@pytest.mark.parametrize("zero_grad", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_end_unscaled_and_clipped_or_are_left_as_they_are(dtype, zero_grad, backend):
+    parameters, optimizer = make("adamw", dtype, sizes=SIZES[:4], fused=True)
+    for factor, max_norm in (64.0, 0.5), (64.0, None), (1.0, 1e9):
+        give(parameters, factor, seed=1)
+        expected = [p.grad.float() / factor for p in parameters]
+        grads = [p.grad for p in parameters]
+        before = [grad.clone() for grad in grads]
+        if max_norm is not None:
+            norm = torch.linalg.vector_norm(torch.cat([g.flatten().double() for g in expected]))
+            expected = [g * min(1.0, max_norm / (norm.item() + 1e-6)) for g in expected]
+        scaler = scaler_of(init_scale=factor)
+        scaler.step(optimizer, max_norm=max_norm, zero_grad=zero_grad)
+        assert scaler.last_step.way.startswith("native")
+        if zero_grad:
+            assert all(p.grad is None for p in parameters)
+            assert all(map(torch.equal, grads, before))
+        else:
+            assert all(p.grad is grad for p, grad in zip(parameters, grads, strict=True))
+            torch.testing.assert_close(grads, [g.to(dtype) for g in expected])
+
+
 @pytest.mark.parametrize("skips", [True, False])
 @pytest.mark.parametrize("options", [{"fused": True}, {}, {"foreach": True}], ids=str)
 def test_consumed_gradients_are_none_and_change_no_result(options, skips, backend):

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from support.gradients import parameters_with
-from support.updates import SIZES, everything, give, make, scaler_of
+from support.updates import RULES, SIZES, everything, give, make, scaler_of
 
 import fastamp
 
@@ -179,3 +179,16 @@ def test_versions_count_as_torch_counts_them(backend):
 def test_what_is_no_optimizer_is_refused_by_name(optimizer):
     with pytest.raises(TypeError, match="optimizer"):
         fastamp.optimizer_step(optimizer)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_bare_step_is_native_too(name, backend):
+    found = []
+    for max_norm in (None, 1e9):
+        parameters, optimizer = make(name, sizes=SIZES)
+        for seed in range(3):
+            give(parameters, seed=seed)
+            way = fastamp.optimizer_step(optimizer, max_norm).way
+            assert "native" in way or max_norm is None or "dampening" in way
+        found.append(everything(parameters, optimizer))
+    assert found[0] == found[1]
