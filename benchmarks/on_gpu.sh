@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # One command for a machine with a GPU and no network: build against the Python that is there, test,
 # check the kernels with compute-sanitizer, measure with `python -m fastamp.bench`, and write
-# benchmarks/results/<device>.json. Without arguments it runs all three parts. Where a command may
-# take eight minutes at most, run them one by one: on_gpu.sh tests, on_gpu.sh sanitize, on_gpu.sh
-# bench; the results are added to the file. Needs torch, pybind11, scikit-build-core, cmake, ninja,
-# pytest, nvcc. Environment: PYTHON (default python3), RESULTS (default benchmarks/results).
+# benchmarks/results/<device>.json. Without arguments it runs all four parts. Where a command may
+# take eight minutes at most, run them one by one: on_gpu.sh tests, then sanitize, bench and rows (of
+# the step); the results are added to the file. Needs torch, pybind11, scikit-build-core, cmake,
+# ninja, pytest, nvcc. Environment: PYTHON (default python3), RESULTS (default benchmarks/results).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 results=${RESULTS:-benchmarks/results}
-parts=" ${*:-tests sanitize bench} "
+parts=" ${*:-tests sanitize bench rows} "
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 mkdir -p "$results"
@@ -65,11 +65,12 @@ if [[ $parts == *" sanitize "* ]]; then
     step "$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 "${pytest[@]}" "${sanitized[@]}"
   done
 fi
-if [[ $parts == *" bench "* ]]; then
-  for command in amp step loader timer; do
-    step "$command" "$python" -m fastamp.bench "$command" --device cuda --json "$site/bench_$command.json"
-  done
-fi
+commands=()
+if [[ $parts == *" bench "* ]]; then commands+=(amp loader timer); fi
+if [[ $parts == *" rows "* ]]; then commands+=(step); fi
+for command in "${commands[@]}"; do
+  step "$command" "$python" -m fastamp.bench "$command" --device cuda --json "$site/bench_$command.json"
+done
 
 echo "results in $results, $SECONDS s, passed: ${passed[*]-}, failed: ${failed[*]-}"
 ((${#failed[@]} == 0))

@@ -8,6 +8,7 @@ gives each figure its 95 % interval, and the interval its verdict against a targ
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
@@ -92,7 +93,7 @@ def verdict_on(found: Interval, low: float = -math.inf, high: float = math.inf) 
 
 
 class Visit(NamedTuple):
-    """One timed call; `skipped` says that it left out work, so that no ratio may use it."""
+    """The median time of some calls; `skipped` says that they left out work: no ratio has it."""
 
     elapsed_s: float
     skipped: bool = False
@@ -173,26 +174,31 @@ def run_race(
     *,
     device: str = "cpu",
     seed: int = 0,
+    calls: int = 1,
     before: Callable[[str], object] = lambda _: None,
     skipped: Callable[[str], bool] = lambda _: False,
     tick: Callable[[], object] = lambda: None,
 ) -> Race:
     """Time the arms, the first of which is the base, in random mirrored blocks.
 
-    Off the clock, `before` prepares an arm for its visit, `skipped` tells whether the visit left
-    out work, and `tick` follows each round. `seed` is of the orders.
+    A visit is `calls` calls, and its time their median. Off the clock, `before` prepares an arm for
+    each, `skipped` tells whether the visit left out work, and `tick` follows each round. `seed` is
+    of the orders.
     """
     race = Race(arms=list(arms))
     synchronize = torch.get_device_module(device).synchronize  # returns at once on a CPU
     for order in _orders(race, plan, np.random.default_rng(seed)):
         visits = {}
         for name in order:
-            before(name)
-            synchronize()
-            start_s = perf_counter()
-            arms[name]()
-            synchronize()
-            visits[name] = Visit(perf_counter() - start_s, skipped(name))
+            times_s = []
+            for _ in range(calls):
+                before(name)
+                synchronize()
+                start_s = perf_counter()
+                arms[name]()
+                synchronize()
+                times_s.append(perf_counter() - start_s)
+            visits[name] = Visit(median(times_s), skipped(name))
         race.rounds.append(visits)
         tick()
     return race

@@ -79,7 +79,8 @@ class Case:
     """The arms of one race: the first is the base, the last is judged."""
 
     arms: Mapping[str, Callable[[], object]]
-    before: Callable[[str], object] = lambda _: None  # prepares an arm for its visit
+    before: Callable[[str], object] = lambda _: None  # prepares an arm for a call
+    calls: int = 1  # in a visit
     amounts: Mapping[str, float] = field(default_factory=dict)  # of a visit, by name of the rate
     details: Callable[[Race], Details] = lambda _: {}
 
@@ -96,7 +97,8 @@ def run_cases(
     with progress(len(names)) as tick:
         for name in names:
             case = make(name)
-            race = run_race(case.arms, plan, device=args.device, seed=args.seed, before=case.before)
+            shared = {"device": args.device, "seed": args.seed}
+            race = run_race(case.arms, plan, calls=case.calls, before=case.before, **shared)
             races[name], details[name] = race, case.details(race)
             for arm in race.arms if case.amounts else ():
                 time_s = race.quartiles_s(arm)[1]

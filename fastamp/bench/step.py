@@ -1,87 +1,44 @@
 """The step alone: torch's norm, clip and optimizer step against fastamp's, on drawn gradients.
 
-Takes a few minutes on two CPU cores; gpt2 needs 8 GB of memory.
+All rows take about eight minutes on two CPU cores; gpt2 needs 14 GB of memory.
 """
 
 import argparse
 import math
-import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import fastamp
-from fastamp.bench.race import AGAIN, Plan
+from fastamp.bench import peers
+from fastamp.bench.race import Plan
 from fastamp.bench.record import PLAIN, Case, Details, Report, Task, run_cases
+from fastamp.bench.rows import NAMED, RATE, ROWS, WORK, Work, parse_shapes
 from fastamp.train.options import number
 
-Sizes: TypeAlias = list[tuple[int, ...]]
-
-_BLOCK = [(768,)] * 6 + [(2304, 768), (2304,), (768, 768), (3072, 768), (3072,), (768, 3072)]
-GPT2: Sizes = [(50257, 768), (1024, 768), *_BLOCK * 12, (768,), (768,)]
-SHAPES = "gpt2,192x130208,2000x1000"
 SHARDED_SHAPES = "4x2000000,192x50000,1000x1000"  # torch needs long for the first step of DTensors
 MAX_NORM = 1.0  # less than the norm of what is drawn: every step clips
-RATE = 1e-4
-PLAN = Plan(rounds=2000, half_width=0.01, limit_s=8.0)
+PLAN = Plan(rounds=2000, half_width=0.01, limit_s=10.0)
 RANKS_PLAN = Plan(rounds=44)  # on all ranks, whatever their clocks say
-
-
-def _adamw(start: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    return start * (1 - RATE * 0.01) - RATE * grad / (grad.abs() + 1e-8), 0.1 * grad
-
-
-def _sgd(start: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    return start - RATE * grad, grad
-
-
-class Work(NamedTuple):
-    """What is timed, and how often it has to move as much memory as the gradients hold."""
-
-    text: str
-    reads: int
-    updates: int  # reads and writes
-    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
-    moment: str = ""  # a key of the optimizer's state
-    first_step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
-    """The parameter and the moment after the first step, from the parameter and its gradient."""
-
-
-SGD = partial(torch.optim.SGD, lr=RATE, momentum=0.9)
-ADAMW = partial(torch.optim.AdamW, lr=RATE, fused=True)
-WORK = {
-    "norm": Work("the norm of the gradients", 1, 0, SGD),
-    "clip": Work("unscale and clip in place", 1, 1, SGD),
-    "adamw": Work("the whole step with fused AdamW", 2, 3, ADAMW, "exp_avg", _adamw),
-    "sgd": Work("the whole step with SGD and momentum", 2, 2, SGD, "momentum_buffer", _sgd),
-}
-
-
-def _parse_shapes(text: str) -> dict[str, Sizes]:
-    shapes: dict[str, Sizes] = {}
-    for item in text.split(","):
-        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", item)
-        if match is None and item != "gpt2":
-            message = f"{item!r} is not a number of tensors and of elements, as in 2000x1000"
-            raise argparse.ArgumentTypeError(message)
-        shapes[item] = [(int(match[2]),)] * int(match[1]) if match else GPT2
-    return shapes
-
-
+STOCK_RTOL = 1e-3  # torch's float32 norm is off in the fourth digit
+SMALL = 50_000  # elements: a step over fewer takes microseconds, and a visit has many calls
+CALLS = 50
 METRICS = "speedup/ or of_plain/, the shape and the work, as in speedup/gpt2/adamw"
 
 
 def add_options(add: Callable[..., object]) -> None:
     """Add the options of this command alone."""
-    shapes = "gpt2 (124 M in 148 tensors), or tensors and elements of each, separated by commas "
-    shapes += f"(default: {SHAPES}; with --ranks {SHARDED_SHAPES})"
-    add("--shapes", type=_parse_shapes, metavar="LIST", help=shapes)
-    work = ", ".join(f"{name} ({each.text})" for name, each in WORK.items())
-    work += "; several may be given (default: all; with --ranks adamw)"
+    shapes = "; ".join(f"{name} ({each.text})" for name, each in NAMED.items())
+    shapes += "; 2000x1000 is tensors and the elements of each; 465gx1000 makes each a group; "
+    shapes += f"separated by commas (default: {','.join(ROWS)}; with --ranks {SHARDED_SHAPES})"
+    add("--shapes", type=parse_shapes, metavar="LIST", help=shapes)
+    work = "; ".join(f"{name} ({each.text})" for name, each in WORK.items())
+    work += "; several may be given (default: the README's rows of a default shape, all for others,"
+    work += " adamw with --ranks). A default AdamW is neither fused nor foreach."
     add("--work", nargs="+", choices=WORK, metavar="NAME", help=work)
     ranks = "of processes that share the tensors as DTensor shards, on the CPU over gloo"
     add("--ranks", type=number(int, 2), metavar="N", help=ranks)
@@ -89,47 +46,79 @@ def add_options(add: Callable[..., object]) -> None:
 
 def prepare(args: argparse.Namespace) -> Task:
     """Return the job and what does it."""
-    args.shapes = args.shapes or _parse_shapes(SHARDED_SHAPES if args.ranks else SHAPES)
-    args.work = args.work or (["adamw"] if args.ranks else list(WORK))
-    job = {"shapes": list(args.shapes), "work": args.work, "seed": args.seed}
+    args.shapes = args.shapes or parse_shapes(SHARDED_SHAPES if args.ranks else ",".join(ROWS))
+    args.work = args.work or (["adamw"] if args.ranks else None)
+    work = {name: args.work or ROWS.get(name, " ".join(WORK)).split() for name in args.shapes}
+    names = [f"{shape}/{each}" for shape in args.shapes for each in work[shape]]
+    job = {"races": names, "seed": args.seed}
     if args.ranks is None:
-        return job, partial(_run, args)
+        return job, partial(_run, args, names)
     from fastamp.bench import local_ranks  # noqa: PLC0415 - it needs torch.distributed
 
     args.device = "cpu"
-    run = partial(local_ranks.run_on_ranks, args.ranks, _run, args)
+    run = partial(local_ranks.run_on_ranks, args.ranks, _run, args, names)
     return job | {"ranks": args.ranks}, run
 
 
-def _run(args: argparse.Namespace) -> Report:
+def _run(args: argparse.Namespace, names: list[str]) -> Report:
     """Race all work on all shapes, in this process or on each rank."""
-    names = [f"{shape}/{work}" for shape in args.shapes for work in args.work]
-    notes = ["torch: unscale_, clip_grad_norm_, step and update; bare: the optimizer's step alone"]
+    missing: dict[str, dict[str, str]] = {}
+    make = partial(_make_case, args, missing)
+    notes = ["torch: unscale_, clip_grad_norm_, step, update and zero_grad, as the work has them"]
     if args.ranks:
         notes += ["DTensor shards; collectives of one step"]
-    else:
-        plain = "sum() and mul_() over the bytes that the work has to move"
-        notes += [f"plain: {plain}; no limit: it can be beaten; GB/s: those bytes over the time"]
-    plan = RANKS_PLAN if args.ranks else PLAN
-    return run_cases(args, plan, names, partial(_make_case, args), notes)
+        return run_cases(args, RANKS_PLAN, names, make, notes)
+    plain = "sum() and mul_() over the bytes that the work has to move; no limit: it can be beaten"
+    notes += [f"plain pass: {plain}; share: its time over fastamp's; GB/s: fastamp's"]
+    if any(WORK[name.split("/")[1]].peers for name in names):
+        notes += [peers.NOTE]
+    report = run_cases(args, PLAN, names, make, notes)
+    rows = [_make_row(args, name, report, missing.get(name, {})) for name in names]
+    return replace(report, table=rows)
 
 
-def _make_case(args: argparse.Namespace, name: str) -> Case:
-    """Return a race of both sides, after a check of both against plain float64 arithmetic."""
+def _make_row(
+    args: argparse.Namespace, name: str, report: Report, missing: dict[str, str]
+) -> dict[str, str]:
     shape, work = name.split("/")
+    race = report.races[name]
+    times = missing | {arm: _time(race.quartiles_s(arm)[1]) for arm in race.arms}
+    ratio = race.ratio("fastamp")
+    return {
+        "gradients": args.shapes[shape].text,
+        "work": WORK[work].text,
+        "fastamp": times["fastamp"],
+        "torch": times["torch"],
+        "times as fast [95 %]": ratio.text(".2f" if ratio.value < 10 else ".1f", "x"),
+        "plain pass": times[PLAIN],
+        "share": f"{race.ratio('fastamp', PLAIN).value:.0%}",
+        "GB/s": f"{report.details[name]['fastamp']['GB/s']:.2f}",
+        **{peer: times.get(peer, "") for peer in peers.PEERS},
+    }
+
+
+def _time(time_s: float) -> str:
+    value, unit = (time_s * 1e3, "ms") if time_s > 1e-4 else (time_s * 1e6, "us")
+    return f"{value:.{1 if value >= 10 else 2}f} {unit}"
+
+
+def _make_case(args: argparse.Namespace, missing: dict[str, dict[str, str]], name: str) -> Case:
+    """Return a race of all sides, after a check of each against plain float64 arithmetic."""
+    first, _, second = name.partition("/")
+    shape, work = args.shapes[first], WORK[second]
     generator = torch.Generator(args.device).manual_seed(args.seed)
-    draw = partial(torch.randn, device=args.device, generator=generator)
-    grads = [draw(size) for size in args.shapes[shape]]
+    grads = [torch.randn(size, device=args.device, generator=generator) for size in shape.sizes]
     norm = math.sqrt(math.fsum(grad.double().square().sum().item() for grad in grads))
     if args.ranks:
         from fastamp.bench import local_ranks  # noqa: PLC0415 - see prepare
 
         grads = local_ranks.shard(grads)
-    theirs, ours = Side(WORK[work], grads), Side(WORK[work], grads)
-    theirs.check(theirs.torch, norm, rtol=1e-3)  # its float32 norm is off in the fourth digit
+    make = partial(Side, drawn=grads, grouped=shape.grouped)
+    theirs, ours = make(work), make(work)
+    theirs.check(theirs.torch, norm, rtol=STOCK_RTOL)
     ours.check(ours.fastamp, norm, rtol=1e-5)
-    arms: dict[str, Callable[[], object]] = {"torch": theirs.torch, AGAIN: theirs.torch}
-    restore: dict[str, Callable[[], object]] = {"fastamp": ours.restore}
+    arms: dict[str, Callable[[], object]] = {"torch": theirs.torch}
+    restore: dict[str, Callable[[], object]] = {"torch": theirs.restore, "fastamp": ours.restore}
     amounts: dict[str, float] = {}
     details: Details = {}
     if args.ranks:
@@ -137,16 +126,31 @@ def _make_case(args: argparse.Namespace, name: str) -> Case:
         both = {**arms, "fastamp": ours.fastamp}
         details = {arm: {"collectives": count(call)} for arm, call in both.items()}
     else:
-        if ours.work.moment:
-            arms["bare"] = theirs.optimizer.step
         arms[PLAIN], restore[PLAIN], nbytes = _make_plain(ours)
         amounts = {"GB/s": nbytes / 1e9}
+        for peer, optimizer in peers.PEERS.items() if work.peers else ():
+            side = _try_peer(partial(make, work._replace(optimizer=optimizer)), norm)
+            if isinstance(side, Side):
+                arms[peer], restore[peer] = side.torch, side.restore
+            else:
+                missing.setdefault(name, {})[peer] = side
     return Case(
         arms=arms | {"fastamp": ours.fastamp},
-        before=lambda arm: restore.get(arm, theirs.restore)(),
+        before=lambda arm: restore[arm](),
+        calls=CALLS if sum(map(math.prod, shape.sizes)) <= SMALL else 1,
         amounts=amounts,
         details=lambda _: details,
     )
+
+
+def _try_peer(make: Callable[[], "Side"], norm: float) -> "Side | str":
+    """Return a peer's side, or why it is not raced."""
+    try:
+        side = make()
+        side.check(side.torch, norm, rtol=STOCK_RTOL)
+    except peers.ERRORS as error:
+        return peers.why(error)
+    return side
 
 
 def _make_plain(side: "Side") -> tuple[Callable[[], object], Callable[[], object], int]:
@@ -168,42 +172,55 @@ def _make_plain(side: "Side") -> tuple[Callable[[], object], Callable[[], object
 class Side:
     """The parameters, gradients, optimizer and scalers of one side of a race."""
 
-    def __init__(self, work: Work, drawn: list[Tensor]) -> None:
+    def __init__(self, work: Work, drawn: list[Tensor], *, grouped: bool = False) -> None:
         self.work = work
         self.drawn = [_local(grad) for grad in drawn]
         self.parameters = [torch.nn.Parameter(grad + 1) for grad in drawn]
         self.grads = [torch.empty_like(grad) for grad in drawn]
         for parameter, grad in zip(self.parameters, self.grads, strict=True):
             parameter.grad = grad
-        self.optimizer = work.optimizer(self.parameters)
-        # Not a power of two, and not 1: every multiply is a real one.
+        groups = [[each] for each in self.parameters] if grouped else [self.parameters]
+        self.optimizer = work.optimizer([{"params": group} for group in groups], lr=RATE)
+        # Not a power of two, and not 1: every multiply is a real one. It never grows.
         device = self.drawn[0].device.type
-        self.torch_scaler = torch.amp.GradScaler(device, init_scale=1.01)
-        self.scaler = fastamp.GradScaler(device, init_scale=1.01)
+        self.torch_scaler = torch.amp.GradScaler(device, init_scale=1.01, growth_interval=2**30)
+        self.scaler = fastamp.GradScaler(device, init_scale=1.01, growth_interval=2**30)
         for scaler in (self.torch_scaler, self.scaler):
             scaler.scale(torch.ones((), device=device))
 
     def restore(self) -> None:
         """Put the gradients back as backward would leave them."""
         torch._foreach_copy_([_local(grad) for grad in self.grads], self.drawn)
+        if self.work.zero_grad:
+            for parameter, grad in zip(self.parameters, self.grads, strict=True):
+                parameter.grad = grad
 
     def torch(self) -> Tensor | None:
         """Do the work with torch's functions."""
         if not self.work.updates:
             return get_total_norm(self.grads)
-        self.torch_scaler.unscale_(self.optimizer)
+        if self.work.scaler:
+            self.torch_scaler.unscale_(self.optimizer)
         clip_grad_norm_(self.parameters, MAX_NORM)
-        if self.work.moment:
+        if not self.work.scaler:
+            self.optimizer.step()
+        elif self.work.moment:
             self.torch_scaler.step(self.optimizer)
-        self.torch_scaler.update()
+        if self.work.scaler:
+            self.torch_scaler.update()
+        if self.work.zero_grad:
+            self.optimizer.zero_grad()
         return None
 
     def fastamp(self) -> Tensor | None:
         """Do the same with fastamp's."""
         if not self.work.updates:
             return fastamp.get_total_norm(self.grads)
+        if not self.work.scaler:
+            fastamp.optimizer_step(self.optimizer, MAX_NORM)
+            return None
         if self.work.moment:
-            self.scaler.step(self.optimizer, max_norm=MAX_NORM)
+            self.scaler.step(self.optimizer, max_norm=MAX_NORM, zero_grad=self.work.zero_grad)
         else:
             self.scaler.clip_grad_norm_(self.optimizer, MAX_NORM)
         self.scaler.update()
@@ -229,8 +246,11 @@ class Side:
                 assert self.work.moment in state, "no state: there was no step"  # noqa: S101
                 close(_local(state[self.work.moment]), moment)
                 close(_local(parameter.detach()), stepped, atol=1e-7)
+            if self.work.zero_grad:
+                assert parameter.grad is None, "a gradient is left"  # noqa: S101
             elif self.work.updates:
                 close(_local(grad), clipped)
+        self.restore()
 
 
 def _local(tensor: Tensor) -> Tensor:

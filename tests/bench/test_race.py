@@ -80,6 +80,20 @@ def test_a_visit_that_left_out_work_is_counted_and_in_no_ratio(race_of):
     assert race.times_s("b") == pytest.approx([1.0] * 14)
 
 
+def test_a_visit_of_many_calls_is_their_median_each_prepared_off_the_clock(monkeypatch):
+    clock = FakeClock(monkeypatch)
+    times_s, prepared = itertools.cycle([1.0, 2.0, 90.0]), []
+
+    def prepare(name):
+        prepared.append(name)
+        clock.spend(5.0)
+
+    arms = {name: lambda: clock.spend(next(times_s)) for name in "ab"}
+    race = run_race(arms, Plan(rounds=6, warmup=0), calls=3, before=prepare)
+    assert race.times_s("a") == race.times_s("b") == [2.0] * 6
+    assert "".join(prepared) == "".join(3 * name for round_ in race.rounds for name in round_)
+
+
 def test_a_race_stops_when_all_intervals_are_narrow_or_its_time_is_over(race_of):
     rng = np.random.default_rng(0)
     arms = {name: lambda: math.exp(rng.normal(0, 0.05)) for name in "ab"}

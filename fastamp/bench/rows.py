@@ -1,0 +1,96 @@
+"""The rows of the step's table: gradients of several shapes, and what is done with them."""
+
+import re
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Shapes(NamedTuple):
+    """The gradients of a row."""
+
+    text: str
+    sizes: list[tuple[int, ...]]
+    grouped: bool = False  # each parameter is a group of its own
+
+
+_BLOCK = [(768,)] * 6 + [(2304, 768), (2304,), (768, 768), (3072, 768), (3072,), (768, 3072)]
+_GPT2 = [(50257, 768), (1024, 768), *_BLOCK * 12, (768,), (768,)]
+_NETWORK = [(64, 4), (64,), (64, 64), (64,), (2, 64), (2,)]
+NAMED = {
+    "gpt2": Shapes("GPT-2, 124 M in 148 tensors", _GPT2),
+    "network": Shapes("6 tensors, a 4-64-64-2 network", _NETWORK),
+    "lora": Shapes("32 LoRA matrices, 10,000 in all", [(5, 50), (75, 5)] * 16),
+}
+ROWS = {  # the work that is done unless --work asks for other
+    "gpt2": "norm clip adamw adamw-zero-grad adamw-open adamw-open-zero-grad",
+    "192x130208": "adamw adamw-open",
+    "465gx60000": "adamw adamw-open",
+    "2000x1000": "norm adamw adamw-open",
+    "465gx1000": "adamw adamw-open",
+    "network": "adamw-no-scaler adamw-open-no-scaler",
+    "lora": "adamw-no-scaler adamw-open-no-scaler",
+}
+RATE = 1e-4
+
+
+def parse_shapes(text: str) -> dict[str, Shapes]:
+    """Return what is asked for by name, for argparse."""
+    shapes: dict[str, Shapes] = {}
+    for item in text.split(","):
+        match = re.fullmatch(r"([1-9]\d*)(g?)x([1-9]\d*)", item)
+        if match is None and item not in NAMED:
+            message = f"{item!r} is not a number of tensors and of elements, as in 2000x1000"
+            raise ArgumentTypeError(message)
+        shapes[item] = NAMED[item] if match is None else _make_shapes(*match.groups())
+    return shapes
+
+
+def _make_shapes(count: str, grouped: str, size: str) -> Shapes:
+    text = f"{int(count):,} {'groups' if grouped else 'tensors'} of {int(size):,}"
+    return Shapes(text, [(int(size),)] * int(count), grouped == "g")
+
+
+def _adamw(start: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return start * (1 - RATE * 0.01) - RATE * grad / (grad.abs() + 1e-8), 0.1 * grad
+
+
+def _sgd(start: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return start - RATE * grad, grad
+
+
+class Work(NamedTuple):
+    """What is timed, and how often it has to move as much memory as the gradients hold."""
+
+    text: str
+    reads: int
+    updates: int  # reads and writes
+    optimizer: Callable[..., torch.optim.Optimizer]
+    moment: str = ""  # a key of the optimizer's state
+    first_step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    """The parameter and the moment after the first step, from the parameter and its gradient."""
+    zero_grad: bool = False
+    scaler: bool = True
+    peers: bool = False  # race too
+
+
+SGD = partial(torch.optim.SGD, momentum=0.9)
+WORK = {
+    "norm": Work("norm", 1, 0, SGD),
+    "clip": Work("unscale + clip in place", 1, 1, SGD),
+    "sgd": Work("whole step, SGD with momentum", 1, 3, SGD, "momentum_buffer", _sgd),
+}
+for _name, _kind, _fused in (("adamw", "fused", True), ("adamw-open", "default", None)):
+    # The norm reads the gradients. The update moves the parameters, two moments and the gradients,
+    # which it leaves unscaled and clipped unless it consumes them: 36 or 32 bytes an element.
+    _optimizer = partial(torch.optim.AdamW, fused=_fused)
+    _text = f"whole step, {_kind} AdamW"
+    _work = Work(_text, 1, 4, _optimizer, "exp_avg", _adamw, peers=_fused is None)
+    WORK[_name] = _work
+    WORK[f"{_name}-no-scaler"] = _work._replace(text=f"{_text}, no scaler", scaler=False)
+    _work = Work(f"{_text}, zero_grad", 2, 3, _optimizer, "exp_avg", _adamw, zero_grad=True)
+    WORK[f"{_name}-zero-grad"] = _work

@@ -1,0 +1,228 @@
+"""The rows of the step's table: what each is made of, its oracle, and the peers that race in it."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fastamp
+from fastamp.bench import peers, step
+from fastamp.bench.__main__ import main
+from fastamp.bench.race import Plan
+from fastamp.bench.rows import NAMED, ROWS, WORK, parse_shapes
+
+COLUMNS = ["gradients", "work", "fastamp", "torch", "times as fast [95 %]", "plain pass", "share"]
+COLUMNS += ["GB/s", "torch.compile", "DeepSpeedCPUAdam"]
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Return what races, briefly and without what takes seconds to compile, and gives the rows."""
+    monkeypatch.setattr(step, "PLAN", Plan(rounds=8, warmup=2))
+    monkeypatch.setattr(step, "CALLS", 2)
+    monkeypatch.setattr(torch, "compile", lambda step: step)
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+
+    def run(*words):
+        path = tmp_path / "found.json"
+        assert main(["step", "--device", "cpu", "--json", str(path), *words]) == 0
+        return json.loads(path.read_text())
+
+    return run
+
+
+def make_side(work, **options):
+    """Return a side, and the norm of its gradients."""
+    generator = torch.Generator().manual_seed(0)
+    grads = [torch.randn(1000, generator=generator) for _ in range(3)]
+    return step.Side(work, grads, **options), torch.cat(grads).double().norm().item()
+
+
+def test_the_rows_that_the_readme_shows_are_raced_unless_others_are_asked_for():
+    args = argparse.Namespace(shapes=None, work=None, ranks=None, seed=0)
+    job, _ = step.prepare(args)
+    for shape, with_what in (
+        ("gpt2", ("", "-zero-grad")),
+        *((shape, ("",)) for shape in ("192x130208", "465gx60000", "2000x1000", "465gx1000")),
+        ("network", ("-no-scaler",)),
+        ("lora", ("-no-scaler",)),
+    ):
+        names = [f"{shape}/{kind}{end}" for end in with_what for kind in ("adamw", "adamw-open")]
+        assert set(names) == {r for r in job["races"] if r.startswith(f"{shape}/adamw")}
+    assert set(job["races"]) > {"gpt2/norm", "gpt2/clip", "2000x1000/norm"}
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "numel", "text"),
+    [
+        ("gpt2", 148, 124_439_808, "GPT-2, 124 M in 148 tensors"),
+        ("192x130208", 192, 24_999_936, "192 tensors of 130,208"),
+        ("465gx60000", 465, 27_900_000, "465 groups of 60,000"),
+        ("2000x1000", 2000, 2_000_000, "2,000 tensors of 1,000"),
+        ("465gx1000", 465, 465_000, "465 groups of 1,000"),
+        ("network", 6, 4610, "6 tensors, a 4-64-64-2 network"),
+        ("lora", 32, 10_000, "32 LoRA matrices, 10,000 in all"),
+    ],
+)
+def test_a_shape_is_what_its_text_says(name, count, numel, text):
+    assert {*NAMED, "465gx1000"} < set(ROWS)
+    shape = parse_shapes(name)[name]
+    assert (len(shape.sizes), sum(map(math.prod, shape.sizes)), shape.text) == (count, numel, text)
+    assert shape.grouped == ("group" in text)
+
+
+def test_groups_have_one_parameter_each():
+    grouped = make_side(WORK["adamw"], grouped=True)[0].optimizer.param_groups
+    assert [len(group["params"]) for group in grouped] == [1, 1, 1]
+    assert len(make_side(WORK["adamw"])[0].optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_a_name_says_which_optimizer_steps_with_what(name):
+    work, (side, _) = WORK[name], make_side(WORK[name])
+    assert side.optimizer.defaults["fused"] is (True if "fused" in work.text else None)
+    assert side.optimizer.defaults["foreach"] is None
+    assert ("fused" in work.text) == (name.startswith("adamw") and "open" not in name)
+    assert work.zero_grad == ("zero_grad" in work.text) == name.endswith("zero-grad")
+    assert work.scaler != ("no scaler" in work.text)
+    assert work.scaler != name.endswith("no-scaler")
+    assert work.peers == (name in {"adamw-open", "adamw-open-no-scaler"})
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_the_plain_pass_moves_what_the_work_has_to_move(name):
+    least = {"norm": 4, "clip": 12, "sgd": 28}.get(name, 32 if name.endswith("zero-grad") else 36)
+    side, _ = make_side(WORK[name])
+    assert step._make_plain(side)[2] == least * 3000
+
+
+# The oracle
+
+
+@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("side", ["torch", "fastamp"])
+def test_work_that_is_not_done_is_not_timed(work, side, monkeypatch):
+    monkeypatch.setattr(step.Side, side, lambda _self: torch.zeros(()))
+    with pytest.raises(AssertionError, match=r"not close|no state"):
+        main(["step", "--shapes", "3x1000", "--device", "cpu", "--work", work])
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("work", WORK)
+def test_both_sides_of_a_step_agree_with_plain_arithmetic_and_not_with_another_norm(work, grouped):
+    for way, factor in itertools.product(("torch", "fastamp"), (1.0, 1.01)):
+        side, norm = make_side(WORK[work], grouped=grouped)
+        with pytest.raises(AssertionError) if factor > 1 else nullcontext():
+            side.check(getattr(side, way), norm * factor, rtol=1e-4)
+
+
+def test_gradients_that_are_left_where_they_should_be_consumed_are_an_error(monkeypatch):
+    side, norm = make_side(WORK["adamw-zero-grad"])
+    monkeypatch.setattr(side.optimizer, "zero_grad", lambda: None)
+    with pytest.raises(AssertionError, match="a gradient is left"):
+        side.check(side.torch, norm, rtol=1e-3)
+
+
+def test_every_call_has_gradients_to_clip():
+    side, norm = make_side(WORK["adamw-open-zero-grad"])
+    for _ in range(3):
+        side.restore()
+        grads = [parameter.grad for parameter in side.parameters]
+        assert torch.cat(grads).double().norm().item() == pytest.approx(norm)
+        side.fastamp()
+        assert all(parameter.grad is None for parameter in side.parameters)
+
+
+def test_without_a_scaler_fastamps_optimizer_step_is_timed_against_torchs(monkeypatch):
+    called = []
+    monkeypatch.setattr(fastamp, "optimizer_step", lambda *args: called.append(args))
+    side, _ = make_side(WORK["adamw-no-scaler"])
+    monkeypatch.setattr(side, "torch_scaler", None)
+    monkeypatch.setattr(side, "scaler", None)
+    side.restore()
+    side.torch()
+    side.fastamp()
+    assert called == [(side.optimizer, step.MAX_NORM)]
+
+
+# The table, and the peers in it
+
+
+def test_a_row_has_both_times_their_ratio_the_plain_pass_and_the_peers(run):
+    found = run("--shapes", "3gx10", "--work", "adamw", "adamw-open")
+    fused, default = found["table"]
+    assert list(fused) == list(default) == COLUMNS
+    assert [fused["gradients"], fused["work"]] == ["3 groups of 10", "whole step, fused AdamW"]
+    assert default["work"] == "whole step, default AdamW"
+    assert [fused["torch.compile"], fused["DeepSpeedCPUAdam"]] == ["", ""]
+    assert default["torch.compile"].endswith((" us", " ms"))
+    assert default["DeepSpeedCPUAdam"] == "not installed"
+    raced = {name: list(race["arms"]) for name, race in found["races"].items()}
+    assert raced["3gx10/adamw"] == ["torch", "plain", "fastamp"]
+    assert raced["3gx10/adamw-open"] == ["torch", "plain", "torch.compile", "fastamp"]
+    metrics = {
+        f"{kind}/3gx10/{w}" for kind in ("speedup", "of_plain") for w in ("adamw", "adamw-open")
+    }
+    assert set(found["metrics"]) == metrics
+    assert any("bitsandbytes and apex need a GPU" in note for note in found["notes"])
+
+
+def test_peers_are_named_only_where_they_may_race(run):
+    assert not any("apex" in note for note in run("--shapes", "3x10", "--work", "norm")["notes"])
+
+
+def fail(*_):
+    msg = "it failed"
+    raise RuntimeError(msg) from OSError("no compiler\nand a page of output")
+
+
+@pytest.mark.parametrize(
+    ("compiled", "said"),
+    [
+        (fail, "OSError: no compiler"),
+        (lambda _: fail, "OSError: no compiler"),
+        (lambda _: lambda: None, "AssertionError: no state: there was no step"),
+    ],
+)
+def test_a_peer_that_does_not_run_or_is_wrong_says_so_in_its_cell(run, monkeypatch, compiled, said):
+    monkeypatch.setattr(torch, "compile", compiled)
+    (row,) = run("--shapes", "3x10", "--work", "adamw-open-no-scaler")["table"]
+    assert row["torch.compile"] == said
+    assert row["fastamp"].endswith((" us", " ms"))
+
+
+def test_what_takes_minutes_to_compile_is_left_out(run, monkeypatch):
+    monkeypatch.setattr(peers, "MOST_COMPILED", 2)
+    (row,) = run("--shapes", "3x10", "--work", "adamw-open")["table"]
+    assert row["torch.compile"] == "over 2 tensors"
+
+
+def test_deepspeed_races_where_it_is_installed(run, monkeypatch):
+    made = []
+
+    def adam(groups, lr, weight_decay):
+        print("it talks")  # noqa: T201
+        made.append(weight_decay)
+        return torch.optim.AdamW(groups, lr=lr, weight_decay=weight_decay)
+
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setitem(sys.modules, "deepspeed.ops.adam", SimpleNamespace(DeepSpeedCPUAdam=adam))
+    (row,) = run("--shapes", "3x10", "--work", "adamw-open")["table"]
+    assert row["DeepSpeedCPUAdam"].endswith((" us", " ms"))
+    assert made == [0.01]
+
+
+@pytest.mark.parametrize(
+    ("time_s", "text"),
+    [(2e-6, "2.00 us"), (6.5e-5, "65.0 us"), (6.8e-4, "0.68 ms"), (0.1172, "117.2 ms")],
+)
+def test_a_time_has_two_or_three_figures(time_s, text):
+    assert step._time(time_s) == text
