@@ -23,14 +23,10 @@ NOTE = (
 ERRORS = (ImportError, AttributeError, AssertionError, RuntimeError, OSError, SubprocessError)
 
 
-class NotRacedError(RuntimeError):
-    """A peer is left out, for the reason given."""
-
-
 def _compiled(groups: Groups, lr: float) -> Optimizer:
     if sum(len(group["params"]) for group in groups) > MOST_COMPILED:
         msg = f"over {MOST_COMPILED} tensors"
-        raise NotRacedError(msg)
+        raise RuntimeError(msg)
     torch.compiler.reset()  # of one function torch keeps a few compilations only
     optimizer = AdamW(groups, lr=lr)
     optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign]
@@ -40,7 +36,7 @@ def _compiled(groups: Groups, lr: float) -> Optimizer:
 def _deepspeed(groups: Groups, lr: float) -> Optimizer:
     if importlib.util.find_spec("deepspeed") is None:
         msg = "not installed"
-        raise NotRacedError(msg)
+        raise RuntimeError(msg)
     with redirect_stdout(sys.stderr):  # where it says what it does
         adam = importlib.import_module("deepspeed.ops.adam")
         optimizer: Optimizer = adam.DeepSpeedCPUAdam(groups, lr=lr, weight_decay=0.01)
@@ -55,9 +51,6 @@ PEERS: dict[str, Callable[..., Optimizer]] = {
 
 def why(error: BaseException) -> str:
     """Return in a few words why a peer is not raced."""
-    if isinstance(error, NotRacedError):
-        return str(error)
     while error.__cause__ is not None:
         error = error.__cause__
-    line = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {line}"[:60]
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:60]

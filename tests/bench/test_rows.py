@@ -187,9 +187,9 @@ def fail(*_):
 @pytest.mark.parametrize(
     ("compiled", "said"),
     [
-        (fail, "OSError: no compiler"),
-        (lambda _: fail, "OSError: no compiler"),
-        (lambda _: lambda: None, "AssertionError: no state: there was no step"),
+        (fail, "no compiler"),
+        (lambda _: fail, "no compiler"),
+        (lambda _: lambda: None, "no state: there was no step"),
     ],
 )
 def test_a_peer_that_does_not_run_or_is_wrong_says_so_in_its_cell(run, monkeypatch, compiled, said):
