@@ -299,9 +299,14 @@ class Update {
       meet(tensor, other);
       view.step = static_cast<float*>(found->data);
     };
+    const auto state_of_param = [&] {
+      PyObject* state = reader[param.ptr()];
+      ahead_.met(state);
+      return state;
+    };
     switch (list_.rule) {
       case Rule::kAdam: {
-        PyObject* state = reader[param.ptr()];
+        PyObject* state = state_of_param();
         add_state(state, k.exp_avg);
         add_state(state, k.exp_avg_sq);
         if (group.amsgrad) add_state(state, k.max_exp_avg_sq);
@@ -309,10 +314,10 @@ class Update {
         break;
       }
       case Rule::kSgd:
-        if (group.momentum != 0) add_state(reader[param.ptr()], k.momentum_buffer);
+        if (group.momentum != 0) add_state(state_of_param(), k.momentum_buffer);
         break;
       case Rule::kAdagrad: {
-        PyObject* state = reader[param.ptr()];
+        PyObject* state = state_of_param();
         add_state(state, k.sum);
         add_step(state);
       }
