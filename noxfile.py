@@ -186,9 +186,10 @@ def run_script(session: nox.Session, name: str) -> None:
 
 @nox.session
 def properties(session: nox.Session) -> None:
-    """Draw 3,000 lists of parameters for the update, where the suite draws 300."""
+    """Draw 3,000 lists of parameters for the update, and 3,000 times changes between steps."""
     env = {"FASTAMP_EXAMPLES": "3000"}
-    options = session.posargs or ["tests/step/test_update_properties.py"]
+    names = ("update_properties", "noticed_properties")
+    options = session.posargs or [f"tests/step/test_{name}.py" for name in names]
     session.run("python", "-I", "-m", "pytest", *options, env=env)
 
 
