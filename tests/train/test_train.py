@@ -1,27 +1,20 @@
-"""`fastamp.fine_tune` on real data, step by step against hand-written loops, and its command."""
+"""`fastamp.fine_tune` on real data, and step by step against hand-written loops."""
 
 from __future__ import annotations
 
 import math
-import os
 import pickle
 import re
-import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
 import torch
-from support.processes import CONTEXT
-from support.trainable import make_data, make_model, run, run_command
+from support.trainable import make_data, make_model, run
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import fastamp
 from fastamp import ModelCall, TrainConfig, fine_tune
-from fastamp.train import __main__ as command
 from fastamp.train.gpt import GPT, Shape
 from fastamp.train.text import load_corpus
 
@@ -328,132 +321,6 @@ def test_data_that_cannot_be_trained_on_is_refused(data, fields, error, message)
         fine_tune(torch.nn.Dropout(), make_data())
 
 
-SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--block-size", "16", "--lr", "0.01"]
-
-
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text"
-    path.write_text("the quick brown fox jumps over the lazy dog. " * 300)
-    return str(path)
-
-
-def test_the_command_trains_and_resumes(text, tmp_path, capsys):
-    args = ["--data", text, *SMALL, "--steps", "60", "--checkpoint-dir", str(tmp_path / "run")]
-    assert command.main(args) == 0
-    first = capsys.readouterr()
-    assert "60 steps in 32-true, 0 skipped\ntrain_loss: 5." in first.out
-    assert first.err == ""
-    loss = float(re.search("val_loss: .* to ([0-9.]+)", first.out)[1])
-    assert loss < 3
-    assert command.main(args) == 0
-    assert re.search("val_loss: .*", capsys.readouterr().out)[0] in first.out
-    with pytest.raises(SystemExit) as raised:
-        command.main([*args, "--lr", "0.02"])
-    assert raised.value.code == 1
-    assert "it has lr=0.01, this run 0.02" in capsys.readouterr().err
-    assert command.main([*args, "--lr", "0.02", "--no-resume"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--steps", "0"], "argument --steps: '0' is not an integer from 1 to 1e+09"),
-        (["--steps", "9" * 20], "argument --steps: '99999999999999999999' is not"),
-        (["--lr", "inf"], "argument --lr: 'inf' is not a number from 1e-12 to 1e+06"),
-        (["--device", "mps"], "argument --device: expected an available device, got 'mps'"),
-        (["--width", "100000000"], "argument --width: 100000000 needs 7,152,573,666 GiB at least"),
-        (["--layers", "10000", "--width", "1024"], "argument --layers: 10000 needs 2,268 GiB"),
-        (["--batch-size", "1000000000"], "argument --batch-size: 1000000000 needs"),
-        (["--block-size", "1000000000"], "argument --block-size: 1000000000 needs 10000000010"),
-        (["--width", "10"], "argument --width: 10 is no multiple of --heads 4"),
-        (
-            ["--data", "/nowhere"],
-            "argument --data: '/nowhere' is no file, and no folder that holds one",
-        ),
-        (["--device", "abacus"], "argument --device: expected an available device"),
-        (["--parallel", "ddp"], "argument --parallel: 'ddp' needs ranks: start them with torchrun"),
-        (["--precision", "8"], "argument --precision: invalid choice: '8'"),
-    ],
-)
-def test_the_command_refuses_bad_arguments(args, message, capsys):
-    with pytest.raises(SystemExit) as raised:
-        command.main(args)
-    assert raised.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"RANK": "x"}, "RANK: expected an integer of at least 0, got 'x'"),
-        ({"LOCAL_RANK": "1.5"}, "LOCAL_RANK: expected an integer of at least 0, got '1.5'"),
-        ({"WORLD_SIZE": "2", "MASTER_ADDR": "a", "RANK": "0"}, "MASTER_PORT: .*, got None"),
-        (
-            {"WORLD_SIZE": "2", "MASTER_ADDR": "a", "RANK": "2", "MASTER_PORT": "1"},
-            "RANK: expected less than WORLD_SIZE=2, got 2",
-        ),
-    ],
-)
-def test_variables_of_a_launcher_are_refused_by_name(variables, message, monkeypatch, capsys):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as raised:
-        command.main([])
-    assert raised.value.code == 2
-    assert re.fullmatch(rf"python -m fastamp.train: error: {message}\n", capsys.readouterr().err)
-    if len(variables) > 2:
-        with pytest.raises(ValueError, match=message):
-            run()
-
-
-def test_a_rank_without_a_launcher_prints_its_result(text, monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "3")
-    assert command.main(["--data", text, *SMALL, "--steps", "1"]) == 0
-    assert "1 steps in 32-true" in capsys.readouterr().out
-
-
 def test_a_size_is_that_of_the_model():
     shape = Shape(layers=3, heads=2, width=16, block_size=5)
     assert shape.n_parameters == sum(p.numel() for p in GPT(shape).parameters())
-
-
-@pytest.mark.parametrize("name", ["train", "bench"])
-def test_a_backend_that_is_not_there_is_one_line_of_a_command(name):
-    done = subprocess.run(
-        [sys.executable, "-m", f"fastamp.{name}"],
-        env={**os.environ, "FASTAMP_BACKEND": "zz"},
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch("FASTAMP_BACKEND='zz' is not a backend; available: .*\n", done.stderr)
-
-
-def test_the_command_ends_as_a_signal_would(text, tmp_path):
-    args = ["--data", text, *SMALL, "--steps", "100000", "--checkpoint-every", "50"]
-    args += ["--checkpoint-dir", str(tmp_path / "run")]
-    for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
-        found = set(tmp_path.glob("run/*.pt"))
-        child = CONTEXT.Process(target=run_command, args=(args, tmp_path / "errors"))
-        child.start()
-        while set(tmp_path.glob("run/*.pt")) <= found:
-            assert child.is_alive()
-            time.sleep(0.01)
-        os.kill(child.pid, number)
-        child.join(240)
-        assert child.exitcode == status
-        message = (tmp_path / "errors").read_text()
-        assert ("interrupted; resume from" in message) == (number == signal.SIGINT)
-
-
-def test_importing_fastamp_imports_no_extra_and_no_slow_part_of_torch():
-    code = "import sys, torch, numpy; before = {*sys.modules}; import fastamp\n"
-    code += "print(*{*sys.modules} - before)"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    extras = ("lightning", "pytorch_lightning", "accelerate", "transformers", "wandb", "sklearn")
-    extras += ("matplotlib", "tensorboard", "tqdm", "pynvml", "torch._dynamo")
-    extras += ("torch.distributed.tensor", "torch.distributed.checkpoint")
-    assert "fastamp.train" in done.stdout.split()
-    assert not [name for name in done.stdout.split() if name.startswith(extras)]

@@ -1,0 +1,126 @@
+"""What the timer tells: figures, tables, files, and what ranks compare."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import numpy as np
+import pytest
+from support import ranks, reference, timed
+
+from fastamp import Timer
+
+
+def durations(shape: str, size: int = 100_000) -> np.ndarray:
+    """Return nanoseconds."""
+    rng = np.random.default_rng(0)
+    if shape == "lognormal":
+        return rng.lognormal(13, 2, size).astype(np.int64)
+    if shape == "bimodal":
+        fast, slow = rng.normal(2e4, 500, size), rng.normal(3e9, 1e8, size)
+        return np.where(rng.random(size) < 0.7, fast, slow).astype(np.int64)
+    return np.full(size, 123_456_789)
+
+
+def record(timer: Timer, name: str, values_ns: np.ndarray) -> None:
+    """Count durations that nobody waited for."""
+    region = timer(name)
+    for value in values_ns.tolist():
+        region.add(value)
+
+
+@pytest.mark.parametrize("shape", ["lognormal", "bimodal", "constant"])
+def test_figures_are_exact_and_percentiles_within_a_bucket(timer, shape):
+    values_ns = durations(shape)
+    record(timer, shape, values_ns)
+    stats = timer.summary()[shape]
+    expected = reference.durations(values_ns)
+    for name in ("count", "total", "mean", "min", "max"):
+        assert getattr(stats, name) == expected[name], name
+    for name in ("p50", "p90", "p99"):
+        assert getattr(stats, name) == pytest.approx(expected[name], rel=0.032), name
+
+
+def test_no_bucket_is_wider_than_promised_and_all_are_the_same_everywhere(timer):
+    exact = [*range(200), *(2**k + d for k in range(8, 50) for d in (-1, 0, 1)), 2**62]
+    for value in exact:
+        timer.reset()
+        record(timer, "x", np.array([value]))
+        stats = timer.summary()["x"]
+        assert stats.histogram == ((reference.bucket(value), 1),), value
+        assert stats.p50 == stats.min == stats.max == value / 1e9
+
+
+def test_merged_summaries_are_those_of_one_timer(backend):
+    values_ns = durations("lognormal", 10_000)
+    whole, *parts = (Timer("cpu") for _ in range(3))
+    record(whole, "x", values_ns)
+    record(parts[0], "x", values_ns[:3000])
+    record(parts[1], "x", values_ns[3000:])
+    record(parts[1], "only here", values_ns[:1])
+    merged = Timer.merge(*(part.summary() for part in parts))
+    expected = whole.summary()["x"]
+    assert merged["x"].histogram == expected.histogram
+    assert merged["x"][:-1] == pytest.approx(expected[:-1])
+    assert merged["only here"].count == 1
+    assert Timer.merge() == {}
+
+
+def test_json_has_the_summary(timer, tmp_path):
+    record(timer, "x", durations("bimodal", 1000))
+    timer.to_json(tmp_path / "timer.json")
+    content = json.loads((tmp_path / "timer.json").read_text())
+    assert (content["schema"], content["unit"], content["device"]) == (1, "s", "cpu")
+    expected = timer.summary()["x"]
+    assert content["regions"]["x"] == {
+        **expected._asdict(),
+        "histogram": [*map(list, expected[-1])],
+    }
+
+
+def test_the_table_has_a_line_for_each_region(timer):
+    with timer("step"), timer("forward"):
+        pass
+    record(timer, "fixed", np.array([2_500_000, 2_500_000]))
+    lines = timer.table().splitlines()
+    assert lines[0].split()[:3] == ["region", "count", "total"]
+    assert [line.split()[0] for line in lines[1:]] == ["step", "step/forward", "fixed"]
+    assert lines[-1].split() == ["fixed", "2", "5", "ms", *["2.5", "ms"] * 6]
+    assert Timer("cpu").table().startswith("region")
+
+
+def test_a_trace_that_nobody_asked_for_is_refused(timer, tmp_path):
+    with pytest.raises(RuntimeError, match=r"make it with Timer\(trace=True\)"):
+        timer.to_chrome_trace(tmp_path / "trace.json")
+
+
+def test_a_trace_keeps_the_newest_regions(backend, tmp_path):
+    timer = Timer("cpu", trace=True)
+    for _ in range(70_000):
+        with timer("x"):
+            pass
+    with timer("outer"), timer("inner"):
+        time.sleep(0.001)
+    timer.to_chrome_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert len(events) == 65536
+    inner, outer = events[-2:]
+    assert (inner["name"], inner["ph"]) == ("outer/inner", "X")
+    assert outer["ts"] <= inner["ts"]
+    assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
+    assert inner["dur"] >= 1000
+    assert timer.summary()["x"].count == 70_000
+
+
+@pytest.fixture(scope="module")
+def two():
+    with ranks.start(2) as started:
+        yield started
+
+
+def test_ranks_are_compared_in_one_gather(timer, backend, two):
+    timer("x").add(2_000_000)
+    assert timer.summary_over_ranks() == {"x": (0.002, 0, 0.002, 0)}
+    expected = {"step": (0.001, 0, 0.003, 1), "only": (0.005, 1, 0.005, 1)}
+    assert two.run(2, timed.compare_ranks, backend) == [(expected, 1)] * 2
