@@ -1,9 +1,10 @@
 """The op table: what every backend does with tensors, and which one serves which tensor."""
 
 from fastamp._ops.choose import FALLBACK, backends, host_ops, ops_for, use_only
-from fastamp._ops.held import Held, Tensors, hold, index_in_whole
+from fastamp._ops.held import Held, Tensors, hold, index_in_whole, parts_of
 from fastamp._ops.types import (
     NO_STATE,
+    OTHER_TYPE,
     Clip,
     Column,
     Gatherer,
@@ -22,6 +23,7 @@ from fastamp._ops.types import (
 __all__ = [
     "FALLBACK",
     "NO_STATE",
+    "OTHER_TYPE",
     "Clip",
     "Column",
     "Gatherer",
@@ -42,5 +44,6 @@ __all__ = [
     "index_in_whole",
     "local_of",
     "ops_for",
+    "parts_of",
     "use_only",
 ]

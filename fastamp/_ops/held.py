@@ -2,18 +2,19 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from fastamp._ops.graph import GraphPack
 from fastamp._ops.groups import pack
-from fastamp._ops.types import Packed, is_plain
+from fastamp._ops.types import OTHER_TYPE, Packed, is_plain
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from fastamp._ops.parts import Parts
     from fastamp._ops.sharded import Shards
 
 P = ParamSpec("P")
@@ -64,6 +65,15 @@ def hold(
     from fastamp._ops import sharded  # noqa: PLC0415 - it costs half a second
 
     return sharded.shards_of(tensors, process_group, owners, align=align)
+
+
+def parts_of(groups: list[dict[str, Any]], states: dict[Tensor, Any]) -> "Parts | str":
+    """Return what this rank holds of an optimizer with DTensors; or say why it takes torch."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return OTHER_TYPE
+    from fastamp._ops import parts  # noqa: PLC0415 - it costs half a second
+
+    return parts.parts_of(groups, states)
 
 
 def index_in_whole(tensor: Tensor, index: int) -> int:

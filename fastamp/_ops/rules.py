@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import torch
 from torch import Tensor
 
-from fastamp._ops.types import NO_STATE, Packed, Rule, is_plain
+from fastamp._ops.types import NO_STATE, OTHER_TYPE, Packed, Rule, is_plain
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -127,7 +127,7 @@ def _read(
     grad = param.grad
     assert grad is not None  # noqa: S101 - the caller has looked
     if not is_plain([param, grad]):
-        _refuse("a parameter is of another type")
+        _refuse(OTHER_TYPE)
     if not _is_dense(param):
         _refuse("a parameter's dtype, layout or device")
     if not _is_like(grad, param):

@@ -13,6 +13,7 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 COMPILED_NORMS = (1.0, 2.0, math.inf)
 RegionMaker: TypeAlias = "Callable[[str, Any, bool], Region]"
 NO_STATE = "no state"
+OTHER_TYPE = "a parameter is of another type"
 
 
 class Rule(Enum):
@@ -129,7 +130,8 @@ class Update(Protocol):
     def read(self, groups: list[dict[str, Any]], states: dict[Tensor, Any]) -> Packed | str:
         """Return the gradients, or say why torch has to make this step.
 
-        NO_STATE says that a parameter with a gradient has none.
+        NO_STATE says that a parameter with a gradient has none, OTHER_TYPE that it is no plain
+        tensor.
         """
 
     def forget(self) -> None:

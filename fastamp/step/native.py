@@ -6,7 +6,7 @@ The optimizer's state stays torch's own, so that anyone can call `optimizer.step
 import inspect
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,6 +17,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from fastamp import _ops
 from fastamp._ops import Packed, Rule, Update
 
+if TYPE_CHECKING:
+    from fastamp._ops.parts import Parts
+
 _Told: TypeAlias = Callable[[Tensor | None], None] | None
 _RULES = {Adam: Rule.ADAM, AdamW: Rule.ADAMW, SGD: Rule.SGD, Adagrad: Rule.ADAGRAD}
 _updates: "WeakKeyDictionary[Optimizer, tuple[str, Update]]" = WeakKeyDictionary()
@@ -26,9 +29,13 @@ class NativeStep(NamedTuple):
     """One optimizer's step, its gradients read and its update still to be made."""
 
     grads: Packed
-    update: Update
+    """What this rank holds of them."""
+    is_spread: bool
+    """Whether other ranks hold more of them."""
     apply: Callable[..., None]
-    """`update.apply_`, in the range that torch's step opens while a profiler runs."""
+    """`Update.apply_`, in the range that torch's step opens while a profiler runs."""
+    forget: Callable[[], None]
+    """Lets go of what was read, in place of `apply`."""
     told: _Told
     """Is called with found_inf after the update."""
 
@@ -42,17 +49,33 @@ def read(optimizer: Optimizer) -> NativeStep | str:
     update = _update_of(optimizer, rule)
     if isinstance(update, str):
         return update
-    grads = update.read(optimizer.param_groups, optimizer.state)
+    grads, parts = _read(optimizer, update)
     if grads == _ops.NO_STATE:
         reason = _make_state(optimizer, rule)
-        grads = reason or update.read(optimizer.param_groups, optimizer.state)
+        grads, parts = (reason, None) if reason else _read(optimizer, update)
     if isinstance(grads, str):
         return grads
-    apply = update.apply_
+    apply, forget = update.apply_, update.forget
+    if parts is not None:
+        apply, forget = parts.wrap(apply, forget)
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         name = f"Optimizer.step#{type(optimizer).__name__}.step"
         apply = torch.autograd.profiler.record_function(name)(apply)
-    return NativeStep(grads, update, apply, told)
+    return NativeStep(grads, parts is not None, apply, forget, told)
+
+
+def _read(optimizer: Optimizer, update: Update) -> "tuple[Packed | str, Parts | None]":
+    """Read the gradients, of DTensors what this rank holds; or say why torch has to step."""
+    grads = update.read(optimizer.param_groups, optimizer.state)
+    if grads != _ops.OTHER_TYPE:
+        return grads, None
+    parts = _ops.parts_of(optimizer.param_groups, optimizer.state)
+    if isinstance(parts, str):
+        return parts, None
+    grads = update.read(parts.groups, parts.states)
+    if isinstance(grads, str):
+        parts.forget()
+    return grads, parts
 
 
 def _why_torchs(optimizer: Optimizer) -> _Told | str:

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
+from fastamp import _ops
 from fastamp.step import native
 from fastamp.step.arguments import above_zero, as_bound, check_state
 from fastamp.step.by_torch import step_by_torch
@@ -34,8 +35,8 @@ class GradScaler(Reading):
     and one read of a flag.
 
     DTensors, of any meshes and placements, cost one all-reduce for each process group, and all
-    ranks find the same norm, verdict and scale. So do plain gradients with a `process_group`; with
-    DDP, where all ranks have the same ones, leave it out.
+    ranks find the same norm, verdict and scale; each updates the parts that it holds. So do plain
+    gradients with a `process_group`; with DDP, where all ranks have the same ones, leave it out.
 
     Args:
         device: type of the device that the losses are on.
@@ -283,14 +284,12 @@ class GradScaler(Reading):
         """Read the gradients of optimizers that fastamp steps itself; or say why torch has to."""
         if any(given is not None for given in (*args, *kwargs.values())):
             return "the step has arguments"
-        if self.process_group is not None:
-            return "gradients are spread over a process_group"
         steps: list[native.NativeStep] = []
         for optimizer in optimizers:
             step = native.read(optimizer)
             if isinstance(step, str):
                 for other in steps:
-                    other.update.forget()
+                    other.forget()
                 return step
             steps.append(step)
         return steps
@@ -308,11 +307,12 @@ class GradScaler(Reading):
         is_ready = states[0]["stage"] is OptState.READY
         factor = None
         if is_ready or max_norm is not None:
-            grads = steps[0].grads if len(steps) == 1 else self._pack(optimizers)
-            assert grads is not None  # noqa: S101 - they are plain tensors
+            grads = steps[0].grads
+            if len(steps) > 1 or steps[0].is_spread or self.process_group is not None:
+                grads = cast("_ops.Packed", self._pack(optimizers))
             if is_ready and grads.has_float16 and not all(map(is_fused, optimizers)):
                 for step in steps:
-                    step.update.forget()
+                    step.forget()
                 refuse_float16(grads)
             skipped = self._counter(grads.device) if is_ready else None
             clip = self._clip(grads.device, states[0], max_norm, skipped=skipped)

@@ -43,7 +43,7 @@ class Run:
         self.model_call = config.model_call or ModelCall(config.loss_fn)
         options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
         if ranks.mode == "fsdp" and config.max_norm is None:
-            options["fused"] = False  # torch's fused SGD and Adagrad do not support DTensors
+            options["fused"] = None  # torch's fused SGD and Adagrad do not support DTensors
         self.optimizer = make_optimizer(model, config.optimizer, **options)
         self.scaler = GradScaler(self.device.type, enabled=self.precision == "16-mixed")
         self.schedule = Schedule(
