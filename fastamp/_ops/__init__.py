@@ -1,6 +1,7 @@
 """The op table: what every backend does with tensors, and which one serves which tensor."""
 
 from fastamp._ops.choose import FALLBACK, backends, host_ops, ops_for, use_only
+from fastamp._ops.graph import outside_graphs
 from fastamp._ops.held import Held, Tensors, hold, index_in_whole, parts_of
 from fastamp._ops.types import (
     NO_STATE,
@@ -44,6 +45,7 @@ __all__ = [
     "index_in_whole",
     "local_of",
     "ops_for",
+    "outside_graphs",
     "parts_of",
     "use_only",
 ]

@@ -1,13 +1,32 @@
 """The op table in graphs of torch.compile, which cannot look into it: as torch's own operators."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.library import custom_op
 
 from fastamp._ops.groups import pack
 from fastamp._ops.types import Clip, GradStats
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+def outside_graphs(function: C) -> C:
+    """Have torch.compile break its graph once where a function is called, and not look inside.
+
+    It is what torch.compiler.disable does, without the import of dynamo and without a wrapper,
+    which would be a frame more in every step.
+    """
+    hooks: Any = torch._C._dynamo.eval_frame
+    if not hasattr(hooks, "_FrameExecStrategy"):  # torch 2.6
+        return _disable_dynamo(function)  # type: ignore[return-value]
+    skip = hooks._FrameAction.SKIP
+    hooks.set_code_exec_strategy(function.__code__, hooks._FrameExecStrategy(skip, skip))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
 
 
 class GraphPack:

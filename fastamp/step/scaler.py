@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
@@ -93,6 +92,7 @@ class GradScaler(Reading):
         """How many steps were skipped so far; waits for the device."""
         return self._skipped_before + sum(int(count.item()) for count in self._skipped.values())
 
+    @_ops.outside_graphs
     def step(
         self,
         optimizer: Optimizer | Sequence[Optimizer],
@@ -139,9 +139,6 @@ class GradScaler(Reading):
             ValueError: `max_norm` is NaN or below 0; a list is empty or has an optimizer twice; or
                 a gradient is float16 and the optimizer is not fused.
         """
-        if torch.compiler.is_compiling():
-            kwargs |= {"max_norm": max_norm, "zero_grad": zero_grad, "scheduler": scheduler}
-            return _step_outside_graph(self, optimizer, *args, **kwargs)
         several = isinstance(optimizer, list | tuple)
         optimizers: list[Optimizer] = [*optimizer] if several else [optimizer]  # type: ignore[misc, list-item]
         max_norm = None if max_norm is None else as_bound("max_norm", max_norm)
@@ -175,6 +172,7 @@ class GradScaler(Reading):
                 observer.stepped()
         return results if several else results[0]
 
+    @_ops.outside_graphs
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """Unscale the gradients, check them and clip them, in place, for use before the step.
 
@@ -210,6 +208,7 @@ class GradScaler(Reading):
         state["stage"] = OptState.UNSCALED
         return stats.norm
 
+    @_ops.outside_graphs
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapt the loss scale to what the steps found, or set it; see `torch.amp.GradScaler`.
 
@@ -331,12 +330,6 @@ class GradScaler(Reading):
             if step.told is not None:
                 step.told(found_inf)
         return [None] * len(steps)
-
-
-@_disable_dynamo
-def _step_outside_graph(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
-    """Step where torch.compile has broken its graph, so that compiled loops get the same bits."""
-    return scaler.step(*args, **kwargs)
 
 
 def _step_bare(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
+from fastamp._ops import outside_graphs
 from fastamp.step.report import StepReport
 from fastamp.step.scaler import GradScaler
 from fastamp.step.schedule import Schedulers
@@ -12,6 +13,7 @@ from fastamp.step.schedule import Schedulers
 _own = threading.local()
 
 
+@outside_graphs
 def optimizer_step(
     optimizer: Optimizer | Sequence[Optimizer],
     max_norm: float | None = None,

@@ -1,4 +1,4 @@
-"""What torch.compile makes of the clip functions: one graph and no warning, as of torch's."""
+"""What torch.compile makes of the clip functions and steps: one graph, and one break of it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.bits import bits
 from support.gradients import parameters_with, random
+from torch._dynamo.utils import counters
 from torch.library import opcheck
 
 import fastamp
@@ -78,3 +79,52 @@ def test_a_norm_that_is_not_finite_is_an_error_of_the_compiled_call(backend, dev
     with pytest.raises(RuntimeError, match=r"first in the gradient of parameters\[1\]"):
         clip(parameters, 1.0, error_if_nonfinite=True)
     assert parameters[1].grad.tolist() == [1.0, math.inf]
+
+
+STEPS: dict[str, Callable[[fastamp.GradScaler, torch.optim.Optimizer], object]] = {
+    "step": lambda scaler, optimizer: scaler.step(optimizer, max_norm=0.5),
+    "update": lambda scaler, _: scaler.update(),
+    "clip_grad_norm_": lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 0.5),
+    "optimizer_step": lambda _, optimizer: fastamp.optimizer_step(optimizer, 0.5),
+}
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch 2.6 counts otherwise")
+@pytest.mark.parametrize("call", STEPS.values(), ids=STEPS)
+def test_a_step_breaks_the_graph_once_and_gives_the_bits_of_the_eager_one(backend, device, call):
+    found = []
+    for compiles in (True, False):
+        parameters = parameters_with(*[random(9, torch.float32, device, seed=i) for i in (1, 2)])
+        optimizer = torch.optim.AdamW(parameters, lr=0.1)
+        scaler = fastamp.GradScaler(device, init_scale=8.0)
+        scaler.scale(torch.ones((), device=device))
+        scaler.unscale_(optimizer)
+
+        def train(x, scaler=scaler, optimizer=optimizer):
+            y = x + 1
+            call(scaler, optimizer)
+            return y * 2
+
+        torch.compiler.reset()
+        counters.clear()
+        run = torch.compile(train, backend="eager") if compiles else train
+        assert run(torch.ones(())).item() == 4
+        assert sum(counters["graph_break"].values()) == compiles
+        assert counters["stats"]["unique_graphs"] == 2 * compiles  # before the call and after it
+        found.append([bits(t.detach()).tobytes() for p in parameters for t in (p, p.grad)])
+    assert found[0] == found[1]
+
+
+def test_what_a_step_calls_may_be_compiled(backend, device):
+    parameters = parameters_with(random(9, torch.float32, device))
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    double = torch.compile(lambda x: x * 2, backend="eager", fullgraph=True)
+    torch.compiler.reset()
+    counters.clear()
+
+    def train():
+        return fastamp.GradScaler(device, enabled=False).step(optimizer, lambda: double(x))
+
+    x = torch.ones((), device=device)
+    assert [torch.compile(train, backend="eager")().item(), train().item()] == [2.0, 2.0]
+    assert counters["stats"]["unique_graphs"] >= 1
