@@ -48,15 +48,13 @@ T __shfl_xor_sync(unsigned mask, T value, int lanes) {
   return __shfl_sync(mask, value, static_cast<int>(threadIdx.x % 32) ^ lanes);
 }
 
-inline unsigned __float_as_uint(float x) { return fastamp::bits_of(x); }
-
-inline double __hiloint2double(int high, int low) {
-  const std::uint64_t bits = static_cast<std::uint64_t>(static_cast<std::uint32_t>(high)) << 32 |
-                             static_cast<std::uint32_t>(low);
-  double value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
+/// Blocks run one after the other, so that nothing is between the two.
+inline double atomicAdd(double* address, double value) {
+  const double old = *address;
+  *address += value;
+  return old;
 }
+inline void __threadfence() {}
 
 enum cudaError_t {
   cudaSuccess = 0,
@@ -100,6 +98,13 @@ inline cudaError_t cudaSetDevice(int device) {
 
 inline cudaError_t cudaDriverGetVersion(int* version) {
   *version = 13000;
+  return cudaSuccess;
+}
+
+enum cudaDeviceAttr { cudaDevAttrSingleToDoublePrecisionPerfRatio };
+
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = fastamp::emulate::float64_ratio;
   return cudaSuccess;
 }
 

@@ -1,10 +1,16 @@
-// The one symbol of the library that holds the emulated kernels.
+// The symbols of the library that holds the emulated kernels.
 #include <cstddef>
 
+#include "emulate/grid.h"
 #include "step/ops.h"
 
 /// Returns the op table of the kernels, and the size that it has here.
 extern "C" const fastamp::OpTable* fastamp_emulated_ops(std::size_t* size) {
   *size = sizeof(fastamp::OpTable);
   return &fastamp::cuda_ops();
+}
+
+/// Sets how many times faster float32 is than float64: 2 in data centers' GPUs, 64 in most others.
+extern "C" void fastamp_emulated_float64_ratio(int ratio) {
+  fastamp::emulate::float64_ratio = ratio;
 }

@@ -16,8 +16,8 @@ namespace {
 // alone: a prefetch of every line costs a tenth of the time.
 constexpr std::size_t kPrefetchChunks = 6;
 
-template <typename Norm, int kLanes>
-double join_lanes(double* lanes) {
+template <typename Norm, int kLanes, typename Sum>
+Sum join_lanes(Sum* lanes) {
   for (int half = kLanes / 2; half > 0; half /= 2)
     for (int i = 0; i < half; ++i) lanes[i] = Norm::join(lanes[i], lanes[i + half]);
   return lanes[0];
@@ -27,7 +27,7 @@ double join_lanes(double* lanes) {
 template <typename Norm, typename T>
 FASTAMP_INLINE double reduce_strip(const T* data, std::int64_t numel) {
   constexpr int kLanes = static_cast<int>(kRowBytes / static_cast<std::int64_t>(sizeof(T)));
-  alignas(64) double lanes[kLanes] = {};
+  alignas(64) typename Norm::Sum lanes[kLanes] = {};
   std::int64_t start = 0;
   for (; start + kLanes <= numel; start += kLanes) {
     const T* row = data + start;

@@ -1,5 +1,7 @@
-// The GPU's passes over the gradients. Launches on the caller's stream only, allocates nothing,
-// reads nothing back, and uses no atomics: the order of addition is that of step/math.h.
+// The GPU's passes over the gradients. Launches on the caller's stream only, allocates nothing, and
+// reads nothing back; the order of addition is that of step/math.h. Where float64 is slow, sums are
+// made of pairs of float32 instead, and anew in that order where the norm's last bit may depend on
+// it.
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -10,15 +12,19 @@
 #include "step/device.h"
 #include "step/math.h"
 #include "step/ops.h"
+#include "step/strips.cuh"
 #include "step/table.cuh"
 
 namespace fastamp {
 namespace {
 
-constexpr int kWarp = 32;
 constexpr int kThreads = kWarp * static_cast<int>(kStripsPerChunk);  // one warp for each strip
-constexpr int kVectorBytes = 16;                                     // of one load or store
-constexpr int kUnroll = 8;                                           // loads in flight per thread
+
+/// How a kernel adds: in order; in pairs of float32; in order after pairs were not enough.
+enum class Sums { kInOrder, kInPairs, kAgain };
+
+template <typename Norm>
+constexpr bool kHasPairs = std::is_same_v<typename Norm::Sum, double>;
 
 struct Entry {
   void* data;
@@ -63,156 +69,90 @@ __device__ auto visit_dtype(DType dtype, Fn fn) {
   return fn(float{});
 }
 
-template <typename T>
-struct alignas(kVectorBytes) Vector {
-  static constexpr int kSize = kVectorBytes / static_cast<int>(sizeof(T));
-  T values[kSize];
-};
-
-/// Returns how many elements lie before the first that a vector can begin with.
-template <typename T>
-__device__ int count_head(const T* data, int numel) {
-  constexpr int kSize = Vector<T>::kSize;
-  const auto past = reinterpret_cast<std::uintptr_t>(data) % kVectorBytes / sizeof(T);
-  const int head = (kSize - static_cast<int>(past)) % kSize;
-  return head < numel ? head : numel;
-}
-
-template <typename Norm>
-__device__ double join_halves(double* lanes, int count) {
-  for (int half = count / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] = Norm::join(lanes[i], lanes[i + half]);
-  return lanes[0];
-}
-
-/// x in float64; or |x| by moving bits, since the conversion occupies what little float64 hardware
-/// most GPUs have. That takes zeros and normal numbers; for others `refused` ends up other than 0.
-template <bool kMoveBits>
-struct Widen {
-  std::uint32_t refused = 0;
-
-  __device__ double operator()(float x) {
-    if constexpr (!kMoveBits) return static_cast<double>(x);
-    constexpr std::uint32_t kSmallest = 1U << 23;  // normal number
-    constexpr std::uint32_t kBias = (1023U - 127U) << 20;
-    const std::uint32_t bits = __float_as_uint(x) & 0x7fffffffU;
-    const bool normal = bits - kSmallest < (254U << 23);
-    refused |= normal ? 0U : bits;
-    return __hiloint2double(normal ? static_cast<int>((bits >> 3) + kBias) : 0,
-                            static_cast<int>(bits << 29));
-  }
-};
-
-/// Adds the part of a strip that is this thread's to its lanes, with kRows loads in flight. Vectors
-/// begin `head` elements into the strip; the elements before them are the last thread's.
-template <typename Norm, int kRows, typename T, bool kMoveBits>
-FASTAMP_INLINE __device__ void add_strip(const T* data, int numel, int head,
-                                         Widen<kMoveBits>& widen, double* lanes) {
-  constexpr int kSize = Vector<T>::kSize;
-  constexpr int kLanes = kWarp * kSize;
-  const int thread = static_cast<int>(threadIdx.x) % kWarp;
-  const auto add = [&](int lane, T x) {
-    lanes[lane] = Norm::join(lanes[lane], Norm::term(widen(to_float(x))));
-  };
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) lanes[i] = 0;
-  if (thread == kWarp - 1)
-#pragma unroll
-    for (int i = 0; i < kSize; ++i)
-      if (i >= kSize - head) add(i, data[i - (kSize - head)]);
-  const int first = thread * kSize;
-  int start = head;
-#pragma unroll kRows
-  for (; start + kLanes <= numel; start += kLanes) {
-    const auto row = *reinterpret_cast<const Vector<T>*>(data + start + first);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) add(i, row.values[i]);
-  }
-  for (; start < numel; start += kLanes)
-#pragma unroll
-    for (int i = 0; i < kSize; ++i)
-      if (start + first + i < numel) add(i, data[start + first + i]);
-}
-
-/// Moves lanes, of which each thread of a warp has kSize, up by `count` < kSize in a circle.
-template <int kSize>
-__device__ void rotate(double* lanes, int count) {
-  const int before = static_cast<int>(threadIdx.x + kWarp - 1) % kWarp;
-#pragma unroll
-  for (int step = kSize / 2; step > 0; step /= 2) {
-    if ((count & step) == 0) continue;
-    double moved[kSize];
-#pragma unroll
-    for (int i = 0; i < kSize; ++i)
-      moved[i] =
-          i < step ? __shfl_sync(0xffffffffU, lanes[kSize - step + i], before) : lanes[i - step];
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) lanes[i] = moved[i];
-  }
-}
-
-/// Reduces one strip with one warp; thread t holds the lanes t * kSize to (t + 1) * kSize - 1, in
-/// the end. Where vectors begin `head` elements into the strip, it holds those `head` further until
-/// then. The result is thread 0's.
-template <typename Norm, typename T>
-__device__ double reduce_strip(const T* data, int numel) {
-  constexpr int kSize = Vector<T>::kSize;
-  const int head = count_head(data, numel);
-  double lanes[kSize];
-  Widen<FASTAMP_SLOW_FLOAT64> widen;
-  add_strip<Norm, kUnroll>(data, numel, head, widen, lanes);
-  if (widen.refused != 0) {  // subnormal numbers, infinity, NaN
-    Widen<false> convert;
-    add_strip<Norm, 1>(data, numel, head, convert, lanes);
-  }
-  rotate<kSize>(lanes, head);
-  for (int offset = kWarp / 2; offset > 0; offset /= 2)
-#pragma unroll
-    for (int i = 0; i < kSize; ++i)
-      lanes[i] = Norm::join(lanes[i], __shfl_down_sync(0xffffffffU, lanes[i], offset));
-#pragma unroll
-  for (int half = kSize / 2; half > 0; half /= 2)
-#pragma unroll
-    for (int i = 0; i < half; ++i) lanes[i] = Norm::join(lanes[i], lanes[i + half]);
-  return lanes[0];
-}
-
-/// One block reduces one chunk into partial[blockIdx.x].
-template <typename Norm, int kMax>
-__global__ void __launch_bounds__(kThreads)
-    reduce_kernel(const Table<Entry, kMax> __grid_constant__ table, double* partial) {
+/// Reduces one chunk with one block. The result is thread 0's.
+template <typename Norm, Sums kSums, int kMax>
+__device__ double reduce_chunk(const Table<Entry, kMax>& table) {
   __shared__ double strips[kStripsPerChunk];
   const Chunk chunk = find_chunk(table, blockIdx.x);
   const int strip = static_cast<int>(threadIdx.x) / kWarp;
   const int start = strip * static_cast<int>(kStrip);
   const int left = chunk.numel - start;
   const double sum = visit_dtype(chunk.dtype, [&](auto tag) {
-    using T = decltype(tag);
+    const auto* data = static_cast<const decltype(tag)*>(chunk.data) + start;
     const int numel = left < kStrip ? left : static_cast<int>(kStrip);
-    return left > 0 ? reduce_strip<Norm>(static_cast<const T*>(chunk.data) + start, numel) : 0.0;
+    if (left <= 0) return 0.0;
+    if constexpr (kSums == Sums::kInPairs) return reduce_in_pairs<Norm>(data, numel);
+    return reduce_in_order<Norm, kSums == Sums::kAgain ? 1 : kUnroll>(data, numel);
   });
   if (threadIdx.x % kWarp == 0) strips[strip] = sum;
   __syncthreads();
-  if (threadIdx.x == 0)
-    partial[blockIdx.x] = join_halves<Norm>(strips, static_cast<int>(kStripsPerChunk));
+  return threadIdx.x == 0 ? join_halves<Norm, kStripsPerChunk>(strips) : 0;
 }
 
-/// One block of kFinalLanes threads joins the chunks and computes what the step needs.
+/// Joins the chunks with one block. The result is thread 0's.
 template <typename Norm>
-__global__ void __launch_bounds__(kFinalLanes)
-    finish_kernel(double* work, std::int64_t num_chunks, ClipSpec clip, GradStats* stats) {
+__device__ double join_chunks(const double* partial, std::int64_t num_chunks) {
   __shared__ double lanes[kFinalLanes];
-  const int lane = static_cast<int>(threadIdx.x);
-  double sum = 0;
-  for (std::int64_t i = lane; i < num_chunks; i += kFinalLanes) sum = Norm::join(sum, work[1 + i]);
-  lanes[lane] = sum;
+  const auto threads = static_cast<int>(blockDim.x);
+  const auto thread = static_cast<int>(threadIdx.x);
+  for (int lane = thread; lane < kFinalLanes; lane += threads) {
+    double sum = 0;
+    for (std::int64_t i = lane; i < num_chunks; i += kFinalLanes) sum = Norm::join(sum, partial[i]);
+    lanes[lane] = sum;
+  }
   for (int half = kFinalLanes / 2; half > 0; half /= 2) {
     __syncthreads();
-    if (lane < half) lanes[lane] = Norm::join(lanes[lane], lanes[lane + half]);
+    for (int lane = thread; lane < half; lane += threads)
+      lanes[lane] = Norm::join(lanes[lane], lanes[lane + half]);
   }
-  if (lane != 0) return;
-  work[0] = lanes[0];
-  *stats = finish<Norm>(lanes[0], clip);
+  return thread == 0 ? lanes[0] : 0;
+}
+
+/// One block reduces one chunk into partial[blockIdx.x].
+template <typename Norm, Sums kSums, int kMax>
+__global__ void __launch_bounds__(kThreads)
+    reduce_kernel(const Table<Entry, kMax> __grid_constant__ table, double* partial) {
+  const double sum = reduce_chunk<Norm, kSums>(table);
+  if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+}
+
+/// One block of kFinalLanes threads joins the chunks and computes what the step needs. Where
+/// chunks in pairs leave the norm uncertain, it asks for them again: work[0] becomes negative.
+template <typename Norm, Sums kSums>
+__global__ void __launch_bounds__(kFinalLanes)
+    finish_kernel(double* work, std::int64_t num_chunks, ClipSpec clip, GradStats* stats) {
+  const double reduced = join_chunks<Norm>(work + 1, num_chunks);
+  if (threadIdx.x != 0) return;
+  if constexpr (kSums == Sums::kInPairs)
+    if (num_chunks > 0 && !is_certain<Norm>(reduced, clip)) {
+      work[0] = -1;
+      return;
+    }
+  work[0] = reduced;
+  *stats = finish<Norm>(reduced, clip);
+}
+
+/// Does nothing unless finish_kernel asks. Then one block reduces one chunk in order, and counts it
+/// in work[0], from -1 down; the last of all tables' finishes.
+template <typename Norm, int kMax>
+__global__ void __launch_bounds__(kThreads)
+    again_kernel(const Table<Entry, kMax> __grid_constant__ table, std::int64_t first, double* work,
+                 std::int64_t num_chunks, ClipSpec clip, GradStats* stats) {
+  __shared__ bool is_last;
+  if (!(work[0] < 0)) return;
+  const double sum = reduce_chunk<Norm, Sums::kAgain>(table);
+  if (threadIdx.x == 0) {
+    work[1 + first + blockIdx.x] = sum;
+    __threadfence();  // whoever sees the count sees the sum
+    is_last = atomicAdd(work, -1.0) == static_cast<double>(-num_chunks);
+  }
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  const double reduced = join_chunks<Norm>(work + 1, num_chunks);
+  if (threadIdx.x != 0) return;
+  work[0] = reduced;
+  *stats = finish<Norm>(reduced, clip);
 }
 
 template <typename T>
@@ -265,7 +205,16 @@ void for_each_table(const TensorList& tensors, const Use& use) {
   });
 }
 
-template <typename Norm>
+/// Says whether a device has few float64 units: 2 for each multiprocessor in place of 32 or 64.
+bool has_slow_float64(int device_index) {
+  int ratio = 0;
+  check_cuda(
+      cudaDeviceGetAttribute(&ratio, cudaDevAttrSingleToDoublePrecisionPerfRatio, device_index),
+      "cudaDeviceGetAttribute");
+  return ratio > 4;
+}
+
+template <typename Norm, Sums kSums>
 void launch_stats(const TensorList& tensors, const ClipSpec& clip, double* work, GradStats* stats,
                   cudaStream_t stream) {
   // One block per chunk: a chunk is 128 or 256 KiB, so large gradients fill the device many times
@@ -273,19 +222,33 @@ void launch_stats(const TensorList& tensors, const ClipSpec& clip, double* work,
   std::int64_t chunks = 0;
   for_each_table(tensors, [&](const auto& table) {
     constexpr int kMax = std::decay_t<decltype(table)>::kSize;
-    launch("reduce_kernel", reduce_kernel<Norm, kMax>, table.num_chunks, kThreads, stream, table,
-           work + 1 + chunks);
+    launch("reduce_kernel", reduce_kernel<Norm, kSums, kMax>, table.num_chunks, kThreads, stream,
+           table, work + 1 + chunks);
     chunks += table.num_chunks;
   });
-  launch("finish_kernel", finish_kernel<Norm>, 1, kFinalLanes, stream, work, chunks, clip, stats);
+  launch("finish_kernel", finish_kernel<Norm, kSums>, 1, kFinalLanes, stream, work, chunks, clip,
+         stats);
+  if constexpr (kSums == Sums::kInPairs) {
+    std::int64_t first = 0;
+    for_each_table(tensors, [&](const auto& table) {
+      constexpr int kMax = std::decay_t<decltype(table)>::kSize;
+      launch("again_kernel", again_kernel<Norm, kMax>, table.num_chunks, kThreads, stream, table,
+             first, work, chunks, clip, stats);
+      first += table.num_chunks;
+    });
+  }
 }
 
 void grad_stats(const TensorList& tensors, NormType norm_type, const ClipSpec& clip, double* work,
                 GradStats* stats, const Launch& where) {
   const DeviceGuard guard(where.device_index);
+  const bool slow = has_slow_float64(where.device_index);
   visit_norm(norm_type, [&](auto norm) {
-    launch_stats<decltype(norm)>(tensors, clip, work, stats,
-                                 static_cast<cudaStream_t>(where.stream));
+    using Norm = decltype(norm);
+    auto* stream = static_cast<cudaStream_t>(where.stream);
+    if constexpr (kHasPairs<Norm>)
+      if (slow) return launch_stats<Norm, Sums::kInPairs>(tensors, clip, work, stats, stream);
+    launch_stats<Norm, Sums::kInOrder>(tensors, clip, work, stats, stream);
   });
 }
 
@@ -300,8 +263,13 @@ void rescale(const TensorList& tensors, const float* factor, const Launch& where
 
 template <typename Norm, int... kMax>
 void check_kernels(std::integer_sequence<int, kMax...>) {
-  (check_kernel("reduce_kernel", reduce_kernel<Norm, kMax>), ...);
-  check_kernel("finish_kernel", finish_kernel<Norm>);
+  (check_kernel("reduce_kernel", reduce_kernel<Norm, Sums::kInOrder, kMax>), ...);
+  check_kernel("finish_kernel", finish_kernel<Norm, Sums::kInOrder>);
+  if constexpr (kHasPairs<Norm>) {
+    (check_kernel("reduce_kernel", reduce_kernel<Norm, Sums::kInPairs, kMax>), ...);
+    check_kernel("finish_kernel", finish_kernel<Norm, Sums::kInPairs>);
+    (check_kernel("again_kernel", again_kernel<Norm, kMax>), ...);
+  }
   (check_kernel("rescale_kernel", rescale_kernel<kMax>), ...);
 }
 

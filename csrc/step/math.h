@@ -28,25 +28,58 @@ FASTAMP_HD constexpr std::int64_t chunks_of(std::int64_t numel) {
   return (numel + kChunk - 1) / kChunk;
 }
 
-FASTAMP_HD constexpr double magnitude(double x) { return x < 0 ? -x : x; }
+// Sums without float64, for GPUs that have next to none of it.
 
-/// A norm is what each element adds (`term`: x is exact in float64, and so is its square), how two
-/// reductions join (NaN stays), and what makes the norm of the whole reduction.
+/// The sum of two float32 numbers, `low` small beside `high`.
+struct Pair {
+  float high;
+  float low;
+
+  /// Adds. Knuth's TwoSum loses nothing of `high`; `low` takes up the errors, and rounds: Ogita,
+  /// Rump and Oishi, "Accurate sum and dot product" (2005), algorithm 5.3.
+  FASTAMP_HD static Pair join(Pair a, Pair b) {
+    const float sum = a.high + b.high;
+    const float part = sum - a.high;
+    const float error = (a.high - (sum - part)) + (b.high - part);
+    return {sum, a.low + (error + b.low)};
+  }
+
+  /// Returns x * x by Dekker's TwoProduct (1971), whose error is one fma: exact from 2^-102, so
+  /// that the error is a multiple of the smallest number, to 2^127; off by 2^-150 at most below.
+  FASTAMP_HD static Pair square(float x) {
+    const float high = product(x, x);
+    return {high, fmaf(x, x, -high)};
+  }
+};
+
+/// A norm is what each element adds (`term`: x is exact in Sum, and so is its square), how two
+/// reductions join (NaN stays), and what makes the norm of the whole reduction. One that adds also
+/// has the term as a pair, and the smallest sum of a strip's pairs that is accurate, except 0.
 struct L1 {
-  FASTAMP_HD static double term(double x) { return magnitude(x); }
+  using Sum = double;
+  static constexpr float kSmallest = 0;  // sums of float32 numbers do not underflow
+  FASTAMP_HD static double term(double x) { return fabs(x); }
+  FASTAMP_HD static Pair pair(float x) { return {fabsf(x), 0.0F}; }
   FASTAMP_HD static double join(double a, double b) { return a + b; }
   FASTAMP_HD static double root(double reduced) { return reduced; }
 };
 
 struct L2 {
+  using Sum = double;
+  static constexpr float kSmallest = 0x1p-96F;
   FASTAMP_HD static double term(double x) { return x * x; }
+  FASTAMP_HD static Pair pair(float x) { return Pair::square(x); }
   FASTAMP_HD static double join(double a, double b) { return a + b; }
   FASTAMP_HD static double root(double reduced) { return sqrt(reduced); }
 };
 
 struct Inf {
-  FASTAMP_HD static double term(double x) { return magnitude(x); }
-  FASTAMP_HD static double join(double a, double b) { return (b > a || b != b) ? b : a; }
+  using Sum = float;  // the largest element is one of them
+  FASTAMP_HD static float term(float x) { return fabsf(x); }
+  template <typename T>
+  FASTAMP_HD static T join(T a, T b) {
+    return (b > a || b != b) ? b : a;
+  }
   FASTAMP_HD static double root(double reduced) { return reduced; }
 };
 
@@ -64,15 +97,28 @@ FASTAMP_INLINE auto visit_norm(NormType norm_type, Fn fn) {
   return fn(L2{});
 }
 
+template <typename Norm>
+FASTAMP_HD float norm_of(double reduced, float inv_scale) {
+  return static_cast<float>(Norm::root(reduced) * static_cast<double>(inv_scale));
+}
+
+FASTAMP_HD inline float scale_of(const ClipSpec& clip) {
+  return clip.scale == nullptr ? 1.0F : *clip.scale;
+}
+
+FASTAMP_HD inline float inverse(float scale) {
+  return static_cast<float>(1.0 / static_cast<double>(scale));
+}
+
 /// Turns a reduction into what a training step needs. Every formula stands here once.
 template <typename Norm>
 FASTAMP_HD GradStats finish(double reduced, const ClipSpec& clip) {
   // Finite fp32 values cannot overflow a float64 sum: it is finite exactly when all of them are.
   const bool finite = reduced - reduced == 0;
-  const float scale = clip.scale == nullptr ? 1.0F : *clip.scale;
-  const float inv_scale = static_cast<float>(1.0 / static_cast<double>(scale));
+  const float scale = scale_of(clip);
+  const float inv_scale = inverse(scale);
   GradStats stats;
-  stats.norm = static_cast<float>(Norm::root(reduced) * static_cast<double>(inv_scale));
+  stats.norm = norm_of<Norm>(reduced, inv_scale);
   stats.found_inf = finite ? 0.0F : 1.0F;
   const bool clips = clip.clip && (finite || !clip.only_finite);
   const float coef = clips ? clip.max_norm / (stats.norm + 1e-6F) : 1.0F;
@@ -86,6 +132,36 @@ FASTAMP_HD GradStats finish(double reduced, const ClipSpec& clip) {
     *clip.skipped += stats.found_inf;
   }
   return stats;
+}
+
+/// Says whether the pairs of a strip add up to its sum but for kPairsError. What is infinite, NaN
+/// or near it is not below 2^127; `largest` is the largest magnitude of what is not NaN.
+template <typename Norm>
+FASTAMP_HD bool is_accurate(Pair sum, float largest) {
+  return sum.high < 0x1p127F && (sum.high >= Norm::kSmallest || largest == 0);
+}
+
+// How far a reduction that adds strips in pairs is from one that adds in float64 all the way.
+// Let u = 2^-24 and S be the sum of the elements that have met in a pair. A square, and each join,
+// hands an error of at most u S to `low`; so after k joins one after the other `low` has taken up
+// at most (k + 1) u S. What a join adds to `low` rounds twice: by u (k + 1) u S, and by 2 u u S
+// where one element joins, else by u (k + 1) u S again.
+//   Up to 64 elements join in a lane:          64 * 67 / 2 + 2 * 64 = 2272 u u S
+//   Up to 3 joins of lanes, 5 of threads:      below 2 * 8 * 73     = 1168 u u S
+//   8192 squares, each off by 2^-150 at most,
+//   beside kSmallest = 2^-96:                  2^-41                =  128 u u S
+// Together a strip is off by less than 4096 u u = 2^-36. The float64 joins of either way are fewer
+// than 2^15 for an element (of 2^24 chunks, say), each off by 2^-53: less than 2^-38. Then
+// 2^-36 + 2 * 2^-38 is well below the bound.
+constexpr double kPairsError = 0x1p-35;
+
+/// Says whether a reduction in pairs gives the norm that float64 gives: where all numbers within
+/// the bound do, since every step to the norm is monotone. What is not finite comes from float64.
+template <typename Norm>
+FASTAMP_HD bool is_certain(double reduced, const ClipSpec& clip) {
+  const float inv_scale = inverse(scale_of(clip));
+  return !(reduced - reduced == 0) || norm_of<Norm>(reduced * (1 - kPairsError), inv_scale) ==
+                                          norm_of<Norm>(reduced * (1 + kPairsError), inv_scale);
 }
 
 }  // namespace fastamp

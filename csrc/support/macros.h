@@ -38,14 +38,6 @@ FASTAMP_ROUNDED FASTAMP_HD inline double product(double a, double b) {
 
 }  // namespace fastamp
 
-/// Whether the GPU has few float64 units: two for each multiprocessor, but in data centers' chips.
-#if defined(__CUDA_ARCH__) && \
-    (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
-#define FASTAMP_SLOW_FLOAT64 false
-#else
-#define FASTAMP_SLOW_FLOAT64 true
-#endif
-
 /// Compiles a function once per vector width and picks one when the module is loaded. It needs the
 /// indirect functions of ELF with glibc, and the sanitizers run before those are resolved.
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(FASTAMP_SANITIZE)

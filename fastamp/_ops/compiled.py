@@ -58,7 +58,7 @@ class CompiledPack:
         self.has_float16 = packed.has_float16
 
     def grad_stats(self, norm_type: float, clip: Clip) -> GradStats:
-        """Read every element once, on CUDA in two launches."""
+        """Read every element once, on CUDA in two launches, or three where float64 is slow."""
         work = torch.empty(1 + self._packed.num_chunks, dtype=torch.float64, device=self.device)
         stats = torch.empty(_native.NUM_STATS, dtype=torch.float32, device=self.device)
         threads = torch.get_num_threads()

@@ -73,16 +73,22 @@ def library() -> Path | None:
 
 
 @cache
+def _loaded() -> ctypes.CDLL | None:
+    path = library() if "cpu" in choose._backends() else None
+    return None if path is None else ctypes.CDLL(str(path))
+
+
+@cache
 def emulated_ops() -> _ops.Ops | None:
     """Return the backend; None where it cannot be made."""
-    path = library() if "cpu" in choose._backends() else None
-    if path is None:
+    loaded = _loaded()
+    if loaded is None:
         return None
     from fastamp import _native
     from fastamp._ops.compiled import CompiledOps
 
     size = ctypes.c_size_t()
-    find = ctypes.CDLL(str(path)).fastamp_emulated_ops
+    find = loaded.fastamp_emulated_ops
     find.restype = ctypes.c_void_p
     address = find(ctypes.byref(size))
     return CompiledOps("emulated", _native.Ops(address, size.value))
@@ -94,3 +100,15 @@ def use_emulated(backend: _ops.Ops) -> Iterator[None]:
     found = {"cpu": backend, "fallback": _ops.FALLBACK}
     with mock.patch.object(choose, "_backends", return_value=found), _ops.use_only("cpu"):
         yield
+
+
+@contextmanager
+def fast_float64() -> Iterator[None]:
+    """Let the kernels add as on a data center's GPU; they add as on any other without this."""
+    loaded = _loaded()
+    assert loaded is not None
+    loaded.fastamp_emulated_float64_ratio(2)
+    try:
+        yield
+    finally:
+        loaded.fastamp_emulated_float64_ratio(64)
