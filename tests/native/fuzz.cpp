@@ -333,6 +333,28 @@ void fuzz_step(Input& input) {
     }
 }
 
+/// Sums in pairs, as a lane of a strip is, to the bound that step/math.h proves for a strip.
+template <typename Norm>
+void fuzz_pairs(Input& input) {
+  const bool is_tame = input.take<std::uint8_t>() % 2 == 0;
+  fastamp::Pair sum{};
+  float largest = 0;
+  long double expected = 0;  // of 64 bits at least
+  for (int64_t n = input.number(64); n > 0; --n) {
+    std::uint32_t bits = input.take<std::uint32_t>();
+    if (is_tame) bits = (bits & 0x81ffffffU) | 0x3e000000U;  // from 2^-3 to 2
+    const float x = fastamp::float_of(bits);
+    sum = fastamp::Pair::join(sum, Norm::pair(x));
+    largest = std::fmax(largest, std::fabs(x));
+    expected += static_cast<long double>(Norm::term(static_cast<double>(x)));
+  }
+  const bool is_accurate = fastamp::is_accurate<Norm>(sum, largest);
+  const bool must_be = expected == 0 || (expected > 0x1p-95L && expected < 0x1p126L);
+  require(is_accurate || !must_be, "whether a sum in pairs is accurate");
+  const long double found = static_cast<long double>(sum.high) + static_cast<long double>(sum.low);
+  if (is_accurate) require(std::fabs(found - expected) <= 0x1p-36L * expected, "the sum in pairs");
+}
+
 void fuzz_clock(Input& input) {
   fastamp::Series series{};
   int64_t count = 0;
@@ -357,6 +379,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       break;
     case 1:
       fuzz_clock(input);
+      fuzz_pairs<fastamp::L1>(input);
+      fuzz_pairs<fastamp::L2>(input);
       break;
     case 2:
     case 3:
