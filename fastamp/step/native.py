@@ -96,7 +96,7 @@ def _why_torchs(optimizer: Optimizer) -> _Told | str:
 
 def _update_of(optimizer: Optimizer, rule: Rule) -> Update | str:
     """Return what updates the optimizer on its first parameter's device, kept between steps."""
-    params = optimizer.param_groups[0]["params"]
+    params = next(iter(optimizer.param_groups), {"params": ()})["params"]
     device = params[0].device if params else torch.device("cpu")
     if device.type != "cpu":
         return f"torch's kernels update on {device.type}"

@@ -47,7 +47,7 @@ def random_states(kind, group, size, step, generator):
 @pytest.mark.parametrize("name", RULES | MORE_RULES)
 def test_one_step_is_the_float64_result_to_a_few_ulp(name, step, backend):
     # Of the largest number that is added on the way: 2 for a parameter of four times the change's
-    # size, else 5. A change is made of up to twelve numbers that are rounded, by half an ulp each;
+    # size, else 6. A change is made of up to twelve numbers that are rounded, by half an ulp each;
     # torch's own fused kernels, which round some of them together, come as far.
     for (lr, scale), seed in itertools.product([(1e-3, 1.0), (1e-2, 1e-2), (0.5, 0.1)], range(2)):
         generator = torch.Generator().manual_seed(seed)
@@ -64,12 +64,12 @@ def test_one_step_is_the_float64_result_to_a_few_ulp(name, step, backend):
         assert is_native(optimizer)
         error = np.abs(parameter.detach().numpy().astype(np.float64) - expected)
         size = np.maximum.reduce([np.abs(before[0]), np.abs(expected), change])
-        assert (error <= 5 * ulp(size)).all()
+        assert (error <= 6 * ulp(size)).all()
         large = np.abs(before[0]) >= 4 * change
         assert (error <= 2 * ulp(size))[large].all()
         for state, moment, size in zip(states.values(), moments, sizes, strict=True):
             error = np.abs(state.numpy().astype(np.float64) - moment)
-            assert (error <= 5 * ulp(size)).all()
+            assert (error <= 6 * ulp(size)).all()
 
 
 def train(name, dtype, steps, *, native, overflows=(), reload=(), **options):

@@ -14,8 +14,8 @@ from support.updates import RULES, SIZES, give, make, scaler_of
 import fastamp
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-FIRST_FAULT = [(2, 11), (2, 12), (2, 13), (2, 14), (2, 15)]
-SECOND_FAULT = FIRST_FAULT[:-1]
+FIRST_FAULT = [(2, 13), (2, 15)]
+SECOND_FAULT = [(2, 13)]
 """The versions in which torch's faults are known: another one may have mended them."""
 
 

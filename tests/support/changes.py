@@ -68,6 +68,10 @@ def remove_a_group(parameters, optimizer, step):
         del optimizer.param_groups[0]
 
 
+def remove_all_groups(parameters, optimizer, step):
+    optimizer.param_groups.clear()
+
+
 def replace_data(parameters, optimizer, step):
     parameters[1].data = parameters[1].data.clone() + 1
 
@@ -230,7 +234,8 @@ def change_maximize(parameters, optimizer, step):
 
 def change_the_kind_of_decay(parameters, optimizer, step):
     for group in optimizer.param_groups:
-        group["decoupled_weight_decay"] = not is_first(step)
+        if "decoupled_weight_decay" in group:  # torch 2.7
+            group["decoupled_weight_decay"] = not is_first(step)
 
 
 def begin_amsgrad(parameters, optimizer, step):
@@ -256,6 +261,7 @@ NOTICED = [
     replace_all_groups,
     empty_a_group,
     remove_a_group,
+    remove_all_groups,
     replace_data,
     exchange_data,
     replace_data_by_a_part,

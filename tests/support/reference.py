@@ -143,6 +143,11 @@ def durations(values_ns: NDArray[np.int64]) -> dict[str, float]:
     }
 
 
+def _ratio(size: NDArray[np.float64], value: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return by how much what a number is made of exceeds it."""
+    return np.divide(size, value, out=np.ones_like(size), where=value > 0)
+
+
 def update(
     optimizer: str, options: dict[str, object], step: int, param: Array, grad: Array, *states: Array
 ) -> tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]:
@@ -172,6 +177,7 @@ def update(
             sizes.append(np.maximum(sizes[1], s[2]))
         rate = lr / (1 - beta1**step) / (np.sqrt(found[-1] / (1 - beta2**step)) + o["eps"])
         change, in_change = rate * found[0], rate * sizes[0]
+        in_change = np.maximum(in_change, np.abs(change) * _ratio(sizes[-1], found[-1]))
     elif optimizer == "SGD" and o["momentum"]:
         momentum = o["momentum"]
         found = [momentum * s[0] + (1 - o["dampening"]) * g]
@@ -185,5 +191,6 @@ def update(
         found, sizes = [s[0] + g * g], [np.maximum(s[0], np.abs(g) * size)]
         rate = lr / (1 + (step - 1) * o["lr_decay"]) / (np.sqrt(found[0]) + o["eps"])
         change, in_change = rate * g, rate * size
+        in_change = np.maximum(in_change, np.abs(change) * _ratio(sizes[0], found[0]))
     sizes = [np.maximum(size, np.abs(new)) for size, new in zip(sizes, found, strict=True)]
     return [p - change, *found], [np.maximum(in_change, np.abs(change)), *sizes]
