@@ -62,10 +62,7 @@ bool read_tensors(const py::tuple& samples, StackSpec& spec) {
   if (spec.pad == nullptr) {  // most batches: as little as possible for each sample
     spec.row_shape.assign(first.shape, first.shape + first.ndim);
     spec.rows.assign(samples.size(), first.data);
-    for (std::size_t i = 1; i < spec.rows.size(); ++i)
-      if ((spec.rows[i] = read_alike(PyTuple_GET_ITEM(samples.ptr(), i), first)) == nullptr)
-        return false;
-    return true;
+    return read_alike(samples, first, spec.rows.data());
   }
   for (const py::handle sample : samples) {
     HostTensor tensor;

@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "support/macros.h"
+
 namespace fastamp {
 namespace {
 
@@ -39,7 +41,7 @@ bool calls(PyObject* method, PyObject* self) {
 
 /// Reads a plain tensor that has an address: sparse ones, those on meta, torch's zero tensors and
 /// the like have none.
-bool read(py::handle object, dlpack::Tensor& found) {
+FASTAMP_INLINE bool read(py::handle object, dlpack::Tensor& found) {
   const PyTypeObject* type = Py_TYPE(object.ptr());
   if ((type != torch.tensor && type != torch.parameter) || torch.api == nullptr) return false;
   if (torch.api->tensor_from_py_object(object.ptr(), &found) != 0) {
@@ -102,17 +104,25 @@ bool is_on(dlpack::Device found, dlpack::Device wanted) {
   return found.type == wanted.type && found.index == wanted.index;
 }
 
-/// Whether autograd follows the tensor, or its values are not what its memory says. Integers have
-/// neither. A negated view is the imaginary part of a conjugate, so two elements leave a gap.
-bool has_flags(py::handle object, DataType dtype, std::int64_t numel) {
-  if (dtype.code == dlpack::kInt || dtype.code == dlpack::kUInt || dtype.code == dlpack::kBool)
-    return false;
-  PyObject* self = object.ptr();
-  const auto requires_grad = py::reinterpret_steal<py::object>(
-      torch.requires_grad->get(self, torch.requires_grad->closure));
-  return !requires_grad.is(py::handle(Py_False)) || (numel <= 1 && calls(torch.is_neg, self)) ||
+bool requires_grad(PyObject* tensor) {
+  PyObject* answer = torch.requires_grad->get(tensor, torch.requires_grad->closure);
+  if (answer == nullptr) PyErr_Clear();
+  Py_XDECREF(answer);  // True and False outlive it
+  return answer != Py_False;
+}
+
+/// Whether tensors of a type may be followed by autograd, or have values that are not what their
+/// memory says: integers have neither.
+bool may_have_flags(DataType dtype) {
+  return dtype.code != dlpack::kInt && dtype.code != dlpack::kUInt && dtype.code != dlpack::kBool;
+}
+
+/// Whether such a tensor is. A negated view is the imaginary part of a conjugate, so two elements
+/// leave a gap.
+bool has_flags(PyObject* tensor, DataType dtype, std::int64_t numel) {
+  return requires_grad(tensor) || (numel <= 1 && calls(torch.is_neg, tensor)) ||
          (dtype.code == dlpack::kComplex &&
-          (calls(torch.is_conj, self) || calls(torch.is_neg, self)));
+          (calls(torch.is_conj, tensor) || calls(torch.is_neg, tensor)));
 }
 
 /// Returns a property's own function: a call through its descriptor takes three times as long.
@@ -185,21 +195,31 @@ bool read_host_tensor(py::handle object, HostTensor& tensor) {
   dlpack::Tensor found;
   if (!read(object, found) || !is_on(found.device, kHost)) return false;
   tensor = {found.data, found.ndim, found.shape, count(found), found.dtype};
-  return is_contiguous(found) && !has_flags(object, found.dtype, tensor.numel);
+  return is_contiguous(found) &&
+         !(may_have_flags(found.dtype) && has_flags(object.ptr(), found.dtype, tensor.numel));
 }
 
-const void* read_alike(py::handle object, const HostTensor& first) {
-  dlpack::Tensor found;
-  if (!read(object, found) || !is_on(found.device, kHost)) return nullptr;
-  if (found.ndim != first.ndim || !(found.dtype == first.dtype)) return nullptr;
-  std::int64_t expected = 1;
-  for (int dim = found.ndim - 1; dim >= 0; --dim) {
-    const std::int64_t length = first.shape[dim];
-    if (found.shape[dim] != length || (found.strides[dim] != expected && length != 1))
-      return nullptr;
-    expected *= length;
+bool read_alike(const py::tuple& samples, const HostTensor& first, const void** rows) {
+  const DataType dtype = first.dtype;
+  const bool looks_at_flags = may_have_flags(dtype);
+  const Py_ssize_t count = PyTuple_GET_SIZE(samples.ptr());
+  for (Py_ssize_t i = 1; i < count; ++i) {
+    PyObject* sample = PyTuple_GET_ITEM(samples.ptr(), i);
+    dlpack::Tensor found;
+    if (!read(sample, found) || !is_on(found.device, kHost)) return false;
+    if (found.ndim != first.ndim || !(found.dtype == dtype)) return false;
+    std::int64_t expected = 1;
+    for (int dim = found.ndim - 1; dim >= 0; --dim) {
+      const std::int64_t length = first.shape[dim];
+      if (found.shape[dim] != length || (found.strides[dim] != expected && length != 1))
+        return false;
+      expected *= length;
+    }
+    if (found.data == nullptr || (looks_at_flags && has_flags(sample, dtype, first.numel)))
+      return false;
+    rows[i] = found.data;
   }
-  return has_flags(object, found.dtype, first.numel) ? nullptr : found.data;
+  return true;
 }
 
 void* data_of(py::handle tensor, DataType dtype, std::int64_t numel, const char* argument) {

@@ -58,9 +58,9 @@ void drop_grad(py::handle tensor);
 /// negation. Says no to every other.
 bool read_host_tensor(py::handle object, HostTensor& tensor);
 
-/// Returns the address of another such tensor of the shape and dtype of `first`; null where it is
-/// none, or empty.
-const void* read_alike(py::handle object, const HostTensor& first);
+/// Writes the addresses of all samples but the first into `rows`. Says no unless each is such a
+/// tensor, of the shape and dtype of `first`, and not empty.
+bool read_alike(const py::tuple& samples, const HostTensor& first, const void** rows);
 
 /// Returns the address of a dense tensor of the given type that has at least `numel` elements, and
 /// raises a TypeError that names `argument` otherwise.
