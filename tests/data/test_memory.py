@@ -191,7 +191,7 @@ COMPILED = ["file of a tensor", "somebody else's"]
 @functools.cache
 def results(backend):
     names = [*OF_TENSORS, *OF_ARRAYS, *(COMPILED if backend == "cpu" else [])]
-    return json.loads(check(CASES, *names, backend=backend, timeout_s=300))
+    return json.loads(check(CASES, *names, backend=backend))
 
 
 @pytest.mark.parametrize("change", OF_TENSORS)

@@ -208,6 +208,9 @@ from fastamp._ops import fallback
 from fastamp.data import slots
 from support.loading import Squares
 
+# One arena: what threads leave behind in others is used again, but not by the next thread.
+M_ARENA_MAX = -8
+assert ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 if sys.argv[1] == "leased":
     slots._REUSE_NBYTES = fallback._STACK_BYTES = 1
 
@@ -256,17 +259,12 @@ assert resident() < before + 20e6, (resident() - before) / 1e6
 """
 
 
-def check_steady(memory, backend):
-    # One arena: what threads leave behind in others is used again, but not by the next thread.
-    check(STEADY, memory, backend=backend, MALLOC_ARENA_MAX="1")
-
-
 def test_memory_threads_and_files_are_steady(backend):
-    check_steady("fresh", backend)
+    check(STEADY, "fresh", backend=backend)
 
 
 def test_memory_is_steady_where_it_is_leased(compiled):
-    check_steady("leased", compiled)
+    check(STEADY, "leased", backend=compiled)
 
 
 WORKERS = """

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from support.bits import bits
+from support.processes import run_python
 from torch.utils.data import Dataset
 
 import fastamp
 
-TESTS = Path(__file__).parents[1]
 HOST = "cpu" if "cpu" in fastamp.backends() else "fallback"
 
 
@@ -105,68 +99,10 @@ def ends(condition):
     return condition()
 
 
-class Finished(NamedTuple):
-    """A process that ended, and the processes that it left behind."""
-
-    code: int
-    out: str
-    err: str
-    left: list[str]
-
-
-def run_python(
-    code: str, *arguments: str, timeout_s: float = 90, backend: str = HOST, **env: str
-) -> Finished:
-    """Run code in a fresh interpreter and a session of its own, which is killed at the end."""
-    prelude = f"import sys; sys.path.insert(0, {str(TESTS)!r})\n"
-    prelude += "import faulthandler; faulthandler.enable()\n"
-    threads = {"OMP_NUM_THREADS": "1", "FASTAMP_BACKEND": backend}
-    # Files, not pipes, which a process left behind would keep open.
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", prelude + code, *arguments],
-            cwd=TESTS,
-            env={**os.environ, **threads, **env},
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-        )
-        try:
-            process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGABRT)  # on which it tells where it hangs
-            time.sleep(1)
-        finally:
-            left = _session(process.pid)
-            for pid in left:
-                os.kill(pid, signal.SIGKILL)
-            process.wait()
-        texts = []
-        for file in (out, err):
-            file.seek(0)
-            texts.append(file.read().decode())
-    names = [name for pid, name in left.items() if pid != process.pid]
-    return Finished(process.returncode, *texts, names)
-
-
-def _session(leader: int) -> dict[int, str]:
-    """Return the living processes of a session."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            name, _, rest = (folder / "stat").read_text().rpartition(")")
-        except OSError:  # it has just ended
-            continue
-        state, _, _, session = rest.split()[:4]
-        if int(session) == leader and state != "Z":
-            found[int(folder.name)] = name
-    return found
-
-
-def check(code: str, *arguments: str, **options: Any) -> str:
+def check(code: str, *arguments: str, backend: str = HOST) -> str:
     """Run code that must succeed and leave nothing behind; return what it printed."""
-    done = run_python(code, *arguments, **options)
-    assert done.code == 0, done.out + done.err
+    code = f"import warnings; warnings.simplefilter('error')\n{code}"
+    done = run_python(code, *arguments, FASTAMP_BACKEND=backend)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert not done.left
-    return done.out
+    return done.stdout

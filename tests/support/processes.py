@@ -7,25 +7,43 @@ optimizer, which together take 3 seconds; fastamp is not imported there.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import multiprocessing
 import os
-import subprocess
+import signal
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 TESTS = Path(__file__).parents[1]
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch._dynamo"])
-LIMIT_S = 240  # after which a process that hangs is killed
+LIMIT_S = 240.0  # after which a process that hangs is killed
 
 
-def _run(code: str, cwd: Path, env: dict[str, str], folder: str) -> None:
+class Finished(NamedTuple):
+    """A process that ended, and the names of those that it left behind."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    left: list[str]
+
+
+def _run(
+    code: str, arguments: tuple[str, ...], cwd: Path, env: dict[str, str], folder: Path
+) -> None:
+    os.setsid()
     for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
-        with Path(folder, name).open("w") as file:
+        with (folder / name).open("w") as file:
             os.dup2(file.fileno(), stream.fileno())
+    faulthandler.enable()  # for what hangs
+    multiprocessing.set_start_method(None, force=True)  # Python's own, not how this one started
     os.chdir(cwd)
     os.environ.update(env)
+    sys.argv[1:] = arguments
     # multiprocessing leaves out what an interpreter calls at its end.
     atexit._clear()
     try:
@@ -34,14 +52,36 @@ def _run(code: str, cwd: Path, env: dict[str, str], folder: str) -> None:
         atexit._run_exitfuncs()
 
 
-def run_python(code: str, *, cwd: Path = TESTS, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a process of its own; the folder holds no fastamp."""
-    with tempfile.TemporaryDirectory() as folder:
-        process = CONTEXT.Process(target=_run, args=(code, cwd, env, folder))
+def run_python(code: str, *arguments: str, cwd: Path = TESTS, **env: str) -> Finished:
+    """Run code in a process and a session of its own; the folder holds no fastamp.
+
+    What it leaves behind is killed.
+    """
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        process = CONTEXT.Process(target=_run, args=(code, arguments, cwd, env, folder))
         process.start()
         process.join(LIMIT_S)
         if process.is_alive():
-            process.kill()
+            os.kill(process.pid, signal.SIGABRT)  # on which it tells where it hangs
             process.join()
-        out, err = (Path(folder, name).read_text() for name in ("out", "err"))
-        return subprocess.CompletedProcess(code, process.exitcode, out, err)
+        left = _session(process.pid)
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        out, err = ((folder / name).read_text() for name in ("out", "err"))
+        return Finished(process.exitcode, out, err, [*left.values()])
+
+
+def _session(leader: int) -> dict[int, str]:
+    """Return the living processes of a session."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            name, _, rest = (folder / "stat").read_text().rpartition(")")
+        except OSError:  # it has just ended
+            continue
+        state, _, _, session = rest.split()[:4]
+        if int(session) == leader and state != "Z":
+            found[int(folder.name)] = name
+    return found
