@@ -46,6 +46,35 @@ step() {
   write_results
 }
 
+# How many kernels a whole step of AdamW launches, the two that read the gradients included.
+launches() {
+  "$python" - "$site/launches.json" "${1:-cuda}" <<'PY'
+import json, sys
+import torch
+import fastamp
+device = sys.argv[2]
+found = {}
+for tensors, groups, fused, most in [(148, 1, True, 4), (148, 1, None, 3), (600, 2, None, 3), (465, 465, None, 4)]:
+    made = [torch.nn.Parameter(torch.ones(1000, device=device)) for _ in range(tensors)]
+    each = tensors // groups
+    rows = [{"params": made[i * each : (i + 1) * each], "lr": 1e-3 / (1 + i)} for i in range(groups)]
+    optimizer = torch.optim.AdamW(rows, fused=fused)
+    for _ in range(2):
+        for p in made:
+            p.grad = torch.ones_like(p)
+        with torch.profiler.profile() as profile:
+            assert fastamp.optimizer_step(optimizer, 1.0).way == "native"
+            torch.cuda.synchronize() if device == "cuda" else None
+    on_gpu = [e for e in profile.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = {e.key.partition("<")[0]: e.count for e in on_gpu if "kernel" in e.key}
+    name = f"{tensors} tensors, {groups} groups, {'fused' if fused else 'left open'}"
+    found[name] = kernels
+    print(name, kernels)
+    assert device == "cpu" or 0 < sum(kernels.values()) <= most, found
+json.dump(found, open(sys.argv[1], "w"))
+PY
+}
+
 step build "$python" -m pip install -q --no-index --no-deps --no-build-isolation --target "$site" \
   --config-settings=cmake.define.FASTAMP_CUDA=ON --config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES=native .
 export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
@@ -56,13 +85,17 @@ export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
 pytest=("$python" -m pytest -q -p no:cacheprovider --continue-on-collection-errors
   -o addopts="-rfE --strict-markers --strict-config --import-mode=importlib")
 sanitized=(tests/step/test_clip_and_norm.py -m cuda -k "promised_order or reaches_every_element or gradient_at_once")
+updates=(tests/step/test_counts.py -m cuda
+  -k "bias_corrections or many_parameters or anywhere_in_a_bucket or learning_rates_on")
 if [[ $parts == *" tests "* ]]; then
+  step launches launches
   step gpu-tests "${pytest[@]}" -m cuda
   step cpu-tests "${pytest[@]}" -m "not cuda"
 fi
 if [[ $parts == *" sanitize "* ]]; then
   for tool in memcheck racecheck; do
     step "$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 "${pytest[@]}" "${sanitized[@]}"
+    step "$tool-update" compute-sanitizer --tool "$tool" --error-exitcode 9 "${pytest[@]}" "${updates[@]}"
   done
 fi
 commands=()

@@ -56,7 +56,7 @@ class Ops:
         factor: Tensor | None,
         found_inf: Tensor | None,
         write_grads: bool,
-        cuda_device: int | None,
+        slots: Tensor | None,
         num_threads: int,
     ) -> None: ...
 
@@ -78,12 +78,16 @@ class Rule:
 
 class Update:
     params: list[Tensor]
-    def __init__(self, rule: Rule, decoupled: bool) -> None: ...
+    num_slots: int
+    def __init__(
+        self, rule: Rule, decoupled: bool, cuda_device: int | None, host_is_apart: bool
+    ) -> None: ...
     def clear(self) -> None: ...
     def drop_grads(self) -> None: ...
     def read(
-        self, groups: list[dict[str, Any]], states: dict[Tensor, Any], cuda_device: int | None
+        self, groups: list[dict[str, Any]], states: dict[Tensor, Any]
     ) -> PackedTensors | str: ...
+    def settle(self, slots: list[float], states: dict[Tensor, Any]) -> None: ...
 
 NO_STATE: str
 NUM_STATS: int

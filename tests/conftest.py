@@ -141,10 +141,16 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[str]:
     yield from _use(request.param)
 
 
+@pytest.fixture(params=[EMULATED, CUDA])
+def apart(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run the test once for every backend whose device the host waits for, if only in play."""
+    yield from _use(request.param)
+
+
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> str:
     """Return the device that the test's backend serves."""
-    chosen = [name for name in ("backend", "compiled") if name in request.fixturenames]
+    chosen = [name for name in ("backend", "compiled", "apart") if name in request.fixturenames]
     return "cuda" if request.getfixturevalue(chosen[0]) == "cuda" else "cpu"
 
 

@@ -3,6 +3,7 @@
 // addition; neither speed nor the memory model.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -110,6 +111,8 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
 
 struct cudaFuncAttributes {};
 
+inline std::atomic<unsigned> emulated_launches{0};  // grids so far
+
 template <typename... Params>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, void (*)(Params...)) {
   return cudaSuccess;
@@ -133,6 +136,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   const unsigned threads = config->blockDim.x;
   if (blocks == 0 || blocks > INT32_MAX || threads == 0 || threads > fastamp::emulate::kMaxThreads)
     return cudaErrorInvalidConfiguration;
+  ++emulated_launches;
   const auto thread = [&] { kernel(static_cast<Params>(args)...); };
   const auto call = [](const void* data) { (*static_cast<const decltype(thread)*>(data))(); };
   return fastamp::emulate::run_grid(blocks, threads, call, &thread) ? cudaSuccess

@@ -1,4 +1,6 @@
 // The symbols of the library that holds the emulated kernels.
+#include <cuda_runtime.h>
+
 #include <cstddef>
 
 #include "emulate/grid.h"
@@ -14,3 +16,6 @@ extern "C" const fastamp::OpTable* fastamp_emulated_ops(std::size_t* size) {
 extern "C" void fastamp_emulated_float64_ratio(int ratio) {
   fastamp::emulate::float64_ratio = ratio;
 }
+
+/// Returns how many kernels were launched so far.
+extern "C" unsigned fastamp_emulated_launches() { return emulated_launches; }

@@ -6,7 +6,7 @@
 #include <utility>
 #include <variant>
 
-#include "step/bind.h"
+#include "step/bind_counts.h"
 
 namespace fastamp {
 namespace {
@@ -91,11 +91,25 @@ void check_implementation(PyObject* group) {
     if (is_true(group, name)) throw Refusal{text(name) + "=True"};
 }
 
-GroupOptions read_options(Rule rule, bool decoupled, PyObject* group) {
+/// Leaves a learning rate that lies on the tensors' device there, so that nothing waits for it.
+const float* rate_on_device(PyObject* lr, dlpack::Device device) {
+  if (lr == nullptr || PyFloat_Check(lr) || PyLong_Check(lr)) return nullptr;
+  const auto found = read_dense(lr, device);
+  if (found && found->dtype == DType::kFloat32 && found->numel == 1)
+    return static_cast<const float*>(found->data);
+  HostTensor on_host;
+  if (!read_host_tensor(lr, on_host)) throw Refusal{"lr is not a number that can be read here"};
+  return nullptr;
+}
+
+GroupOptions read_options(Rule rule, bool decoupled, PyObject* group,
+                          std::optional<dlpack::Device> apart) {
   const Keys& k = keys();
   check_implementation(group);
   GroupOptions options{};
-  options.lr = number(find(group, k.lr), k.lr, true);
+  PyObject* lr = find(group, k.lr);
+  if (apart) options.lr_on_device = rate_on_device(lr, *apart);
+  if (options.lr_on_device == nullptr) options.lr = number(lr, k.lr, true);
   options.weight_decay = number(find(group, k.weight_decay), k.weight_decay);
   options.maximize = is_true(group, k.maximize);
   if (rule != Rule::kSgd) options.eps = number(find(group, k.eps), k.eps);
@@ -196,24 +210,34 @@ class Ahead {
 /// One optimizer's update, between the reading of its gradients and its end.
 class Update {
  public:
-  Update(Rule rule, bool decoupled) : decoupled_(decoupled) { list_.rule = rule; }
+  Update(Rule rule, bool decoupled, std::optional<int> cuda_device, bool host_is_apart)
+      : decoupled_(decoupled), cuda_device_(cuda_device), host_is_apart_(host_is_apart) {
+    list_.rule = rule;
+  }
 
-  std::variant<PackedTensors, std::string> read(const py::list& groups, const py::dict& states,
-                                                std::optional<int> cuda_device) {
+  std::variant<PackedTensors, std::string> read(const py::list& groups, const py::dict& states) {
     try {
-      return read_all(groups, states, cuda_device);
+      return read_all(groups, states);
     } catch (const Refusal& refusal) {
       clear();
       return refusal.reason;
     }
   }
 
-  void apply(const OpTable& ops, const UpdateSpec& spec, std::optional<int> cuda_device,
-             int num_threads) {
-    const Launch launch = launch_on(cuda_device, num_threads);
-    const py::gil_scoped_release no_gil;
-    ops.update(list_, spec, launch);
+  void apply(const OpTable& ops, const UpdateSpec& spec, const py::object& slots, int num_threads) {
+    if (counts_.size() > 0) {
+      const auto size = static_cast<std::int64_t>(counts_.size());
+      counts_.attach(list_, static_cast<float*>(data_of(slots, kFloat32, size, "slots")));
+    }
+    const Launch launch = launch_on(cuda_device_, num_threads);
+    {
+      const py::gil_scoped_release no_gil;
+      ops.update(list_, spec, launch);
+    }
+    counts_.advance();
   }
+
+  HostCounts& counts() { return counts_; }
 
   void drop_grads() {
     for (const py::handle param : params_) drop_grad(param);
@@ -228,18 +252,22 @@ class Update {
   py::list params() const { return params_; }
 
  private:
-  PackedTensors read_all(const py::list& groups, const py::dict& states,
-                         std::optional<int> cuda_device) {
+  PackedTensors read_all(const py::list& groups, const py::dict& states) {
     clear();
+    counts_.begin();
+    const dlpack::Device device = device_of(cuda_device_);
     PackedTensors packed;
     py::list grads;
-    packed.cuda_device = cuda_device;
+    packed.cuda_device = cuda_device_;
     packed.tensors = grads;
     StateReader reader(states.ptr());
     ahead_.begin();
     AddressSet seen(2 * count_params(groups));
     for (const py::handle group : groups) {
-      list_.groups.push_back(read_options(list_.rule, decoupled_, group.ptr()));
+      const auto apart = host_is_apart_ ? std::optional{device} : std::nullopt;
+      list_.groups.push_back(read_options(list_.rule, decoupled_, group.ptr(), apart));
+      // torch keeps the counts of an optimizer that is not fused on the host.
+      host_counts_ = host_is_apart_ && !is_true(group.ptr(), keys().fused);
       PyObject* params = params_of(group.ptr());
       for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i) {
         const py::handle param = PyList_GET_ITEM(params, i);
@@ -248,7 +276,7 @@ class Update {
         if (grad.is_none()) continue;
         params_.append(param);
         grads.append(grad);
-        add(param, grad, reader, device_of(cuda_device), seen, packed);
+        add(param, grad, reader, device, seen, packed);
       }
     }
     if (params_.empty()) throw Refusal{"no parameter has a gradient"};
@@ -293,11 +321,16 @@ class Update {
     const auto add_step = [&](PyObject* state) {
       PyObject* tensor = find(state, k.step);
       if (tensor == nullptr) throw Refusal{kNoState};
-      const auto found = read_dense(tensor, device, other);
+      const auto on_host = host_counts_ ? read_dense(tensor, kHost, other) : std::nullopt;
+      const auto found = on_host ? on_host : read_dense(tensor, device, other);
       if (!found || found->dtype != DType::kFloat32 || found->numel != 1)
         throw Refusal{"step: its dtype, layout or device"};
       meet(tensor, other);
-      view.step = static_cast<float*>(found->data);
+      auto* const place = static_cast<float*>(found->data);
+      if (on_host)
+        counts_.add(param, place, list_.parameters.size(), view);
+      else
+        view.step = place;
     };
     const auto state_of_param = [&] {
       PyObject* state = reader[param.ptr()];
@@ -331,9 +364,13 @@ class Update {
   }
 
   UpdateList list_;
+  HostCounts counts_;
   Ahead ahead_;
   py::list params_;
   bool decoupled_;
+  std::optional<int> cuda_device_;
+  bool host_is_apart_;
+  bool host_counts_ = false;  // the steps of the group that is read
 };
 
 }  // namespace
@@ -344,9 +381,21 @@ void define_update(py::module_& module, py::class_<OpTable>& ops) {
       .value("SGD", Rule::kSgd)
       .value("ADAGRAD", Rule::kAdagrad);
   py::class_<Update>(module, "Update", "One optimizer's update, of its parameters' states as well.")
-      .def(py::init<Rule, bool>(), py::arg("rule"), py::arg("decoupled"))
-      .def("read", &Update::read, py::arg("groups"), py::arg("states"), py::arg("cuda_device"),
+      .def(py::init<Rule, bool, std::optional<int>, bool>(), py::arg("rule"), py::arg("decoupled"),
+           py::arg("cuda_device"), py::arg("host_is_apart"),
+           "Take tensors on a CUDA device, or on the CPU, which then may play a device.")
+      .def("read", &Update::read, py::arg("groups"), py::arg("states"),
            "Return the gradients, or why torch has to make this step.")
+      .def_property_readonly(
+          "num_slots", [](Update& update) { return update.counts().size(); },
+          "How many counts that lie on the host the device needs a slot for.")
+      .def(
+          "settle",
+          [](Update& update, const std::vector<float>& slots, const py::dict& states) {
+            update.counts().settle(slots, states, keys().step);
+          },
+          py::arg("slots"), py::arg("states"),
+          "Take the steps that the device has skipped out of those counts.")
       .def("clear", &Update::clear, "Let go of what was read.")
       .def("drop_grads", &Update::drop_grads, "Set the gradients that were read to None.")
       .def_property_readonly("params", &Update::params);
@@ -354,14 +403,13 @@ void define_update(py::module_& module, py::class_<OpTable>& ops) {
   ops.def(
       "update",
       [](const OpTable& table, Update& update, const py::object& factor,
-         const py::object& found_inf, bool write_grads, std::optional<int> cuda_device,
-         int num_threads) {
+         const py::object& found_inf, bool write_grads, const py::object& slots, int num_threads) {
         const UpdateSpec spec{optional_float(factor, "factor"),
                               optional_float(found_inf, "found_inf"), write_grads};
-        update.apply(table, spec, cuda_device, num_threads);
+        update.apply(table, spec, slots, num_threads);
       },
       py::arg("update"), py::arg("factor"), py::arg("found_inf"), py::arg("write_grads"),
-      py::arg("cuda_device"), py::arg("num_threads"), "Make the update, in one pass.");
+      py::arg("slots"), py::arg("num_threads"), "Make the update, in one pass.");
 }
 
 }  // namespace fastamp

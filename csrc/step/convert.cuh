@@ -1,10 +1,12 @@
-// The device's own conversions of the 16-bit formats. They round as those of the host do.
+// The device's types of elements, and its own conversions of the 16-bit ones. They round as those
+// of the host do.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "step/convert.h"
+#include "tensor/view.h"
 
 namespace fastamp {
 
@@ -13,5 +15,19 @@ __device__ inline float to_float(__half x) { return __half2float(x); }
 
 __device__ inline void from_float(float x, __nv_bfloat16* out) { *out = __float2bfloat16_rn(x); }
 __device__ inline void from_float(float x, __half* out) { *out = __float2half_rn(x); }
+
+/// The one place that turns a DType into a type.
+template <typename Fn>
+__device__ auto visit_dtype(DType dtype, Fn fn) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return fn(__nv_bfloat16{});
+    case DType::kFloat16:
+      return fn(__half{});
+    case DType::kFloat32:
+      break;
+  }
+  return fn(float{});
+}
 
 }  // namespace fastamp

@@ -34,7 +34,7 @@ struct Entry {
 };
 constexpr int kMaxEntries = 2000;
 constexpr int kOldestDriver = 12010;  // takes more than 4 KiB of arguments
-static_assert(sizeof(Table<Entry, kMaxEntries>) + 64 <= 32764, "a kernel's arguments");
+static_assert(sizeof(Table<Entry, kMaxEntries>) + 64 <= kMaxArguments);
 
 struct Chunk {
   void* data;
@@ -44,7 +44,7 @@ struct Chunk {
 
 template <int kMax>
 __device__ Chunk find_chunk(const Table<Entry, kMax>& table, std::uint32_t index) {
-  const std::uint32_t found = find_entry(table, index);
+  const std::uint32_t found = find_entry(table.entries, table.count, index);
   const Entry& entry = table.entries[found];
   const std::uint32_t end =
       found + 1 < table.count ? table.entries[found + 1].first_chunk : table.num_chunks;
@@ -53,20 +53,6 @@ __device__ Chunk find_chunk(const Table<Entry, kMax>& table, std::uint32_t index
       static_cast<std::int64_t>(index - entry.first_chunk) * kChunk * size_of(dtype);
   const int numel = index + 1 == end ? static_cast<int>(entry.tail_numel) : int{kChunk};
   return {static_cast<char*>(entry.data) + offset, numel, dtype};
-}
-
-/// The one place that turns a DType into a type.
-template <typename Fn>
-__device__ auto visit_dtype(DType dtype, Fn fn) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      return fn(__nv_bfloat16{});
-    case DType::kFloat16:
-      return fn(__half{});
-    case DType::kFloat32:
-      break;
-  }
-  return fn(float{});
 }
 
 /// Reduces one chunk with one block. The result is thread 0's.

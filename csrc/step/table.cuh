@@ -1,5 +1,5 @@
-// Tables of tensors that travel as a kernel's argument (at most 32,764 bytes), so that nothing is
-// copied to the device and a captured graph holds its own.
+// Tables of tensors that travel as a kernel's argument, so that nothing is copied to the device and
+// a captured graph holds its own.
 #pragma once
 
 #include <cstddef>
@@ -8,6 +8,8 @@
 #include <utility>
 
 namespace fastamp {
+
+constexpr std::size_t kMaxArguments = 32764;  // bytes that a kernel takes
 
 /// Entries, each with the number of its first chunk, and how many chunks they have together.
 template <typename Entry, int kMax>
@@ -25,13 +27,14 @@ template <int kLargest>
 using TableSizes = std::integer_sequence<int, 16, kMiddle<kLargest>, kLargest>;
 
 /// Returns the index of the entry that a chunk belongs to: the last that begins at or before it.
-template <typename Table>
-__device__ std::uint32_t find_entry(const Table& table, std::uint32_t chunk) {
+template <typename Entry>
+__device__ std::uint32_t find_entry(const Entry* entries, std::uint32_t count,
+                                    std::uint32_t chunk) {
   std::uint32_t low = 0;
-  std::uint32_t high = table.count;
+  std::uint32_t high = count;
   while (high - low > 1) {
     const std::uint32_t middle = (low + high) / 2;
-    (table.entries[middle].first_chunk <= chunk ? low : high) = middle;
+    (entries[middle].first_chunk <= chunk ? low : high) = middle;
   }
   return low;
 }

@@ -14,6 +14,7 @@ enum class Rule : std::uint8_t { kAdam, kSgd, kAdagrad };
 
 /// The options of one parameter group; those of other optimizers stay 0.
 struct GroupOptions {
+  const float* lr_on_device;  ///< where the learning rate lies on the tensors' device; null: `lr`
   double lr;
   double weight_decay;
   double eps;
@@ -30,6 +31,10 @@ struct GroupOptions {
 
 constexpr int kMaxStates = 3;
 
+/// What a parameter's `step` holds. Where the host counts the steps, also those that the device
+/// then skips, it is the number of these, below 0; `kHostAnew` says that it holds nothing yet.
+enum class Counting : std::uint8_t { kDevice, kHost, kHostAnew };
+
 /// One parameter with everything that its update reads and writes, all in the same order of memory.
 struct ParameterView {
   std::int64_t numel;
@@ -37,6 +42,8 @@ struct ParameterView {
   void* grad;
   void* states[kMaxStates];  ///< null from the first one that the optimizer does not have
   float* step;               ///< the count of steps taken; null where the optimizer keeps none
+  float counted;             ///< by the host before this step
+  Counting counting;
   std::uint32_t group;
   DType param_dtype;
   DType grad_dtype;

@@ -22,21 +22,28 @@ _NORM_TYPES = {
 
 
 class CompiledOps:
-    """The op table in compiled code, for one type of device."""
+    """The op table in compiled code, for one type of device.
 
-    def __init__(self, name: str, table: _native.Ops) -> None:
+    Args:
+        name: the backend's.
+        table: its ops.
+        host_is_apart: the host does not see what the device has done until it waits.
+    """
+
+    def __init__(self, name: str, table: _native.Ops, *, host_is_apart: bool = False) -> None:
         self.name = name
         self._table = table
+        self._host_is_apart = host_is_apart
 
     def pack(self, tensors: Sequence[Tensor]) -> "CompiledPack":
         """Take the dense float32, bfloat16 and float16 tensors on the first one's device."""
         device = tensors[0].device
-        index = device.index if device.type == "cuda" else None
-        return CompiledPack(self._table, device, _native.pack(tensors, index))
+        return CompiledPack(self._table, device, _native.pack(tensors, _index_of(device)))
 
-    def update(self, rule: Rule) -> "CompiledUpdate":
-        """Return what updates the parameters of an optimizer that follows the rule."""
-        return CompiledUpdate(self._table, rule)
+    def update(self, rule: Rule, device: torch.device) -> "CompiledUpdate":
+        """Return what updates an optimizer that follows the rule, with parameters on a device."""
+        update = _native.Update(*_RULES[rule], _index_of(device), self._host_is_apart)
+        return CompiledUpdate(self._table, update, device)
 
     def region_maker(self) -> RegionMaker:
         """Return what makes the regions of one timer."""
@@ -81,20 +88,34 @@ _RULES = {
 
 
 class CompiledUpdate:
-    """An optimizer on the CPU, whose memory the core reads; see `fastamp._ops.Update`."""
+    """An optimizer on one device, whose memory the core reads; see `fastamp._ops.Update`."""
 
-    def __init__(self, table: _native.Ops, rule: Rule) -> None:
+    def __init__(self, table: _native.Ops, update: _native.Update, device: torch.device) -> None:
         self._table = table
-        self._update = _native.Update(*_RULES[rule])
+        self._update = update
+        self._device = device
         self._grads: Any = ()
+        self._slots: Tensor | None = None
+        self._may_have_skipped = False
 
     def read(self, groups: list[dict[str, Any]], states: dict[Tensor, Any]) -> "CompiledPack | str":
         """Return the gradients, or say why torch has to make this step."""
-        found = self._update.read(groups, states, None)
+        found = self._update.read(groups, states)
         if isinstance(found, str):
             return found
         self._grads = found.tensors
-        return CompiledPack(self._table, self._grads[0].device, found)
+        return CompiledPack(self._table, self._device, found)
+
+    @property
+    def counts_on_host(self) -> bool:
+        """Whether counts of steps lie on the host while a device updates."""
+        return self._update.num_slots > 0
+
+    def settle(self, states: dict[Tensor, Any]) -> None:
+        """Take the steps that the device has skipped out of the counts on the host."""
+        if self._may_have_skipped and self._slots is not None:
+            self._update.settle(self._slots.tolist(), states)
+        self._may_have_skipped = False
 
     def apply_(
         self, factor: Tensor | None, found_inf: Tensor | None, *, zero_grad: bool = False
@@ -105,7 +126,9 @@ class CompiledUpdate:
             if not zero_grad:
                 torch.autograd.graph.increment_version(self._grads)
         threads = torch.get_num_threads()
-        self._table.update(self._update, factor, found_inf, not zero_grad, None, threads)
+        slots = self._slots_for(self._update.num_slots)
+        self._table.update(self._update, factor, found_inf, not zero_grad, slots, threads)
+        self._may_have_skipped |= found_inf is not None
         if zero_grad:
             self._update.drop_grads()
         self.forget()
@@ -114,6 +137,19 @@ class CompiledUpdate:
         """Let go of what was read."""
         self._grads = ()
         self._update.clear()
+
+    def _slots_for(self, count: int) -> Tensor | None:
+        """Return room on the device for what it counts; the kernels fill it."""
+        before = self._slots
+        if count > (0 if before is None else len(before)):
+            self._slots = torch.empty(2 * count, dtype=torch.float32, device=self._device)
+            if before is not None:
+                self._slots[: len(before)] = before
+        return self._slots
+
+
+def _index_of(device: torch.device) -> int | None:
+    return device.index if device.type == "cuda" else None
 
 
 class CompiledHost:
@@ -151,7 +187,7 @@ def available() -> dict[str, CompiledOps]:
         return {}
     found = {"cpu": CompiledOps("cpu", _native.cpu_ops)}
     if _native.built_with_cuda and torch.version.cuda is not None and torch.cuda.is_available():
-        found = {"cuda": CompiledOps("cuda", _native.cuda_ops), **found}
+        found = {"cuda": CompiledOps("cuda", _native.cuda_ops, host_is_apart=True), **found}
     return found
 
 

@@ -217,9 +217,9 @@ class FallbackOps:
         """Take every tensor on the device of the first one."""
         return TensorPack(tensors)
 
-    def update(self, rule: Rule) -> TorchUpdate:
-        """Return what updates the parameters of an optimizer that follows the rule."""
-        return TorchUpdate(rule, self.pack)
+    def update(self, rule: Rule, device: torch.device) -> TorchUpdate:
+        """Return what updates an optimizer that follows the rule, with parameters on a device."""
+        return TorchUpdate(rule, device, self.pack)
 
     def region_maker(self) -> RegionMaker:
         """Return what makes the regions of one timer."""

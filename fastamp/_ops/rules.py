@@ -32,8 +32,13 @@ class _RefusedError(Exception):
 class TorchUpdate:
     """One optimizer's update without compiled code; see `fastamp._ops.Update`."""
 
-    def __init__(self, rule: Rule, pack: Callable[[Sequence[Tensor]], Packed]) -> None:
+    counts_on_host = False
+
+    def __init__(
+        self, rule: Rule, device: torch.device, pack: Callable[[Sequence[Tensor]], Packed]
+    ) -> None:
         self._rule = rule
+        self._device = device
         self._pack = pack
         self._parameters: list[_Parameter] = []
 
@@ -45,6 +50,8 @@ class TorchUpdate:
                 _check_options(self._rule, group)
                 for param in group["params"]:
                     if param.grad is not None:
+                        if param.device != self._device:
+                            _refuse("a parameter's dtype, layout or device")
                         self._parameters.append(_read(self._rule, group, param, states))
             grads = [parameter.grad for parameter in self._parameters]
             tensors = [each.param for each in self._parameters] + grads
@@ -58,6 +65,9 @@ class TorchUpdate:
             self._parameters = []
             return str(refused)
         return self._pack(grads)
+
+    def settle(self, states: dict[Tensor, Any]) -> None:
+        """Do nothing: the counts include no skipped step."""
 
     def forget(self) -> None:
         """Let go of what was read."""

@@ -134,6 +134,13 @@ class Update(Protocol):
         tensor.
         """
 
+    @property
+    def counts_on_host(self) -> bool:
+        """Whether counts lie on the host and may include steps that the device has skipped."""
+
+    def settle(self, states: dict[Tensor, Any]) -> None:
+        """Take the skipped steps out of those counts; waits for the device if there may be any."""
+
     def forget(self) -> None:
         """Let go of what was read."""
 
@@ -159,8 +166,8 @@ class Ops(Protocol):
     def pack(self, tensors: Sequence[Tensor]) -> Packed:
         """Look at the tensors, which lie on the device of the first one, or are left in `rest`."""
 
-    def update(self, rule: Rule) -> Update:
-        """Return what updates the parameters of an optimizer that follows the rule."""
+    def update(self, rule: Rule, device: torch.device) -> Update:
+        """Return what updates an optimizer that follows the rule, with parameters on a device."""
 
     def region_maker(self) -> RegionMaker:
         """Return what makes the regions of one timer from path, `begin`, `always`.

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from fastamp.step import counts
+
 _SHORT = {torch.float16, torch.bfloat16}
 
 
@@ -136,5 +138,5 @@ def _unfused(optimizer: Optimizer) -> Iterator[None]:
 
 def has_pre_hook(optimizer: Optimizer) -> bool:
     """Say whether a hook looks at the gradients before the kernel does."""
-    own = getattr(optimizer, "_optimizer_step_pre_hooks", None)
-    return bool(own or _global_optimizer_pre_hooks)
+    own = getattr(optimizer, "_optimizer_step_pre_hooks", {})
+    return bool(_global_optimizer_pre_hooks) or counts.others_in(own)

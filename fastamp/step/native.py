@@ -16,13 +16,16 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from fastamp import _ops
 from fastamp._ops import Packed, Rule, Update
+from fastamp.step import counts
 
 if TYPE_CHECKING:
     from fastamp._ops.parts import Parts
 
 _Told: TypeAlias = Callable[[Tensor | None], None] | None
 _RULES = {Adam: Rule.ADAM, AdamW: Rule.ADAMW, SGD: Rule.SGD, Adagrad: Rule.ADAGRAD}
-_updates: "WeakKeyDictionary[Optimizer, tuple[str, Update]]" = WeakKeyDictionary()
+_updates: "WeakKeyDictionary[Optimizer, tuple[_ops.Ops, torch.device, Update]]" = (
+    WeakKeyDictionary()
+)
 
 
 class NativeStep(NamedTuple):
@@ -55,6 +58,8 @@ def read(optimizer: Optimizer) -> NativeStep | str:
         grads, parts = (reason, None) if reason else _read(optimizer, update)
     if isinstance(grads, str):
         return grads
+    if update.counts_on_host:
+        counts.watch(optimizer, update)
     apply, forget = update.apply_, update.forget
     if parts is not None:
         apply, forget = parts.wrap(apply, forget)
@@ -83,8 +88,8 @@ def _why_torchs(optimizer: Optimizer) -> _Told | str:
     if type(optimizer) not in _RULES:  # a subclass may do anything
         return f"{type(optimizer).__name__} is not one of torch's own"
     own = vars(optimizer)
-    hooks = own["_optimizer_step_pre_hooks"] or own["_optimizer_step_post_hooks"]
-    if hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+    hooks = own["_optimizer_step_pre_hooks"], own["_optimizer_step_post_hooks"]
+    if counts.others_in(*hooks) or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         return "a hook looks on"
     if "grad_scale" in own or "found_inf" in own:
         return "the optimizer has a grad_scale of its own"
@@ -98,14 +103,18 @@ def _update_of(optimizer: Optimizer, rule: Rule) -> Update | str:
     """Return what updates the optimizer on its first parameter's device, kept between steps."""
     params = next(iter(optimizer.param_groups), {"params": ()})["params"]
     device = params[0].device if params else torch.device("cpu")
-    if device.type != "cpu":
-        return f"torch's kernels update on {device.type}"
     ops = _ops.ops_for(device)
-    name, update = _updates.get(optimizer, ("", None))
-    if update is None or name != ops.name:
-        update = ops.update(rule)
-        _updates[optimizer] = (ops.name, update)
-    return update
+    if device.type != "cpu":
+        if ops is _ops.FALLBACK:  # it would wait
+            return f"torch's kernels update on {device.type}"
+        if torch.cuda.is_current_stream_capturing():
+            return "a graph captures the step"
+    known = _updates.get(optimizer)
+    if known is None or known[:2] != (ops, device):
+        if known is not None:
+            known[2].settle(optimizer.state)
+        known = _updates[optimizer] = (ops, device, ops.update(rule, device))
+    return known[2]
 
 
 @torch.no_grad()
@@ -124,7 +133,9 @@ def _make_state(optimizer: Optimizer, rule: Rule) -> str | None:
             state: dict[str, Any] = optimizer.state[param]
             if rule is not Rule.SGD and not state:
                 wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
-                state["step"] = torch.zeros((), dtype=torch.float64 if wide else torch.float32)
+                dtype = torch.float64 if wide else torch.float32
+                on_device = param.device if group.get("fused") else None
+                state["step"] = torch.zeros((), dtype=dtype, device=on_device)
                 names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(group["amsgrad"])
                 for name in names:
                     state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)

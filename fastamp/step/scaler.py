@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 class GradScaler(Reading):
     """torch.amp.GradScaler that unscales, checks, clips and steps with one read of the gradients.
 
-    On the CPU torch's Adam, AdamW, SGD and Adagrad are updated by fastamp itself, in the same pass,
-    if they are fused or left open (neither `fused` nor `foreach` given); the state stays torch's.
-    On other devices unscaling and clipping are folded into torch's fused kernels, and nothing waits
-    for the device. Any other optimizer costs one in-place multiply, left out when the factor is 1,
-    and one read of a flag.
+    torch's Adam, AdamW, SGD and Adagrad on the CPU and CUDA are updated by fastamp itself, in the
+    same pass, if they are fused or left open (neither `fused` nor `foreach` given); the state stays
+    torch's. For other fused optimizers, unscaling and clipping are folded into their kernels.
+    Nothing waits for the device. Any other optimizer costs one in-place multiply, left out when the
+    factor is 1, and one read of a flag.
 
     DTensors, of any meshes and placements, cost one all-reduce for each process group, and all
     ranks find the same norm, verdict and scale; each updates the parts that it holds. So do plain
@@ -286,6 +286,9 @@ class GradScaler(Reading):
         steps: list[native.NativeStep] = []
         for optimizer in optimizers:
             step = native.read(optimizer)
+            if steps and not isinstance(step, str) and step.grads.device != steps[0].grads.device:
+                step.forget()
+                step = "the optimizers are on several devices"
             if isinstance(step, str):
                 for other in steps:
                     other.forget()

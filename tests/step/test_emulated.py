@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.bits import bits
 from support.drawn import EXAMPLES, hypothesis
-from support.emulated import emulated_ops, fast_float64
+from support.emulated import emulated_ops, fast_float64, use_emulated
 
 import fastamp
 from fastamp import _ops
@@ -92,6 +92,30 @@ def test_the_emulated_kernels_give_the_cpus_bits(small):
         clip = _ops.Clip(scale, rng.choice([None, 0.0, 1.0]), rng.random() < 0.5, skipped)
         assert_same_results(memory, rng.choice([1.0, 2.0, math.inf]), clip)
     assert small or (largest > 9_000_000 and many > 2200)
+
+
+@pytest.mark.emulated
+def test_the_emulated_kernels_give_an_update_the_fallbacks_bits():
+    emulated, found = emulated_ops(), []
+    if emulated is None:
+        pytest.skip("no compiled core, no C++ compiler or no glibc")
+    for backend in (use_emulated(emulated), _ops.use_only("fallback")):
+        with backend:
+            generator = torch.Generator().manual_seed(0)
+            sizes = [(dtype, size) for dtype in DTYPES for size in (1, 1003)]
+            values = [torch.randn(size, generator=generator).to(dtype) for dtype, size in sizes]
+            parameters = [torch.nn.Parameter(value) for value in values]
+            optimizer = torch.optim.AdamW(parameters, lr=0.1)
+            for step in range(3):
+                for p in parameters:
+                    p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+                if step == 1:
+                    parameters[0].grad.fill_(math.inf)
+                assert fastamp.optimizer_step(optimizer, max_norm=1.0).way.startswith("native")
+            states = optimizer.state_dict()["state"].values()
+            tensors = [*parameters, *(t for state in states for t in state.values())]
+            found.append([bits(t.detach()).tobytes() for t in tensors])
+    assert found[0] == found[1]
 
 
 @pytest.mark.emulated

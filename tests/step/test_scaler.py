@@ -9,8 +9,7 @@ import pytest
 import torch
 from support.gradients import parameters_with, random
 from support.training import FUSED, OPTIMIZERS, make_folding, make_scaler, one_step
-from support.waits import sync_refused
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.waits import ReadsRefused, sync_refused
 
 import fastamp
 
@@ -86,20 +85,6 @@ def test_without_scaling_and_clipping_the_step_is_the_optimizers(backend, device
     assert parameters[0].isnan()[0]
     assert not scaler.last_step.skipped
     assert scaler.last_step.norm.isnan()
-
-
-READS = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero"}
-
-
-class ReadsRefused(TorchDispatchMode):
-    """Raises wherever a value of a tensor comes to the host, or a tensor leaves its device."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.name()
-        if name in READS:
-            message = f"{name} reads a value"
-            raise AssertionError(message)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", FUSED)

@@ -162,6 +162,7 @@ def train(cls, options, drawn, run):
         scaler.step(optimizer, max_norm=run.max_norm, zero_grad=run.zero_grad)
         ways.append(scaler.last_step.way)
         scaler.update()
+    optimizer.state_dict()  # asks for the counts
     states = itertools.chain(*(s.values() for s in optimizer.state.values()))
     tensors = [t for p, _ in made for t in (p.detach(), p.grad)]
     return [bits(t).tobytes() for t in [*tensors, *states] if t is not None], ways

@@ -25,7 +25,7 @@ from fastamp import _ops
 from fastamp._ops import choose
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).parents[2]
 HEADERS = [*ROOT.glob("csrc/*/*.h"), *ROOT.glob("csrc/*/*.cuh")]
@@ -91,7 +91,15 @@ def emulated_ops() -> _ops.Ops | None:
     find = loaded.fastamp_emulated_ops
     find.restype = ctypes.c_void_p
     address = find(ctypes.byref(size))
-    return CompiledOps("emulated", _native.Ops(address, size.value))
+    return CompiledOps("emulated", _native.Ops(address, size.value), host_is_apart=True)
+
+
+def count_launches(call: Callable[[], object]) -> int:
+    """Return how many kernels a call launches."""
+    launches = ctypes.CDLL(str(library())).fastamp_emulated_launches
+    before = launches()
+    call()
+    return int(launches() - before)
 
 
 @contextmanager

@@ -62,7 +62,8 @@ def scaler_of(cls=fastamp.GradScaler, **options):
 
 
 def everything(parameters: Iterable[torch.Tensor], optimizer) -> list[bytes]:
-    """Return the bits of parameters, gradients and states."""
+    """Return the bits of parameters, gradients and states, whose counts are asked for."""
+    optimizer.state_dict()
     states = [v for p in parameters for v in optimizer.state.get(p, {}).values() if v is not None]
     grads = [p.grad for p in parameters if p.grad is not None]
     return [bits(t.detach()).tobytes() for t in [*parameters, *grads, *states]]

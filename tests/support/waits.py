@@ -1,4 +1,4 @@
-"""What refuses to wait: a block in which the host may not synchronize with the GPU."""
+"""What refuses to wait: blocks in which the host may not read what the device has."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,3 +27,17 @@ def sync_refused(device: str = "cuda") -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+READS = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero"}
+
+
+class ReadsRefused(TorchDispatchMode):
+    """Raises wherever a value of a tensor comes to the host, or a tensor leaves its device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        if name in READS:
+            message = f"{name} reads a value"
+            raise AssertionError(message)
+        return func(*args, **(kwargs or {}))

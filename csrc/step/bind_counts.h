@@ -1,0 +1,96 @@
+// Counts of steps that lie on the host while a device updates. So that nothing waits, the host
+// counts every step, and the device counts those that it skips, in a slot for each parameter, until
+// somebody asks for the counts.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "step/bind.h"
+
+namespace fastamp {
+
+class HostCounts {
+ public:
+  void begin() {
+    taking_part_.clear();
+    next_ = 0;
+  }
+
+  /// Notes the count of a parameter that takes part in the next step. A count that is not as it was
+  /// left has been set by somebody else, and no skipped step is taken out of it.
+  void add(py::handle param, float* place, std::size_t index, ParameterView& view) {
+    const std::size_t slot = slot_of(param.ptr());
+    Count& count = counts_[slot];
+    if (count.place != place || count.left != *place) count = {place, *place, true};
+    view.counted = *place;
+    view.counting = count.is_new ? Counting::kHostAnew : Counting::kHost;
+    taking_part_.emplace_back(index, slot);
+  }
+
+  /// Gives the parameters that take part their slots, `size()` floats on the device.
+  void attach(UpdateList& list, float* slots) const {
+    for (const auto& [index, slot] : taking_part_) list.parameters[index].step = slots + slot;
+  }
+
+  /// Counts the step.
+  void advance() {
+    for (const auto& [index, slot] : taking_part_) {
+      Count& count = counts_[slot];
+      count.left = *count.place += 1;
+      count.is_new = false;
+    }
+    taking_part_.clear();
+  }
+
+  /// Takes the skipped steps out of the counts in an optimizer's states; `slots` is what the device
+  /// holds, and `name` the key of a count. A count that lies elsewhere by now is left as it is.
+  void settle(const std::vector<float>& slots, const py::dict& states, py::handle name) {
+    std::unordered_map<const void*, std::size_t> by_place;
+    for (std::size_t slot = 0; slot < counts_.size() && slot < slots.size(); ++slot)
+      by_place[counts_[slot].place] = slot;
+    for (const auto& [param, state] : states) {
+      if (!PyDict_Check(state.ptr())) continue;
+      PyObject* tensor = PyDict_GetItemWithError(state.ptr(), name.ptr());
+      const auto found = tensor == nullptr ? std::nullopt : read_dense(tensor, kHost);
+      if (!found || found->dtype != DType::kFloat32 || found->numel != 1) continue;
+      const auto known = by_place.find(found->data);
+      if (known == by_place.end()) continue;
+      const Count& count = counts_[known->second];
+      if (*count.place == count.left && !count.is_new) *count.place += slots[known->second];
+    }
+    *this = {};
+  }
+
+  std::size_t size() const { return counts_.size(); }
+
+ private:
+  struct Count {
+    float* place;  ///< never read as it stands here: it may be gone
+    float left;    ///< at the end of the last step
+    bool is_new;   ///< the device has nothing in the slot
+  };
+
+  /// Parameters mostly come in the order of the step before.
+  std::size_t slot_of(PyObject* param) {
+    if (next_ < params_.size() && params_[next_] == param) return next_++;
+    const auto [found, is_new] = slots_.try_emplace(param, counts_.size());
+    if (is_new) {
+      counts_.push_back({nullptr, 0, true});
+      params_.push_back(param);
+    }
+    next_ = found->second + 1;
+    return found->second;
+  }
+
+  std::vector<Count> counts_;      // by slot
+  std::vector<PyObject*> params_;  // by slot; never looked into: one may be gone
+  std::unordered_map<PyObject*, std::size_t> slots_;
+  std::vector<std::pair<std::size_t, std::size_t>> taking_part_;  // parameter of the list, slot
+  std::size_t next_ = 0;
+};
+
+}  // namespace fastamp

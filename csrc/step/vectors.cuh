@@ -1,0 +1,87 @@
+// Parts of tensors in vectors: a thread reads four neighbouring elements of each tensor that an
+// update needs, all before it looks at the first.
+#pragma once
+
+#include <cstdint>
+
+#include "step/convert.cuh"
+
+namespace fastamp {
+
+// A thread has four neighbouring elements of each tensor under way, the 16 bytes of a float32
+// vector or 8. Memory that gives 5 TB/s after 0.7 us to 132 multiprocessors needs 27 KB under way
+// on each. Adam's four tensors have 64 or 32 bytes a thread, so 1,024 threads ask for 64 or 32 KB.
+constexpr int kVector = 4;
+
+template <typename T>
+struct alignas(kVector * sizeof(T)) Vector {
+  T values[kVector];
+};
+
+/// A thread's elements of one tensor, as they lie in memory.
+union Raw {
+  unsigned char bytes[16] = {};
+  Vector<float> wide;
+  Vector<__nv_bfloat16> bfloats;
+  Vector<__half> halves;
+
+  __device__ Vector<float>& of(float) { return wide; }
+  __device__ Vector<__nv_bfloat16>& of(__nv_bfloat16) { return bfloats; }
+  __device__ Vector<__half>& of(__half) { return halves; }
+};
+
+/// The part of a tensor that is one chunk.
+struct Part {
+  void* data;
+  DType dtype;
+  bool aligned;  // takes vectors
+
+  __device__ Part(void* tensor, std::uint32_t type, std::int64_t start)
+      : data(static_cast<char*>(tensor) + start * size_of(static_cast<DType>(type))),
+        dtype(static_cast<DType>(type)),
+        aligned(reinterpret_cast<std::uintptr_t>(data) %
+                    static_cast<std::uintptr_t>(kVector * size_of(dtype)) ==
+                0) {}
+
+  /// Reads `count` elements. Nothing is computed with them here, so that the reads of other tensors
+  /// need not wait. Misaligned ones are read one by one; their neighbours come out of the cache.
+  __device__ void load(int i, int count, Raw& raw) const {
+    visit_dtype(dtype, [&](auto tag) {
+      using T = decltype(tag);
+      const T* from = static_cast<const T*>(data) + i;
+      if (aligned && count == kVector) {
+        raw.of(tag) = *reinterpret_cast<const Vector<T>*>(from);
+        return;
+      }
+#pragma unroll
+      for (int k = 0; k < kVector; ++k)
+        if (k < count) raw.of(tag).values[k] = from[k];
+    });
+  }
+
+  __device__ void widen(Raw& raw, float* values) const {
+    visit_dtype(dtype, [&](auto tag) {
+#pragma unroll
+      for (int k = 0; k < kVector; ++k) values[k] = to_float(raw.of(tag).values[k]);
+    });
+  }
+
+  __device__ void store(const float* values, int i, int count) const {
+    visit_dtype(dtype, [&](auto tag) {
+      using T = decltype(tag);
+      Vector<T> found;
+#pragma unroll
+      for (int k = 0; k < kVector; ++k) from_float(values[k], &found.values[k]);
+      T* to = static_cast<T*>(data) + i;
+      if (aligned && count == kVector) {
+        *reinterpret_cast<Vector<T>*>(to) = found;
+        return;
+      }
+#pragma unroll
+      for (int k = 0; k < kVector; ++k)
+        if (k < count) to[k] = found.values[k];
+    });
+  }
+};
+
+}  // namespace fastamp
