@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T>
-__device__ void rescale_chunk(T* data, int numel, float factor) {
+__device__ __attribute__((noinline)) void rescale_chunk(T* data, int numel, float factor) {
   constexpr int kSize = Vector<T>::kSize;
   constexpr int kStep = kThreads * kSize;
   const int thread = static_cast<int>(threadIdx.x);

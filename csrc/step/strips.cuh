@@ -83,9 +83,10 @@ __device__ void rotate(Sum* lanes, int count) {
 
 /// Reduces one strip with one warp; thread t holds the lanes t * kSize to (t + 1) * kSize - 1, in
 /// the end. Where vectors begin `head` elements into the strip, it holds those `head` further until
-/// then. The result is thread 0's.
+/// then. The result is thread 0's. This function and the next are calls, which cost nothing beside
+/// a strip, so that they are compiled once for all sizes of tables.
 template <typename Norm, int kRows, typename T>
-__device__ double reduce_in_order(const T* data, int numel) {
+__device__ __attribute__((noinline)) double reduce_in_order(const T* data, int numel) {
   constexpr int kSize = Vector<T>::kSize;
   const int head = count_head(data, numel);
   typename Norm::Sum lanes[kSize] = {};
@@ -102,7 +103,7 @@ __device__ double reduce_in_order(const T* data, int numel) {
 
 /// Reduces one strip with one warp in pairs of float32, and where they do not hold it as above.
 template <typename Norm, typename T>
-__device__ double reduce_in_pairs(const T* data, int numel) {
+__device__ __attribute__((noinline)) double reduce_in_pairs(const T* data, int numel) {
   constexpr int kSize = Vector<T>::kSize;
   Pair lanes[kSize] = {};
   float largest = 0;
