@@ -14,20 +14,20 @@ namespace fastamp {
 constexpr int kVector = 4;
 
 template <typename T>
-struct alignas(kVector * sizeof(T)) Vector {
+struct alignas(kVector * sizeof(T)) Four {
   T values[kVector];
 };
 
 /// A thread's elements of one tensor, as they lie in memory.
 union Raw {
   unsigned char bytes[16] = {};
-  Vector<float> wide;
-  Vector<__nv_bfloat16> bfloats;
-  Vector<__half> halves;
+  Four<float> wide;
+  Four<__nv_bfloat16> bfloats;
+  Four<__half> halves;
 
-  __device__ Vector<float>& of(float) { return wide; }
-  __device__ Vector<__nv_bfloat16>& of(__nv_bfloat16) { return bfloats; }
-  __device__ Vector<__half>& of(__half) { return halves; }
+  __device__ Four<float>& of(float) { return wide; }
+  __device__ Four<__nv_bfloat16>& of(__nv_bfloat16) { return bfloats; }
+  __device__ Four<__half>& of(__half) { return halves; }
 };
 
 /// The part of a tensor that is one chunk.
@@ -50,7 +50,7 @@ struct Part {
       using T = decltype(tag);
       const T* from = static_cast<const T*>(data) + i;
       if (aligned && count == kVector) {
-        raw.of(tag) = *reinterpret_cast<const Vector<T>*>(from);
+        raw.of(tag) = *reinterpret_cast<const Four<T>*>(from);
         return;
       }
 #pragma unroll
@@ -69,12 +69,12 @@ struct Part {
   __device__ void store(const float* values, int i, int count) const {
     visit_dtype(dtype, [&](auto tag) {
       using T = decltype(tag);
-      Vector<T> found;
+      Four<T> found;
 #pragma unroll
       for (int k = 0; k < kVector; ++k) from_float(values[k], &found.values[k]);
       T* to = static_cast<T*>(data) + i;
       if (aligned && count == kVector) {
-        *reinterpret_cast<Vector<T>*>(to) = found;
+        *reinterpret_cast<Four<T>*>(to) = found;
         return;
       }
 #pragma unroll

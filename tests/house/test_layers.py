@@ -30,7 +30,15 @@ INCLUDES = {
     "timer/bind": [r"timer/\w+\.h", r"structmember\.h", *BINDING],
     **{
         f"step/{name}": [r"step/\w+\.(h|cuh)", r"cuda_\w+\.h", *SHARED]
-        for name in ("cuda.cu", "update.cu", "convert.cuh", "device.h", "strips.cuh", "table.cuh")
+        for name in (
+            "cuda.cu",
+            "update.cu",
+            "convert.cuh",
+            "device.h",
+            "strips.cuh",
+            "table.cuh",
+            "vectors.cuh",
+        )
     },
 }
 
