@@ -81,7 +81,7 @@ __device__ void count_skipped(const Row& row, float* step, bool skipped) {
 /// Updates one chunk. Neighbouring threads have neighbouring vectors.
 template <typename Kind>
 __device__ void update_chunk(const Entry<Kind::kStates>& entry, std::int64_t start, int numel,
-                             const typename Kind::Terms terms, const UpdateSpec& spec) {
+                             const typename Kind::Terms& terms, const UpdateSpec& spec) {
   constexpr int kGrad = 1 + Kind::kStates;
   const float factor = spec.factor == nullptr ? 1.0F : *spec.factor;
   const bool write_grads = spec.write_grads && factor != 1.0F;
@@ -140,7 +140,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
       found + 1 < table.count ? entries[found + 1].first_chunk : table.num_chunks;
   const int numel = blockIdx.x + 1 == end ? static_cast<int>(entry.tail_numel) : int{kChunk};
   const auto start = static_cast<std::int64_t>(blockIdx.x - entry.first_chunk) * kChunk;
-  update_chunk<Kind>(entry, start, numel, terms, spec);
+  const typename Kind::Terms own = terms;  // in registers
+  update_chunk<Kind>(entry, start, numel, own, spec);
 }
 
 /// Counts the step where the counts lie on the device, once all chunks have read the count before:
