@@ -26,7 +26,7 @@ class StepReport:
         way: how the step was made, and why not faster: "native", in one pass of fastamp's own;
             "folded" into torch's fused kernels; or "in place: AdamW is not fused (foreach=True)".
             It tells where Python had to read gradients, as on a GPU that this build has no code
-            for.
+            for, and where nothing was read: "native, bare: neither scaling nor max_norm".
     """
 
     norm: Tensor

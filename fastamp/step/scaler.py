@@ -124,7 +124,8 @@ class GradScaler(Reading):
                 in a list or tuple. On CUDA it learns of that without a wait: it steps when the next
                 step begins, or when it is asked for anything (`get_last_lr()`, `state_dict()`), or
                 an optimizer for its `state_dict()`. Until then `optimizer.param_groups` holds the
-                rate of the last step.
+                rate of the last step: set no rate of your own there. Do not call `scheduler.step()`
+                as well.
             **kwargs: handed on to `optimizer.step`.
 
         Returns:
@@ -154,7 +155,8 @@ class GradScaler(Reading):
         self._dropped = zero_grad
         steps = self._read_natively(optimizers, *args, **kwargs)
         if not self._enabled and max_norm is None:
-            self.last_step = unmeasured("bare: neither scaling nor max_norm")
+            way = "native" if isinstance(steps, list) else f"torch's ({steps})"
+            self.last_step = unmeasured(f"{way}, bare: neither scaling nor max_norm")
             results = _step_bare(optimizers, steps, zero_grad, *args, **kwargs)
             advance(schedulers, optimizers, self.last_step.found_inf)
             return results if several else results[0]

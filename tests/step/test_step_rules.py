@@ -270,9 +270,9 @@ def test_the_report_tells_the_way_of_the_step():
             ways[name, enabled] = way.partition("; ")[0]
     assert ways == {
         ("fused", True): "native",
-        ("fused", False): "bare: neither scaling nor max_norm",
+        ("fused", False): "native, bare: neither scaling nor max_norm",
         ("foreach", True): "in place: AdamW is not fused (foreach=True)",
-        ("foreach", False): "bare: neither scaling nor max_norm",
+        ("foreach", False): "torch's (foreach=True), bare: neither scaling nor max_norm",
     }
 
 
