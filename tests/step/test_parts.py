@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from support import part_cases, ranks
+from torch.distributed.fsdp import fully_shard
 
 import fastamp
 
@@ -41,24 +44,30 @@ def test_torchs_own_step_goes_on_in_the_middle(four, rule):
             torch.testing.assert_close(first, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.skipif(
+    "ignored_params" not in inspect.signature(fully_shard).parameters, reason="torch is too old"
+)
 def test_fsdp_with_ignored_parameters_is_stepped_in_one_go(four):
     for (way, _, alone), (spread_way, kinds, ours) in four.run(
         2, part_cases.fsdp_with_ignored_parameters
     ):
-        assert way == spread_way == "native"
+        assert way.startswith("native")
+        assert spread_way == way
         assert kinds == 2
         torch.testing.assert_close(ours, alone, rtol=1e-5, atol=1e-6)
 
 
 def test_plain_parts_over_a_process_group_are_stepped_natively(four):
     for way, norm, expected, ours, right in four.run(2, part_cases.plain_parts_over_a_group):
-        assert (way, norm) == ("native", expected)
+        assert way.startswith("native")
+        assert norm == expected
         torch.testing.assert_close(ours, right)
 
 
 def test_gradients_that_are_placed_otherwise_are_brought_to_their_parameters(four):
     for right, by_grad, by_state in four.run(2, part_cases.gradients_placed_otherwise):
-        assert right[0] == by_grad[0] == "native"
+        assert right[0].startswith("native")
+        assert right[0] == by_grad[0]
         assert "spread over ranks in another way" in by_state[0]
         torch.testing.assert_close(by_grad[1], right[1], rtol=0, atol=0)
         torch.testing.assert_close(by_state[1], right[1], rtol=1e-6, atol=1e-7)

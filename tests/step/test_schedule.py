@@ -113,6 +113,7 @@ def stepped(kind="step"):
     return parameter, optimizer, scheduler
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter")  # torch 2.6 warns of its own call
 @pytest.mark.parametrize("options", [{"fused": True}, {}, {"foreach": True}], ids=str)
 @pytest.mark.parametrize("with_scaler", [True, False])
 @pytest.mark.parametrize("kind", SCHEDULERS)

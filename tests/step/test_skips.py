@@ -57,12 +57,19 @@ def with_gradients(parameters, memory, scale, bad=()):
         parameters[place].grad.view(-1)[-1] = value
 
 
+def skip_where_torch_refuses(optimizer, dtype):
+    """Fused Adagrad takes no scale in torch 2.6, and then float16 gradients are an error."""
+    if dtype is torch.float16 and not getattr(optimizer, "_step_supports_amp_scaling", False):
+        pytest.skip("torch refuses float16 gradients here")
+
+
 @pytest.mark.parametrize("zero_grad", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", RULES)
 def test_a_skipped_step_writes_no_byte(name, dtype, zero_grad, backend):
     for bad, max_norm in ([(0, math.inf)], 1.0), ([(3, math.nan), (1, -math.inf)], None):
         parameters, optimizer, memory = watched(name, dtype, 2, fused=True)
+        skip_where_torch_refuses(optimizer, dtype)
         scaler = scaler_of()
         with_gradients(parameters, memory, 1.0, bad)
         before = [bits(block).tobytes() for block in memory]
@@ -80,6 +87,7 @@ def test_a_skipped_step_writes_no_byte(name, dtype, zero_grad, backend):
 @pytest.mark.parametrize("name", RULES)
 def test_a_step_writes_nothing_beside_its_tensors(name, dtype, backend):
     parameters, optimizer, memory = watched(name, dtype, 2, fused=True)
+    skip_where_torch_refuses(optimizer, dtype)
     with_gradients(parameters, memory, 1.0)
     scaler = scaler_of()
     scaler.step(optimizer, max_norm=1.0)

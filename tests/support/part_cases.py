@@ -86,7 +86,7 @@ def torchs_steps_between(rule):
                 p.grad = grad * (1 + step)
             if step in native:
                 way = fastamp.optimizer_step(optimizer, 1e9).way
-                assert way == "native", (way, step, native)
+                assert way.startswith("native"), (way, step, native)
             else:
                 optimizer.step()
             if step == 1:  # as a checkpoint does
