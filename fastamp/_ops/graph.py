@@ -4,9 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch._compile import _disable_dynamo
-from torch.library import custom_op
 
 from fastamp._ops.groups import pack
 from fastamp._ops.types import Clip, GradStats
@@ -20,11 +19,12 @@ def outside_graphs(function: C) -> C:
     It is what torch.compiler.disable does, without the import of dynamo and without a wrapper,
     which would be a frame more in every step.
     """
-    hooks: Any = torch._C._dynamo.eval_frame
-    if not hasattr(hooks, "_FrameExecStrategy"):  # torch 2.6
+    try:
+        hooks: Any = torch._C._dynamo.eval_frame
+        skip = hooks._FrameAction.SKIP
+        hooks.set_code_exec_strategy(function.__code__, hooks._FrameExecStrategy(skip, skip))
+    except AttributeError:  # torch 2.6 has no such hook, and another release may have another one
         return _disable_dynamo(function)  # type: ignore[return-value]
-    skip = hooks._FrameAction.SKIP
-    hooks.set_code_exec_strategy(function.__code__, hooks._FrameExecStrategy(skip, skip))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
@@ -58,7 +58,7 @@ class GraphPack:
 
 
 # With the schemas written out: torch 2.6 does not read them from today's annotations.
-@custom_op(
+@library.custom_op(
     "fastamp::grad_stats",
     mutates_args=(),
     schema="(Tensor[] tensors, float norm_type, Tensor? scale, float? max_norm, bool only_finite)"
@@ -84,7 +84,7 @@ def _(tensors: list[Tensor], *_: object) -> list[Tensor]:
     return [torch.empty((), dtype=dtype or torch.float32, device=device) for dtype in dtypes]
 
 
-@custom_op(
+@library.custom_op(
     "fastamp::rescale_",
     mutates_args={"tensors"},
     schema="(Tensor(a!)[] tensors, Tensor factor) -> ()",

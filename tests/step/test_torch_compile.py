@@ -10,8 +10,8 @@ import pytest
 import torch
 from support.bits import bits
 from support.gradients import parameters_with, random
+from torch import library
 from torch._dynamo.utils import counters
-from torch.library import opcheck
 
 import fastamp
 from fastamp._ops import graph
@@ -68,8 +68,8 @@ def test_the_operators_are_what_they_are_registered_as(backend, device):
     tensors = [random(33, dtype, device) for dtype in DTYPES]
     scale = torch.tensor(8.0, device=device)
     for args in ((tensors, 2.0, None, None, False), (tensors[:3], math.inf, scale, 1.0, True)):
-        opcheck(graph._grad_stats, args)
-    opcheck(graph._rescale_, (tensors, torch.tensor(0.5, device=device)))
+        library.opcheck(graph._grad_stats, args)
+    library.opcheck(graph._rescale_, (tensors, torch.tensor(0.5, device=device)))
 
 
 def test_a_norm_that_is_not_finite_is_an_error_of_the_compiled_call(backend, device):
