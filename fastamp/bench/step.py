@@ -137,7 +137,7 @@ def _make_case(args: argparse.Namespace, missing: dict[str, dict[str, str]], nam
     return Case(
         arms=arms | {"fastamp": ours.fastamp},
         before=lambda arm: restore[arm](),
-        calls=CALLS if sum(map(math.prod, shape.sizes)) <= SMALL else 1,
+        calls=1 if args.ranks or sum(map(math.prod, shape.sizes)) > SMALL else CALLS,
         amounts=amounts,
         details=lambda _: details,
     )
