@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fastamp.bench import baseline, latency, loader, main_job, page, selftest, step, timer
+from fastamp.bench import baseline, gpu, latency, loader, main_job, page, selftest, step, timer
 from fastamp.bench.environment import describe
 from fastamp.bench.record import Task, make_record, render
 from fastamp.train.files import write
@@ -26,6 +26,7 @@ COMMANDS = {
     "timer": timer,
     "latency": latency,
     "selftest": selftest,
+    "gpu": gpu,
 }
 STATUS = """Exit status: 0; 1 a target is missed, with --check, or a bound of --fail-on; 2 a bad
 argument, or a result that cannot be written; 3 the environment does not allow a verdict: with
