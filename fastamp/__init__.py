@@ -8,6 +8,7 @@ from fastamp.data import (
     LoaderStats,
     TokenDataset,
     prefetch,
+    sample_rng,
 )
 from fastamp.metrics import Csv, JsonLines, MetricsTracker, ScalarStats, TensorBoard
 from fastamp.step import (
@@ -51,6 +52,7 @@ __all__ = [
     "get_total_norm",
     "optimizer_step",
     "prefetch",
+    "sample_rng",
 ]
 
 __version__ = "0.1.0"

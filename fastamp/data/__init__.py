@@ -4,6 +4,7 @@ from fastamp.data.collate import BatchCollator
 from fastamp.data.datasets import ArrayDataset, TokenDataset
 from fastamp.data.loader import DataLoader
 from fastamp.data.prefetch import prefetch
+from fastamp.data.sample_rng import sample_rng
 from fastamp.data.shard import ShardSampler
 from fastamp.data.stats import LoaderStats
 from fastamp.data.structure import map_tensors
@@ -17,4 +18,5 @@ __all__ = [
     "TokenDataset",
     "map_tensors",
     "prefetch",
+    "sample_rng",
 ]

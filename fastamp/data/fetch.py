@@ -18,6 +18,7 @@ from torch.utils.data import (
 )
 
 from fastamp.data.position import Indices, Position
+from fastamp.data.sample_rng import Order, Placed, current
 from fastamp.data.states import (
     Measured,
     Record,
@@ -45,35 +46,40 @@ class _Watched(Dataset[Any]):
         self._worker = 0
         self._collate_fn, self._worker_init_fn = loader.collate_fn, loader.worker_init_fn
         self._getitem_s = 0.0  # since the last batch
+        self._batch_sample: Any = None  # what a collate function draws for the batch
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        if type(index) is Skip:
-            return index
-        return self._get([index], None)[0]
+        """Return one item."""
+        return index if type(index) is Skip else self._get(index._replace(indices=[index[0]]))[0]
 
-    def __getitems__(self, indices: list[Any]) -> Any:
+    def __getitems__(self, indices: Any) -> Any:
         """Return the items of one batch."""
         if type(indices) is Skip:
             return indices
         return self._get(indices, getattr(self.dataset, "__getitems__", None))
 
-    def _get(self, indices: list[Any], together: Callable[[list[Any]], Any] | None) -> Any:
-        start_s = time.perf_counter()
+    def _get(self, placed: Placed, together: Callable[[Any], Any] | None = None) -> Any:
+        start_s, before = time.perf_counter(), current.sample
+        indices, order, number = placed
+        self._batch_sample = order, ~number
         index: Any = indices
         try:
             if together:
+                current.sample = order, number
                 return together(indices)
             items = []
-            for index in indices:
+            for number, index in enumerate(indices, number):  # noqa: B020 - that of the index
+                current.sample = order, number
                 items.append(self.dataset[index])
         except Exception as error:
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(f"fastamp.DataLoader: raised by dataset[{index}]")
             raise
         finally:
+            current.sample = before
             self._getitem_s += time.perf_counter() - start_s
         return items
 
@@ -82,8 +88,12 @@ class _Watched(Dataset[Any]):
         if type(samples) is Skip:
             return Measured(None, is_batch=False)
         getitem_s, self._getitem_s = self._getitem_s, 0.0
-        start_s = time.perf_counter()
-        batch = self._collate_fn(samples)
+        start_s, before = time.perf_counter(), current.sample
+        current.sample = self._batch_sample or before
+        try:
+            batch = self._collate_fn(samples)
+        finally:
+            current.sample = before
         collate_s = time.perf_counter() - start_s
         note = None
         if self._save is not None:
@@ -126,7 +136,9 @@ def make_inner(
         own["dataset"] = loader.dataset
     counted: Any = loader._IterableDataset_len_called
     if stream and has_copies(loader.dataset, loader.num_workers):
-        parts = WorkerStream(loader, position.workers, position.turn, new=position.batch == 0)
+        parts = WorkerStream(
+            loader, position.workers, position.turn, position.epoch, new=position.batch == 0
+        )
         own, collate = {"dataset": parts, "batch_size": None}, _hand_on
         if counted is not None:  # with what is no batch: turns, and the ends of workers
             counted += position.turn + loader.num_workers
@@ -166,6 +178,9 @@ class FetchSource(Iterator[Any]):
     """Whether batches are made before they are delivered, so that states are taken at once."""
     _passed: tuple[Position, int] | None = None
     """Where batches come in any order: the pass's beginning, and the turns that it left out."""
+    _order: Order | None = None
+    """Of an iterable dataset without workers, which draws for each batch."""
+    _number: int = 0
     _notes: list[Any] = field(default_factory=list)
     _save: Callable[[], dict[str, Any]] | None = None
 
@@ -185,10 +200,10 @@ class FetchSource(Iterator[Any]):
     def __next__(self) -> Any:
         workers = getattr(self._iterator, "_workers", ())
         try:
-            batch, getitem_s, collate_s, note, is_batch = next(self._iterator)
+            batch, getitem_s, collate_s, note, is_batch = self._next()
             while not is_batch:
                 self._notes.append(note)
-                batch, getitem_s, collate_s, note, is_batch = next(self._iterator)
+                batch, getitem_s, collate_s, note, is_batch = self._next()
         except StopIteration:
             self._states.append(self._notes)
             raise
@@ -216,6 +231,16 @@ class FetchSource(Iterator[Any]):
             self._states.append(self.ask())
         return batch
 
+    def _next(self) -> Measured:
+        if self._order is None:
+            return next(self._iterator)
+        before, current.sample = current.sample, (self._order, self._number)
+        self._number += 1
+        try:
+            return next(self._iterator)
+        finally:
+            current.sample = before
+
     def _find_late(self, begin: Position, skips: int) -> list[int]:
         """Return the places of the batches that are under way, with later ones delivered."""
         iterator: Any = self._iterator
@@ -241,5 +266,6 @@ class FetchSource(Iterator[Any]):
                 msg = f"state: its iterator: {type(iterator).__name__} has no load_state_dict"
                 raise ValueError(msg)
             iterator.load_state_dict(position.iterator)
-        elif self._save is None and position.batch:
-            deque(take(self._iterator, position.batch), maxlen=0)
+        elif self._save is None:
+            deque(take(iter(self._next, None), position.batch), maxlen=0)
+        self._number = position.batch

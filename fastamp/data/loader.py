@@ -162,6 +162,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         self._left: Position | None = None  # of the one before it
         self._told_epoch: int | None = None
         self._began = False
+        self._sample_seed: int | None = None  # of the pass that began last
         self._slots: Slots | None = None
         self._stats = LoaderStats()
         self._inner: tuple[TorchDataLoader[Any], Indices] | None = None  # whose workers persist

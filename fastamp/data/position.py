@@ -3,19 +3,27 @@
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain, islice
+from itertools import chain, count, islice
+from operator import itemgetter
 from types import MethodType
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
+from fastamp.data.sample_rng import Order, Placed, find_pass_key
 from fastamp.data.shard import RankBatches, ShardSampler, ranges
 from fastamp.data.states import Record, Skip, find_save, has_copies, read_records
 
-_Begin: TypeAlias = Callable[[Iterable[Any], int], Iterator[Any]]
+_Begin: TypeAlias = Callable[[Iterable[Any], int], Iterator[tuple[Any, int]]]
 RANDOM = ("rng", "generator", "workers_rng")
 """The states of generators."""
 _BOOLEANS = (bool, np.dtype(bool), torch.bool)
@@ -52,13 +60,16 @@ class Position:
     """State of torch's default generator before the seed of the workers was drawn from it."""
     begun: bool = False
     """Whether the pass had begun, and had drawn that seed."""
+    sample_seed: int | None = None
+    """Seed of the samples' random numbers: the loader's, or the one that torch's iterators draw."""
 
     persist = False  # whether the copies in workers live on when the epoch ends
 
     def end_epoch(self) -> None:
         """Become the start of the next epoch."""
-        workers = self.workers if self.persist else None
-        vars(self).update(vars(Position(self.epoch + 1, workers=workers)))
+        kept = self if self.persist else Position(0)
+        following = replace(Position(self.epoch + 1), workers=kept.workers)
+        vars(self).update(vars(replace(following, sample_seed=kept.sample_seed)))
 
     def take(self, news: Any) -> None:
         """Note what a batch brought: notes of workers, or the state of the dataset."""
@@ -97,9 +108,10 @@ def read_position(state: dict[str, Any]) -> tuple[Position, int | None]:
         if name not in state:
             msg = f"state: expected what DataLoader.state_dict returns, it has no {name!r}"
             raise ValueError(msg)
-    for name in ("epoch", "batch", "consumed", "turn", "told_epoch"):
+    for name in ("epoch", "batch", "consumed", "turn", "told_epoch", "sample_seed"):
         value = state[name]
-        if isinstance(value, Tensor) or (value is None and name != "told_epoch"):
+        optional = name in ("told_epoch", "sample_seed")
+        if isinstance(value, Tensor) or (value is None and not optional):
             msg = f"state: its {name}: expected an integer of at least 0, got {value!r}"
             raise ValueError(msg)
         check_integer(f"state: its {name}", value, least=0)
@@ -186,20 +198,48 @@ class Indices:
     """Where to begin. Not yet there, the state of the generator is put into it."""
     skips: int = 0
     """Turns to leave out, before the worker whose turn it is."""
+    single: bool = False
+    """Whether the sampler yields single indices."""
+    plain: bool = False
+    """Whether samples get no places, as for data pipes of torch's."""
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield what the sampler yields."""
-        rest = self._from_position(lambda sampler, skip: islice(iter(sampler), skip, None))
-        return chain([Skip()] * self.skips, rest)
+        """Yield what the sampler yields, with the place of the first sample."""
+        numbered = self._from_position(_number_single if self.single else _number_batches)
+        if self.plain:
+            return chain([Skip()] * self.skips, map(itemgetter(0), numbered))
+        order = self.order
+        placed = (Placed(indices, order, number) for indices, number in numbered)
+        return chain([Skip()] * self.skips, placed)
 
     def batches(self) -> Iterator[Any]:
         """Yield batches as int64 tensors, or as lists where they are not plain integers."""
-        return self._from_position(_index_batches)
+        return map(itemgetter(0), self._from_position(_index_batches))
 
-    def _from_position(self, begin: _Begin) -> Iterator[Any]:
+    def placed_batches(self) -> Iterator[tuple[Any, Tensor]]:
+        """Yield such batches with the places of their samples, as int64 tensors."""
+        order = self.order
+        for indices, number in self._from_position(_index_batches):
+            numbers = torch.arange(number, number + len(indices), device="cpu")
+            yield indices, order.places(numbers)
+
+    @property
+    def order(self) -> Order:
+        """The keys of the pass's samples, for which the position has a seed."""
+        position = self.position
+        key = find_pass_key(position.sample_seed or 0, position.epoch)
+        samplers = (self.sampler, getattr(self.sampler, "sampler", None))
+        for sampler in samplers:
+            if isinstance(sampler, ShardSampler):
+                return sampler.at(position.epoch, position.consumed).order(key)
+            if isinstance(sampler, DistributedSampler):
+                return Order(key, sampler.rank, 1, sampler.num_replicas - 1)
+        return Order(key)
+
+    def _from_position(self, begin: _Begin) -> Iterator[tuple[Any, int]]:
         position, generator = self.position, self.generator
         placed = _place_shard(self.sampler, position)
         if placed is not None:
@@ -222,12 +262,12 @@ class Indices:
             position.rng = source.get_state()
         yield from self._rest(begin, self.sampler)
 
-    def _rest(self, begin: _Begin, sampler: Iterable[Any]) -> Iterator[Any]:
+    def _rest(self, begin: _Begin, sampler: Iterable[Any]) -> Iterator[tuple[Any, int]]:
         """Leave out what was delivered: the first batches, except for those that were late."""
-        late, count = self.position.late, self.position.batch
+        late, delivered = self.position.late, self.position.batch
         if not late:
-            return begin(sampler, count)
-        passed, first = count + len(late), late[0]
+            return begin(sampler, delivered)
+        passed, first = delivered + len(late), late[0]
         places = enumerate(begin(sampler, first), first)
         return (batch for place, batch in places if place >= passed or place in late)
 
@@ -243,18 +283,36 @@ def _place_shard(sampler: Any, position: Position) -> Iterable[Any] | None:
     return BatchSampler(placed, sampler.batch_size, sampler.drop_last)
 
 
-def _index_batches(sampler: Any, skip: int) -> Iterator[Any]:
-    """Yield batches as int64 tensors; as lists where they are not plain integers."""
-    chunks = None
+def _number_single(sampler: Any, skip: int) -> Iterator[tuple[Any, int]]:
+    """Yield single indices, each with its number in the epoch."""
+    return zip(islice(iter(sampler), skip, None), count(skip))
+
+
+def _number_batches(sampler: Any, skip: int) -> Iterator[tuple[Any, int]]:
+    """Yield batches, each with the number of its first sample in the epoch."""
+    number = 0
+    for place, batch in enumerate(iter(sampler)):
+        if place >= skip:
+            yield batch, number
+        number += len(batch) if hasattr(batch, "__len__") else 1
+
+
+def _index_batches(sampler: Any, skip: int) -> Iterator[tuple[Any, int]]:
+    """Yield such batches as int64 tensors; as lists where they are not plain integers."""
+    chunks, number = None, 0
     if type(sampler) is BatchSampler:
-        chunks = _chunks(sampler.sampler, skip * sampler.batch_size, sampler.batch_size)
+        number = skip * sampler.batch_size
+        chunks = _chunks(sampler.sampler, number, sampler.batch_size)
     if chunks is None:
-        yield from map(_to_rows, islice(iter(sampler), skip, None))
+        for batch, number in _number_batches(sampler, skip):
+            yield _to_rows(batch), number
         return
     for chunk in chunks:
         rest = len(chunk) % sampler.batch_size if sampler.drop_last else 0
         if len(chunk) > rest:
-            yield from torch.split(chunk[: len(chunk) - rest], sampler.batch_size)
+            for batch in torch.split(chunk[: len(chunk) - rest], sampler.batch_size):
+                yield batch, number
+                number += sampler.batch_size
 
 
 def _to_rows(batch: Iterable[Any]) -> Any:

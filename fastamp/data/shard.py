@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 from typing_extensions import Self
 
+from fastamp.data.sample_rng import Order
+
 _CHUNK = 1 << 16  # indices made at a time, for datasets that are longer than memory
 
 
@@ -50,18 +52,21 @@ class ShardSampler(DistributedSampler[Any]):
         placed.epoch, placed.consumed = epoch, consumed
         return placed
 
+    def order(self, key: int) -> Order:
+        """Return where this rank's samples have their places, with the key of a pass."""
+        first, others = self.rank * self.block, (self.num_replicas - 1) * self.block
+        return Order(key, self.consumed + first, self.block, others)
+
     def chunks(self, start: int = 0, size: int = 1) -> Iterator[Tensor]:
         """Yield the indices from `start` on, many batches of a size at a time."""
         length, count = len(self.dataset), self._count(self.consumed)  # type: ignore[arg-type]
-        first = self.consumed + self.rank * self.block
         order = None
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(length, generator=generator, device="cpu")
-        others = (self.num_replicas - 1) * self.block
+        mine = self.order(0)
         for own in ranges(start, count, size):
-            places = own + first + (own // self.block * others if others else 0)
-            wrapped = places.remainder_(length)  # the padding is the order's beginning
+            wrapped = mine.places(own).remainder_(length)  # the padding is the order's beginning
             yield wrapped if order is None else order[wrapped]
 
     def __iter__(self) -> Iterator[int]:

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, MapDataPipe
 
 from fastamp.data.collate import BatchCollator
 from fastamp.data.fetch import FetchSource, make_inner
 from fastamp.data.gather import Gatherable, GatherSource
 from fastamp.data.position import Indices, Position
+from fastamp.data.sample_rng import current
 from fastamp.data.slots import Slots
 from fastamp.data.states import has_copies
 
@@ -22,7 +23,24 @@ from fastamp.data.states import has_copies
 def _indices(loader: Any, position: Position) -> Indices:
     generator = loader._sampler_generator()
     seed = None if generator is None or generator is not loader.generator else loader.seed
-    return Indices(loader._batches, generator, seed, position)
+    single, plain = loader.batch_sampler is None, isinstance(loader.dataset, MapDataPipe)
+    return Indices(loader._batches, generator, seed, position, 0, single, plain)
+
+
+def _seed_samples(loader: Any, position: Position, *, again: bool) -> None:
+    """Give samples the loader's seed, or the one that torch's iterators draw when they begin."""
+    if position.sample_seed is None:
+        seed = loader.seed if loader._shard is None else loader._shard.seed
+        if seed is None and again:
+            seed = loader._sample_seed
+        if seed is None:
+            source = loader.generator or torch.default_generator
+            state = source.get_state()
+            empty = torch.empty((), dtype=torch.int64, device="cpu")
+            seed = int(empty.random_(generator=loader.generator))
+            source.set_state(state)
+        position.sample_seed = seed
+    loader._sample_seed = position.sample_seed
 
 
 def gathered(
@@ -37,6 +55,8 @@ def gathered(
         )
     workers = loader.num_workers > 0
     again = workers and loader.persistent_workers and loader._began
+    position.persist = loader.persistent_workers
+    _seed_samples(loader, position, again=again)
     # A resumed pass leaves the program's own draws alone.
     if not again and (loader.generator is not None or not position.resumed):
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
@@ -61,7 +81,9 @@ def fetched(
     if type(loader.collate_fn) is BatchCollator and workers == 0:
         loader.collate_fn.lease_from(slots)
     turn, copies = position.turn, has_copies(dataset, workers)
-    if loader._inner is None or not loader.persistent_workers:
+    new = loader._inner is None or not loader.persistent_workers
+    _seed_samples(loader, position, again=not new)
+    if new:
         indices = _indices(loader, position)
         loader._inner = make_inner(loader, indices, position), indices
     elif copies and loader._left is not None:
@@ -94,17 +116,22 @@ def _start(
     # The program's draws go on.
     alone = loader.generator is None and (position.resumed or position.begun)
     later = position.begun and not stream and loader.num_workers == 0
+    order = loader._inner[1].order if stream and loader.num_workers == 0 else None
+    before, current.sample = current.sample, None if order is None else (order, 0)
     with torch.random.fork_rng(devices=[], enabled=alone):
         if own is not None and not later:
             dataset.load_state_dict(own)
         if default is not None:
             torch.set_rng_state(default)
-        iterator = iter(inner)
+        try:
+            iterator = iter(inner)
+        finally:
+            current.sample = before
     if own is not None and later:
         dataset.load_state_dict(own)
     in_order = loader.in_order or stream or loader.num_workers == 0
     passed = None if in_order else (replace(position), position.turn)
-    source = FetchSource(iterator, loader._stats, dataset, states, ahead, passed)
+    source = FetchSource(iterator, loader._stats, dataset, states, ahead, passed, order)
     if stream and loader.num_workers == 0:
         source.forward(position)
     if copies and not stream:

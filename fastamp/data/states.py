@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, get_worker_info
 
+from fastamp.data.sample_rng import Order, current, find_pass_key
+
 Record = dict[str, Any]
 """What a copy of a dataset in a worker was after its last batch delivered: "dataset" and
 "iterator", their states or None; "samples", of an iterator without state; "ended"."""
@@ -66,9 +68,10 @@ class WorkerStream(IterableDataset[Measured]):
     """
 
     def __init__(
-        self, loader: Any, records: list[Record | None] | None, turn: int, *, new: bool
+        self, loader: Any, records: list[Record | None] | None, turn: int, epoch: int, *, new: bool
     ) -> None:
         self.dataset = loader.dataset
+        self._seed, self._epoch = loader._sample_seed, epoch
         self._size, self._drop_last = loader.batch_size, loader.drop_last
         self._collate_fn = loader.collate_fn
         self._records = records
@@ -78,7 +81,11 @@ class WorkerStream(IterableDataset[Measured]):
         return repr(self.dataset)  # in torch's warnings
 
     def __iter__(self) -> Iterator[Measured]:
-        worker: int = get_worker_info().id  # type: ignore[union-attr]
+        info: Any = get_worker_info()
+        worker: int = info.id
+        key, self._epoch = find_pass_key(self._seed, self._epoch), self._epoch + 1
+        order = Order(key, worker, 1, info.num_workers - 1)
+        current.sample = order, 0
         records, self._records = self._records, None  # of the first pass
         record = records[worker] if records else None
         ended = record is not None and record["ended"]
@@ -86,17 +93,22 @@ class WorkerStream(IterableDataset[Measured]):
             yield Measured(None, is_batch=False)
         iterator = begin(self.dataset, record, new=self._new)
         if not ended or self._new:
-            yield from self._batches(worker, iterator, record)
+            yield from self._batches(order, iterator, record)
 
     def _batches(
-        self, worker: int, iterator: Iterator[Any], record: Record | None
+        self, order: Order, iterator: Iterator[Any], record: Record | None
     ) -> Iterator[Measured]:
-        save = find_both(self.dataset, iterator)
+        worker, save = order.first, find_both(self.dataset, iterator)
         count = record["samples"] if record and not self._new else 0
-        self._new = True  # the passes after this one
         size, ended = self._size or 1, False
+        if is_skipped(record) and not self._new:
+            for number in range(0, count, size):
+                current.sample = order, number
+                deque(take(iterator, size), maxlen=0)
+        self._new = True  # the passes after this one
         while not ended:
             start_s = time.perf_counter()
+            current.sample = order, count
             samples = list(take(iterator, size))
             collate_s = time.perf_counter()
             count, ended = count + len(samples), len(samples) < size
@@ -113,7 +125,10 @@ class WorkerStream(IterableDataset[Measured]):
 
 
 def begin(dataset: Any, record: Record | None, *, new: bool) -> Iterator[Any]:
-    """Return the iterator of a dataset where a record was made; at a `new` pass, after its end."""
+    """Return the iterator of a dataset where a record was made; at a `new` pass, after its end.
+
+    Where there is no state to load, its samples are yet to be left out.
+    """
     if record is None:
         return iter(dataset)
     if record["dataset"] is not None:
@@ -122,8 +137,6 @@ def begin(dataset: Any, record: Record | None, *, new: bool) -> Iterator[Any]:
     if record["iterator"] is not None:
         iterator.load_state_dict(record["iterator"])
         return iter(dataset) if new else iterator
-    if is_skipped(record) and not new:
-        deque(take(iterator, record["samples"]), maxlen=0)
     return iterator  # type: ignore[no-any-return]
 
 

@@ -1,0 +1,133 @@
+"""Random numbers of one sample: of its place in the epoch, whoever makes it, and when."""
+
+import random
+import threading
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_MASK = 2**64 - 1
+_GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_Number = TypeVar("_Number", int, Tensor)
+
+
+def mix(value: int) -> int:
+    """Return the next number of splitmix64, a bijection of 64 bits."""
+    value = (value + _GAMMA) & _MASK
+    value = ((value ^ (value >> 30)) * _FIRST) & _MASK
+    value = ((value ^ (value >> 27)) * _SECOND) & _MASK
+    return value ^ (value >> 31)
+
+
+def mix_all(values: Tensor) -> Tensor:
+    """Return `mix` of each of the int64 numbers, whose 64 bits are taken as they are."""
+
+    def shifted(bits: int) -> Tensor:
+        return (values >> bits) & ((1 << (64 - bits)) - 1)  # int64 is shifted with its sign
+
+    values = values + _signed(_GAMMA)
+    values = (values ^ shifted(30)) * _signed(_FIRST)
+    values = (values ^ shifted(27)) * _signed(_SECOND)
+    return values ^ shifted(31)
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >> 63 else value
+
+
+class Order(NamedTuple):
+    """What the samples of a pass draw: their keys, by their numbers on this rank."""
+
+    key: int
+    """Of the pass: see `find_order`."""
+    first: int = 0
+    """The place of this rank's first sample in the epoch's order over all ranks."""
+    block: int = 1
+    """Samples that a rank takes at once."""
+    others: int = 0
+    """Samples that the other ranks take then."""
+
+    def places(self, numbers: _Number) -> _Number:
+        """Return the places in the epoch's order over all ranks; also of a tensor of numbers."""
+        return numbers + self.first + numbers // self.block * self.others
+
+    def find_key(self, number: int) -> int:
+        """Return the key of a sample as an unsigned number of 64 bits; of its batch: ~number."""
+        place = self.places(number) if number >= 0 else ~self.places(~number)
+        return mix(self.key ^ (place & _MASK))
+
+    def find_keys(self, places: Tensor) -> Tensor:
+        """Return the keys of the samples at int64 places, as int64 of the same bits."""
+        return mix_all(places ^ _signed(self.key))
+
+
+def find_pass_key(seed: int, epoch: int) -> int:
+    """Return the key of a pass over an epoch."""
+    return mix(mix(seed) ^ epoch)
+
+
+class Placed(NamedTuple):
+    """What a sampler has yielded, with its first sample's number in the pass."""
+
+    indices: Any
+    order: Order
+    number: int
+
+
+class SampleRng:
+    """The generators of one sample. Each is made when it is asked for."""
+
+    def __init__(self, key: int) -> None:
+        self._key = key
+
+    def __repr__(self) -> str:
+        return f"SampleRng({self._key:#x})"
+
+    @cached_property
+    def python(self) -> random.Random:
+        """A generator of the standard library."""
+        return random.Random(self._key)  # noqa: S311 - augmentation, no secrets
+
+    @cached_property
+    def numpy(self) -> np.random.Generator:
+        """A generator of NumPy."""
+        return np.random.default_rng(self._key)
+
+    @cached_property
+    def torch(self) -> torch.Generator:
+        """A generator of torch, on the CPU. Of its seed torch takes 32 bits."""
+        return torch.Generator("cpu").manual_seed(self._key)
+
+
+class _Current(threading.local):
+    sample: tuple[Order, int] | SampleRng | None = None
+    """What the thread makes: a sample by its number, or its generators once it has asked."""
+
+
+current = _Current()
+
+
+def sample_rng() -> SampleRng:
+    """Return the random generators of the sample that is being made: `.torch`, `.numpy`, `.python`.
+
+    For a dataset's `__getitem__`: what it draws from them depends on the loader's `seed`, the epoch
+    and the sample's place in the epoch, over all ranks. It does not depend on the kind of workers
+    and their number, or on where a pass was stopped and resumed. A sample that comes twice in an
+    epoch draws twice. All calls for one sample return the same generators, which go on.
+
+    `__getitems__` has one set of generators for each batch, and a `collate_fn` another one; an
+    iterable dataset shares one for each batch with its `collate_fn`. Where nothing is loaded by a
+    `fastamp.DataLoader`, each call returns new ones, seeded from torch's default generator. What
+    draws from the global generators of torch, NumPy or Python is not repeatable where threads make
+    the samples.
+    """
+    found = current.sample
+    if type(found) is tuple:
+        order, number = found
+        found = current.sample = SampleRng(order.find_key(number))
+    if found is None:
+        found = SampleRng(int(torch.empty((), dtype=torch.int64, device="cpu").random_()))
+    return found  # type: ignore[return-value]
