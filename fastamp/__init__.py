@@ -7,6 +7,7 @@ from fastamp.data import (
     DataLoader,
     LoaderStats,
     TokenDataset,
+    get_worker_info,
     prefetch,
     sample_rng,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "compute_effective_precision",
     "fine_tune",
     "get_total_norm",
+    "get_worker_info",
     "optimizer_step",
     "prefetch",
     "sample_rng",

@@ -8,6 +8,7 @@ from fastamp.data.sample_rng import sample_rng
 from fastamp.data.shard import ShardSampler
 from fastamp.data.stats import LoaderStats
 from fastamp.data.structure import map_tensors
+from fastamp.data.workers import WorkerInfo, get_worker_info
 
 __all__ = [
     "ArrayDataset",
@@ -16,6 +17,8 @@ __all__ = [
     "LoaderStats",
     "ShardSampler",
     "TokenDataset",
+    "WorkerInfo",
+    "get_worker_info",
     "map_tensors",
     "prefetch",
     "sample_rng",

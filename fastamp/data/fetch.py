@@ -19,6 +19,7 @@ from torch.utils.data import (
 
 from fastamp.data.position import Indices, Position
 from fastamp.data.sample_rng import Order, Placed, current
+from fastamp.data.slots import Slots
 from fastamp.data.states import (
     Measured,
     Record,
@@ -26,11 +27,14 @@ from fastamp.data.states import (
     WorkerStream,
     find_both,
     find_save,
+    find_together,
     has_copies,
+    note_index,
     take,
 )
 from fastamp.data.stats import LoaderStats
 from fastamp.data.structure import count_nbytes
+from fastamp.data.threads import ThreadLoader
 
 
 class _Watched(Dataset[Any]):
@@ -39,9 +43,11 @@ class _Watched(Dataset[Any]):
     An item that fails is named by its index.
     """
 
-    def __init__(self, loader: DataLoader[Any], records: list[Record | None] | None) -> None:
+    def __init__(self, loader: Any, records: list[Record | None] | None) -> None:
         self.dataset: Any = loader.dataset
         self._records = records  # of a map-style dataset
+        stream = isinstance(loader.dataset, IterableDataset)
+        self._copied = has_copies(loader) and not stream
         self._save: Callable[[], Any] | None = None  # in a worker
         self._worker = 0
         self._collate_fn, self._worker_init_fn = loader.collate_fn, loader.worker_init_fn
@@ -59,7 +65,7 @@ class _Watched(Dataset[Any]):
         """Return the items of one batch."""
         if type(indices) is Skip:
             return indices
-        return self._get(indices, getattr(self.dataset, "__getitems__", None))
+        return self._get(indices, find_together(self.dataset))
 
     def _get(self, placed: Placed, together: Callable[[Any], Any] | None = None) -> Any:
         start_s, before = time.perf_counter(), current.sample
@@ -75,8 +81,7 @@ class _Watched(Dataset[Any]):
                 current.sample = order, number
                 items.append(self.dataset[index])
         except Exception as error:
-            if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(f"fastamp.DataLoader: raised by dataset[{index}]")
+            note_index(error, index)
             raise
         finally:
             current.sample = before
@@ -113,7 +118,7 @@ class _Watched(Dataset[Any]):
         object.__setattr__(get_worker_info(), "dataset", self.dataset)  # it is frozen
         if self._worker_init_fn is not None:
             self._worker_init_fn(worker_id)
-        if has_copies(self.dataset, 1) and not isinstance(self.dataset, IterableDataset):
+        if self._copied:
             self._save, self._worker = find_save(self.dataset), worker_id
             record = self._records and self._records[worker_id]
             if record:
@@ -121,9 +126,11 @@ class _Watched(Dataset[Any]):
 
 
 def make_inner(
-    loader: DataLoader[Any], indices: Indices, position: Position
-) -> DataLoader[Measured]:
+    loader: Any, indices: Indices, position: Position, slots: Slots
+) -> DataLoader[Measured] | ThreadLoader:
     """Return torch's loader of the same batches, from a position on, measured."""
+    if loader._in_threads:
+        return ThreadLoader(loader, indices, slots)
     stream = isinstance(loader.dataset, IterableDataset)
     watched = _Watched(loader, None if stream else position.workers)
     collate: Callable[[Any], Measured] = watched.collate
@@ -135,7 +142,7 @@ def make_inner(
     if stream or isinstance(loader.dataset, MapDataPipe):
         own["dataset"] = loader.dataset
     counted: Any = loader._IterableDataset_len_called
-    if stream and has_copies(loader.dataset, loader.num_workers):
+    if stream and has_copies(loader):
         parts = WorkerStream(
             loader, position.workers, position.turn, position.epoch, new=position.batch == 0
         )

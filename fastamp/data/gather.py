@@ -67,7 +67,8 @@ def find_path(loader: DataLoader[Any]) -> tuple[Gatherable | None, str]:
         compiled = _ops.host_ops() is not _ops.FALLBACK
         return gatherable, "gathered by the compiled core" if compiled else "gathered by Python"
     count = loader.num_workers
-    workers = f", in {count} worker{'s' * (count > 1)}" if count else ""
+    kind = "thread" if getattr(loader, "_in_threads", False) else "worker"
+    workers = f", in {count} {kind}{'s' * (count > 1)}" if count else ""
     return None, f"item by item{workers}: {reason}"
 
 

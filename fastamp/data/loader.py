@@ -1,5 +1,6 @@
 """`fastamp.DataLoader`: torch's, with native gathering, exact resume and statistics."""
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -28,6 +29,7 @@ from fastamp.data.shard import ShardSampler, check_shardable, find_ranks
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
 from fastamp.data.sources import fetched, gathered
 from fastamp.data.stats import LoaderStats
+from fastamp.data.threads import check_worker
 
 _STATE_VERSION = 1
 _DEVICE_DEPTH = 2
@@ -72,6 +74,14 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             of torch.distributed, or one where it is not in use.
         rank: with `world_size`, the part in place of torch.distributed's; both imply `shard`.
         world_size: the number of parts.
+        worker: what `num_workers` counts. None and "process": processes, as torch has them.
+            "thread": threads of this process, which start at once and share the dataset. Each makes
+            one sample after the other, of the oldest batch first, and copies it into its row of the
+            batch where it is large; `collate_fn` runs in a thread. Their number changes no result,
+            if random numbers come from `fastamp.sample_rng()`: what draws from global generators
+            is not repeatable. `fastamp.get_worker_info()` and `worker_init_fn` know the threads; an
+            iterable dataset is copied for each. Batches are made ahead as by processes, but no more
+            than `max_bytes`. A `__getitem__` that computes in Python needs processes.
         max_bytes: the most that the loader itself holds: batches gathered ahead, and slots for
             large ones. None is 1 GiB, or one batch if that is larger. torch's workers hold what
             `prefetch_factor` says.
@@ -110,11 +120,13 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         rank: int | None = None,
         world_size: int | None = None,
         max_bytes: int | None = None,
+        worker: str | None = None,
     ) -> None:
         check_integer("max_bytes", max_bytes, least=1)
         check_integer("seed", seed, least=0)
         check_integer("rank", rank, least=0)
         check_integer("world_size", world_size, least=1)
+        self.worker = check_worker(worker, dataset, multiprocessing_context)
         given: Any = generator
         if not isinstance(given, torch.Generator | None):
             msg = f"generator: expected a torch.Generator or None, got {given!r}"
@@ -163,6 +175,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         self._told_epoch: int | None = None
         self._began = False
         self._sample_seed: int | None = None  # of the pass that began last
+        self._batch_nbytes: int | None = None  # of the largest batch that threads have made
         self._slots: Slots | None = None
         self._stats = LoaderStats()
         self._inner: tuple[TorchDataLoader[Any], Indices] | None = None  # whose workers persist
@@ -188,7 +201,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         device = None if self.device is None else torch.device(self.device)
         to_device = device is not None and device.type != "cpu"
         to_cuda = device is not None and device.type == "cuda"
-        if self._slots is None:
+        if self._slots is None or self._slots.owner_pid != os.getpid():
             self._slots = Slots(
                 pinned=(self.pin_memory or to_cuda) and torch.accelerator.is_available(),
                 max_bytes=DEFAULT_MAX_BYTES if self.max_bytes is None else self.max_bytes,
@@ -252,7 +265,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
                 pipe that workers read; or the loader is sharded and `in_order` is False.
             RuntimeError: the dataset is iterable and Ctrl-C came while it was read.
         """
-        check_resumable(self.dataset, self.num_workers)
+        check_resumable(self)
         if self._shard is not None and self.num_workers > 0 and not self.in_order:
             msg = "in_order=False: how far all ranks have come is unknown where batches are late"
             raise TypeError(msg)
@@ -292,7 +305,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         if type(version) is not int or version != _STATE_VERSION:
             msg = f"state: expected what DataLoader.state_dict returns, version {_STATE_VERSION}"
             raise ValueError(msg)
-        check_resumable(self.dataset, self.num_workers)
+        check_resumable(self)
         for name, ours in identity(self).items():
             value = state.get(name)
             if type(value) is not type(ours) or value != ours:
@@ -325,6 +338,16 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         last = self._last and self._last.now()
         new = {"_stats": LoaderStats(), "_slots": None, "_inner": None, "_last": last}
         return {**vars(self), **new}
+
+    @property
+    def _in_threads(self) -> bool:
+        """Whether the workers are threads."""
+        return self.num_workers > 0 and self.worker == "thread"
+
+    def check_worker_number_rationality(self) -> None:
+        """Warn as torch does of more processes than cores, but not of threads, which may wait."""
+        if not self._in_threads:
+            super().check_worker_number_rationality()
 
     @property
     def _batches(self) -> Any:

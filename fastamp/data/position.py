@@ -165,18 +165,25 @@ def check_integer(name: str, value: Any, *, least: int) -> None:
         raise ValueError(msg)
 
 
-def check_resumable(dataset: Any, num_workers: int) -> None:
-    """Refuse an iterable dataset that nobody but its owner can ask where it is."""
-    if not isinstance(dataset, IterableDataset):
-        return
+def check_resumable(loader: Any) -> None:
+    """Refuse a dataset that nobody but its owner can ask where it is."""
+    dataset, num_workers = loader.dataset, loader.num_workers
     name = type(dataset).__name__
+    if not isinstance(dataset, IterableDataset):
+        if loader._in_threads and find_save(dataset) is not None:
+            msg = (
+                f"worker={loader.worker!r}: {name} has a state_dict, and threads read ahead of it "
+                "in any order; use worker='process' to save and load it"
+            )
+            raise TypeError(msg)
+        return
     if hasattr(dataset, "state_dict") and find_save(dataset) is None:
         msg = (
             f"dataset: the state_dict of {name} takes arguments, so its position is unknown; save "
             "and load the dataset's own state beside the loader"
         )
         raise TypeError(msg)
-    if num_workers > 0 and not has_copies(dataset, num_workers):
+    if num_workers > 0 and not has_copies(loader):
         msg = (
             f"num_workers={num_workers}: {name} is a data pipe, and its position is known to "
             "its workers only; use num_workers=0 to save and load it"

@@ -16,8 +16,12 @@ import torch
 from fastamp.data.structure import map_tensors
 
 T = TypeVar("T")
-_live: "weakref.WeakSet[Pass[Any]]" = weakref.WeakSet()
-_JOIN_S = 2.0  # a producer that hangs in the user's code is left behind, as a daemon
+live: "weakref.WeakSet[Any]" = weakref.WeakSet()  # what has threads, with `close`
+FORKED = (
+    "this iterator was made before the process forked and its thread stayed behind: "
+    "call iter() in the child"
+)
+JOIN_S = 2.0  # a producer that hangs in the user's code is left behind, as a daemon
 
 
 def prefetch(
@@ -81,7 +85,14 @@ class Prefetcher(Iterable[T], Generic[T]):
 class Pass(Iterator[T], Generic[T]):
     """One pass over an iterable, with the thread that runs ahead."""
 
-    def __init__(self, iterable: Iterable[T], device: torch.device | None, depth: int) -> None:
+    def __init__(
+        self,
+        iterable: Iterable[T],
+        device: torch.device | None,
+        depth: int,
+        timeout_s: float = 0,
+    ) -> None:
+        self._timeout_s = timeout_s or None
         self._copies = CudaCopies(device) if device and device.type == "cuda" else None
         # Batches with the event of their copy's end or None, and errors in place of batches.
         self._ready: SimpleQueue[tuple[Any, Any] | BaseException] = SimpleQueue()
@@ -94,23 +105,19 @@ class Pass(Iterator[T], Generic[T]):
         shared = (iter(iterable), move, self._ready, self._room, self._stop, grad)
         self._thread = threading.Thread(target=_produce, args=shared, name="fastamp", daemon=True)
         self._thread.start()
-        _live.add(self)
+        live.add(self)
 
     def __next__(self) -> T:
         if self._stop.is_set():
             raise StopIteration
         if self._owner_pid != os.getpid():
-            msg = (
-                "this iterator was made before the process forked and its thread stayed behind: "
-                "call iter() in the child"
-            )
-            raise RuntimeError(msg)
+            raise RuntimeError(FORKED)
         if self._copies:
             self._copies.follow_consumer()
-        item = self._ready.get()
+        item = self._ready.get(timeout=self._timeout_s)
         self._room.release()
         if isinstance(item, BaseException):
-            if _is_last(item):
+            if is_last(item):
                 self.close()
             try:
                 raise item
@@ -129,7 +136,7 @@ class Pass(Iterator[T], Generic[T]):
         self._room.release()
         # While the interpreter ends, no other thread runs.
         if self._thread is not threading.current_thread() and not sys.is_finalizing():
-            self._thread.join(_JOIN_S)
+            self._thread.join(JOIN_S)
         if self._copies:
             self._copies.finish()
 
@@ -141,11 +148,11 @@ class Pass(Iterator[T], Generic[T]):
 @atexit.register
 def _close_live() -> None:
     """End all passes before the interpreter ends, which aborts on a thread that computes."""
-    for live in list(_live):
-        live.close()
+    for owner in list(live):
+        owner.close()
 
 
-def _is_last(error: BaseException) -> bool:
+def is_last(error: BaseException) -> bool:
     """Say whether the pass ends with it, as it does not with a batch that cannot be made."""
     return isinstance(error, StopIteration) or not isinstance(error, Exception)
 
@@ -169,7 +176,7 @@ def _produce(
             del batch  # held no longer than the consumer holds it
         except BaseException as error:  # noqa: BLE001 - raised where the consumer is
             ready.put(error)
-            if _is_last(error):
+            if is_last(error):
                 break
     close = getattr(iterator, "close", None)  # a generator ends in the thread that ran it
     if close is not None:

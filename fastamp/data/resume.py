@@ -14,7 +14,7 @@ def ask_dataset(loader: Any, position: Position) -> None:
     """Put the state of a dataset that waits for its next pass into its position."""
     if position.resumed or position.iterator is not None:
         return
-    copies, save = has_copies(loader.dataset, loader.num_workers), find_save(loader.dataset)
+    copies, save = has_copies(loader), find_save(loader.dataset)
     stream = isinstance(loader.dataset, IterableDataset)
     if position.dataset is None and save and (not stream or (loader._began and not copies)):
         position.dataset = save()

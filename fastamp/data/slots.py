@@ -2,9 +2,11 @@
 
 import ctypes
 import math
+import os
 import time
 import weakref
 from collections import deque
+from threading import Lock
 from typing import Any
 
 import torch
@@ -17,6 +19,11 @@ _KNOWN_SHAPES = 64  # of small tensors: those of ragged batches do not end
 _KEPT_FREE = 4  # of each size
 DEFAULT_MAX_BYTES = 1 << 30
 _CPU = torch.device("cpu")
+
+
+def too_large(max_bytes: int, nbytes: int) -> ValueError:
+    """Return the error of a batch that is larger than all that the loader may hold."""
+    return ValueError(f"max_bytes={max_bytes}: one batch takes {nbytes} bytes")
 
 
 class Slots:
@@ -36,6 +43,8 @@ class Slots:
     def __init__(self, *, pinned: bool = False, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self._pinned = pinned
         self._max_bytes = max_bytes
+        self._lock = Lock()  # several threads may make batches
+        self.owner_pid = os.getpid()  # in a child somebody may have left with the lock
         # Of each size: the slots that came back, and references to the memory of all slots.
         self._rings: dict[int, tuple[deque[_Lease], list[weakref.ref[torch.Tensor]]]] = {}
         self._small: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
@@ -62,7 +71,8 @@ class Slots:
             flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
             return flat.view(dtype).view(shape)
         if nbytes >= _REUSE_NBYTES and not self._pinned:
-            leased = self._lease(nbytes, dtype)
+            with self._lock:
+                leased = self._lease(nbytes, dtype)
             if leased is not None:
                 return leased.view(shape)
         return torch.empty(shape, dtype=dtype, device=_CPU, pin_memory=self._pinned)

@@ -18,6 +18,7 @@ from fastamp.data.position import Indices, Position
 from fastamp.data.sample_rng import current
 from fastamp.data.slots import Slots
 from fastamp.data.states import has_copies
+from fastamp.data.threads import ThreadLoader
 
 
 def _indices(loader: Any, position: Position) -> Indices:
@@ -77,15 +78,15 @@ def fetched(
     """Return the batches that torch's iterators make, and put the dataset's states aside."""
     if position.exhausted:
         return iter(())
-    dataset, workers = loader.dataset, loader.num_workers
-    if type(loader.collate_fn) is BatchCollator and workers == 0:
+    workers = loader.num_workers
+    if type(loader.collate_fn) is BatchCollator and (workers == 0 or loader._in_threads):
         loader.collate_fn.lease_from(slots)
-    turn, copies = position.turn, has_copies(dataset, workers)
+    turn, copies = position.turn, has_copies(loader)
     new = loader._inner is None or not loader.persistent_workers
     _seed_samples(loader, position, again=not new)
     if new:
         indices = _indices(loader, position)
-        loader._inner = make_inner(loader, indices, position), indices
+        loader._inner = make_inner(loader, indices, position, slots), indices
     elif copies and loader._left is not None:
         position.workers = loader._left.workers
     inner, indices = loader._inner
@@ -101,7 +102,7 @@ def fetched(
 def _start(
     loader: Any,
     position: Position,
-    inner: TorchDataLoader[Any],
+    inner: TorchDataLoader[Any] | ThreadLoader,
     states: deque[Any],
     *,
     copies: bool,

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any, NamedTuple
 
-from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, get_worker_info
+from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, Subset
 
 from fastamp.data.sample_rng import Order, current, find_pass_key
+from fastamp.data.workers import get_worker_info
 
 Record = dict[str, Any]
 """What a copy of a dataset in a worker was after its last batch delivered: "dataset" and
@@ -42,11 +43,29 @@ def find_save(dataset: Any) -> Callable[[], Any] | None:
     return save if hasattr(dataset, "load_state_dict") else None
 
 
-def has_copies(dataset: Any, num_workers: int) -> bool:
+def has_copies(loader: Any) -> bool:
     """Say whether each worker's copy of a dataset has a state of its own."""
-    if num_workers == 0 or isinstance(dataset, IterDataPipe | MapDataPipe):
+    dataset = loader.dataset
+    if loader.num_workers == 0 or isinstance(dataset, IterDataPipe | MapDataPipe):
         return False
-    return isinstance(dataset, IterableDataset) or find_save(dataset) is not None
+    if isinstance(dataset, IterableDataset):
+        return True
+    return not loader._in_threads and find_save(dataset) is not None
+
+
+def find_together(dataset: Any) -> Callable[[list[Any]], Any] | None:
+    """Return the `__getitems__` of a dataset; a Subset's may only ask for one item at a time."""
+    inner = dataset
+    while type(inner) is Subset:
+        inner = inner.dataset
+    return getattr(inner, "__getitems__", None) and dataset.__getitems__
+
+
+def note_index(error: BaseException, index: Any) -> BaseException:
+    """Tell which item has raised an error."""
+    if isinstance(error, Exception) and hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(f"fastamp.DataLoader: raised by dataset[{index}]")
+    return error
 
 
 def read_records(state: Any) -> list[Record | None] | None:

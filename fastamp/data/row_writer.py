@@ -1,0 +1,152 @@
+"""The rows of a batch, each of which is filled as soon as its sample is there."""
+
+from collections.abc import Callable, Iterable
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Subset, default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from fastamp.data.collate import BatchCollator
+from fastamp.data.leaves import torch_dtype
+from fastamp.data.slots import Slots
+
+_LEAST_NBYTES = 4096  # of a row that is worth a copy of its own
+_WHOLE = object()  # the key of a sample that is itself a leaf
+_FUNCTIONS = dict(default_collate_fn_map)  # torch's own
+Writer = Callable[[int, list[Tensor]], None]
+_Spec = tuple[type, tuple[int, ...], Any]
+
+
+def fills_rows(collate_fn: Any) -> bool:
+    """Say whether batches may be filled row by row, with what a collate function promises."""
+    plain = type(collate_fn) is BatchCollator and collate_fn.pad is None
+    return plain or collate_fn is default_collate
+
+
+def find_writer(dataset: Any) -> tuple[Any, Writer] | None:
+    """Return the leaves of a dataset that writes its samples itself, and what writes one."""
+    if type(dataset) is Subset:
+        found, rows = find_writer(dataset.dataset), dataset.indices
+        if found is None:
+            return None
+        specs, write = found
+        return specs, lambda index, outputs: write(rows[index], outputs)
+    return (dataset._row_specs(), dataset._write_row) if hasattr(dataset, "_row_specs") else None
+
+
+class Rows:
+    """The tensors of one batch, for the large leaves of its samples.
+
+    A sample is a tensor, an array, or a tuple, list or dict with some of them. The first sample
+    that is there decides where the large leaves are, and of what shape. From each sample that has
+    the same they are copied, and a 0 is left in their place.
+    """
+
+    def __init__(self, get: Callable[[Any], Any], count: int, slots: Slots) -> None:
+        self._get, self._count, self._slots = get, count, slots
+        self._specs: dict[Any, _Spec] | None = None
+        self._outputs: dict[Any, Tensor] = {}
+        self._written = [False] * count
+
+    def make(self, place: int, index: Any, lock: Lock) -> Any:
+        """Return what is left of a sample when its large leaves were copied."""
+        sample = self._get(index)
+        items = dict(_items(sample))
+        with lock:
+            if self._specs is None:
+                self._specs = self._plan(items)
+        if not self._specs or any(_spec(items.get(k)) != s for k, s in self._specs.items()):
+            return sample
+        for key in self._specs:
+            value, row = items[key], self._outputs[key][place]
+            if isinstance(value, Tensor):
+                row.copy_(value)
+            else:
+                row.numpy()[...] = value
+        self._written[place] = True
+        return _with(sample, dict.fromkeys(self._specs, 0))
+
+    def _plan(self, items: dict[Any, Any]) -> dict[Any, _Spec]:
+        """Find the large leaves, and allocate memory for all rows."""
+        if default_collate_fn_map != _FUNCTIONS:  # somebody collates tensors in another way
+            return {}
+        specs = {}
+        for key, value in items.items():
+            spec = _spec(value)
+            if spec is not None and value.nbytes >= _LEAST_NBYTES:
+                specs[key] = spec
+                dtype: Any = value.dtype
+                dtype = dtype if isinstance(value, Tensor) else torch_dtype(dtype)
+                self._outputs[key] = self._slots.allocate((self._count, *value.shape), dtype)
+        return specs
+
+    def collate(self, samples: list[Any], collate_fn: Callable[[list[Any]], Any]) -> Any:
+        """Return the batch of what is left of the samples, and of the rows."""
+        if all(self._written):
+            if _WHOLE in self._outputs:
+                return self._outputs[_WHOLE]
+            return _with(collate_fn(samples), self._outputs)
+        for place, written in enumerate(self._written):
+            if written:  # and others could not be
+                rows: dict[Any, Any] = {k: output[place] for k, output in self._outputs.items()}
+                for key, (kind, *_) in (self._specs or {}).items():
+                    rows[key] = rows[key] if kind is Tensor else rows[key].numpy()
+                samples[place] = _with(samples[place], rows)
+        return collate_fn(samples)
+
+
+class WrittenRows:
+    """The tensors of one batch, whose rows the dataset writes itself."""
+
+    def __init__(self, writer: tuple[Any, Writer], count: int, slots: Slots) -> None:
+        self._specs, self._write = writer
+        self._count, self._slots = count, slots
+        self._outputs: list[Tensor] = []
+
+    def make(self, place: int, index: Any, lock: Lock) -> None:
+        """Let the dataset write a sample."""
+        with lock:
+            if not self._outputs:
+                self._outputs = [
+                    self._slots.allocate((self._count, *shape), dtype)
+                    for shape, dtype in self._specs
+                ]
+        self._write(index, [output[place] for output in self._outputs])
+
+    def collate(self, _samples: list[Any], _collate_fn: Callable[[list[Any]], Any]) -> list[Tensor]:
+        """Return the batch."""
+        return self._outputs
+
+
+def _items(sample: Any) -> Iterable[tuple[Any, Any]]:
+    if type(sample) is dict:
+        return sample.items()
+    return enumerate(sample) if type(sample) in (tuple, list) else ((_WHOLE, sample),)
+
+
+def _with(sample: Any, values: dict[Any, Any]) -> Any:
+    """Return a container with other values at some keys, or the value in place of a leaf."""
+    if _WHOLE in values:
+        return values[_WHOLE]
+    if type(sample) is dict:
+        return {**sample, **values}
+    items = list(sample)
+    for key, value in values.items():
+        items[key] = value
+    return tuple(items) if type(sample) is tuple else items
+
+
+def _spec(value: Any) -> _Spec | None:
+    """Return kind, shape and dtype of plain memory on the CPU; None for anything else."""
+    if type(value) is Tensor:
+        strided = value.layout is torch.strided and not (value.is_nested or value.is_quantized)
+        plain = strided and value.device.type == "cpu" and not value.requires_grad
+        return (Tensor, tuple(value.shape), value.dtype) if plain else None
+    if type(value) is not np.ndarray or value.dtype.kind not in "biufc":
+        return None
+    native = value.dtype.isnative and torch_dtype(value.dtype) is not None
+    return (np.ndarray, value.shape, value.dtype) if native else None

@@ -1,0 +1,369 @@
+"""Batches made by threads of this process, in place of torch's worker processes."""
+
+import copy
+import os
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from operator import getitem
+from queue import Empty, SimpleQueue
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import IterableDataset, IterDataPipe
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from fastamp.data.position import Indices, Position
+from fastamp.data.prefetch import FORKED, Pass, is_last
+from fastamp.data.row_writer import Rows, WrittenRows, fills_rows, find_writer
+from fastamp.data.sample_rng import Placed, current
+from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots, too_large
+from fastamp.data.states import Measured, WorkerStream, find_together, note_index
+from fastamp.data.structure import count_nbytes
+from fastamp.data.workers import Team, WorkerInfo, become_worker
+
+
+def check_worker(worker: str | None, dataset: Any, context: Any) -> str | None:
+    """Refuse what is no kind of workers, and what threads cannot do."""
+    if worker not in (None, "process", "thread"):
+        msg = f"worker: expected None, 'process' or 'thread', got {worker!r}"
+        raise ValueError(msg)
+    if worker == "thread" and context is not None:
+        msg = f"multiprocessing_context: expected None with worker='thread', got {context!r}"
+        raise ValueError(msg)
+    if worker == "thread" and isinstance(dataset, IterDataPipe):
+        msg = f"worker='thread': {type(dataset).__name__} is a data pipe, which needs processes"
+        raise TypeError(msg)
+    return worker
+
+
+class ThreadLoader:
+    """Makes the passes of a loader with thread workers, as torch's own loader makes others."""
+
+    _team: Team | None = None  # whose threads persist
+    _streams: list[WorkerStream] | None = None
+    _base_seed: int | None = None
+
+    def __init__(self, loader: Any, indices: Indices, slots: Slots) -> None:
+        self._find_loader, self._indices, self._slots = weakref.ref(loader), indices, slots
+        self.generator: torch.Generator | None = loader.generator
+
+    def __iter__(self) -> Iterator[Measured]:
+        """Begin a pass, with the draws of torch's iterators."""
+        loader: Any = self._find_loader()
+        if loader.pin_memory and not torch.accelerator.is_available():
+            warnings.warn(
+                "'pin_memory' argument is set as true but no accelerator is found, "
+                "then device pinned memory won't be used.",
+                stacklevel=5,
+            )
+        new = self._base_seed is None
+        if self._base_seed is None:
+            empty = torch.empty((), dtype=torch.int64, device="cpu")
+            self._base_seed = int(empty.random_(generator=self.generator))
+        if isinstance(loader.dataset, IterableDataset):
+            return self._begin_streams(loader, new=new)
+        team = self._team
+        if team is None or not team.is_here:
+            infos = [self._info(loader, worker) for worker in range(loader.num_workers)]
+            team = Team(infos, loader.worker_init_fn)
+        self._team = team if loader.persistent_workers else None
+        return ThreadBatches(loader, iter(self._indices), team, self._slots)
+
+    def _begin_streams(self, loader: Any, *, new: bool) -> "StreamBatches":
+        position = self._indices.position
+        if self._streams is None or not loader.persistent_workers:
+            self._streams = [_copy_stream(loader, position) for _ in range(loader.num_workers)]
+        parts = []
+        for worker, stream in enumerate(self._streams):
+            info = replace(self._info(loader, worker), dataset=stream.dataset)
+            parts.append(_run_stream(stream, info, loader.worker_init_fn if new else None))
+        return StreamBatches(parts, loader, position.turn)
+
+    def _info(self, loader: Any, worker: int) -> WorkerInfo:
+        seed = (self._base_seed or 0) + worker
+        return WorkerInfo(worker, loader.num_workers, seed, loader.dataset)
+
+
+def _copy_stream(loader: Any, position: Position) -> WorkerStream:
+    """Return a worker's stream, over a copy of the dataset as a process has it."""
+    new = position.batch == 0
+    stream = WorkerStream(loader, position.workers, 0, position.epoch, new=new)
+    try:
+        stream.dataset = copy.deepcopy(loader.dataset)
+    except Exception as error:
+        msg = (
+            "dataset: each thread reads a copy of an iterable dataset, and "
+            f"copy.deepcopy of this {type(loader.dataset).__name__} fails: {error}"
+        )
+        raise TypeError(msg) from error
+    return stream
+
+
+def _run_stream(
+    stream: WorkerStream, info: WorkerInfo, init_fn: Callable[[int], None] | None
+) -> Iterator[Measured]:
+    become_worker(info, init_fn)
+    yield from stream
+
+
+class _Maker(NamedTuple):
+    """What the threads of a pass share. None of it refers to the pass, whose end ends them."""
+
+    get: Callable[[Any], Any]
+    whole: bool
+    """Whether `get` makes all samples of a batch at once."""
+    rows: Callable[..., Rows | WrittenRows] | None
+    collate_fn: Callable[[Any], Any]
+    grad: bool
+    pins: bool
+    lock: Lock
+    ready: "SimpleQueue[int]"
+    """Gets the numbers of batches that are done."""
+    dropped: list[bool]
+    """Has something in it when nobody wants batches any more."""
+
+
+def _find_maker(loader: Any, slots: Slots, dropped: list[bool]) -> _Maker:
+    dataset, collate_fn = loader.dataset, loader.collate_fn
+    single, together = loader.batch_sampler is None, find_together(dataset)
+    whole, writer = single or together is not None, None
+    rows: Callable[..., Rows | WrittenRows] | None = None
+    get = partial(getitem, dataset)
+    if not single and fills_rows(collate_fn):
+        writer = find_writer(dataset)
+        whole = whole and writer is None
+    if writer is not None:
+        rows = partial(WrittenRows, writer, slots=slots)
+    elif not whole and fills_rows(collate_fn):
+        rows = partial(Rows, get, slots=slots)
+    return _Maker(
+        get=together if whole and together is not None and not single else get,
+        whole=whole,
+        rows=rows,
+        collate_fn=collate_fn,
+        grad=torch.is_grad_enabled(),
+        pins=loader.pin_memory and torch.accelerator.is_available(),
+        lock=Lock(),
+        ready=SimpleQueue(),
+        dropped=dropped,
+    )
+
+
+class _Task:
+    """One batch on its way: threads make its samples, the one that makes the last collates."""
+
+    def __init__(self, number: int, placed: Placed, maker: _Maker) -> None:
+        self.number, self._maker = number, maker
+        indices, self._order, self._first = placed
+        self._indices = [indices] if maker.whole else list(indices)
+        self.count = len(self._indices)
+        self._claimed, self._left = 0, self.count
+        self._samples: list[Any] = [None] * self.count
+        self._rows = None if maker.rows is None else maker.rows(count=self.count)
+        self._failed_at = self.count
+        self.error: BaseException | None = None
+        self.getitem_s = self.collate_s = 0.0
+        self.batch: Any = None
+        self.nbytes = 0
+
+    def __call__(self, failed: BaseException | None) -> bool:
+        """Make samples until all are begun; say whether the thread's failure was one of them."""
+        maker = self._maker
+        torch.set_grad_enabled(maker.grad)  # of this thread
+        place = self.count
+        while not maker.dropped:
+            with maker.lock:
+                place = self._claimed
+                self._claimed += 1
+            if place < self.count:
+                is_last = self._note(place, *self._make(place, failed))
+            else:
+                is_last = place == self.count == 0  # a batch of no samples
+            if is_last:
+                self._finish()
+            if place >= self.count or failed is not None:
+                break
+        current.sample = None
+        return failed is not None and place < self.count
+
+    def _make(self, place: int, failed: BaseException | None) -> tuple[BaseException | None, float]:
+        """Make one sample; return an error, and the seconds that it took."""
+        index, start_s = self._indices[place], time.perf_counter()
+        current.sample = self._order, self._first + place
+        if failed is not None:
+            return failed, 0.0
+        try:
+            if self._rows is None:
+                self._samples[place] = self._maker.get(index)
+            else:
+                self._samples[place] = self._rows.make(place, index, self._maker.lock)
+        except BaseException as error:  # noqa: BLE001 - raised where the consumer is
+            return note_index(error, index), time.perf_counter() - start_s
+        return None, time.perf_counter() - start_s
+
+    def _note(self, place: int, error: BaseException | None, elapsed_s: float) -> bool:
+        """Say whether this was the last sample that was missing."""
+        with self._maker.lock:
+            self.getitem_s += elapsed_s
+            self._left -= 1
+            if error is not None:
+                if place < self._failed_at:
+                    self._failed_at, self.error = place, error
+                # As in a loop, the samples after it are not asked for.
+                self._left -= self.count - min(self._claimed, self.count)
+                self._claimed = max(self._claimed, self.count)
+            return self._left == 0
+
+    def _finish(self) -> None:
+        maker = self._maker
+        start_s = time.perf_counter()
+        current.sample = self._order, ~self._first
+        if self.error is None:
+            self.error = self._collate()
+        self.collate_s = time.perf_counter() - start_s
+        self._samples, self._rows = [], None
+        maker.ready.put(self.number)
+
+    def _collate(self) -> BaseException | None:
+        maker, samples = self._maker, self._samples
+        try:
+            if maker.whole:
+                batch = maker.collate_fn(samples[0])
+            elif self._rows is None:
+                batch = maker.collate_fn(samples)
+            else:
+                batch = self._rows.collate(samples, maker.collate_fn)
+            pin: Any = pin_memory
+            self.batch = pin(batch) if maker.pins else batch
+            self.nbytes = count_nbytes(batch)
+        except BaseException as error:  # noqa: BLE001 - raised where the consumer is
+            return error
+        return None
+
+
+class ThreadBatches(Iterator[Measured]):
+    """The batches of one pass over a map-style dataset."""
+
+    _workers = ()  # no processes
+
+    def __init__(self, loader: Any, indices: Iterator[Any], team: Team, slots: Slots) -> None:
+        self._dropped: list[bool] = []
+        self._loader, self._indices, self._owner_pid = loader, indices, os.getpid()
+        self._team: Team | None = team
+        self._maker = _find_maker(loader, slots, self._dropped)
+        self._drawn: deque[Placed | BaseException] = deque()
+        self._done: set[int] = set()
+        # The names that torch's iterators have for what is submitted, and not delivered.
+        self._send_idx, self._task_info = 0, dict[int, _Task | BaseException]()
+        for _ in range(loader.prefetch_factor * loader.num_workers):  # as far ahead as torch's
+            self._draw()
+        self._submit()
+
+    def _draw(self) -> None:
+        try:
+            self._drawn.extend(islice(self._indices, 1))
+        except Exception as error:  # noqa: BLE001 - raised where the batch would come
+            self._drawn.append(error)
+
+    def _submit(self) -> None:
+        """Let threads make what was drawn, as far as there is room for it."""
+        loader, under_way = self._loader, self._task_info
+        limit = DEFAULT_MAX_BYTES if loader.max_bytes is None else loader.max_bytes
+        while self._drawn and self._team:
+            # The size of a batch is known after the first one, on which all threads work.
+            nbytes = limit if loader._batch_nbytes is None else loader._batch_nbytes
+            if under_way and (len(under_way) + 1) * nbytes > limit:
+                return
+            drawn, number = self._drawn.popleft(), self._send_idx
+            self._send_idx += 1
+            if isinstance(drawn, BaseException):
+                under_way[number] = drawn
+                self._maker.ready.put(number)
+                continue
+            task = under_way[number] = _Task(number, drawn, self._maker)
+            self._team.submit(task, min(max(task.count, 1), loader.num_workers))
+
+    def __next__(self) -> Measured:
+        if self._owner_pid != os.getpid():
+            raise RuntimeError(FORKED)
+        if not self._task_info:
+            self.close()
+            raise StopIteration
+        task: Any = self._take()
+        error = task if isinstance(task, BaseException) else self._check(task)
+        if error is not None and is_last(error):
+            self.close()
+        self._submit()
+        try:
+            if error is not None:
+                raise error
+            return Measured(task.batch, task.getitem_s, task.collate_s)
+        finally:
+            del error, task  # whose traceback refers to this frame
+
+    def _check(self, task: _Task) -> BaseException | None:
+        """Note how large a batch is; return its error."""
+        loader, error = self._loader, task.error
+        task.error = None
+        loader._batch_nbytes = max(loader._batch_nbytes or 0, task.nbytes)
+        if loader.max_bytes is not None and task.nbytes > loader.max_bytes:
+            return too_large(loader.max_bytes, task.nbytes)
+        return error
+
+    def _take(self) -> _Task | BaseException:
+        """Wait for the next batch, or with `in_order=False` for any."""
+        loader, done = self._loader, self._done
+        number = next(iter(self._task_info))
+        while number not in done:
+            try:
+                done.add(self._maker.ready.get(timeout=loader.timeout or None))
+            except Empty:
+                msg = f"DataLoader timed out after {loader.timeout} seconds"  # as torch's
+                raise RuntimeError(msg) from None
+            number = number if loader.in_order else next(iter(done))
+        done.remove(number)
+        self._draw()
+        return self._task_info.pop(number)
+
+    def close(self) -> None:
+        """Leave what is under way, and the threads if they do not persist."""
+        self._dropped.append(True)
+        self._task_info, self._team = {}, None
+
+    __del__ = close
+
+
+class StreamBatches(Iterator[Measured]):
+    """The batches of one pass over an iterable dataset, of each worker in turn."""
+
+    _workers = ()  # no processes
+
+    def __init__(self, parts: list[Iterator[Measured]], loader: Any, turn: int) -> None:
+        depth, timeout_s = loader.prefetch_factor, loader.timeout
+        self._parts: list[Pass[Measured] | None] = [
+            Pass(part, None, depth, timeout_s) for part in parts
+        ]
+        self._turn, self._loader = turn, loader
+        self._count = 0
+
+    def __next__(self) -> Measured:
+        while any(self._parts):
+            turn, self._turn = self._turn, (self._turn + 1) % len(self._parts)
+            part = self._parts[turn]
+            try:
+                if part is not None:
+                    return next(part)
+            except StopIteration:
+                self._parts[turn] = None
+            except Empty:
+                self._turn = turn
+                msg = f"DataLoader timed out after {self._loader.timeout} seconds"  # as torch's
+                raise RuntimeError(msg) from None
+        raise StopIteration
