@@ -163,7 +163,7 @@ def run_sanitized(session: nox.Session, kind: str, *default: str) -> None:
 def sanitize(session: nox.Session) -> None:
     """Run the compiled CPU core's tests under the address and undefined-behaviour sanitizers."""
     step = ("clip_and_norm", "equivalence", "kept", "noticed", "noticed_gradients", "skips", "ways")
-    data = ("collate", "padding", "gather", "gather_queue")
+    data = ("collate", "padding", "gather", "gather_queue", "augment")
     files = [f"tests/step/test_{name}.py" for name in step]
     files += [f"tests/data/test_{name}.py" for name in data]
     files += ["tests/timer"]
@@ -174,7 +174,7 @@ def sanitize(session: nox.Session) -> None:
 @nox.session
 def sanitize_threads(session: nox.Session) -> None:
     """Run the tests of what threads share, the gather queue and the leases, under TSan."""
-    files = ["tests/data/test_gather.py", "tests/data/test_gather_queue.py"]
+    files = [f"tests/data/test_{name}.py" for name in ("gather", "gather_queue", "augment")]
     run_sanitized(session, "thread", *files, "-k", "not fallback")
 
 

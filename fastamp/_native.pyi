@@ -10,12 +10,14 @@ from typing_extensions import Self
 class Gatherer:
     def __init__(
         self,
-        columns: Sequence[tuple[int, int, int, int, int]],
+        columns: Sequence[tuple[int, int, int, int, int, Any]],
         depth: int,
         num_threads: int,
         owner: object,
     ) -> None: ...
-    def submit(self, indices: Tensor, outputs: Sequence[Tensor]) -> None: ...
+    def submit(
+        self, indices: Tensor, outputs: Sequence[Tensor], keys: Tensor | None = None
+    ) -> None: ...
     def wait(self) -> float: ...
 
 class NormType:

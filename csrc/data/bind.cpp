@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <deque>
 #include <optional>
 #include <stdexcept>
@@ -161,14 +162,32 @@ py::object columns(const py::tuple& samples, const py::tuple& keys) {
 // How long Ctrl-C may have to wait.
 constexpr double kSignalCheck_s = 0.1;
 
-/// Address, num_rows, row_stride, row_nbytes and widened_nbytes of a column.
-using ColumnArguments = std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::int64_t, int>;
+/// Kind, y_bound, x_bound, top, left, height and width of a step.
+using StepArguments = std::array<std::int64_t, 7>;
+
+/// Planes, height, width and pixel_nbytes of images, their steps and the address of the fills.
+using ImageArguments = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t,
+                                  std::vector<StepArguments>, std::uintptr_t>;
+
+/// Address, num_rows, row_stride, row_nbytes and widened_nbytes of a column, and its images.
+using ColumnArguments = std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::int64_t, int,
+                                   std::optional<ImageArguments>>;
+
+Images unpack(const ImageArguments& arguments) {
+  const auto& [planes, height, width, pixel_nbytes, steps, fills] = arguments;
+  if (steps.size() > kMaxSteps) throw std::invalid_argument("columns: too many steps");
+  Images images{planes, height, width, pixel_nbytes, 0, {}, reinterpret_cast<const char*>(fills)};
+  for (const auto& [kind, y_bound, x_bound, top, left, result_height, result_width] : steps)
+    images.steps[images.num_steps++] = {
+        static_cast<StepKind>(kind), y_bound, x_bound, top, left, result_height, result_width};
+  return images;
+}
 
 std::vector<Column> unpack(const std::vector<ColumnArguments>& arguments) {
   std::vector<Column> columns;
-  for (const auto& [address, num_rows, row_stride, row_nbytes, widened] : arguments)
-    columns.push_back(
-        {reinterpret_cast<const char*>(address), num_rows, row_stride, row_nbytes, widened});
+  for (const auto& [address, num_rows, row_stride, row_nbytes, widened, images] : arguments)
+    columns.push_back({reinterpret_cast<const char*>(address), num_rows, row_stride, row_nbytes,
+                       widened, images ? unpack(*images) : Images{}});
   return columns;
 }
 
@@ -184,12 +203,13 @@ class Gatherer {
            py::object owner)
       : columns_owner_(std::move(owner)), queue_(unpack(columns), depth, num_threads) {}
 
-  void submit(const py::object& indices, const py::sequence& outputs) {
+  void submit(const py::object& indices, const py::sequence& outputs, const py::object& keys) {
     GatherJob job{
         address_of<std::int64_t>(indices), indices.attr("numel")().cast<std::int64_t>(), {}};
     for (const py::handle output : outputs) job.outputs.push_back(address_of<char>(output));
+    if (!keys.is_none()) job.keys = address_of<std::uint64_t>(keys);
     queue_.submit(std::move(job));
-    jobs_.push_back(py::make_tuple(indices, py::tuple(outputs)));
+    jobs_.push_back(py::make_tuple(indices, py::tuple(outputs), keys));
   }
 
   double wait() {
@@ -221,7 +241,7 @@ class Gatherer {
   };
 
   py::object columns_owner_;
-  std::deque<py::tuple> jobs_;  // indices and outputs
+  std::deque<py::tuple> jobs_;  // indices, outputs and keys
   bool is_waiting_ = false;
   GatherQueue queue_;  // last, so that it goes first: its threads read the memory
 };
@@ -238,10 +258,12 @@ void define_data(py::module_& module) {
                        "Gathers batches on threads of its own, in the order of submission.")
       .def(py::init<const std::vector<ColumnArguments>&, int, int, py::object>(),
            py::arg("columns"), py::arg("depth"), py::arg("num_threads"), py::arg("owner"),
-           "Columns are (address, num_rows, row_stride, row_nbytes, widened_nbytes); owner keeps "
-           "their memory alive.")
+           "Columns are (address, num_rows, row_stride, row_nbytes, widened_nbytes, images); owner "
+           "keeps their memory alive.")
       .def("submit", &Gatherer::submit, py::arg("indices"), py::arg("outputs"),
-           "Add a batch: int64 indices, and a contiguous tensor to fill for each column.")
+           py::arg("keys") = py::none(),
+           "Add a batch: int64 indices, a contiguous tensor to fill for each column, and the "
+           "samples' keys, as int64, where images are augmented.")
       .def("wait", &Gatherer::wait,
            "Wait for the oldest batch and return the seconds that its copy took.");
 }

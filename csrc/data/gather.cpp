@@ -37,6 +37,10 @@ constexpr std::int64_t kWakeBytes = 8 << 10;
 
 void prefetch(const char* line) { __builtin_prefetch(line, 0, 2); }
 
+FASTAMP_INLINE void prefetch_row(const char* row, std::int64_t nbytes) {
+  for (std::int64_t i = 0; i < std::min(nbytes, kPrefetchBytes); i += kLine) prefetch(row + i);
+}
+
 FASTAMP_SIMD_CLONES void copy(const char* source, std::int64_t nbytes, const char* ahead,
                               char* output) {
   std::int64_t i = 0;
@@ -63,7 +67,7 @@ void stream(const char* source, std::int64_t nbytes, const char*, char* output) 
 template <typename T>
 FASTAMP_INLINE void widen(const char* source, std::int64_t nbytes, const char* ahead,
                           char* output) {
-  for (std::int64_t i = 0; i < std::min(nbytes, kPrefetchBytes); i += kLine) prefetch(ahead + i);
+  prefetch_row(ahead, nbytes);
   auto* to = reinterpret_cast<std::int64_t*>(output);
   const std::int64_t numel = nbytes / static_cast<std::int64_t>(sizeof(T));
   for (std::int64_t i = 0; i < numel; ++i) {
@@ -89,6 +93,7 @@ FASTAMP_SIMD_CLONES void widen_int32(const char* source, std::int64_t nbytes, co
 }
 
 std::int64_t output_nbytes(const Column& column) {
+  if (column.images.num_steps > 0) return result_nbytes(column.images);
   return column.widened_nbytes == 0 ? column.row_nbytes
                                     : column.row_nbytes / column.widened_nbytes * 8;
 }
@@ -133,9 +138,15 @@ GatherResult gather(const std::vector<Column>& columns, const GatherJob& job) {
       if (out_nbytes == 0) continue;
       const std::int64_t next =
           row_of(column, job.indices[std::min(i + kRowsAhead, job.count - 1)]);
-      copy_row(column.data + row * column.row_stride, column.row_nbytes,
-               column.data + std::max<std::int64_t>(next, 0) * column.row_stride,
-               job.outputs[c] + i * out_nbytes);
+      const char* source = column.data + row * column.row_stride;
+      const char* ahead = column.data + std::max<std::int64_t>(next, 0) * column.row_stride;
+      char* output = job.outputs[c] + i * out_nbytes;
+      if (column.images.num_steps == 0) {
+        copy_row(source, column.row_nbytes, ahead, output);
+      } else {
+        prefetch_row(ahead, column.row_nbytes);
+        augment(column.images, job.keys[i], source, output);
+      }
     }
   }
   if (is_large) FASTAMP_STREAM_END();
@@ -243,6 +254,10 @@ GatherQueue::Shared& GatherQueue::shared() {
 
 void GatherQueue::submit(GatherJob job) {
   Shared& shared = this->shared();
+  for (const Column& column : shared.columns) {
+    if (column.images.num_steps > 0 && job.keys == nullptr)
+      throw std::invalid_argument("gather queue: images are augmented, and there are no keys");
+  }
   const bool is_small = nbytes_of(shared.columns, job) < kWakeBytes;
   {
     const std::lock_guard<std::mutex> lock(shared.mutex);

@@ -6,6 +6,8 @@
 #include <optional>
 #include <vector>
 
+#include "data/augment.h"
+
 namespace fastamp {
 
 /// An array whose rows become the rows of one tensor of the batch. Rows may overlap.
@@ -15,13 +17,15 @@ struct Column {
   std::int64_t row_stride;  ///< bytes from one row to the next
   std::int64_t row_nbytes;  ///< of the source
   int widened_nbytes;       ///< of a uint8, uint16 or int32 that becomes an int64; 0: a plain copy
+  Images images{};          ///< of rows that are augmented
 };
 
 /// One batch: row indices[i] of every column goes to row i of that column's output.
 struct GatherJob {
   const std::int64_t* indices;  ///< from -num_rows to num_rows - 1
   std::int64_t count;
-  std::vector<char*> outputs;  ///< one for each column
+  std::vector<char*> outputs;           ///< one for each column
+  const std::uint64_t* keys = nullptr;  ///< of the samples, for columns that are augmented
 };
 
 struct GatherResult {

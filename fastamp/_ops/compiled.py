@@ -167,18 +167,19 @@ class CompiledHost:
         return _native.Gatherer([_memory(column) for column in columns], depth, threads, columns)
 
 
-def _memory(column: Column) -> tuple[int, int, int, int, int]:
-    """Return where a column's rows lie, in bytes, and the size of elements that are widened."""
-    array = column.array
+def _memory(column: Column) -> tuple[int, int, int, int, int, Any]:
+    """Return where a column's rows lie, in bytes, the size of what is widened, and its images."""
+    array, images = column.array, column.images
     if isinstance(array, np.ndarray):
         address, stride, itemsize = array.ctypes.data, array.strides[0], array.itemsize
         dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
     else:
         itemsize = array.element_size()
         address, stride, dtype = array.data_ptr(), array.stride(0) * itemsize, array.dtype
-    row_nbytes = math.prod(column.row_shape) * itemsize
+    row_nbytes = math.prod(array.shape[1:]) * itemsize
     widened_nbytes = 0 if dtype == column.dtype else itemsize
-    return address, array.shape[0], stride, row_nbytes, widened_nbytes
+    how = images and (*images[:4], images.steps, images.fills.ctypes.data)
+    return address, array.shape[0], stride, row_nbytes, widened_nbytes, how
 
 
 def available() -> dict[str, CompiledOps]:

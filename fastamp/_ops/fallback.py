@@ -9,10 +9,10 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fastamp._ops.painting import augment_image
 from fastamp._ops.regions import FallbackRegion
 from fastamp._ops.rules import TorchUpdate
 from fastamp._ops.types import (
@@ -264,29 +264,34 @@ class TorchGatherer:
 
     def __init__(self, columns: Sequence[Column]) -> None:
         self._columns = columns
-        self._in_flight: deque[tuple[Tensor, Sequence[Tensor]]] = deque()
+        self._in_flight: deque[tuple[Tensor, Sequence[Tensor], Tensor | None]] = deque()
 
-    def submit(self, indices: Tensor, outputs: Sequence[Tensor]) -> None:
+    def submit(
+        self, indices: Tensor, outputs: Sequence[Tensor], keys: Tensor | None = None
+    ) -> None:
         """Add a batch."""
-        self._in_flight.append((indices, outputs))
+        self._in_flight.append((indices, outputs, keys))
 
     def wait(self) -> float:
         """Copy the oldest batch and return the seconds that it took."""
         start_s = time.perf_counter()
-        indices, outputs = self._in_flight.popleft()
+        indices, outputs, keys = self._in_flight.popleft()
         for column, output in zip(self._columns, outputs, strict=True):
-            _take(column.array, indices, output)
+            _take(column, indices, output, keys)
         return time.perf_counter() - start_s
 
 
-def _take(array: Tensor | npt.NDArray[Any], indices: Tensor, output: Tensor) -> None:
+def _take(column: Column, indices: Tensor, output: Tensor, keys: Tensor | None) -> None:
     """Write the rows at the indices, which may count from the end."""
-    num_rows = array.shape[0]
+    array, num_rows = column.array, column.array.shape[0]
     rows = torch.where(indices < 0, indices + num_rows, indices)
     bad = (rows < 0) | (rows >= num_rows)
     if bad.any():
         raise index_error(int(indices[bad][0]), num_rows)
-    if isinstance(array, np.ndarray):
+    if column.images is not None and keys is not None:
+        for row, target, key in zip(rows.tolist(), output, keys.tolist(), strict=True):
+            target.view(-1).view(torch.uint8).copy_(augment_image(column.images, array[row], key))
+    elif isinstance(array, np.ndarray):
         output.copy_(torch.from_numpy(np.take(array, rows.numpy(), axis=0)))
     elif array.dtype == output.dtype:
         torch.index_select(array, 0, rows, out=output)

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -177,6 +178,46 @@ class Ops(Protocol):
         """
 
 
+class StepKind(IntEnum):
+    """The augmentations of images."""
+
+    CROP = 0
+    FLIP = 1
+    CUTOUT = 2
+
+
+class AugmentStep(NamedTuple):
+    """One augmentation, in pixels. It draws two numbers, y and x, below its bounds.
+
+    The upper left corner of a crop or a hole lies at (y - top, x - left).
+    """
+
+    kind: StepKind
+    y_bound: int
+    """Of a flip: its probability times 2^32."""
+    x_bound: int = 1
+    top: int = 0
+    left: int = 0
+    height: int = 0
+    """Of the crop or the hole."""
+    width: int = 0
+
+
+class Images(NamedTuple):
+    """How the rows of a column, which are images, are augmented: planes of pixels."""
+
+    planes: int
+    height: int
+    width: int
+    pixel_nbytes: int
+    steps: tuple[AugmentStep, ...]
+    """At most 8."""
+    fills: npt.NDArray[np.uint8]
+    """The pixel that each step fills each plane with: (steps, planes, pixel_nbytes)."""
+    row_shape: tuple[int, ...]
+    """Of the augmented images."""
+
+
 class Column(NamedTuple):
     """An array on the CPU whose rows become the rows of one tensor of a batch."""
 
@@ -184,18 +225,25 @@ class Column(NamedTuple):
     """Rows along its first dimension; they may overlap."""
     dtype: torch.dtype
     """Of the batch: the array's own, or int64 for unsigned and 32-bit integers."""
+    images: Images | None = None
+    """How its rows are augmented; None copies them."""
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """The shape of one row."""
-        return tuple(self.array.shape[1:])
+        """The shape of one row of the batch."""
+        return tuple(self.array.shape[1:]) if self.images is None else self.images.row_shape
 
 
 class Gatherer(Protocol):
     """Gathers batches out of columns, in the order of submission, for one consumer."""
 
-    def submit(self, indices: Tensor, outputs: Sequence[Tensor]) -> None:
-        """Add a batch: int64 indices of rows, and one contiguous tensor to fill for each column."""
+    def submit(
+        self, indices: Tensor, outputs: Sequence[Tensor], keys: Tensor | None = None
+    ) -> None:
+        """Add a batch: int64 indices of rows, and one contiguous tensor to fill for each column.
+
+        `keys`, one int64 for each row, are what augmented images draw from.
+        """
 
     def wait(self) -> float:
         """Wait for the oldest batch and return the seconds that its copy took.

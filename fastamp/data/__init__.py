@@ -1,5 +1,6 @@
 """The data: a loader that gathers, leases, prefetches and resumes."""
 
+from fastamp.data.augment import Cutout, RandomCrop, RandomHorizontalFlip
 from fastamp.data.collate import BatchCollator
 from fastamp.data.datasets import ArrayDataset, TokenDataset
 from fastamp.data.loader import DataLoader
@@ -13,8 +14,11 @@ from fastamp.data.workers import WorkerInfo, get_worker_info
 __all__ = [
     "ArrayDataset",
     "BatchCollator",
+    "Cutout",
     "DataLoader",
     "LoaderStats",
+    "RandomCrop",
+    "RandomHorizontalFlip",
     "ShardSampler",
     "TokenDataset",
     "WorkerInfo",

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from torch.utils.data import Dataset
 
-from fastamp._ops import index_error
+from fastamp._ops import Images, index_error
+from fastamp.data.augment import Augmentations, read_augment
+from fastamp.data.sample_rng import sample_rng
 
 _TOKEN_DTYPES = (np.uint8, np.uint16, np.int32, np.int64)
 
@@ -133,21 +135,55 @@ class ArrayDataset(Dataset[Any]):
     `ArrayDataset({"x": x, "y": y})` has the samples `{"x": x[i], "y": y[i]}`, and dicts as batches.
     The arrays may be nested in dicts, lists and tuples. They are shared, not copied.
 
+    Args:
+        arrays: with the same first dimension, of any dtype.
+        augment: what is done with each image while it is copied, in this order:
+            `fastamp.RandomCrop`, `fastamp.RandomHorizontalFlip` and `fastamp.Cutout`, at most 8. A
+            list is for the first array; a dict says which array has which list, by its key or its
+            place.
+        channels_last: images to augment have the shape (height, width, channels), rather than
+            (channels, height, width); with neither, (height, width). Has to be said where the last
+            dimension is the smallest and 1, 3 or 4.
+
+    What is drawn depends on the loader's `seed`, the epoch and the sample's place in it, as in
+    `fastamp.sample_rng`: not on the batch, the workers or the ranks. Arrays of one sample with the
+    same augmentations are augmented alike, such as images and their masks.
+
     Raises:
-        TypeError: there is something else than an array with at least one dimension.
-        ValueError: there is no array, or they differ in length.
+        TypeError: there is something else than an array with at least one dimension, or than
+            augmentations; or an array to augment has no images in plain memory on the CPU.
+        ValueError: there is no array, or they differ in length; or the augmentations do not fit.
     """
 
-    def __init__(self, *arrays: Any) -> None:
+    def __init__(
+        self, *arrays: Any, augment: Augmentations | None = None, channels_last: bool | None = None
+    ) -> None:
         alone = len(arrays) == 1 and type(arrays[0]) is dict
         self.arrays: Any = arrays[0] if alone else arrays
         self._length = count_rows(self.arrays, "arrays")
+        self._augmented = read_augment(augment or [], self.arrays, channels_last=channels_last)
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        return tree_map(lambda array: array[index], self.arrays)
+        sample = tree_map(lambda array: array[index], self.arrays)
+        if not self._augmented:
+            return sample
+        key = sample_rng().take_key()
+        parts = sample if isinstance(sample, dict) else list(sample)
+        for name, augmented in self._augmented.items():
+            parts[name] = augmented.apply(self.arrays[name], index, key)
+        return parts if isinstance(sample, dict) else tuple(parts)
+
+    def images(self) -> list[Images | None]:
+        """Return how each of the arrays, with those in containers, is augmented."""
+        found: list[Images | None] = []
+        for name in self.arrays if isinstance(self.arrays, dict) else range(len(self.arrays)):
+            array, augmented = self.arrays[name], self._augmented.get(name)
+            leaves = len(tree_leaves(array))
+            found += [None] * leaves if augmented is None else [augmented.images(array)]
+        return found
 
 
 def is_arrays(tree: object) -> bool:

@@ -2,7 +2,8 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import zip_longest
 from operator import itemgetter
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from torch.utils.data import (
 )
 
 from fastamp import _ops
-from fastamp._ops import Column
+from fastamp._ops import Column, Images
 from fastamp.data.collate import BatchCollator
 from fastamp.data.datasets import ArrayDataset, TokenDataset
 from fastamp.data.leaves import torch_dtype
@@ -87,14 +88,15 @@ def make_gatherable(dataset: object) -> Gatherable | None:
     if type(dataset) is TensorDataset:
         return _from_arrays(dataset.tensors)
     if type(dataset) is ArrayDataset:
-        return _from_arrays(dataset.arrays)
+        return _from_arrays(dataset.arrays, dataset.images())
     column = _column(dataset)
     return None if column is None else Gatherable([column], itemgetter(0))
 
 
-def _from_arrays(tree: Any) -> Gatherable | None:
+def _from_arrays(tree: Any, images: Iterable[Images | None] = ()) -> Gatherable | None:
     arrays, spec = tree_flatten(tree)
-    columns = [column for column in map(_column, arrays) if column is not None]
+    found = zip_longest(map(_column, arrays), images)
+    columns = [column._replace(images=how) for column, how in found if column is not None]
     if len(columns) < len(arrays):
         return None
     if type(tree) is tuple and len(tree) == len(arrays) == spec.num_leaves == spec.num_children:
@@ -135,9 +137,9 @@ def _numpy_column(array: npt.NDArray[Any]) -> Column | None:
 class GatherSource(Iterator[Any]):
     """The batches of the rows at the indices, with others under way, up to `max_bytes`.
 
-    `indices` yields int64 tensors, or lists where Python has to find the rows: `make` returns the
-    batch of such a list. It makes the rest of the batches, too, where the dataset is given other
-    memory in the middle of the pass.
+    `indices` yields int64 tensors, or lists where Python has to find the rows, each with the keys
+    of its samples, or None: `make` returns the batch of such a list and keys. It makes the rest of
+    the batches, too, where the dataset is given other memory in the middle of the pass.
     """
 
     def __init__(
@@ -147,23 +149,24 @@ class GatherSource(Iterator[Any]):
         slots: Slots,
         stats: LoaderStats,
         max_bytes: int | None,
-        make: Callable[[list[Any]], Any],
+        make: Callable[[list[Any], Tensor | None], Any],
     ) -> None:
         columns, self._build, self._subset = gatherable
         self._rows = [(column.row_shape, column.dtype) for column in columns]
         self._row_nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._rows)
         self._depth = torch.get_num_threads() + 1
         self._kept = [keep(column.array) for column in columns]
-        aliases = [Column(kept.alias, c.dtype) for kept, c in zip(self._kept, columns, strict=True)]
+        pairs = zip(self._kept, columns, strict=True)
+        aliases = [column._replace(array=kept.alias) for kept, column in pairs]
         self._changes = [kept.has_changed for kept in self._kept if kept.has_changed]
         self._owner = get_ident()
         self._gatherer: Any = _ops.host_ops().gatherer(aliases, self._depth)  # None: item by item
         self._indices, self._slots, self._stats, self._make = indices, slots, stats, make
         self._max_bytes = max_bytes
-        # A batch's indices and rows that there is no room for yet.
-        self._drawn: tuple[Any, Tensor | None] | None = None
-        # Indices or an error; what they are gathered into, and its bytes.
-        self._under_way: deque[tuple[Any, list[Tensor], int]] = deque()
+        # A batch's indices, keys and rows that there is no room for yet.
+        self._drawn: tuple[Any, Tensor | None, Tensor | None] | None = None
+        # Indices or an error, keys; what they are gathered into, and its bytes.
+        self._under_way: deque[tuple[Any, Tensor | None, list[Tensor], int]] = deque()
         self._held_nbytes = 0
 
     def __next__(self) -> Any:
@@ -171,7 +174,7 @@ class GatherSource(Iterator[Any]):
         self._submit_ahead()
         if not self._under_way:
             raise StopIteration
-        indices, outputs, nbytes = self._under_way[0]
+        indices, keys, outputs, nbytes = self._under_way[0]
         error = indices if isinstance(indices, Exception) else None
         if outputs and self._gatherer is not None:
             try:
@@ -194,7 +197,7 @@ class GatherSource(Iterator[Any]):
             return self._build(outputs)
         for kept in self._kept:
             kept.check_file()
-        return self._make(indices)
+        return self._make(indices, keys)
 
     def _look(self) -> None:
         """Leave the rest to Python where the dataset has other memory, or its file is cut."""
@@ -206,38 +209,38 @@ class GatherSource(Iterator[Any]):
         """Start as many batches as may be under way."""
         under_way, limit = self._under_way, self._max_bytes or DEFAULT_MAX_BYTES
         while len(under_way) < self._depth:
-            indices, rows = self._draw() if self._drawn is None else self._drawn
+            indices, keys, rows = self._draw() if self._drawn is None else self._drawn
             self._drawn = None
             if indices is None:
                 return
             if rows is None:
-                under_way.append((indices, [], 0))
+                under_way.append((indices, keys, [], 0))
                 continue
             count = rows.numel()
             nbytes = count * self._row_nbytes
             if under_way and self._held_nbytes + nbytes > limit:
-                self._drawn = indices, rows
+                self._drawn = indices, keys, rows
                 return
             outputs = [self._slots.allocate((count, *shape), dtype) for shape, dtype in self._rows]
-            self._gatherer.submit(rows, outputs)
-            under_way.append((indices, outputs, nbytes))
+            self._gatherer.submit(rows, outputs, keys)
+            under_way.append((indices, keys, outputs, nbytes))
             self._held_nbytes += nbytes
 
-    def _draw(self) -> tuple[Any, Tensor | None]:
-        """Return the next batch's indices, an error or None at the end; and the rows to gather."""
+    def _draw(self) -> tuple[Any, Tensor | None, Tensor | None]:
+        """Return a batch's indices, an error or None at the end; its keys; the rows to gather."""
         try:
-            indices = next(self._indices, None)
+            indices, keys = next(self._indices, (None, None))
             if type(indices) is not torch.Tensor:
-                return indices, None
+                return indices, keys, None
             if self._gatherer is None:
-                return indices.tolist(), None
+                return indices.tolist(), keys, None
             nbytes = indices.numel() * self._row_nbytes
             if self._max_bytes is not None and nbytes > self._max_bytes:
                 msg = f"max_bytes={self._max_bytes}: one batch takes {nbytes} bytes"
                 raise ValueError(msg)  # noqa: TRY301 - delivered in its place, as all errors are
             try:
-                return indices, indices if self._subset is None else self._subset[indices]
+                return indices, keys, indices if self._subset is None else self._subset[indices]
             except IndexError:  # the dataset says it in its own words
-                return indices.tolist(), None
+                return indices.tolist(), keys, None
         except Exception as error:  # noqa: BLE001 - raised where the batch would come
-            return error, None
+            return error, None, None

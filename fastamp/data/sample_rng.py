@@ -81,10 +81,15 @@ class SampleRng:
     """The generators of one sample. Each is made when it is asked for."""
 
     def __init__(self, key: int) -> None:
-        self._key = key
+        self._key = self._next = key
 
     def __repr__(self) -> str:
         return f"SampleRng({self._key:#x})"
+
+    def take_key(self) -> int:
+        """Return the sample's key, to draw from by itself; another one each time that it asks."""
+        key, self._next = self._next, mix(self._next)
+        return key
 
     @cached_property
     def python(self) -> random.Random:

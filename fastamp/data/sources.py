@@ -4,10 +4,11 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, MapDataPipe
 
@@ -15,7 +16,7 @@ from fastamp.data.collate import BatchCollator
 from fastamp.data.fetch import FetchSource, make_inner
 from fastamp.data.gather import Gatherable, GatherSource
 from fastamp.data.position import Indices, Position
-from fastamp.data.sample_rng import current
+from fastamp.data.sample_rng import SampleRng, current
 from fastamp.data.slots import Slots
 from fastamp.data.states import has_copies
 from fastamp.data.threads import ThreadLoader
@@ -44,6 +45,14 @@ def _seed_samples(loader: Any, position: Position, *, again: bool) -> None:
     loader._sample_seed = position.sample_seed
 
 
+def _with_keys(indices: Indices, *, augments: bool) -> Iterator[tuple[Any, Tensor | None]]:
+    """Return the batches of indices with the keys that augmented samples draw from."""
+    if not augments:
+        return zip(indices.batches(), repeat(None))
+    order = indices.order
+    return ((batch, order.find_keys(places)) for batch, places in indices.placed_batches())
+
+
 def gathered(
     loader: Any, gatherable: Gatherable, position: Position, slots: Slots
 ) -> Iterator[Any]:
@@ -62,12 +71,21 @@ def gathered(
     if not again and (loader.generator is not None or not position.resumed):
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
     loader._began = True
-    indices = _indices(loader, position).batches()
+    augments = any(column.images for column in gatherable.columns)
+    indices = _with_keys(_indices(loader, position), augments=augments)
     if workers:  # which ask for indices before the consumer does
         indices = chain(list(islice(indices, 1)), indices)
 
-    def make(rows: list[Any]) -> Any:
-        return loader.collate_fn([loader.dataset[row] for row in rows])
+    def make(rows: list[Any], keys: Tensor | None) -> Any:
+        before, samples = current.sample, []
+        try:
+            for place, row in enumerate(rows):
+                if keys is not None:
+                    current.sample = SampleRng(int(keys[place]) % 2**64)
+                samples.append(loader.dataset[row])
+        finally:
+            current.sample = before
+        return loader.collate_fn(samples)
 
     return GatherSource(gatherable, indices, slots, loader._stats, loader.max_bytes, make)
 

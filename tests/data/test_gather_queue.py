@@ -70,7 +70,7 @@ class Owner:
 
 
 def make_queue(native, columns, depth=2, num_threads=1):
-    arguments = [(a.ctypes.data, len(a), a.strides[0], a[:1].nbytes, 0) for a in columns]
+    arguments = [(a.ctypes.data, len(a), a.strides[0], a[:1].nbytes, 0, None) for a in columns]
     return native.Gatherer(arguments, depth, num_threads, Owner(columns))
 
 

@@ -1,0 +1,153 @@
+// The pass over an image that crops, flips and cuts it out, plane by plane, so that what is painted
+// over still lies in the cache.
+#include "data/augment.h"
+
+#include <cstddef>
+#include <cstring>
+
+#include "support/macros.h"
+
+namespace fastamp {
+namespace {
+
+constexpr std::uint64_t kOddBytes = 0xFF00FF00FF00FF00;
+
+/// Pixels of 1, 2 or 4 bytes, as many at a time as 8 bytes have; of 3 bytes, or of any size if
+/// kSize is 0, one at a time.
+template <int kSize>
+struct Pixels {
+  static constexpr std::int64_t kBlock = kSize == 0 || kSize == 3 ? 1 : 8 / kSize;
+
+  explicit Pixels(std::int64_t size_) : any_size(size_) {}
+
+  std::size_t nbytes(std::int64_t count) const {
+    return static_cast<std::size_t>(count * (kSize == 0 ? any_size : kSize));
+  }
+
+  /// Copies a block, its last pixel first.
+  FASTAMP_INLINE void copy_reversed(const char* from, char* to) const {
+    if (kBlock == 1) {
+      std::memcpy(to, from, nbytes(1));
+      return;
+    }
+    std::uint64_t block;
+    std::memcpy(&block, from, sizeof block);
+    block = kSize == 4 ? block >> 32 | block << 32 : __builtin_bswap64(block);
+    if (kSize == 2) block = (block & kOddBytes) >> 8 | (block & ~kOddBytes) << 8;
+    std::memcpy(to, &block, sizeof block);
+  }
+
+  /// Repeats a pixel, of which `block` holds kBlock.
+  FASTAMP_INLINE void fill(char* to, std::int64_t count, const char* block) const {
+    for (; count >= kBlock; count -= kBlock, to += nbytes(kBlock))
+      std::memcpy(to, block, nbytes(kBlock));
+    for (std::size_t part = 4; part > 0; part /= 2) {
+      if ((nbytes(count) & part) == 0) continue;  // always, if blocks are single pixels
+      std::memcpy(to, block, part);
+      to += part;
+    }
+  }
+
+  std::int64_t any_size;
+};
+
+/// A plane of the image and of the result.
+template <int kSize>
+struct Plane {
+  static constexpr std::int64_t kBlock = Pixels<kSize>::kBlock;
+  Pixels<kSize> pixels;
+  const Images& images;
+  const Placement& placed;
+  const char* source;
+  char* output;
+
+  FASTAMP_INLINE char* at(std::int64_t y, std::int64_t x) const {
+    return output + pixels.nbytes(y * placed.width + x);
+  }
+
+  /// Copies all that is valid, and perhaps more, which will be painted over.
+  FASTAMP_INLINE void copy() const {
+    const auto& [top, left, bottom, right] = placed.valid;
+    const std::int64_t count = right - left;
+    if (bottom == top || count == 0) return;
+    const std::int64_t first = placed.flipped ? placed.left - right + 1 : placed.left + left;
+    const char* row = source + pixels.nbytes((placed.top + top) * images.width + first);
+    if (!placed.flipped && placed.width == images.width) {
+      std::memcpy(at(top, left), row, pixels.nbytes((bottom - top - 1) * placed.width + count));
+      return;
+    }
+    for (std::int64_t y = top; y < bottom; ++y, row += pixels.nbytes(images.width)) {
+      if (placed.flipped) {
+        reverse(row, count, at(y, left));
+      } else {
+        std::memcpy(at(y, left), row, pixels.nbytes(count));
+      }
+    }
+  }
+
+  FASTAMP_INLINE void reverse(const char* row, std::int64_t count, char* to) const {
+    const char* end = row + pixels.nbytes(count);
+    std::int64_t i = 0;
+    for (; i + kBlock <= count; i += kBlock)
+      pixels.copy_reversed(end - pixels.nbytes(i + kBlock), to + pixels.nbytes(i));
+    if (i < count && count >= kBlock)  // the last block overlaps the one before it
+      pixels.copy_reversed(row, to + pixels.nbytes(count - kBlock));
+    for (; i < count && count < kBlock; ++i)
+      std::memcpy(to + pixels.nbytes(i), end - pixels.nbytes(i + 1), pixels.nbytes(1));
+  }
+
+  /// Fills a rectangle with a block of equal pixels.
+  void fill(const Rect& rect, const char* block) const {
+    for (std::int64_t y = rect.top; y < rect.bottom; ++y)
+      pixels.fill(at(y, rect.left), rect.right - rect.left, block);
+  }
+
+  FASTAMP_INLINE void paint(const Paint& paint, const char* pixel) const {
+    const auto& [top, left, bottom, right] = paint.rect;
+    char equal[8];
+    for (std::int64_t i = 0; i < kBlock && kBlock > 1; ++i)
+      std::memcpy(equal + pixels.nbytes(i), pixel, pixels.nbytes(1));
+    const char* block = kBlock > 1 ? equal : pixel;
+    if (!paint.outside) return fill(paint.rect, block);
+    fill({0, 0, top, placed.width}, block);
+    fill({top, 0, bottom, left}, block);
+    fill({top, right, bottom, placed.width}, block);
+    fill({bottom, 0, placed.height, placed.width}, block);
+  }
+};
+
+template <int kSize>
+void augment_planes(const Images& images, const Placement& placed, const char* source,
+                    char* output) {
+  const Pixels<kSize> pixels(images.pixel_nbytes);
+  for (std::int64_t p = 0; p < images.planes; ++p) {
+    const Plane<kSize> plane{pixels, images, placed, source, output};
+    plane.copy();
+    for (int k = 0; k < placed.num_paints; ++k) {
+      const Paint& paint = placed.paints[k];
+      plane.paint(paint, images.fills + pixels.nbytes(paint.step * images.planes + p));
+    }
+    source += pixels.nbytes(images.height * images.width);
+    output += pixels.nbytes(placed.height * placed.width);
+  }
+}
+
+}  // namespace
+
+void augment(const Images& images, std::uint64_t key, const char* source, char* output) {
+  const Placement placed = place(images, key);
+  switch (images.pixel_nbytes) {
+    case 1:
+      return augment_planes<1>(images, placed, source, output);
+    case 2:
+      return augment_planes<2>(images, placed, source, output);
+    case 3:
+      return augment_planes<3>(images, placed, source, output);
+    case 4:
+      return augment_planes<4>(images, placed, source, output);
+    default:
+      return augment_planes<0>(images, placed, source, output);
+  }
+}
+
+}  // namespace fastamp

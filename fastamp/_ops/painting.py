@@ -1,0 +1,60 @@
+"""Images augmented one by one in pure Python, with the draws of csrc/data/augment.h."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fastamp._ops.types import AugmentStep, Images, StepKind
+
+_MASK = 2**64 - 1
+_UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
+
+
+def augment_image(images: Images, row: Tensor | npt.NDArray[np.generic], key: int) -> Tensor:
+    """Return the bytes of what an image becomes with a sample's key, in new memory."""
+    if isinstance(row, torch.Tensor):
+        row = row.contiguous().view(-1).view(torch.uint8).numpy()
+    pixel = np.dtype(_UNSIGNED.get(images.pixel_nbytes, f"V{images.pixel_nbytes}"))
+    shape = images.planes, images.height, images.width
+    planes: Any = np.ascontiguousarray(row).reshape(-1).view(pixel).reshape(shape)
+    for s, (step, fill) in enumerate(zip(images.steps, images.fills.view(pixel), strict=True)):
+        y, x = _draw(key, 2 * s + 1), _draw(key, 2 * s + 2)
+        if step.kind is not StepKind.FLIP:
+            planes = _paint(planes, step, fill[:, None], y, x)
+        elif y < step.y_bound:
+            planes = planes[:, :, ::-1]
+    return torch.from_numpy(np.array(planes, order="C").view(np.uint8).reshape(-1))
+
+
+def _draw(key: int, n: int) -> int:
+    """Return 32 bits of draw `n` of a sample, by one step of splitmix64."""
+    x = (key + n + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (x ^ (x >> 31)) >> 32
+
+
+def _paint(
+    planes: npt.NDArray[np.generic],
+    step: AugmentStep,
+    fill: npt.NDArray[np.generic],
+    y: int,
+    x: int,
+) -> npt.NDArray[np.generic]:
+    """Return a crop, or a copy with a hole, each of which may lie partly outside of the image."""
+    top, left = (y * step.y_bound >> 32) - step.top, (x * step.x_bound >> 32) - step.left
+    rows = slice(max(top, 0), max(top + step.height, 0))
+    columns = slice(max(left, 0), max(left + step.width, 0))
+    inside = planes[:, rows, columns]
+    if step.kind is StepKind.CUTOUT:
+        painted = planes.copy()
+        painted[:, rows, columns] = fill
+        return painted
+    painted = np.empty((len(planes), step.height, step.width), planes.dtype)
+    painted[:] = fill
+    down, right = rows.start - top, columns.start - left
+    painted[:, down : down + inside.shape[1], right : right + inside.shape[2]] = inside
+    return painted

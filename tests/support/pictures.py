@@ -1,0 +1,52 @@
+"""The oracle of augmented images: one step after the other, on (planes, height, width)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+_MASK = 2**64 - 1
+
+
+def draw(key, n):
+    """Return 32 bits of splitmix64's output for a key and a count."""
+    x = (key + n + 0x9E3779B97F4A7C15) & _MASK
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK
+    return (x ^ x >> 31) >> 32
+
+
+def crop(image, y, x, height, width, padding, fills):
+    """Pad with a value for each plane and cut a window out."""
+    left, top, right, bottom = padding
+    sides = ((top, bottom), (left, right))
+    padded = [np.pad(p, sides, constant_values=f) for p, f in zip(image, fills, strict=True)]
+    return np.stack(padded)[:, y : y + height, x : x + width]
+
+
+def cut_out(image, y, x, height, width, fills):
+    """Fill a window around a pixel."""
+    image = image.copy()
+    rows, columns = np.arange(image.shape[1]), np.arange(image.shape[2])
+    rows = (rows >= y - height // 2) & (rows < y - height // 2 + height)
+    columns = (columns >= x - width // 2) & (columns < x - width // 2 + width)
+    for plane, fill in zip(image, fills, strict=True):
+        plane[np.ix_(rows, columns)] = fill
+    return image
+
+
+def augmented(image, key, steps):
+    """Return an image after steps such as ("flip", p) or ("cutout", height, width, fills)."""
+    for i, (kind, *options) in enumerate(steps):
+        first, second = draw(key, 2 * i + 1), draw(key, 2 * i + 2)
+        height, width = image.shape[1:]
+        if kind == "flip":
+            image = image[:, :, ::-1] if first < round(options[0] * 2**32) else image
+        elif kind == "cutout":
+            image = cut_out(image, first * height >> 32, second * width >> 32, *options)
+        else:
+            size, padding, fills = options
+            height += padding[1] + padding[3]
+            width += padding[0] + padding[2]
+            y, x = first * (height - size[0] + 1) >> 32, second * (width - size[1] + 1) >> 32
+            image = crop(image, y, x, *size, padding, fills)
+    return image
