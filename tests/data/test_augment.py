@@ -155,9 +155,10 @@ def test_a_sample_is_augmented_alike_whoever_makes_it(backend, wrap):
     ways = [
         {"batch_size": 5},
         {"collate_fn": collate},
+        {"collate_fn": collate, "num_workers": 3, "worker": "thread"},
         {"collate_fn": collate, "num_workers": 2, "batch_size": 11},
     ]
-    for options in ways if backend == "cpu" else ways[:2]:
+    for options in ways if backend == "cpu" else ways[:3]:
         assert_same(samples_of(load(dataset, **options)), expected)
     ranks = [samples_of(load(dataset, world_size=2, rank=rank, batch_size=4)) for rank in (0, 1)]
     dealt = [sample for pair in zip(*ranks, strict=True) for sample in pair]
