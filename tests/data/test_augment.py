@@ -152,18 +152,20 @@ def subset(dataset):
 def test_a_sample_is_augmented_alike_whoever_makes_it(backend, wrap):
     dataset = wrap(make_dataset())
     expected = samples_of(load(dataset))
-    ways = [
-        {"batch_size": 5},
-        {"collate_fn": collate},
-        {"collate_fn": collate, "num_workers": 3, "worker": "thread"},
-        {"collate_fn": collate, "num_workers": 2, "batch_size": 11},
-    ]
-    for options in ways if backend == "cpu" else ways[:3]:
-        assert_same(samples_of(load(dataset, **options)), expected)
+    threads = {"num_workers": 3, "worker": "thread"}
+    for options in ({}, {"collate_fn": collate}, {"collate_fn": collate, **threads}):
+        assert_same(samples_of(load(dataset, batch_size=5, **options)), expected)
     ranks = [samples_of(load(dataset, world_size=2, rank=rank, batch_size=4)) for rank in (0, 1)]
     dealt = [sample for pair in zip(*ranks, strict=True) for sample in pair]
     for options in ({"world_size": 1}, {"world_size": 1, "collate_fn": collate}):
         assert_same(samples_of(load(dataset, rank=0, **options)), dealt[: len(dataset)])
+
+
+@pytest.mark.parametrize("wrap", [lambda dataset: dataset, subset], ids=["", "Subset"])
+def test_worker_processes_augment_a_sample_alike(wrap):
+    dataset = wrap(make_dataset())
+    made = load(dataset, collate_fn=collate, num_workers=2, batch_size=11)
+    assert_same(samples_of(made), samples_of(load(dataset)))
 
 
 def test_a_stopped_pass_goes_on_to_the_bit(backend):
