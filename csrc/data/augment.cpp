@@ -98,6 +98,7 @@ struct Plane {
 
   /// Fills a rectangle with a block of equal pixels.
   void fill(const Rect& rect, const char* block) const {
+    if (rect.left == rect.right) return;
     for (std::int64_t y = rect.top; y < rect.bottom; ++y)
       pixels.fill(at(y, rect.left), rect.right - rect.left, block);
   }
