@@ -10,7 +10,7 @@ from typing_extensions import Self
 class Gatherer:
     def __init__(
         self,
-        columns: Sequence[tuple[int, int, int, int, int, Any]],
+        columns: Sequence[tuple[Sequence[tuple[int, int]], int, int, int, int, Any]],
         depth: int,
         num_threads: int,
         owner: object,

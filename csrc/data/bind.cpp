@@ -169,9 +169,11 @@ using StepArguments = std::array<std::int64_t, 7>;
 using ImageArguments = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t,
                                   std::vector<StepArguments>, std::uintptr_t>;
 
-/// Address, num_rows, row_stride, row_nbytes and widened_nbytes of a column, and its images.
-using ColumnArguments = std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::int64_t, int,
-                                   std::optional<ImageArguments>>;
+/// Address and bytes of each part of a column; its num_rows, row_stride, row_nbytes, widened and
+/// images.
+using ColumnArguments =
+    std::tuple<std::vector<std::pair<std::uintptr_t, std::int64_t>>, std::int64_t, std::int64_t,
+               std::int64_t, int, std::optional<ImageArguments>>;
 
 Images unpack(const ImageArguments& arguments) {
   const auto& [planes, height, width, pixel_nbytes, steps, fills] = arguments;
@@ -185,9 +187,16 @@ Images unpack(const ImageArguments& arguments) {
 
 std::vector<Column> unpack(const std::vector<ColumnArguments>& arguments) {
   std::vector<Column> columns;
-  for (const auto& [address, num_rows, row_stride, row_nbytes, widened, images] : arguments)
-    columns.push_back({reinterpret_cast<const char*>(address), num_rows, row_stride, row_nbytes,
-                       widened, images ? unpack(*images) : Images{}});
+  for (const auto& [memory, num_rows, row_stride, row_nbytes, widened, images] : arguments) {
+    if (memory.empty()) throw std::invalid_argument("columns: expected at least one part");
+    Column& column = columns.emplace_back(
+        Column{{}, num_rows, row_stride, row_nbytes, widened, images ? unpack(*images) : Images{}});
+    std::int64_t begin = 0;
+    for (const auto& [address, nbytes] : memory) {
+      column.parts.push_back({reinterpret_cast<const char*>(address), begin, begin + nbytes});
+      begin += nbytes;
+    }
+  }
   return columns;
 }
 
@@ -256,10 +265,11 @@ void define_data(py::module_& module) {
              "Copy contiguous tensors or arrays into a batch, or return None.");
   py::class_<Gatherer>(module, "Gatherer",
                        "Gathers batches on threads of its own, in the order of submission.")
-      .def(py::init<const std::vector<ColumnArguments>&, int, int, py::object>(),
-           py::arg("columns"), py::arg("depth"), py::arg("num_threads"), py::arg("owner"),
-           "Columns are (address, num_rows, row_stride, row_nbytes, widened_nbytes, images); owner "
-           "keeps their memory alive.")
+      .def(
+          py::init<const std::vector<ColumnArguments>&, int, int, py::object>(), py::arg("columns"),
+          py::arg("depth"), py::arg("num_threads"), py::arg("owner"),
+          "Columns are (parts, num_rows, row_stride, row_nbytes, widened, images), parts (address, "
+          "nbytes); owner keeps their memory alive.")
       .def("submit", &Gatherer::submit, py::arg("indices"), py::arg("outputs"),
            py::arg("keys") = py::none(),
            "Add a batch: int64 indices, a contiguous tensor to fill for each column, and the "

@@ -7,7 +7,9 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <mutex>
 #include <stdexcept>
 #include <system_error>
@@ -87,6 +89,11 @@ FASTAMP_SIMD_CLONES void widen_uint16(const char* source, std::int64_t nbytes, c
   widen<std::uint16_t>(source, nbytes, ahead, output);
 }
 
+FASTAMP_SIMD_CLONES void widen_uint32(const char* source, std::int64_t nbytes, const char* ahead,
+                                      char* output) {
+  widen<std::uint32_t>(source, nbytes, ahead, output);
+}
+
 FASTAMP_SIMD_CLONES void widen_int32(const char* source, std::int64_t nbytes, const char* ahead,
                                      char* output) {
   widen<std::int32_t>(source, nbytes, ahead, output);
@@ -94,20 +101,21 @@ FASTAMP_SIMD_CLONES void widen_int32(const char* source, std::int64_t nbytes, co
 
 std::int64_t output_nbytes(const Column& column) {
   if (column.images.num_steps > 0) return result_nbytes(column.images);
-  return column.widened_nbytes == 0 ? column.row_nbytes
-                                    : column.row_nbytes / column.widened_nbytes * 8;
+  return column.widened == 0 ? column.row_nbytes : column.row_nbytes / std::abs(column.widened) * 8;
 }
 
 /// Copies `nbytes` from a source to an output; `ahead` is a row that comes soon.
 using CopyRow = void (*)(const char* source, std::int64_t nbytes, const char* ahead, char* output);
 
 CopyRow copier_of(const Column& column, bool is_large) {
-  switch (column.widened_nbytes) {
+  switch (column.widened) {
     case 1:
       return widen_uint8;
     case 2:
       return widen_uint16;
     case 4:
+      return widen_uint32;
+    case -4:
       return widen_int32;
     default:
       return is_large && column.row_nbytes >= kPrefetchBytes ? stream : copy;
@@ -118,6 +126,30 @@ CopyRow copier_of(const Column& column, bool is_large) {
 std::int64_t row_of(const Column& column, std::int64_t index) {
   const std::int64_t row = index < 0 ? index + column.num_rows : index;
   return row < column.num_rows ? std::max<std::int64_t>(row, -1) : -1;
+}
+
+/// Returns the part that holds a byte of the column.
+const Part& part_of(const Column& column, std::int64_t place) {
+  const auto is_before = [](std::int64_t p, const Part& part) { return p < part.begin; };
+  const auto& parts = column.parts;
+  return *std::prev(std::upper_bound(parts.begin(), parts.end(), place, is_before));
+}
+
+/// Copies a row that may lie in several parts.
+void copy_parts(const Column& column, std::int64_t row, std::int64_t next, CopyRow copy_row,
+                char* output) {
+  const std::int64_t growth = output_nbytes(column) / column.row_nbytes;
+  const std::int64_t soon = next * column.row_stride;
+  const Part& ahead = part_of(column, soon);
+  std::int64_t place = row * column.row_stride;
+  const std::int64_t end = place + column.row_nbytes;
+  while (place < end) {
+    const Part& part = part_of(column, place);
+    const std::int64_t nbytes = std::min(end, part.end) - place;
+    copy_row(part.data + (place - part.begin), nbytes, ahead.data + (soon - ahead.begin), output);
+    place += nbytes;
+    output += nbytes * growth;
+  }
 }
 
 std::int64_t nbytes_of(const std::vector<Column>& columns, const GatherJob& job) {
@@ -132,16 +164,20 @@ GatherResult gather(const std::vector<Column>& columns, const GatherJob& job) {
     const Column& column = columns[c];
     const std::int64_t out_nbytes = output_nbytes(column);
     const CopyRow copy_row = copier_of(column, is_large);
+    const char* data = column.parts.front().data;
+    const bool is_whole = column.parts.size() == 1;
     for (std::int64_t i = 0; i < job.count; ++i) {
       const std::int64_t row = row_of(column, job.indices[i]);
       if (row < 0) return {0, i, column.num_rows, false};
       if (out_nbytes == 0) continue;
-      const std::int64_t next =
-          row_of(column, job.indices[std::min(i + kRowsAhead, job.count - 1)]);
-      const char* source = column.data + row * column.row_stride;
-      const char* ahead = column.data + std::max<std::int64_t>(next, 0) * column.row_stride;
+      const std::int64_t next = std::max<std::int64_t>(
+          row_of(column, job.indices[std::min(i + kRowsAhead, job.count - 1)]), 0);
+      const char* source = data + row * column.row_stride;
+      const char* ahead = data + next * column.row_stride;
       char* output = job.outputs[c] + i * out_nbytes;
-      if (column.images.num_steps == 0) {
+      if (!is_whole) {
+        copy_parts(column, row, next, copy_row, output);
+      } else if (column.images.num_steps == 0) {
         copy_row(source, column.row_nbytes, ahead, output);
       } else {
         prefetch_row(ahead, column.row_nbytes);

@@ -10,14 +10,23 @@
 
 namespace fastamp {
 
-/// An array whose rows become the rows of one tensor of the batch. Rows may overlap.
-struct Column {
+/// Memory that holds the bytes of a column from `begin` to `end`, where it has several.
+struct Part {
   const char* data;
+  std::int64_t begin;
+  std::int64_t end;
+};
+
+/// An array whose rows become the rows of one tensor of the batch. Rows may overlap, and go on in
+/// the next part.
+struct Column {
+  std::vector<Part> parts;  ///< at least one, end to end
   std::int64_t num_rows;
   std::int64_t row_stride;  ///< bytes from one row to the next
   std::int64_t row_nbytes;  ///< of the source
-  int widened_nbytes;       ///< of a uint8, uint16 or int32 that becomes an int64; 0: a plain copy
-  Images images{};          ///< of rows that are augmented
+  int widened;              ///< bytes of an unsigned integer that becomes an int64; -4: int32's; 0:
+                            ///< a plain copy
+  Images images{};          ///< of rows that are augmented, which lie in one part
 };
 
 /// One batch: row indices[i] of every column goes to row i of that column's output.

@@ -21,6 +21,7 @@ from fastamp._ops.types import (
     Rule,
     StepKind,
     Update,
+    Windows,
     index_error,
     local_of,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "StepKind",
     "Tensors",
     "Update",
+    "Windows",
     "augment_image",
     "backends",
     "hold",

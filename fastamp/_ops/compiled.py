@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastamp import _native
-from fastamp._ops.types import Clip, Column, GradStats, RegionMaker, Rule
+from fastamp._ops.types import Clip, Column, GradStats, RegionMaker, Rule, Windows
 
 _NORM_TYPES = {
     1.0: _native.NormType.L1,
@@ -167,19 +167,24 @@ class CompiledHost:
         return _native.Gatherer([_memory(column) for column in columns], depth, threads, columns)
 
 
-def _memory(column: Column) -> tuple[int, int, int, int, int, Any]:
-    """Return where a column's rows lie, in bytes, the size of what is widened, and its images."""
+def _memory(column: Column) -> tuple[list[tuple[int, int]], int, int, int, int, Any]:
+    """Return where a column's rows lie, in bytes, the size of what is widened, and its images.
+
+    The size of signed integers is negative.
+    """
     array, images = column.array, column.images
-    if isinstance(array, np.ndarray):
-        address, stride, itemsize = array.ctypes.data, array.strides[0], array.itemsize
-        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+    if isinstance(array, torch.Tensor):
+        itemsize, dtype = array.element_size(), array.dtype
+        parts, stride = [(array.data_ptr(), array.nbytes)], array.stride(0) * itemsize
     else:
-        itemsize = array.element_size()
-        address, stride, dtype = array.data_ptr(), array.stride(0) * itemsize, array.dtype
+        itemsize = array.dtype.itemsize
+        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+        arrays = array.parts if isinstance(array, Windows) else (array,)
+        parts, stride = [(part.ctypes.data, part.nbytes) for part in arrays], array.strides[0]
     row_nbytes = math.prod(array.shape[1:]) * itemsize
-    widened_nbytes = 0 if dtype == column.dtype else itemsize
+    widened = 0 if dtype == column.dtype else -itemsize if dtype.is_signed else itemsize
     how = images and (*images[:4], images.steps, images.fills.ctypes.data)
-    return address, array.shape[0], stride, row_nbytes, widened_nbytes, how
+    return parts, array.shape[0], stride, row_nbytes, widened, how
 
 
 def available() -> dict[str, CompiledOps]:

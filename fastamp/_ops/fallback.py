@@ -22,6 +22,7 @@ from fastamp._ops.types import (
     GradStats,
     RegionMaker,
     Rule,
+    Windows,
     index_error,
     is_plain,
 )
@@ -288,7 +289,9 @@ def _take(column: Column, indices: Tensor, output: Tensor, keys: Tensor | None) 
     bad = (rows < 0) | (rows >= num_rows)
     if bad.any():
         raise index_error(int(indices[bad][0]), num_rows)
-    if column.images is not None and keys is not None:
+    if isinstance(array, Windows):
+        output.copy_(torch.from_numpy(array.take(rows.numpy())))
+    elif column.images is not None and keys is not None:
         for row, target, key in zip(rows.tolist(), output, keys.tolist(), strict=True):
             target.view(-1).view(torch.uint8).copy_(augment_image(column.images, array[row], key))
     elif isinstance(array, np.ndarray):

@@ -1,13 +1,16 @@
 """What every backend meets (`Ops`, `HostOps`), and what they take and give: plain types only."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, IntEnum
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -218,10 +221,53 @@ class Images(NamedTuple):
     """Of the augmented images."""
 
 
+class Windows:
+    """Windows of one sequence, as the rows of an array. They may overlap.
+
+    Args:
+        parts: the sequence, end to end: one-dimensional arrays of one dtype, none of them empty.
+        step: elements from the beginning of a window to that of the next.
+        shape: how many windows, and how many elements in each. All of them lie in the sequence.
+    """
+
+    def __init__(
+        self, parts: Sequence[npt.NDArray[Any]], step: int, shape: tuple[int, int]
+    ) -> None:
+        self.parts, self.step, self.shape, self.dtype = parts, step, shape, parts[0].dtype
+        self.strides = (step * self.dtype.itemsize, self.dtype.itemsize)
+        self._begins = list(accumulate(map(len, parts), initial=0))
+        one = len(parts) == 1
+        self._rows: Any = (
+            as_strided(parts[0], shape, self.strides, writeable=False) if one else None
+        )
+
+    def __getitem__(self, row: int) -> npt.NDArray[Any]:
+        """Return a window, which may be a view; rows count from 0."""
+        window: npt.NDArray[Any]
+        if self._rows is not None:
+            window = self._rows[row]
+            return window
+        window, done = np.empty(self.shape[1], self.dtype), 0
+        while done < len(window):  # which may begin in one part and end in another
+            place = row * self.step + done
+            number = bisect_right(self._begins, place) - 1
+            begin = place - self._begins[number]
+            part = self.parts[number][begin : begin + len(window) - done]
+            window[done : done + len(part)] = part
+            done += len(part)
+        return window
+
+    def take(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """Return copies of windows."""
+        if self._rows is not None:
+            return np.take(self._rows, rows, axis=0)
+        return np.array([self[row] for row in rows.tolist()], self.dtype).reshape(-1, self.shape[1])
+
+
 class Column(NamedTuple):
     """An array on the CPU whose rows become the rows of one tensor of a batch."""
 
-    array: Tensor | npt.NDArray[Any]
+    array: Tensor | npt.NDArray[Any] | Windows
     """Rows along its first dimension; they may overlap."""
     dtype: torch.dtype
     """Of the batch: the array's own, or int64 for unsigned and 32-bit integers."""

@@ -2,13 +2,14 @@
 
 from fastamp.data.augment import Cutout, RandomCrop, RandomHorizontalFlip
 from fastamp.data.collate import BatchCollator
-from fastamp.data.datasets import ArrayDataset, TokenDataset
+from fastamp.data.datasets import ArrayDataset
 from fastamp.data.loader import DataLoader
 from fastamp.data.prefetch import prefetch
 from fastamp.data.sample_rng import sample_rng
 from fastamp.data.shard import ShardSampler
 from fastamp.data.stats import LoaderStats
 from fastamp.data.structure import map_tensors
+from fastamp.data.tokens import TokenDataset
 from fastamp.data.workers import WorkerInfo, get_worker_info
 
 __all__ = [

@@ -1,131 +1,15 @@
-"""Datasets in memory or in a mapped file: rows of arrays, and windows of tokens."""
+"""Datasets of the rows of arrays, in memory or in mapped files."""
 
-import os
-from collections.abc import Callable
-from numbers import Integral
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from numpy.lib.format import open_memmap
-from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from torch.utils.data import Dataset
 
-from fastamp._ops import Images, index_error
+from fastamp._ops import Images
 from fastamp.data.augment import Augmentations, read_augment
 from fastamp.data.sample_rng import sample_rng
-
-_TOKEN_DTYPES = (np.uint8, np.uint16, np.int32, np.int64)
-
-
-class TokenDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Windows of a flat sequence of tokens, for a language model.
-
-    Window i is `x = tokens[i * block_size : (i + 1) * block_size]` and `y`, the same shifted by
-    one: the next token for each of x. Windows do not overlap, so an epoch reads every token once,
-    up to a last piece that is too short.
-
-    Args:
-        path_or_array: a file of raw tokens or a `.npy` file, which is mapped, not read; or a
-            one-dimensional array or tensor on the CPU, which is shared, not copied.
-        block_size: tokens in a window.
-        dtype: of the tokens in a raw file: uint8, uint16 (the default), int32 or int64. An array
-            and a `.npy` file have their own.
-
-    Items are pairs of int64 tensors of shape (block_size,), batches of shape (batch, block_size).
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the tokens are too few for one window, of another dtype, or not one-dimensional;
-            `block_size` is below 1; or a `.npy` file is damaged.
-    """
-
-    def __init__(
-        self,
-        path_or_array: str | os.PathLike[str] | npt.NDArray[Any] | Tensor,
-        block_size: int,
-        dtype: npt.DTypeLike | None = None,
-    ) -> None:
-        size: Any = block_size
-        if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
-            msg = f"block_size: expected an integer of at least 1, got {block_size!r}"
-            raise ValueError(msg)
-        self.block_size = block_size
-        self._source = (path_or_array, block_size, dtype)
-        tokens = _open_tokens(path_or_array, dtype)
-        self._length = (len(tokens) - 1) // block_size
-        if self._length < 1:
-            msg = f"block_size={block_size}: {len(tokens)} tokens are too few for one window"
-            raise ValueError(msg)
-        end = self._length * block_size
-        self.x = tokens[:end].reshape(self._length, block_size)
-        self.y = tokens[1 : end + 1].reshape(self._length, block_size)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if not -self._length <= index < self._length:
-            raise index_error(index, self._length)
-        x, y = (torch.from_numpy(part[index].astype(np.int64)) for part in (self.x, self.y))
-        return x, y
-
-    def __reduce__(self) -> "tuple[type[TokenDataset], tuple[Any, ...]]":
-        """Travel to another process as a path, which is mapped there, where there is one."""
-        return type(self), self._source
-
-
-def _open_tokens(
-    source: str | os.PathLike[str] | npt.NDArray[Any] | Tensor, dtype: npt.DTypeLike | None
-) -> npt.NDArray[Any]:
-    wanted = None if dtype is None else _read("dtype", np.dtype, dtype)
-    if wanted is not None and wanted not in _TOKEN_DTYPES:
-        msg = f"dtype: expected uint8, uint16, int32 or int64, got {dtype!r}"
-        raise ValueError(msg)
-    if isinstance(source, (str, os.PathLike)):
-        tokens = _map(Path(source), wanted)
-    else:
-        tokens = _read("path_or_array", np.asarray, source)
-    if wanted is not None and wanted != tokens.dtype:
-        msg = f"dtype={wanted.name}: the tokens are {tokens.dtype.name}"
-        raise ValueError(msg)
-    if tokens.ndim != 1:
-        msg = f"path_or_array: expected one dimension, got shape {tokens.shape}"
-        raise ValueError(msg)
-    if tokens.dtype not in _TOKEN_DTYPES:
-        msg = (
-            "path_or_array: expected uint8, uint16, int32 or int64 in this machine's byte order, "
-            f"got {tokens.dtype}"
-        )
-        raise ValueError(msg)
-    return tokens
-
-
-def _map(path: Path, dtype: np.dtype[Any] | None) -> npt.NDArray[Any]:
-    nbytes, raw = path.stat().st_size, np.dtype(np.uint16 if dtype is None else dtype)
-    if not nbytes:  # cannot be mapped; nor can a FIFO, which would block
-        return np.empty(0, raw)
-    if path.suffix == ".npy":
-        mapped: npt.NDArray[Any] = _read(str(path), open_memmap, path, mode="r")
-        return mapped
-    if nbytes % raw.itemsize:
-        msg = f"dtype={raw.name}: {path} has {nbytes} bytes, no multiple of {raw.itemsize}"
-        raise ValueError(msg)
-    return np.memmap(path, raw, "r")
-
-
-def _read(name: str, read: Callable[..., Any], source: Any, **options: Any) -> Any:
-    """Let NumPy read something, and name it where NumPy cannot, for whatever reason."""
-    try:
-        return read(source, **options)
-    except OSError:
-        raise
-    except Exception as error:
-        msg = f"{name}: cannot be read: {error}"
-        raise ValueError(msg) from error
 
 
 class ArrayDataset(Dataset[Any]):

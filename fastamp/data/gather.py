@@ -23,12 +23,13 @@ from torch.utils.data import (
 from fastamp import _ops
 from fastamp._ops import Column, Images
 from fastamp.data.collate import BatchCollator
-from fastamp.data.datasets import ArrayDataset, TokenDataset
+from fastamp.data.datasets import ArrayDataset
 from fastamp.data.leaves import torch_dtype
 from fastamp.data.memory import keep
 from fastamp.data.position import as_rows
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
 from fastamp.data.stats import LoaderStats
+from fastamp.data.tokens import TokenDataset
 
 _IN_MEMORY = (Subset, TensorDataset, ArrayDataset, Tensor, np.ndarray, np.memmap)
 

@@ -10,11 +10,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fastamp._ops import Windows
+
 
 class Kept(NamedTuple):
     """The memory that an array had when a pass began."""
 
-    alias: Tensor | npt.NDArray[Any]
+    alias: Tensor | npt.NDArray[Any] | Windows
     """The same rows, whatever becomes of the array."""
     has_changed: Callable[[], bool] | None = None
     """Says whether the rows lie elsewhere now, or in a file that is too short. None: they cannot
@@ -23,16 +25,22 @@ class Kept(NamedTuple):
     """The file that is mapped."""
     owners: tuple[weakref.ref[Any], ...] = ()
     """While there are weak references to them, NumPy refuses to resize arrays."""
+    parts: "tuple[Kept, ...]" = ()
+    """Of windows: what they lie in."""
 
     def check_file(self) -> None:
         """Raise an error if the file has become too short."""
+        for part in self.parts:
+            part.check_file()
         if self.path and self.has_changed and self.has_changed():
             msg = f"dataset: {self.path} was cut while it is mapped: rows are lost"
             raise RuntimeError(msg)
 
 
-def keep(array: Tensor | npt.NDArray[Any]) -> Kept:
+def keep(array: Tensor | npt.NDArray[Any] | Windows) -> Kept:
     """Keep the memory of a column for as long as the result lives."""
+    if isinstance(array, Windows):
+        return _keep_windows(array)
     return _keep_tensor(array) if isinstance(array, torch.Tensor) else _keep_array(array)
 
 
@@ -59,3 +67,11 @@ def _keep_array(array: npt.NDArray[Any]) -> Kept:
         return Kept(array.view(), owners=refs)
     end = last.offset + last.nbytes
     return Kept(array.view(), lambda: file.size() < end, str(last.filename), refs)
+
+
+def _keep_windows(windows: Windows) -> Kept:
+    parts = tuple(map(_keep_array, windows.parts))
+    changes = [part.has_changed for part in parts if part.has_changed]
+    aliases: Any = [part.alias for part in parts]
+    alias = Windows(aliases, windows.step, windows.shape)
+    return Kept(alias, lambda: any(change() for change in changes), parts=parts)

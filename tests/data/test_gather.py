@@ -8,12 +8,13 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from fastamp import _ops
-from fastamp._ops import Column
+from fastamp._ops import Column, Windows
 
 GUARD_NBYTES = 128  # before and after every output
 GUARD = 0xA5
 LARGE_NBYTES = [255, 256, 257, 1000, 4095, 4096, 4097, 4161, 12345]
-WIDE = {torch.uint8: np.uint8, torch.uint16: np.uint16, torch.int32: np.int32}
+WIDE = {torch.uint8: np.uint8, torch.uint16: np.uint16, torch.uint32: np.uint32}
+WIDE[torch.int32] = np.int32
 
 
 def rng():
@@ -131,6 +132,29 @@ def test_tokens_are_widened(backend, dtype, length):
     columns = [Column(array, torch.int64), Column(torch.from_numpy(array), torch.int64)]
     gather([*columns, same_dtype(array)], [2, 1, -5, 0, 4, -1])
     gather([Column(windows, torch.int64)], [1, -1, 0, len(windows) - 2])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.int64], ids=str)
+@pytest.mark.parametrize("size", [1, 5, 64, 700])
+def test_windows_may_lie_in_several_arrays(backend, dtype, size):
+    """Every window of the sequence, also where the arrays are shorter than a window."""
+    numpy_dtype = np.dtype(str(dtype).removeprefix("torch."))
+    tokens = rng().integers(0, 250, 2000, np.uint8).astype(numpy_dtype)
+    for cuts in ([], [1999], [1000, 1001, 1002, 1010, 1900], range(2, 2000, 3)):
+        parts = np.split(tokens, cuts)
+        for step in (1, size):
+            expected = sliding_window_view(tokens, size)[::step]
+            columns = [
+                Column(Windows(parts, step, expected.shape), d) for d in {torch.int64, dtype}
+            ]
+            indices = rng().integers(-len(expected), len(expected), 60)
+            gatherer = _ops.host_ops().gatherer(columns, 1)
+            outputs = [make_output(60, column) for column in columns]
+            gatherer.submit(torch.from_numpy(indices), [output for output, _ in outputs])
+            gatherer.wait()
+            for column, output in zip(columns, outputs, strict=True):
+                check(column._replace(array=expected), indices, *output)
+            assert str(len(expected)) in raised(columns, [0, len(expected)])
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])

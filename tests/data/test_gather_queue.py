@@ -70,7 +70,9 @@ class Owner:
 
 
 def make_queue(native, columns, depth=2, num_threads=1):
-    arguments = [(a.ctypes.data, len(a), a.strides[0], a[:1].nbytes, 0, None) for a in columns]
+    parts = [[(array.ctypes.data, array.nbytes)] for array in columns]
+    sizes = [(len(array), array.strides[0], array[:1].nbytes, 0, None) for array in columns]
+    arguments = [(part, *size) for part, size in zip(parts, sizes, strict=True)]
     return native.Gatherer(arguments, depth, num_threads, Owner(columns))
 
 

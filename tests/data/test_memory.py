@@ -127,6 +127,24 @@ def cut(nbytes, *, view=lambda x: x, message=CUT):
             os.truncate(path, mapped.nbytes)
             assert len(list(iterator)) == N // BATCH - 4
 
+def cut_tokens():
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [os.path.join(folder, name) for name in "abc"]
+        for path in paths:
+            rows(0)[:16].numpy().tofile(path)
+        dataset = fastamp.TokenDataset(paths, 16384, np.int32)
+        iterator = iter(fastamp.DataLoader(dataset, 4))
+        next(iterator)
+        os.truncate(paths[1], 4096 * 10 + 5)
+        found = []
+        for _ in range(11):
+            try:
+                found.append(next(iterator))
+            except (RuntimeError, BufferError) as error:
+                found.append(str(error))
+        assert any(f"{paths[1]} was cut" in str(error) for error in found), found
+        assert not any("cut" in str(error) and paths[2] in str(error) for error in found)
+
 def as_tensor(mapped):
     import warnings
     with warnings.catch_warnings():
@@ -153,6 +171,7 @@ cases["file is cut"] = lambda: cut(4096 * 40 + 100)
 cases["file of a view"] = lambda: cut(0, view=lambda mapped: np.asarray(mapped)[1:])
 cases["file of a tensor"] = lambda: cut(0, view=as_tensor, message="its file was cut")
 cases["tokens"] = lambda: cut(0, view=lambda m: fastamp.ArrayDataset({"a": m.reshape(N, -1)}))
+cases["token files"] = cut_tokens
 cases["somebody else's"] = chain
 
 results = {}
@@ -184,7 +203,14 @@ OF_TENSORS = [
     "strides",
     "swap_tensors",
 ]
-OF_ARRAYS = ["ndarray.resize", "file is emptied", "file is cut", "file of a view", "tokens"]
+OF_ARRAYS = [
+    "ndarray.resize",
+    "file is emptied",
+    "file is cut",
+    "file of a view",
+    "tokens",
+    "token files",
+]
 COMPILED = ["file of a tensor", "somebody else's"]
 
 

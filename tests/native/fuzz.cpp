@@ -229,14 +229,16 @@ void fuzz_augment(Input& input) {
   }
 }
 
-/// A column with its memory, at any address.
+/// A column with its memory, at any address, and in several parts.
 struct Array {
   Bytes memory;
+  const char* data;  // of row 0
+  std::vector<Bytes> copies;
   fastamp::Column column;
 
   explicit Array(Input& input) {
-    const int widened = (const int[]){0, 0, 1, 2, 4}[input.take<std::uint8_t>() % 5];
-    const int64_t item = widened == 0 ? 1 : widened;
+    const int widened = (const int[]){0, 0, 1, 2, 4, -4}[input.take<std::uint8_t>() % 6];
+    const int64_t item = widened == 0 ? 1 : std::abs(widened);
     const int64_t row_nbytes = item * input.number(20000);
     const int64_t num_rows = input.number(60);
     const int64_t offset = input.number(17);
@@ -249,24 +251,39 @@ struct Array {
       first += (num_rows - 1) * stride;  // from the last row to the first
       stride = -stride;
     }
-    column = {first, num_rows, stride, row_nbytes, widened};
+    data = first;
+    column = {{{first, 0, span}}, num_rows, stride, row_nbytes, widened};
+    if (stride >= 0 && stride % item == 0 && span > 0 && input.take<std::uint8_t>() % 2 == 0)
+      split(input, span, item);
+  }
+
+  /// Copies the memory into parts of any length.
+  void split(Input& input, int64_t span, int64_t item) {
+    column.parts.clear();
+    for (int64_t begin = 0; begin < span;) {
+      const int64_t end = std::min(span, begin + item * (1 + input.number(span / item / 2)));
+      copies.push_back(allocate(end - begin));
+      std::memcpy(copies.back().get(), data + begin, as_size(end - begin));
+      column.parts.push_back({copies.back().get(), begin, end});
+      begin = end;
+    }
   }
 
   int64_t out_nbytes() const {
-    return column.widened_nbytes == 0 ? column.row_nbytes
-                                      : column.row_nbytes / column.widened_nbytes * 8;
+    return column.widened == 0 ? column.row_nbytes
+                               : column.row_nbytes / std::abs(column.widened) * 8;
   }
 
   bool is_row(const char* out, int64_t row) const {
-    const char* source = column.data + row * column.row_stride;
-    if (column.widened_nbytes == 0)
-      return std::memcmp(out, source, as_size(column.row_nbytes)) == 0;
-    for (int64_t i = 0; i * column.widened_nbytes < column.row_nbytes; ++i) {
+    const char* source = data + row * column.row_stride;
+    if (column.widened == 0) return std::memcmp(out, source, as_size(column.row_nbytes)) == 0;
+    const int64_t item = std::abs(column.widened);
+    for (int64_t i = 0; i * item < column.row_nbytes; ++i) {
       int64_t got = 0;
       std::memcpy(&got, out + i * 8, 8);
       int64_t expected = 0;
-      std::memcpy(&expected, source + i * column.widened_nbytes, as_size(column.widened_nbytes));
-      if (column.widened_nbytes == 4) expected = static_cast<std::int32_t>(expected);
+      std::memcpy(&expected, source + i * item, as_size(item));
+      if (column.widened < 0) expected = static_cast<std::int32_t>(expected);
       if (got != expected) return false;
     }
     return true;

@@ -1,0 +1,155 @@
+"""A dataset of the windows of a sequence of tokens, in files or in memory."""
+
+import os
+from collections.abc import Callable
+from numbers import Integral
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numpy.lib.format import open_memmap
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from fastamp._ops import Windows, index_error
+
+_Source: TypeAlias = str | os.PathLike[str] | npt.NDArray[Any] | Tensor
+_DTYPES = (np.uint8, np.uint16, np.uint32, np.int32, np.int64)
+_NAMES = "uint8, uint16, uint32, int32 or int64"
+
+
+class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
+    """Windows of a flat sequence of tokens, for a language model.
+
+    Window i is `x = tokens[i * block_size : (i + 1) * block_size]` and `y`, the same shifted by
+    one: the next token for each of x. Windows do not overlap, so an epoch reads every token once,
+    up to a last piece that is too short.
+
+    Args:
+        path_or_array: a file of raw tokens or a `.npy` file, which is mapped, not read; or a
+            one-dimensional array or tensor on the CPU, which is shared, not copied. A list of these
+            is one sequence: a window may begin in one and end in the next. Each file stays open.
+        block_size: tokens in a window.
+        dtype: of the tokens in a raw file: uint8, uint16 (the default), uint32, int32 or int64. An
+            array and a `.npy` file have their own.
+        header: bytes to skip at the beginning of each raw file.
+
+    Items are pairs of int64 tensors of shape (block_size,), batches of shape (batch, block_size).
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the tokens are too few for one window, of another dtype, or not one-dimensional;
+            `block_size` is below 1; a `.npy` file is damaged; or `header` is more than a file has,
+            or is given for what is no raw file.
+    """
+
+    def __init__(
+        self,
+        path_or_array: _Source | list[_Source],
+        block_size: int,
+        dtype: npt.DTypeLike | None = None,
+        header: int = 0,
+    ) -> None:
+        _check_integer("block_size", block_size, least=1)
+        _check_integer("header", header, least=0)
+        self.block_size = block_size
+        own = list(path_or_array) if isinstance(path_or_array, list) else path_or_array
+        self._source = (own, block_size, dtype, header)
+        parts = [part for part in _open_all(path_or_array, dtype, header) if len(part)]
+        count = sum(map(len, parts))
+        self._length = (count - 1) // block_size
+        if self._length < 1:
+            msg = f"block_size={block_size}: {count} tokens are too few for one window"
+            raise ValueError(msg)
+        shape = (self._length, block_size)
+        after = [part for part in (parts[0][1:], *parts[1:]) if len(part)]
+        self.x = Windows(parts, block_size, shape)
+        self.y = Windows(after, block_size, shape)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not -self._length <= index < self._length:
+            raise index_error(index, self._length)
+        row = index % self._length
+        x, y = (torch.from_numpy(part[row].astype(np.int64)) for part in (self.x, self.y))
+        return x, y
+
+    def __reduce__(self) -> "tuple[type[TokenDataset], tuple[Any, ...]]":
+        """Travel to another process as a path, which is mapped there, where there is one."""
+        return type(self), self._source
+
+
+def _check_integer(name: str, value: Any, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
+        msg = f"{name}: expected an integer of at least {least}, got {value!r}"
+        raise ValueError(msg)
+
+
+def _open_all(source: Any, dtype: npt.DTypeLike | None, header: int) -> list[npt.NDArray[Any]]:
+    """Return the tokens of all files and arrays, which have one dtype."""
+    wanted = None if dtype is None else _read("dtype", np.dtype, dtype)
+    if wanted is not None and wanted not in _DTYPES:
+        msg = f"dtype: expected {_NAMES}, got {dtype!r}"
+        raise ValueError(msg)
+    kinds = (str, os.PathLike, np.ndarray, Tensor)
+    several = isinstance(source, list | tuple) and all(isinstance(s, kinds) for s in source)
+    sources = source if several else [source]
+    names = [f"path_or_array[{i}]" if several else "path_or_array" for i in range(len(sources))]
+    parts: list[npt.NDArray[Any]] = []
+    for name, one in zip(names, sources, strict=True):
+        parts.append(_open(name, one, wanted, header))
+        if parts[-1].dtype != parts[0].dtype:
+            msg = f"{name}: its tokens are {parts[-1].dtype}, those before it {parts[0].dtype}"
+            raise ValueError(msg)
+    return parts
+
+
+def _open(name: str, source: _Source, dtype: np.dtype[Any] | None, header: int) -> npt.NDArray[Any]:
+    path = Path(source) if isinstance(source, str | os.PathLike) else None
+    if header and (path is None or path.suffix == ".npy"):
+        kind = "an array" if path is None else "a .npy file"
+        msg = f"header={header}: expected 0 where {name} is {kind}, not a file of raw tokens"
+        raise ValueError(msg)
+    tokens = _read(name, np.asarray, source) if path is None else _map(path, dtype, header)
+    if dtype is not None and dtype != tokens.dtype:
+        msg = f"dtype={dtype.name}: the tokens of {name} are {tokens.dtype.name}"
+        raise ValueError(msg)
+    if tokens.ndim != 1:
+        msg = f"{name}: expected one dimension, got shape {tokens.shape}"
+        raise ValueError(msg)
+    if tokens.dtype not in _DTYPES:
+        msg = f"{name}: expected {_NAMES} in this machine's byte order, got {tokens.dtype}"
+        raise ValueError(msg)
+    return tokens
+
+
+def _map(path: Path, dtype: np.dtype[Any] | None, header: int) -> npt.NDArray[Any]:
+    nbytes, raw = path.stat().st_size, np.dtype(np.uint16 if dtype is None else dtype)
+    if nbytes < header:
+        msg = f"header={header}: {path} has only {nbytes} bytes"
+        raise ValueError(msg)
+    if nbytes == header:  # cannot be mapped; nor can a FIFO, which would block
+        return np.empty(0, raw)
+    if path.suffix == ".npy":
+        mapped: npt.NDArray[Any] = _read(str(path), open_memmap, path, mode="r")
+        return mapped
+    if (nbytes - header) % raw.itemsize:
+        behind = " behind the header" if header else ""
+        msg = f"dtype={raw.name}: {path} has {nbytes - header} bytes{behind}, no multiple of "
+        raise ValueError(msg + str(raw.itemsize))
+    return np.memmap(path, raw, "r", offset=header)
+
+
+def _read(name: str, read: Callable[..., Any], source: Any, **options: Any) -> Any:
+    """Let NumPy read something, and name it where NumPy cannot, for whatever reason."""
+    try:
+        return read(source, **options)
+    except OSError:
+        raise
+    except Exception as error:
+        msg = f"{name}: cannot be read: {error}"
+        raise ValueError(msg) from error

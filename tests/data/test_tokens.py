@@ -1,0 +1,146 @@
+"""Datasets of tokens: windows of files and arrays, in order or at random places."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from support.loading import assert_same, make_array
+
+import fastamp
+
+DTYPES = ["u1", "u2", "u4", "i4", "i8"]
+
+
+def windows_of(tokens, size):
+    """Return x and y of all windows that do not overlap."""
+    end = (len(tokens) - 1) // size * size
+    parts = (tokens[:end], tokens[1 : end + 1])
+    return [torch.from_numpy(part.astype("i8")).view(-1, size) for part in parts]
+
+
+def scatter(tokens, lengths, folder):
+    """Return sources of the tokens, end to end: raw files, .npy files, arrays and tensors."""
+    sources = []
+    for number, part in enumerate(np.split(tokens, np.cumsum(lengths))):
+        raw, saved = (folder / f"{len(lengths)} {number}.{kind}" for kind in ("bin", "npy"))
+        raw.write_bytes(part.tobytes())
+        np.save(saved, part)
+        sources.append((raw, saved, part, torch.from_numpy(part))[number % 4])
+    return sources
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_several_sources_are_one_sequence(dtype, backend, tmp_path):
+    tokens = make_array(dtype, 501)
+    for lengths in ([], [200], [100, 0, 1, 1, 150, 7, 0, 240], [40] * 12):
+        dataset = fastamp.TokenDataset(scatter(tokens, lengths, tmp_path), 16, dtype)
+        x, y = windows_of(tokens, 16)
+        assert len(dataset) == len(x) == 31
+        assert_same(dataset[-1], (x[-1], y[-1]))
+        assert_same([*zip(*dataset, strict=True)], [tuple(x), tuple(y)])
+        for loader in (fastamp.DataLoader(dataset, 7, shuffle=True, seed=3),):
+            order = torch.randperm(31, generator=torch.Generator().manual_seed(3))
+            expected = [[x[rows], y[rows]] for rows in order.split(7)]
+            assert loader.stats().path.startswith("gathered")
+            assert_same(list(loader), expected)
+        loader = fastamp.DataLoader(
+            dataset, 7, seed=3, shuffle=True, collate_fn=lambda batch: batch
+        )
+        assert_same([a[1] for a in next(iter(loader))], [*y[order[:7]]])
+
+
+def test_the_header_of_every_raw_file_is_skipped(backend, tmp_path):
+    """Whatever its length: 3 bytes leave the tokens at odd addresses."""
+    tokens = make_array("u4", 90)
+    for header in (1024, 3):
+        paths = [tmp_path / name for name in ("a", "b", "c")]
+        for path, part in zip(paths, np.split(tokens, [30, 30]), strict=True):
+            path.write_bytes(b"\xff" * header + part.tobytes())
+        dataset = fastamp.TokenDataset(paths, 8, np.uint32, header)
+        assert_same([*fastamp.DataLoader(dataset, 11)], [windows_of(tokens, 8)])
+        alone = fastamp.TokenDataset(paths[2], 8, np.uint32, header=header)
+        assert_same([*fastamp.DataLoader(alone, 7)], [windows_of(tokens[30:], 8)])
+
+
+@pytest.mark.parametrize(
+    "data", [b"x" * 80, b"PK\3\4" + b"x" * 80, b"\x93NUMPY\1\0v\0{'descr': '|O'}", b"\x80\4N."]
+)
+def test_a_damaged_npy_file_is_refused_by_name(tmp_path, data):
+    path = tmp_path / "t.npy"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"t\.npy: cannot be read"):
+        fastamp.TokenDataset(path, 2)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="0 tokens are too few"):
+        fastamp.TokenDataset(path, 2)
+    with pytest.raises(FileNotFoundError, match="missing"):
+        fastamp.TokenDataset(tmp_path / "missing.npy", 2)
+
+
+def test_token_files_that_do_not_fit_are_refused(tmp_path):
+    path = tmp_path / "t.bin"
+    path.write_bytes(b"\1" * 7)
+    with pytest.raises(ValueError, match="7 bytes"):
+        fastamp.TokenDataset(path, 2)
+    with pytest.raises(ValueError, match="too few"):
+        fastamp.TokenDataset(path, 7, dtype="u1")
+    for bad in (0, -1, 2.0, "2", None, True):
+        with pytest.raises(ValueError, match=f"block_size: expected an integer .* got {bad!r}"):
+            fastamp.TokenDataset(path, bad, dtype="u1")
+    for bad in ("no dtype", "S0", "f4", object, [], 5):
+        with pytest.raises(ValueError, match="dtype: "):
+            fastamp.TokenDataset(path, 2, dtype=bad)
+    with pytest.raises(ValueError, match="path_or_array: cannot be read"):
+        fastamp.TokenDataset(torch.zeros(9, dtype=torch.int64, device="meta"), 2)
+    with pytest.raises(ValueError, match="float32"):
+        fastamp.TokenDataset(np.zeros(9, "f4"), 2)
+    with pytest.raises(ValueError, match=r"in this machine's byte order, got [<>]u2"):
+        fastamp.TokenDataset(np.zeros(9, np.dtype("u2").newbyteorder()), 2)
+    with pytest.raises(ValueError, match=r"\(3, 3\)"):
+        fastamp.TokenDataset(np.zeros((3, 3), "u1"), 2)
+
+
+def test_headers_and_lists_that_do_not_fit_are_refused_by_name(tmp_path):
+    raw, saved = tmp_path / "t.bin", tmp_path / "t.npy"
+    raw.write_bytes(b"\1" * 9)
+    np.save(saved, np.arange(9, dtype="u2"))
+    tokens = np.arange(9, dtype="u2")
+    for bad in (-1, 2.0, "2", None, True):
+        with pytest.raises(ValueError, match=f"header: expected an integer of .* got {bad!r}"):
+            fastamp.TokenDataset(raw, 2, header=bad)
+    for sources, options, message in (
+        (raw, {"header": 10}, "header=10: .*t.bin has only 9 bytes"),
+        (raw, {"header": 2}, "t.bin has 7 bytes behind the header, no multiple of 2"),
+        (raw, {"header": 9}, "0 tokens are too few"),
+        (saved, {"header": 4}, "header=4: expected 0 where path_or_array is a .npy file"),
+        ([saved, tokens], {"header": 4}, r"where path_or_array\[0\] is a .npy file"),
+        ([raw, tokens], {"header": 1}, r"where path_or_array\[1\] is an array"),
+        ([tokens, np.zeros((3, 3), "u2")], {}, r"path_or_array\[1\]: expected one dimension"),
+        ([tokens, np.zeros(9, "f4")], {}, r"path_or_array\[1\]: expected uint8.* got float32"),
+        ([tokens, np.zeros(9, "u4")], {}, r"\[1\]: its tokens are uint32, those before it uint16"),
+        (
+            [tokens, saved],
+            {"dtype": "i4"},
+            r"dtype=int32: the tokens of path_or_array\[0\] are uin",
+        ),
+        ([tokens[:1], tokens[:1]], {}, "block_size=2: 2 tokens are too few for one window"),
+        ([], {}, "0 tokens are too few"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fastamp.TokenDataset(sources, 2, **options)
+    with pytest.raises(FileNotFoundError, match="missing"):
+        fastamp.TokenDataset([raw, tmp_path / "missing.bin"], 2, "u1")
+
+
+def test_token_files_travel_as_their_paths(tmp_path):
+    path = str(tmp_path / "tokens.bin")
+    make_array("u2", 99).tofile(path)
+    for source in (path, [path, tmp_path / "tokens.bin"]):
+        dataset = fastamp.TokenDataset(source, 4, "u2", header=20)
+        assert len(pickle.dumps(dataset)) < 500
+        copied = pickle.loads(pickle.dumps(dataset))
+        assert len(copied) == len(dataset)
+        assert_same(copied[-1], dataset[-1])
