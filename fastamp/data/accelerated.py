@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from fastamp.data.shard import RankBatches, ShardSampler
+from fastamp.data.shuffle import FeistelSampler
 
 _END = object()
 
@@ -114,7 +115,9 @@ def _own_order(loader: Any) -> tuple[bool, int | None] | None:
         return shard.shuffle, shard.seed
     if type(sampler) is SequentialSampler and sampler.data_source is loader.dataset:
         return False, None
-    if type(sampler) is not RandomSampler or sampler.data_source is not loader.dataset:
+    if type(sampler) is not RandomSampler and type(sampler) is not FeistelSampler:
+        return None
+    if sampler.data_source is not loader.dataset:
         return None
     whole = not sampler.replacement and sampler.num_samples == len(loader.dataset)
     own = sampler.generator is None or (

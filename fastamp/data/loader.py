@@ -26,6 +26,7 @@ from fastamp.data.position import (
 from fastamp.data.prefetch import prefetch
 from fastamp.data.resume import ask_dataset, check_workers, identity
 from fastamp.data.shard import ShardSampler, check_shardable, find_ranks
+from fastamp.data.shuffle import FeistelSampler, is_long
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
 from fastamp.data.sources import fetched, gathered
 from fastamp.data.stats import LoaderStats
@@ -67,11 +68,14 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             a side stream, ahead of the consumer (see `fastamp.prefetch`). None leaves them on the
             CPU.
         seed: shuffles epoch n with the seed `seed + n`, so that it can be repeated and resumed by
-            itself.
+            itself. The order is torch's. That of more than 2^28 rows, which would take over 2 GB,
+            is computed instead: a Feistel network permutes the row numbers, so that nothing is kept
+            and a pass resumes at once. With a `generator` the order is torch's at any length.
         shard: load this rank's part of the dataset. The parts are those of DistributedSampler with
             this `shuffle`, `drop_last` and `seed` (or 0), whatever the `generator`: padded to the
-            same length with the order's first samples, or cut if `drop_last`. The ranks are those
-            of torch.distributed, or one where it is not in use.
+            same length with the order's first samples, or cut if `drop_last`. More than 2^28 rows
+            are shuffled as with `seed`. The ranks are those of torch.distributed, or one where it
+            is not in use.
         rank: with `world_size`, the part in place of torch.distributed's; both imply `shard`.
         world_size: the number of parts.
         worker: what `num_workers` counts. None and "process": processes, as torch has them.
@@ -144,6 +148,8 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         # The seeds of workers differ from rank to rank: they are the program's.
         if seed is not None and generator is None and not isinstance(sampler, ShardSampler):
             generator = torch.Generator()
+            if shuffle and sampler is None and batch_sampler is None and is_long(dataset):
+                sampler, shuffle = FeistelSampler(dataset, generator=generator), None
         if collate_fn is None and (batch_size is not None or batch_sampler is not None):
             collate_fn = BatchCollator()
         super().__init__(

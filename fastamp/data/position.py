@@ -20,12 +20,14 @@ from torch.utils.data import (
 )
 
 from fastamp.data.sample_rng import Order, Placed, find_pass_key
-from fastamp.data.shard import RankBatches, ShardSampler, ranges
+from fastamp.data.shard import RankBatches, ShardSampler
+from fastamp.data.shuffle import FeistelSampler, ranges
 from fastamp.data.states import Record, Skip, find_save, has_copies, read_records
 
 _Begin: TypeAlias = Callable[[Iterable[Any], int], Iterator[tuple[Any, int]]]
 RANDOM = ("rng", "generator", "workers_rng")
 """The states of generators."""
+_COMPUTED = (SequentialSampler, FeistelSampler)  # of which nothing before a place is drawn
 _BOOLEANS = (bool, np.dtype(bool), torch.bool)
 
 
@@ -292,11 +294,18 @@ def _place_shard(sampler: Any, position: Position) -> Iterable[Any] | None:
 
 def _number_single(sampler: Any, skip: int) -> Iterator[tuple[Any, int]]:
     """Yield single indices, each with its number in the epoch."""
-    return zip(islice(iter(sampler), skip, None), count(skip))
+    if type(sampler) not in _COMPUTED:
+        return zip(islice(iter(sampler), skip, None), count(skip))
+    chunks = _chunks(sampler, skip, 1) or ()
+    return zip(chain.from_iterable(chunk.tolist() for chunk in chunks), count(skip))
 
 
 def _number_batches(sampler: Any, skip: int) -> Iterator[tuple[Any, int]]:
     """Yield batches, each with the number of its first sample in the epoch."""
+    if type(sampler) is BatchSampler and type(sampler.sampler) in _COMPUTED:
+        for rows, number in _index_batches(sampler, skip):
+            yield rows.tolist(), number
+        return
     number = 0
     for place, batch in enumerate(iter(sampler)):
         if place >= skip:
@@ -347,7 +356,7 @@ def _chunks(sampler: Any, start: int, size: int) -> Iterator[Tensor] | None:
     """Return the indices of torch's own samplers, in torch's order, many batches at a time."""
     if type(sampler) is SequentialSampler:
         return ranges(start, len(sampler), size)
-    if isinstance(sampler, ShardSampler):
+    if isinstance(sampler, ShardSampler | FeistelSampler):
         return sampler.chunks(start, size)
     plain = type(sampler) is RandomSampler and not sampler.replacement
     if plain and sampler.num_samples <= len(sampler.data_source):

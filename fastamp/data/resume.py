@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from fastamp.data.position import Position
+from fastamp.data.shuffle import is_long
 from fastamp.data.states import find_save, has_copies
 
 
@@ -33,6 +34,8 @@ def identity(loader: Any) -> dict[str, Any]:
     source = "torch's default generator" if loader._sampler_generator() is None else "a generator"
     if shard is not None:
         size, seed, source = None, shard.seed, "the seed" if shard.shuffle else "nothing"
+        if shard.shuffle and is_long(data):
+            source = "the seed, by a Feistel network"
     return {
         "sampler": type(getattr(batches, "sampler", batches)).__name__,
         "batch_size": size,

@@ -5,15 +5,13 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 from typing_extensions import Self
 
 from fastamp.data.sample_rng import Order
-
-_CHUNK = 1 << 16  # indices made at a time, for datasets that are longer than memory
+from fastamp.data.shuffle import make_order, ranges
 
 
 class ShardSampler(DistributedSampler[Any]):
@@ -22,7 +20,7 @@ class ShardSampler(DistributedSampler[Any]):
     All ranks together go through one order of the dataset, a permutation seeded with `seed + epoch`
     or the rows in sequence: sample i is that of rank `i % world_size`. From `consumed` samples of
     this order on, the rest is shared out in the same way, padded with the order's first samples, or
-    cut, so that each rank has as many.
+    cut, so that each rank has as many. The permutation of a long dataset is computed, not torch's.
     """
 
     consumed = 0
@@ -60,10 +58,7 @@ class ShardSampler(DistributedSampler[Any]):
     def chunks(self, start: int = 0, size: int = 1) -> Iterator[Tensor]:
         """Yield the indices from `start` on, many batches of a size at a time."""
         length, count = len(self.dataset), self._count(self.consumed)  # type: ignore[arg-type]
-        order = None
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(length, generator=generator, device="cpu")
+        order = make_order(self.dataset, self.seed + self.epoch) if self.shuffle else None
         mine = self.order(0)
         for own in ranges(start, count, size):
             wrapped = mine.places(own).remainder_(length)  # the padding is the order's beginning
@@ -87,13 +82,6 @@ class RankBatches(BatchSampler):
     @even_batches.setter
     def even_batches(self, value: bool) -> None:
         self.sampler.even = value
-
-
-def ranges(start: int, stop: int, size: int) -> Iterator[Tensor]:
-    """Yield the numbers of a range as int64 tensors, each of whole batches but the last."""
-    span = size * max(1, _CHUNK // size)
-    for begin in range(start, stop, span):
-        yield torch.arange(begin, min(stop, begin + span), device="cpu")
 
 
 def check_shardable(dataset: Any, **samplers: Any) -> None:

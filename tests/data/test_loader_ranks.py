@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler, SequentialSampler, TensorDataset
 
 import fastamp
-from fastamp.data import shard as shard_module
+from fastamp.data import shuffle as shuffle_module
 from fastamp.data.shard import ShardSampler
 
 N = 83
@@ -96,7 +96,7 @@ def test_epochs_count_up_and_all_ranks_draw_the_same_order():
 
 
 def test_a_long_sequence_is_made_in_pieces(monkeypatch):
-    monkeypatch.setattr(shard_module, "_CHUNK", 5)
+    monkeypatch.setattr(shuffle_module, "_CHUNK", 5)
     for rank in range(3):
         sampler = ShardSampler(range(N), 3, rank, shuffle=False)
         assert max(map(len, sampler.chunks())) == 5
