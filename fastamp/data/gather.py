@@ -42,6 +42,8 @@ class Gatherable(NamedTuple):
     """Makes the batch, as default_collate would, out of one tensor for each column."""
     rows: Tensor | None = None
     """int64: the row that an index means, for a subset."""
+    find: Callable[[Tensor, Any], Tensor] | None = None
+    """Gives the rows to gather for rows that exist, and the keys of their samples."""
 
 
 def find_path(loader: DataLoader[Any]) -> tuple[Gatherable | None, str]:
@@ -85,7 +87,10 @@ def make_gatherable(dataset: object) -> Gatherable | None:
             return None
         return inner._replace(rows=rows if inner.rows is None else inner.rows[rows])
     if type(dataset) is TokenDataset:
-        return Gatherable([Column(part, torch.int64) for part in (dataset.x, dataset.y)], list)
+        columns = [Column(part, torch.int64) for part in (dataset.x, dataset.y)]
+        return Gatherable(
+            columns, list, None, dataset.find_starts if dataset.random_offsets else None
+        )
     if type(dataset) is TensorDataset:
         return _from_arrays(dataset.tensors)
     if type(dataset) is ArrayDataset:
@@ -152,7 +157,7 @@ class GatherSource(Iterator[Any]):
         max_bytes: int | None,
         make: Callable[[list[Any], Tensor | None], Any],
     ) -> None:
-        columns, self._build, self._subset = gatherable
+        columns, self._build, self._subset, self._find = gatherable
         self._rows = [(column.row_shape, column.dtype) for column in columns]
         self._row_nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._rows)
         self._depth = torch.get_num_threads() + 1
@@ -240,7 +245,8 @@ class GatherSource(Iterator[Any]):
                 msg = f"max_bytes={self._max_bytes}: one batch takes {nbytes} bytes"
                 raise ValueError(msg)  # noqa: TRY301 - delivered in its place, as all errors are
             try:
-                return indices, keys, indices if self._subset is None else self._subset[indices]
+                rows = indices if self._subset is None else self._subset[indices]
+                return indices, keys, rows if self._find is None else self._find(rows, keys)
             except IndexError:  # the dataset says it in its own words
                 return indices.tolist(), keys, None
         except Exception as error:  # noqa: BLE001 - raised where the batch would come

@@ -45,9 +45,9 @@ def _seed_samples(loader: Any, position: Position, *, again: bool) -> None:
     loader._sample_seed = position.sample_seed
 
 
-def _with_keys(indices: Indices, *, augments: bool) -> Iterator[tuple[Any, Tensor | None]]:
-    """Return the batches of indices with the keys that augmented samples draw from."""
-    if not augments:
+def _with_keys(indices: Indices, *, keyed: bool) -> Iterator[tuple[Any, Tensor | None]]:
+    """Return the batches of indices with the keys that samples draw from."""
+    if not keyed:
         return zip(indices.batches(), repeat(None))
     order = indices.order
     return ((batch, order.find_keys(places)) for batch, places in indices.placed_batches())
@@ -71,8 +71,8 @@ def gathered(
     if not again and (loader.generator is not None or not position.resumed):
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
     loader._began = True
-    augments = any(column.images for column in gatherable.columns)
-    indices = _with_keys(_indices(loader, position), augments=augments)
+    keyed = gatherable.find is not None or any(column.images for column in gatherable.columns)
+    indices = _with_keys(_indices(loader, position), keyed=keyed)
     if workers:  # which ask for indices before the consumer does
         indices = chain(list(islice(indices, 1)), indices)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fastamp._ops import Windows, index_error
+from fastamp.data.sample_rng import mix, mix_all, sample_rng
 
 _Source: TypeAlias = str | os.PathLike[str] | npt.NDArray[Any] | Tensor
 _DTYPES = (np.uint8, np.uint16, np.uint32, np.int32, np.int64)
@@ -35,6 +36,9 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         dtype: of the tokens in a raw file: uint8, uint16 (the default), uint32, int32 or int64. An
             array and a `.npy` file have their own.
         header: bytes to skip at the beginning of each raw file.
+        random_offsets: let each window begin anywhere, at a place that is drawn for each sample, as
+            `fastamp.sample_rng` does: anew in each epoch, and the same in a pass that is resumed,
+            with any number of workers. An epoch has as many windows as without.
 
     Items are pairs of int64 tensors of shape (block_size,), batches of shape (batch, block_size).
 
@@ -51,22 +55,25 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         block_size: int,
         dtype: npt.DTypeLike | None = None,
         header: int = 0,
+        random_offsets: bool = False,  # noqa: FBT001, FBT002 - as in the documentation
     ) -> None:
         _check_integer("block_size", block_size, least=1)
         _check_integer("header", header, least=0)
-        self.block_size = block_size
+        self.block_size, self.random_offsets = block_size, bool(random_offsets)
         own = list(path_or_array) if isinstance(path_or_array, list) else path_or_array
-        self._source = (own, block_size, dtype, header)
+        self._source = (own, block_size, dtype, header, random_offsets)
         parts = [part for part in _open_all(path_or_array, dtype, header) if len(part)]
         count = sum(map(len, parts))
         self._length = (count - 1) // block_size
         if self._length < 1:
             msg = f"block_size={block_size}: {count} tokens are too few for one window"
             raise ValueError(msg)
-        shape = (self._length, block_size)
+        step, windows = block_size, self._length
+        if random_offsets:
+            step, windows = 1, count - block_size
         after = [part for part in (parts[0][1:], *parts[1:]) if len(part)]
-        self.x = Windows(parts, block_size, shape)
-        self.y = Windows(after, block_size, shape)
+        self.x = Windows(parts, step, (windows, block_size))
+        self.y = Windows(after, step, (windows, block_size))
 
     def __len__(self) -> int:
         return self._length
@@ -75,8 +82,17 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         if not -self._length <= index < self._length:
             raise index_error(index, self._length)
         row = index % self._length
+        if self.random_offsets:
+            row = mix(sample_rng().take_key() + 1) % self.x.shape[0]
         x, y = (torch.from_numpy(part[row].astype(np.int64)) for part in (self.x, self.y))
         return x, y
+
+    def find_starts(self, indices: Tensor, keys: Tensor) -> Tensor:
+        """Return the windows that samples with these keys draw."""
+        if len(indices) and not -self._length <= indices.min() <= indices.max() < self._length:
+            raise IndexError  # which __getitem__ explains
+        drawn = mix_all(keys + 1).numpy().view(np.uint64) % np.uint64(self.x.shape[0])
+        return torch.from_numpy(drawn.astype(np.int64))
 
     def __reduce__(self) -> "tuple[type[TokenDataset], tuple[Any, ...]]":
         """Travel to another process as a path, which is mapped there, where there is one."""

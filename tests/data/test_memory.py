@@ -127,23 +127,27 @@ def cut(nbytes, *, view=lambda x: x, message=CUT):
             os.truncate(path, mapped.nbytes)
             assert len(list(iterator)) == N // BATCH - 4
 
-def cut_tokens():
+def cut_tokens(random_offsets):
     with tempfile.TemporaryDirectory() as folder:
         paths = [os.path.join(folder, name) for name in "abc"]
         for path in paths:
             rows(0)[:16].numpy().tofile(path)
-        dataset = fastamp.TokenDataset(paths, 16384, np.int32)
-        iterator = iter(fastamp.DataLoader(dataset, 4))
+        dataset = fastamp.TokenDataset(paths, 16384, np.int32, 0, random_offsets)
+        iterator = iter(fastamp.DataLoader(dataset, 4, seed=1))
         next(iterator)
         os.truncate(paths[1], 4096 * 10 + 5)
         found = []
-        for _ in range(11):
+        for _ in range(9):
             try:
                 found.append(next(iterator))
             except (RuntimeError, BufferError) as error:
                 found.append(str(error))
         assert any(f"{paths[1]} was cut" in str(error) for error in found), found
         assert not any("cut" in str(error) and paths[2] in str(error) for error in found)
+        os.truncate(paths[1], os.path.getsize(paths[0]))  # the rest is made item by item
+        last = list(iterator)
+        assert len(last) > 0
+        assert_same(last, list(fastamp.DataLoader(dataset, 4, seed=1))[-len(last):])
 
 def as_tensor(mapped):
     import warnings
@@ -171,7 +175,8 @@ cases["file is cut"] = lambda: cut(4096 * 40 + 100)
 cases["file of a view"] = lambda: cut(0, view=lambda mapped: np.asarray(mapped)[1:])
 cases["file of a tensor"] = lambda: cut(0, view=as_tensor, message="its file was cut")
 cases["tokens"] = lambda: cut(0, view=lambda m: fastamp.ArrayDataset({"a": m.reshape(N, -1)}))
-cases["token files"] = cut_tokens
+cases["token files"] = lambda: cut_tokens(False)
+cases["random token files"] = lambda: cut_tokens(True)
 cases["somebody else's"] = chain
 
 results = {}

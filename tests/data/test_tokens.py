@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 from support.loading import assert_same, make_array
+from torch.utils.data import Subset, default_collate
 
 import fastamp
+from fastamp.data.sample_rng import find_pass_key, mix
 
 DTYPES = ["u1", "u2", "u4", "i4", "i8"]
 
@@ -63,6 +65,87 @@ def test_the_header_of_every_raw_file_is_skipped(backend, tmp_path):
         assert_same([*fastamp.DataLoader(dataset, 11)], [windows_of(tokens, 8)])
         alone = fastamp.TokenDataset(paths[2], 8, np.uint32, header=header)
         assert_same([*fastamp.DataLoader(alone, 7)], [windows_of(tokens[30:], 8)])
+
+
+def random_windows(tokens, size, seed, epoch, places):
+    """Return x and y of the samples at places of an epoch, as the documentation says."""
+    key = find_pass_key(seed, epoch)
+    starts = [mix(mix(key ^ place) + 1) % (len(tokens) - size) for place in places]
+    parts = [[tokens[start + shift :][:size] for start in starts] for shift in (0, 1)]
+    return [torch.from_numpy(np.array(part).astype("i8")) for part in parts]
+
+
+def same_collate(batch):
+    return default_collate(batch)
+
+
+@pytest.mark.parametrize("lengths", [[], [200, 0, 1, 150, 7]], ids=["one", "several"])
+def test_windows_at_random_offsets_are_those_of_their_places(lengths, backend, tmp_path):
+    """However they are made; an epoch that is sharded and padded has places beyond its length."""
+    tokens = make_array("u2", 501)
+    dataset = fastamp.TokenDataset(scatter(tokens, lengths, tmp_path), 16, random_offsets=True)
+    assert len(dataset) == 31
+    ways = (
+        {},
+        {"shuffle": True},
+        {"collate_fn": same_collate},
+        {"num_workers": 2, "collate_fn": same_collate},
+        {"dataset": Subset(dataset, range(30, -1, -1))},
+        {"batch_size": None},
+        *({"rank": rank, "world_size": 3, "shuffle": True} for rank in range(3)),
+    )
+    for way in ways:
+        loader = fastamp.DataLoader(**{"dataset": dataset, "batch_size": 4, "seed": 7, **way})
+        places = [*range(way.get("rank", 0), 33 if "rank" in way else 31, way.get("world_size", 1))]
+        for epoch in range(2):
+            parts = zip(*loader, strict=True)
+            found = [torch.cat([part.view(-1, 16) for part in column]) for column in parts]
+            assert_same(found, random_windows(tokens, 16, 7, epoch, places))
+
+
+def test_random_offsets_resume_on_another_path(backend):
+    dataset = fastamp.TokenDataset(make_array("u4", 999), 8, random_offsets=True)
+    ways = ({}, {"collate_fn": same_collate}, {"num_workers": 1, "collate_fn": same_collate})
+    for number, way in enumerate(ways):
+        loader = fastamp.DataLoader(dataset, 5, **way)  # without a seed
+        iterator = iter(loader)
+        for _ in range(3):
+            next(iterator)
+        state = loader.state_dict()
+        other = fastamp.DataLoader(dataset, 5, **ways[number - 1])
+        other.load_state_dict(state)
+        assert_same(list(other), list(iterator))
+
+
+def test_offsets_are_uniform_up_to_the_last_window():
+    tokens = np.arange(72)
+    dataset = fastamp.TokenDataset(tokens, 8, random_offsets=True)
+    torch.manual_seed(0)
+    loader = fastamp.DataLoader(dataset, 8, seed=0)
+    in_passes = torch.cat([x[:, 0] for _ in range(800) for x, _ in loader])
+    alone = torch.stack([dataset[i % 8][0][0] for i in range(6400)])
+    for starts in (in_passes, alone):
+        counts = torch.bincount(starts, minlength=64).double()
+        assert len(counts) == 64
+        chi_square = float(((counts - 100) ** 2 / 100).sum())
+        assert 23.1 < chi_square < 131.4  # 63 degrees of freedom: one in a million on each side
+    torch.manual_seed(3)
+    first = [dataset[0], dataset[0]]
+    torch.manual_seed(3)
+    assert_same([dataset[5], dataset[-1]], first)
+    with pytest.raises(AssertionError):
+        assert_same(*first)
+
+
+def test_an_index_out_of_bounds_is_named_at_random_offsets(backend):
+    dataset = fastamp.TokenDataset(np.arange(72), 8, random_offsets=True)
+    for bad in (8, -9):
+        for index in (
+            dataset.__getitem__,
+            lambda i: list(fastamp.DataLoader(dataset, sampler=[i])),
+        ):
+            with pytest.raises(IndexError, match=f"index {bad} is out of bounds .* size 8"):
+                index(bad)
 
 
 @pytest.mark.parametrize(
@@ -139,8 +222,9 @@ def test_token_files_travel_as_their_paths(tmp_path):
     path = str(tmp_path / "tokens.bin")
     make_array("u2", 99).tofile(path)
     for source in (path, [path, tmp_path / "tokens.bin"]):
-        dataset = fastamp.TokenDataset(source, 4, "u2", header=20)
+        dataset = fastamp.TokenDataset(source, 4, "u2", header=20, random_offsets=True)
         assert len(pickle.dumps(dataset)) < 500
         copied = pickle.loads(pickle.dumps(dataset))
         assert len(copied) == len(dataset)
-        assert_same(copied[-1], dataset[-1])
+        drawn = [torch.manual_seed(0) and one[-1] for one in (copied, dataset)]
+        assert_same(*drawn)
