@@ -164,7 +164,7 @@ class GatherSource(Iterator[Any]):
         self._kept = [keep(column.array) for column in columns]
         pairs = zip(self._kept, columns, strict=True)
         aliases = [column._replace(array=kept.alias) for kept, column in pairs]
-        self._changes = [kept.has_changed for kept in self._kept if kept.has_changed]
+        self._changes = {change for kept in self._kept for change in kept.changes()}
         self._owner = get_ident()
         self._gatherer: Any = _ops.host_ops().gatherer(aliases, self._depth)  # None: item by item
         self._indices, self._slots, self._stats, self._make = indices, slots, stats, make

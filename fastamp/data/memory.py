@@ -3,6 +3,7 @@
 import mmap
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,10 @@ class Kept(NamedTuple):
     """While there are weak references to them, NumPy refuses to resize arrays."""
     parts: "tuple[Kept, ...]" = ()
     """Of windows: what they lie in."""
+
+    def changes(self) -> list[Callable[[], bool]]:
+        """Return what says whether any of it has changed; equal where it says the same."""
+        return [kept.has_changed for kept in (self, *self.parts) if kept.has_changed]
 
     def check_file(self) -> None:
         """Raise an error if the file has become too short."""
@@ -65,13 +70,20 @@ def _keep_array(array: npt.NDArray[Any]) -> Kept:
     refs, last, file = tuple(map(weakref.ref, owners)), owners[-1], owner
     if not isinstance(last, np.memmap) or not isinstance(file, mmap.mmap):
         return Kept(array.view(), owners=refs)
-    end = last.offset + last.nbytes
-    return Kept(array.view(), lambda: file.size() < end, str(last.filename), refs)
+    is_cut = _IsCut(file, last.offset + last.nbytes)
+    return Kept(array.view(), is_cut, str(last.filename), refs)
+
+
+@dataclass(frozen=True)
+class _IsCut:
+    file: mmap.mmap
+    end: int
+
+    def __call__(self) -> bool:
+        return self.file.size() < self.end
 
 
 def _keep_windows(windows: Windows) -> Kept:
     parts = tuple(map(_keep_array, windows.parts))
-    changes = [part.has_changed for part in parts if part.has_changed]
     aliases: Any = [part.alias for part in parts]
-    alias = Windows(aliases, windows.step, windows.shape)
-    return Kept(alias, lambda: any(change() for change in changes), parts=parts)
+    return Kept(Windows(aliases, windows.step, windows.shape), parts=parts)

@@ -24,14 +24,10 @@ def mix(value: int) -> int:
 
 def mix_all(values: Tensor) -> Tensor:
     """Return `mix` of each of the int64 numbers, whose 64 bits are taken as they are."""
-
-    def shifted(bits: int) -> Tensor:
-        return (values >> bits) & ((1 << (64 - bits)) - 1)  # int64 is shifted with its sign
-
-    values = values + _signed(_GAMMA)
-    values = (values ^ shifted(30)) * _signed(_FIRST)
-    values = (values ^ shifted(27)) * _signed(_SECOND)
-    return values ^ shifted(31)
+    bits = values.numpy().view(np.uint64) + np.uint64(_GAMMA)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(_FIRST)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(_SECOND)
+    return torch.from_numpy((bits ^ (bits >> np.uint64(31))).view(np.int64))
 
 
 def _signed(value: int) -> int:

@@ -89,7 +89,8 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
 
     def find_starts(self, indices: Tensor, keys: Tensor) -> Tensor:
         """Return the windows that samples with these keys draw."""
-        if len(indices) and not -self._length <= indices.min() <= indices.max() < self._length:
+        rows = indices.numpy()
+        if ((rows < -self._length) | (rows >= self._length)).any():
             raise IndexError  # which __getitem__ explains
         drawn = mix_all(keys + 1).numpy().view(np.uint64) % np.uint64(self.x.shape[0])
         return torch.from_numpy(drawn.astype(np.int64))
