@@ -102,8 +102,9 @@ def test_the_order_is_the_same_on_every_path(backend):
     arrays, python = TensorDataset(torch.arange(N)), Rows(N, lambda i: torch.tensor([i])[0])
     epochs = [Permutation(N, 5 + epoch)[torch.arange(N)].tolist() for epoch in range(2)]
     assert epochs[0] != epochs[1]
-    for dataset, workers in ((arrays, 0), (python, 0), (python, 2)):
-        options = {"shuffle": True, "seed": 5, "num_workers": workers}
+    for dataset, workers in ((arrays, 0), (python, 0), (python, 2), (python, -2)):
+        options = {"shuffle": True, "seed": 5, "num_workers": abs(workers)}
+        options["worker"] = "thread" if workers < 0 else None
         loader = fastamp.DataLoader(dataset, 10, **options)
         assert [numbers(loader) for _ in range(2)] == epochs
         assert len(loader) == 101
@@ -144,12 +145,14 @@ def test_only_a_long_dataset_with_a_seed_is_computed(monkeypatch, drawn):
     assert sum(drawn) == N
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, 1, "thread"])
 @pytest.mark.parametrize("options", [{}, {"batch_size": None}, {"rank": 1, "world_size": 4}])
 def test_a_huge_dataset_resumes_at_once(options, workers, drawn):
     dataset = Rows(HUGE, torch.tensor)
     size = options.get("batch_size", 100)
     options = {"batch_size": 100, "shuffle": True, "seed": 3, "num_workers": workers, **options}
+    if workers == "thread":
+        options = {**options, "num_workers": 2, "worker": "thread"}
     loader = fastamp.DataLoader(dataset, **options)
     ranks, rank = options.get("world_size", 1), options.get("rank", 0)
     assert len(loader) == HUGE // ranks // (size or 1)

@@ -90,7 +90,9 @@ def test_windows_at_random_offsets_are_those_of_their_places(lengths, backend, t
         {"shuffle": True},
         {"collate_fn": same_collate},
         {"num_workers": 2, "collate_fn": same_collate},
+        {"num_workers": 2, "worker": "thread", "collate_fn": same_collate},
         {"dataset": Subset(dataset, range(30, -1, -1))},
+        {"dataset": Subset(dataset, range(30, -1, -1)), "collate_fn": same_collate},
         {"batch_size": None},
         *({"rank": rank, "world_size": 3, "shuffle": True} for rank in range(3)),
     )
@@ -105,7 +107,9 @@ def test_windows_at_random_offsets_are_those_of_their_places(lengths, backend, t
 
 def test_random_offsets_resume_on_another_path(backend):
     dataset = fastamp.TokenDataset(make_array("u4", 999), 8, random_offsets=True)
-    ways = ({}, {"collate_fn": same_collate}, {"num_workers": 1, "collate_fn": same_collate})
+    python = {"collate_fn": same_collate}
+    threads = {"num_workers": 3, "worker": "thread", **python}
+    ways = ({}, python, threads, {"num_workers": 1, **python})
     for number, way in enumerate(ways):
         loader = fastamp.DataLoader(dataset, 5, **way)  # without a seed
         iterator = iter(loader)
