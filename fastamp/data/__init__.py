@@ -3,6 +3,7 @@
 from fastamp.data.augment import Cutout, RandomCrop, RandomHorizontalFlip
 from fastamp.data.collate import BatchCollator
 from fastamp.data.datasets import ArrayDataset
+from fastamp.data.images import ImageFolder
 from fastamp.data.loader import DataLoader
 from fastamp.data.prefetch import prefetch
 from fastamp.data.sample_rng import sample_rng
@@ -17,6 +18,7 @@ __all__ = [
     "BatchCollator",
     "Cutout",
     "DataLoader",
+    "ImageFolder",
     "LoaderStats",
     "RandomCrop",
     "RandomHorizontalFlip",

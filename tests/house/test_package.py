@@ -102,7 +102,7 @@ def test_importing_fastamp_and_its_integrations_imports_no_extra():
         "import warnings; warnings.simplefilter('error')\n"
         "import sys, fastamp, fastamp.integrations.accelerate, fastamp.integrations.wandb\n"
         "extras = {'lightning', 'pytorch_lightning', 'accelerate', 'transformers', 'wandb',"
-        " 'matplotlib', 'tensorboard'}\n"
+        " 'matplotlib', 'tensorboard', 'PIL', 'simplejpeg'}\n"
         "print(extras & {name.split('.')[0] for name in sys.modules})"
     )
     result = run_python(code)

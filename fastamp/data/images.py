@@ -1,0 +1,208 @@
+"""`fastamp.ImageFolder`: a folder of images for each class, as uint8 pixels of one size."""
+
+import operator
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from fastamp._ops import index_error
+from fastamp.data.pixels import find_pillow, find_simplejpeg, open_image, resize
+from fastamp.data.position import check_integer
+from fastamp.data.sample_rng import sample_rng
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+
+
+class DamagedImageError(OSError):
+    """A file cannot be read as an image."""
+
+
+class ImageFolder(Dataset[tuple[Tensor, int]]):
+    """Images in a folder for each class, as torchvision's ImageFolder: `path/dog/xxx.png`.
+
+    `dataset[i]` is `(image, label)`: a uint8 tensor of shape (3, height, width), red, green and
+    blue, and the number of the class. Batches are uint8 of (batch, 3, height, width) and int64.
+
+    The classes are the sorted names of the folders, hidden ones too; images lie in them at any
+    depth, and links are followed. The mode of an image is changed as by Pillow's `convert("RGB")`,
+    and its EXIF orientation is ignored, as by torchvision.
+
+    The image is the largest centered part that has the shape of `size`, in whole pixels, resized
+    to `size` with torch's antialiased bilinear filter, which differs from Pillow's by at most 1. Of
+    a JPEG that is at least twice as large, a half, a quarter or an eighth of the resolution is
+    decoded, the smallest that `size` needs. simplejpeg decodes JPEGs where it is installed, else
+    Pillow, to the same pixels: see `decoder`. All of it runs outside the GIL, so that threads help.
+
+    Args:
+        path: the folder of the class folders.
+        size: height and width of the images, or one number for both.
+        resize: crop as after a resize of the shorter side to this number of pixels, of which `size`
+            is the center: torchvision's `Resize(256)` and `CenterCrop(224)` are
+            `size=224, resize=256`.
+        random_crop: the least and the largest share of the image's area, as (0.08, 1.0), for a
+            random part in place of the centered one: torchvision's RandomResizedCrop.
+        ratio: the least and the largest width / height of a random part.
+        flip: turn half of the images, at random, left to right. Random numbers are those of
+            `fastamp.sample_rng()`.
+        damaged: "raise" an error that names the file, or "skip" a file that is damaged or gone. The
+            next readable file of `samples` then takes its place, label included, so that the
+            length, the order and the size of batches stay; `skipped` lists these files.
+        allow_empty: let a class have no image.
+
+    Attributes:
+        classes: the names of the classes.
+        class_to_idx: the number of each class.
+        samples: path and number of the class of each image; `imgs` is the same list.
+        targets: the number of the class of each image.
+
+    Raises:
+        FileNotFoundError: there is no such folder, no class in it, or no image in a class.
+        OSError: when an image is read: the file is damaged (its path is in the message), or gone.
+        ImportError: Pillow is not installed.
+        ValueError: an option is out of range.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        size: int | Sequence[int],
+        *,
+        resize: int | None = None,
+        random_crop: tuple[float, float] | None = None,
+        ratio: tuple[float, float] = (3 / 4, 4 / 3),
+        flip: bool = False,
+        damaged: str = "raise",
+        allow_empty: bool = False,
+    ) -> None:
+        self.size = _check_size(size)
+        check_integer("resize", resize, least=max(self.size))
+        _check_range("ratio", ratio, 1e6)
+        if random_crop is not None:
+            _check_range("random_crop", random_crop, 1.0)
+            if resize is not None:
+                msg = f"resize={resize}: a random crop has a size of its own"
+                raise ValueError(msg)
+        if damaged not in {"raise", "skip"}:
+            msg = f"damaged: expected 'raise' or 'skip', got {damaged!r}"
+            raise ValueError(msg)
+        find_pillow()
+        self.resize, self.random_crop, self.ratio, self.flip = resize, random_crop, ratio, flip
+        self.root = os.path.expanduser(os.fspath(path))  # noqa: PTH111 - paths as torchvision's
+        with os.scandir(self.root) as entries:
+            self.classes = sorted(entry.name for entry in entries if entry.is_dir())
+        if not self.classes:
+            msg = f"Couldn't find any class folder in {self.root}."
+            raise FileNotFoundError(msg)
+        self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
+        self.samples = list(_find_images(self.root, self.classes))
+        self.imgs = self.samples
+        self.targets = [label for _, label in self.samples]
+        empty = sorted(set(self.classes) - {self.classes[label] for label in set(self.targets)})
+        if empty and not allow_empty:
+            msg = f"Found no valid file for the classes {', '.join(empty)}. "
+            msg += f"Supported extensions are: {', '.join(EXTENSIONS)}"
+            raise FileNotFoundError(msg)
+        # Shared, so that what worker processes skip is known here.
+        skips: Any = torch.zeros(len(self.samples), dtype=torch.bool, device="cpu")
+        self._skips = skips.share_memory_() if damaged == "skip" else None
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image = torch.empty(3, *self.size, dtype=torch.uint8, device="cpu")
+        return image, self._write_image(index, image)
+
+    def __repr__(self) -> str:
+        count = f"{len(self.samples):,} images of {len(self.classes):,} classes"
+        height, width = self.size
+        return f"ImageFolder({self.root!r}: {count}, {height} x {width}, by {self.decoder})"
+
+    @property
+    def decoder(self) -> str:
+        """What decodes JPEGs here: simplejpeg or Pillow. Pillow decodes all other files."""
+        return "Pillow" if find_simplejpeg() is None else "simplejpeg"
+
+    @property
+    def skipped(self) -> list[str]:
+        """The files that were skipped so far, each once, also by torch's worker processes."""
+        rows = [] if self._skips is None else self._skips.nonzero().flatten().tolist()
+        return [self.samples[row][0] for row in rows]
+
+    def _row_specs(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return the shapes and dtypes of a sample, whose rows `_write_row` fills."""
+        return [((3, *self.size), torch.uint8), ((), torch.int64)]
+
+    def _write_row(self, index: int, rows: list[Tensor]) -> None:
+        """Write a sample into a row of each tensor of a batch."""
+        rows[1].fill_(self._write_image(index, rows[0]))
+
+    def _write_image(self, index: int, row: Tensor) -> int:
+        """Write an image and return its label; also of the next one that is readable."""
+        length, first = len(self.samples), operator.index(index)
+        if not -length <= first < length:
+            raise index_error(first, length)
+        for place in range(first, first + length):
+            path, label = self.samples[place % length]
+            try:
+                self._write_file(path, row)
+            except (DamagedImageError, FileNotFoundError):
+                if self._skips is None:
+                    raise
+                self._skips[place % length] = True
+            else:
+                return label
+        msg = f"{self.root}: no image in it can be read"
+        raise OSError(msg)
+
+    def _write_file(self, path: str, row: Tensor) -> None:
+        with open(path, "rb") as file:  # noqa: PTH123 - Path.open takes twice as long
+            data = file.read()
+        rng = sample_rng().python if self.flip or self.random_crop else None
+        try:
+            image = open_image(data)
+            if self.random_crop is None or rng is None:
+                box = image.center(*self.size, self.resize)
+            else:
+                box = image.draw(self.random_crop, self.ratio, rng)
+            part = image.cut(box, *self.size)
+        except MemoryError:
+            raise
+        except Exception as error:  # Pillow raises errors of many types
+            msg = f"{path}: cannot be read as an image: {error}"
+            raise DamagedImageError(msg) from error
+        resize(part, row)
+        if self.flip and rng is not None and rng.random() < 0.5:
+            row.copy_(row.flip(2))
+
+
+def _find_images(root: str, classes: list[str]) -> Iterator[tuple[str, int]]:
+    """Yield path and class of all images, in torchvision's order."""
+    for label, name in enumerate(classes):
+        for folder, _, files in sorted(os.walk(os.path.join(root, name), followlinks=True)):  # noqa: PTH118
+            for file in sorted(files):
+                if file.lower().endswith(EXTENSIONS):
+                    yield os.path.join(folder, file), label  # noqa: PTH118
+
+
+def _check_size(size: Any) -> tuple[int, int]:
+    pair = tuple(size) if isinstance(size, Sequence) and not isinstance(size, str) else (size, size)
+    if len(pair) != 2 or None in pair:
+        msg = f"size: expected a number, or height and width, got {size!r}"
+        raise ValueError(msg)
+    for value in pair:
+        check_integer("size", value, least=1)
+    return int(pair[0]), int(pair[1])
+
+
+def _check_range(name: str, value: Any, most: float) -> None:
+    """Refuse what is not a pair of growing numbers above 0."""
+    pair = tuple(value) if isinstance(value, Sequence) else ()
+    numbers = all(isinstance(each, int | float) for each in pair)
+    if len(pair) != 2 or not numbers or not 0 < pair[0] <= pair[1] <= most:
+        msg = f"{name}: expected the least and the largest of a range above 0, got {value!r}"
+        raise ValueError(msg)

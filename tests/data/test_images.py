@@ -1,0 +1,437 @@
+"""ImageFolder: torchvision's layout, Pillow's pixels, damaged files, and what draws at random."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+import random
+import re
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from support.loading import assert_same
+from torch.utils.data import DataLoader, Subset, default_collate
+
+import fastamp
+from fastamp.data import pixels
+
+Image = pytest.importorskip("PIL.Image")
+INSTALLED = pixels.find_simplejpeg()
+
+
+@pytest.fixture(params=["Pillow", "simplejpeg"])
+def decoder(request, monkeypatch):
+    """Run the test once for everything that decodes JPEGs."""
+    if request.param == "Pillow":
+        monkeypatch.setattr(pixels, "find_simplejpeg", lambda: None)
+        monkeypatch.setattr("fastamp.data.images.find_simplejpeg", lambda: None)
+    elif INSTALLED is None:
+        pytest.skip("simplejpeg is not installed")
+    return request.param
+
+
+def photo(width, height, seed=0, mode="RGB"):
+    """Return noise of several scales, the finer the fainter, as in a photograph."""
+    rng = np.random.default_rng(seed)
+    mean = np.full((height, width, 3), 128.0)
+    for cell, strength in ((60, 0.8), (16, 0.15), (4, 0.05)):
+        noise = rng.integers(0, 256, (height // cell + 2, width // cell + 2, 3), "u1")
+        layer = Image.fromarray(noise).resize((width, height), Image.BICUBIC)
+        mean += (np.asarray(layer) - 128.0) * strength
+    return Image.fromarray(mean.clip(0, 255).astype("u1")).convert(mode)
+
+
+def encode(image, kind="JPEG", **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def write(root, files):
+    """Write files by their path below a folder."""
+    for name, data in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return root
+
+
+def expected(data, size, resize=None, scale=1):
+    """Return the image by Pillow alone: all of it decoded, the part cut out, resized.
+
+    With a scale, the edges of the part are at multiples of it.
+    """
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+    unit = min(image.width / size[1], image.height / size[0])
+    if resize is not None:
+        unit = min(image.width, image.height) / resize
+    height, width = (max(1, round(length * unit)) for length in size)
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    edges = (left, top, left + width, top + height)
+    edges = [math.floor(edge / scale + 0.5) * scale for edge in edges]
+    part = image.crop([*edges[:2], min(edges[2], image.width), min(edges[3], image.height)])
+    return np.array(part.resize(size[::-1], Image.BILINEAR)).transpose(2, 0, 1)
+
+
+def difference(actual, wanted):
+    return np.abs(actual.numpy().astype(int) - wanted)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two classes of three small photos."""
+    names = ("b dog/0.jpg", "b dog/1.jpg", "b dog/2.jpg", "cat/0.jpg", "cat/1.png", "cat/2.jpg")
+    photos = {
+        n: encode(photo(40, 30, i), "PNG" if "png" in n else "JPEG") for i, n in enumerate(names)
+    }
+    return write(tmp_path / "two classes", photos)
+
+
+def test_the_layout_is_torchvisions(tmp_path, monkeypatch):
+    data = encode(photo(8, 8))
+    names = ("b/2.JPG", "b/10.jpg", "b/deep/er/x.webp", "a c/y.tif", ".hidden/z.pgm", "b/.h.png")
+    root = write(tmp_path / "root", dict.fromkeys(names, data))
+    write(root, {"b/note.txt": b"", "b/jpg": b"", "stray.png": data})
+    write(tmp_path / "elsewhere", {"deep/q.bmp": data})
+    (root / "linked").symlink_to(tmp_path / "elsewhere")
+    (root / "a c/link").symlink_to(tmp_path / "elsewhere/deep")
+    (root / "a c/a.ppm").symlink_to(root / "b/10.jpg")
+    dataset = fastamp.ImageFolder(str(root), 4)
+    assert dataset.classes == [".hidden", "a c", "b", "linked"]
+    assert dataset.class_to_idx == {".hidden": 0, "a c": 1, "b": 2, "linked": 3}
+    order = (".hidden/z.pgm", "a c/a.ppm", "a c/y.tif", "a c/link/q.bmp", "b/.h.png", "b/10.jpg")
+    order += ("b/2.JPG", "b/deep/er/x.webp", "linked/deep/q.bmp")
+    assert dataset.samples == dataset.imgs
+    assert dataset.targets == [0, 1, 1, 1, 2, 2, 2, 2, 3]
+    assert dataset.samples == [
+        (f"{root}/{name}", label) for name, label in zip(order, dataset.targets, strict=True)
+    ]
+    assert [dataset[i][1] for i in range(len(dataset))] == dataset.targets
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert fastamp.ImageFolder("~/root", 4).samples == dataset.samples
+
+
+def test_a_folder_without_images_is_refused_by_name(tmp_path):
+    with pytest.raises(FileNotFoundError, match="missing"):
+        fastamp.ImageFolder(tmp_path / "missing", 4)
+    write(tmp_path, {"file.jpg": b""})
+    with pytest.raises(NotADirectoryError, match=r"file\.jpg"):
+        fastamp.ImageFolder(tmp_path / "file.jpg", 4)
+    message = re.escape(f"Couldn't find any class folder in {tmp_path}.")
+    with pytest.raises(FileNotFoundError, match=message):
+        fastamp.ImageFolder(tmp_path, 4)
+    write(tmp_path, {"b/x.jpg": b"", "c/x.txt": b"", "a/x/y.txt": b""})
+    message = r"Found no valid file for the classes a, c\. Supported extensions are: \.jpg, "
+    with pytest.raises(FileNotFoundError, match=message):
+        fastamp.ImageFolder(tmp_path, 4)
+    assert fastamp.ImageFolder(tmp_path, 4, allow_empty=True).targets == [1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": 0}, "size: expected an integer of at least 1, got 0"),
+        ({"size": True}, "size: expected an integer of at least 1, got True"),
+        ({"size": "4"}, "size: expected an integer of at least 1, got '4'"),
+        ({"size": None}, "size: expected a number, or height and width, got None"),
+        ({"size": (4, 4, 3)}, "size: expected a number, or height and width, got (4, 4, 3)"),
+        ({"size": (4, 6), "resize": 5}, "resize: expected an integer of at least 6, got 5"),
+        ({"random_crop": 0.5}, "random_crop: expected the least and the largest"),
+        ({"random_crop": (0, 1)}, "random_crop: expected the least and the largest"),
+        ({"random_crop": (0.5, 1.1)}, "random_crop: expected the least and the largest"),
+        ({"random_crop": (0.5, 1.0), "resize": 8}, "resize=8: a random crop has a size of its own"),
+        ({"ratio": (math.nan, 1)}, "ratio: expected the least and the largest"),
+        ({"damaged": "ignore"}, "damaged: expected 'raise' or 'skip', got 'ignore'"),
+    ],
+    ids=str,
+)
+def test_a_wrong_option_is_refused_before_the_folder_is_read(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        fastamp.ImageFolder("missing", **{"size": 4, **options})
+
+
+def test_pixels_are_pillows_in_every_format(tmp_path, decoder):
+    turned = b"Exif\0\0MM\0*\0\0\0\10\0\1\1\22\0\3\0\0\0\1\0\6\0\0\0\0\0\0"  # by 90 degrees
+    deep = Image.fromarray(np.arange(2000, dtype="u2").reshape(50, 40) * 30)
+    whole = encode(photo(67, 45))
+    head, scan = whole.split(b"\xff\xda")
+    files = {
+        "rgb.jpg": whole,
+        "odd head.jpg": head + b"odd\xff\xda" + scan,  # which Pillow does not mind
+        "odd end.jpg": whole[:-2] + bytes(20) + b"\xff\xd9",
+        "tall.jpg": encode(photo(31, 90), quality=90, progressive=True, subsampling=0),
+        "grey.jpg": encode(photo(50, 41, mode="L"), subsampling=1),
+        "cmyk.jpg": encode(photo(50, 41, mode="CMYK")),
+        "small.jpg": encode(photo(9, 7)),
+        "dot.jpg": encode(photo(1, 1)),
+        "turned.jpg": encode(photo(60, 40), exif=turned),
+        "really a png.jpg": encode(photo(40, 50), "PNG"),
+        "palette.png": encode(photo(40, 50, mode="P"), "PNG"),
+        "alpha.png": encode(photo(200, 133, mode="RGBA"), "PNG"),
+        "grey alpha.png": encode(photo(40, 50, mode="LA"), "PNG"),
+        "bits.png": encode(photo(40, 50, mode="1"), "PNG"),
+        "deep.png": encode(deep, "PNG"),
+        "a.bmp": encode(photo(40, 50), "BMP"),
+        "a.ppm": encode(photo(40, 50), "PPM"),
+        "a.pgm": encode(photo(40, 50, mode="L"), "PPM"),
+        "a.tiff": encode(photo(40, 50), "TIFF"),
+        "a.webp": encode(photo(40, 50), "WEBP"),
+    }  # fmt: skip
+    write(tmp_path / "class", files)
+    cases = [
+        ((24, 24), None),
+        ((24, 24), 29),
+        ((20, 37), 40),
+        ((30, 17), None),
+        ((1, 90), None),
+        ((90, 1), None),
+    ]
+    for size, resize in cases:
+        dataset = fastamp.ImageFolder(tmp_path, size, resize=resize)
+        for path, label in dataset.samples:
+            image, found = dataset[dataset.samples.index((path, label))]
+            assert (image.dtype, image.shape, found) == (torch.uint8, (3, *size), label)
+            assert image.is_contiguous()
+            # Both round to 8 bits after each of the two directions.
+            wanted = expected(files[path.rpartition("/")[2]], size, resize)
+            assert difference(image, wanted).max() <= 1, path
+    assert dataset.decoder == decoder
+    text = f"ImageFolder({str(tmp_path)!r}: 20 images of 1 classes, 90 x 1, by {decoder})"
+    assert repr(dataset) == text
+
+
+def test_a_large_jpeg_is_decoded_at_the_scale_that_is_needed(tmp_path, decoder, monkeypatch):
+    """The DCT scales with another filter: the mean is within 0.4 % of 255."""
+    scales = []
+    decode = getattr(pixels, f"_decode_by_{decoder.lower()}")
+
+    def watched(*arguments):
+        scales.append(arguments[-1])
+        return decode(*arguments)
+
+    monkeypatch.setattr(pixels, f"_decode_by_{decoder.lower()}", watched)
+    modes = ("CMYK", "L", "RGB") if decoder == "Pillow" else ("L", "RGB")
+    image = photo(404, 304)
+    files = {f"{mode}.jpg": encode(image.convert(mode), quality=90) for mode in modes}
+    files["whole.png"] = encode(image, "PNG", compress_level=1)
+    write(tmp_path / "class", files)
+    cases = ((153, None, 1), (152, None, 2), (75, 90, 2), (76, 76, 4), (38, 40, 4), (38, None, 8))
+    for size, resize, scale in cases:
+        dataset = fastamp.ImageFolder(tmp_path, size, resize=resize)
+        scales.clear()
+        for i, (name, data) in enumerate(files.items()):
+            decoded = scale if name.endswith("jpg") else 1
+            wanted = expected(data, (size, size), resize, decoded)
+            apart = difference(dataset[i][0], wanted)
+            assert apart.mean() < 1, (size, name)
+            assert decoded > 1 or apart.max() <= 1
+        asked = scales if decoder == "simplejpeg" else scales[:-1]  # but for the PNG
+        assert asked == [scale] * len(modes)
+
+
+@pytest.mark.skipif(INSTALLED is None, reason="simplejpeg is not installed")
+def test_both_decoders_give_the_same_bits(tmp_path, monkeypatch):
+    kinds = [{"subsampling": s, "progressive": p} for s in (0, 1, 2) for p in (False, True)]
+    sizes = [(203, 301), (64, 48), (17, 9)]
+    files = {
+        f"{i} {size}.jpg": encode(photo(*size, i), quality=80 + i, **kind)
+        for i, kind in enumerate(kinds) for size in sizes
+    }  # fmt: skip
+    dataset = fastamp.ImageFolder(
+        write(tmp_path, {f"class/{n}": d for n, d in files.items()}).as_posix(), 21
+    )
+    fast = list(map(dataset.__getitem__, range(len(dataset))))
+    monkeypatch.setattr(pixels, "find_simplejpeg", lambda: None)
+    assert_same(list(map(dataset.__getitem__, range(len(dataset)))), fast)
+
+
+def test_it_is_a_dataset_like_any_other(folder):
+    dataset = fastamp.ImageFolder(folder, (12, 16))
+    assert len(dataset) == 6
+    samples = [dataset[i] for i in range(6)]
+    assert [label for _, label in samples] == [0, 0, 0, 1, 1, 1]
+    assert_same(dataset[-2], samples[4])
+    assert_same(dataset[np.int64(3)], samples[3])
+    for index in (6, -7):
+        with pytest.raises(IndexError, match=f"index {index} is out of bounds"):
+            dataset[index]
+    with pytest.raises(TypeError):
+        dataset[1.0]
+    for copied in (pickle.loads(pickle.dumps(dataset)), copy.deepcopy(dataset)):
+        assert_same(copied[3], samples[3])
+    batch = default_collate(samples[:4])
+    for loader in (DataLoader, fastamp.DataLoader):
+        assert_same(next(iter(loader(dataset, 4))), batch)
+        assert_same(
+            next(iter(loader(Subset(dataset, [5, 0]), 2))),
+            default_collate([samples[5], samples[0]]),
+        )
+    assert_same(next(iter(DataLoader(dataset, 4, num_workers=1))), batch)
+
+
+def test_threads_write_samples_into_the_batch(folder, monkeypatch):
+    dataset = fastamp.ImageFolder(folder, 12)
+    samples = [dataset[i] for i in range(6)]
+    rows, write = [], dataset._write_row
+    monkeypatch.setattr(dataset, "_write_row", lambda i, to: (rows.append(i), write(i, to)))
+    loader = fastamp.DataLoader(Subset(dataset, [4, 1, 0]), 2, num_workers=2, worker="thread")
+    first, second = (default_collate([samples[i] for i in part]) for part in ((4, 1), (0,)))
+    assert_same(list(loader), [first, second])
+    assert sorted(rows) == [0, 1, 4]
+
+
+def test_a_sample_is_written_into_rows_of_a_batch(folder):
+    dataset = fastamp.ImageFolder(folder, (12, 16))
+    specs = dataset._row_specs()
+    batch = [torch.full((6, *shape), 7, dtype=dtype) for shape, dtype in specs]
+    batch[0] = batch[0].to(memory_format=torch.channels_last)
+    for order in (torch.contiguous_format, torch.channels_last):
+        batch = [torch.full((6, *shape), 7, dtype=dtype) for shape, dtype in specs]
+        batch[0] = batch[0].contiguous(memory_format=order)
+        for i in (4, 0, 1, 2, 3, 5):
+            dataset._write_row(i, [column[i] for column in batch])
+        assert batch[0].is_contiguous(memory_format=order)
+        assert_same(batch, default_collate([dataset[i] for i in range(6)]))
+
+
+def test_what_is_damaged_is_an_error_that_names_the_file(tmp_path, decoder):
+    whole, png = encode(photo(60, 40)), encode(photo(60, 40), "PNG")
+    write(tmp_path, {
+        "a b/0.jpg": whole[: len(whole) // 2],
+        "a b/1.jpg": b"",
+        "a b/2.jpg": b"\xff\xd8\xff no image",
+        "a b/3.png": png[: len(png) // 2],
+        "a b/4.png": b"text",
+        "a b/5.jpg": whole,
+    })  # fmt: skip
+    dataset = fastamp.ImageFolder(tmp_path, 9)
+    for i in range(5):
+        path = re.escape(dataset.samples[i][0])
+        with pytest.raises(OSError, match=f"^{path}: cannot be read as an image: .") as error:
+            dataset[i]
+        assert error.value.__cause__ is not None
+    (tmp_path / "a b/5.jpg").unlink()
+    with pytest.raises(FileNotFoundError, match=r"a b/5\.jpg"):
+        dataset[5]
+    loader = fastamp.DataLoader(fastamp.ImageFolder(tmp_path, 9), 9, num_workers=1)
+    with pytest.raises(OSError, match=r"a b/0\.jpg: cannot be read as an image"):
+        next(iter(loader))
+    loader = fastamp.DataLoader(dataset, 2, num_workers=2, worker="thread")
+    with pytest.raises(OSError, match=r"a b/0\.jpg: cannot be read as an image"):
+        next(iter(loader))
+
+
+def test_what_pillow_calls_a_bomb_is_refused(tmp_path, decoder, monkeypatch):
+    write(tmp_path, {"a/0.jpg": encode(photo(60, 40))})
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 60 * 40 // 2 - 1)
+    with pytest.raises(OSError, match=r"0\.jpg: .*decompression bomb"):
+        fastamp.ImageFolder(tmp_path, 9)[0]
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    fastamp.ImageFolder(tmp_path, 9)[0]
+
+
+def test_damaged_files_are_skipped_and_listed_over_all_workers(folder):
+    damaged = ["b dog/1.jpg", "b dog/2.jpg", "cat/2.jpg"]
+    dataset = fastamp.ImageFolder(folder, 9, damaged="skip")
+    assert dataset.skipped == []
+    whole = [dataset[i] for i in range(6)]
+    write(folder, dict.fromkeys(damaged[1:], b""))
+    (folder / damaged[0]).unlink()
+    wanted = [whole[i] for i in (0, 3, 3, 3, 4, 0)]
+    passes = [DataLoader(dataset, 2, num_workers=n) for n in (1, 2)]
+    batches = [default_collate(wanted[i : i + 2]) for i in (0, 2, 4)]
+    assert_same(list(passes[0]), batches)
+    assert dataset.skipped == [f"{folder}/{name}" for name in damaged]
+    assert_same(list(passes[1]), batches)
+    assert_same(list(fastamp.DataLoader(dataset, 2, num_workers=2, worker="thread")), batches)
+    assert_same([dataset[i - 6] for i in range(6)], wanted)
+    assert len(dataset.skipped) == 3
+    assert pickle.loads(pickle.dumps(dataset)).skipped == dataset.skipped
+    assert fastamp.ImageFolder(folder, 9).skipped == []
+    for path, _ in dataset.samples:
+        (folder / path).write_bytes(b"")
+    with pytest.raises(OSError, match="two classes: no image in it can be read"):
+        dataset[0]
+
+
+def test_a_failing_disk_is_no_damaged_file(folder, monkeypatch):
+    """Nor is a process without memory, or one that has too many files open."""
+    dataset = fastamp.ImageFolder(folder, 9, damaged="skip")
+
+    def fail(error, *_, **__):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open", partial(fail, OSError(24, "too many")))
+        with pytest.raises(OSError, match="too many"):
+            dataset[0]
+        patch.undo()
+        patch.setattr("fastamp.data.images.open_image", partial(fail, MemoryError()))
+        with pytest.raises(MemoryError):
+            dataset[0]
+    assert dataset.skipped == []
+
+
+def test_a_random_crop_is_a_part_of_the_asked_share_and_shape():
+    rng = random.Random(0)
+    image = pixels.ImageFile(400, 300, None)
+    boxes = [image.draw((0.08, 1.0), (3 / 4, 4 / 3), rng) for _ in range(2000)]
+    for left, top, width, height in boxes:
+        assert left >= 0
+        assert top >= 0
+        assert left + width <= 400
+        assert top + height <= 300
+        assert 0.079 < width * height / 120_000 <= 1
+        assert 0.74 < width / height < 1.35
+    # Uniform shares and logarithms of shapes; what does not fit is drawn again.
+    many = np.random.default_rng(0)
+    shares, shapes = (
+        many.uniform(0.08, 1, 10**5),
+        np.exp(many.uniform(-1, 1, 10**5) * np.log(4 / 3)),
+    )
+    fits = (np.sqrt(120_000 * shares * shapes) < 400) & (np.sqrt(120_000 * shares / shapes) < 300)
+    sizes = np.array([box.width * box.height / 120_000 for box in boxes])
+    assert abs(sizes.mean() - shares[fits].mean()) < 0.03
+    assert abs(np.mean([b.width > b.height for b in boxes]) - np.mean(shapes[fits] > 1)) < 0.05
+    assert len({(box.left, box.top) for box in boxes}) > 1500
+    assert 0.4 < np.mean([box.left * 2 < 400 - box.width for box in boxes]) < 0.6
+    # What never fits: the largest centered part, of the nearest shape.
+    assert pixels.ImageFile(400, 30, None).draw((1, 1), (1, 2), rng) == (170, 0, 60, 30)
+    assert pixels.ImageFile(30, 400, None).draw((1, 1), (1, 2), rng) == (0, 185, 30, 30)
+    assert pixels.ImageFile(40, 30, None).draw((1, 1), (4 / 3, 4 / 3), rng) == (0, 0, 40, 30)
+
+
+def test_random_crops_and_flips_are_those_of_the_samples_generator(tmp_path, decoder):
+    data = encode(photo(90, 60))
+    write(tmp_path, {f"class/{i}.jpg": data for i in range(40)})
+    crops = fastamp.ImageFolder(tmp_path, 16, random_crop=(0.2, 0.6), flip=True)
+    options = {"batch_size": 10, "seed": 3}
+    loader = fastamp.DataLoader(crops, **options)
+    first, second = list(loader), list(loader)
+    assert_same(list(fastamp.DataLoader(crops, num_workers=2, **options)), first)
+    threads = fastamp.DataLoader(crops, num_workers=3, worker="thread", **options)
+    assert_same([*threads, *threads], first + second)
+    stopped = iter(loader)
+    next(stopped)
+    threads.load_state_dict(loader.state_dict())
+    assert_same(list(threads), list(stopped))
+    images = torch.cat([images for images, _ in first + second])
+    assert len(images.flatten(1).unique(dim=0)) == 80
+    # A flip alone: about half of the images are the mirror image of the others.
+    still = fastamp.ImageFolder(tmp_path, 16)[0][0]
+    flips = fastamp.ImageFolder(tmp_path, 16, flip=True)
+    images = [flips[i][0] for i in range(40)]
+    turned = [torch.equal(image, still.flip(2)) for image in images]
+    assert [torch.equal(image, still) for image in images] == [not each for each in turned]
+    assert 8 <= sum(turned) <= 32
+    # A crop alone is what Pillow cuts out of the box.
+    torch.manual_seed(5)
+    box = pixels.ImageFile(90, 60, None).draw((1.0, 1.0), (1.5, 1.5), fastamp.sample_rng().python)
+    assert box == (0, 0, 90, 60)
+    torch.manual_seed(5)
+    whole = fastamp.ImageFolder(tmp_path, (40, 60), random_crop=(1.0, 1.0), ratio=(1.5, 1.5))[0][0]
+    assert difference(whole, expected(data, (40, 60))).max() <= 1
