@@ -1,0 +1,192 @@
+"""The race over a folder of photographs: Pillow in processes and in threads, SPDL, ImageFolder.
+
+A visit is a pass over all of them, the start of its processes or threads included.
+"""
+
+import argparse
+import atexit
+import importlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+import fastamp
+from fastamp.bench import peers
+from fastamp.bench.record import PLAIN, Case
+
+Batches: TypeAlias = Callable[[], Iterator[Any]]  # each call begins a pass
+
+COUNT, WIDTH, HEIGHT = 2000, 500, 375
+SIZE, BATCH_SIZE, CLASSES = 224, 64, 10
+WORKERS = (0, 1, 2, 4)  # of torch's loader
+CHECKED = 3  # batches of each arm
+TOLERANCE = 4.0  # of the mean difference: crops and filters differ by half a pixel
+
+
+class PillowFolder(Dataset[tuple[Tensor, int]]):
+    """What most programs have: Pillow, with torchvision's Resize and CenterCrop."""
+
+    def __init__(self, samples: list[tuple[str, int]]) -> None:
+        self.samples = samples
+        self.open = importlib.import_module("PIL.Image").open
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        path, label = self.samples[index]
+        image = self.open(path).convert("RGB")
+        width, height = find_size(*image.size)
+        image = image.resize((width, height), resample=2)  # bilinear
+        left, top = round((width - SIZE) / 2), round((height - SIZE) / 2)
+        image = image.crop((left, top, left + SIZE, top + SIZE))
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous(), label
+
+
+def find_size(width: int, height: int) -> tuple[int, int]:
+    """Return the size whose shorter side is SIZE."""
+    short = min(width, height)
+    return int(SIZE * width / short), int(SIZE * height / short)
+
+
+def write_photos(folder: Path, count: int, seed: int) -> None:
+    """Write JPEGs of about 45 KB: parts of a few scenes, with edges, texture and grain."""
+    image = importlib.import_module("PIL.Image")
+    rng = np.random.default_rng(seed)
+    scenes = []
+    for _ in range(min(8, count)):
+        scene = np.full((2 * HEIGHT, 2 * WIDTH, 3), 128, np.float32)
+        for cell, strength in ((160, 60), (60, 40), (20, 25), (6, 16), (2, 10)):
+            shape = (2 * HEIGHT // cell + 2, 2 * WIDTH // cell + 2)
+            noise = rng.random((*shape, 1)) + rng.random((*shape, 3)) * 0.2 - 0.6
+            layer = image.fromarray(np.uint8(noise * 127 + 128))
+            layer = layer.resize((2 * WIDTH, 2 * HEIGHT), resample=3)  # bicubic
+            scene += (np.asarray(layer, np.float32) - 128) * (strength / 40)
+        scenes.append(scene)
+    grain = rng.normal(0, 3, (2 * HEIGHT, 2 * WIDTH, 1)).astype(np.float32)
+    rows, columns = np.mgrid[:HEIGHT, :WIDTH]
+
+    def part(whole: Any) -> Any:
+        top, left = rng.integers(HEIGHT), rng.integers(WIDTH)
+        return whole[top : top + HEIGHT, left : left + WIDTH]
+
+    for number in range(count):
+        pixels = part(scenes[rng.integers(len(scenes))]).copy()
+        for _ in range(4):
+            x, y, radius = rng.integers(WIDTH), rng.integers(HEIGHT), rng.integers(15, 120)
+            pixels[(columns - x) ** 2 + (rows - y) ** 2 < radius**2] += rng.normal(0, 35, 3)
+        pixels += part(grain)
+        path = folder / f"class {number % CLASSES}" / f"{number:05}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        quality = int(rng.integers(85, 91))
+        image.fromarray(np.uint8(pixels.clip(0, 255))).save(path, quality=quality)
+
+
+def _spdl_batches(samples: list[tuple[str, int]]) -> Batches:
+    """Return what begins a pass of SPDL's DataLoader, as its documentation has it."""
+    io, loaders = (importlib.import_module(f"spdl.{name}") for name in ("io", "dataloader"))
+    short = min(WIDTH, HEIGHT)
+    filters = f"crop={short}:{short}:exact=1,scale={SIZE}:{SIZE}:flags=bilinear,format=rgb24"
+    config = io.decode_config(decoder_options={"threads": "1"})
+
+    def decode(sample: tuple[str, int]) -> tuple[Any, int]:
+        packets = io.demux_image(sample[0])
+        return io.decode_packets(packets, decode_config=config, filter_desc=filters), sample[1]
+
+    def join(decoded: list[tuple[Any, int]]) -> list[Tensor]:
+        images = io.to_torch(io.convert_frames([frames for frames, _ in decoded]))
+        return [images.permute(0, 3, 1, 2), torch.tensor([label for _, label in decoded])]
+
+    options = {"num_threads": count_cores(), "output_order": "input"}
+    loader = loaders.DataLoader(
+        samples, preprocessor=decode, aggregator=join, batch_size=BATCH_SIZE, **options
+    )
+    return lambda: iter(loader)
+
+
+def _torch_batches(dataset: Dataset[Any], workers: int) -> Batches:
+    def begin() -> Iterator[Any]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # more workers than cores
+            return iter(DataLoader(dataset, BATCH_SIZE, num_workers=workers))
+
+    return begin
+
+
+def _thread_batches(dataset: Dataset[Any]) -> Batches:
+    options: dict[str, Any] = {"num_workers": count_cores(), "worker": "thread"}
+    return fastamp.DataLoader[Any](dataset, BATCH_SIZE, **options).__iter__
+
+
+def make_case(args: argparse.Namespace) -> Case:
+    """A folder of 2,000 JPEGs of 500x375 to 3x224x224 on the CPU, batches of 64.
+
+    Plain is the Dataset of torch's arm, Pillow, in fastamp's threads; fastamp is ImageFolder in
+    threads. SPDL needs `pip install spdl` and FFmpeg's libraries.
+    """
+    folder = tempfile.mkdtemp(prefix="fastamp photos ")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    write_photos(Path(folder), COUNT, args.seed)
+    ours = fastamp.ImageFolder(folder, SIZE)
+    pillow = PillowFolder(ours.samples)
+    arms = {f"torch, {n} workers": _torch_batches(pillow, n) for n in WORKERS}
+    elapsed_s = {name: _time(batches) for name, batches in arms.items()}
+    best = min(arms, key=elapsed_s.__getitem__)
+    expected = arms[best]
+    arms = {best: expected}
+    try:
+        spdl = _spdl_batches(ours.samples)
+        check(spdl, expected)
+        arms["SPDL"] = spdl
+    except peers.ERRORS as error:
+        print(f"SPDL is not raced: {peers.why(error)}", file=sys.stderr)
+    arms |= {PLAIN: _thread_batches(pillow), "fastamp": _thread_batches(ours)}
+    for name in (PLAIN, "fastamp"):
+        check(arms[name], expected)
+    return Case(
+        arms={name: partial(_drain, batches) for name, batches in arms.items()},
+        amounts={"images/s": COUNT},
+    )
+
+
+def check(batches: Batches, expected: Batches) -> None:
+    """Compare the first batches of two passes.
+
+    Raises:
+        AssertionError: they differ by more than the crops and filters do, or are too few.
+    """
+    for found, wanted in zip(*(islice(b(), CHECKED) for b in (batches, expected)), strict=True):
+        torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=0)
+        apart = (found[0].float() - wanted[0].float()).abs().mean().item()
+        if apart > TOLERANCE:
+            msg = f"the images differ by {apart:.1f} of 255 in the mean"
+            raise AssertionError(msg)
+
+
+def count_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _time(batches: Batches) -> float:
+    start_s = time.perf_counter()
+    _drain(batches)
+    return time.perf_counter() - start_s
+
+
+def _drain(batches: Batches) -> None:
+    deque(batches(), maxlen=0)
