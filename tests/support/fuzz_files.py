@@ -37,16 +37,21 @@ class Tokens(Target):
         block_size = rng.choice(OBJECTS)() if rng.random() < 0.2 else rng.randrange(1, 9)
         dtype = rng.choice(self.dtypes)() if rng.random() < 0.3 else None
         source = rng.choice(OBJECTS)() if rng.random() < 0.1 else suffix
-        return source, data, block_size, dtype
+        header = rng.choice(OBJECTS)() if rng.random() < 0.1 else rng.choice((0, 0, 0, 1, 8, 99))
+        second = rng.choice((None, None, None, source, np.arange(9, dtype="u2"), [3]))
+        return source, data, second, block_size, dtype, header
 
     def load(self, subject: None, given: Any) -> fastamp.TokenDataset:
-        source, data, block_size, dtype = given
+        source, data, second, block_size, dtype, header = given
         if isinstance(source, str):
             path = self.folder / f"tokens{source.encode('ascii', 'ignore').decode()[:9]}"
             path = Path(str(path).replace("\0", ""))
             path.write_bytes(data)
+            second = path if second is source else second
             source = path
-        return fastamp.TokenDataset(source, block_size, dtype)
+        if second is not None:
+            source = [source, second]
+        return fastamp.TokenDataset(source, block_size, dtype, header)
 
     def use(self, subject: None, given: Any, loaded: fastamp.TokenDataset) -> None:
         n, size = len(loaded), loaded.block_size
