@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import random
 
 import numpy as np
 import pytest
@@ -105,18 +107,20 @@ def test_windows_at_random_offsets_are_those_of_their_places(lengths, backend, t
             assert_same(found, random_windows(tokens, 16, 7, epoch, places))
 
 
-def test_random_offsets_resume_on_another_path(backend):
+def test_random_offsets_resume_anywhere_and_on_another_path(backend):
+    """From 30 states that are read again, as after a kill; without a seed, too."""
     dataset = fastamp.TokenDataset(make_array("u4", 999), 8, random_offsets=True)
     python = {"collate_fn": same_collate}
     threads = {"num_workers": 3, "worker": "thread", **python}
-    ways = ({}, python, threads, {"num_workers": 1, **python})
-    for number, way in enumerate(ways):
-        loader = fastamp.DataLoader(dataset, 5, **way)  # without a seed
+    ways, rng = ({}, python, threads, {"num_workers": 1, **python}), random.Random(0)
+    for number in range(30):
+        before, after = rng.choices(ways, (4, 4, 4, number % 10 == 0), k=2)
+        loader = fastamp.DataLoader(dataset, 5, seed=rng.choice((None, 4)), **before)
         iterator = iter(loader)
-        for _ in range(3):
+        for _ in range(rng.randrange(25)):
             next(iterator)
-        state = loader.state_dict()
-        other = fastamp.DataLoader(dataset, 5, **ways[number - 1])
+        state = json.loads(json.dumps(loader.state_dict()))
+        other = fastamp.DataLoader(dataset, 5, seed=loader.seed, **after)
         other.load_state_dict(state)
         assert_same(list(other), list(iterator))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from support.loading import Squares, generator
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, TensorDataset
@@ -12,6 +13,7 @@ EPOCHS = 2
 BATCH = 4
 N = 83  # 21 batches
 DATASET = TensorDataset(torch.arange(N), torch.arange(N * 3).reshape(N, 3))
+TOKENS = fastamp.TokenDataset(np.split(np.arange(N * 5 + 1), [100, 101]), 5, random_offsets=True)
 
 
 def own_generator():
@@ -41,6 +43,7 @@ VARIANTS = {
         "shuffle": True,
         "generator": generator(6),
     },
+    "random offsets": lambda: {"dataset": TOKENS, "shuffle": True, "seed": 2},
     "no batches": lambda: {"dataset": Squares(30), "batch_size": None, "shuffle": True, "seed": 7},
 }
 
