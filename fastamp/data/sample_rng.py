@@ -48,7 +48,8 @@ class Order(NamedTuple):
 
     def places(self, numbers: _Number) -> _Number:
         """Return the places in the epoch's order over all ranks; also of a tensor of numbers."""
-        return numbers + self.first + numbers // self.block * self.others
+        placed = numbers + self.first
+        return placed + numbers // self.block * self.others if self.others else placed
 
     def find_key(self, number: int) -> int:
         """Return the key of a sample as an unsigned number of 64 bits; of its batch: ~number."""

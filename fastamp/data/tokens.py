@@ -62,7 +62,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         self.block_size, self.random_offsets = block_size, bool(random_offsets)
         own = list(path_or_array) if isinstance(path_or_array, list) else path_or_array
         self._source = (own, block_size, dtype, header, random_offsets)
-        parts = [part for part in _open_all(path_or_array, dtype, header) if len(part)]
+        parts = [part[:] for part in _open_all(path_or_array, dtype, header) if len(part)]
         count = sum(map(len, parts))
         self._length = (count - 1) // block_size
         if self._length < 1:
