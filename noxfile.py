@@ -200,6 +200,12 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
+def passes(session: nox.Session) -> None:
+    """End 20,000 passes over thread workers in every way: nothing is left; `-- --passes N`."""
+    run_script(session, "thread_trials")
+
+
+@nox.session
 def faults(session: nox.Session) -> None:
     """Kill runs, send them signals, refuse their writes: nothing is lost that was saved.
 

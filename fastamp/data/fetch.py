@@ -230,7 +230,7 @@ class FetchSource(Iterator[Any]):
         self._stats.collate_s += collate_s
         self._stats.nbytes += count_nbytes(batch)
         if self._passed is not None:
-            self._notes.append({"late": self._find_late(*self._passed)})
+            self._notes.append({"late": self.late})
         if note is not None or self._notes:
             self._states.append([*self._notes, note])
             self._notes = []
@@ -248,8 +248,16 @@ class FetchSource(Iterator[Any]):
         finally:
             current.sample = before
 
-    def _find_late(self, begin: Position, skips: int) -> list[int]:
-        """Return the places of the batches that are under way, with later ones delivered."""
+    def finish(self) -> bool:
+        """Let threads begin no more batches; say whether any are left for others."""
+        return bool(self._iterator.finish())  # type: ignore[attr-defined]
+
+    @property
+    def late(self) -> list[int]:
+        """The places of the batches that are under way, with later ones delivered."""
+        if self._passed is None:
+            return []
+        begin, skips = self._passed
         iterator: Any = self._iterator
         last, under_way = iterator._send_idx - 1, sorted(iterator._task_info)
         while last in iterator._task_info:

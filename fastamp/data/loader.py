@@ -4,6 +4,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Sampler
 
 from fastamp.data.accelerated import Preparable, ServedPass
+from fastamp.data.auto import TrialPass, choose_at_once
 from fastamp.data.collate import BatchCollator
 from fastamp.data.datasets import ArrayDataset, count_rows, is_arrays
 from fastamp.data.gather import find_path
@@ -86,6 +88,8 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             is not repeatable. `fastamp.get_worker_info()` and `worker_init_fn` know the threads; an
             iterable dataset is copied for each. Batches are made ahead as by processes, but no more
             than `max_bytes`. A `__getitem__` that computes in Python needs processes.
+            "auto" measures in the first pass which of them is faster, and keeps to it, also in the
+            state; `stats().workers` says why. Either may then make the first batches.
         max_bytes: the most that the loader itself holds: batches gathered ahead, and slots for
             large ones. None is 1 GiB, or one batch if that is larger. torch's workers hold what
             `prefetch_factor` says.
@@ -97,6 +101,9 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         TypeError: a sharded loader has an iterable dataset.
         RuntimeError: `shard`, a launcher has set WORLD_SIZE, and torch.distributed is not in use.
     """
+
+    _chosen: str | None = None  # by "auto"
+    _trying: str | None = None  # while it measures
 
     def __init__(
         self,
@@ -216,7 +223,11 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         gatherable, _ = find_path(self)
         states: deque[Any] = deque()
         if gatherable is None:
-            batches = fetched(self, position, slots, states, ahead=to_device or served is not None)
+            ahead = to_device or served is not None
+            fetch: Any = partial(fetched, self, slots=slots, states=states, ahead=ahead)
+            chosen = self.worker != "auto" or not self.num_workers or self._chosen is not None
+            chosen = chosen or choose_at_once(self)
+            batches = fetch(position) if chosen else TrialPass(self, position, fetch)
         else:
             batches = gathered(self, gatherable, position, slots)
         if to_device:
@@ -292,6 +303,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             "version": _STATE_VERSION,
             **identity(self),
             "told_epoch": self._told_epoch,
+            "worker": self._chosen,
             **encode(position),
         }
 
@@ -323,6 +335,12 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             msg = f"state: it has the state of a dataset, and {kind} has no load_state_dict"
             raise ValueError(msg)
         check_workers(self, position)
+        chosen = state.get("worker", "")
+        if chosen not in (None, "process", "thread"):
+            msg = f"state: its worker: expected None, 'process' or 'thread', got {chosen!r}"
+            raise ValueError(msg)
+        if chosen is not None and self.worker == "auto":
+            self._choose(chosen, "as in the loaded state")
         if told_epoch is not None:
             self.set_epoch(told_epoch)
         if position.generator is not None and self.generator is not None:
@@ -348,7 +366,13 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
     @property
     def _in_threads(self) -> bool:
         """Whether the workers are threads."""
-        return self.num_workers > 0 and self.worker == "thread"
+        worker = self._chosen or self._trying if self.worker == "auto" else self.worker
+        return self.num_workers > 0 and worker == "thread"
+
+    def _choose(self, worker: str, reason: str) -> None:
+        """Keep to a kind of workers from now on."""
+        self._chosen, self._trying = worker, None
+        self._stats.workers = f"{worker}s: {reason}".replace("processs", "processes")
 
     def check_worker_number_rationality(self) -> None:
         """Warn as torch does of more processes than cores, but not of threads, which may wait."""

@@ -1,6 +1,7 @@
 """Batches made ahead of their consumer by a thread, and copied to the device on a side stream."""
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -96,13 +97,17 @@ class Pass(Iterator[T], Generic[T]):
         self._copies = CudaCopies(device) if device and device.type == "cuda" else None
         # Batches with the event of their copy's end or None, and errors in place of batches.
         self._ready: SimpleQueue[tuple[Any, Any] | BaseException] = SimpleQueue()
-        self._room = threading.Semaphore(depth)
+        # Nothing for each batch that there is room for, and anything else at the end.
+        self._room: SimpleQueue[Any] = SimpleQueue()
+        for _ in range(depth):
+            self._room.put(None)
         self._stop = threading.Event()
         self._owner_pid = os.getpid()
         move = self._copies.start if self._copies else partial(_move, device)
         # The thread holds no reference to this object, whose end is what ends the thread.
         grad = torch.is_grad_enabled()
-        shared = (iter(iterable), move, self._ready, self._room, self._stop, grad)
+        ended = weakref.ref(self, self._room.put)  # no Python, in which Ctrl-C may come
+        shared = (iter(iterable), move, self._ready, self._room, self._stop, grad, ended)
         self._thread = threading.Thread(target=_produce, args=shared, name="fastamp", daemon=True)
         self._thread.start()
         live.add(self)
@@ -115,7 +120,7 @@ class Pass(Iterator[T], Generic[T]):
         if self._copies:
             self._copies.follow_consumer()
         item = self._ready.get(timeout=self._timeout_s)
-        self._room.release()
+        self._room.put(None)
         if isinstance(item, BaseException):
             if is_last(item):
                 self.close()
@@ -133,16 +138,22 @@ class Pass(Iterator[T], Generic[T]):
         self._stop.set()
         if self._owner_pid != os.getpid():
             return
-        self._room.release()
+        self._room.put("end")
         # While the interpreter ends, no other thread runs.
         if self._thread is not threading.current_thread() and not sys.is_finalizing():
-            self._thread.join(JOIN_S)
+            join(self._thread)
         if self._copies:
             self._copies.finish()
 
     def __del__(self) -> None:
         if hasattr(self, "_thread"):
             self.close()
+
+
+def join(thread: threading.Thread) -> None:
+    """Wait for a thread's end, if it began: Ctrl-C may have come in between."""
+    with contextlib.suppress(RuntimeError):
+        thread.join(JOIN_S)
 
 
 @atexit.register
@@ -161,14 +172,14 @@ def _produce(
     iterator: Iterator[Any],
     move: Callable[[Any], tuple[Any, Any]],
     ready: SimpleQueue[tuple[Any, Any] | BaseException],
-    room: threading.Semaphore,
+    room: SimpleQueue[Any],
     stop: threading.Event,
     grad: bool,  # noqa: FBT001 - a thread's argument
+    _ended: object,
 ) -> None:
     torch.set_grad_enabled(grad)  # of this thread
     while True:
-        room.acquire()
-        if stop.is_set():
+        if room.get() is not None or stop.is_set():
             break
         try:
             batch = next(iterator)

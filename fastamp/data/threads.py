@@ -3,6 +3,7 @@
 import copy
 import os
 import time
+import traceback
 import warnings
 import weakref
 from collections import deque
@@ -31,8 +32,8 @@ from fastamp.data.workers import Team, WorkerInfo, become_worker
 
 def check_worker(worker: str | None, dataset: Any, context: Any) -> str | None:
     """Refuse what is no kind of workers, and what threads cannot do."""
-    if worker not in (None, "process", "thread"):
-        msg = f"worker: expected None, 'process' or 'thread', got {worker!r}"
+    if worker not in (None, "process", "thread", "auto"):
+        msg = f"worker: expected None, 'process', 'thread' or 'auto', got {worker!r}"
         raise ValueError(msg)
     if worker == "thread" and context is not None:
         msg = f"multiprocessing_context: expected None with worker='thread', got {context!r}"
@@ -126,11 +127,14 @@ class _Maker(NamedTuple):
     lock: Lock
     ready: "SimpleQueue[int]"
     """Gets the numbers of batches that are done."""
-    dropped: list[bool]
+    dropped: list[Any]
     """Has something in it when nobody wants batches any more."""
+    ended: "weakref.ref[ThreadBatches]"
+    """Is put into it at the end of the pass, without a line of Python, in which Ctrl-C may come."""
 
 
-def _find_maker(loader: Any, slots: Slots, dropped: list[bool]) -> _Maker:
+def _find_maker(loader: Any, slots: Slots, batches: "ThreadBatches") -> _Maker:
+    dropped: list[Any] = []
     dataset, collate_fn = loader.dataset, loader.collate_fn
     single, together = loader.batch_sampler is None, find_together(dataset)
     whole, writer = single or together is not None, None
@@ -153,6 +157,7 @@ def _find_maker(loader: Any, slots: Slots, dropped: list[bool]) -> _Maker:
         lock=Lock(),
         ready=SimpleQueue(),
         dropped=dropped,
+        ended=weakref.ref(batches, dropped.append),
     )
 
 
@@ -254,10 +259,9 @@ class ThreadBatches(Iterator[Measured]):
     _workers = ()  # no processes
 
     def __init__(self, loader: Any, indices: Iterator[Any], team: Team, slots: Slots) -> None:
-        self._dropped: list[bool] = []
         self._loader, self._indices, self._owner_pid = loader, indices, os.getpid()
         self._team: Team | None = team
-        self._maker = _find_maker(loader, slots, self._dropped)
+        self._maker = _find_maker(loader, slots, self)
         self._drawn: deque[Placed | BaseException] = deque()
         self._done: set[int] = set()
         # The names that torch's iterators have for what is submitted, and not delivered.
@@ -270,7 +274,10 @@ class ThreadBatches(Iterator[Measured]):
         try:
             self._drawn.extend(islice(self._indices, 1))
         except Exception as error:  # noqa: BLE001 - raised where the batch would come
-            self._drawn.append(error)
+            # Its frames refer to this pass, which until then must not live by them.
+            told = "".join(traceback.format_exception(error))
+            error.__cause__ = RuntimeError(f"a sampler was asked ahead:\n\n{told}")
+            self._drawn.append(error.with_traceback(None))
 
     def _submit(self) -> None:
         """Let threads make what was drawn, as far as there is room for it."""
@@ -332,12 +339,18 @@ class ThreadBatches(Iterator[Measured]):
         self._draw()
         return self._task_info.pop(number)
 
+    def finish(self) -> bool:
+        """Begin no more batches; say whether there are any."""
+        self._draw()
+        has_more = bool(self._drawn)
+        self._drawn.clear()
+        self._indices = iter(())
+        return has_more
+
     def close(self) -> None:
         """Leave what is under way, and the threads if they do not persist."""
-        self._dropped.append(True)
+        self._maker.dropped.append(True)
         self._task_info, self._team = {}, None
-
-    __del__ = close
 
 
 class StreamBatches(Iterator[Measured]):

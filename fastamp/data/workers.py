@@ -5,15 +5,18 @@ import ctypes
 import os
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 import torch
 from torch.utils.data import get_worker_info as torch_worker_info
 
-from fastamp.data.prefetch import JOIN_S, live
+from fastamp.data.prefetch import join, live
 
 Task: TypeAlias = Callable[[BaseException | None], bool]
 
@@ -64,16 +67,23 @@ class Team:
     """
 
     def __init__(self, infos: list[WorkerInfo], init_fn: Callable[[int], None] | None) -> None:
-        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self._tasks: SimpleQueue[Any] = SimpleQueue()
+        # Put in at the end, without a line of Python, in which Ctrl-C may come.
+        self._ended = weakref.ref(self, self._tasks.put)
         self._owner_pid = os.getpid()
         self._threads: list[threading.Thread] = []
         live.add(self)
         for info in infos:
-            arguments = (self._tasks, info, init_fn)  # and no reference to the team
+            arguments = (
+                self._tasks,
+                info,
+                init_fn,
+                self._ended,
+            )  # and no other reference to the team
             name = f"fastamp worker {info.id}"
             thread = threading.Thread(target=_serve, args=arguments, name=name, daemon=True)
-            thread.start()
             self._threads.append(thread)
+            thread.start()
 
     @property
     def is_here(self) -> bool:
@@ -87,30 +97,38 @@ class Team:
 
     def close(self) -> None:
         """End the threads when they have called all tasks."""
-        if not self.is_here:
+        threads, self._threads = self._threads, []  # at the end of Python there is no more to do
+        if not threads or not self.is_here:
             return
-        self._tasks.put(None)
+        self._tasks.put(self._ended)
         # While the interpreter ends, no other thread runs.
-        if threading.current_thread() in self._threads or sys.is_finalizing():
+        if threading.current_thread() in threads or sys.is_finalizing():
             return
-        for thread in self._threads:
-            thread.join(JOIN_S)
+        for thread in threads:
+            join(thread)
+        # Python's threads have ended, the system's may yet tidy up. A process that is forked then,
+        # as torch's workers are, waits forever for a lock that such a thread has: MKL has one.
+        own = [Path(f"/proc/self/task/{thread.native_id}") for thread in threads]
+        deadline_s = time.monotonic() + 1.0
+        while any(path.exists() for path in own) and time.monotonic() < deadline_s:
+            time.sleep(1e-4)
 
     __del__ = close
 
 
 def _serve(
-    tasks: SimpleQueue[Task | None],
+    tasks: SimpleQueue[Any],
     info: WorkerInfo,
     init_fn: Callable[[int], None] | None,
+    ended: "weakref.ref[Team]",
 ) -> None:
     failed: BaseException | None = None
     try:
         become_worker(info, init_fn)
     except BaseException as error:  # noqa: BLE001 - raised where the consumer is
         failed = error
-    while (task := tasks.get()) is not None:
+    while (task := tasks.get()) is not ended:
         if task(failed):  # whose traceback leads to the consumer from now on
             failed = RuntimeError(f"worker_init_fn has failed in thread worker {info.id}")
         del task  # held no longer than the consumer holds it
-    tasks.put(None)  # for the next thread
+    tasks.put(ended)  # for the next thread

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
 import fastamp
+from fastamp.data import auto
 
 X = make_array(torch.float32, 100, 2000)
 
@@ -408,7 +409,7 @@ def test_a_stream_that_fails_in_a_thread_is_told():
 
 def test_what_threads_cannot_do_is_refused():
     for worker in ("threads", 3):
-        with pytest.raises(ValueError, match="worker: expected None, 'process'"):
+        with pytest.raises(ValueError, match="worker: expected None, 'process', 'thread' or"):
             fastamp.DataLoader(Squares(3), worker=worker)
     with pytest.raises(ValueError, match="multiprocessing_context: expected None"):
         in_threads(Squares(3), multiprocessing_context="fork")
@@ -419,6 +420,7 @@ import os, signal, threading, time
 import torch
 from support.loading import Rows
 import fastamp
+from fastamp.data import auto
 
 loader = fastamp.DataLoader(
     Rows(400, lambda i: torch.full((2000,), float(i))), 4,
@@ -461,6 +463,96 @@ iterator = iter(slow)  # and the process ends meanwhile
 """
 
 
+def test_passes_that_end_in_every_way_leave_nothing():
+    """A small part of `nox -s passes`."""
+    check("from support import thread_trials as t; found = t.main(300, 1); assert not found, found")
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_pass_survives_forks_and_ctrl_c(persistent):
     check(FORK.replace("{persistent}", str(persistent)))
+
+
+class Frozen:
+    """A clock that tells no time but that which the test lets pass."""
+
+    def __init__(self, monkeypatch):
+        self.now_s = self.cpu_s = 0.0
+        monkeypatch.setattr(auto.time, "perf_counter", lambda: self.now_s)
+        monkeypatch.setattr(auto.time, "process_time", lambda: self.cpu_s)
+
+
+@pytest.mark.parametrize("stop", [None, 13, 60])
+@pytest.mark.parametrize(
+    ("thread_s", "process_s", "cpu", "reason"),
+    [
+        (0.3, 0.1, 0.0, "processes: threads made 3.33 batches/s, processes 10"),
+        (0.1, 0.3, 0.0, "threads: threads made 10 batches/s, processes 3.33"),
+        (0.1, 0.095, 0.0, "threads: threads made 10 batches/s, processes 10.5"),
+        (0.1, 0.05, 2.0, "threads: threads keep 2.0 cores busy"),
+        (0.0, 0.05, 0.0, "threads: threads keep up with the loop"),
+    ],
+)
+def test_auto_measures_and_chooses_once(thread_s, process_s, cpu, reason, stop, monkeypatch):
+    """With the same batches, whatever it does meanwhile, and from its states."""
+
+    def make(**options):
+        options = {"worker": "auto", "num_workers": 2, "shuffle": True, "seed": 3, **options}
+        return fastamp.DataLoader(Augmented(100), 1, **options)
+
+    monkeypatch.setattr(auto, "_count_cores", lambda: 2)
+    clock = Frozen(monkeypatch)
+    expected = [*make(num_workers=0)]
+    loader = make()
+    following = auto.FetchSource.__next__
+
+    def next_later(source):
+        clock.now_s += thread_s if loader._in_threads else process_s
+        clock.cpu_s += thread_s * cpu
+        return following(source)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(auto.FetchSource, "__next__", next_later)
+        iterator = iter(loader)
+        batches = []
+        for batch in iterator:
+            clock.now_s += 0.0 if thread_s else 0.1
+            batches.append(batch)
+            if len(batches) == stop:
+                break
+    if stop is None:
+        assert_same(batches, expected)
+        assert loader.stats().workers == reason
+        kinds = "thread" if reason.startswith("threads") else "worker"
+        assert f"in 2 {kinds}s" in loader.stats().path
+        assert loader.state_dict()["worker"] == ("thread" if kinds == "thread" else "process")
+    state = json.loads(json.dumps(loader.state_dict()))
+    resumed = make(num_workers=1)
+    resumed.load_state_dict(state)
+    rest = [*resumed]
+    assert_same([*batches, *rest] if stop else rest, expected if stop else rest)
+    if stop != 13:
+        assert resumed.stats().workers.endswith(": as in the loaded state")
+    with pytest.raises(ValueError, match="state: its worker: expected None, 'process' or 'thread'"):
+        resumed.load_state_dict(state | {"worker": 3})
+
+
+def test_auto_leaves_to_processes_what_threads_cannot_do():
+    class Stateful(Squares):
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    for dataset, options, reason in (
+        (Stateful(9), {}, "Stateful has a state_dict"),
+        (Parts(), {}, "Parts is read by each worker for itself"),
+        (Squares(9), {"worker_init_fn": print}, "worker_init_fn is given"),
+    ):
+        loader = in_threads(dataset, worker="auto", num_workers=1, **options)
+        next(iter(loader))
+        assert loader.stats().workers == f"processes: {reason}"
+    loader = in_threads(Squares(9), worker="auto", num_workers=2)  # too small to measure
+    assert len([*loader]) == 3
+    assert loader.stats().workers == ("threads: the first pass was over before there was a choice")

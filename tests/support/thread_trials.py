@@ -1,0 +1,170 @@
+"""Passes over thread workers that end in every way: no thread, descriptor or slot is left.
+
+`python tests/support/thread_trials.py --passes 20000`; a small part of it runs in the suite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+import fastamp
+
+N = 48
+LARGE = 1 << 18  # floats of a row: four of them make a slot that is leased
+
+
+class Rows(Dataset):
+    """Rows, of which some break; large ones, where slots are looked at."""
+
+    def __init__(self, rng):
+        self.broken = rng.choice([-1, -1, rng.randrange(N)])
+        self.size = LARGE if rng.random() < 0.02 else 2000
+        self.wait_s = rng.choice([0, 0, 1e-4])
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        if self.wait_s:
+            time.sleep(self.wait_s)
+        if index == self.broken:
+            raise LookupError(index)
+        return torch.full((self.size,), float(index)), index
+
+
+class Part(IterableDataset):
+    def __init__(self, rng):
+        self.broken = rng.choice([-1, rng.randrange(20)])
+
+    def __iter__(self):
+        for index in range(20):
+            if index == self.broken:
+                raise LookupError(index)
+            yield torch.full((2000,), float(index))
+
+
+def init_fails(_worker):
+    raise LookupError
+
+
+def collate_fails(_samples):
+    raise LookupError
+
+
+def sampler_fails():
+    yield from range(9)
+    raise LookupError
+
+
+def make_loader(rng):
+    """Return a loader at random."""
+    options = {
+        "batch_size": rng.choice([None, 1, 4]),
+        "num_workers": rng.randrange(1, 5),
+        "worker": "thread",
+        "persistent_workers": rng.random() < 0.3,
+        "device": rng.choice([None, None, "meta"]),
+        "max_bytes": rng.choice([None, 1 << 23]),
+    }
+    if rng.random() < 0.2:
+        return fastamp.DataLoader(Part(rng), **options)
+    options["in_order"] = rng.random() < 0.8
+    failing = rng.choice([None, None, None, "worker_init_fn", "collate_fn", "sampler"])
+    if failing == "sampler":
+        options["sampler"] = sampler_fails()
+    elif failing:
+        options[failing] = {"worker_init_fn": init_fails, "collate_fn": collate_fails}[failing]
+    return fastamp.DataLoader(Rows(rng), **options)
+
+
+armed: list[bool] = []
+
+
+def interrupt(_number, _frame):
+    if armed:
+        armed.clear()
+        raise KeyboardInterrupt
+
+
+def run_pass(rng, loader):
+    """Begin a pass and end it: at its end, in the middle, by an error, or by Ctrl-C."""
+    ends_after = rng.choice([0, 1, 3, 10**6])
+    after_s = rng.uniform(1e-5, 5e-3) if rng.random() < 0.3 else 0
+    try:
+        armed.append(True)
+        signal.setitimer(signal.ITIMER_REAL, after_s)
+        for count, _batch in enumerate(loader, 1):
+            if count >= ends_after:
+                break
+        armed.clear()
+    except (LookupError, KeyboardInterrupt, RuntimeError):
+        armed.clear()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def count_left(slots):
+    """Return what is there: threads, descriptors, and slots that are neither free nor forgotten."""
+    leased = sum(
+        sum(slot() is not None for slot in made) - len(free)
+        for one in slots
+        for free, made in one._rings.values()
+    )
+    named = [thread for thread in threading.enumerate() if thread.name.startswith("fastamp")]
+    threads = sum(thread.is_alive() for thread in named)  # not those that Ctrl-C did not let begin
+    return threads, len([*Path("/proc/self/fd").iterdir()]), leased
+
+
+def wait_for(condition):
+    """Wait for threads that end."""
+    deadline_s = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.005)
+
+
+def main(passes, seed):
+    """Run so many passes; return what is left too many."""
+    signal.signal(signal.SIGALRM, interrupt)
+    sys.unraisablehook = lambda _: None  # Ctrl-C while something is deleted
+    rng = random.Random(seed)
+    gc.collect()
+    before = count_left([])
+    kept = set()
+    done = 0
+    while done < passes:
+        loader = make_loader(rng)
+        for _ in range(rng.randrange(1, 5)):
+            run_pass(rng, loader)
+            done += 1
+            if loader._slots is not None:
+                kept.add(loader._slots)
+        del loader
+        if len(kept) > 50 or done >= passes:
+            gc.collect()
+            wait_for(lambda: count_left(kept) == before)
+            left = count_left(kept)
+            if left != before:
+                return f"after {done} passes: threads, descriptors, slots {before} became {left}"
+            kept.clear()
+    return ""
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--passes", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    begin_s = time.monotonic()
+    found = main(options.passes, options.seed)
+    elapsed_s = time.monotonic() - begin_s
+    sys.exit(found or print(f"{options.passes} passes in {elapsed_s:.0f} s left nothing"))  # noqa: T201
