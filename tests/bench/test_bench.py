@@ -6,13 +6,12 @@ import argparse
 import copy
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from support.fake_clock import FakeClock
+from support.processes import run_python
 
 import fastamp
 from fastamp.bench import arms as arms_
@@ -51,20 +50,23 @@ def quick(monkeypatch, text):
     return [*TINY.split(), "--data", str(text)]
 
 
+MAIN = """
+import multiprocessing, runpy, warnings
+warnings.simplefilter("error")
+# torch 2.6 leaves a folder of torch.distributed's to the end
+warnings.filterwarnings("ignore", "Implicitly cleaning up", ResourceWarning)
+from fastamp.bench import arms
+# A fork has torch, which takes seconds to import; a test below starts a fresh process.
+arms.get_context = lambda _: multiprocessing.get_context("fork")
+runpy.run_module("fastamp.bench", run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Run the main job once, on the standard library, as a user does, in a pipe."""
+    """Run the main job once, on the standard library, as a user does whose output is a file."""
     folder = tmp_path_factory.mktemp("a folder")
-    # torch 2.6 leaves a folder of torch.distributed's to the end
-    quiet = ["-W", "error", "-W", "ignore:Implicitly cleaning up:ResourceWarning"]
-    command = [sys.executable, *quiet, "-m", "fastamp.bench", *TINY.split()]
-    done = subprocess.run(
-        [*command, "--json", "all of it.json"],
-        cwd=folder,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    done = run_python(MAIN, *TINY.split(), "--json", "all of it.json", cwd=folder)
     assert done.returncode == 0, done.stderr
     return done, json.loads((folder / "all of it.json").read_text())
 
@@ -128,7 +130,7 @@ def test_memory_is_measured_in_another_process_and_grows_with_the_model(
     finished, corpus, monkeypatch
 ):
     monkeypatch.setattr(arms_, "_first_steps", None)  # seen by this process and its forks only
-    job = replace(JOB, shape=replace(SHAPE, width=768, layers=3))
+    job = replace(JOB, shape=replace(SHAPE, width=384, layers=3))
     large = arms_.peak_memory(job, arms_.make_arms(job)[0], corpus.train)
     parameters = sum(parameter.numel() for parameter in GPT(job.shape).parameters())
     # float32 weights, gradients and two moments are 16 bytes a parameter
@@ -340,7 +342,7 @@ def test_fastamps_timer_counts_every_step_of_the_story(corpus):
     assert loop.timer.summary()["step"].count == story.VISIT_STEPS
 
 
-def test_a_pipe_gets_whole_lines_and_no_progress_bar(finished):
+def test_a_file_gets_whole_lines_and_no_progress_bar(finished):
     done, _ = finished
     assert done.stderr == ""
     assert "\r" not in done.stdout

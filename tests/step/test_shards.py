@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import multiprocessing
 import pickle
@@ -15,6 +16,7 @@ from support import ranks, shard_cases, shard_trainings
 from support.training import OPTIMIZERS
 
 import fastamp
+from fastamp.bench import local_ranks
 from fastamp.bench.__main__ import main
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
@@ -298,7 +300,10 @@ def test_a_process_of_its_own_does_not_import_dtensors():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
-def test_the_bench_starts_ranks_compares_and_leaves_none_behind(capsys):
+def test_the_bench_starts_ranks_compares_and_leaves_none_behind(capsys, monkeypatch):
+    # Ranks of this server have torch, which takes seconds to import.
+    start = functools.partial(torch.multiprocessing.start_processes, start_method="forkserver")
+    monkeypatch.setattr(local_ranks, "spawn", start)
     before = set(multiprocessing.active_children())
     assert main(["step", "--ranks", "2", "--shapes", "3x1000"]) == 0
     assert set(multiprocessing.active_children()) == before
