@@ -33,9 +33,9 @@ def make_data(n=N):
 class Dropping(torch.nn.Module):
     """A GPT whose logits lose some, so that random numbers count."""
 
-    def __init__(self, dropout):
+    def __init__(self, layers, dropout):
         super().__init__()
-        self.gpt = GPT(Shape(layers=2, heads=2, width=16, block_size=BLOCK))
+        self.gpt = GPT(Shape(layers=layers, heads=2, width=16, block_size=BLOCK))
         self.dropout = torch.nn.Dropout(dropout)
 
     def forward(self, tokens):
@@ -65,6 +65,7 @@ class Watching(fastamp.ModelCall):
 def train(
     folder=None,
     *,
+    layers=1,
     dropout=0.0,
     stop_at=0,
     action=crash,
@@ -81,7 +82,7 @@ def train(
     settings |= {"model_call": watching, "tracker": fastamp.MetricsTracker(sinks=list(sinks))}
     # Every rank starts with a model of its own: the first one's counts.
     torch.manual_seed(_rank())
-    model = Dropping(dropout)
+    model = Dropping(layers, dropout)
     try:
         result = fastamp.fine_tune(
             model,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import pickle
 import tempfile
 import time
 import traceback
@@ -39,7 +40,7 @@ def _serve(connection: Connection) -> None:
                     answer = (True, function(*args))
             except Exception:  # noqa: BLE001 - the test raises it
                 answer = (False, traceback.format_exc())
-            connection.send(answer)
+            connection.send_bytes(pickle.dumps(answer))  # send() would share each tensor's memory
 
 
 @contextlib.contextmanager
@@ -86,7 +87,7 @@ class Ranks:
                     self.kill()
                     message = f"{function.__name__} did not end on rank {len(answers)}"
                     raise TimeoutError(message)
-                answers.append(connection.recv())
+                answers.append(pickle.loads(connection.recv_bytes()))
         has_fsdp2 = hasattr(torch.cpu.Stream, "record_event")
         if not has_fsdp2 and any(words in str(answers) for words in NO_FSDP2):
             pytest.skip("torch 2.6 has no FSDP2 on the CPU")

@@ -182,7 +182,7 @@ def test_every_rank_draws_for_itself_and_gradients_are_exchanged_once_a_step(fou
 
 
 def test_blocks_are_sharded_one_by_one(four):
-    ours, _ = run(four, 2, parallel="fsdp", max_steps=1)
+    ours, _ = run(four, 2, parallel="fsdp", layers=2, max_steps=1)
     assert ours["units"] == 3  # two blocks, and the rest
     assert ours["spread"] == len(ours["weights"])
     assert run(four, 2, max_steps=1)[0]["spread"] == 0  # None is DDP
