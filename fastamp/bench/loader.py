@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import fastamp
-from fastamp.bench import photos
+from fastamp.bench import crops, photos
 from fastamp.bench.race import AGAIN, Plan
 from fastamp.bench.record import PLAIN, Case, Report, Task, run_cases
 
@@ -33,6 +33,7 @@ class Data(NamedTuple):
     dataset: Any
     batch_size: int
     tensors: Sequence[torch.Tensor] = ()
+    by_torch: Any = None  # the dataset that torch's loader reads in its place
 
 
 class SlowItems(Dataset[torch.Tensor]):
@@ -66,6 +67,15 @@ def _make_images(generator: torch.Generator) -> Data:
     return Data(TensorDataset(pixels, labels), 64, [pixels, labels])
 
 
+def _make_augmented(generator: torch.Generator) -> Data:
+    """50,000 images of 3x32x32 uint8, padded, cropped, flipped, cut out, batches of 256."""
+    # 0 fills only margins and holes.
+    pixels = torch.randint(1, 256, (50_000, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    tensors = [pixels, torch.arange(len(pixels))]
+    dataset = fastamp.ArrayDataset(*tensors, augment=crops.make_augmentations())
+    return Data(dataset, 256, tensors, crops.Samples(*tensors))
+
+
 def _make_dicts(_generator: torch.Generator) -> Data:
     """Dicts of 5 tensors, batches of 256."""
     keys = ("input_ids", "mask", "position", "weight", "label")
@@ -86,6 +96,7 @@ DATA = {
     "tensors": _make_tensors,
     "tokens": _make_tokens,
     "images": _make_images,
+    "augmented": _make_augmented,
     "dicts": _make_dicts,
     "collate": _make_collate,
     "slow": _make_slow,
@@ -115,6 +126,10 @@ def prepare(args: argparse.Namespace) -> Task:
 def _run(args: argparse.Namespace) -> Report:
     notes = [f"{name}: {_text(name)}" for name in args.data]
     notes += ["else a visit is a shuffled pass, and plain index_select(out=) in a loop, no limit"]
+    if "augmented" in args.data:
+        notes += [
+            "augmented: torch augments samples; plain augments batches with torch's operators"
+        ]
     return run_cases(args, PLAN, args.data, partial(_make_case, args), notes)
 
 
@@ -147,13 +162,19 @@ def plain_batches(data: Data, *, shuffle: bool) -> Batches:
                 output.copy_(buffer)
         return outputs
 
-    return lambda: map(gather, torch.split(order(length)[: length // size * size], size))
+    def augment(rows: torch.Tensor) -> list[torch.Tensor]:
+        images, labels = gather(rows)
+        return [crops.augment_batch(images), labels]
+
+    make = gather if data.by_torch is None else augment
+    return lambda: map(make, torch.split(order(length)[: length // size * size], size))
 
 
 def _make_arms(data: Data, args: argparse.Namespace, *, shuffle: bool) -> dict[str, Batches]:
     def load(make: Callable[..., Batches], num_workers: int) -> Batches:
+        by_torch = data.by_torch is not None and make is torch_batches
         return make(
-            data.dataset,
+            data.by_torch if by_torch else data.dataset,
             data.batch_size,
             args.device,
             shuffle=shuffle,
@@ -183,13 +204,19 @@ def _make_case(args: argparse.Namespace, name: str) -> Case:
         collates = {"torch": default_collate, "fastamp": fastamp.BatchCollator()}
         sources: dict[str, Batches] = {a: partial(map, c, samples) for a, c in collates.items()}
         batches = CHECKED
+        check(sources["fastamp"], expected)
+    elif name == "augmented":
+        sources = _make_arms(data, args, shuffle=True)
+        for arm in sources.values():
+            crops.check_augmented(arm(), data.tensors[0])
+        batches = len(data.dataset) // size
     else:
         for arm in _make_arms(data, args, shuffle=False).values():
             check(arm, expected)
         sources = _make_arms(data, args, shuffle=True)
         expected = list(islice(sources["torch"](), CHECKED))
+        check(sources["fastamp"], expected)
         batches = len(data.dataset) // size
-    check(sources["fastamp"], expected)
     sources = {"torch": sources["torch"], AGAIN: sources["torch"], **sources}
     nbytes = batches * sum(tensor.nbytes for tensor in tree_leaves(expected[0]))
     arms = {arm: partial(_drain, source) for arm, source in sources.items()}

@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 import fastamp
 from fastamp import _ops
-from fastamp.bench import arms, latency, loader, page, selftest, step, timer
+from fastamp.bench import arms, crops, latency, loader, page, selftest, step, timer
 from fastamp.bench.__main__ import main
 from fastamp.bench.race import Interval, Plan
 from fastamp.bench.record import PLAIN, SCHEMA_VERSION, Case, _finite, run_cases
@@ -305,6 +305,21 @@ def test_the_plain_gather_gives_the_batches_of_default_collate(name):
     rows = [batch[0].clone() for batch in loader.plain_batches(data, shuffle=True)()]
     assert len(rows) == len(data.dataset) // data.batch_size
     assert not torch.equal(rows[0], expected[0])
+
+
+def test_augmented_images_are_checked_before_they_are_timed():
+    pixels = torch.randint(1, 256, (64, 3, 32, 32), dtype=torch.uint8)
+    tensors = [pixels, torch.arange(64)]
+    ours = fastamp.ArrayDataset(*tensors, augment=crops.make_augmentations())
+    data = loader.Data(ours, 32, tensors, crops.Samples(*tensors))
+    batches = next(loader.plain_batches(data, shuffle=True)())
+    for found in (default_collate([*data.by_torch]), default_collate([*ours]), batches):
+        crops.check_augmented(iter([found]), pixels)
+        wrong = found[0].roll(1, 2)
+        with pytest.raises(AssertionError, match="no crop and flip"):
+            crops.check_augmented(iter([[wrong, found[1]]]), pixels)
+    with pytest.raises(AssertionError, match="no batch"):
+        crops.check_augmented(iter([]), pixels)
 
 
 def test_a_loader_whose_batches_are_wrong_or_missing_is_not_timed(monkeypatch):
