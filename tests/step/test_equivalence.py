@@ -1,6 +1,7 @@
 """Steps that fastamp makes itself: one result on all backends, which is torch's to a few ulp."""
 
 import copy
+import functools
 import itertools
 import math
 from contextlib import nullcontext
@@ -157,6 +158,14 @@ def test_dtypes_of_parameters_may_be_mixed(compiled):
     assert found[0] == found[1]
 
 
+@functools.cache
+def run_of_torch(name, fused):
+    """Return parameters, optimizer and scales of a run by torch, the same beside each backend."""
+    options = {"overflows": OVERFLOWS, "fused": fused, "sizes": SIZES[:4]}
+    *trained, (_, scales) = train(name, torch.float32, 22, native=lambda _s: False, **options)
+    return *trained, scales
+
+
 @pytest.mark.parametrize("fused", [True, None])
 @pytest.mark.parametrize("name", RULES)
 def test_a_run_is_torchs_with_overflows_checkpoints_and_steps_by_torch_in_it(name, fused, backend):
@@ -164,7 +173,7 @@ def test_a_run_is_torchs_with_overflows_checkpoints_and_steps_by_torch_in_it(nam
         pytest.skip("torch's fused SGD does not live through a first step that overflows")
     runs = {"all": lambda _s: True, "first": lambda s: s < 6, "in turn": lambda s: s // 3 % 2}
     options = {"overflows": OVERFLOWS, "fused": fused, "sizes": SIZES[:4]}
-    *torchs, (_, scales) = train(name, torch.float32, 22, native=lambda _s: False, **options)
+    *torchs, scales = run_of_torch(name, fused)
     for native in runs.values():
         *ours, (ways, found) = train(
             name, torch.float32, 22, native=native, reload=(4, 8, 15), **options
@@ -189,6 +198,12 @@ def after_50_steps(name, dtype, by, *, start=None, **options):
     return torch.cat([p.detach().double().flatten() for p in trained])
 
 
+@functools.cache
+def of_torch(name, dtype, **options):
+    """Return what steps by torch come to, which is the same beside each backend."""
+    return after_50_steps(name, dtype, lambda optimizer: optimizer.step(), **options)
+
+
 def torchs(name, dtype):
     """Return the implementations of torch that can be compared with."""
     wide = dtype == torch.float32
@@ -201,13 +216,10 @@ def torchs(name, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", RULES | MORE_RULES)
 def test_after_50_steps_it_is_as_near_to_float64_as_torchs_own(name, dtype, backend):
-    def step(optimizer):
-        optimizer.step()
-
-    exact = after_50_steps(name, torch.float64, step, start=dtype, foreach=True)
+    exact = of_torch(name, torch.float64, start=dtype, foreach=True)
     ours = (after_50_steps(name, dtype, is_native, fused=True) - exact).abs()
     for implementation in torchs(name, dtype):
-        theirs = (after_50_steps(name, dtype, step, **implementation) - exact).abs()
+        theirs = (of_torch(name, dtype, **implementation) - exact).abs()
         assert ours.max() <= 1.25 * theirs.max()
         assert ours.median() <= 1.25 * theirs.median()
 

@@ -27,7 +27,7 @@ def exact_norm(arrays: Sequence[NDArray[np.generic]], norm_type: float = 2.0) ->
     if norm_type == math.inf:
         return np.float32(np.max([np.abs(a).max() for a in wide if a.size], initial=0.0))
     terms = (np.square(a) if norm_type == 2 else np.abs(a) for a in wide)
-    total = math.fsum(math.fsum(t) for t in terms)
+    total = math.fsum(math.fsum(t.tolist()) for t in terms)
     return np.float32(math.sqrt(total) if norm_type == 2 else total)
 
 
