@@ -126,7 +126,7 @@ def emulated(session: nox.Session) -> None:
     pytest, and leave the sanitizers out.
     """
     pytest = ("python", "-I", "-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", "emulated")
-    env = emulate(session) | {"FASTAMP_AT_LARGE": "1"}
+    env = emulate(session) | {"FASTAMP_AT_LARGE": "1", "FASTAMP_EXAMPLES": "300"}
     session.run(*pytest, *(session.posargs or ["tests/step"]), env=env)
     if session.posargs:
         return
@@ -186,9 +186,9 @@ def run_script(session: nox.Session, name: str) -> None:
 
 @nox.session
 def properties(session: nox.Session) -> None:
-    """Draw 3,000 lists of parameters for the update, and 3,000 times changes between steps."""
+    """Draw 3,000 gradients for each test of the step, parameters for the update, and changes."""
     env = {"FASTAMP_EXAMPLES": "3000"}
-    names = ("update_properties", "noticed_properties")
+    names = ("properties", "update_properties", "noticed_properties")
     options = session.posargs or [f"tests/step/test_{name}.py" for name in names]
     session.run("python", "-I", "-m", "pytest", *options, env=env)
 

@@ -1,6 +1,6 @@
 """Updates of drawn lists of parameters: the compiled kernels and the fallback get the same bits.
 
-300 for each backend, or as many as `FASTAMP_EXAMPLES` says: 3,000 in `nox -s properties`.
+150 for each backend, or as many as `FASTAMP_EXAMPLES` says: 3,000 in `nox -s properties`.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from fastamp import _ops
 st = hypothesis.strategies
 
 SETTINGS = hypothesis.settings(
-    EXAMPLES, max_examples=EXAMPLES.max_examples if "FASTAMP_EXAMPLES" in os.environ else 300
+    EXAMPLES, max_examples=EXAMPLES.max_examples if "FASTAMP_EXAMPLES" in os.environ else 150
 )
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 SIZES = st.one_of(

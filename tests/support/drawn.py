@@ -1,4 +1,4 @@
-"""How tests draw: the same examples each time, 125 or as many as FASTAMP_EXAMPLES says."""
+"""How tests draw: the same examples each time, 60 or as many as FASTAMP_EXAMPLES says."""
 
 import os
 
@@ -7,7 +7,7 @@ import pytest
 hypothesis = pytest.importorskip("hypothesis")
 
 EXAMPLES = hypothesis.settings(
-    max_examples=int(os.environ.get("FASTAMP_EXAMPLES", "125")),
+    max_examples=int(os.environ.get("FASTAMP_EXAMPLES", "60")),
     deadline=None,
     derandomize=True,
     database=None,
