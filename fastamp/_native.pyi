@@ -98,6 +98,7 @@ cpu_ops: Ops
 cuda_ops: Ops
 has_exchange_table: bool
 
+def augment_image(images: Any, key: int, source: int, output: int) -> None: ...
 def check_device(device_index: int) -> None: ...
 def columns(
     samples: tuple[Any, ...], keys: tuple[Any, ...]

@@ -185,6 +185,12 @@ Images unpack(const ImageArguments& arguments) {
   return images;
 }
 
+void augment_image(const ImageArguments& arguments, std::uint64_t key, std::uintptr_t source,
+                   std::uintptr_t output) {
+  augment(unpack(arguments), key, reinterpret_cast<const char*>(source),
+          reinterpret_cast<char*>(output));
+}
+
 std::vector<Column> unpack(const std::vector<ColumnArguments>& arguments) {
   std::vector<Column> columns;
   for (const auto& [memory, num_rows, row_stride, row_nbytes, widened, images] : arguments) {
@@ -258,6 +264,8 @@ class Gatherer {
 }  // namespace
 
 void define_data(py::module_& module) {
+  module.def("augment_image", &augment_image, py::arg("images"), py::arg("key"), py::arg("source"),
+             py::arg("output"), "Write the image of the sample with this key, between addresses.");
   module.def("columns", &columns, py::arg("samples"), py::arg("keys"),
              "Return the values of dicts, a tuple for each key, or None.");
   module.def("stack", &stack, py::arg("samples"), py::arg("dtype"), py::arg("allocate"),

@@ -3,7 +3,6 @@
 from fastamp._ops.choose import FALLBACK, backends, host_ops, ops_for, use_only
 from fastamp._ops.graph import outside_graphs
 from fastamp._ops.held import Held, Tensors, hold, index_in_whole, parts_of
-from fastamp._ops.painting import augment_image
 from fastamp._ops.types import (
     NO_STATE,
     OTHER_TYPE,
@@ -47,7 +46,6 @@ __all__ = [
     "Tensors",
     "Update",
     "Windows",
-    "augment_image",
     "backends",
     "hold",
     "host_ops",

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from fastamp import _native
-from fastamp._ops.types import Clip, Column, GradStats, RegionMaker, Rule, Windows
+from fastamp._ops.types import Clip, Column, GradStats, Images, RegionMaker, Rule, Windows
 
 _NORM_TYPES = {
     1.0: _native.NormType.L1,
@@ -160,6 +161,19 @@ class CompiledHost:
     columns = staticmethod(_native.columns)
     stack = staticmethod(_native.stack)
 
+    def augment_image(self, images: Images, row: Tensor | npt.NDArray[Any], key: int) -> Tensor:
+        """Augment one image; see `fastamp._ops.HostOps`."""
+        if isinstance(row, np.ndarray):
+            row = np.ascontiguousarray(row)
+            source = row.ctypes.data
+        else:
+            row = row.contiguous()
+            source = row.data_ptr()
+        nbytes = math.prod(images.row_shape) * row.dtype.itemsize
+        output = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        _native.augment_image(_describe(images), key, source, output.data_ptr())
+        return output
+
     def gatherer(self, columns: Sequence[Column], depth: int) -> _native.Gatherer:
         """Gather on threads of the core; see `fastamp._ops.HostOps`."""
         # The consumer copies too, rather than sleep, so that one thread less does it.
@@ -183,8 +197,12 @@ def _memory(column: Column) -> tuple[list[tuple[int, int]], int, int, int, int, 
         parts, stride = [(part.ctypes.data, part.nbytes) for part in arrays], array.strides[0]
     row_nbytes = math.prod(array.shape[1:]) * itemsize
     widened = 0 if dtype == column.dtype else -itemsize if dtype.is_signed else itemsize
-    how = images and (*images[:4], images.steps, images.fills.ctypes.data)
+    how = images and _describe(images)
     return parts, array.shape[0], stride, row_nbytes, widened, how
+
+
+def _describe(images: Images) -> tuple[Any, ...]:
+    return (*images[:4], images.steps, images.fills.ctypes.data)
 
 
 def available() -> dict[str, CompiledOps]:

@@ -254,6 +254,8 @@ class FallbackOps:
         out = allocate((len(samples), *samples[0].shape), dtype)
         return torch.stack(tuple(samples), out=out)
 
+    augment_image = staticmethod(augment_image)
+
     def gatherer(self, columns: Sequence[Column], depth: int) -> "TorchGatherer":
         """Copy a batch when it is waited for; see `fastamp._ops.HostOps`."""
         del depth

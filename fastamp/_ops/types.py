@@ -329,6 +329,9 @@ class HostOps(Protocol):
             multiple: ragged dimensions, and the only one of vectors, are rounded up to it.
         """
 
+    def augment_image(self, images: Images, row: Tensor | npt.NDArray[Any], key: int) -> Tensor:
+        """Return the bytes of what an image becomes with a sample's key, in new memory."""
+
     def gatherer(self, columns: Sequence[Column], depth: int) -> Gatherer:
         """Return what gathers batches out of at least one column, which it keeps alive.
 

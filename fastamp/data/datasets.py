@@ -1,5 +1,6 @@
 """Datasets of the rows of arrays, in memory or in mapped files."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -51,22 +52,27 @@ class ArrayDataset(Dataset[Any]):
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        sample = tree_map(lambda array: array[index], self.arrays)
-        if not self._augmented:
-            return sample
-        key = sample_rng().take_key()
-        parts = sample if isinstance(sample, dict) else list(sample)
-        for name, augmented in self._augmented.items():
-            parts[name] = augmented.apply(self.arrays[name], index, key)
-        return parts if isinstance(sample, dict) else tuple(parts)
+        key = sample_rng().take_key() if self._augmented else 0
+        sample = {}
+        for name, part in self._parts():
+            if name in self._augmented:
+                sample[name] = self._augmented[name].apply(part, index, key)
+            elif _has_rows(part):
+                sample[name] = part[index]
+            else:
+                sample[name] = tree_map(lambda array: array[index], part)
+        return sample if isinstance(self.arrays, dict) else tuple(sample.values())
+
+    def _parts(self) -> Iterable[tuple[Any, Any]]:
+        return self.arrays.items() if isinstance(self.arrays, dict) else enumerate(self.arrays)
 
     def images(self) -> list[Images | None]:
         """Return how each of the arrays, with those in containers, is augmented."""
         found: list[Images | None] = []
-        for name in self.arrays if isinstance(self.arrays, dict) else range(len(self.arrays)):
-            array, augmented = self.arrays[name], self._augmented.get(name)
-            leaves = len(tree_leaves(array))
-            found += [None] * leaves if augmented is None else [augmented.images(array)]
+        for name, part in self._parts():
+            augmented = self._augmented.get(name)
+            count = len(tree_leaves(part))
+            found += [None] * count if augmented is None else [augmented.images(part)]
         return found
 
 
