@@ -206,6 +206,12 @@ def passes(session: nox.Session) -> None:
 
 
 @nox.session
+def streams(session: nox.Session) -> None:
+    """Run 10,000 schedules of streams, threads and devices on a model of torch.cuda."""
+    run_script(session, "stream_schedules")
+
+
+@nox.session
 def faults(session: nox.Session) -> None:
     """Kill runs, send them signals, refuse their writes: nothing is lost that was saved.
 

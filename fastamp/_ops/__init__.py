@@ -1,5 +1,6 @@
 """The op table: what every backend does with tensors, and which one serves which tensor."""
 
+from fastamp._ops.captures import apart_from_captures
 from fastamp._ops.choose import FALLBACK, backends, host_ops, ops_for, use_only
 from fastamp._ops.graph import outside_graphs
 from fastamp._ops.held import Held, Tensors, hold, index_in_whole, parts_of
@@ -46,6 +47,8 @@ __all__ = [
     "Tensors",
     "Update",
     "Windows",
+    "apart_from_captures",
+    "augment_image",
     "backends",
     "hold",
     "host_ops",

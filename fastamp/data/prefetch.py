@@ -6,14 +6,16 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
+from torch import Tensor
 
+from fastamp._ops import apart_from_captures
 from fastamp.data.structure import map_tensors
 
 T = TypeVar("T")
@@ -31,12 +33,13 @@ def prefetch(
     """Make the batches of an iterable ahead of the loop that consumes them.
 
     1. A thread takes batches from the iterable, at most `depth` ahead.
-    2. For a CUDA device it pins the tensors that are not, and starts their copy on a side stream.
-       The memory comes from the consumer's stream, and the copy waits for the work that this stream
-       had before, so that a block that the consumer has dropped is not overwritten while it is
-       read.
-    3. The consumer's stream waits for the copy; the consumer does not. What it gets is ordinary
-       memory of its own stream: nothing is recorded on it, and nothing need be.
+    2. For a CUDA device it pins the tensors that are not, and starts their copy on a side stream,
+       whose memory they get. The copy waits for nothing that the consumer's stream has to do.
+       Before the iterable goes on, the thread waits for copies out of memory that the iterable has
+       pinned, and may fill again.
+    3. The stream that is current where the consumer asks for the batch waits for the copy; the
+       consumer does not. The batch is recorded on this stream (`Tensor.record_stream`), so that it
+       may be dropped at any time. On any other stream it is used as a tensor of this one.
 
     Without a device, or with the CPU, only step 1 happens.
 
@@ -94,7 +97,10 @@ class Pass(Iterator[T], Generic[T]):
         timeout_s: float = 0,
     ) -> None:
         self._timeout_s = timeout_s or None
-        self._copies = CudaCopies(device) if device and device.type == "cuda" else None
+        source = iter(iterable)
+        self._copies: CudaCopies | _Moves = _Moves(device)
+        if device and device.type == "cuda":
+            self._copies = CudaCopies(device, keeps=not getattr(source, "makes_fresh", False))
         # Batches with the event of their copy's end or None, and errors in place of batches.
         self._ready: SimpleQueue[tuple[Any, Any] | BaseException] = SimpleQueue()
         # Nothing for each batch that there is room for, and anything else at the end.
@@ -103,11 +109,10 @@ class Pass(Iterator[T], Generic[T]):
             self._room.put(None)
         self._stop = threading.Event()
         self._owner_pid = os.getpid()
-        move = self._copies.start if self._copies else partial(_move, device)
         # The thread holds no reference to this object, whose end is what ends the thread.
         grad = torch.is_grad_enabled()
         ended = weakref.ref(self, self._room.put)  # no Python, in which Ctrl-C may come
-        shared = (iter(iterable), move, self._ready, self._room, self._stop, grad, ended)
+        shared = (source, self._copies, self._ready, self._room, self._stop, grad, ended)
         self._thread = threading.Thread(target=_produce, args=shared, name="fastamp", daemon=True)
         self._thread.start()
         live.add(self)
@@ -117,8 +122,6 @@ class Pass(Iterator[T], Generic[T]):
             raise StopIteration
         if self._owner_pid != os.getpid():
             raise RuntimeError(FORKED)
-        if self._copies:
-            self._copies.follow_consumer()
         item = self._ready.get(timeout=self._timeout_s)
         self._room.put(None)
         if isinstance(item, BaseException):
@@ -128,10 +131,7 @@ class Pass(Iterator[T], Generic[T]):
                 raise item
             finally:
                 del item  # whose traceback refers to this frame
-        batch, copied = item
-        if copied is not None:
-            copied.wait()
-        return cast("T", batch)
+        return cast("T", self._copies.deliver(*item))
 
     def close(self) -> None:
         """End the pass and its thread; what was ready is dropped."""
@@ -142,8 +142,6 @@ class Pass(Iterator[T], Generic[T]):
         # While the interpreter ends, no other thread runs.
         if self._thread is not threading.current_thread() and not sys.is_finalizing():
             join(self._thread)
-        if self._copies:
-            self._copies.finish()
 
     def __del__(self) -> None:
         if hasattr(self, "_thread"):
@@ -170,7 +168,7 @@ def is_last(error: BaseException) -> bool:
 
 def _produce(
     iterator: Iterator[Any],
-    move: Callable[[Any], tuple[Any, Any]],
+    copies: "CudaCopies | _Moves",
     ready: SimpleQueue[tuple[Any, Any] | BaseException],
     room: SimpleQueue[Any],
     stop: threading.Event,
@@ -178,66 +176,115 @@ def _produce(
     _ended: object,
 ) -> None:
     torch.set_grad_enabled(grad)  # of this thread
-    while True:
-        if room.get() is not None or stop.is_set():
-            break
-        try:
-            batch = next(iterator)
-            ready.put(move(batch))
-            del batch  # held no longer than the consumer holds it
-        except BaseException as error:  # noqa: BLE001 - raised where the consumer is
-            ready.put(error)
-            if is_last(error):
+    with copies.thread():
+        while True:
+            if room.get() is not None or stop.is_set():
                 break
-    close = getattr(iterator, "close", None)  # a generator ends in the thread that ran it
-    if close is not None:
-        close()
+            try:
+                copies.settle()
+                batch = next(iterator)
+                ready.put(copies.start(batch))
+                del batch  # held no longer than the consumer holds it
+            except BaseException as error:  # noqa: BLE001 - raised where the consumer is
+                ready.put(error)
+                if _is_last(error):
+                    break
+        try:
+            copies.settle()
+        finally:
+            close = getattr(iterator, "close", None)  # a generator ends in the thread that ran it
+            if close is not None:
+                close()
 
 
-def _move(device: torch.device | None, batch: Any) -> tuple[Any, None]:
-    moved = batch if device is None else map_tensors(lambda tensor: tensor.to(device), batch)
-    return moved, None
+class _Moves:
+    """Moves batches to a device that is not CUDA, or leaves them where they are."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self.thread = nullcontext
+
+    def settle(self) -> None:
+        """Wait for nothing: a move has ended when it returns."""
+
+    def start(self, batch: Any) -> tuple[Any, None]:
+        """Return a batch on the device."""
+        device = self._device
+        return batch if device is None else map_tensors(lambda t: t.to(device), batch), None
+
+    def deliver(self, batch: Any, copied: None) -> Any:
+        """Return a batch as it is."""
+        del copied
+        return batch
+
+
+class _Copied(NamedTuple):
+    """What is copied to the device, and the event of its end."""
+
+    done: torch.cuda.Event
+    tensors: list[Tensor]
+    left: list[Tensor]
+    """Those of other layouts, which are still where they were."""
 
 
 class CudaCopies:
-    """Copies batches to a CUDA device on a stream of its own."""
+    """Copies batches to a CUDA device on a stream of its own.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    `keeps` says that the memory of a batch may be filled again once the next one is asked for.
+    """
+
+    def __init__(self, device: torch.device, *, keeps: bool) -> None:
+        self._device, self._keeps = device, keeps
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._last: torch.cuda.Event | None = None
-        self.follow_consumer()
+        self._reading: torch.cuda.Event | None = None  # ends the copies out of memory that is kept
 
-    def follow_consumer(self) -> None:
-        """Take memory from the stream that is current in the calling thread from now on."""
-        self._consumer = torch.cuda.current_stream(self._device)
+    @contextmanager
+    def thread(self) -> Iterator[None]:
+        """Keep the thread that copies on its device, and out of captures in other threads."""
+        torch.cuda.set_device(self._device)
+        with apart_from_captures():
+            yield
 
-    def start(self, batch: Any) -> tuple[Any, torch.cuda.Event]:
-        """Start the copy of a batch; return its tensors on the device, and the event of its end."""
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    def settle(self) -> None:
+        """Wait until no copy reads memory that may be filled again."""
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.synchronize()
 
-        def destination(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-                return tensor.to(self._device)
-            pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
-            pairs.append((torch.empty_like(tensor, device=self._device), pinned))
-            return pairs[-1][0]
+    def start(self, batch: Any) -> tuple[Any, _Copied]:
+        """Start the copy of a batch, and return it as it will be."""
+        copied = _Copied(torch.cuda.Event(blocking=True), [], [])  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream(self._device)
 
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        with torch.no_grad(), torch.cuda.stream(self._consumer):
-            moved = map_tensors(destination, batch)
-            # Whoever had this memory before launched all of its work before dropping it.
-            dropped = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            dropped.record()
+        def destination(tensor: Tensor) -> Tensor:
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                copied.left.append(tensor)
+                return tensor
+            if tensor.device.type != "cpu":
+                self._side.wait_stream(current)  # which has made it
+                target = tensor.to(self._device)
+            else:
+                target = torch.empty_like(tensor, device=self._device)
+                if tensor.stride() != target.stride() or not tensor.is_pinned():
+                    # A tensor with gaps would go through a copy that is not pinned.
+                    tensor = torch.empty_like(target, device="cpu", pin_memory=True).copy_(tensor)
+                elif self._keeps:
+                    self._reading = copied.done
+                target.copy_(tensor, non_blocking=True)
+            copied.tensors.append(target)
+            return target
+
         with torch.no_grad(), torch.cuda.stream(self._side):
-            dropped.wait()
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-            done.record()
-        self._last = done
-        return moved, done
+            try:
+                moved = map_tensors(destination, batch)
+            finally:
+                copied.done.record()
+        return moved, copied
 
-    def finish(self) -> None:
-        """Let the consumer's stream wait for the copies into memory that is not delivered."""
-        if self._last is not None:
-            self._consumer.wait_event(self._last)
+    def deliver(self, batch: Any, copied: _Copied) -> Any:
+        """Let the current stream wait for the copy, and the memory of the batch for the stream."""
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(copied.done)
+        for tensor in copied.tensors:
+            tensor.record_stream(stream)
+        return map_tensors(lambda t: t.to(self._device), batch) if copied.left else batch

@@ -6,7 +6,7 @@ import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fastamp._ops import apart_from_captures
 from fastamp.metrics.plot import plot_curves
 from fastamp.metrics.series import ScalarStats, Series
 from fastamp.metrics.sinks import Scalar, Sink
@@ -224,7 +225,7 @@ class MetricsTracker:
         """Empty the queue, and record the batches whose values are on the host, or all of them."""
         if any(writer.is_current() for writer in self._writers):  # what a sink logs can wait
             return
-        with self._lock:
+        with self._lock, apart_from_captures() if torch.cuda.is_initialized() else nullcontext():
             if self._is_draining or _is_capturing():
                 return
             self._is_draining = True
@@ -272,11 +273,13 @@ class Transfer:
     def __init__(self, stream: Any, places: list[int], values: list[Tensor]) -> None:
         self.places = places
         self._event: Any = None
-        with torch.cuda.stream(stream):
+        if stream is None:  # without CUDA's events `read` copies it
             self._values = torch.stack(values)
-            if stream is not None:  # without CUDA's events `read` copies it
-                self._values = self._values.to("cpu", non_blocking=True)  # into pinned memory
-                self._event = stream.record_event()
+            return
+        # To leave a stream of another device makes a context on the thread's own one.
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+            self._values = torch.stack(values).to("cpu", non_blocking=True)  # into pinned memory
+            self._event = stream.record_event()
 
     def is_ready(self) -> bool:
         """Return whether `read` returns without waiting."""

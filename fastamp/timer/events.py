@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd import profiler
 
-from fastamp._ops import Region, RegionMaker
+from fastamp._ops import Region, RegionMaker, apart_from_captures
 
 _MAX_EVENTS = 4096  # under way
 _HARVEST_LIMIT = 32  # bounds what one region pays for reading the events of those before it
@@ -132,6 +132,10 @@ class DeviceClock:
 
     def _harvest(self, limit: int) -> None:
         """Read what has happened by now, at most `limit` events of each lane."""
+        with apart_from_captures():
+            self._read(limit)
+
+    def _read(self, limit: int) -> None:
         for lane in self._lanes.values():
             for event, interval, figures, host_ns in list(islice(lane.marks, limit)):
                 if not event.query():  # type: ignore[no-untyped-call]
@@ -154,7 +158,7 @@ class DeviceClock:
                 self._spans.append((interval.path, "streams", lane.number, start_ns, ns))
 
     def wait(self) -> None:
-        """Wait for the device once and read every event.
+        """Wait for the last event of each stream and read them all.
 
         Raises:
             RuntimeError: the current stream is being captured into a CUDA graph.
@@ -162,7 +166,11 @@ class DeviceClock:
         if torch.cuda.is_current_stream_capturing():
             msg = "a timer cannot be read while a CUDA graph is captured"
             raise RuntimeError(msg)
-        torch.cuda.synchronize(self._device)
+        with self._lock:
+            last = [lane.marks[-1][0] for lane in self._lanes.values() if lane.marks]
+        with apart_from_captures():  # which a wait for the whole device would break
+            for event in last:
+                event.synchronize()  # type: ignore[no-untyped-call]
         with self._lock:
             self._harvest(_MAX_EVENTS)
 

@@ -48,9 +48,6 @@ class FakeGpu:
         self.copies.append((self.busy_ms[self.stream], host, tensor.clone()))
         return host
 
-    def synchronize(self) -> None:
-        self.wait_until(max([self.host_ms, self.done_ms, *self.busy_ms.values()]))
-
     def wait_until(self, at_ms: float) -> None:
         self.waits += 1
         self.done_ms = max(self.done_ms, at_ms)
@@ -97,7 +94,6 @@ def install(gpu: FakeGpu, patch: pytest.MonkeyPatch) -> None:
         "is_available": lambda: True,
         "current_stream": lambda _: FakeStream(gpu.stream),
         "is_current_stream_capturing": lambda: gpu.capturing,
-        "synchronize": lambda _: gpu.synchronize(),
     }
     for name, fake in fakes.items():
         patch.setattr(torch.cuda, name, fake)

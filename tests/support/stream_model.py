@@ -23,6 +23,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from fastamp._ops import captures
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -145,7 +147,7 @@ class Thread:
         model = self.model
         self.name, self._target, self._args = f"thread {len(model.threads)}", target, args
         self.clock: Clock = {}
-        self.device, self.mode = 0, "global"
+        self.device, self.mode = 0, 0  # global
         self.streams: dict[int, Stream] = {}
         self.weight = model.rng.choice((0.1, 1.0, 1.0, 5.0))
         self.turn, self.alive = threading.Semaphore(0), False
@@ -259,7 +261,6 @@ class Model(TorchFunctionMode):
             torch.Tensor.is_cpu.__get__: lambda tensor: self._device(tensor).type == "cpu",
             torch.Tensor.is_pinned: self._is_pinned,
             torch.Tensor.pin_memory: lambda t: self._copy(self._make("pinned", t), t),
-            torch.Tensor.record_stream: self._record_stream,
             torch.Tensor.to: self._to,
             torch.Tensor.copy_: self._copy,
             torch.empty: self._empty,
@@ -327,6 +328,8 @@ class Model(TorchFunctionMode):
 
     def synchronize(self, device: Any = None) -> None:
         self.unsafe("synchronize")
+        if any(stream.device_index == self.index_of(device) for stream in self.captures):
+            self.report("a capture is broken by a wait for its device")
         for stream in self.streams:
             if stream.device_index == self.index_of(device):
                 self.see(stream.clock)
@@ -342,15 +345,16 @@ class Model(TorchFunctionMode):
     def is_capturing(self) -> bool:
         return self.current_stream() in self.captures
 
-    def exchange_mode(self, mode: str) -> str:
-        before, self.current.mode = self.current.mode, mode
-        return before
+    def exchange_mode(self, mode: Any) -> None:
+        """Play the driver's function, which gets a pointer to an integer."""
+        mine, self.current.mode = self.current.mode, mode._obj.value
+        mode._obj.value = mine
 
     def unsafe(self, call: str) -> None:
         """Make a call that a capture refuses to its own thread, and to those in global mode."""
         self.switch()
         owners = self.captures.values()
-        if self.current in owners or (owners and self.current.mode == "global"):
+        if self.current in owners or (owners and self.current.mode == 0):
             self.report(f"a capture is broken by {call}")
 
     @contextlib.contextmanager
@@ -417,6 +421,7 @@ class Model(TorchFunctionMode):
                 for clock in clocks:
                     join(self.done, clock)
                     join(me.clock, clock)
+                block.freed = dict(me.clock)
                 self.pools.setdefault(block.stream, []).append(block)
         pool = self.pools.setdefault(stream, [])
         if pool and me not in self.captures.values() and self.rng.random() < 0.9:
@@ -594,6 +599,9 @@ class Model(TorchFunctionMode):
         with pytest.MonkeyPatch.context() as patch, self:
             for name, fake in cuda.items():
                 patch.setattr(torch.cuda, name, fake)
+            patch.setattr(captures, "_exchange", lambda: self.exchange_mode)
+            # Its arguments are looked at before a mode is asked.
+            patch.setattr(torch.Tensor, "record_stream", lambda t, s: self._record_stream(t, s))
             patch.setattr(torch.accelerator, "is_available", lambda: True)
             for module in modules:
                 patch.setattr(module, "threading", threads)

@@ -198,6 +198,8 @@ def timed(model: Model, features: tuple[str, ...], module: Any) -> None:
         for _ in range(6):
             with timer("region"):
                 model.switch()
+            if model.rng.random() < 0.3:
+                timer.summary()
 
     thread = model.Thread(work)
     thread.start()
