@@ -3,9 +3,11 @@
 import ctypes
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any
+from typing import Any, cast
+
+import torch
 
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
@@ -17,20 +19,21 @@ def apart_from_captures() -> Iterator[None]:
     torch captures in global mode, in which such a call of any thread breaks the capture, unless the
     thread has said that only its own captures concern it. torch's NCCL watchdog does the same.
     """
+    exchange = _exchange() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     mode = ctypes.c_int(_THREAD_LOCAL)
-    exchange = _exchange()
-    exchange(ctypes.byref(mode))
+    if exchange is not None:
+        exchange(ctypes.byref(mode))
     try:
         yield
     finally:
-        exchange(ctypes.byref(mode))
+        if exchange is not None:
+            exchange(ctypes.byref(mode))
 
 
 @cache
-def _exchange() -> Callable[..., Any]:
-    """Return the driver's function; one that does nothing where there is no such driver."""
-    name = "cuThreadExchangeStreamCaptureMode"
-    try:
-        return getattr(ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"), name)
-    except (OSError, AttributeError):
-        return lambda _: None
+def _exchange() -> Callable[..., Any] | None:
+    """Return the driver's function that sets a thread's mode, and gets the one that it had."""
+    with suppress(OSError, AttributeError):  # a driver of another kind, which has it not
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        return cast("Callable[..., Any]", driver.cuThreadExchangeStreamCaptureMode)
+    return None

@@ -190,6 +190,8 @@ class FetchSource(Iterator[Any]):
     _number: int = 0
     _notes: list[Any] = field(default_factory=list)
     _save: Callable[[], dict[str, Any]] | None = None
+    makes_fresh: bool = False
+    """Whether nobody writes into the memory of a batch when it is delivered."""
 
     def __post_init__(self) -> None:
         fetcher = getattr(self._iterator, "_dataset_fetcher", None)  # without workers

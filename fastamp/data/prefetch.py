@@ -187,7 +187,7 @@ def _produce(
                 del batch  # held no longer than the consumer holds it
             except BaseException as error:  # noqa: BLE001 - raised where the consumer is
                 ready.put(error)
-                if _is_last(error):
+                if is_last(error):
                     break
         try:
             copies.settle()

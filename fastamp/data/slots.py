@@ -6,11 +6,14 @@ import os
 import time
 import weakref
 from collections import deque
+from contextlib import nullcontext
 from threading import Lock
 from typing import Any
 
 import torch
 from torch.utils.data import get_worker_info
+
+from fastamp._ops import apart_from_captures
 
 # From here on fresh memory costs more than a lease: the C library gives freed pages back, and the
 # next batch faults them in again, as the images of `bench loader` do.
@@ -41,7 +44,7 @@ class Slots:
     """
 
     def __init__(self, *, pinned: bool = False, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
-        self._pinned = pinned
+        self.pinned = pinned
         self._max_bytes = max_bytes
         self._lock = Lock()  # several threads may make batches
         self.owner_pid = os.getpid()  # in a child somebody may have left with the lock
@@ -57,7 +60,7 @@ class Slots:
             # torch makes a tensor like another in half the time of one from a shape and a dtype.
             return torch.empty_like(like)
         nbytes = math.prod(shape) * dtype.itemsize
-        if nbytes < _REUSE_NBYTES and not self._pinned and len(self._small) < _KNOWN_SHAPES:
+        if nbytes < _REUSE_NBYTES and not self.pinned and len(self._small) < _KNOWN_SHAPES:
             like = self._small[shape, dtype] = torch.empty(shape, dtype=dtype, device=_CPU)
             like.untyped_storage().resize_(0)
         start_s = time.perf_counter()
@@ -70,12 +73,17 @@ class Slots:
             storage = torch.UntypedStorage._new_shared(nbytes)  # type: ignore[no-untyped-call]
             flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
             return flat.view(dtype).view(shape)
-        if nbytes >= _REUSE_NBYTES and not self._pinned:
+        if nbytes >= _REUSE_NBYTES and not self.pinned:
             with self._lock:
                 leased = self._lease(nbytes, dtype)
             if leased is not None:
                 return leased.view(shape)
-        return torch.empty(shape, dtype=dtype, device=_CPU, pin_memory=self._pinned)
+        with apart_from_captures() if self.pinned else nullcontext():
+            return torch.empty(shape, dtype=dtype, device=_CPU, pin_memory=self.pinned)
+
+    def size(self, nbytes: int) -> int:
+        """Return the bytes that an allocation takes; torch pins powers of two."""
+        return 1 << (nbytes - 1).bit_length() if self.pinned and nbytes else nbytes
 
     @property
     def held_nbytes(self) -> int:

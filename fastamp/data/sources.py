@@ -151,6 +151,7 @@ def _start(
     in_order = loader.in_order or stream or loader.num_workers == 0
     passed = None if in_order else (replace(position), position.turn)
     source = FetchSource(iterator, loader._stats, dataset, states, ahead, passed, order)
+    source.makes_fresh = type(loader.collate_fn) is BatchCollator
     if stream and loader.num_workers == 0:
         source.forward(position)
     if copies and not stream:

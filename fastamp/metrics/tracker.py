@@ -6,7 +6,7 @@ import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -225,7 +225,7 @@ class MetricsTracker:
         """Empty the queue, and record the batches whose values are on the host, or all of them."""
         if any(writer.is_current() for writer in self._writers):  # what a sink logs can wait
             return
-        with self._lock, apart_from_captures() if torch.cuda.is_initialized() else nullcontext():
+        with self._lock, apart_from_captures():
             if self._is_draining or _is_capturing():
                 return
             self._is_draining = True

@@ -170,7 +170,7 @@ class DeviceClock:
             last = [lane.marks[-1][0] for lane in self._lanes.values() if lane.marks]
         with apart_from_captures():  # which a wait for the whole device would break
             for event in last:
-                event.synchronize()  # type: ignore[no-untyped-call]
+                event.synchronize()
         with self._lock:
             self._harvest(_MAX_EVENTS)
 

@@ -1,10 +1,10 @@
 """A model of torch.cuda that finds what nothing orders: reads, writes and reuse of memory.
 
 Devices, streams, events, both caching allocators, pinned memory, copies and captures, under threads
-that take turns as a seed says. Each thread and each stream has a vector clock: what it knows to have
-happened. An access is reported if the one before it is not among that. Tensors are torch's own, on
-the CPU; which device they play is known by their storage. torch.cuda.stream and torch.cuda.device
-are torch's own classes, on top of the model.
+that take turns as a seed says. Each thread and each stream has a vector clock: what it knows to
+have happened. An access is reported if the one before it is not among that. Tensors are torch's
+own, on the CPU; which device they play is known by their storage. torch.cuda.stream and
+torch.cuda.device are torch's own classes, on top of the model.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class Primitive:
         self.items.append(item)
         self.release()
 
-    def get(self) -> Any:
+    def get(self, timeout: float | None = None) -> Any:
         self.acquire()
         return self.items.pop(0)
 
@@ -225,6 +225,11 @@ class Primitive:
         self.value -= 1
         if not self.value:
             self.owner = None
+
+
+def _record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+    stream.model.switch()
+    stream.model.block_of(tensor).users[stream.name] = stream
 
 
 class Model(TorchFunctionMode):
@@ -504,7 +509,10 @@ class Model(TorchFunctionMode):
         return result
 
     def _copy(
-        self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        non_blocking: bool = False,  # noqa: FBT001, FBT002 - torch's signature
     ) -> torch.Tensor:
         target.copy_(source)
         ends = [(tensor, self.block_of(tensor)) for tensor in (target, source)]
@@ -537,10 +545,6 @@ class Model(TorchFunctionMode):
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
         block = self.block_of(tensor)
         return block is not None and block.device is None
-
-    def _record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
-        self.switch()
-        self.block_of(tensor).users[stream.name] = stream
 
     def _place(self, made: torch.Tensor, device: Any, *, pinned: bool) -> torch.Tensor:
         device = torch.device(device or "cpu")
@@ -601,7 +605,7 @@ class Model(TorchFunctionMode):
                 patch.setattr(torch.cuda, name, fake)
             patch.setattr(captures, "_exchange", lambda: self.exchange_mode)
             # Its arguments are looked at before a mode is asked.
-            patch.setattr(torch.Tensor, "record_stream", lambda t, s: self._record_stream(t, s))
+            patch.setattr(torch.Tensor, "record_stream", _record_stream)
             patch.setattr(torch.accelerator, "is_available", lambda: True)
             for module in modules:
                 patch.setattr(module, "threading", threads)

@@ -1,6 +1,6 @@
-"""Programs that use fastamp on several streams, devices and threads, drawn from seeds, for the model.
+"""Programs that use fastamp on several streams, devices and threads, drawn from seeds.
 
-`python tests/support/stream_schedules.py --schedules 10000` runs many; `nox -s streams` does so.
+They run on the model of torch.cuda. `nox -s streams` runs 10,000; `-- --help` tells its options.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import importlib
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
