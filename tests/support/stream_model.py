@@ -150,7 +150,7 @@ class Thread:
         self.device, self.mode = 0, 0  # global
         self.streams: dict[int, Stream] = {}
         self.weight = model.rng.choice((0.1, 1.0, 1.0, 5.0))
-        self.turn, self.alive = threading.Semaphore(0), False
+        self.turn, self.alive, self.native_id = threading.Semaphore(0), False, 0
         self.ready: Callable[[], bool] = lambda: True
         model.threads.append(self)
 
@@ -575,7 +575,7 @@ class Model(TorchFunctionMode):
 
     @contextlib.contextmanager
     def installed(self, *modules: Any) -> Iterator[pytest.MonkeyPatch]:
-        """Play torch.cuda, and the threads of these modules and of the tracker and the timer."""
+        """Play torch.cuda, and the threads of these modules."""
         primitive = self.Primitive
         threads = SimpleNamespace(
             Thread=self.Thread,
@@ -607,8 +607,8 @@ class Model(TorchFunctionMode):
             # Its arguments are looked at before a mode is asked.
             patch.setattr(torch.Tensor, "record_stream", _record_stream)
             patch.setattr(torch.accelerator, "is_available", lambda: True)
+            fakes = {"threading": threads, "SimpleQueue": primitive, "Lock": primitive}
             for module in modules:
-                patch.setattr(module, "threading", threads)
-                if hasattr(module, "SimpleQueue"):
-                    patch.setattr(module, "SimpleQueue", primitive)
+                for name in fakes.keys() & vars(module).keys():
+                    patch.setattr(module, name, fakes[name])
             yield patch

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import fastamp
 from fastamp import _ops
+from fastamp.data import threads, workers
 from fastamp.metrics import tracker as trackers
 from fastamp.timer import events
 
@@ -142,14 +143,15 @@ def prefetched(model: Model, features: tuple[str, ...], module: Any) -> None:
 
 
 def loaded(model: Model, features: tuple[str, ...], module: Any) -> None:
-    """A pass of fastamp.DataLoader, gathered or item by item."""
+    """A pass of fastamp.DataLoader: gathered, item by item, or of threads."""
     program = Program(model, features)
     data = torch.arange(24.0).reshape(12, 2), torch.arange(12, dtype=torch.uint8)
     dataset = torch.utils.data.TensorDataset(*data)
-    several = model.rng.random() < 0.5
-    loader = fastamp.DataLoader(
-        dataset if several else [*dataset], 3, device=f"cuda:{program.there}", shuffle=True
-    )
+    kind = model.rng.choice(("gathered", "item by item", "threads"))
+    options = {"num_workers": 2, "worker": "thread"} if kind == "threads" else {}
+    dataset = dataset if kind == "gathered" else [*dataset]
+    device = f"cuda:{program.there}"
+    loader = fastamp.DataLoader(dataset, 3, device=device, shuffle=True, **options)
     batches = iter(loader)
     program.consume(batches._batches)
     del batches
@@ -227,7 +229,10 @@ def run(
     model = Model(seed)
     if features is None:
         features = tuple(feature for feature in ALL if model.rng.random() < 0.5)
-    with model.installed(module, trackers, events) as patch, _ops.use_only("fallback"):
+    with (
+        model.installed(module, threads, workers, trackers, events) as patch,
+        _ops.use_only("fallback"),
+    ):
         patch.setattr(trackers, "QUEUE", 4)
         try:
             PROGRAMS[name](model, features, module)

@@ -1,0 +1,164 @@
+"""What streams and threads may do beside a GPU, under a model that finds what nothing orders."""
+
+from __future__ import annotations
+
+import ctypes
+import types
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from support.stream_model import Model
+from support.stream_schedules import ALL, PROGRAMS, prefetching, run
+
+import fastamp
+from fastamp import _ops
+from fastamp._ops import captures
+from fastamp.data import slots
+from fastamp.data.slots import Slots
+from fastamp.metrics import tracker as trackers
+from fastamp.timer import events
+
+SOURCE = Path(prefetching.__file__)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_schedules_of_all_kinds_are_in_order(name):
+    for seed in range(40):
+        assert run(name, seed) == [], seed
+
+
+@pytest.mark.parametrize("feature", ["nothing", *ALL])
+def test_a_pass_is_in_order_with(feature):
+    """Each was out of order once: see what the next test breaks."""
+    for seed in range(12):
+        assert run("prefetch", seed, (feature,)) == [], seed
+
+
+# What is replaced in prefetch.py by what, and what the model finds then, with which feature.
+BREAKS = {
+    "the batch is read while it is copied": (
+        "stream.wait_event(copied.done)",
+        "copied.done.wait(torch.cuda.current_stream())",
+        ("devices",),
+        "a read of cuda",
+    ),
+    "the thread has no device": ("torch.cuda.set_device(self._device)", "", (), "a context on"),
+    "a capture refuses what the thread does": (
+        "apart_from_captures()",
+        "nullcontext()",
+        ("captures",),
+        "a capture is broken",
+    ),
+    "copies wait for the consumer": (
+        "with torch.no_grad(), torch.cuda.stream(self._side):",
+        "self._side.wait_stream(current)\n        with torch.cuda.stream(self._side):",
+        (),
+        "a copy waits for work",
+    ),
+    "a buffer is filled while it is copied": (
+        "reading.synchronize()",
+        "pass",
+        ("refilled",),
+        "a write of pinned",
+    ),
+    "memory is used again while it is read": (
+        "tensor.record_stream(stream)",
+        "pass",
+        ("streams",),
+        "a write of cuda",
+    ),
+    "a slice is not pinned": (
+        "tensor.stride() != target.stride() or not",
+        "not",
+        ("slices",),
+        "a copy goes through pageable memory",
+    ),
+    "what the iterable makes there is not waited for": (
+        "self._side.wait_stream(current)",
+        "pass",
+        ("streams", "made there"),
+        "a read of cuda",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_the_model_finds_that(name):
+    old, new, features, fault = BREAKS[name]
+    source = SOURCE.read_text()
+    assert source.count(old) == 1
+    broken = types.ModuleType("fastamp.data.prefetch")
+    exec(source.replace(old, new), vars(broken))  # noqa: S102 - our own code, with one line changed
+    found = (run("prefetch", seed, features, broken) for seed in range(100))
+    assert any(each.startswith(fault) for faults in found for each in faults)
+
+
+def test_a_thread_says_that_it_is_apart_from_captures_and_then_what_it_said_before(monkeypatch):
+    said = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))
+    def exchange(mode):
+        said.append(mode[0])
+        mode[0] = 2
+        return 0
+
+    driver = types.SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: driver)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(captures, "_exchange", captures._exchange.__wrapped__)
+    with captures.apart_from_captures():
+        assert said == [1]
+    assert said == [1, 2]
+
+
+class Made(list):
+    """Arguments of allocations, and what waits until no thread can go on."""
+
+
+@pytest.fixture
+def allocations(monkeypatch):
+    """What loaders allocate for batches, on a model that lets their threads go first."""
+    made, allocate = Made(), Slots.allocate
+    monkeypatch.setattr(Slots, "allocate", lambda *args: made.append(args) or allocate(*args))
+    model = Model(0)
+    with model.installed(prefetching), _ops.use_only("fallback"):
+        made.idle = lambda: model.switch(lambda: not any(t.ready() for t in model.threads[1:]))
+        yield made
+
+
+def test_three_batches_are_ahead_beside_a_gpu(allocations):
+    torch.set_num_threads(16)
+    batches = iter(fastamp.DataLoader(torch.arange(100.0), 5, device="cuda:1"))
+    for delivered in range(1, 6):
+        next(batches)
+        allocations.idle()
+        assert len(allocations) == delivered + 3
+    batches._batches.close()
+
+
+@pytest.mark.parametrize(("max_bytes", "count"), [(1500, 1), (2048, 2)])
+def test_pinned_memory_is_counted_as_it_is_allocated(allocations, max_bytes, count):
+    data = torch.zeros(100, 150)  # a row of 600 bytes takes 1,024
+    next(iter(fastamp.DataLoader(data, 1, pin_memory=True, max_bytes=max_bytes)))
+    assert len(allocations) == count
+
+
+@pytest.mark.parametrize(("name", "module"), [("tracker", trackers), ("timer", events)])
+def test_the_model_finds_threads_that_break_a_capture(name, module, monkeypatch):
+    monkeypatch.setattr(module, "apart_from_captures", nullcontext)
+    found = (run(name, seed, ("captures",)) for seed in range(100))
+    assert any(each.startswith("a capture is broken") for faults in found for each in faults)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_thread_pins_memory_while_another_captures(broken, monkeypatch):
+    if broken:
+        monkeypatch.setattr(slots, "apart_from_captures", nullcontext)
+    model = Model(0)
+    with model.installed(), model.capture(model.Stream(0)):
+        thread = model.Thread(lambda: Slots(pinned=True).allocate((3,), torch.float32))
+        thread.start()
+        thread.join()
+    assert bool(model.found) == broken
