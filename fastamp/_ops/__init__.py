@@ -48,7 +48,6 @@ __all__ = [
     "Update",
     "Windows",
     "apart_from_captures",
-    "augment_image",
     "backends",
     "hold",
     "host_ops",
