@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import fastamp
-from fastamp.bench import crops, photos
+from fastamp.bench import crops, photos, thread_cases
 from fastamp.bench.race import AGAIN, Plan
 from fastamp.bench.record import PLAIN, Case, Report, Task, run_cases
 
@@ -103,19 +103,19 @@ DATA = {
 }
 
 
-CASES: dict[str, Callable[..., Any]] = {**DATA, "photos": photos.make_case}
+CASES: dict[str, Callable[..., Any]] = {**DATA, "photos": photos.make_case, **thread_cases.MAKE}
 METRICS = "speedup/ or of_plain/ and the data, as in speedup/tokens"
 
 
 def add_options(add: Callable[..., object]) -> None:
     """Add the options of this command alone."""
     data = " ".join(f"{name}: {_text(name)}" for name in CASES)
-    data += " Several may be given (default: all but photos)"
+    data += f" Several may be given (default: {' '.join(DATA)})"
     add("--data", nargs="+", choices=CASES, default=[*DATA], metavar="NAME", help=data)
 
 
 def _text(name: str) -> str:
-    return " ".join(str(CASES[name].__doc__).split())
+    return " ".join(str(thread_cases.DOCS.get(name) or CASES[name].__doc__).split())
 
 
 def prepare(args: argparse.Namespace) -> Task:
@@ -194,8 +194,9 @@ def _make_arms(data: Data, args: argparse.Namespace, *, shuffle: bool) -> dict[s
 
 def _make_case(args: argparse.Namespace, name: str) -> Case:
     """Make the data, compare every arm's batches with default_collate's, and return their race."""
-    if name == "photos":
-        return photos.make_case(args)
+    if name not in DATA:
+        made: Case = CASES[name](args)
+        return made
     data = DATA[name](torch.Generator().manual_seed(args.seed))
     size = data.batch_size
     samples = [[data.dataset[i] for i in range(n * size, (n + 1) * size)] for n in range(CHECKED)]

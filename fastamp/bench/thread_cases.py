@@ -1,0 +1,152 @@
+"""The races of thread workers: items that wait, the first batch, and the choice of "auto"."""
+
+import argparse
+import statistics
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import fastamp
+from fastamp.bench.record import Case
+
+WORKERS = 8
+WAITING = 1024  # items
+EPOCH_S = 30.0  # at least, of a pass that "auto" is measured in
+
+
+class Items(Dataset[Any]):
+    """Items of a function."""
+
+    def __init__(self, make: Callable[[int], Any], length: int) -> None:
+        self.make, self.length = make, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+def wait(index: int) -> torch.Tensor:
+    """Wait for a millisecond, as for a file or a socket."""
+    time.sleep(1e-3)
+    return torch.full((16,), index)
+
+
+def compute_in_python(index: int) -> int:
+    """Hold the GIL for a millisecond or two."""
+    total = 0
+    for number in range(20_000):
+        total += number * index
+    return total
+
+
+def compute_in_torch(index: int) -> torch.Tensor:
+    """Multiply matrices, outside of the GIL."""
+    matrix = torch.full((256, 256), float(index))
+    return (matrix @ matrix)[0]
+
+
+def copy_memory(index: int) -> np.ndarray[Any, Any]:
+    """Make a large array."""
+    return np.full((3, 224, 224), index, np.float32)
+
+
+def give(index: int) -> int:
+    """Do next to nothing."""
+    return index
+
+
+KINDS = {
+    "auto-python": compute_in_python,
+    "auto-waits": wait,
+    "auto-torch": compute_in_torch,
+    "auto-copies": copy_memory,
+    "auto-nothing": give,
+}
+
+
+def _torch_loader(items: Items, workers: int) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # more workers than cores
+        return DataLoader(items, 8, num_workers=workers)
+
+
+def make_waits(_args: argparse.Namespace) -> Case:
+    """Items that wait 1 ms, batches of 8: torch without workers and with 8, and 8 threads."""
+    items = Items(wait, WAITING)
+    ours: Any = fastamp.DataLoader(items, 8, num_workers=WORKERS, worker="thread")
+    loaders = {
+        "torch": _torch_loader(items, 0),
+        "torch, 8 workers": _torch_loader(items, WORKERS),
+        "fastamp, 8 threads": ours,
+    }
+    expected = list(islice(loaders["torch"], 3))
+    for loader in loaders.values():
+        torch.testing.assert_close(list(islice(loader, 3)), expected, rtol=0, atol=0)
+    arms = {name: partial(_drain, loader) for name, loader in loaders.items()}
+    return Case(arms=arms, amounts={"batches/s": len(ours)})
+
+
+def make_first(_args: argparse.Namespace) -> Case:
+    """The first batch of a pass, its start included: 8 workers of torch's, and 8 threads."""
+    items = Items(give, 4096)
+    loaders: dict[str, Any] = {
+        "torch, 8 workers": _torch_loader(items, WORKERS),
+        "fastamp, 8 threads": fastamp.DataLoader(items, 8, num_workers=WORKERS, worker="thread"),
+    }
+    kept: list[Iterator[Any]] = []  # whose end is not measured
+
+    def begin(loader: Any) -> None:
+        kept.append(iter(loader))
+        next(kept[0])
+
+    arms = {name: partial(begin, loader) for name, loader in loaders.items()}
+    return Case(arms=arms, before=lambda _: kept.clear())
+
+
+def make_auto(kind: str, _args: argparse.Namespace) -> Case:
+    """A pass of at least half a minute, by the better fixed choice of two workers and by "auto"."""
+    make = KINDS[kind]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in workers
+    item_s = statistics.median(_time(partial(make, index)) for index in range(100))
+    torch.set_num_threads(threads)
+    # An item takes some 5 us on its way, and two workers make two at once.
+    items = Items(make, int(2 * EPOCH_S / max(item_s, 1e-5)))
+
+    def begin(worker: str) -> None:
+        _drain(fastamp.DataLoader[Any](items, 32, num_workers=2, worker=worker))
+
+    arms = {worker: partial(begin, worker) for worker in ("thread", "process", "auto")}
+    elapsed_s = {worker: _time(arms[worker]) for worker in ("thread", "process")}
+    best = min(elapsed_s, key=elapsed_s.__getitem__)
+    return Case(arms={best: arms[best], "auto": arms["auto"]})
+
+
+MAKE: dict[str, Callable[[argparse.Namespace], Case]] = {
+    "waits": make_waits,
+    "first": make_first,
+    **{kind: partial(make_auto, kind) for kind in KINDS},
+}
+DOCS = {"waits": make_waits.__doc__, "first": make_first.__doc__} | {
+    kind: f"{make_auto.__doc__} {make.__doc__}" for kind, make in KINDS.items()
+}
+
+
+def _time(run: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    run()
+    return time.perf_counter() - start_s
+
+
+def _drain(loader: Any) -> None:
+    deque(loader, maxlen=0)
