@@ -51,7 +51,7 @@ IMPORTS = {
     "fastamp._ops.types": set(),
     "fastamp._ops.compiled": {"fastamp._ops", EXTENSION},
     **{name: {"fastamp._ops"} for name in BOTTOM},
-    "fastamp.metrics": {"fastamp._ops", *BOTTOM},
+    "fastamp.metrics": {"fastamp._ops.captures", *BOTTOM},
     "fastamp.train": {"fastamp.metrics", *BOTTOM},
     "fastamp.integrations": {"fastamp.train", "fastamp.metrics", *BOTTOM},
     "fastamp.bench": {"fastamp", "fastamp.train", "fastamp.metrics", *BOTTOM},
