@@ -109,7 +109,8 @@ class MetricsTracker:
         - `fastamp.Timer`, `fastamp.DataLoader`: "timer/<region>" and "loader/wait_s" and the like,
           at every `flush` the mean seconds per call or batch since the last one.
         - a CUDA device, as "cuda": "gpu0/utilization_pct", "gpu0/memory_nbytes" (in use by all
-          processes) and "gpu0/power_w", once a second. Nothing without a GPU.
+          processes) and "gpu0/power_w", once a second. Nothing without a GPU; where its driver
+          refuses, the log says so.
 
         Args:
             source: one of these; a second call with the same one has no effect.

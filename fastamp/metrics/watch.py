@@ -4,6 +4,7 @@ Each is given `log(name, value, step=None)`, where None is the loop's latest ste
 name it may pass a function that makes scalars of the step and the value, once that is known.
 """
 
+import logging
 import math
 import threading
 import weakref
@@ -104,14 +105,26 @@ class GpuWatch:
         """Watch one more GPU."""
         self._nvml = require("pynvml", "gpu")
         index = torch.cuda.current_device() if str(device) == "cuda" else device.index
-        # By UUID: NVML also counts the devices that CUDA_VISIBLE_DEVICES hides, in its own order.
-        uuid = str(torch.cuda.get_device_properties(index).uuid).removeprefix("GPU-")
-        self._nvml.nvmlInit()
-        self._handles[index] = self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        try:
+            self._handles[index] = self._find(index)
+        except self._nvml.NVMLError as error:  # of the driver; the training goes on
+            logging.getLogger(__name__).warning("cuda:%d is not watched: %s", index, error)
+            return
         if self._thread is None:
             self._stopped = threading.Event()
             self._thread = threading.Thread(target=self._poll, name="fastamp-gpu", daemon=True)
             self._thread.start()
+
+    def _find(self, index: int) -> Any:
+        """Return NVML's handle of a GPU, or of a part of one (MIG).
+
+        By UUID: NVML also counts the devices that CUDA_VISIBLE_DEVICES hides, in its own order.
+        """
+        uuid = str(torch.cuda.get_device_properties(index).uuid).removeprefix("GPU-")
+        self._nvml.nvmlInit()
+        with suppress(self._nvml.NVMLError):
+            return self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        return self._nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid.removeprefix('MIG-')}")
 
     def stop(self) -> None:
         """Forget the GPUs and end the thread."""

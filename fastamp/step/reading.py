@@ -98,11 +98,11 @@ class Reading(torch.amp.GradScaler):
         skipped: Tensor | None = None,
     ) -> Clip:
         """Say how gradients on a device are to be unscaled and clipped at this stage."""
-        scale = given_scale
+        scale = None if given_scale is None else given_scale.to(device, non_blocking=True)
         if state["stage"] is OptState.READY:
             assert self._scale is not None  # noqa: S101 - _state_of has checked it
-            scale = self._scale.to(device, non_blocking=True)
-            scale = scale if given_scale is None else scale * given_scale
+            own = self._scale.to(device, non_blocking=True)
+            scale = own if scale is None else own * scale
         return Clip(scale, max_norm, only_finite=self._enabled, skipped=skipped)
 
     def _record(
@@ -175,6 +175,12 @@ class Reading(torch.amp.GradScaler):
     def _counter(self, device: torch.device) -> Tensor:
         """Return the device's count of skipped steps."""
         if device not in self._skipped:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                msg = (
+                    f"the first step on {device} is in the capture of a CUDA graph, whose replays "
+                    "would forget how many steps were skipped: make one step before"
+                )
+                raise RuntimeError(msg)
             self._skipped[device] = torch.zeros((), dtype=torch.float32, device=device)
         return self._skipped[device]
 

@@ -267,6 +267,12 @@ class GradScaler(Reading):
             raise RuntimeError(msg)
         return find_nonfinite(module, self.process_group)
 
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        """Make the scale, as torch does, and the count of skipped steps beside it."""
+        super()._lazy_init_scale_growth_tracker(dev)
+        if not (dev.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self._counter(dev)
+
     def __getstate__(self) -> dict[str, Any]:
         """Keep the number of skipped steps, and drop tensors, ranks and observers."""
         count = {"_skipped_before": self.skipped_steps, "_skipped": {}}

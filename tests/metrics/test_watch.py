@@ -181,6 +181,40 @@ def test_gpus_are_asked_in_one_thread_by_uuid(nvml):
     assert gpu_threads() == []
 
 
+@pytest.mark.parametrize("uuid", ["b", "MIG-b"])
+def test_a_part_of_a_gpu_is_asked_by_its_own_uuid(nvml, monkeypatch, uuid):
+    def find(uuid):
+        if not uuid.startswith("MIG-b"):
+            raise NVMLError
+        return uuid
+
+    monkeypatch.setattr(sys.modules["pynvml"], "nvmlDeviceGetHandleByUUID", find)
+    properties = types.SimpleNamespace(uuid=uuid)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    made = fastamp.MetricsTracker()
+    made.watch("cuda")
+    end_s = time.monotonic() + 20
+    while len(made.summary()) < 3:
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+    made.close()
+    assert made.history("gpu0/memory_nbytes")[1][0] == 5000
+
+
+@pytest.mark.parametrize("broken", ["nvmlInit", "nvmlDeviceGetHandleByUUID"])
+def test_a_driver_that_refuses_is_told_of_in_the_log(nvml, monkeypatch, caplog, broken):
+    def refuse(*_):
+        msg = "Driver/library version mismatch"
+        raise NVMLError(msg)
+
+    monkeypatch.setattr(sys.modules["pynvml"], broken, refuse)
+    made = fastamp.MetricsTracker()
+    made.watch("cuda:1")
+    assert caplog.messages == ["cuda:1 is not watched: Driver/library version mismatch"]
+    assert gpu_threads() == []
+    made.close()
+
+
 def test_without_a_gpu_there_is_nothing_to_watch(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

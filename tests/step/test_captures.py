@@ -75,6 +75,17 @@ def test_a_captured_step_replays_as_the_eager_one():
     assert eager.scaler.skipped_steps == captured.scaler.skipped_steps == 3
 
 
+def test_a_count_of_skipped_steps_is_made_before_a_capture(monkeypatch):
+    """Made inside, each replay would set it to 0."""
+    scaler = fastamp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    assert [*scaler._skipped] == [torch.device("cpu")]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="the first step on cuda:0 is in the capture"):
+        scaler._counter(torch.device("cuda:0"))
+    assert len(scaler._skipped) == 1
+
+
 @pytest.mark.cuda
 def test_the_first_call_of_a_process_may_be_captured():
     done = run_python(FIRST_CALL)

@@ -10,6 +10,7 @@ import torch
 from support.gradients import parameters_with, random
 from support.training import FUSED, OPTIMIZERS, make_folding, make_scaler, one_step
 from support.waits import ReadsRefused, sync_refused
+from torch.amp.grad_scaler import OptState
 
 import fastamp
 
@@ -58,6 +59,15 @@ def test_a_scale_that_the_user_set_is_respected(backend, device, name):
     assert not hasattr(optimizer, "found_inf")
 
 
+@pytest.mark.parametrize("stage", [OptState.READY, OptState.UNSCALED])
+def test_a_scale_that_the_user_set_on_the_host_goes_to_the_gradients_device(stage):
+    """Where a kernel would take its address for one of the device's."""
+    scaler = fastamp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    clip = scaler._clip(torch.device("meta"), {"stage": stage}, 1.0, given_scale=torch.tensor(4.0))
+    assert clip.scale.device.type == "meta"
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, None])
 def test_without_scaling_a_step_clips_and_skips(backend, device, bad, name):
@@ -85,6 +95,22 @@ def test_without_scaling_and_clipping_the_step_is_the_optimizers(backend, device
     assert parameters[0].isnan()[0]
     assert not scaler.last_step.skipped
     assert scaler.last_step.norm.isnan()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.NAdam, torch.optim.AdamW])
+def test_a_disabled_scaler_without_clipping_reads_nothing_of_the_device(kind):
+    parameters = parameters_with(torch.ones(10, device="meta"))  # an error for all that reads
+    scaler = fastamp.GradScaler("cpu", enabled=False)
+    optimizer = kind(parameters, foreach=True)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for _ in range(2):
+        scaler.scale(parameters[0].sum())
+        scaler.unscale_(optimizer)
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer, scheduler=scheduler)
+        scaler.update()
+    assert scaler.skipped_steps == 0
+    assert scheduler.last_epoch == 2
 
 
 @pytest.mark.parametrize("name", FUSED)
