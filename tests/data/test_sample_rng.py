@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.loading import assert_same
-from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, Subset
 
 import fastamp
 from fastamp.data.position import Indices, Position
@@ -147,6 +147,14 @@ def test_a_batch_draws_for_itself():
             drawn += [*together, mixed]
         assert len({*drawn}) == len(drawn)
         assert drawn[4] == draw(mix(mix(mix(5) ^ 0) ^ MASK))
+
+
+@pytest.mark.parametrize("worker", ["process", "thread"])
+def test_a_subsets_samples_draw_each_for_itself(worker):
+    """Its `__getitems__` only asks for one after the other."""
+    subset = Subset(Drawn(), range(5, 30))
+    loader = fastamp.DataLoader(subset, 4, num_workers=1, seed=5, worker=worker)
+    assert pairs(loader) == [(5 + n, draw(key_of(5, 0, n))) for n in range(25)]
 
 
 class DrawnStream(IterableDataset):
