@@ -132,6 +132,12 @@ std::int64_t row_of(const Column& column, std::int64_t index) {
 const Part& part_of(const Column& column, std::int64_t place) {
   const auto is_before = [](std::int64_t p, const Part& part) { return p < part.begin; };
   const auto& parts = column.parts;
+  // Most parts of a table have one size, so that the guess is right, or nearly.
+  const double share = static_cast<double>(place) / static_cast<double>(parts.back().end);
+  auto guess = static_cast<std::size_t>(share * static_cast<double>(parts.size()));
+  guess = std::min(guess, parts.size() - 1);
+  if (guess > 0 && place < parts[guess].begin) --guess;
+  if (parts[guess].begin <= place && place < parts[guess].end) return parts[guess];
   return *std::prev(std::upper_bound(parts.begin(), parts.end(), place, is_before));
 }
 

@@ -8,6 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
@@ -87,6 +89,15 @@ def _make_collate(generator: torch.Generator) -> Data:
     return _make_dicts(generator)
 
 
+def _make_table(generator: torch.Generator) -> Data:
+    """A Hugging Face dataset of 20,000 rows of 128 int32 tokens and a label, batches of 64."""
+    datasets: Any = import_module("datasets")
+    tokens = torch.randint(2**15, (20, 1000, 128), dtype=torch.int32, generator=generator)
+    parts = [{"input_ids": [*rows.numpy()], "label": range(1000)} for rows in tokens]
+    table = datasets.concatenate_datasets([*map(datasets.Dataset.from_dict, parts)])
+    return Data(table.with_format("torch"), 64)
+
+
 def _make_slow(_generator: torch.Generator) -> Data:
     """Items that take 1 ms, batches of 8."""
     return Data(SlowItems(), 8)
@@ -101,6 +112,8 @@ DATA = {
     "collate": _make_collate,
     "slow": _make_slow,
 }
+if find_spec("datasets"):
+    DATA["table"] = _make_table
 
 
 CASES: dict[str, Callable[..., Any]] = {**DATA, "photos": photos.make_case, **thread_cases.MAKE}

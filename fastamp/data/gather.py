@@ -29,6 +29,7 @@ from fastamp.data.memory import keep
 from fastamp.data.position import as_rows
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
 from fastamp.data.stats import LoaderStats
+from fastamp.data.tables import is_table, read_table
 from fastamp.data.tokens import TokenDataset
 
 _IN_MEMORY = (Subset, TensorDataset, ArrayDataset, Tensor, np.ndarray, np.memmap)
@@ -63,7 +64,9 @@ def find_path(loader: DataLoader[Any]) -> tuple[Gatherable | None, str]:
         gatherable = make_gatherable(dataset)
         kind, module = type(dataset).__name__, type(dataset).__module__
         reason = f"the dataset is a {kind}"
-        if module.startswith("datasets."):
+        if gatherable is None and is_table(dataset):
+            reason = f"the Hugging Face dataset has {read_table(dataset)}"
+        elif module.startswith("datasets."):
             reason = "the dataset is a Hugging Face dataset"
         elif type(dataset) in _IN_MEMORY:
             reason = f"the {kind} holds more than plain arrays on the CPU"
@@ -76,7 +79,7 @@ def find_path(loader: DataLoader[Any]) -> tuple[Gatherable | None, str]:
     return None, f"item by item{workers}: {reason}"
 
 
-def make_gatherable(dataset: object) -> Gatherable | None:
+def make_gatherable(dataset: object) -> Gatherable | None:  # noqa: PLR0911 - one for each kind
     """Return the columns of a dataset in memory; None for any other dataset.
 
     Batches have the values, types and dtypes that default_collate gives them.
@@ -95,6 +98,9 @@ def make_gatherable(dataset: object) -> Gatherable | None:
         return _from_arrays(dataset.tensors)
     if type(dataset) is ArrayDataset:
         return _from_arrays(dataset.arrays, dataset.images())
+    if is_table(dataset):
+        table = read_table(dataset)
+        return None if isinstance(table, str) else Gatherable(*table)
     column = _column(dataset)
     return None if column is None else Gatherable([column], itemgetter(0))
 

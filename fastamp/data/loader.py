@@ -46,18 +46,20 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
 
     Datasets in memory or in a mapped file are gathered by threads of the compiled core, ahead of
     the consumer: TensorDataset, `fastamp.ArrayDataset`, `fastamp.TokenDataset`, a tensor, a NumPy
-    array or memmap, a dict of these (which is an ArrayDataset), and a Subset of any. Their batches
-    are those of `default_collate`; worker processes are not started for them. Every other dataset,
-    and every dataset with a `collate_fn` or a `worker_init_fn` of the user's, goes through torch's
-    own iterators and workers, with `fastamp.BatchCollator` where no `collate_fn` is given.
+    array or memmap, a dict of these (which is an ArrayDataset), a Hugging Face dataset (format
+    "torch", "numpy" or none) of integers, floats and lists of one length, and a Subset of any.
+    Their batches are those of `default_collate`; worker processes are not started for them. Every
+    other dataset, and every dataset with a `collate_fn` or a `worker_init_fn` of the user's, goes
+    through torch's own iterators and workers, with `fastamp.BatchCollator` where no `collate_fn`
+    is given.
 
     A batch that the user keeps is never overwritten.
 
     Where a tensor of the dataset is resized, shared or given other memory during a pass, the rest
     of the pass goes item by item, as in torch; NumPy refuses to resize an array meanwhile. A mapped
-    file that is cut raises a RuntimeError. Two things go unnoticed: a file that another process
-    changes in place, or cuts while a batch is copied out of its last page, and an address that is
-    freed and used again by somebody else while a batch is copied.
+    file that is cut raises a RuntimeError (Arrow's, a BufferError). Two things go unnoticed: a file
+    that another process changes in place, or cuts while a batch is copied out of its last page, and
+    an address that is freed and used again by somebody else while a batch is copied.
 
     `accelerator.prepare(loader)` of Hugging Face's Accelerate returns this loader, which from then
     on gives this process's batches, on the Accelerator's device. They are those that Accelerate
