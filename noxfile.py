@@ -185,6 +185,13 @@ def run_script(session: nox.Session, name: str) -> None:
 
 
 @nox.session
+def large(session: nox.Session) -> None:
+    """Run the suite at large: with all parameters, where it runs with every pair of them."""
+    env = {"FASTAMP_AT_LARGE": "1"}
+    session.run("python", "-I", "-m", "pytest", *session.posargs, env=env)
+
+
+@nox.session
 def properties(session: nox.Session) -> None:
     """Draw 3,000 gradients for each test of the step, parameters for the update, and changes."""
     env = {"FASTAMP_EXAMPLES": "3000"}

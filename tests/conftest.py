@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import itertools
 import os
 import signal
 import zlib
@@ -80,9 +81,33 @@ def _to_emulate(items: list[pytest.Item]) -> list[pytest.Item]:
     return [i for i in items if id(i) in kept or not i.get_closest_marker("emulated")]
 
 
+def _pairs(item: pytest.Item) -> set[tuple[tuple[str, int], ...]]:
+    """Return the pairs of values that the parameters of a test have."""
+    values = sorted((name, id(value)) for name, value in item.callspec.params.items())
+    return {*itertools.combinations(values, 2)}
+
+
+def _pairwise(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Leave tests that are marked so enough runs for every pair of values, or all at large."""
+    runs: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("pairwise") and not AT_LARGE:
+            runs.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = set()
+    for found in runs.values():
+        found.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))  # the same ones each time
+        missing = set().union(*map(_pairs, found))
+        while missing:
+            best = max(found, key=lambda item: len(_pairs(item) & missing))
+            missing -= _pairs(best)
+            found.remove(best)
+        left_out.update(map(id, found))
+    return [item for item in items if id(item) not in left_out]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the reports that are counted, and skip GPU tests where there is no GPU."""
-    items[:] = _to_emulate(items)
+    items[:] = _pairwise(_to_emulate(items))
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
     for item in items:

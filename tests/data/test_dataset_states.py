@@ -97,6 +97,7 @@ STATEFUL = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("device", [None, "meta"])
 @pytest.mark.parametrize("kind", STATEFUL)

@@ -232,6 +232,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", ["arrays", "python"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_batches_under_every_option_are_torchs(name, kind, backend):

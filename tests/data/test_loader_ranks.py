@@ -120,6 +120,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", ["arrays", "python", "unbatched"])
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("change", CHANGES)

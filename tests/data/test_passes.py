@@ -82,6 +82,7 @@ def test_a_loader_can_be_copied_and_pickled(dataset, duplicate, backend):
     assert loader.stats().batches == counted + len(loader)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dataset", [TensorDataset(X, Y), Squares(N)], ids=["arrays", "python"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_two_iterators_over_one_loader_are_apart(dataset, num_workers, backend):

@@ -124,6 +124,7 @@ def train_two(cls, device, name, *, kind):
     return [parameters, scaler.get_scale(), scaler._get_growth_tracker()]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", ["plain", "pickled", "clip scaled", "clip unscaled"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_two_models_two_losses_and_two_optimizers_share_a_scaler(backend, device, name, kind):

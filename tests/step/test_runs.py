@@ -33,6 +33,7 @@ def run(cls, step, device, kind, name, max_norm):
     return train(model, data, OPTIMIZERS[name], make_scaler(cls, device), step(max_norm))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("max_norm", [None, 0.05])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("kind", MODELS)

@@ -97,6 +97,7 @@ def uninterrupted(kind, backend, **fields):
     return outcome(*run(data=DATA[kind](), **fields))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", DATA)
 @pytest.mark.parametrize("step", [2, 6, 7, 15])  # an epoch has 6 or 7 steps
 def test_a_run_that_crashed_goes_on_to_the_bit(kind, step, tmp_path, backend):
