@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
 import time
 
 import pytest
@@ -28,7 +26,7 @@ from support.parallel_cases import (
     train_from_a_list,
     train_with_sinks,
 )
-from support.processes import CONTEXT
+from support.processes import CONTEXT, run_python
 from support.trainable import CURVES, names
 
 from fastamp.train import __main__ as command
@@ -350,9 +348,8 @@ def test_torchrun_trains_and_another_number_of_ranks_resumes(tmp_path, monkeypat
     args = ["--data", str(text), "--layers", "1", "--width", "16", "--heads", "2"]
     args += ["--block-size", "16", "--steps", "40", "--batch-size", "8", "--lr", "0.01"]
     args += ["--checkpoint-every", "20", "--checkpoint-dir", str(tmp_path / "run")]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    launcher += ["--master-port", free_port(), "-m", "fastamp.train", *args]
-    done = subprocess.run(launcher, check=False, capture_output=True, text=True, timeout=240)
+    launcher = ["--nproc-per-node", "2", "--master-port", free_port(), "-m", "fastamp.train"]
+    done = run_python("from torch.distributed.run import main; main()", *launcher, *args)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("40 steps in 32-true, 0 skipped\ntrain_loss: 5.") == 1
     assert float(re.search("val_loss: .* to ([0-9.]+)", done.stdout)[1]) < 4

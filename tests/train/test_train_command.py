@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from support.processes import CONTEXT
+from support.processes import CONTEXT, run_python
 from support.trainable import run, run_command
 
 from fastamp.train import __main__ as command
@@ -100,17 +100,24 @@ def test_a_rank_without_a_launcher_prints_its_result(text, monkeypatch, capsys):
     assert "1 steps in 32-true" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["train", "bench"])
-def test_a_backend_that_is_not_there_is_one_line_of_a_command(name):
+NO_BACKEND = "FASTAMP_BACKEND='zz' is not a backend; available: .*\n"
+
+
+def test_a_backend_that_is_not_there_is_one_line_of_a_command():
     done = subprocess.run(
-        [sys.executable, "-m", f"fastamp.{name}"],
+        [sys.executable, "-m", "fastamp.train"],
         env={**os.environ, "FASTAMP_BACKEND": "zz"},
         check=False,
         capture_output=True,
         text=True,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch("FASTAMP_BACKEND='zz' is not a backend; available: .*\n", done.stderr)
+    assert re.fullmatch(NO_BACKEND, done.stderr)
+    # And of the other one, in a fork that has torch.
+    code = "import runpy, sys; sys.argv[0] = '-m'; runpy.run_module('fastamp.bench')"
+    done = run_python(code, FASTAMP_BACKEND="zz")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(NO_BACKEND, done.stderr)
 
 
 def test_the_command_ends_as_a_signal_would(text, tmp_path):
@@ -130,12 +137,14 @@ def test_the_command_ends_as_a_signal_would(text, tmp_path):
         assert ("interrupted; resume from" in message) == (number == signal.SIGINT)
 
 
-def test_importing_fastamp_imports_no_extra_and_no_slow_part_of_torch():
+def test_importing_fastamp_and_clipping_import_no_extra_and_no_slow_part_of_torch():
     code = "import sys, torch, numpy; before = {*sys.modules}; import fastamp\n"
+    code += "p = torch.nn.Parameter(torch.ones(3)); p.grad = torch.ones(3)\n"
+    code += "fastamp.clip_grad_norm_(p, 1.0)\n"
     code += "print(*{*sys.modules} - before)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     extras = ("lightning", "pytorch_lightning", "accelerate", "transformers", "wandb", "sklearn")
     extras += ("matplotlib", "tensorboard", "tqdm", "pynvml", "torch._dynamo")
-    extras += ("torch.distributed.tensor", "torch.distributed.checkpoint")
+    extras += ("torch.distributed.tensor", "torch.distributed.checkpoint", "fastamp._ops.sharded")
     assert "fastamp.train" in done.stdout.split()
     assert not [name for name in done.stdout.split() if name.startswith(extras)]
