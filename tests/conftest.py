@@ -42,8 +42,9 @@ COUNTED = {"cuda": "GPU tests", "emulated": "tests of the emulated CUDA kernels"
 """What marks are counted, and how the summary calls their tests."""
 AVAILABLE = fastamp.backends()
 AT_LARGE = "FASTAMP_AT_LARGE" in os.environ
-LONGEST = ["test_parallel.py", "test_shards.py", "test_examples.py", "test_train.py"]
-LONGEST += ["test_resume.py", "test_loader.py", "test_bench.py", "test_slots.py", "test_faults.py"]
+LONGEST = ["test_parallel.py", "test_shards.py", "test_checkpoint.py", "test_examples.py"]
+LONGEST += ["test_faults.py", "test_train.py", "test_loader.py", "test_optimizers_state.py"]
+LONGEST += ["test_resume.py", "test_slots.py", "test_bench.py"]
 """The files to start with, so that no worker is left with a long one at the end."""
 
 installed = Path(str(importlib.metadata.distribution("fastamp").locate_file("fastamp")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import os
 import pickle
 import threading
 import types
@@ -174,7 +175,7 @@ STRUCTURES = st.recursive(LEAVES, container, max_leaves=5)
 
 
 @settings(
-    max_examples=1000,
+    max_examples=1000 if "FASTAMP_AT_LARGE" in os.environ else 400,
     deadline=None,
     derandomize=True,
     database=None,
