@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+import torch._dynamo  # which the first optimizer imports, in longer than an input may take
 
 import fastamp
 
