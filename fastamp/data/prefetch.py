@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ FORKED = (
     "this iterator was made before the process forked and its thread stayed behind: "
     "call iter() in the child"
 )
+_LATE = 32  # batches that a consumer takes before its stream computes with the first of them
 JOIN_S = 2.0  # a producer that hangs in the user's code is left behind, as a daemon
 
 
@@ -39,7 +41,8 @@ def prefetch(
        pinned, and may fill again.
     3. The stream that is current where the consumer asks for the batch waits for the copy; the
        consumer does not. The batch is recorded on this stream (`Tensor.record_stream`), so that it
-       may be dropped at any time. On any other stream it is used as a tensor of this one.
+       may be dropped at any time. On any other stream it is used as a tensor of this one. Where
+       this stream is 32 batches behind, the thread waits for it.
 
     Without a device, or with the CPU, only step 1 happens.
 
@@ -100,7 +103,8 @@ class Pass(Iterator[T], Generic[T]):
         source = iter(iterable)
         self._copies: CudaCopies | _Moves = _Moves(device)
         if device and device.type == "cuda":
-            self._copies = CudaCopies(device, keeps=not getattr(source, "makes_fresh", False))
+            keeps = not getattr(source, "makes_fresh", False)
+            self._copies = CudaCopies(device, depth, keeps=keeps)
         # Batches with the event of their copy's end or None, and errors in place of batches.
         self._ready: SimpleQueue[tuple[Any, Any] | BaseException] = SimpleQueue()
         # Nothing for each batch that there is room for, and anything else at the end.
@@ -225,16 +229,21 @@ class _Copied(NamedTuple):
     tensors: list[Tensor]
     left: list[Tensor]
     """Those of other layouts, which are still where they were."""
+    taken: torch.cuda.Event
+    """To be recorded where the consumer takes it."""
 
 
 class CudaCopies:
     """Copies batches to a CUDA device on a stream of its own.
 
-    `keeps` says that the memory of a batch may be filled again once the next one is asked for.
+    1. `keeps` says that the memory of a batch may be filled again once the next one is asked for.
+    2. Memory that the consumer drops is free when its stream has come so far. Where that is many
+       batches behind, the thread waits for it, else they would fill the device.
     """
 
-    def __init__(self, device: torch.device, *, keeps: bool) -> None:
-        self._device, self._keeps = device, keeps
+    def __init__(self, device: torch.device, depth: int, *, keeps: bool) -> None:
+        self._device, self._keeps, self._most = device, keeps, depth + _LATE
+        self._taken: deque[torch.cuda.Event] = deque()  # of the last batches, when they are
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._reading: torch.cuda.Event | None = None  # ends the copies out of memory that is kept
 
@@ -253,7 +262,10 @@ class CudaCopies:
 
     def start(self, batch: Any) -> tuple[Any, _Copied]:
         """Start the copy of a batch, and return it as it will be."""
-        copied = _Copied(torch.cuda.Event(blocking=True), [], [])  # type: ignore[no-untyped-call]
+        done, taken = (torch.cuda.Event(blocking=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        if len(self._taken) == self._most:
+            self._taken.popleft().synchronize()
+        copied = _Copied(done, [], [], taken)
         current = torch.cuda.current_stream(self._device)
 
         def destination(tensor: Tensor) -> Tensor:
@@ -269,7 +281,7 @@ class CudaCopies:
                     # A tensor with gaps would go through a copy that is not pinned.
                     tensor = torch.empty_like(target, device="cpu", pin_memory=True).copy_(tensor)
                 elif self._keeps:
-                    self._reading = copied.done
+                    self._reading = done
                 target.copy_(tensor, non_blocking=True)
             copied.tensors.append(target)
             return target
@@ -278,13 +290,15 @@ class CudaCopies:
             try:
                 moved = map_tensors(destination, batch)
             finally:
-                copied.done.record()
+                done.record()
+        self._taken.append(taken)
         return moved, copied
 
     def deliver(self, batch: Any, copied: _Copied) -> Any:
         """Let the current stream wait for the copy, and the memory of the batch for the stream."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(copied.done)
+        copied.taken.record(stream)
         for tensor in copied.tensors:
             tensor.record_stream(stream)
         return map_tensors(lambda t: t.to(self._device), batch) if copied.left else batch

@@ -113,6 +113,20 @@ def test_a_thread_says_that_it_is_apart_from_captures_and_then_what_it_said_befo
     assert said == [1, 2]
 
 
+def test_a_consumer_far_ahead_of_its_stream_does_not_fill_the_device(monkeypatch):
+    model = Model(0)
+    monkeypatch.setattr(prefetching, "_LATE", 4)
+    monkeypatch.setattr(model.rng, "random", lambda: 0.8)  # no work is done unless it is waited for
+    with model.installed(prefetching):
+        data = [torch.ones(3) for _ in range(50)]
+        for batch in fastamp.prefetch(data, "cuda:1"):
+            model.kernel(batch, writes=[torch.empty(3, device="cuda:1")])
+            del batch
+    used = {block for pool in model.pools.values() for block in pool if block.device == 1}
+    used |= {block for block, _ in model.pending if block.device == 1}
+    assert 2 < len(used) < 12
+
+
 class Made(list):
     """Arguments of allocations, and what waits until no thread can go on."""
 
