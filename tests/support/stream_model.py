@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import random
 import threading
 import weakref
 from dataclasses import dataclass, field
@@ -20,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.stream_devices import Devices, Stream
+from support.stream_turns import Clock, is_before, join
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -28,22 +29,7 @@ from fastamp._ops import captures
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-Clock = dict[str, int]
 READS = ("item", "tolist", "equal", "__bool__", "__float__", "__int__")
-
-
-def join(clock: Clock, other: Clock) -> None:
-    for name, time in other.items():
-        if clock.get(name, 0) < time:
-            clock[name] = time
-
-
-def is_before(clock: Clock, other: Clock) -> bool:
-    return all(other.get(name, 0) >= time for name, time in clock.items())
-
-
-class Deadlock(BaseException):
-    """No thread can go on."""
 
 
 @dataclass(eq=False)
@@ -60,205 +46,22 @@ class Block:
     freed: Clock = field(default_factory=dict)
 
 
-class Stream:
-    """A stream of a device; in place of torch.cuda.Stream."""
-
-    model: Model
-
-    def __init__(self, device: Any = None, name: str = "") -> None:
-        index = self.model.index_of(device)
-        self.device, self.device_index = torch.device("cuda", index), index
-        self.model.contexts.add(index)
-        self.cuda_stream = self.stream_id = len(self.model.streams)
-        self.name = name or f"cuda:{index} stream {self.cuda_stream}"
-        self.clock: Clock = {}
-        self.model.streams.append(self)
-
-    def enqueue(self) -> Clock:
-        """Give the stream something to do, after all that it has and the thread has done."""
-        model, me = self.model, self.model.current
-        model.switch()
-        if model.captures.get(self, me) is not me:
-            model.report(f"work on {self.name}, which another thread captures")
-        model.contexts.add(self.device_index)
-        join(self.clock, me.clock)
-        self.clock[self.name] = self.clock.get(self.name, 0) + 1
-        return self.clock
-
-    def wait_event(self, event: Event) -> None:
-        self.enqueue()
-        join(self.clock, event.clock or {})
-
-    def wait_stream(self, other: Stream) -> None:
-        self.wait_event(other.record_event())
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or self.model.Event()
-        event.record(self)
-        return event
-
-    def synchronize(self) -> None:
-        self.record_event().synchronize()
-
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-
-class Event:
-    """In place of torch.cuda.Event."""
-
-    model: Model
-
-    def __init__(self, *, enable_timing: bool = False, blocking: bool = False) -> None:
-        self.clock: Clock | None = None
-
-    def record(self, stream: Stream | None = None) -> None:
-        self.clock = dict((stream or self.model.current_stream()).enqueue())
-
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or self.model.current_stream()).wait_event(self)
-
-    def query(self) -> bool:
-        self.model.unsafe("an event's query")
-        if self.clock is None:
-            return True
-        if not is_before(self.clock, self.model.done) and self.model.rng.random() < 0.5:
-            return False
-        self.model.see(self.clock)
-        return True
-
-    def synchronize(self) -> None:
-        self.model.unsafe("an event's synchronize")
-        self.model.see(self.clock or {})
-
-    def elapsed_time(self, end: Event) -> float:
-        return 1.0
-
-
-class Thread:
-    """In place of threading.Thread: runs while it has the turn."""
-
-    model: Model
-
-    def __init__(self, target: Callable[..., None], args: Any = (), **_: Any) -> None:
-        model = self.model
-        self.name, self._target, self._args = f"thread {len(model.threads)}", target, args
-        self.clock: Clock = {}
-        self.device, self.mode = 0, 0  # global
-        self.streams: dict[int, Stream] = {}
-        self.weight = model.rng.choice((0.1, 1.0, 1.0, 5.0))
-        self.turn, self.alive, self.native_id = threading.Semaphore(0), False, 0
-        self.ready: Callable[[], bool] = lambda: True
-        model.threads.append(self)
-
-    def start(self) -> None:
-        self.alive, self.clock = True, dict(self.model.current.clock)
-        threading.Thread(target=self._run, daemon=True).start()
-        self.model.switch()
-
-    def _run(self) -> None:
-        self.turn.acquire()
-        with contextlib.suppress(Deadlock), self.model:
-            try:
-                self._target(*self._args)
-            except BaseException as error:  # noqa: BLE001 - a thread that dies is a fault
-                self.model.report(f"{self.name} ended with {error!r}")
-            self._target = self._args = None  # dies in its turn
-        self.alive = False
-        self.model.hand_on(self)
-
-    def join(self, timeout: float | None = None) -> None:
-        self.model.switch(lambda: not self.alive)
-        join(self.model.current.clock, self.clock)
-
-    def is_alive(self) -> bool:
-        return self.alive
-
-
-class Primitive:
-    """What threads wait for each other with: a queue, a semaphore, an event, a lock."""
-
-    model: Model
-
-    def __init__(self, value: int = 0) -> None:
-        self.clock: Clock = {}
-        self.value, self.items, self.owner = value, [], None
-
-    def put(self, item: Any) -> None:
-        self.items.append(item)
-        self.release()
-
-    def get(self, timeout: float | None = None) -> Any:
-        self.acquire()
-        return self.items.pop(0)
-
-    def release(self) -> None:
-        join(self.clock, self.model.current.clock)
-        self.value += 1
-        self.model.switch()
-
-    def acquire(self) -> None:
-        self.model.switch(lambda: self.value > 0)
-        self.value -= 1
-        join(self.model.current.clock, self.clock)
-
-    def set(self) -> None:
-        self.release()
-
-    def is_set(self) -> bool:
-        self.model.switch()
-        if self.value:
-            join(self.model.current.clock, self.clock)
-        return self.value > 0
-
-    def __enter__(self) -> None:  # an RLock
-        me = self.model.current
-        self.model.switch(lambda: self.owner in (None, me))
-        self.owner, self.value = me, self.value + 1
-        join(me.clock, self.clock)
-
-    def __exit__(self, *_: object) -> None:
-        join(self.clock, self.model.current.clock)
-        self.value -= 1
-        if not self.value:
-            self.owner = None
-
-
 def _record_stream(tensor: torch.Tensor, stream: Stream) -> None:
     stream.model.switch()
     stream.model.block_of(tensor).users[stream.name] = stream
 
 
-class Model(TorchFunctionMode):
+class Model(Devices, TorchFunctionMode):
     """The machine: devices, threads that take turns, memory, and what was found."""
 
     def __init__(self, seed: int, num_devices: int = 2) -> None:
-        super().__init__()
-        self.rng = random.Random(seed)
-        self.found: list[str] = []
-        self.contexts: set[int] = set()
-        self.streams: list[Stream] = []
-        self.threads: list[Thread] = []
+        super().__init__(seed, num_devices)
         self.blocks: dict[int, Block] = {}
         self.pools: dict[Any, list[Block]] = {}
         self.pending: list[tuple[Block, list[Clock]]] = []
-        self.captures: dict[Stream, Thread] = {}
         self.consumers: set[str] = set()
         """Streams for whose work no copy may wait."""
-        self.done: Clock = {}
-        self.num_blocks = self.num_staged = self.num_allocated = 0
-        self.dead = False
-        kinds = (Stream, Event, Thread, Primitive)
-        self.Stream, self.Event, self.Thread, self.Primitive = (
-            type(kind.__name__, (kind,), {"model": self}) for kind in kinds
-        )
-        self.current = self.Thread(lambda: None)
-        self.current.alive = True
-        self.defaults = [self.Stream(index, f"cuda:{index}") for index in range(num_devices)]
-        self.contexts.clear()
+        self.num_blocks = self.num_staged = 0
         # Compared by value: each look at a descriptor makes another wrapper.
         self._handlers: dict[Any, Callable[..., Any]] = {
             torch.Tensor.device.__get__: self._device,
@@ -271,105 +74,6 @@ class Model(TorchFunctionMode):
             torch.empty: self._empty,
             torch.empty_like: self._empty_like,
         }
-
-    # Threads
-
-    def switch(self, ready: Callable[[], bool] | None = None) -> None:
-        """Let another thread go on, perhaps; and this one when it is ready."""
-        me = self.current
-        if ready is None:
-            if len(self.threads) == 1 or self.rng.random() < 0.5:
-                return
-            ready = bool
-            me.ready = lambda: True
-        else:
-            me.ready = ready
-        self.hand_on(me)
-
-    def hand_on(self, me: Thread) -> None:
-        able = [thread for thread in self.threads if thread.alive and thread.ready()]
-        if not able:
-            self.dead = True
-            for thread in self.threads:
-                thread.turn.release()
-        else:
-            (self.current,) = self.rng.choices(able, [thread.weight for thread in able])
-            if self.current is me:
-                return
-            self.current.turn.release()
-        if me.alive:
-            me.turn.acquire()
-            if self.dead:
-                raise Deadlock
-
-    def report(self, fault: str) -> None:
-        if fault not in self.found:
-            self.found.append(fault)
-
-    # Devices and streams
-
-    def index_of(self, device: Any) -> int:
-        index = device if isinstance(device, int | None) else torch.device(device).index
-        return self.current.device if index is None else index
-
-    def set_device(self, device: Any) -> int:
-        before, index = self.current.device, self.index_of(device)
-        if index != before:  # CUDA 12 makes a context here
-            self.contexts.add(index)
-            self.current.device = index
-        return before
-
-    def maybe_set_device(self, index: int) -> int:
-        before, self.current.device = self.current.device, index
-        return before
-
-    def current_stream(self, device: Any = None) -> Stream:
-        index = self.index_of(device)
-        return self.current.streams.get(index, self.defaults[index])
-
-    def set_stream(self, stream: Stream) -> None:
-        self.set_device(stream.device_index)
-        self.current.streams[stream.device_index] = stream
-
-    def synchronize(self, device: Any = None) -> None:
-        self.unsafe("synchronize")
-        if any(stream.device_index == self.index_of(device) for stream in self.captures):
-            self.report("a capture is broken by a wait for its device")
-        for stream in self.streams:
-            if stream.device_index == self.index_of(device):
-                self.see(stream.clock)
-
-    def see(self, clock: Clock) -> None:
-        """Let the thread know that this has happened."""
-        join(self.done, clock)
-        join(self.current.clock, clock)
-        self.switch()
-
-    # Captures
-
-    def is_capturing(self) -> bool:
-        return self.current_stream() in self.captures
-
-    def exchange_mode(self, mode: Any) -> None:
-        """Play the driver's function, which gets a pointer to an integer."""
-        mine, self.current.mode = self.current.mode, mode._obj.value
-        mode._obj.value = mine
-
-    def unsafe(self, call: str) -> None:
-        """Make a call that a capture refuses to its own thread, and to those in global mode."""
-        self.switch()
-        owners = self.captures.values()
-        if self.current in owners or (owners and self.current.mode == 0):
-            self.report(f"a capture is broken by {call}")
-
-    @contextlib.contextmanager
-    def capture(self, stream: Stream) -> Iterator[None]:
-        self.captures[stream] = self.current
-        with torch.cuda.stream(stream):
-            yield
-            for _ in range(4):
-                self.switch()
-        del self.captures[stream]
 
     # Memory
 
@@ -441,7 +145,6 @@ class Model(TorchFunctionMode):
             if device is not None:
                 self.contexts.add(device)
         block.users, block.is_filled = {}, False
-        self.num_allocated += 1
         return block
 
     def _free(self, block: Block, address: int) -> None:

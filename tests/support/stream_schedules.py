@@ -13,7 +13,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from support.stream_model import Deadlock, Model
+from support.stream_model import Model
+from support.stream_turns import Deadlock
 from torch.utils._pytree import tree_leaves
 
 import fastamp

@@ -1,0 +1,167 @@
+"""Threads of the model of streams: they take turns as a seed says, and each has a vector clock.
+
+A clock is what a thread, or a stream, knows to have happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from support.stream_devices import Stream
+
+Clock = dict[str, int]
+
+
+def join(clock: Clock, other: Clock) -> None:
+    for name, time in other.items():
+        if clock.get(name, 0) < time:
+            clock[name] = time
+
+
+def is_before(clock: Clock, other: Clock) -> bool:
+    return all(other.get(name, 0) >= time for name, time in clock.items())
+
+
+class Deadlock(BaseException):
+    """No thread can go on."""
+
+
+class Thread:
+    """In place of threading.Thread: runs while it has the turn."""
+
+    model: Turns
+
+    def __init__(self, target: Callable[..., None], args: Any = (), **_: Any) -> None:
+        model = self.model
+        self.name, self._target, self._args = f"thread {len(model.threads)}", target, args
+        self.clock: Clock = {}
+        self.device, self.mode = 0, 0  # global
+        self.streams: dict[int, Stream] = {}
+        self.weight = model.rng.choice((0.1, 1.0, 1.0, 5.0))
+        self.turn, self.alive, self.native_id = threading.Semaphore(0), False, 0
+        self.ready: Callable[[], bool] = lambda: True
+        model.threads.append(self)
+
+    def start(self) -> None:
+        self.alive, self.clock = True, dict(self.model.current.clock)
+        threading.Thread(target=self._run, daemon=True).start()
+        self.model.switch()
+
+    def _run(self) -> None:
+        self.turn.acquire()
+        with contextlib.suppress(Deadlock), self.model:
+            try:
+                self._target(*self._args)
+            except BaseException as error:  # noqa: BLE001 - a thread that dies is a fault
+                self.model.report(f"{self.name} ended with {error!r}")
+            self._target = self._args = None  # dies in its turn
+        self.alive = False
+        self.model.hand_on(self)
+
+    def join(self, timeout: float | None = None) -> None:
+        self.model.switch(lambda: not self.alive)
+        join(self.model.current.clock, self.clock)
+
+    def is_alive(self) -> bool:
+        return self.alive
+
+
+class Primitive:
+    """What threads wait for each other with: a queue, a semaphore, an event, a lock."""
+
+    model: Turns
+
+    def __init__(self, value: int = 0) -> None:
+        self.clock: Clock = {}
+        self.value, self.items, self.owner = value, [], None
+
+    def put(self, item: Any) -> None:
+        self.items.append(item)
+        self.release()
+
+    def get(self, timeout: float | None = None) -> Any:
+        self.acquire()
+        return self.items.pop(0)
+
+    def release(self) -> None:
+        join(self.clock, self.model.current.clock)
+        self.value += 1
+        self.model.switch()
+
+    def acquire(self) -> None:
+        self.model.switch(lambda: self.value > 0)
+        self.value -= 1
+        join(self.model.current.clock, self.clock)
+
+    def set(self) -> None:
+        self.release()
+
+    def is_set(self) -> bool:
+        self.model.switch()
+        if self.value:
+            join(self.model.current.clock, self.clock)
+        return self.value > 0
+
+    def __enter__(self) -> None:  # an RLock
+        me = self.model.current
+        self.model.switch(lambda: self.owner in (None, me))
+        self.owner, self.value = me, self.value + 1
+        join(me.clock, self.clock)
+
+    def __exit__(self, *_: object) -> None:
+        join(self.clock, self.model.current.clock)
+        self.value -= 1
+        if not self.value:
+            self.owner = None
+
+
+class Turns:
+    """Lets one thread run at a time, and keeps what was found."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.rng = random.Random(seed)
+        self.found: list[str] = []
+        self.threads: list[Thread] = []
+        self.dead = False
+        self.Thread, self.Primitive = self.own(Thread), self.own(Primitive)
+        self.current = self.Thread(lambda: None)
+        self.current.alive = True
+
+    def own(self, kind: type) -> Any:
+        """Return a class whose instances know this model, as those of torch and Python do."""
+        return type(kind.__name__, (kind,), {"model": self})
+
+    def switch(self, ready: Callable[[], bool] | None = None) -> None:
+        """Let another thread go on, perhaps; and this one when it is ready."""
+        me = self.current
+        if ready is None and (len(self.threads) == 1 or self.rng.random() < 0.5):
+            return
+        me.ready = ready or (lambda: True)
+        self.hand_on(me)
+
+    def hand_on(self, me: Thread) -> None:
+        able = [thread for thread in self.threads if thread.alive and thread.ready()]
+        if not able:
+            self.dead = True
+            for thread in self.threads:
+                thread.turn.release()
+        else:
+            (self.current,) = self.rng.choices(able, [thread.weight for thread in able])
+            if self.current is me:
+                return
+            self.current.turn.release()
+        if me.alive:
+            me.turn.acquire()
+            if self.dead:
+                raise Deadlock
+
+    def report(self, fault: str) -> None:
+        if fault not in self.found:
+            self.found.append(fault)
