@@ -138,11 +138,10 @@ def prepare(args: argparse.Namespace) -> Task:
 
 def _run(args: argparse.Namespace) -> Report:
     notes = [f"{name}: {_text(name)}" for name in args.data]
-    notes += ["else a visit is a shuffled pass, and plain index_select(out=) in a loop, no limit"]
     if "augmented" in args.data:
-        notes += [
-            "augmented: torch augments samples; plain augments batches with torch's operators"
-        ]
+        notes += ["augmented: torch augments samples, and plain batches, with torch's operators"]
+    if {*args.data} - {"augmented", "photos", *thread_cases.MAKE}:
+        notes += ["all others: a visit is a shuffled pass; plain is index_select(out=), no limit"]
     return run_cases(args, PLAN, args.data, partial(_make_case, args), notes)
 
 

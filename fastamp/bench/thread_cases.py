@@ -15,11 +15,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import fastamp
+from fastamp.bench.race import Plan
 from fastamp.bench.record import Case
 
 WORKERS = 8
 WAITING = 1024  # items
 EPOCH_S = 30.0  # at least, of a pass that "auto" is measured in
+EPOCHS = Plan(rounds=6, warmup=0)  # of half a minute, in which nothing is left to warm up
 
 
 class Items(Dataset[Any]):
@@ -129,7 +131,7 @@ def make_auto(kind: str, _args: argparse.Namespace) -> Case:
     arms = {worker: partial(begin, worker) for worker in ("thread", "process", "auto")}
     elapsed_s = {worker: _time(arms[worker]) for worker in ("thread", "process")}
     best = min(elapsed_s, key=elapsed_s.__getitem__)
-    return Case(arms={best: arms[best], "auto": arms["auto"]})
+    return Case(arms={best: arms[best], "auto": arms["auto"]}, plan=EPOCHS)
 
 
 MAKE: dict[str, Callable[[argparse.Namespace], Case]] = {
