@@ -42,9 +42,8 @@ COUNTED = {"cuda": "GPU tests", "emulated": "tests of the emulated CUDA kernels"
 """What marks are counted, and how the summary calls their tests."""
 AVAILABLE = fastamp.backends()
 AT_LARGE = "FASTAMP_AT_LARGE" in os.environ
-LONGEST = ["test_parallel.py", "test_shards.py", "test_checkpoint.py", "test_examples.py"]
-LONGEST += ["test_faults.py", "test_train.py", "test_loader.py", "test_optimizers_state.py"]
-LONGEST += ["test_resume.py", "test_slots.py", "test_bench.py"]
+LONGEST = ["test_parallel.py", "test_shards.py", "test_examples.py", "test_train.py"]
+LONGEST += ["test_resume.py", "test_loader.py", "test_bench.py", "test_slots.py", "test_faults.py"]
 """The files to start with, so that no worker is left with a long one at the end."""
 
 installed = Path(str(importlib.metadata.distribution("fastamp").locate_file("fastamp")))
@@ -89,11 +88,15 @@ def _pairs(item: pytest.Item) -> set[tuple[tuple[str, int], ...]]:
 
 
 def _pairwise(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Leave tests that are marked so enough runs for every pair of values, or all at large."""
+    """Leave tests that are marked so enough runs for every pair of values, or all at large.
+
+    Of what needs a GPU or the emulated kernels, as many as of the rest: it may be skipped.
+    """
     runs: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("pairwise") and not AT_LARGE:
-            runs.setdefault(item.nodeid.partition("[")[0], []).append(item)
+            counted = [name for name in COUNTED if item.get_closest_marker(name)]
+            runs.setdefault(f"{item.nodeid.partition('[')[0]} {counted}", []).append(item)
     left_out = set()
     for found in runs.values():
         found.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))  # the same ones each time
