@@ -21,12 +21,11 @@ def apart_from_captures() -> Iterator[None]:
     """
     exchange = _exchange() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     mode = ctypes.c_int(_THREAD_LOCAL)
-    if exchange is not None:
-        exchange(ctypes.byref(mode))
+    failed = exchange is None or exchange(ctypes.byref(mode))
     try:
         yield
     finally:
-        if exchange is not None:
+        if exchange is not None and not failed:
             exchange(ctypes.byref(mode))
 
 
