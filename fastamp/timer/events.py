@@ -130,12 +130,9 @@ class DeviceClock:
             return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         return self._free.pop() if self._free else None
 
+    @apart_from_captures()
     def _harvest(self, limit: int) -> None:
         """Read what has happened by now, at most `limit` events of each lane."""
-        with apart_from_captures():
-            self._read(limit)
-
-    def _read(self, limit: int) -> None:
         for lane in self._lanes.values():
             for event, interval, figures, host_ns in list(islice(lane.marks, limit)):
                 if not event.query():  # type: ignore[no-untyped-call]
