@@ -213,6 +213,12 @@ def passes(session: nox.Session) -> None:
 
 
 @nox.session
+def loader_kills(session: nox.Session) -> None:
+    """Kill loops over every kind of data 30 times: they resume to the bit with other workers."""
+    run_script(session, "loader_kills")
+
+
+@nox.session
 def streams(session: nox.Session) -> None:
     """Run 10,000 schedules of streams, threads and devices on a model of torch.cuda."""
     run_script(session, "stream_schedules")

@@ -1,0 +1,209 @@
+"""Loops over a loader that are killed at random moments and resumed with other workers.
+
+`python tests/support/loader_kills.py --kills 30`; a small part of it runs in the suite. Each
+batch's digest and the loader's state after it are written to files, as a training loop writes
+checkpoints; what all runs together have written has to be what one undisturbed run writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import sys
+import tempfile
+import time
+import warnings
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import Dataset, IterableDataset
+
+import fastamp
+
+BATCHES = 40  # of a run, over two epochs or more
+LONG = 10**10
+
+
+class Drawn(Dataset):
+    """Rows that draw from the sample's generators, and now and then wait."""
+
+    def __len__(self):
+        return 90
+
+    def __getitem__(self, index):
+        rng = fastamp.sample_rng()
+        time.sleep(1e-3 * rng.python.random())
+        noise = torch.rand(1500, generator=rng.torch) + float(rng.numpy.random())
+        return {"row": noise + index, "index": index}
+
+
+class Long(Dataset):
+    """More rows than any memory has."""
+
+    def __len__(self):
+        return LONG
+
+    def __getitem__(self, index):
+        return index
+
+
+class Stream(IterableDataset):
+    """A stream that knows where it is."""
+
+    def __init__(self):
+        self.place = 0
+
+    def __iter__(self):
+        info = fastamp.get_worker_info()
+        while self.place < 40:
+            self.place += 1
+            yield torch.full((5,), 1000.0 * info.id + self.place)
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+@cache
+def folder_of_images():
+    """Return a folder with images, made once for all runs of this process and its forks."""
+    from PIL import Image
+
+    folder = Path(tempfile.mkdtemp())
+    rng = np.random.default_rng(0)
+    for i in range(30):
+        (folder / "ab"[i % 2]).mkdir(exist_ok=True)
+        pixels = rng.integers(0, 256, (60 + i, 80, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / "ab"[i % 2] / f"{i}.jpg")
+    return folder
+
+
+@cache
+def table():
+    import datasets
+
+    rows = np.arange(600, dtype=np.int32).reshape(60, 10)
+    parts = [{"x": [*part], "y": range(20)} for part in np.split(rows, 3)]
+    made = datasets.concatenate_datasets([*map(datasets.Dataset.from_dict, parts)])
+    return made.with_format("torch")
+
+
+def augmented():
+    images = torch.arange(90 * 3 * 12 * 12, dtype=torch.int32).reshape(90, 3, 12, 12)
+    steps = [fastamp.RandomCrop(padding=2), fastamp.RandomHorizontalFlip(), fastamp.Cutout(3)]
+    return fastamp.ArrayDataset(images, torch.arange(90), augment=steps)
+
+
+TOKENS = np.split(np.arange(2001, dtype=np.uint32), [333, 1500])
+ANY = (0, 1, 2, 4)  # how many workers a run may have
+# What is loaded, its options, and the workers that a run may have.
+KINDS = {
+    "threads": (Drawn, {"worker": "thread"}, ANY),
+    "auto": (Drawn, {"worker": "auto"}, ANY),
+    "stream": (Stream, {"worker": "thread", "shuffle": False}, (2,)),
+    "images": (
+        lambda: fastamp.ImageFolder(folder_of_images(), 24, random_crop=(0.2, 1.0), flip=True),
+        {"worker": "thread"},
+        ANY,
+    ),
+    "augmented": (augmented, {}, (0,)),
+    "tokens": (lambda: fastamp.TokenDataset(TOKENS, 20, random_offsets=True), {}, (0,)),
+    "table": (table, {}, (0,)),
+    "long": (Long, {"worker": "thread"}, ANY),
+}
+
+
+def run(kind: str, workers: int, state: Path, log: Path, pause_s: float) -> None:
+    """Go on with the loop where the state says, until it has had all batches."""
+    warnings.simplefilter("ignore")  # more workers than cores
+    make, options, _ = KINDS[kind]
+    loader = fastamp.DataLoader(
+        make(), 4, num_workers=workers, **{"shuffle": True, "seed": 3, **options}
+    )
+    done = 0
+    if state.exists():
+        found = pickle.loads(state.read_bytes())
+        done = found["done"]
+        loader.load_state_dict(found["loader"])
+    while True:
+        for batch in loader:
+            digest = hashlib.sha256()
+            for leaf in tree_leaves(batch):
+                digest.update(leaf.numpy().tobytes())
+            done += 1
+            with log.open("a") as file:
+                file.write(json.dumps([done, digest.hexdigest()]) + "\n")
+            new = state.with_suffix(".new")
+            new.write_bytes(pickle.dumps({"done": done, "loader": loader.state_dict()}))
+            new.replace(state)
+            if done == BATCHES:
+                return
+            time.sleep(pause_s)
+
+
+def try_kind(kind: str, kills: int, seed: int) -> list[str]:
+    """Kill a loop so many times, let it end, and return what differs from an undisturbed one."""
+    draw = random.Random(f"{kind} {seed}")
+    workers = KINDS[kind][2]
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as made:
+        whole, parts, state = (Path(made, name) for name in ("whole", "parts", "state"))
+        process = context.Process(target=run, args=(kind, workers[0], state, whole, 0.0))
+        process.start()
+        process.join()
+        state.unlink()
+        killed = 0
+        while True:
+            args = (kind, draw.choice(workers), state, parts, 0.004)
+            process = context.Process(target=run, args=args)
+            process.start()
+            process.join(draw.uniform(0.02, 0.15) if killed < kills else None)
+            if process.exitcode is None:
+                process.kill()
+                killed += 1
+                process.join()
+            elif process.exitcode:
+                return [f"{kind}: a run ended with {process.exitcode}"]
+            else:
+                state.unlink(missing_ok=True)  # of a whole run; another one begins anew
+                if killed >= kills:
+                    break
+        expected = dict(json.loads(line) for line in whole.read_text().splitlines())
+        lines = [json.loads(line) for line in parts.read_text().splitlines()]
+    problems = [f"{kind}: batch {n} is another" for n, digest in lines if expected[n] != digest]
+    if {n for n, _ in lines} != set(expected):
+        problems.append(f"{kind}: batches are missing")
+    return problems
+
+
+def main(words: list[str]) -> int:
+    """Try all kinds, or those named."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=30, help="of each kind")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(KINDS)}")
+    args = parser.parse_args(words)
+    torch.set_num_threads(1)
+    problems = []
+    for kind in args.kinds or KINDS:
+        found = try_kind(kind, args.kills, args.seed)
+        print(f"{kind}: {args.kills} kills, {len(found)} problems", flush=True)
+        problems += found
+    print(*problems[:20], sep="\n")
+    return bool(problems)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main(sys.argv[1:]))
