@@ -70,7 +70,8 @@ class TrialPass(Iterator[Any]):
         try:
             batch = next(self._source)
         except StopIteration:
-            if not self._thread_rate or self._loader._chosen is not None:
+            tried = self._loader._trying == "process"
+            if tried or not self._thread_rate or self._loader._chosen is not None:
                 self._end("the first pass was over before there was a choice")
                 raise
             self._try_processes()

@@ -21,6 +21,7 @@ from fastamp.data.position import Indices, Position
 from fastamp.data.sample_rng import Order, Placed, current
 from fastamp.data.slots import Slots
 from fastamp.data.states import (
+    Failed,
     Measured,
     Record,
     Skip,
@@ -242,7 +243,13 @@ class FetchSource(Iterator[Any]):
 
     def _next(self) -> Measured:
         if self._order is None:
-            return next(self._iterator)
+            found = next(self._iterator)
+            if type(found.batch) is Failed:
+                error = found.batch.error
+                if isinstance(error, Exception):
+                    raise error
+                error.reraise()
+            return found
         before, current.sample = current.sample, (self._order, self._number)
         self._number += 1
         try:

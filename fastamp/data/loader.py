@@ -50,8 +50,8 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
     "torch", "numpy" or none) of integers, floats and lists of one length, and a Subset of any.
     Their batches are those of `default_collate`; worker processes are not started for them. Every
     other dataset, and every dataset with a `collate_fn` or a `worker_init_fn` of the user's, goes
-    through torch's own iterators and workers, with `fastamp.BatchCollator` where no `collate_fn`
-    is given.
+    through torch's own iterators and workers, or threads if `worker` says so, with
+    `fastamp.BatchCollator` where no `collate_fn` is given.
 
     A batch that the user keeps is never overwritten.
 
@@ -91,7 +91,8 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             iterable dataset is copied for each. Batches are made ahead as by processes, but no more
             than `max_bytes`. A `__getitem__` that computes in Python needs processes.
             "auto" measures in the first pass which of them is faster, and keeps to it, also in the
-            state; `stats().workers` says why. Either may then make the first batches.
+            state; `stats().workers` says why. Either may then make the first batches. Iterable
+            datasets, those with a `state_dict` and a `worker_init_fn` get processes.
         max_bytes: the most that the loader itself holds: batches gathered ahead, and slots for
             large ones. None is 1 GiB, or one batch if that is larger. torch's workers hold what
             `prefetch_factor` says.
@@ -312,7 +313,8 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
     def load_state_dict(self, state: Any) -> None:
         """Let the next pass begin where `state_dict` was called.
 
-        With any number of workers, unless their copies of the dataset have states of their own.
+        With any number of workers, unless each has a copy of its own: of an iterable dataset, or of
+        one with a `state_dict`.
 
         Raises:
             ValueError: the state is another version's, or of a loader with another sampler, batch

@@ -120,11 +120,11 @@ def sample_rng() -> SampleRng:
     and their number, or on where a pass was stopped and resumed. A sample that comes twice in an
     epoch draws twice. All calls for one sample return the same generators, which go on.
 
-    `__getitems__` has one set of generators for each batch, and a `collate_fn` another one; an
-    iterable dataset shares one for each batch with its `collate_fn`. Where nothing is loaded by a
-    `fastamp.DataLoader`, each call returns new ones, seeded from torch's default generator. What
-    draws from the global generators of torch, NumPy or Python is not repeatable where threads make
-    the samples.
+    `__getitems__` has one set of generators for each batch, and a `collate_fn` another one. Each
+    worker's copy of an iterable dataset has one for each of its batches, with the `collate_fn`.
+    Where nothing is loaded by a `fastamp.DataLoader`, each call returns new ones, seeded from
+    torch's default generator. What draws from the global generators of torch, NumPy or Python is
+    not repeatable where threads make the samples.
     """
     found = current.sample
     if type(found) is tuple:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any, NamedTuple
 
+from torch._utils import ExceptionWrapper
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, Subset
+from torch.utils.data import get_worker_info as torch_worker_info
 
 from fastamp.data.sample_rng import Order, current, find_pass_key
 from fastamp.data.workers import get_worker_info
@@ -27,6 +29,13 @@ class Measured(NamedTuple):
     """The worker that made it, and its record."""
     is_batch: bool = True
     """False: it only brings the note, or takes a worker's turn."""
+
+
+class Failed(NamedTuple):
+    """In place of a batch: the error that a stream has raised, which may go on after it."""
+
+    error: Any
+    """An exception, or torch's wrapper of one that comes from another process."""
 
 
 class Skip(list[Any]):
@@ -122,18 +131,22 @@ class WorkerStream(IterableDataset[Measured]):
         size, ended = self._size or 1, False
         if is_skipped(record) and not self._new:
             for number in range(0, count, size):
-                current.sample = order, number
+                current.sample = order, number // size
                 deque(take(iterator, size), maxlen=0)
         self._new = True  # the passes after this one
         while not ended:
             start_s = time.perf_counter()
-            current.sample = order, count
-            samples = list(take(iterator, size))
-            collate_s = time.perf_counter()
-            count, ended = count + len(samples), len(samples) < size
-            if not samples or (ended and self._drop_last):
-                break
-            batch = self._collate_fn(samples if self._size else samples[0])
+            current.sample = order, count // size
+            try:
+                samples = list(take(iterator, size))
+                collate_s = time.perf_counter()
+                count, ended = count + len(samples), len(samples) < size
+                if not samples or (ended and self._drop_last):
+                    break
+                batch = self._collate_fn(samples if self._size else samples[0])
+            except Exception as error:  # noqa: BLE001 - raised where the batch would come
+                yield Measured(Failed(_portable(error, worker)))
+                continue
             end_s = time.perf_counter()
             note = worker, {**save(), "samples": count, "ended": ended}
             yield Measured(batch, collate_s - start_s, end_s - collate_s, note)
@@ -141,6 +154,14 @@ class WorkerStream(IterableDataset[Measured]):
                 return
         note = worker, {**save(), "samples": count, "ended": True}
         yield Measured(None, note=note, is_batch=False)
+
+
+def _portable(error: Exception, worker: int) -> Any:
+    """Return what brings an error to the consumer, from a process as torch brings it."""
+    if torch_worker_info() is None:
+        return error
+    where = f"in DataLoader worker process {worker}"
+    return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
 
 
 def begin(dataset: Any, record: Record | None, *, new: bool) -> Iterator[Any]:

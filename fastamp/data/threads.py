@@ -58,6 +58,9 @@ class ThreadLoader:
     def __iter__(self) -> Iterator[Measured]:
         """Begin a pass, with the draws of torch's iterators."""
         loader: Any = self._find_loader()
+        if not loader.prefetch_factor:
+            msg = f"prefetch_factor must be greater than 0, got {loader.prefetch_factor}"
+            raise AssertionError(msg)  # as torch's
         if loader.pin_memory and not torch.accelerator.is_available():
             warnings.warn(
                 "'pin_memory' argument is set as true but no accelerator is found, "
@@ -272,7 +275,11 @@ class ThreadBatches(Iterator[Measured]):
 
     def _draw(self) -> None:
         try:
-            self._drawn.extend(islice(self._indices, 1))
+            for drawn in islice(self._indices, 1):
+                # A sampler may yield the same list again and again.
+                is_list = type(drawn.indices) is list
+                copied = drawn._replace(indices=[*drawn.indices]) if is_list else drawn
+                self._drawn.append(copied)
         except Exception as error:  # noqa: BLE001 - raised where the batch would come
             # Its frames refer to this pass, which until then must not live by them.
             told = "".join(traceback.format_exception(error))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import os
 import random
 import sys
 import threading
+import time
 import traceback
 import weakref
+from collections import deque
 
 import pytest
 import torch
@@ -560,3 +563,113 @@ def test_auto_leaves_to_processes_what_threads_cannot_do():
     loader = in_threads(Squares(9), worker="auto", num_workers=2)  # too small to measure
     assert len([*loader]) == 3
     assert loader.stats().workers == ("threads: the first pass was over before there was a choice")
+
+
+@pytest.mark.parametrize("length", [12, 14, 18, 22, 24])
+def test_a_pass_that_ends_while_auto_measures_is_whole(length):
+    loader = fastamp.DataLoader(range(length), num_workers=2, worker="auto")
+    for _ in range(2):
+        assert torch.cat([*loader]).tolist() == list(range(length))
+
+
+class DiesInAProcess(torch.utils.data.Dataset):
+    """Has a worker process end at once."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index == 20 and torch.utils.data.get_worker_info() is not None:
+            os._exit(1)
+        time.sleep(1e-3)
+        return index
+
+
+def test_a_process_that_dies_while_auto_measures_is_told_once(monkeypatch):
+    monkeypatch.setattr(auto, "_MEASURE_S", 1e-3)
+    batches = iter(fastamp.DataLoader(DiesInAProcess(), 1, num_workers=2, worker="auto"))
+    try:
+        deque(batches, maxlen=0)
+    except RuntimeError as error:
+        found = traceback.format_exception(error)
+    assert "exited unexpectedly" in found[-1]
+    assert len(found) < 40
+
+
+def test_a_prefetch_factor_of_zero_is_refused_as_by_torch():
+    for worker in ("thread", "auto"):
+        with pytest.raises(AssertionError, match="prefetch_factor must be greater than 0"):
+            [*fastamp.DataLoader(range(5), num_workers=2, worker=worker, prefetch_factor=0)]
+
+
+class Fails(IterableDataset):
+    """An iterator that fails once and goes on, with a random number beside each sample."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def __iter__(self):
+        self.number = 0
+        return self
+
+    def __next__(self):
+        self.number += 1
+        if self.number == self.at:
+            raise ValueError(self.number)
+        if self.number > 8:
+            raise StopIteration
+        return self.number, fastamp.sample_rng().python.random()
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+@pytest.mark.parametrize("at", [0, 4])
+def test_a_stream_goes_on_after_an_error_and_draws_as_without_workers(worker, at):
+    def read(**options):
+        batches, found = iter(fastamp.DataLoader(Fails(at), 2, seed=3, **options)), []
+        for _ in range(9):
+            with contextlib.suppress(StopIteration):
+                try:
+                    found.append(next(batches))
+                except ValueError:
+                    found.append("error")
+        return found
+
+    expected, found = read(), read(num_workers=1, worker=worker)
+    assert [type(each) for each in found] == [type(each) for each in expected]
+    for one, other in zip(found, expected, strict=True):
+        if type(other) is not str:
+            assert torch.equal(one[0], other[0])
+            assert at or torch.equal(one[1], other[1])
+
+
+def test_threads_that_share_a_pass_get_an_error():
+    batches = iter(in_threads(Squares(9), 1))
+    entered, go = threading.Event(), threading.Event()
+    take = batches._batches
+
+    def wait():
+        entered.set()
+        assert go.wait(60)
+        return next(take)
+
+    batches._batches = iter(wait, None)
+    found = []
+    other = threading.Thread(target=lambda: found.append(next(batches)))
+    other.start()
+    assert entered.wait(60)
+    with pytest.raises(RuntimeError, match="another thread takes a batch of this pass"):
+        next(batches)
+    go.set()
+    other.join(60)
+    assert len(found) == 1
+
+
+def test_a_batch_sampler_may_yield_the_same_list_again():
+    class Same:
+        def __iter__(self):
+            batch = [0, 1]
+            for batch[0] in range(5):
+                yield batch
+
+    expected = [*TorchDataLoader(range(9), batch_sampler=Same())]
+    assert_same([*in_threads(range(9), batch_sampler=Same())], expected)
