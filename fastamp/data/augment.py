@@ -155,7 +155,13 @@ class Augmented(NamedTuple):
             TypeError: they are no images in plain memory on the CPU.
             ValueError: the augmentations do not fit them.
         """
-        return _plan(self, tuple(array.shape), _plain_dtype(array))
+        dtype = _plain_dtype(array)
+        if dtype is None:
+            kind = getattr(array, "dtype", type(array).__name__)
+            state = ", which requires grad" if getattr(array, "requires_grad", False) else ""
+            msg = f"{self.name}: expected plain numbers on the CPU to augment, got {kind}{state}"
+            raise TypeError(msg)
+        return _plan(self, tuple(array.shape), dtype)
 
     def apply(self, array: Tensor | npt.NDArray[Any], index: Any, key: int) -> Any:
         """Return row `index` of the array, augmented with a sample's key."""
@@ -204,6 +210,8 @@ def read_augment(augment: Any, arrays: Any, *, channels_last: bool | None) -> di
 
 def _plain_dtype(array: Any) -> torch.dtype | None:
     """Return torch's dtype of an array on the CPU; None if its rows are not plain numbers."""
+    if not isinstance(array, np.ndarray | Tensor):  # a container of arrays
+        return None
     if isinstance(array, np.ndarray):
         plain = array.dtype.kind in "biufc" and array.dtype.isnative
         return torch_dtype(array.dtype) if plain else None
@@ -214,11 +222,11 @@ def _plain_dtype(array: Any) -> torch.dtype | None:
 
 
 @lru_cache(maxsize=256)
-def _plan(augmented: Augmented, shape: tuple[int, ...], dtype: torch.dtype | None) -> Images:
-    if dtype is None or len(shape) < 3 or 0 in shape[1:]:
+def _plan(augmented: Augmented, shape: tuple[int, ...], dtype: torch.dtype) -> Images:
+    if len(shape) < 3 or 0 in shape[1:]:
         msg = (
-            f"{augmented.name}: expected images of shape (N, height, width) or (N, channels, "
-            f"height, width) in plain memory on the CPU, got {shape}"
+            f"{augmented.name}: expected images of shape (N, ..., height, width), as (N, channels, "
+            f"height, width), got {shape}"
         )
         raise TypeError(msg)
     coloured, narrow = len(shape) > len("NHW"), shape[-1] in _CHANNELS

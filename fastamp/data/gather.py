@@ -85,7 +85,8 @@ def make_gatherable(dataset: object) -> Gatherable | None:  # noqa: PLR0911 - on
     Batches have the values, types and dtypes that default_collate gives them.
     """
     if type(dataset) is Subset:
-        inner, rows = make_gatherable(dataset.dataset), as_rows(dataset.indices)
+        inner = make_gatherable(dataset.dataset)
+        rows = None if inner is None else as_rows(dataset.indices)
         if inner is None or rows is None:
             return None
         return inner._replace(rows=rows if inner.rows is None else inner.rows[rows])

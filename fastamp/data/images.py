@@ -41,8 +41,8 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         path: the folder of the class folders.
         size: height and width of the images, or one number for both.
         resize: crop as after a resize of the shorter side to this number of pixels, of which `size`
-            is the center: torchvision's `Resize(256)` and `CenterCrop(224)` are
-            `size=224, resize=256`.
+            is the center, as torchvision's `Resize(256)` and `CenterCrop(224)` with `size=224,
+            resize=256`; but here whole pixels of the file are cropped first, and then resized.
         random_crop: the least and the largest share of the image's area, as (0.08, 1.0), for a
             random part in place of the centered one: torchvision's RandomResizedCrop.
         ratio: the least and the largest width / height of a random part.
@@ -88,6 +88,9 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
                 raise ValueError(msg)
         if damaged not in {"raise", "skip"}:
             msg = f"damaged: expected 'raise' or 'skip', got {damaged!r}"
+            raise ValueError(msg)
+        if flip not in (True, False):
+            msg = f"flip: expected True or False, got {flip!r}"
             raise ValueError(msg)
         find_pillow()
         self.resize, self.random_crop, self.ratio, self.flip = resize, random_crop, ratio, flip

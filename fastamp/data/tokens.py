@@ -30,8 +30,9 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
 
     Args:
         path_or_array: a file of raw tokens or a `.npy` file, which is mapped, not read; or a
-            one-dimensional array or tensor on the CPU, which is shared, not copied. A list of these
-            is one sequence: a window may begin in one and end in the next. Each file stays open.
+            one-dimensional array or tensor on the CPU, which is shared, not copied, unless it has
+            strides. A list of these is one sequence: a window may begin in one and end in the next.
+            Each file stays open, and travels to other processes as its path.
         block_size: tokens in a window.
         dtype: of the tokens in a raw file: uint8, uint16 (the default), uint32, int32 or int64. An
             array and a `.npy` file have their own.
@@ -60,9 +61,12 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         _check_integer("block_size", block_size, least=1)
         _check_integer("header", header, least=0)
         self.block_size, self.random_offsets = block_size, bool(random_offsets)
-        own = list(path_or_array) if isinstance(path_or_array, list) else path_or_array
-        self._source = (own, block_size, dtype, header, random_offsets)
         parts = [part[:] for part in _open_all(path_or_array, dtype, header) if len(part)]
+        several = isinstance(path_or_array, list | tuple)
+        sources: Any = path_or_array if several else [path_or_array]
+        # Not as tensors: torch cannot unpickle those of uint16.
+        own = [np.asarray(each) if isinstance(each, Tensor) else each for each in sources]
+        self._source = (own if several else own[0], block_size, dtype, header, random_offsets)
         count = sum(map(len, parts))
         self._length = (count - 1) // block_size
         if self._length < 1:
@@ -127,7 +131,7 @@ def _open_all(source: Any, dtype: npt.DTypeLike | None, header: int) -> list[npt
 
 def _open(name: str, source: _Source, dtype: np.dtype[Any] | None, header: int) -> npt.NDArray[Any]:
     path = Path(source) if isinstance(source, str | os.PathLike) else None
-    if header and (path is None or path.suffix == ".npy"):
+    if header and (path is None or path.suffix.lower() == ".npy"):
         kind = "an array" if path is None else "a .npy file"
         msg = f"header={header}: expected 0 where {name} is {kind}, not a file of raw tokens"
         raise ValueError(msg)
@@ -141,7 +145,7 @@ def _open(name: str, source: _Source, dtype: np.dtype[Any] | None, header: int) 
     if tokens.dtype not in _DTYPES:
         msg = f"{name}: expected {_NAMES} in this machine's byte order, got {tokens.dtype}"
         raise ValueError(msg)
-    return tokens
+    return np.ascontiguousarray(tokens) if tokens.strides != (tokens.itemsize,) else tokens
 
 
 def _map(path: Path, dtype: np.dtype[Any] | None, header: int) -> npt.NDArray[Any]:
@@ -151,7 +155,7 @@ def _map(path: Path, dtype: np.dtype[Any] | None, header: int) -> npt.NDArray[An
         raise ValueError(msg)
     if nbytes == header:  # cannot be mapped; nor can a FIFO, which would block
         return np.empty(0, raw)
-    if path.suffix == ".npy":
+    if path.suffix.lower() == ".npy":
         mapped: npt.NDArray[Any] = _read(str(path), open_memmap, path, mode="r")
         return mapped
     if (nbytes - header) % raw.itemsize:

@@ -320,8 +320,14 @@ WRONG = {
         CIFAR, torch.zeros(2, 32, 32, 3)
     ),
     "got (4, 5)": lambda: make(CIFAR, torch.zeros(4, 5)),
-    "in plain memory on the CPU, got (4, 3, 3)": lambda: make(
+    "to augment, got torch.float32, which requires grad": lambda: make(
         CIFAR, torch.zeros(4, 3, 3, requires_grad=True)
+    ),
+    "augment: expected plain numbers on the CPU to augment, got >i4": lambda: make(
+        CIFAR, np.zeros((4, 3, 3), ">i4")
+    ),
+    "augment: expected plain numbers on the CPU to augment, got list": lambda: make(
+        CIFAR, [torch.zeros(4, 3, 3)]
     ),
 }
 

@@ -145,6 +145,7 @@ def test_a_folder_without_images_is_refused_by_name(tmp_path):
         ({"random_crop": (0.5, 1.1)}, "random_crop: expected the least and the largest"),
         ({"random_crop": (0.5, 1.0), "resize": 8}, "resize=8: a random crop has a size of its own"),
         ({"ratio": (math.nan, 1)}, "ratio: expected the least and the largest"),
+        ({"flip": 0.05}, "flip: expected True or False, got 0.05"),
         ({"damaged": "ignore"}, "damaged: expected 'raise' or 'skip', got 'ignore'"),
     ],
     ids=str,

@@ -207,3 +207,17 @@ def test_every_sample_comes_once_in_all_of_a_small_epoch():
     padding = -(length - stages[-1].begin) % stages[-1].ranks
     assert sorted(counts) == list(range(length))
     assert counts.total() == length + padding
+
+
+def test_a_long_part_of_a_dataset_is_not_walked_through():
+    class Long(torch.utils.data.Dataset):
+        def __len__(self):
+            return 10**10
+
+        def __getitem__(self, index):
+            return index
+
+    part = torch.utils.data.Subset(Long(), range(5, 10**10 - 3))
+    assert next(iter(fastamp.DataLoader(part, 3))).tolist() == [5, 6, 7]
+    loader = fastamp.DataLoader(part, 3, shuffle=True, seed=1)
+    assert len(next(iter(loader))) == 3

@@ -236,3 +236,19 @@ def test_token_files_travel_as_their_paths(tmp_path):
         assert len(copied) == len(dataset)
         drawn = [torch.manual_seed(0) and one[-1] for one in (copied, dataset)]
         assert_same(*drawn)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_tokens_with_strides_are_read_as_they_are_indexed(several, backend):
+    tokens = np.arange(600, dtype=np.int32)
+    views = [tokens[::-1], tokens.reshape(200, 3)[:, 1], np.broadcast_to(tokens[7], 99)]
+    for view in [*views, torch.from_numpy(tokens)[::2]]:
+        expected = windows_of(np.asarray(view), 5)
+        dataset = fastamp.TokenDataset([view] if several else view, 5)
+        assert_same([*fastamp.DataLoader(dataset, len(dataset))], [expected])
+        assert_same([*dataset[2]], [part[2] for part in expected])
+
+
+def test_a_dataset_of_a_tensor_of_16_bits_travels():
+    dataset = fastamp.TokenDataset(torch.arange(100).to(torch.uint16), 5)
+    assert_same([*pickle.loads(pickle.dumps(dataset))[3]], [*dataset[3]])
