@@ -28,7 +28,9 @@ X = make_array(torch.float32, 100, 2000)
 
 
 def workers():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("fastamp")]
+    """Return the threads of loaders; those of trackers, of other files, may still be there."""
+    names = "fastamp", "fastamp worker"
+    return [t for t in threading.enumerate() if t.name.rstrip(" 0123456789") in names]
 
 
 @pytest.fixture(autouse=True)
