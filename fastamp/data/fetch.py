@@ -246,9 +246,13 @@ class FetchSource(Iterator[Any]):
             found = next(self._iterator)
             if type(found.batch) is Failed:
                 error = found.batch.error
-                if isinstance(error, Exception):
-                    raise error
-                error.reraise()
+                del found
+                try:
+                    if isinstance(error, Exception):
+                        raise error
+                    error.reraise()
+                finally:
+                    del error  # whose traceback refers to this frame
             return found
         before, current.sample = current.sample, (self._order, self._number)
         self._number += 1

@@ -145,7 +145,12 @@ class WorkerStream(IterableDataset[Measured]):
                     break
                 batch = self._collate_fn(samples if self._size else samples[0])
             except Exception as error:  # noqa: BLE001 - raised where the batch would come
-                yield Measured(Failed(_portable(error, worker)))
+                failed = [Measured(Failed(_portable(error, worker)))]
+            else:
+                failed = []
+            if failed:
+                # Not held here: its traceback leads to the consumer, whose end ends this.
+                yield failed.pop()
                 continue
             end_s = time.perf_counter()
             note = worker, {**save(), "samples": count, "ended": ended}
