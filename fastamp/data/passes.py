@@ -3,8 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from threading import Lock
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -24,7 +23,6 @@ class LoaderPass(Iterator[Any]):
     _ended: bool = False
     _interrupted: bool = False
     _left_s: float = 0.0  # when the consumer went off with a batch
-    _in_use: Lock = field(default_factory=Lock)
 
     def __len__(self) -> int:
         return self._length()
@@ -36,9 +34,6 @@ class LoaderPass(Iterator[Any]):
                 "loader.load_state_dict(loader.state_dict()) lets the next one begin after the "
                 "last batch delivered"
             )
-            raise RuntimeError(msg)
-        if not self._in_use.acquire(blocking=False):
-            msg = "another thread takes a batch of this pass; give each thread one of its own"
             raise RuntimeError(msg)
         position = self._position
         delivered = vars(position).copy()
@@ -67,8 +62,6 @@ class LoaderPass(Iterator[Any]):
                 if isinstance(position.dataset, MethodType):
                     position.dataset = self._refuse_state
             raise
-        finally:
-            self._in_use.release()
 
     def _end(self, start_s: float) -> None:
         if not self._ended:

@@ -644,28 +644,6 @@ def test_a_stream_goes_on_after_an_error_and_draws_as_without_workers(worker, at
             assert at or torch.equal(one[1], other[1])
 
 
-def test_threads_that_share_a_pass_get_an_error():
-    batches = iter(in_threads(Squares(9), 1))
-    entered, go = threading.Event(), threading.Event()
-    take = batches._batches
-
-    def wait():
-        entered.set()
-        assert go.wait(60)
-        return next(take)
-
-    batches._batches = iter(wait, None)
-    found = []
-    other = threading.Thread(target=lambda: found.append(next(batches)))
-    other.start()
-    assert entered.wait(60)
-    with pytest.raises(RuntimeError, match="another thread takes a batch of this pass"):
-        next(batches)
-    go.set()
-    other.join(60)
-    assert len(found) == 1
-
-
 def test_a_batch_sampler_may_yield_the_same_list_again():
     class Same:
         def __iter__(self):
