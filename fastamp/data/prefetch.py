@@ -1,7 +1,5 @@
 """Batches made ahead of their consumer by a thread, and copied to the device on a side stream."""
 
-import atexit
-import contextlib
 import os
 import sys
 import threading
@@ -17,16 +15,15 @@ import torch
 from torch import Tensor
 
 from fastamp._ops import apart_from_captures
+from fastamp.data.own_threads import below, join, live, start
 from fastamp.data.structure import map_tensors
 
 T = TypeVar("T")
-live: "weakref.WeakSet[Any]" = weakref.WeakSet()  # what has threads, with `close`
 FORKED = (
     "this iterator was made before the process forked and its thread stayed behind: "
     "call iter() in the child"
 )
 _LATE = 32  # batches that a consumer takes before its stream computes with the first of them
-JOIN_S = 2.0  # a producer that hangs in the user's code is left behind, as a daemon
 
 
 def prefetch(
@@ -111,18 +108,18 @@ class Pass(Iterator[T], Generic[T]):
         self._room: SimpleQueue[Any] = SimpleQueue()
         for _ in range(depth):
             self._room.put(None)
-        self._stop = threading.Event()
+        self._stopped: list[bool] = []  # is empty until the end
         self._owner_pid = os.getpid()
         # The thread holds no reference to this object, whose end is what ends the thread.
         grad = torch.is_grad_enabled()
         ended = weakref.ref(self, self._room.put)  # no Python, in which Ctrl-C may come
-        shared = (source, self._copies, self._ready, self._room, self._stop, grad, ended)
+        shared = (source, self._copies, self._ready, self._room, self._stopped, grad, ended)
         self._thread = threading.Thread(target=_produce, args=shared, name="fastamp", daemon=True)
-        self._thread.start()
+        start(self._thread)
         live.add(self)
 
     def __next__(self) -> T:
-        if self._stop.is_set():
+        if self._stopped:
             raise StopIteration
         if self._owner_pid != os.getpid():
             raise RuntimeError(FORKED)
@@ -139,7 +136,7 @@ class Pass(Iterator[T], Generic[T]):
 
     def close(self) -> None:
         """End the pass and its thread; what was ready is dropped."""
-        self._stop.set()
+        self._stopped.append(True)
         if self._owner_pid != os.getpid():
             return
         self._room.put("end")
@@ -152,19 +149,6 @@ class Pass(Iterator[T], Generic[T]):
             self.close()
 
 
-def join(thread: threading.Thread) -> None:
-    """Wait for a thread's end, if it began: Ctrl-C may have come in between."""
-    with contextlib.suppress(RuntimeError):
-        thread.join(JOIN_S)
-
-
-@atexit.register
-def _close_live() -> None:
-    """End all passes before the interpreter ends, which aborts on a thread that computes."""
-    for owner in list(live):
-        owner.close()
-
-
 def is_last(error: BaseException) -> bool:
     """Say whether the pass ends with it, as it does not with a batch that cannot be made."""
     return isinstance(error, StopIteration) or not isinstance(error, Exception)
@@ -175,14 +159,14 @@ def _produce(
     copies: "CudaCopies | _Moves",
     ready: SimpleQueue[tuple[Any, Any] | BaseException],
     room: SimpleQueue[Any],
-    stop: threading.Event,
+    stopped: list[bool],
     grad: bool,  # noqa: FBT001 - a thread's argument
     _ended: object,
 ) -> None:
     torch.set_grad_enabled(grad)  # of this thread
     with copies.thread():
         while True:
-            if room.get() is not None or stop.is_set():
+            if room.get() is not None or stopped:
                 break
             try:
                 copies.settle()
@@ -190,7 +174,7 @@ def _produce(
                 ready.put(copies.start(batch))
                 del batch  # held no longer than the consumer holds it
             except BaseException as error:  # noqa: BLE001 - raised where the consumer is
-                ready.put(error)
+                ready.put(below(error))
                 if is_last(error):
                     break
         try:

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import get_worker_info as torch_worker_info
 
-from fastamp.data.prefetch import join, live
+from fastamp.data.own_threads import join, live, start
 
 Task: TypeAlias = Callable[[BaseException | None], bool]
 
@@ -71,19 +71,18 @@ class Team:
         # Put in at the end, without a line of Python, in which Ctrl-C may come.
         self._ended = weakref.ref(self, self._tasks.put)
         self._owner_pid = os.getpid()
-        self._threads: list[threading.Thread] = []
+        # None of them refers to the team.
+        self._threads = [
+            threading.Thread(
+                target=_serve,
+                args=(self._tasks, info, init_fn, self._ended),
+                name=f"fastamp worker {info.id}",
+                daemon=True,
+            )
+            for info in infos
+        ]
         live.add(self)
-        for info in infos:
-            arguments = (
-                self._tasks,
-                info,
-                init_fn,
-                self._ended,
-            )  # and no other reference to the team
-            name = f"fastamp worker {info.id}"
-            thread = threading.Thread(target=_serve, args=arguments, name=name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        start(*self._threads)
 
     @property
     def is_here(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fastamp.data.own_threads import start
 from fastamp.metrics.series import ScalarStats
 from fastamp.metrics.sinks import Scalar, require
 
@@ -113,7 +114,7 @@ class GpuWatch:
         if self._thread is None:
             self._stopped = threading.Event()
             self._thread = threading.Thread(target=self._poll, name="fastamp-gpu", daemon=True)
-            self._thread.start()
+            start(self._thread)
 
     def _find(self, index: int) -> Any:
         """Return NVML's handle of a GPU, or of a part of one (MIG).

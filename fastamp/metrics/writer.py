@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from functools import partial
 
+from fastamp.data.own_threads import start
 from fastamp.metrics.sinks import Scalar, Sink
 
 WAIT_S = 30.0  # for one batch
@@ -42,7 +43,7 @@ class Writer:
             self._batches.append(batch)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="fastamp-sink", daemon=True)
-                self._thread.start()
+                start(self._thread)
             self._changed.notify_all()
 
     def wait(self) -> None:

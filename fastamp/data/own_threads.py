@@ -1,0 +1,61 @@
+"""How the library's threads begin and end, also where Ctrl-C comes in between."""
+
+import _thread
+import atexit
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+live: "weakref.WeakSet[Any]" = weakref.WeakSet()  # what has threads, with `close`
+_JOIN_S = 2.0  # a thread that hangs in the user's code is left behind, as a daemon
+
+
+def start(*threads: threading.Thread) -> None:
+    """Start threads from a thread of its own, which Ctrl-C never interrupts.
+
+    `Thread.start` waits for the new thread on a condition. Ctrl-C may break this off with the
+    condition's lock held, for which the new thread then waits forever, with all that it refers to.
+
+    Raises:
+        RuntimeError: the system has no more threads.
+    """
+    began: SimpleQueue[Exception | None] = SimpleQueue()
+    _thread.start_new_thread(_start, (threads, began.put))
+    error = began.get()
+    if error is not None:
+        raise error
+
+
+def _start(threads: tuple[threading.Thread, ...], tell: Callable[[Exception | None], None]) -> None:
+    try:
+        for thread in threads:
+            thread.start()
+    except Exception as error:  # noqa: BLE001 - raised where threads are asked for
+        tell(error)
+    else:
+        tell(None)
+
+
+def join(thread: threading.Thread) -> None:
+    """Wait for a thread's end, if it began: Ctrl-C may have come in between."""
+    with contextlib.suppress(RuntimeError):
+        thread.join(_JOIN_S)
+
+
+def below(error: BaseException) -> BaseException:
+    """Return an error without the frame that caught it, which may hold what the error is put in.
+
+    They would keep each other, and their threads, until Python looks for cycles.
+    """
+    traceback = error.__traceback__
+    return error.with_traceback(traceback.tb_next if traceback else None)
+
+
+@atexit.register
+def _close_live() -> None:
+    """End all passes before the interpreter ends, which aborts on a thread that computes."""
+    for owner in list(live):
+        owner.close()
