@@ -1,50 +1,24 @@
-"""Thread workers: the batches of a loader without workers, and nothing left behind."""
+"""Thread workers: the batches of a loader without workers, as far ahead as asked."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
-import os
 import random
-import sys
 import threading
-import time
-import traceback
-import weakref
-from collections import deque
 
 import pytest
 import torch
-from support.loading import Rows, Squares, assert_same, check, ends, make_array
+from support.loading import Rows, Squares, assert_same, ends, make_array
+from support.thread_workers import in_threads, workers
 from support.torchs_datasets import KINDS, Augmented
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset
 
 import fastamp
-from fastamp.data import auto
 
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 X = make_array(torch.float32, 100, 2000)
 
-
-def workers():
-    """Return the threads of loaders; those of trackers, of other files, may still be there."""
-    names = "fastamp", "fastamp worker"
-    return [t for t in threading.enumerate() if t.name.rstrip(" 0123456789") in names]
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    yield
-    gc.collect()
-    assert ends(lambda: not workers())
-
-
-def in_threads(dataset, batch_size=4, num_workers=3, **options):
-    options = {"num_workers": num_workers, "worker": "thread", **options}
-    if "batch_sampler" not in options:
-        options["batch_size"] = batch_size
-    return fastamp.DataLoader(dataset, **options)
+X = make_array(torch.float32, 100, 2000)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -98,83 +72,6 @@ def test_threads_know_who_they_are():
     assert not workers()
     for batch in fastamp.DataLoader(Rows(4, lambda _: fastamp.get_worker_info().id), num_workers=2):
         assert batch in (0, 1)  # in processes, too
-
-
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_a_broken_item_is_told_where_its_batch_would_have_come(num_workers):
-    broken = {14, 13, 30}
-
-    def get(index):
-        if index in broken:
-            msg = f"item {index} is broken"
-            raise FileNotFoundError(msg)
-        return X[index]
-
-    for options in ({}, {"in_order": False, "num_workers": 1}, {"device": "cpu"}):
-        errors, batches = [], []
-        iterator = iter(in_threads(Rows(40, get), **{"num_workers": num_workers, **options}))
-        for _ in range(10):
-            with contextlib.suppress(FileNotFoundError):
-                batches.append(None)
-                batches[-1] = _next(iterator, errors)
-        assert next(iterator, None) is None
-        assert [n for n, batch in enumerate(batches) if batch is None] == [3, 7]
-        assert [str(error) for error in errors] == ["item 13 is broken", "item 30 is broken"]
-        assert_same(batches[4], X[16:20])
-        told = "".join(traceback.format_exception(errors[0]))
-        assert "raise FileNotFoundError(msg)" in told
-        if sys.version_info >= (3, 11):
-            assert "fastamp.DataLoader: raised by dataset[13]" in told
-
-
-def test_other_errors_come_in_their_place():
-    def collate(samples):
-        return fail(LookupError, "here") if samples[0] == 8 else samples
-
-    def sampler():
-        yield from range(6)
-        fail(LookupError, "here")
-
-    def init(worker):
-        fail(LookupError, "here")
-
-    for options, count in (
-        ({"collate_fn": collate}, 2),
-        ({"sampler": sampler()}, 1),
-        ({"worker_init_fn": init}, 0),
-    ):
-        iterator = iter(in_threads(Rows(40, int), **options))
-        for _ in range(count):
-            next(iterator)
-        with pytest.raises(LookupError, match="here"):
-            next(iterator)
-    for error in (StopIteration, SystemExit):
-        iterator = iter(in_threads(Rows(4, lambda _: fail(error, "end")), 2))  # noqa: B023 - used at once
-        with pytest.raises(error):
-            next(iterator)
-        assert not workers()
-
-
-def _next(iterator, errors):
-    try:
-        return next(iterator)
-    except FileNotFoundError as error:
-        errors.append(error)
-        raise
-
-
-def fail(kind, text):
-    raise kind(text)  # no frame keeps the error, whose traceback would keep the pass
-
-
-def test_a_batch_that_takes_too_long_is_told():
-    go_on = threading.Event()
-    loader = in_threads(Rows(4, lambda i: go_on.wait(60) or i), timeout=0.05)
-    iterator = iter(loader)
-    with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.05 seconds"):
-        next(iterator)
-    go_on.set()
-    del iterator
 
 
 def test_batches_are_made_ahead_as_far_as_asked():
@@ -322,96 +219,6 @@ def test_a_dataset_with_a_state_is_refused_a_state_by_name():
         loader.state_dict()
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_the_threads_end_with_their_pass(persistent):
-    alive = weakref.WeakSet()
-
-    class Item(torch.Tensor):
-        pass
-
-    def get(index):
-        item = torch.zeros(3).as_subclass(Item)
-        alive.add(item)
-        return item
-
-    loader = in_threads(Rows(1000, get), 5, persistent_workers=persistent)
-    for _ in range(20):
-        for batch in loader:
-            del batch
-            break
-        assert len(workers()) == 3 * persistent
-    iterator = iter(loader)
-    next(iterator)
-    del iterator, loader
-    assert ends(lambda: not workers() and not alive)
-
-
-class Parts(IterableDataset):
-    """A stream of which each worker reads a part, of another length."""
-
-    def __init__(self):
-        self.start = 0
-
-    def __iter__(self):
-        info = fastamp.get_worker_info()
-        worker = 0 if info is None else info.id
-        assert info is None or info.dataset is self
-        for i in range(self.start, 10 + 7 * worker):
-            self.start = i
-            yield worker, i, fastamp.sample_rng().python.getrandbits(40)
-        self.start = 0
-
-
-class StatefulParts(Parts):
-    def state_dict(self):
-        return {"start": self.start}
-
-    def load_state_dict(self, state):
-        self.start = state["start"] + 1
-
-
-@pytest.mark.parametrize("make", [Parts, StatefulParts])
-def test_a_stream_is_read_in_threads_as_in_processes(make):
-    def loader_of(worker, **options):
-        options = {"num_workers": 2, "seed": 3, "worker": worker, **options}
-        return fastamp.DataLoader(make(), **{"batch_size": 3, **options})
-
-    for options in ({"persistent_workers": True}, {"drop_last": True}, {"batch_size": None}):
-        processes, threads = loader_of("process", **options), loader_of("thread", **options)
-        assert_same([[*threads], [*threads]], [[*processes], [*processes]])
-    processes = [*loader_of("process")]
-    for stop in (0, 1, 4, 7, 8, 10):
-        loader = loader_of("thread")
-        iterator = iter(loader)
-        taken = [next(iterator) for _ in range(min(stop, len(processes)))]
-        state = json.loads(json.dumps(loader.state_dict()))
-        for worker in ("thread", "process")[: 1 + (stop == 4)]:
-            resumed = loader_of(worker)
-            resumed.load_state_dict(state)
-            assert_same([*taken, *resumed], processes)
-    with pytest.raises(ValueError, match="num_workers=2, the loader's is 3"):
-        loader_of("thread", num_workers=3).load_state_dict(state | {"batch": 1})
-
-
-def test_a_stream_that_fails_in_a_thread_is_told():
-    class Failing(IterableDataset):
-        lock = None
-
-        def __iter__(self):
-            yield 1
-            fail(LookupError, "no more")
-
-    iterator = iter(in_threads(Failing(), 1, num_workers=1))
-    assert next(iterator) == 1
-    with pytest.raises(LookupError, match="no more"):
-        next(iterator)
-    assert next(iterator, None) is None
-    dataset = Failing()
-    dataset.lock = threading.Lock()
-    with pytest.raises(TypeError, match=r"copy\.deepcopy of this Failing fails"):
-        iter(in_threads(dataset))
-
-
 def test_what_threads_cannot_do_is_refused():
     for worker in ("threads", 3):
         with pytest.raises(ValueError, match="worker: expected None, 'process', 'thread' or"):
@@ -420,228 +227,10 @@ def test_what_threads_cannot_do_is_refused():
         in_threads(Squares(3), multiprocessing_context="fork")
 
 
-FORK = """
-import os, signal, threading, time
-import torch
-from support.loading import Rows
-import fastamp
-from fastamp.data import auto
-
-for persistent in (False, True):
-    loader = fastamp.DataLoader(
-        Rows(400, lambda i: torch.full((2000,), float(i))), 4,
-        num_workers=3, worker="thread", persistent_workers=persistent,
-    )
-    iterator = iter(loader)
-    next(iterator)
-    if os.fork() == 0:
-        try:
-            next(iterator)
-        except RuntimeError as error:
-            assert "made before the process forked" in str(error)
-            assert len(list(loader)) == 100
-            del iterator, loader
-            os._exit(0)
-        os._exit(1)
-    assert os.wait()[1] == 0
-    assert len(list(iterator)) == 99
-
-    def interrupt():
-        time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    slow = fastamp.DataLoader(
-        Rows(400, lambda i: time.sleep(0.01) or i), 4, num_workers=3, worker="thread",
-        persistent_workers=persistent,
-    )
-    batches = []
-    threading.Thread(target=interrupt).start()
-    try:
-        for batch in slow:
-            batches.append(batch)
-    except KeyboardInterrupt:
-        state = slow.state_dict()
-        assert state["batch"] in (len(batches), len(batches) + 1)
-    slow.load_state_dict(state)
-    del iterator, loader
-    assert len(list(slow)) == 100 - state["batch"]
-    iterator = iter(slow)  # and the process ends meanwhile
-"""
-
-
-def test_passes_that_end_in_every_way_leave_nothing():
-    """A small part of `nox -s passes`."""
-    check("from support import thread_trials as t; found = t.main(120, 1); assert not found, found")
-
-
-def test_a_pass_survives_forks_and_ctrl_c():
-    check(FORK)
-
-
-class Frozen:
-    """A clock that tells no time but that which the test lets pass."""
-
-    def __init__(self, monkeypatch):
-        self.now_s = self.cpu_s = 0.0
-        monkeypatch.setattr(auto.time, "perf_counter", lambda: self.now_s)
-        monkeypatch.setattr(auto.time, "process_time", lambda: self.cpu_s)
-
-
-PROCESSES_WIN = (0.3, 0.1, 0.0, "processes: threads made 3.33 batches/s, processes 10")
-
-
-@pytest.mark.parametrize(
-    ("thread_s", "process_s", "cpu", "reason", "stop"),
-    [
-        (*PROCESSES_WIN, None),
-        (*PROCESSES_WIN, 13),
-        (*PROCESSES_WIN, 60),
-        (0.1, 0.3, 0.0, "threads: threads made 10 batches/s, processes 3.33", None),
-        (0.1, 0.095, 0.0, "threads: threads made 10 batches/s, processes 10.5", None),
-        (0.1, 0.05, 2.0, "threads: threads keep 2.0 cores busy", None),
-        (0.0, 0.05, 0.0, "threads: threads keep up with the loop", None),
-    ],
-)
-def test_auto_measures_and_chooses_once(thread_s, process_s, cpu, reason, stop, monkeypatch):
-    """With the same batches, whatever it does meanwhile, and from its states."""
-
-    def make(**options):
-        options = {"worker": "auto", "num_workers": 2, "shuffle": True, "seed": 3, **options}
-        return fastamp.DataLoader(Augmented(100), 1, **options)
-
-    monkeypatch.setattr(auto, "_count_cores", lambda: 2)
-    clock = Frozen(monkeypatch)
-    expected = [*make(num_workers=0)]
-    loader = make()
-    following = auto.FetchSource.__next__
-
-    def next_later(source):
-        clock.now_s += thread_s if loader._in_threads else process_s
-        clock.cpu_s += thread_s * cpu
-        return following(source)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(auto.FetchSource, "__next__", next_later)
-        iterator = iter(loader)
-        batches = []
-        for batch in iterator:
-            clock.now_s += 0.0 if thread_s else 0.1
-            batches.append(batch)
-            if len(batches) == stop:
-                break
-    if stop is None:
-        assert_same(batches, expected)
-        assert loader.stats().workers == reason
-        kinds = "thread" if reason.startswith("threads") else "worker"
-        assert f"in 2 {kinds}s" in loader.stats().path
-        assert loader.state_dict()["worker"] == ("thread" if kinds == "thread" else "process")
-    state = json.loads(json.dumps(loader.state_dict()))
-    resumed = make(num_workers=1)
-    resumed.load_state_dict(state)
-    rest = [*resumed]
-    assert_same([*batches, *rest] if stop else rest, expected if stop else rest)
-    if stop != 13:
-        assert resumed.stats().workers.endswith(": as in the loaded state")
-    with pytest.raises(ValueError, match="state: its worker: expected None, 'process' or 'thread'"):
-        resumed.load_state_dict(state | {"worker": 3})
-
-
-def test_auto_leaves_to_processes_what_threads_cannot_do():
-    class Stateful(Squares):
-        def state_dict(self):
-            return {}
-
-        def load_state_dict(self, state):
-            pass
-
-    for dataset, options, reason in (
-        (Stateful(9), {}, "Stateful has a state_dict"),
-        (Parts(), {}, "Parts is read by each worker for itself"),
-        (Squares(9), {"worker_init_fn": print}, "worker_init_fn is given"),
-    ):
-        loader = in_threads(dataset, worker="auto", num_workers=1, **options)
-        next(iter(loader))
-        assert loader.stats().workers == f"processes: {reason}"
-    loader = in_threads(Squares(9), worker="auto", num_workers=2)  # too small to measure
-    assert len([*loader]) == 3
-    assert loader.stats().workers == ("threads: the first pass was over before there was a choice")
-
-
-@pytest.mark.parametrize("length", [12, 14, 18, 22, 24])
-def test_a_pass_that_ends_while_auto_measures_is_whole(length):
-    loader = fastamp.DataLoader(range(length), num_workers=2, worker="auto")
-    for _ in range(2):
-        assert torch.cat([*loader]).tolist() == list(range(length))
-
-
-class DiesInAProcess(torch.utils.data.Dataset):
-    """Has a worker process end at once."""
-
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, index):
-        if index == 20 and torch.utils.data.get_worker_info() is not None:
-            os._exit(1)
-        time.sleep(1e-3)
-        return index
-
-
-def test_a_process_that_dies_while_auto_measures_is_told_once(monkeypatch):
-    monkeypatch.setattr(auto, "_MEASURE_S", 1e-3)
-    batches = iter(fastamp.DataLoader(DiesInAProcess(), 1, num_workers=2, worker="auto"))
-    try:
-        deque(batches, maxlen=0)
-    except RuntimeError as error:
-        found = traceback.format_exception(error)
-    assert "exited unexpectedly" in found[-1]
-    assert len(found) < 40
-
-
 def test_a_prefetch_factor_of_zero_is_refused_as_by_torch():
     for worker in ("thread", "auto"):
         with pytest.raises(AssertionError, match="prefetch_factor must be greater than 0"):
             [*fastamp.DataLoader(range(5), num_workers=2, worker=worker, prefetch_factor=0)]
-
-
-class Fails(IterableDataset):
-    """An iterator that fails once and goes on, with a random number beside each sample."""
-
-    def __init__(self, at):
-        self.at = at
-
-    def __iter__(self):
-        self.number = 0
-        return self
-
-    def __next__(self):
-        self.number += 1
-        if self.number == self.at:
-            raise ValueError(self.number)
-        if self.number > 8:
-            raise StopIteration
-        return self.number, fastamp.sample_rng().python.random()
-
-
-@pytest.mark.parametrize("worker", ["thread", "process"])
-@pytest.mark.parametrize("at", [0, 4])
-def test_a_stream_goes_on_after_an_error_and_draws_as_without_workers(worker, at):
-    def read(**options):
-        batches, found = iter(fastamp.DataLoader(Fails(at), 2, seed=3, **options)), []
-        for _ in range(9):
-            with contextlib.suppress(StopIteration):
-                try:
-                    found.append(next(batches))
-                except ValueError:
-                    found.append("error")
-        return found
-
-    expected, found = read(), read(num_workers=1, worker=worker)
-    assert [type(each) for each in found] == [type(each) for each in expected]
-    for one, other in zip(found, expected, strict=True):
-        if type(other) is not str:
-            assert torch.equal(one[0], other[0])
-            assert at or torch.equal(one[1], other[1])
 
 
 def test_a_batch_sampler_may_yield_the_same_list_again():

@@ -1,0 +1,123 @@
+"""Thread workers over iterable datasets: what processes read, also after errors and stops."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+
+import pytest
+import torch
+from support.loading import assert_same
+from support.thread_workers import fail, in_threads
+from torch.utils.data import IterableDataset
+
+import fastamp
+
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+
+
+class Parts(IterableDataset):
+    """A stream of which each worker reads a part, of another length."""
+
+    def __init__(self):
+        self.start = 0
+
+    def __iter__(self):
+        info = fastamp.get_worker_info()
+        worker = 0 if info is None else info.id
+        assert info is None or info.dataset is self
+        for i in range(self.start, 10 + 7 * worker):
+            self.start = i
+            yield worker, i, fastamp.sample_rng().python.getrandbits(40)
+        self.start = 0
+
+
+class StatefulParts(Parts):
+    def state_dict(self):
+        return {"start": self.start}
+
+    def load_state_dict(self, state):
+        self.start = state["start"] + 1
+
+
+@pytest.mark.parametrize("make", [Parts, StatefulParts])
+def test_a_stream_is_read_in_threads_as_in_processes(make):
+    def loader_of(worker, **options):
+        options = {"num_workers": 2, "seed": 3, "worker": worker, **options}
+        return fastamp.DataLoader(make(), **{"batch_size": 3, **options})
+
+    for options in ({"persistent_workers": True}, {"drop_last": True}, {"batch_size": None}):
+        processes, threads = loader_of("process", **options), loader_of("thread", **options)
+        assert_same([[*threads], [*threads]], [[*processes], [*processes]])
+    processes = [*loader_of("process")]
+    for stop in (0, 1, 4, 7, 8, 10):
+        loader = loader_of("thread")
+        iterator = iter(loader)
+        taken = [next(iterator) for _ in range(min(stop, len(processes)))]
+        state = json.loads(json.dumps(loader.state_dict()))
+        for worker in ("thread", "process")[: 1 + (stop == 4)]:
+            resumed = loader_of(worker)
+            resumed.load_state_dict(state)
+            assert_same([*taken, *resumed], processes)
+    with pytest.raises(ValueError, match="num_workers=2, the loader's is 3"):
+        loader_of("thread", num_workers=3).load_state_dict(state | {"batch": 1})
+
+
+def test_a_stream_that_fails_in_a_thread_is_told():
+    class Failing(IterableDataset):
+        lock = None
+
+        def __iter__(self):
+            yield 1
+            fail(LookupError, "no more")
+
+    iterator = iter(in_threads(Failing(), 1, num_workers=1))
+    assert next(iterator) == 1
+    with pytest.raises(LookupError, match="no more"):
+        next(iterator)
+    assert next(iterator, None) is None
+    dataset = Failing()
+    dataset.lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"copy\.deepcopy of this Failing fails"):
+        iter(in_threads(dataset))
+
+
+class Fails(IterableDataset):
+    """An iterator that fails once and goes on, with a random number beside each sample."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def __iter__(self):
+        self.number = 0
+        return self
+
+    def __next__(self):
+        self.number += 1
+        if self.number == self.at:
+            raise ValueError(self.number)
+        if self.number > 8:
+            raise StopIteration
+        return self.number, fastamp.sample_rng().python.random()
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+@pytest.mark.parametrize("at", [0, 4])
+def test_a_stream_goes_on_after_an_error_and_draws_as_without_workers(worker, at):
+    def read(**options):
+        batches, found = iter(fastamp.DataLoader(Fails(at), 2, seed=3, **options)), []
+        for _ in range(9):
+            with contextlib.suppress(StopIteration):
+                try:
+                    found.append(next(batches))
+                except ValueError:
+                    found.append("error")
+        return found
+
+    expected, found = read(), read(num_workers=1, worker=worker)
+    assert [type(each) for each in found] == [type(each) for each in expected]
+    for one, other in zip(found, expected, strict=True):
+        if type(other) is not str:
+            assert torch.equal(one[0], other[0])
+            assert at or torch.equal(one[1], other[1])
