@@ -45,15 +45,6 @@ def join(thread: threading.Thread) -> None:
         thread.join(_JOIN_S)
 
 
-def below(error: BaseException) -> BaseException:
-    """Return an error without the frame that caught it, which may hold what the error is put in.
-
-    They would keep each other, and their threads, until Python looks for cycles.
-    """
-    traceback = error.__traceback__
-    return error.with_traceback(traceback.tb_next if traceback else None)
-
-
 @atexit.register
 def _close_live() -> None:
     """End all passes before the interpreter ends, which aborts on a thread that computes."""

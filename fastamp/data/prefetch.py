@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastamp._ops import apart_from_captures
-from fastamp.data.own_threads import below, join, live, start
+from fastamp.data.own_threads import join, live, start
 from fastamp.data.structure import map_tensors
 
 T = TypeVar("T")
@@ -174,7 +174,7 @@ def _produce(
                 ready.put(copies.start(batch))
                 del batch  # held no longer than the consumer holds it
             except BaseException as error:  # noqa: BLE001 - raised where the consumer is
-                ready.put(below(error))
+                ready.put(error)
                 if is_last(error):
                     break
         try:
@@ -183,6 +183,8 @@ def _produce(
             close = getattr(iterator, "close", None)  # a generator ends in the thread that ran it
             if close is not None:
                 close()
+            # Errors in `ready` refer to this frame: they would keep each other, and the iterator.
+            del ready, iterator, close
 
 
 class _Moves:

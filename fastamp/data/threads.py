@@ -20,7 +20,6 @@ import torch
 from torch.utils.data import IterableDataset, IterDataPipe
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from fastamp.data.own_threads import below
 from fastamp.data.position import Indices, Position
 from fastamp.data.prefetch import FORKED, Pass, is_last
 from fastamp.data.row_writer import Rows, WrittenRows, fills_rows, find_writer
@@ -214,7 +213,7 @@ class _Task:
             else:
                 self._samples[place] = self._rows.make(place, index, self._maker.lock)
         except BaseException as error:  # noqa: BLE001 - raised where the consumer is
-            return note_index(below(error), index), time.perf_counter() - start_s
+            return note_index(error, index), time.perf_counter() - start_s
         return None, time.perf_counter() - start_s
 
     def _note(self, place: int, error: BaseException | None, elapsed_s: float) -> bool:
@@ -253,7 +252,7 @@ class _Task:
             self.batch = pin(batch) if maker.pins else batch
             self.nbytes = count_nbytes(batch)
         except BaseException as error:  # noqa: BLE001 - raised where the consumer is
-            return below(error)
+            return error
         return None
 
 

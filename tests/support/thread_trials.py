@@ -137,6 +137,7 @@ def main(passes, seed):
     sys.unraisablehook = lambda _: None  # Ctrl-C while something is deleted
     rng = random.Random(seed)
     gc.collect()
+    gc.disable()  # threads end without it
     before = count_left([])
     kept = set()
     done = 0
@@ -149,6 +150,9 @@ def main(passes, seed):
                 kept.add(loader._slots)
         del loader
         if len(kept) > 50 or done >= passes:
+            wait_for(lambda: count_left([])[0] == before[0])
+            if count_left([])[0] != before[0]:
+                return f"after {done} passes: {count_left([])[0]} threads are left"
             gc.collect()
             wait_for(lambda: count_left(kept) == before)
             left = count_left(kept)
