@@ -227,6 +227,8 @@ class Gatherer {
     jobs_.push_back(py::make_tuple(indices, py::tuple(outputs), keys));
   }
 
+  bool is_ready() { return queue_.is_ready(); }
+
   double wait() {
     if (is_waiting_) throw std::runtime_error("another thread waits for a batch of this iterator");
     const Waiting waiting(is_waiting_);
@@ -282,6 +284,8 @@ void define_data(py::module_& module) {
            py::arg("keys") = py::none(),
            "Add a batch: int64 indices, a contiguous tensor to fill for each column, and the "
            "samples' keys, as int64, where images are augmented.")
+      .def("is_ready", &Gatherer::is_ready,
+           "Say whether the oldest batch is there, or too small to be worth a wait.")
       .def("wait", &Gatherer::wait,
            "Wait for the oldest batch and return the seconds that its copy took.");
 }

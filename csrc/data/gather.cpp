@@ -312,6 +312,14 @@ void GatherQueue::submit(GatherJob job) {
   if (!is_small) shared.wake.notify_one();
 }
 
+bool GatherQueue::is_ready() {
+  Shared& shared = this->shared();
+  const std::lock_guard<std::mutex> lock(shared.mutex);
+  if (shared.delivered == shared.submitted) return false;
+  const Slot& slot = shared.slot_of(shared.delivered);
+  return slot.done || nbytes_of(shared.columns, slot.job) < kWakeBytes;
+}
+
 std::optional<GatherResult> GatherQueue::wait(double timeout_s) {
   Shared& shared = this->shared();
   std::unique_lock<std::mutex> lock(shared.mutex);

@@ -54,6 +54,9 @@ class GatherQueue {
   /// Adds a job; at most `depth` may be under way.
   void submit(GatherJob job);
 
+  /// Says whether the oldest job is done, or so small that no thread is woken for it.
+  bool is_ready();
+
   /// Returns the result of the oldest job, or nothing after `timeout_s`. Until it is done, the
   /// caller does jobs that no thread has started.
   std::optional<GatherResult> wait(double timeout_s);

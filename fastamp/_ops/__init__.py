@@ -22,6 +22,7 @@ from fastamp._ops.types import (
     StepKind,
     Update,
     Windows,
+    check_rows,
     index_error,
     local_of,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "Windows",
     "apart_from_captures",
     "backends",
+    "check_rows",
     "hold",
     "host_ops",
     "index_error",

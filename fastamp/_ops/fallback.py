@@ -23,7 +23,7 @@ from fastamp._ops.types import (
     RegionMaker,
     Rule,
     Windows,
-    index_error,
+    check_rows,
     is_plain,
 )
 
@@ -275,6 +275,10 @@ class TorchGatherer:
         """Add a batch."""
         self._in_flight.append((indices, outputs, keys))
 
+    def is_ready(self) -> bool:
+        """Say that nothing is copied before it is waited for."""
+        return False
+
     def wait(self) -> float:
         """Copy the oldest batch and return the seconds that it took."""
         start_s = time.perf_counter()
@@ -286,11 +290,8 @@ class TorchGatherer:
 
 def _take(column: Column, indices: Tensor, output: Tensor, keys: Tensor | None) -> None:
     """Write the rows at the indices, which may count from the end."""
-    array, num_rows = column.array, column.array.shape[0]
-    rows = torch.where(indices < 0, indices + num_rows, indices)
-    bad = (rows < 0) | (rows >= num_rows)
-    if bad.any():
-        raise index_error(int(indices[bad][0]), num_rows)
+    array = column.array
+    rows = check_rows(indices, array.shape[0])
     if isinstance(array, Windows):
         output.copy_(torch.from_numpy(array.take(rows.numpy())))
     elif column.images is not None and keys is not None:

@@ -291,6 +291,9 @@ class Gatherer(Protocol):
         `keys`, one int64 for each row, are what augmented images draw from.
         """
 
+    def is_ready(self) -> bool:
+        """Say whether the oldest batch is there, or too small to be worth a wait."""
+
     def wait(self) -> float:
         """Wait for the oldest batch and return the seconds that its copy took.
 
@@ -353,6 +356,15 @@ def is_plain(tensors: Sequence[Tensor]) -> bool:
 def local_of(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor: a DTensor's part, and all of any other."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def check_rows(indices: Tensor, num_rows: int) -> Tensor:
+    """Return the rows at indices, which may count from the end, or raise torch's error."""
+    rows = torch.where(indices < 0, indices + num_rows, indices)
+    bad = (rows < 0) | (rows >= num_rows)
+    if bad.any():
+        raise index_error(int(indices[bad][0]), num_rows)
+    return rows
 
 
 def index_error(index: int, num_rows: int) -> IndexError:

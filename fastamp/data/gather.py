@@ -27,6 +27,7 @@ from fastamp.data.datasets import ArrayDataset
 from fastamp.data.leaves import torch_dtype
 from fastamp.data.memory import keep
 from fastamp.data.position import as_rows
+from fastamp.data.resident import DeviceGatherer, DeviceMemory
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
 from fastamp.data.stats import LoaderStats
 from fastamp.data.tables import is_table, read_table
@@ -49,34 +50,54 @@ class Gatherable(NamedTuple):
 
 def find_path(loader: DataLoader[Any]) -> tuple[Gatherable | None, str]:
     """Return a loader's columns if its batches can be gathered, and the way they are made."""
-    collate_fn, dataset = loader.collate_fn, loader.dataset
-    pads = type(collate_fn) is BatchCollator and collate_fn.pad is not None
-    gatherable = None
-    if loader.batch_sampler is None:
-        reason = "the loader makes no batches"
-    elif pads:
-        reason = "collate_fn pads"
-    elif type(collate_fn) is not BatchCollator and collate_fn is not default_collate:
-        reason = "collate_fn is the user's"
-    elif loader.worker_init_fn is not None:
-        reason = "worker_init_fn is given"
-    else:
-        gatherable = make_gatherable(dataset)
-        kind, module = type(dataset).__name__, type(dataset).__module__
-        reason = f"the dataset is a {kind}"
-        if gatherable is None and is_table(dataset):
-            reason = f"the Hugging Face dataset has {read_table(dataset)}"
-        elif module.startswith("datasets."):
-            reason = "the dataset is a Hugging Face dataset"
-        elif type(dataset) in _IN_MEMORY:
-            reason = f"the {kind} holds more than plain arrays on the CPU"
+    gatherable, reason = None, _find_reason(loader)
+    if not reason:
+        gatherable, reason = _find_columns(loader)
     if gatherable is not None:
+        device = find_device(gatherable.columns)
+        if device.type != "cpu" or getattr(loader, "resident", False):
+            return gatherable, f"gathered on {getattr(loader, 'device', None) or device}"
         compiled = _ops.host_ops() is not _ops.FALLBACK
         return gatherable, "gathered by the compiled core" if compiled else "gathered by Python"
     count = loader.num_workers
     kind = "thread" if getattr(loader, "_in_threads", False) else "worker"
     workers = f", in {count} {kind}{'s' * (count > 1)}" if count else ""
     return None, f"item by item{workers}: {reason}"
+
+
+def _find_reason(loader: DataLoader[Any]) -> str:
+    """Say why a loader gathers no dataset whatsoever; nothing if it does."""
+    collate_fn = loader.collate_fn
+    if loader.batch_sampler is None:
+        return "the loader makes no batches"
+    if type(collate_fn) is BatchCollator and collate_fn.pad is not None:
+        return "collate_fn pads"
+    if type(collate_fn) is not BatchCollator and collate_fn is not default_collate:
+        return "collate_fn is the user's"
+    return "" if loader.worker_init_fn is None else "worker_init_fn is given"
+
+
+def _find_columns(loader: DataLoader[Any]) -> tuple[Gatherable | None, str]:
+    """Return the columns of a loader's dataset, or None and why there are none."""
+    dataset = loader.dataset
+    gatherable = make_gatherable(dataset)
+    kind, module = type(dataset).__name__, type(dataset).__module__
+    if gatherable is not None and not _may_stay(loader, find_device(gatherable.columns)):
+        return None, f"the {kind} is on another device"
+    if gatherable is None and is_table(dataset):
+        return None, f"the Hugging Face dataset has {read_table(dataset)}"
+    if module.startswith("datasets."):
+        return gatherable, "the dataset is a Hugging Face dataset"
+    if type(dataset) in _IN_MEMORY:
+        return gatherable, f"the {kind} holds more than plain arrays"
+    return gatherable, f"the dataset is a {kind}"
+
+
+def _may_stay(loader: Any, device: torch.device) -> bool:
+    """Say whether a loader's batches are to be where its dataset is, or that is the host."""
+    wanted = getattr(loader, "device", None)
+    same = wanted is None or torch.empty(0, device=wanted).device == device
+    return device.type == "cpu" or (same and not loader.pin_memory)
 
 
 def make_gatherable(dataset: object) -> Gatherable | None:  # noqa: PLR0911 - one for each kind
@@ -110,7 +131,7 @@ def _from_arrays(tree: Any, images: Iterable[Images | None] = ()) -> Gatherable 
     arrays, spec = tree_flatten(tree)
     found = zip_longest(map(_column, arrays), images)
     columns = [column._replace(images=how) for column, how in found if column is not None]
-    if len(columns) < len(arrays):
+    if len(columns) < len(arrays) or len({_device(column) for column in columns}) > 1:
         return None
     if type(tree) is tuple and len(tree) == len(arrays) == spec.num_leaves == spec.num_children:
         return Gatherable(columns, list)
@@ -119,13 +140,23 @@ def _from_arrays(tree: Any, images: Iterable[Images | None] = ()) -> Gatherable 
     return Gatherable(columns, lambda tensors: tree_unflatten(tensors, spec))
 
 
+def _device(column: Column) -> torch.device:
+    array = column.array
+    return array.device if isinstance(array, Tensor) else torch.device("cpu")
+
+
+def find_device(columns: list[Column]) -> torch.device:
+    """Return where all the columns lie."""
+    return _device(columns[0])
+
+
 def _column(array: Any) -> Column | None:
     """Return an array as a column; None if its rows are not plain memory."""
     if type(array) in (np.ndarray, np.memmap):
         return _numpy_column(array)
     if type(array) is not torch.Tensor or array.ndim == 0 or array.requires_grad:
         return None
-    plain = array.layout is torch.strided and array.device.type == "cpu"
+    plain = array.layout is torch.strided and not array.is_meta
     if not plain or array.is_conj() or array.is_neg() or array._is_zerotensor():
         return None
     if array.is_nested or array.is_quantized:
@@ -169,15 +200,22 @@ class GatherSource(Iterator[Any]):
         columns, self._build, self._subset, self._find = gatherable
         self._rows = [(column.row_shape, column.dtype) for column in columns]
         self._row_nbytes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._rows]
-        # Beside a GPU one is ahead, and `prefetch` has two more: to pin memory takes milliseconds.
+        # Beside a GPU two more are copied, or their copy has begun: to pin memory takes time.
         self._depth = 2 if slots.pinned else torch.get_num_threads() + 1
         self._kept = [keep(column.array) for column in columns]
         pairs = zip(self._kept, columns, strict=True)
         aliases = [column._replace(array=kept.alias) for kept, column in pairs]
         self._changes = {change for kept in self._kept for change in kept.changes()}
         self._owner = get_ident()
-        self._gatherer: Any = _ops.host_ops().gatherer(aliases, self._depth)  # None: item by item
-        self._indices, self._slots, self._stats, self._make = indices, slots, stats, make
+        self._gatherer: Any  # None: item by item
+        self._slots: Slots | DeviceMemory = slots
+        device = find_device(columns)
+        if device.type == "cpu":
+            self._gatherer = _ops.host_ops().gatherer(aliases, self._depth)
+        else:
+            self._gatherer, self._depth = DeviceGatherer(aliases), 1
+            self._slots = DeviceMemory(device)
+        self._indices, self._stats, self._make = indices, stats, make
         self._max_bytes = max_bytes
         # A batch's indices, keys and rows that there is no room for yet.
         self._drawn: tuple[Any, Tensor | None, Tensor | None] | None = None
@@ -214,6 +252,16 @@ class GatherSource(Iterator[Any]):
         for kept in self._kept:
             kept.check_file()
         return self._make(indices, keys)
+
+    @property
+    def has_threads(self) -> bool:
+        """Whether batches are gathered while nobody waits for them."""
+        return _ops.host_ops() is not _ops.FALLBACK
+
+    def is_next_ready(self) -> bool:
+        """Say whether the next batch is gathered, or will be in no time."""
+        is_under_way = self._under_way and self._gatherer is not None and self._under_way[0][2]
+        return bool(is_under_way) and bool(self._gatherer.is_ready())
 
     def _look(self) -> None:
         """Leave the rest to Python where the dataset has other memory, or its file is cut."""

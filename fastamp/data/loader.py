@@ -11,11 +11,13 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Sampler
 
+from fastamp._ops import Column
 from fastamp.data.accelerated import Preparable, ServedPass
 from fastamp.data.auto import TrialPass, choose_at_once
 from fastamp.data.collate import BatchCollator
+from fastamp.data.copied import copy_ahead
 from fastamp.data.datasets import ArrayDataset, count_rows, is_arrays
-from fastamp.data.gather import find_path
+from fastamp.data.gather import Gatherable, find_device, find_path
 from fastamp.data.passes import LoaderPass
 from fastamp.data.position import (
     Indices,
@@ -25,7 +27,7 @@ from fastamp.data.position import (
     encode,
     read_position,
 )
-from fastamp.data.prefetch import prefetch
+from fastamp.data.resident import move
 from fastamp.data.resume import ask_dataset, check_workers, identity
 from fastamp.data.shard import ShardSampler, check_shardable, find_ranks
 from fastamp.data.shuffle import FeistelSampler, is_long
@@ -35,7 +37,6 @@ from fastamp.data.stats import LoaderStats
 from fastamp.data.threads import check_worker
 
 _STATE_VERSION = 1
-_DEVICE_DEPTH = 2
 
 
 T_co = TypeVar("T_co", covariant=True)
@@ -93,14 +94,20 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             "auto" measures in the first pass which of them is faster, and keeps to it, also in the
             state; `stats().workers` says why. Either may then make the first batches. Iterable
             datasets, those with a `state_dict` and a `worker_init_fn` get processes.
+        resident: the dataset is one that is gathered, and is moved to the device, all of it, by the
+            first pass. Batches are gathered there: the rows' numbers alone travel, and nothing
+            waits for them. Batches and states are the same as without it. What is written into the
+            dataset later is not seen. Tensors that are on the device are gathered there anyway.
+            Images are not augmented there.
         max_bytes: the most that the loader itself holds: batches gathered ahead, and slots for
             large ones. None is 1 GiB, or one batch if that is larger. torch's workers hold what
             `prefetch_factor` says.
 
     Raises:
         ValueError: as torch's; `max_bytes` is not positive, or, when a pass begins, less than one
-            batch; the arrays of a dict differ in length; a sharded loader has a sampler of
-            the user's; `rank` and `world_size` do not go together.
+            batch; `resident` without a device, or, when a pass begins, with a dataset that is not
+            gathered, or does not fit there; the arrays of a dict differ in length; a sharded loader
+            has a sampler of the user's; `rank` and `world_size` do not go together.
         TypeError: a sharded loader has an iterable dataset.
         RuntimeError: `shard`, a launcher has set WORLD_SIZE, and torch.distributed is not in use.
     """
@@ -135,6 +142,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         world_size: int | None = None,
         max_bytes: int | None = None,
         worker: str | None = None,
+        resident: bool = False,
     ) -> None:
         check_integer("max_bytes", max_bytes, least=1)
         check_integer("seed", seed, least=0)
@@ -147,6 +155,9 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             raise TypeError(msg)
         if device is not None:
             torch.device(device)  # raises torch's error for what is no device
+        elif resident:
+            msg = "resident=True: device: expected where the dataset shall live, got None"
+            raise ValueError(msg)
         if type(dataset) is dict and is_arrays(dataset):
             count_rows(dataset, "dataset")  # raises an error with this argument's name
             dataset = ArrayDataset(dataset)
@@ -181,7 +192,8 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        self.device = device
+        self.device, self.resident = device, resident
+        self._moved: list[Column] | None = None  # to where they are resident
         self.seed = None if seed is None else int(seed)
         self.max_bytes = max_bytes
         self._shard = sampler if isinstance(sampler, ShardSampler) else None
@@ -202,6 +214,8 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             msg = f"timeout: expected 0 without workers, got {self.timeout}"
             raise AssertionError(msg)  # as torch's
         shard, served = self._shard, self._served
+        device = None if self.device is None else torch.device(self.device)
+        gatherable = self._find_columns(device)
         if shard is not None and shard.epoch != self._next.epoch:  # somebody told the sampler
             self.set_epoch(shard.epoch)
         if served is not None:
@@ -214,7 +228,6 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             if self.seed is not None and shard is None:
                 self.generator.manual_seed(self.seed + position.epoch)
             position.generator = self.generator.get_state()
-        device = None if self.device is None else torch.device(self.device)
         to_device = device is not None and device.type != "cpu"
         to_cuda = device is not None and device.type == "cuda"
         if self._slots is None or self._slots.owner_pid != os.getpid():
@@ -223,7 +236,6 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
                 max_bytes=DEFAULT_MAX_BYTES if self.max_bytes is None else self.max_bytes,
             )
         slots = self._slots
-        gatherable, _ = find_path(self)
         states: deque[Any] = deque()
         if gatherable is None:
             ahead = to_device or served is not None
@@ -233,11 +245,26 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             batches = fetch(position) if chosen else TrialPass(self, position, fetch)
         else:
             batches = gathered(self, gatherable, position, slots)
-        if to_device:
-            batches = iter(prefetch(batches, device, _DEVICE_DEPTH))
+            to_device = to_device and find_device(gatherable.columns).type == "cpu"
+        if device is not None and to_device:
+            batches = copy_ahead(batches, device)
         if served is not None:
             batches = ServedPass(self, batches, position.consumed)
         return LoaderPass(batches, position, self._stats, states, self.__len__)
+
+    def _find_columns(self, device: torch.device | None) -> Gatherable | None:
+        """Return the dataset's columns if they are gathered; a resident one is moved first."""
+        gatherable, way = find_path(self)
+        if device is None or not self.resident:
+            return gatherable
+        if gatherable is None:
+            msg = f"resident=True: expected a dataset that is gathered, this is read {way}"
+            raise ValueError(msg)
+        if device.type == "cpu" or find_device(gatherable.columns).type != "cpu":
+            return gatherable
+        if self._moved is None:
+            self._moved = move(gatherable.columns, device)
+        return gatherable._replace(columns=self._moved)
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next pass is: for `seed`, and for a sampler that has `set_epoch`.
@@ -365,6 +392,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         """Leave out what a copy counts anew, and the workers, which stay with the original."""
         last = self._last and self._last.now()
         new = {"_stats": LoaderStats(), "_slots": None, "_inner": None, "_last": last}
+        new["_moved"] = None
         return {**vars(self), **new}
 
     @property

@@ -302,6 +302,9 @@ class Model(Devices, TorchFunctionMode):
             "_maybe_exchange_device": self.maybe_set_device,
             "synchronize": self.synchronize,
             "is_current_stream_capturing": self.is_capturing,
+            "mem_get_info": lambda _: (10**6, 10**9),
+            "memory_reserved": lambda _: 0,
+            "memory_allocated": lambda _: 0,
         }
         with pytest.MonkeyPatch.context() as patch, self:
             for name, fake in cuda.items():

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 import fastamp
 from fastamp import _ops
 from fastamp.data import threads, workers
+from fastamp.data.gather import GatherSource
 from fastamp.metrics import tracker as trackers
 from fastamp.timer import events
 
@@ -117,7 +118,7 @@ class Program:
             if rng.random() < 0.3:
                 kept.clear()
             del batch, tensors
-        if end < 100 and rng.random() < 0.5:
+        if end < 100 and hasattr(batches, "close") and rng.random() < 0.5:
             batches.close()
 
     def check(self) -> None:
@@ -148,14 +149,19 @@ def loaded(model: Model, features: tuple[str, ...], module: Any) -> None:
     program = Program(model, features)
     data = torch.arange(24.0).reshape(12, 2), torch.arange(12, dtype=torch.uint8)
     dataset = torch.utils.data.TensorDataset(*data)
-    kind = model.rng.choice(("gathered", "item by item", "threads"))
+    kind = model.rng.choice(("gathered", "resident", "item by item", "threads"))
     options = {"num_workers": 2, "worker": "thread"} if kind == "threads" else {}
-    dataset = dataset if kind == "gathered" else [*dataset]
+    dataset = dataset if kind in ("gathered", "resident") else [*dataset]
+    if kind == "resident":
+        options["resident"] = True
     device = f"cuda:{program.there}"
     loader = fastamp.DataLoader(dataset, 3, device=device, shuffle=True, **options)
     batches = iter(loader)
+    model.num_staged = 0  # for a resident dataset, which is moved once
     program.consume(batches._batches)
-    del batches
+    del batches, loader
+    if "captures" not in features and model.contexts - {program.there}:
+        model.report("a context where nothing is computed")
     program.check()
 
 
@@ -215,6 +221,11 @@ def timed(model: Model, features: tuple[str, ...], module: Any) -> None:
     program.check()
 
 
+def is_next_ready(model: Model, source: GatherSource) -> bool:
+    """Play the threads of the core, which have gathered the next batch by now, or not."""
+    return bool(source._under_way) and model.rng.random() < 0.5
+
+
 PROGRAMS: dict[str, Callable[..., None]] = {
     "prefetch": prefetched,
     "loader": loaded,
@@ -235,6 +246,8 @@ def run(
         _ops.use_only("fallback"),
     ):
         patch.setattr(trackers, "QUEUE", 4)
+        patch.setattr(GatherSource, "has_threads", model.rng.random() < 0.5)
+        patch.setattr(GatherSource, "is_next_ready", lambda source: is_next_ready(model, source))
         patch.setattr(module, "_LATE", model.rng.choice((1, 32)), raising=False)
         try:
             PROGRAMS[name](model, features, module)

@@ -1,0 +1,144 @@
+"""Data that lives on a device: its batches are gathered there, in the order of the host."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastamp._ops import Column, Windows, check_rows
+from fastamp.data.leaves import torch_dtype
+
+_CHUNK_NBYTES = 1 << 26  # of an array on its way to the device
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""Of the same size: not every device gathers the unsigned ones."""
+
+
+class DeviceMemory:
+    """Gives out memory on a device for the tensors of batches, in place of `Slots`."""
+
+    pinned = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised, contiguous tensor on the device."""
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def size(self, nbytes: int) -> int:
+        """Return the bytes that an allocation takes."""
+        return nbytes
+
+
+def _signed(tensor: Tensor) -> Tensor:
+    return tensor.view(_SIGNED.get(tensor.dtype, tensor.dtype))
+
+
+class DeviceGatherer:
+    """Batches gathered on the device of their columns; see `fastamp._ops.Gatherer`.
+
+    The rows travel there, 8 bytes a sample; nothing waits for them.
+    """
+
+    def __init__(self, columns: Sequence[Column]) -> None:
+        self._columns: list[tuple[Any, torch.dtype]] = [(c.array, c.dtype) for c in columns]
+        first = self._columns[0][0]
+        self._device, self._num_rows = first.device, first.shape[0]
+        self._error: IndexError | None = None
+
+    def submit(
+        self, indices: Tensor, outputs: Sequence[Tensor], keys: Tensor | None = None
+    ) -> None:
+        """Gather a batch on the current stream."""
+        del keys
+        try:
+            rows = check_rows(indices, self._num_rows)
+        except IndexError as error:
+            self._error = error
+            return
+        on_cuda = self._device.type == "cuda"
+        rows = (rows.pin_memory() if on_cuda else rows).to(self._device, non_blocking=True)
+        for (array, dtype), output in zip(self._columns, outputs, strict=True):
+            if on_cuda:
+                array.record_stream(torch.cuda.current_stream(self._device))
+            if array.dtype == dtype:
+                torch.index_select(_signed(array), 0, rows, out=_signed(output))
+                continue
+            taken = torch.index_select(_signed(array), 0, rows)
+            output.copy_(taken)
+            if array.dtype in _SIGNED:
+                output.bitwise_and_((1 << 8 * array.itemsize) - 1)
+
+    def is_ready(self) -> bool:
+        """Say that no host has to wait."""
+        return True
+
+    def wait(self) -> float:
+        """Return at once, or raise the error of the batch."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return 0.0
+
+
+def move(columns: Sequence[Column], device: torch.device) -> list[Column]:
+    """Return columns with all their rows on a device.
+
+    Raises:
+        ValueError: they do not fit, or are augmented, which the host does.
+    """
+    if any(column.images is not None for column in columns):
+        msg = "resident=True: images are augmented on the host: leave out resident, or augment"
+        raise ValueError(msg)
+    arrays = [column.array for column in columns]
+    sizes = {_end(array): _count_nbytes(array) for array in reversed(arrays)}
+    needed = sum(sizes.values())
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if needed > free:
+            msg = f"resident=True: the dataset takes {needed} bytes, and {device} has {free} free"
+            raise ValueError(msg)
+    moved: dict[Any, Tensor] = {}
+    return [column._replace(array=_move(column.array, device, moved)) for column in columns]
+
+
+def _end(array: Any) -> Any:
+    """Return what two columns have in common that are windows of one sequence, from its end."""
+    if not isinstance(array, Windows):
+        return id(array)
+    last = array.parts[-1]
+    return last.ctypes.data + last.nbytes, last.dtype
+
+
+def _count_nbytes(array: Any) -> int:
+    parts = array.parts if isinstance(array, Windows) else [array]
+    return sum(math.prod(part.shape) * part.itemsize for part in parts)
+
+
+def _move(array: Any, device: torch.device, moved: dict[Any, Tensor]) -> Tensor:
+    if not isinstance(array, Windows):
+        return _copy([array], array.shape, device)
+    count = sum(map(len, array.parts))
+    flat = moved.get(_end(array))
+    if flat is None:
+        flat = moved[_end(array)] = _copy(array.parts, (count,), device)
+    return flat.as_strided(array.shape, (array.step, 1), len(flat) - count)
+
+
+def _copy(parts: Sequence[Any], shape: Sequence[int], device: torch.device) -> Tensor:
+    """Copy arrays end to end, by pieces: a mapped file may be larger than the host's memory."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.empty(shape, dtype=first.dtype, device=device).copy_(first)
+    target, begin = torch.empty(shape, dtype=torch_dtype(first.dtype), device=device), 0
+    step = max(1, _CHUNK_NBYTES // max(1, first[:1].nbytes))
+    for part in parts:
+        for start in range(0, len(part), step):
+            piece = torch.from_numpy(np.array(part[start : start + step]))
+            target[begin : begin + len(piece)].copy_(piece)
+            begin += len(piece)
+    return target
