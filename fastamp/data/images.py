@@ -117,8 +117,19 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image = torch.empty(3, *self.size, dtype=torch.uint8, device="cpu")
-        return image, self._write_image(index, image)
+        length, first = len(self.samples), operator.index(index)
+        if not -length <= first < length:
+            raise index_error(first, length)
+        for place in range(first, first + length):
+            path, label = self.samples[place % length]
+            try:
+                return self._read_file(path), label
+            except (DamagedImageError, FileNotFoundError):
+                if self._skips is None:
+                    raise
+                self._skips[place % length] = True
+        msg = f"{self.root}: no image in it can be read"
+        raise OSError(msg)
 
     def __repr__(self) -> str:
         count = f"{len(self.samples):,} images of {len(self.classes):,} classes"
@@ -136,33 +147,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         rows = [] if self._skips is None else self._skips.nonzero().flatten().tolist()
         return [self.samples[row][0] for row in rows]
 
-    def _row_specs(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Return the shapes and dtypes of a sample, whose rows `_write_row` fills."""
-        return [((3, *self.size), torch.uint8), ((), torch.int64)]
-
-    def _write_row(self, index: int, rows: list[Tensor]) -> None:
-        """Write a sample into a row of each tensor of a batch."""
-        rows[1].fill_(self._write_image(index, rows[0]))
-
-    def _write_image(self, index: int, row: Tensor) -> int:
-        """Write an image and return its label; also of the next one that is readable."""
-        length, first = len(self.samples), operator.index(index)
-        if not -length <= first < length:
-            raise index_error(first, length)
-        for place in range(first, first + length):
-            path, label = self.samples[place % length]
-            try:
-                self._write_file(path, row)
-            except (DamagedImageError, FileNotFoundError):
-                if self._skips is None:
-                    raise
-                self._skips[place % length] = True
-            else:
-                return label
-        msg = f"{self.root}: no image in it can be read"
-        raise OSError(msg)
-
-    def _write_file(self, path: str, row: Tensor) -> None:
+    def _read_file(self, path: str) -> Tensor:
         with open(path, "rb") as file:  # noqa: PTH123 - Path.open takes twice as long
             data = file.read()
         rng = sample_rng().python if self.flip or self.random_crop else None
@@ -178,9 +163,8 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         except Exception as error:  # Pillow raises errors of many types
             msg = f"{path}: cannot be read as an image: {error}"
             raise DamagedImageError(msg) from error
-        resize(part, row)
-        if self.flip and rng is not None and rng.random() < 0.5:
-            row.copy_(row.flip(2))
+        pixels = resize(part, self.size)
+        return pixels.flip(2) if self.flip and rng is not None and rng.random() < 0.5 else pixels
 
 
 def _find_images(root: str, classes: list[str]) -> Iterator[tuple[str, int]]:

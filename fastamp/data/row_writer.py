@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Subset, default_collate
+from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from fastamp.data.collate import BatchCollator
@@ -17,7 +17,6 @@ from fastamp.data.slots import Slots
 _LEAST_NBYTES = 4096  # of a row that is worth a copy of its own
 _WHOLE = object()  # the key of a sample that is itself a leaf
 _FUNCTIONS = dict(default_collate_fn_map)  # torch's own
-Writer = Callable[[int, list[Tensor]], None]
 _Spec = tuple[type, tuple[int, ...], Any]
 
 
@@ -25,17 +24,6 @@ def fills_rows(collate_fn: Any) -> bool:
     """Say whether batches may be filled row by row, with what a collate function promises."""
     plain = type(collate_fn) is BatchCollator and collate_fn.pad is None
     return plain or collate_fn is default_collate
-
-
-def find_writer(dataset: Any) -> tuple[Any, Writer] | None:
-    """Return the leaves of a dataset that writes its samples itself, and what writes one."""
-    if type(dataset) is Subset:
-        found, rows = find_writer(dataset.dataset), dataset.indices
-        if found is None:
-            return None
-        specs, write = found
-        return specs, lambda index, outputs: write(rows[index], outputs)
-    return (dataset._row_specs(), dataset._write_row) if hasattr(dataset, "_row_specs") else None
 
 
 class Rows:
@@ -46,7 +34,7 @@ class Rows:
     the same they are copied, and a 0 is left in their place.
     """
 
-    def __init__(self, get: Callable[[Any], Any], count: int, slots: Slots) -> None:
+    def __init__(self, get: Callable[[Any], Any], slots: Slots, count: int) -> None:
         self._get, self._count, self._slots = get, count, slots
         self._specs: dict[Any, _Spec] | None = None
         self._outputs: dict[Any, Tensor] = {}
@@ -97,29 +85,6 @@ class Rows:
                     rows[key] = rows[key] if kind is Tensor else rows[key].numpy()
                 samples[place] = _with(samples[place], rows)
         return collate_fn(samples)
-
-
-class WrittenRows:
-    """The tensors of one batch, whose rows the dataset writes itself."""
-
-    def __init__(self, writer: tuple[Any, Writer], count: int, slots: Slots) -> None:
-        self._specs, self._write = writer
-        self._count, self._slots = count, slots
-        self._outputs: list[Tensor] = []
-
-    def make(self, place: int, index: Any, lock: Lock) -> None:
-        """Let the dataset write a sample."""
-        with lock:
-            if not self._outputs:
-                self._outputs = [
-                    self._slots.allocate((self._count, *shape), dtype)
-                    for shape, dtype in self._specs
-                ]
-        self._write(index, [output[place] for output in self._outputs])
-
-    def collate(self, _samples: list[Any], _collate_fn: Callable[[list[Any]], Any]) -> list[Tensor]:
-        """Return the batch."""
-        return self._outputs
 
 
 def _items(sample: Any) -> Iterable[tuple[Any, Any]]:

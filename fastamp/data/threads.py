@@ -22,7 +22,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from fastamp.data.position import Indices, Position
 from fastamp.data.prefetch import FORKED, Pass, is_last
-from fastamp.data.row_writer import Rows, WrittenRows, fills_rows, find_writer
+from fastamp.data.row_writer import Rows, fills_rows
 from fastamp.data.sample_rng import Placed, current
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots, too_large
 from fastamp.data.states import Measured, WorkerStream, find_together, note_index
@@ -123,7 +123,7 @@ class _Maker(NamedTuple):
     get: Callable[[Any], Any]
     whole: bool
     """Whether `get` makes all samples of a batch at once."""
-    rows: Callable[..., Rows | WrittenRows] | None
+    rows: Callable[[int], Rows] | None
     collate_fn: Callable[[Any], Any]
     grad: bool
     pins: bool
@@ -139,21 +139,12 @@ class _Maker(NamedTuple):
 def _find_maker(loader: Any, slots: Slots, batches: "ThreadBatches") -> _Maker:
     dropped: list[Any] = []
     dataset, collate_fn = loader.dataset, loader.collate_fn
-    single, together = loader.batch_sampler is None, find_together(dataset)
-    whole, writer = single or together is not None, None
-    rows: Callable[..., Rows | WrittenRows] | None = None
-    get = partial(getitem, dataset)
-    if not single and fills_rows(collate_fn):
-        writer = find_writer(dataset)
-        whole = whole and writer is None
-    if writer is not None:
-        rows = partial(WrittenRows, writer, slots=slots)
-    elif not whole and fills_rows(collate_fn):
-        rows = partial(Rows, get, slots=slots)
+    together = None if loader.batch_sampler is None else find_together(dataset)
+    whole, get = loader.batch_sampler is None or together is not None, partial(getitem, dataset)
     return _Maker(
-        get=together if whole and together is not None and not single else get,
+        get=together or get,
         whole=whole,
-        rows=rows,
+        rows=partial(Rows, get, slots) if not whole and fills_rows(collate_fn) else None,
         collate_fn=collate_fn,
         grad=torch.is_grad_enabled(),
         pins=loader.pin_memory and torch.accelerator.is_available(),
@@ -174,7 +165,7 @@ class _Task:
         self.count = len(self._indices)
         self._claimed, self._left = 0, self.count
         self._samples: list[Any] = [None] * self.count
-        self._rows = None if maker.rows is None else maker.rows(count=self.count)
+        self._rows = None if maker.rows is None else maker.rows(self.count)
         self._failed_at = self.count
         self.error: BaseException | None = None
         self.getitem_s = self.collate_s = 0.0

@@ -125,35 +125,6 @@ def test_large_samples_are_copied_into_the_batch_by_the_threads(monkeypatch):
     assert_same([*in_threads(mixed)], [*fastamp.DataLoader(mixed, 4)])
 
 
-class Writing(Squares):
-    """Writes its samples into rows itself."""
-
-    def _row_specs(self):
-        return [((3,), torch.float32), ((), torch.int64)]
-
-    def _write_row(self, index, rows):
-        rows[0].fill_(index)
-        rows[1].fill_(index * index + fastamp.sample_rng().python.getrandbits(3))
-
-    def __getitem__(self, index):
-        rows = [torch.empty(shape, dtype=dtype) for shape, dtype in self._row_specs()]
-        self._write_row(index, rows)
-        return tuple(rows)
-
-
-def test_a_dataset_may_write_its_samples_itself():
-    for dataset in (Writing(30), torch.utils.data.Subset(Writing(30), range(7, 20))):
-        expected = [*fastamp.DataLoader(dataset, 4, seed=1)]
-        assert_same([*in_threads(dataset, seed=1)], expected)
-        assert_same(
-            [*in_threads(dataset, None, seed=1)][3], dataset[3] and expected_single(dataset)
-        )
-
-
-def expected_single(dataset):
-    return [*fastamp.DataLoader(dataset, None, seed=1)][3]
-
-
 @pytest.mark.parametrize("seed", [None, 5])
 def test_a_stopped_pass_resumes_with_any_number_of_threads(seed):
     rng = random.Random(1)
