@@ -4,6 +4,7 @@ from fastamp._ops.captures import apart_from_captures
 from fastamp._ops.choose import FALLBACK, backends, host_ops, ops_for, use_only
 from fastamp._ops.graph import outside_graphs
 from fastamp._ops.held import Held, Tensors, hold, index_in_whole, parts_of
+from fastamp._ops.painting import SPLITMIX, mix
 from fastamp._ops.types import (
     NO_STATE,
     OTHER_TYPE,
@@ -31,6 +32,7 @@ __all__ = [
     "FALLBACK",
     "NO_STATE",
     "OTHER_TYPE",
+    "SPLITMIX",
     "AugmentStep",
     "Clip",
     "Column",
@@ -56,6 +58,7 @@ __all__ = [
     "index_error",
     "index_in_whole",
     "local_of",
+    "mix",
     "ops_for",
     "outside_graphs",
     "parts_of",

@@ -10,6 +10,7 @@ from torch import Tensor
 from fastamp._ops.types import AugmentStep, Images, StepKind
 
 _MASK = 2**64 - 1
+SPLITMIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 
@@ -21,7 +22,7 @@ def augment_image(images: Images, row: Tensor | npt.NDArray[np.generic], key: in
     shape = images.planes, images.height, images.width
     planes: Any = np.ascontiguousarray(row).reshape(-1).view(pixel).reshape(shape)
     for s, (step, fill) in enumerate(zip(images.steps, images.fills.view(pixel), strict=True)):
-        y, x = _draw(key, 2 * s + 1), _draw(key, 2 * s + 2)
+        y, x = mix(key + 2 * s + 1) >> 32, mix(key + 2 * s + 2) >> 32
         if step.kind is not StepKind.FLIP:
             planes = _paint(planes, step, fill[:, None], y, x)
         elif y < step.y_bound:
@@ -29,12 +30,13 @@ def augment_image(images: Images, row: Tensor | npt.NDArray[np.generic], key: in
     return torch.from_numpy(np.array(planes, order="C").view(np.uint8).reshape(-1))
 
 
-def _draw(key: int, n: int) -> int:
-    """Return 32 bits of draw `n` of a sample, by one step of splitmix64."""
-    x = (key + n + 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return (x ^ (x >> 31)) >> 32
+def mix(value: int) -> int:
+    """Return the next number of splitmix64, a bijection of 64 bits."""
+    gamma, first, second = SPLITMIX
+    value = (value + gamma) & _MASK
+    value = ((value ^ (value >> 30)) * first) & _MASK
+    value = ((value ^ (value >> 27)) * second) & _MASK
+    return value ^ (value >> 31)
 
 
 def _paint(

@@ -9,24 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastamp._ops import SPLITMIX, mix
+
 _MASK = 2**64 - 1
-_GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_GAMMA, _FIRST, _SECOND = map(np.uint64, SPLITMIX)
 _Number = TypeVar("_Number", int, Tensor)
-
-
-def mix(value: int) -> int:
-    """Return the next number of splitmix64, a bijection of 64 bits."""
-    value = (value + _GAMMA) & _MASK
-    value = ((value ^ (value >> 30)) * _FIRST) & _MASK
-    value = ((value ^ (value >> 27)) * _SECOND) & _MASK
-    return value ^ (value >> 31)
 
 
 def mix_all(values: Tensor) -> Tensor:
     """Return `mix` of each of the int64 numbers, whose 64 bits are taken as they are."""
-    bits = values.numpy().view(np.uint64) + np.uint64(_GAMMA)
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(_FIRST)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(_SECOND)
+    bits = values.numpy().view(np.uint64) + _GAMMA
+    bits = (bits ^ (bits >> np.uint64(30))) * _FIRST
+    bits = (bits ^ (bits >> np.uint64(27))) * _SECOND
     return torch.from_numpy((bits ^ (bits >> np.uint64(31))).view(np.int64))
 
 
@@ -38,7 +32,7 @@ class Order(NamedTuple):
     """What the samples of a pass draw: their keys, by their numbers on this rank."""
 
     key: int
-    """Of the pass: see `find_order`."""
+    """Of the pass: see `find_pass_key`."""
     first: int = 0
     """The place of this rank's first sample in the epoch's order over all ranks."""
     block: int = 1

@@ -1,7 +1,7 @@
 """The order of a shuffled epoch: kept, or for a long dataset computed from the place."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, RandomSampler
 
-from fastamp.data.sample_rng import mix
+from fastamp._ops import SPLITMIX, mix
 
 _Numbers: TypeAlias = npt.NDArray[np.uint64]
 
 _KEPT_ROWS = 1 << 28  # the longest permutation that is kept: 2 GB
 _CHUNK = 1 << 15  # indices made at a time, which torch still computes in one thread
 _ROUNDS = 6  # even
-_FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)  # splitmix64's
+_FIRST, _SECOND = map(np.uint64, SPLITMIX[:2])
 _HALF = np.uint64(32)
 
 
@@ -42,16 +42,9 @@ class Permutation:
 
     def __getitem__(self, places: Tensor) -> Tensor:
         """Return the indices at the places, int64 both."""
-        return self._walk(places, self._encrypt)
-
-    def find_places(self, indices: Tensor) -> Tensor:
-        """Return the places of the indices: the inverse."""
-        return self._walk(indices, self._decrypt)
-
-    def _walk(self, numbers: Tensor, step: Callable[[_Numbers], _Numbers]) -> Tensor:
-        found = step(numbers.numpy().astype(np.uint64))
+        found = self._encrypt(places.numpy().astype(np.uint64))
         while len(outside := np.flatnonzero(found >= self._length)):
-            found[outside] = step(found[outside])
+            found[outside] = self._encrypt(found[outside])
         return torch.from_numpy(found.view(np.int64))
 
     def _encrypt(self, numbers: _Numbers) -> _Numbers:
@@ -60,14 +53,6 @@ class Permutation:
             left += _hash(right, key, size)
             left -= size * (left >= size)
             left, right = right, left
-        return left * self._columns + right
-
-    def _decrypt(self, numbers: _Numbers) -> _Numbers:
-        left, right = np.divmod(numbers, self._columns)
-        for size, key in reversed(self._rounds):
-            left, right = right, left
-            left += size - _hash(right, key, size)
-            left -= size * (left >= size)
         return left * self._columns + right
 
 
