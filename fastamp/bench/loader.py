@@ -4,7 +4,6 @@ Takes a few minutes on two CPU cores.
 """
 
 import argparse
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import fastamp
 from fastamp.bench import crops, photos, thread_cases
@@ -36,17 +35,6 @@ class Data(NamedTuple):
     batch_size: int
     tensors: Sequence[torch.Tensor] = ()
     by_torch: Any = None  # the dataset that torch's loader reads in its place
-
-
-class SlowItems(Dataset[torch.Tensor]):
-    """Items that take a millisecond each."""
-
-    def __len__(self) -> int:
-        return 128
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(1e-3)
-        return torch.full((16,), index)
 
 
 def _make_tensors(generator: torch.Generator) -> Data:
@@ -100,7 +88,7 @@ def _make_table(generator: torch.Generator) -> Data:
 
 def _make_slow(_generator: torch.Generator) -> Data:
     """Items that take 1 ms, batches of 8."""
-    return Data(SlowItems(), 8)
+    return Data(thread_cases.Items(thread_cases.wait, 128), 8)
 
 
 DATA = {

@@ -6,29 +6,29 @@ A visit is a pass over all of them, the start of its processes or threads includ
 import argparse
 import atexit
 import importlib
-import os
 import shutil
 import sys
 import tempfile
-import time
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from timeit import timeit
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 import fastamp
 from fastamp.bench import peers
 from fastamp.bench.record import PLAIN, Case
+from fastamp.bench.thread_cases import TorchLoader
+from fastamp.data.auto import count_cores
 
-Batches: TypeAlias = Callable[[], Iterator[Any]]  # each call begins a pass
+Batches: TypeAlias = Iterable[Any]  # anew for each pass
 
 COUNT, WIDTH, HEIGHT = 2000, 500, 375
 SIZE, BATCH_SIZE, CLASSES = 224, 64, 10
@@ -96,8 +96,8 @@ def write_photos(folder: Path, count: int, seed: int) -> None:
         image.fromarray(np.uint8(pixels.clip(0, 255))).save(path, quality=quality)
 
 
-def _spdl_batches(samples: list[tuple[str, int]]) -> Batches:
-    """Return what begins a pass of SPDL's DataLoader, as its documentation has it."""
+def _spdl_batches(samples: list[tuple[str, int]]) -> Any:
+    """Return SPDL's DataLoader, as its documentation has it."""
     io, loaders = (importlib.import_module(f"spdl.{name}") for name in ("io", "dataloader"))
     short = min(WIDTH, HEIGHT)
     filters = f"crop={short}:{short}:exact=1,scale={SIZE}:{SIZE}:flags=bilinear,format=rgb24"
@@ -112,24 +112,9 @@ def _spdl_batches(samples: list[tuple[str, int]]) -> Batches:
         return [images.permute(0, 3, 1, 2), torch.tensor([label for _, label in decoded])]
 
     options = {"num_threads": count_cores(), "output_order": "input"}
-    loader = loaders.DataLoader(
+    return loaders.DataLoader(
         samples, preprocessor=decode, aggregator=join, batch_size=BATCH_SIZE, **options
     )
-    return lambda: iter(loader)
-
-
-def _torch_batches(dataset: Dataset[Any], workers: int) -> Batches:
-    def begin() -> Iterator[Any]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # more workers than cores
-            return iter(DataLoader(dataset, BATCH_SIZE, num_workers=workers))
-
-    return begin
-
-
-def _thread_batches(dataset: Dataset[Any]) -> Batches:
-    options: dict[str, Any] = {"num_workers": count_cores(), "worker": "thread"}
-    return fastamp.DataLoader[Any](dataset, BATCH_SIZE, **options).__iter__
 
 
 def make_case(args: argparse.Namespace) -> Case:
@@ -143,22 +128,23 @@ def make_case(args: argparse.Namespace) -> Case:
     write_photos(Path(folder), COUNT, args.seed)
     ours = fastamp.ImageFolder(folder, SIZE)
     pillow = PillowFolder(ours.samples)
-    arms = {f"torch, {n} workers": _torch_batches(pillow, n) for n in WORKERS}
-    elapsed_s = {name: _time(batches) for name, batches in arms.items()}
-    best = min(arms, key=elapsed_s.__getitem__)
-    expected = arms[best]
-    arms = {best: expected}
+    loaders: dict[str, Batches] = {
+        f"torch, {n} workers": TorchLoader(pillow, BATCH_SIZE, num_workers=n) for n in WORKERS
+    }
+    best = min(loaders, key=lambda name: timeit(lambda: deque(loaders[name], 0), number=1))
+    arms = {best: loaders[best]}
     try:
         spdl = _spdl_batches(ours.samples)
-        check(spdl, expected)
+        check(spdl, arms[best])
         arms["SPDL"] = spdl
     except peers.ERRORS as error:
         print(f"SPDL is not raced: {peers.why(error)}", file=sys.stderr)
-    arms |= {PLAIN: _thread_batches(pillow), "fastamp": _thread_batches(ours)}
-    for name in (PLAIN, "fastamp"):
-        check(arms[name], expected)
+    for name, dataset in {PLAIN: pillow, "fastamp": ours}.items():
+        options: dict[str, Any] = {"num_workers": count_cores(), "worker": "thread"}
+        arms[name] = fastamp.DataLoader(dataset, BATCH_SIZE, **options)
+        check(arms[name], arms[best])
     return Case(
-        arms={name: partial(_drain, batches) for name, batches in arms.items()},
+        arms={name: partial(deque[Any], batches, 0) for name, batches in arms.items()},
         amounts={"images/s": COUNT},
     )
 
@@ -169,24 +155,9 @@ def check(batches: Batches, expected: Batches) -> None:
     Raises:
         AssertionError: they differ by more than the crops and filters do, or are too few.
     """
-    for found, wanted in zip(*(islice(b(), CHECKED) for b in (batches, expected)), strict=True):
+    for found, wanted in zip(*(islice(b, CHECKED) for b in (batches, expected)), strict=True):
         torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=0)
         apart = (found[0].float() - wanted[0].float()).abs().mean().item()
         if apart > TOLERANCE:
             msg = f"the images differ by {apart:.1f} of 255 in the mean"
             raise AssertionError(msg)
-
-
-def count_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _time(batches: Batches) -> float:
-    start_s = time.perf_counter()
-    _drain(batches)
-    return time.perf_counter() - start_s
-
-
-def _drain(batches: Batches) -> None:
-    deque(batches(), maxlen=0)

@@ -104,7 +104,7 @@ class TrialPass(Iterator[Any]):
     def _look_at_threads(self, rate: float, elapsed_s: float) -> None:
         if self._thread_rate:  # they only finish what they have begun
             return
-        cores = min(_count_cores(), self._loader.num_workers)
+        cores = min(count_cores(), self._loader.num_workers)
         busy = (time.process_time() - self._begin_cpu_s) / elapsed_s
         if self._wait_s < _KEEPS_UP * elapsed_s:
             self._end("threads keep up with the loop")
@@ -142,7 +142,8 @@ class TrialPass(Iterator[Any]):
             self._loader._choose("thread", reason)
 
 
-def _count_cores() -> int:
+def count_cores() -> int:
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -27,14 +27,14 @@ def test_its_arms_are_compared_before_they_are_timed(monkeypatch, capsys):
 
 def test_batches_that_are_missing_or_others_are_refused():
     batch = [torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.tensor([0, 1])]
-    photos.check(lambda: iter([batch]), lambda: iter([batch]))
+    photos.check([batch], [batch])
     with pytest.raises(ValueError, match="argument 2 is longer"):
-        photos.check(lambda: iter([]), lambda: iter([batch]))
+        photos.check([], [batch])
     white = torch.full_like(batch[0], 255)
     with pytest.raises(AssertionError, match=r"the images differ by 255\.0 of 255"):
-        photos.check(lambda: iter([[white, batch[1]]]), lambda: iter([batch]))
+        photos.check([[white, batch[1]]], [batch])
     with pytest.raises(AssertionError, match="not equal"):
-        photos.check(lambda: iter([[batch[0], batch[1] + 1]]), lambda: iter([batch]))
+        photos.check([[batch[0], batch[1] + 1]], [batch])
 
 
 def test_its_files_are_as_large_as_photographs(tmp_path):

@@ -52,7 +52,7 @@ def test_auto_measures_and_chooses_once(thread_s, process_s, cpu, reason, stop, 
         options = {"worker": "auto", "num_workers": 2, "shuffle": True, "seed": 3, **options}
         return fastamp.DataLoader(Augmented(100), 1, **options)
 
-    monkeypatch.setattr(auto, "_count_cores", lambda: 2)
+    monkeypatch.setattr(auto, "count_cores", lambda: 2)
     clock = Frozen(monkeypatch)
     expected = [*make(num_workers=0)]
     loader = make()
