@@ -16,6 +16,7 @@ import fastamp
 from fastamp import _ops
 from fastamp._ops import captures
 from fastamp.data import slots
+from fastamp.data.gather import GatherSource
 from fastamp.data.slots import Slots
 from fastamp.metrics import tracker as trackers
 from fastamp.timer import events
@@ -143,14 +144,18 @@ def allocations(monkeypatch):
         yield made
 
 
-def test_three_batches_are_ahead_beside_a_gpu(allocations):
+@pytest.mark.parametrize("native", [False, True])
+def test_three_batches_are_ahead_beside_a_gpu(native, allocations, monkeypatch):
+    monkeypatch.setattr(GatherSource, "has_threads", native)
+    monkeypatch.setattr(GatherSource, "is_next_ready", lambda source: bool(source._under_way))
     torch.set_num_threads(16)
     batches = iter(fastamp.DataLoader(torch.arange(100.0), 5, device="cuda:1"))
     for delivered in range(1, 6):
         next(batches)
         allocations.idle()
         assert len(allocations) == delivered + 3
-    batches._batches.close()
+    if not native:
+        batches._batches.close()
 
 
 @pytest.mark.parametrize(("max_bytes", "count"), [(1500, 1), (2048, 2)])
