@@ -1,7 +1,6 @@
 """The races of thread workers: items that wait, the first batch, and the choice of "auto"."""
 
 import argparse
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,7 +19,8 @@ from fastamp.bench.record import Case
 
 WORKERS = 8
 WAITING = 1024  # items
-EPOCH_S = 30.0  # at least, of a pass that "auto" is measured in
+EPOCH_S = 30.0  # of a pass that "auto" is measured in
+PROBE_S = 3.0  # at least, of a pass that tells which choice is the better one
 EPOCHS = Plan(rounds=6, warmup=0)  # of half a minute, in which nothing is left to warm up
 
 
@@ -116,21 +116,26 @@ def make_first(_args: argparse.Namespace) -> Case:
 
 
 def make_auto(kind: str, _args: argparse.Namespace) -> Case:
-    """A pass of at least half a minute, by the better fixed choice of two workers and by "auto"."""
-    make = KINDS[kind]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in workers
-    item_s = statistics.median(timeit(partial(make, index), number=1) for index in range(100))
-    torch.set_num_threads(threads)
-    # An item takes some 5 us on its way, and two workers make two at once.
-    items = Items(make, int(2 * EPOCH_S / max(item_s, 1e-5)))
+    """A pass of half a minute, by the better fixed choice of two workers and by "auto"."""
 
-    def begin(worker: str) -> None:
+    def run(worker: str, length: int) -> None:
+        items = Items(KINDS[kind], length)
         deque(fastamp.DataLoader[Any](items, 32, num_workers=2, worker=worker), 0)
 
-    arms = {worker: partial(begin, worker) for worker in ("thread", "process", "auto")}
-    best = min("thread", "process", key=lambda worker: timeit(arms[worker], number=1))
-    return Case(arms={best: arms[best], "auto": arms["auto"]}, plan=EPOCHS)
+    rates = {worker: _find_rate(partial(run, worker)) for worker in ("thread", "process")}
+    best = max(rates, key=rates.__getitem__)
+    length = int(rates[best] * EPOCH_S)
+    arms = {worker: partial(run, worker, length) for worker in (best, "auto")}
+    return Case(arms=arms, plan=EPOCHS)
+
+
+def _find_rate(run: Callable[[int], None]) -> float:
+    """Return the items a second of a pass of some seconds."""
+    length, elapsed_s = 256, 0.0
+    while elapsed_s < PROBE_S:
+        length *= 4
+        elapsed_s = timeit(partial(run, length), number=1)
+    return length / elapsed_s
 
 
 MAKE: dict[str, Callable[[argparse.Namespace], Case]] = {

@@ -12,6 +12,7 @@ from fastamp.bench import loader, thread_cases
 @pytest.mark.parametrize("name", ["waits", "first", "auto-nothing", "auto-copies"])
 def test_each_arm_of_a_race_makes_a_pass(name, monkeypatch):
     monkeypatch.setattr(thread_cases, "EPOCH_S", 0.001)
+    monkeypatch.setattr(thread_cases, "PROBE_S", 0.001)
     monkeypatch.setattr(thread_cases, "WORKERS", 1)
     monkeypatch.setattr(thread_cases, "WAITING", 24)
     case = loader.CASES[name](argparse.Namespace(seed=0))
