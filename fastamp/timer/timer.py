@@ -10,17 +10,21 @@ import inspect
 import json
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.compiler import is_dynamo_compiling
+from torch.optim import Optimizer
 
 from fastamp import _ops
 from fastamp._ops import Region
 from fastamp.timer.events import DeviceClock, Extras, Span
+from fastamp.timer.facts import describe
 
 Histogram = tuple[tuple[int, int], ...]
 Times = tuple[float, float, float]
@@ -254,10 +258,28 @@ class Timer:
         ]
         return "\n".join(lines + notes)
 
-    def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write `summary()` to a file, in seconds."""
+    def to_json(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
+        loader: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Write `summary()` to a file, in seconds, for `python -m fastamp.bench doctor --timer`.
+
+        That command says what would help, and is the more certain, the more it is told here: the
+        optimizer or several, the loader, the scaler, and the dtype of autocast (torch.float32
+        without it).
+
+        Raises:
+            TypeError: the optimizer is none.
+        """
+        facts = describe(optimizer, loader, scaler, dtype)
         regions = {name: stats._asdict() for name, stats in self.summary().items()}
         content = {"schema": 1, "unit": "s", "device": str(self._device), "regions": regions}
+        content["facts"] = asdict(facts)
         Path(path).write_text(json.dumps(content) + "\n", encoding="utf-8")
 
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
@@ -313,11 +335,16 @@ def _region_stats(
     buckets, hits = np.array(histogram or [(0, 0)]).T
     ranks = np.ceil(np.multiply((0.5, 0.9, 0.99), count))
     found = buckets[np.searchsorted(hits.cumsum(), ranks)]
-    shift = np.maximum(found // 32 - 1, 0)
-    ns = ((found - 32 * shift) << shift) + ((1 << shift) - 1) / 2
-    p50, p90, p99 = np.clip(ns / 1e9, low, high).tolist()
+    p50, p90, p99 = np.clip(middles_ns(found) / 1e9, low, high).tolist()
     mean = total / max(count, 1)
     return RegionStats(count, total, mean, low, high, p50, p90, p99, *others, histogram)
+
+
+def middles_ns(buckets: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the middles of a histogram's buckets, in nanoseconds."""
+    shift = np.maximum(buckets // 32 - 1, 0)
+    middles: NDArray[np.float64] = ((buckets - 32 * shift) << shift) + ((1 << shift) - 1) / 2
+    return middles
 
 
 def _join(a: RegionStats, b: RegionStats) -> RegionStats:

@@ -1,0 +1,289 @@
+"""What would make a training step faster, and by how much at most, from where its time goes.
+
+`read_profile` sorts the regions of a timer into the parts of a step; `advise` says what would help,
+best first. Every gain is of the whole step, as times as fast, and an interval:
+
+- What a race of this very job has measured (`gains`) is given as it is.
+- A part of p seconds that becomes r times as fast in a step of t seconds brings t / (t - p + p/r).
+  `ratios` has the r of the step alone, as `bench step` measures it for its kind: the optimizer, its
+  sizes and groups.
+- Where no r is known, the part can at most vanish: from 1 to t / (t - p). So it is for waiting,
+  unless a GPU's loop makes its batches itself: made beside it, batches and the rest overlap, and
+  the step takes the longer of the two. That is the lower end.
+- Precision's r is at most what the main job has measured for its own GPT: 1 to that.
+
+An interval that has only bounds gets their geometric middle as its value: it sorts, no more.
+"""
+
+import inspect
+import itertools
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+import fastamp
+from fastamp.bench.environment import no_speed_reason
+from fastamp.bench.race import Interval
+from fastamp.timer import RegionStats
+from fastamp.timer.facts import Facts
+from fastamp.timer.timer import middles_ns
+
+# The parts of a step, and the words by which a region's name tells its part.
+PARTS = {
+    "data": {"data", "dataloader", "load", "loader", "loading", "batch", "fetch", "copy", "input"},
+    "forward": {"forward", "fwd", "loss", "model"},
+    "backward": {"backward", "bwd"},
+    "step": {"step", "optimizer", "optim", "opt", "update", "clip", "unscale", "scaler", "zero"},
+    "waits": {"wait", "waits", "sync", "synchronize", "item"},
+    "other": set(),
+}
+OUTSIDE = {"eval", "evaluate", "evaluation", "val", "validate", "validation", "test", "checkpoint"}
+LEAST_GAIN = 1.02  # less is no advice
+RACED = "raced on this job"
+NATIVE = {"Adam", "AdamW", "SGD", "Adagrad"}  # torch's, which fastamp updates by itself
+IN_MEMORY = {"TensorDataset", "ArrayDataset", "TokenDataset", "ndarray", "memmap", "Tensor", "dict"}
+# AMP with fastamp against FP32, by the main job: two cores of an AMD EPYC (docs/measured.md), and
+# an H200 against FP32 without TF32 (benchmarks/results).
+PRECISION = {"cpu": 1.57, "cuda": 6.96}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Where the time of a step goes, in seconds a step, by part."""
+
+    device: str
+    steps: int
+    parts: Mapping[str, Interval]
+    facts: Facts = field(default_factory=Facts)
+    syncs: float | None = None  # waits of the host for the device, a step; None: nobody counted
+
+    @property
+    def total_s(self) -> float:
+        """The time of a step."""
+        return math.fsum(part.value for part in self.parts.values())
+
+    def share(self, *parts: str) -> float:
+        """Return the share of a step that some of its parts take."""
+        part_s = math.fsum(self.parts[part].value for part in parts if part in self.parts)
+        return part_s / self.total_s if self.total_s else 0.0
+
+    def gain(self, ratio: Interval, *parts: str) -> Interval:
+        """Return how many times as fast a step becomes by parts that are `ratio` times as fast."""
+        p = [self.parts[part] for part in parts if part in self.parts]
+        rest_s = self.total_s - math.fsum(each.value for each in p)
+
+        def whole(time_s: float, r: float) -> float:
+            left_s = rest_s + time_s / r
+            return (rest_s + time_s) / left_s if left_s > 0 else math.inf
+
+        lows, values, highs = ([getattr(i, end) for i in p] for end in ("low", "value", "high"))
+        times_s = (math.fsum(lows), math.fsum(highs))
+        found = [whole(*pair) for pair in itertools.product(times_s, (ratio.low, ratio.high))]
+        low, high = min(found), max(found)
+        known = math.isfinite(ratio.value)
+        value = whole(math.fsum(values), ratio.value) if known else math.sqrt(low * high)
+        return Interval(value=value, low=low, high=high)
+
+
+VANISHES = Interval(value=math.nan, low=1.0, high=math.inf)  # at most; nobody knows how far
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """One thing to change: its kind, what to write, times as fast, and where that comes from."""
+
+    part: str  # "fused", "step", "loader", "resident", "precision", "waits" or "nothing"
+    what: str
+    gain: Interval
+    why: str
+
+    def text(self) -> str:
+        """Return the advice in a line."""
+        if self.part == "nothing":
+            return f"{self.what}: {self.why}"
+        ends = f"{self.gain.low:.2f}x to {self.gain.high:.2f}x"
+        return f"{self.what}: {ends} as fast; {self.why}"
+
+
+def read_profile(
+    regions: Mapping[str, RegionStats],
+    device: str,
+    facts: Facts | None = None,
+    *,
+    syncs: float | None = None,
+) -> Profile:
+    """Sort the regions of a `Timer.summary()` into the parts of a step.
+
+    A region is named by a word of PARTS, as "forward" or "optimizer step", or belongs to the part
+    of the region around it; its time is that without the regions inside. A "step" that has a
+    forward or a backward pass inside, or none beside it, is the whole step. Evaluation and
+    checkpoints are left out, and so is the longest visit of each region, which is mostly the first.
+
+    Raises:
+        ValueError: no region is named as a part of a step.
+    """
+    kinds = {path: _kind_of(path) for path in regions}
+    inner = {"forward", "backward"}
+    paths = {path for path, kind in kinds.items() if kind == "step"}
+    if not inner & {*kinds.values()}:
+        kinds |= dict.fromkeys(paths, "other")
+    for path in paths:
+        if any(kinds[p] in inner | {"data"} for p in regions if p.startswith(f"{path}/")):
+            kinds[path] = "other"
+    counts = {path: s.count + s.dropped + s.captured for path, s in regions.items()}
+    named = {path for path, kind in kinds.items() if kind is not None}
+    if not named - {path for path in named if kinds[path] == "other" and path not in paths}:
+        known = ", ".join(repr(part) for part in PARTS if part != "other")
+        msg = f"no region is named as a part of a step is: {known}"
+        raise ValueError(msg)
+    by_part = [[counts[p] for p in named if kinds[p] == part] for part in ("step", *PARTS)]
+    whole = [counts[p] for p in paths]
+    steps = max(by_part[0] or whole or next(filter(None, by_part)))
+    parts = dict.fromkeys(PARTS, Interval.exact(0.0))
+    for path in named:
+        time_s = _time_s(regions[path], counts[path] / steps)
+        for child in regions:
+            if child.startswith(f"{path}/") and "/" not in child[len(path) + 1 :]:
+                time_s = _less(time_s, _time_s(regions[child], counts[child] / steps))
+        parts[kinds[path] or "other"] = _plus(parts[kinds[path] or "other"], time_s)
+    found = {part: time_s for part, time_s in parts.items() if time_s.high > 0}
+    return Profile(device=device, steps=steps, parts=found, facts=facts or Facts(), syncs=syncs)
+
+
+def _kind_of(path: str) -> str | None:
+    """Return the part that a region belongs to; None for what is no part of a step."""
+    kind = "other"
+    for name in path.split("/"):
+        words = {*re.split(r"[^a-z]+", name.lower())}
+        if words & OUTSIDE:
+            return None
+        kind = next((part for part, known in PARTS.items() if words & known), kind)
+    return kind
+
+
+def _time_s(stats: RegionStats, visits: float) -> Interval:
+    """Return the seconds a step: the mean, without the longest visit, times the visits a step."""
+    if stats.count < 2:
+        return Interval.exact(stats.total * visits)
+    n = stats.count - 1
+    mean_s = (stats.total - stats.max) / n
+    buckets, hits = np.array(stats.histogram).T
+    spread_s = math.sqrt(float(np.average((middles_ns(buckets) / 1e9 - mean_s) ** 2, weights=hits)))
+    half_s = min(1.96 * spread_s / math.sqrt(n), mean_s)
+    ends = (mean_s - half_s, mean_s, mean_s + half_s)
+    return Interval(low=ends[0] * visits, value=ends[1] * visits, high=ends[2] * visits)
+
+
+def _plus(a: Interval, b: Interval) -> Interval:
+    return Interval(value=a.value + b.value, low=a.low + b.low, high=a.high + b.high)
+
+
+def _less(a: Interval, b: Interval) -> Interval:
+    ends = (a.low - b.high, a.value - b.value, a.high - b.low)
+    low, value, high = (max(end, 0.0) for end in ends)
+    return Interval(value=value, low=low, high=high)
+
+
+def advise(
+    profile: Profile,
+    *,
+    gains: Mapping[str, Interval] | None = None,
+    ratios: Mapping[str, Interval] | None = None,
+) -> list[Advice]:
+    """Return what would help, best first; one advice, "nothing", where nothing does.
+
+    Args:
+        profile: where the time goes.
+        gains: what a race of this job has measured end to end, by `Advice.part`.
+        ratios: how many times as fast the step alone becomes, by "fused" and "step".
+    """
+    gains, ratios = gains or {}, ratios or {}
+    found = [
+        each if each.part not in gains else replace(each, gain=gains[each.part], why=RACED)
+        for about in (_about_data, _about_step, _about_precision, _about_waits)
+        for each in about(profile, ratios)
+    ]
+    helpful = [each for each in found if each.gain.value >= LEAST_GAIN]
+    if helpful:
+        return sorted(helpful, key=lambda each: -each.gain.value)
+    share = profile.share("forward", "backward")
+    why = f"the model's own forward and backward pass take {share:.0%} of a step"
+    return [Advice(part="nothing", what="nothing", gain=Interval.exact(1.0), why=why)]
+
+
+def _about_data(profile: Profile, _: Mapping[str, Interval]) -> Iterator[Advice]:
+    facts, share = profile.facts, profile.share("data")
+    why = f"the loop waits for data in {share:.0%} of its time, and no more can be saved"
+    gain = profile.gain(VANISHES, "data")
+    if facts.workers == 0 and profile.device.startswith("cuda"):
+        low = 1 / max(share, 1 - share)
+        gain = Interval(value=math.sqrt(low * gain.high), low=low, high=gain.high)
+        why += "; made beside the loop, batches and the rest overlap"
+    threads = f"num_workers={os.cpu_count()}, worker='auto'"
+    path = facts.path or ""
+    if facts.loader in {None, "torch.DataLoader"} and facts.dataset in IN_MEMORY:
+        what = f"fastamp.DataLoader, which gathers the {facts.dataset} in compiled code"
+    elif path.startswith("gathered"):
+        what = "larger batches, or a smaller dtype in the dataset: they are copied at memory speed"
+    elif facts.loader == "fastamp.DataLoader":
+        what = f"{threads}: batches are made {path or 'item by item'}"
+    else:
+        what = f"fastamp.DataLoader(..., {threads})"
+    yield Advice(part="loader", what=what, gain=gain, why=why)
+    fits = facts.dataset in IN_MEMORY or path.startswith("gathered")
+    known = "resident" in inspect.signature(fastamp.DataLoader).parameters
+    if known and fits and profile.device.startswith("cuda"):
+        what = "fastamp.DataLoader(..., resident=True), where the dataset fits into the GPU"
+        yield Advice(part="resident", what=what, gain=gain, why=why)
+
+
+def _about_step(profile: Profile, ratios: Mapping[str, Interval]) -> Iterator[Advice]:
+    facts, share = profile.facts, profile.share("step")
+    name = facts.optimizer or "the optimizer"
+    asked = "" if facts.fused is not None else ", if it is not"
+    changes = {}
+    if not facts.fused and facts.optimizer in {None, *NATIVE}:
+        changes["fused"] = f"fused=True for {name}{asked}"
+    if not (facts.scaler or "").startswith("fastamp."):
+        call = "fastamp.optimizer_step(optimizer, max_norm=..., zero_grad=True)"
+        if facts.scaler not in {None, "none"}:
+            call = "fastamp.GradScaler, and scaler.step(optimizer, max_norm=...)"
+        changes["step"] = call
+    for part, what in changes.items():
+        ratio = ratios.get(part, VANISHES)
+        why = f"clip and step take {share:.0%} of a step"
+        if part in ratios:
+            why += f", and `bench step` finds {ratio.text('.2f', 'x')} for them"
+        yield Advice(part=part, what=what, gain=profile.gain(ratio, "step"), why=why)
+
+
+def _about_precision(profile: Profile, _: Mapping[str, Interval]) -> Iterator[Advice]:
+    device, dtype = profile.device.partition(":")[0], profile.facts.dtype
+    reason = no_speed_reason(device, "fp16" if dtype == "float16" else "bf16")
+    share = profile.share("forward", "backward")
+    why = f"the model's forward and backward pass take {share:.0%} of a step"
+    if reason is None and dtype in {None, "float32"}:
+        most = PRECISION[device]
+        ratio = Interval(value=math.nan, low=1.0, high=most)
+        gain = profile.gain(ratio, "forward", "backward")
+        what = f"torch.autocast({device!r}, dtype=torch.bfloat16)" + (
+            "" if dtype else ", if it trains in FP32"
+        )
+        why += f", and `bench` has measured up to {most:g}x for its own GPT: try --task on yours"
+        yield Advice(part="precision", what=what, gain=gain, why=why)
+    elif reason is not None and dtype in {"bfloat16", "float16"}:
+        gain = profile.gain(VANISHES, "forward", "backward")
+        what = "train in FP32 here: leave out torch.autocast"
+        yield Advice(part="precision", what=what, gain=gain, why=f"{reason}, and {why}")
+
+
+def _about_waits(profile: Profile, _: Mapping[str, Interval]) -> Iterator[Advice]:
+    share = profile.share("waits")
+    counted = "" if profile.syncs is None else f", {profile.syncs:.3g} times a step"
+    why = f"the host waits for the device in {share:.0%} of the time{counted}"
+    what = "no .item() or .cpu() in the loop: fastamp.MetricsTracker reads values later"
+    yield Advice(part="waits", what=what, gain=profile.gain(VANISHES, "waits"), why=why)

@@ -1,0 +1,71 @@
+"""What a script trains with, as its timer's file says it for `python -m fastamp.bench doctor`."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """The optimizer, the loader, the scaler and the precision of a loop; None is unknown."""
+
+    optimizer: str | None = None
+    """Its class, as "AdamW"."""
+    fused: bool | None = None
+    """Every group has `fused=True`."""
+    groups: int | None = None
+    sizes: tuple[tuple[int, int], ...] | None = None
+    """(elements, how many parameters have as many)."""
+    loader: str | None = None
+    """Its class with its package, as "torch.DataLoader"."""
+    dataset: str | None = None
+    workers: int | None = None
+    path: str | None = None
+    """How a fastamp.DataLoader makes its batches, as `stats().path`."""
+    scaler: str | None = None
+    """Its class with its package; "none" where it is disabled."""
+    dtype: str | None = None
+    """What autocast computes in; "float32" without it."""
+
+
+def describe(
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    loader: Any = None,
+    scaler: torch.amp.GradScaler | None = None,
+    dtype: torch.dtype | None = None,
+) -> Facts:
+    """Return the facts of what is given; one optimizer or several.
+
+    Raises:
+        TypeError: the optimizer is none.
+    """
+    optimizers = [] if optimizer is None else optimizer
+    optimizers = [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers)
+    for each in optimizers:
+        if not hasattr(each, "param_groups"):
+            msg = f"optimizer: expected a torch.optim.Optimizer or several, got {each!r}"
+            raise TypeError(msg)
+    groups = [group for each in optimizers for group in each.param_groups]
+    sizes = Counter(parameter.numel() for group in groups for parameter in group["params"])
+    statistics = loader.stats() if callable(getattr(loader, "stats", None)) else None
+    dataset = getattr(loader, "dataset", None)
+    return Facts(
+        optimizer=" and ".join({type(each).__name__: None for each in optimizers}) or None,
+        fused=all(group.get("fused") for group in groups) if groups else None,
+        groups=len(groups) or None,
+        sizes=tuple(sorted(sizes.items())) or None,
+        loader=None if loader is None else _class_of(loader),
+        dataset=None if dataset is None else type(dataset).__name__,
+        workers=getattr(loader, "num_workers", None),
+        path=getattr(statistics, "path", None),
+        scaler=None if scaler is None else _class_of(scaler) if scaler.is_enabled() else "none",
+        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+    )
+
+
+def _class_of(value: object) -> str:
+    return f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
