@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from fastamp._files import write
 from fastamp.bench import baseline, gpu, latency, loader, main_job, page, selftest, step, timer
 from fastamp.bench.environment import describe
 from fastamp.bench.record import Task, make_record, render
-from fastamp.train.files import write
 from fastamp.train.options import DEFAULT, OutputError, number, refuse, say
 
 PROGRAM = "python -m fastamp.bench"

@@ -43,8 +43,8 @@ def describe(
     Raises:
         TypeError: the optimizer is none.
     """
-    optimizers = [] if optimizer is None else optimizer
-    optimizers = [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers)
+    given: Any = [] if optimizer is None else optimizer
+    optimizers = [given] if hasattr(given, "param_groups") else list(given)
     for each in optimizers:
         if not hasattr(each, "param_groups"):
             msg = f"optimizer: expected a torch.optim.Optimizer or several, got {each!r}"

@@ -22,6 +22,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 
 from fastamp import _ops
+from fastamp._files import write
 from fastamp._ops import Region
 from fastamp.timer.events import DeviceClock, Extras, Span
 from fastamp.timer.facts import describe
@@ -269,9 +270,9 @@ class Timer:
     ) -> None:
         """Write `summary()` to a file, in seconds, for `python -m fastamp.bench doctor --timer`.
 
-        That command says what would help, and is the more certain, the more it is told here: the
-        optimizer or several, the loader, the scaler, and the dtype of autocast (torch.float32
-        without it).
+        The file is written whole or stays as it was. That command says what would help, and is the
+        more certain, the more it is told here: the optimizer or several, the loader, the scaler,
+        and the dtype of autocast (torch.float32 without it).
 
         Raises:
             TypeError: the optimizer is none.
@@ -280,7 +281,7 @@ class Timer:
         regions = {name: stats._asdict() for name, stats in self.summary().items()}
         content = {"schema": 1, "unit": "s", "device": str(self._device), "regions": regions}
         content["facts"] = asdict(facts)
-        Path(path).write_text(json.dumps(content) + "\n", encoding="utf-8")
+        write(Path(path), (json.dumps(content) + "\n").encode())
 
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the newest 65,536 regions as a trace for chrome://tracing or Perfetto.
@@ -301,7 +302,7 @@ class Timer:
             for name, kind, track, begin, ns in list(self._spans)
         ]
         content = {"traceEvents": events, "displayTimeUnit": "ms"}
-        Path(path).write_text(json.dumps(content) + "\n", encoding="utf-8")
+        write(Path(path), (json.dumps(content) + "\n").encode())
 
     def reset(self) -> None:
         """Forget all figures."""

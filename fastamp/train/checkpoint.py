@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fastamp.train.files import create, open_regular, sync_folder
+from fastamp._files import create, open_regular, sync_folder
 from fastamp.train.lock import lock
 from fastamp.train.ranks import Ranks
 

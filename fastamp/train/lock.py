@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fastamp.train.files import open_regular
+from fastamp._files import open_regular
 
 if sys.platform != "win32":
     import fcntl

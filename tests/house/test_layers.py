@@ -47,14 +47,16 @@ BOTTOM = {"fastamp.step", "fastamp.data", "fastamp.timer"}
 # Module, or package with everything in it: what else of fastamp it may import.
 IMPORTS = {
     "fastamp": {"fastamp._ops", *BOTTOM, "fastamp.metrics", "fastamp.train"},
+    "fastamp._files": set(),
     "fastamp._ops": set(),
     "fastamp._ops.types": set(),
     "fastamp._ops.compiled": {"fastamp._ops", EXTENSION},
     **{name: {"fastamp._ops"} for name in BOTTOM},
-    "fastamp.metrics": {"fastamp._ops.captures", *BOTTOM},
-    "fastamp.train": {"fastamp.metrics", *BOTTOM},
+    "fastamp.timer": {"fastamp._ops", "fastamp._files"},
+    "fastamp.metrics": {"fastamp._ops.captures", "fastamp._files", *BOTTOM},
+    "fastamp.train": {"fastamp.metrics", "fastamp._files", *BOTTOM},
     "fastamp.integrations": {"fastamp.train", "fastamp.metrics", *BOTTOM},
-    "fastamp.bench": {"fastamp", "fastamp.train", "fastamp.metrics", *BOTTOM},
+    "fastamp.bench": {"fastamp", "fastamp.train", "fastamp.metrics", "fastamp._files", *BOTTOM},
 }
 ALONE = {"fastamp", "fastamp._ops.types", "fastamp._ops.compiled"}  # not what lies below
 

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -229,3 +230,15 @@ def test_a_plot_is_drawn_without_a_display(tmp_path):
     made.log_scalar("y", 1.0, 1)
     made.plot(tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="Format 'xyz' is not supported"):
+        made.plot(tmp_path / "plot.xyz")
+    made.plot(tmp_path / "other")  # as savefig names it
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            made.plot(tmp_path / "plot.png")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other.png", "plot.png"]
+    assert (tmp_path / "plot.png").read_bytes() == (tmp_path / "other.png").read_bytes()

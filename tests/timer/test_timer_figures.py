@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import time
 
 import numpy as np
@@ -77,6 +78,27 @@ def test_json_has_the_summary(timer, tmp_path):
         **expected._asdict(),
         "histogram": [*map(list, expected[-1])],
     }
+
+
+@pytest.mark.parametrize("method", ["to_json", "to_chrome_trace"])
+def test_a_file_that_cannot_grow_stays_as_it_was(method, tmp_path):
+    timer = Timer("cpu", trace=True)
+    for number in range(100):
+        with timer(f"region {number}"):
+            pass
+    path = tmp_path / "timer.json"
+    path.write_text("older")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            getattr(timer, method)(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [*tmp_path.iterdir()] == [path]
+    assert path.read_text() == "older"
+    getattr(timer, method)(path)
+    assert json.loads(path.read_text())
 
 
 def test_the_table_has_a_line_for_each_region(timer):
