@@ -23,21 +23,32 @@ _KNOWN = ("cuda", "cpu", "fallback")  # best first
 FALLBACK = FallbackOps()  # takes every tensor, and samples of every kind
 
 
+def _is_installed() -> bool:
+    return importlib.util.find_spec("fastamp._native") is not None
+
+
+def _load() -> dict[str, Ops] | str:
+    """Return the compiled backends that can run here, best first, or why none can."""
+    if not _is_installed():
+        return "fastamp was installed without its compiled code"
+    try:
+        from fastamp._ops import compiled  # noqa: PLC0415 - it needs the extension
+    except ImportError as error:
+        return f"fastamp's compiled code cannot be loaded ({error})"
+    needed = f"fastamp's compiled code needs torch 2.10 or later, this is {torch.__version__}"
+    found: dict[str, Ops] = {**compiled.available()}
+    return found or needed
+
+
 @cache
 def _backends() -> dict[str, Ops]:
     """Return the backends that can run here, best first."""
-    found: dict[str, Ops] = {}
-    if importlib.util.find_spec("fastamp._native") is not None:
-        from fastamp._ops import compiled  # noqa: PLC0415 - it needs the extension
-
-        found |= compiled.available()
-        if not found and os.environ.get("FASTAMP_BACKEND") != "fallback":
-            message = (
-                f"fastamp's compiled code needs torch 2.10 or later, this is {torch.__version__}: "
-                "the slower pure-Python fallback is used"
-            )
-            warnings.warn(message, stacklevel=2)
-    return {**found, "fallback": FALLBACK}
+    found = _load()
+    if not isinstance(found, str):
+        return {**found, "fallback": FALLBACK}
+    if _is_installed() and os.environ.get("FASTAMP_BACKEND") != "fallback":
+        warnings.warn(f"{found}: the slower pure-Python fallback is used", stacklevel=2)
+    return {"fallback": FALLBACK}
 
 
 def _check_available(name: str, source: str) -> str:
@@ -81,29 +92,37 @@ def backends() -> list[str]:
     return [name for name in _backends() if _only in (None, name) or name == "fallback"]
 
 
+def why_fallback(device: torch.device) -> str | None:
+    """Return why the fallback serves a device, and what helps; None where compiled code does."""
+    if _only not in (None, device.type):
+        return f"FASTAMP_BACKEND={_only} is set"
+    if device.type not in {"cpu", "cuda"}:
+        return "compiled code is for the CPU and for CUDA"
+    if not _is_installed():
+        needed = "a C++ compiler" + " and nvcc" * (device.type == "cuda")
+        return f"{_load()}; install it again with {needed} on the PATH"
+    if "cpu" not in _backends():
+        return str(_load())
+    if device.type == "cpu":
+        return None
+    from fastamp._ops import compiled  # noqa: PLC0415 - it needs the extension
+
+    return compiled.fault_of(device.index or 0)
+
+
 @cache
 def _cuda_ops(index: int) -> Ops:
     """Return the backend that serves a CUDA device; say why, once, where that is the fallback."""
     found = _backends()
-    why: str | None
-    if importlib.util.find_spec("fastamp._native") is None:
-        why = (
-            "fastamp was installed without its compiled code; install it again with a C++ compiler "
-            "and nvcc on the PATH"
+    why = why_fallback(torch.device("cuda", index))
+    if why is None:
+        return found.get("cuda", FALLBACK)
+    if "cpu" in found or not _is_installed():  # else it has been said
+        message = (
+            f"gradients on cuda:{index} get the slower pure-Python fallback: {why}. "
+            "(FASTAMP_BACKEND=fallback chooses it without this warning.)"
         )
-    elif "cpu" not in found:  # torch is too old, which has been said
-        return FALLBACK
-    else:
-        from fastamp._ops import compiled  # noqa: PLC0415 - it needs the extension
-
-        why = compiled.fault_of(index)
-        if why is None:
-            return found.get("cuda", FALLBACK)
-    message = (
-        f"gradients on cuda:{index} get the slower pure-Python fallback: {why}. "
-        "(FASTAMP_BACKEND=fallback chooses it without this warning.)"
-    )
-    warnings.warn(message, stacklevel=2)
+        warnings.warn(message, stacklevel=2)
     return FALLBACK
 
 

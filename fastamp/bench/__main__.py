@@ -12,7 +12,18 @@ from typing import Any
 import torch
 
 from fastamp._files import write
-from fastamp.bench import baseline, gpu, latency, loader, main_job, page, selftest, step, timer
+from fastamp.bench import (
+    baseline,
+    doctor,
+    gpu,
+    latency,
+    loader,
+    main_job,
+    page,
+    selftest,
+    step,
+    timer,
+)
 from fastamp.bench.environment import describe
 from fastamp.bench.record import Task, make_record, render
 from fastamp.train.options import DEFAULT, OutputError, number, refuse, say
@@ -25,6 +36,7 @@ COMMANDS = {
     "loader": loader,
     "timer": timer,
     "latency": latency,
+    "doctor": doctor,
     "selftest": selftest,
     "gpu": gpu,
 }

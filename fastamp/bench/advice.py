@@ -20,7 +20,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -126,43 +126,50 @@ def read_profile(
     Raises:
         ValueError: no region is named as a part of a step.
     """
-    kinds = {path: _kind_of(path) for path in regions}
-    inner = {"forward", "backward"}
-    paths = {path for path, kind in kinds.items() if kind == "step"}
-    if not inner & {*kinds.values()}:
-        kinds |= dict.fromkeys(paths, "other")
-    for path in paths:
-        if any(kinds[p] in inner | {"data"} for p in regions if p.startswith(f"{path}/")):
-            kinds[path] = "other"
+    kinds = _kinds_of(regions)
     counts = {path: s.count + s.dropped + s.captured for path, s in regions.items()}
-    named = {path for path, kind in kinds.items() if kind is not None}
-    if not named - {path for path in named if kinds[path] == "other" and path not in paths}:
+    whole = [path for path, kind in kinds.items() if kind == "other" and _word_of(path) == "step"]
+    if not whole and not {*kinds.values()} - {"other"}:
         known = ", ".join(repr(part) for part in PARTS if part != "other")
         msg = f"no region is named as a part of a step is: {known}"
         raise ValueError(msg)
-    by_part = [[counts[p] for p in named if kinds[p] == part] for part in ("step", *PARTS)]
-    whole = [counts[p] for p in paths]
-    steps = max(by_part[0] or whole or next(filter(None, by_part)))
+    taken = [[path for path, kind in kinds.items() if kind == part] for part in PARTS]
+    order = (taken[3], whole, *taken)
+    steps = max(counts[path] for path in next(filter(None, order)))
     parts = dict.fromkeys(PARTS, Interval.exact(0.0))
-    for path in named:
+    for path, kind in kinds.items():
         time_s = _time_s(regions[path], counts[path] / steps)
         for child in regions:
-            if child.startswith(f"{path}/") and "/" not in child[len(path) + 1 :]:
+            if child.rpartition("/")[0] == path:
                 time_s = _less(time_s, _time_s(regions[child], counts[child] / steps))
-        parts[kinds[path] or "other"] = _plus(parts[kinds[path] or "other"], time_s)
+        parts[kind] = _plus(parts[kind], time_s)
     found = {part: time_s for part, time_s in parts.items() if time_s.high > 0}
     return Profile(device=device, steps=steps, parts=found, facts=facts or Facts(), syncs=syncs)
 
 
-def _kind_of(path: str) -> str | None:
-    """Return the part that a region belongs to; None for what is no part of a step."""
-    kind = "other"
-    for name in path.split("/"):
-        words = {*re.split(r"[^a-z]+", name.lower())}
-        if words & OUTSIDE:
-            return None
-        kind = next((part for part, known in PARTS.items() if words & known), kind)
-    return kind
+def _word_of(path: str) -> str | None:
+    """Return the part that a region's own name tells; "" outside of a step, None if neither."""
+    words = {*re.split(r"[^a-z]+", path.rpartition("/")[2].lower())}
+    if words & OUTSIDE:
+        return ""
+    return next((part for part, known in PARTS.items() if words & known), None)
+
+
+def _kinds_of(paths: Iterable[str]) -> dict[str, str]:
+    """Return the part of each region that belongs to a step."""
+    own = {path: _word_of(path) for path in paths}
+    inner = {"forward", "backward"}
+    kinds: dict[str, str] = {}
+    for path in sorted(own):  # those around it before it
+        kind = own[path]
+        if kind is None:
+            kind = kinds.get(path.rpartition("/")[0], "other")
+        inside = {own[other] for other in own if other.startswith(f"{path}/")}
+        is_whole = inside & (inner | {"data"}) or not inner & {*own.values()}
+        kinds[path] = "other" if kind == "step" and is_whole else kind
+        if kinds.get(path.rpartition("/")[0]) == "":
+            kinds[path] = ""
+    return {path: kind for path, kind in kinds.items() if kind}
 
 
 def _time_s(stats: RegionStats, visits: float) -> Interval:
@@ -172,8 +179,9 @@ def _time_s(stats: RegionStats, visits: float) -> Interval:
     n = stats.count - 1
     mean_s = (stats.total - stats.max) / n
     buckets, hits = np.array(stats.histogram).T
-    spread_s = math.sqrt(float(np.average((middles_ns(buckets) / 1e9 - mean_s) ** 2, weights=hits)))
-    half_s = min(1.96 * spread_s / math.sqrt(n), mean_s)
+    hits[-1] -= 1
+    squares = float(hits @ (middles_ns(buckets) / 1e9 - mean_s) ** 2)
+    half_s = min(1.96 * math.sqrt(squares) / n, mean_s)
     ends = (mean_s - half_s, mean_s, mean_s + half_s)
     return Interval(low=ends[0] * visits, value=ends[1] * visits, high=ends[2] * visits)
 

@@ -1,0 +1,147 @@
+"""What this installation does and what it lacks: which backend serves which device, and why."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+import torch
+
+from fastamp._ops.choose import why_fallback
+from fastamp.bench.environment import no_speed_reason
+
+# Extras of users, and what shows that they are there.
+EXTRAS = {"images": ("PIL", "simplejpeg"), "plot": ("matplotlib",), "gpu": ("pynvml",)}
+NVCC = Path("/usr/local/cuda/bin/nvcc")  # where it is if not on the PATH
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+class Finding(NamedTuple):
+    """What is not as fast as it could be, why, and the command that mends it, if any does."""
+
+    what: str
+    why: str
+    mend: str = ""
+
+    def text(self) -> str:
+        """Return the finding in a line."""
+        return f"{self.what}: {self.why}" + f". Mend it: {self.mend}" * bool(self.mend)
+
+
+def devices() -> list[torch.device]:
+    """Return the devices of this machine that torch can use."""
+    cuda = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    mps = ["mps"] if torch.backends.mps.is_available() else []
+    return [torch.device(name) for name in ("cpu", *(f"cuda:{index}" for index in cuda), *mps)]
+
+
+def served_by(device: torch.device) -> str:
+    """Return what serves the gradients on a device."""
+    code = {"cpu": "compiled code", "cuda": "CUDA kernels"}
+    return "pure Python" if why_fallback(device) is not None else code[device.type]
+
+
+def examine() -> list[Finding]:
+    """Return all that is not as it could be, the worst first."""
+    found = []
+    for device in devices():
+        why = why_fallback(device)
+        if why is not None:
+            text = f"{device} is served by pure Python, which is slower"
+            found.append(Finding(text, why, _mend(device, why)))
+    found += _about_torch()
+    for kind in dict.fromkeys(device.type for device in devices() if device.type != "mps"):
+        reason = no_speed_reason(kind, "bf16")
+        if reason is not None:
+            mend = f"train in FP32 there, without torch.autocast({kind!r})"
+            found.append(Finding(f"bf16 on {kind}", reason, mend))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if cores is not None and torch.get_num_threads() > cores:
+        why = f"torch computes on {torch.get_num_threads()} threads, and {cores} cores may be used"
+        found.append(Finding("threads", why, f"export OMP_NUM_THREADS={cores}"))
+    return found + _about_extras()
+
+
+def _mend(device: torch.device, why: str) -> str:
+    """Return the command after which compiled code serves a device."""
+    if why.startswith("FASTAMP_BACKEND"):
+        return "unset FASTAMP_BACKEND"
+    if device.type not in {"cpu", "cuda"} or torch.version.hip is not None:
+        return ""
+    if "needs torch" in why:
+        return f"{_pip()} --upgrade 'torch>=2.10'"
+    if why.startswith("the NVIDIA driver"):
+        return "install a newer driver, https://www.nvidia.com/drivers"
+    needed, variables = [], []
+    if shutil.which(os.environ.get("CXX") or "c++") is None and shutil.which("clang++") is None:
+        conda = "conda install -c conda-forge cxx-compiler" if "CONDA_PREFIX" in os.environ else ""
+        here = "xcode-select --install" if sys.platform == "darwin" else "sudo apt-get install g++"
+        needed.append(conda or here)
+    if device.type == "cuda":
+        variables.append("FASTAMP_CUDA=ON")
+        if shutil.which(os.environ.get("CUDACXX") or "nvcc") is None:
+            if NVCC.exists():
+                variables.append(f"CUDACXX={NVCC}")
+            else:
+                needed.append("install nvcc, https://developer.nvidia.com/cuda-downloads")
+    options = "--force-reinstall --no-deps --no-cache-dir"
+    needed.append(" ".join([*variables, _pip(), options, shlex.join(_source())]))
+    return "; then ".join(needed)
+
+
+def _pip() -> str:
+    return f"{shlex.quote(sys.executable)} -m pip install"
+
+
+def _source() -> list[str]:
+    """Return what pip installed fastamp from, as its arguments."""
+    try:
+        text = importlib.metadata.distribution("fastamp").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        text = None
+    saved = json.loads(text or '{"url": "x.whl"}')  # without a URL: from an index
+    url = urlsplit(saved["url"])
+    if url.path.endswith(".whl"):  # which may hold no compiled code
+        return ["--no-binary", "fastamp", "fastamp"]
+    if "vcs_info" in saved:
+        return [f"{saved['vcs_info']['vcs']}+{saved['url']}"]
+    editable = ["-e"] if saved.get("dir_info", {}).get("editable") else []
+    return [*editable, url2pathname(url.path) if url.scheme == "file" else saved["url"]]
+
+
+def _about_torch() -> list[Finding]:
+    """Return why torch finds no GPU where there is a driver for one."""
+    if torch.cuda.is_available() or not DRIVER.exists():
+        return []
+    what = "this machine has an NVIDIA driver, and torch finds no GPU"
+    if torch.version.cuda is None:
+        why = f"torch {torch.__version__} is built without CUDA"
+        return [Finding(what, why, "install torch as https://pytorch.org/get-started/locally says")]
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        why = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} is set"
+        return [Finding(what, why, "unset CUDA_VISIBLE_DEVICES")]
+    why = f"torch is built for CUDA {torch.version.cuda}; `nvidia-smi` shows the driver and the GPU"
+    return [Finding(what, why)]
+
+
+def _about_extras() -> list[Finding]:
+    missing = {
+        extra: [name for name in modules if importlib.util.find_spec(name) is None]
+        for extra, modules in EXTRAS.items()
+        if extra != "gpu" or torch.cuda.is_available()
+    }
+    names = [name for modules in missing.values() for name in modules]
+    if not names:
+        return []
+    extras = ",".join(extra for extra, modules in missing.items() if modules)
+    source = _source()
+    wanted = shlex.quote(f"{source[-1]}[{extras}]")
+    why = f"{', '.join(names)} of the extras {extras}, if you use them"
+    return [Finding("not installed", why, f"{_pip()} {wanted}")]

@@ -1,0 +1,154 @@
+"""Where the time of a step goes, and how much of it can be saved at most."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import fastamp
+from fastamp.bench import advice, environment
+from fastamp.bench.advice import Profile, advise, read_profile
+from fastamp.bench.race import Interval
+from fastamp.timer.facts import Facts, describe
+
+
+@pytest.fixture(autouse=True)
+def with_units(monkeypatch):
+    monkeypatch.setattr(environment, "cpu_features", lambda: {"amx_bf16"})
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+
+
+def exact(**parts_s):
+    return {part: Interval.exact(time_s) for part, time_s in parts_s.items()}
+
+
+def summary(**regions):
+    """Return a timer's summary of (milliseconds, visits); "__" stands for "/"."""
+    timer = fastamp.Timer("cpu")
+    found = {}
+    for name, (time_ms, count) in regions.items():
+        region = timer("x")
+        for _ in range(count):
+            region.add(round(time_ms * 1e6))
+        found[name.replace("__", "/")] = timer.summary()["x"]
+        timer.reset()
+    return found
+
+
+def parts_ms(regions):
+    profile = read_profile(regions, "cpu")
+    return profile.steps, {p: round(t.value * 1e3, 6) for p, t in profile.parts.items()}
+
+
+def test_regions_are_sorted_by_their_words_and_nested_ones_are_counted_once():
+    regions = summary(
+        load_batch=(2, 20), train_step=(20, 20), train_step__forward=(8, 20),
+        train_step__forward__attention=(3, 20), train_step__backward=(6, 20),
+        train_step__backward__clip_grad=(1, 10), Optimizer=(4, 10), train_step__log=(1, 20),
+        eval=(99, 3), eval__forward=(98, 3), checkpoint=(50, 2),
+    )  # fmt: skip
+    steps, parts = parts_ms(regions)
+    assert steps == 10  # two batches are accumulated for each
+    assert parts == {"data": 4, "forward": 16, "backward": 11, "step": 5, "other": 12}
+
+
+def test_a_step_alone_is_the_whole_step():
+    assert parts_ms(summary(data=(1, 5), step=(9, 5))) == (5, {"data": 1, "other": 9})
+    assert parts_ms(summary(forward=(1, 5), step=(9, 5))) == (5, {"forward": 1, "step": 9})
+    assert parts_ms(summary(step=(9, 5))) == (5, {"other": 9})
+    with pytest.raises(ValueError, match="no region is named as a part of a step is: 'data'"):
+        read_profile(summary(mine=(1, 5)), "cpu")
+
+
+def test_the_longest_visit_is_left_out_and_the_rest_has_an_interval():
+    timer = fastamp.Timer("cpu")
+    for time_ms in (5000, *range(90, 111)):
+        timer("forward").add(time_ms * 1_000_000)
+    found = read_profile(timer.summary(), "cpu").parts["forward"]
+    assert found.value == pytest.approx(0.1)
+    # The standard deviation of 90 to 110 is 6.06, without the longest visit, which is no part.
+    assert found.high - found.value == pytest.approx(1.96 * 6.06e-3 / math.sqrt(21), rel=0.1)
+    assert found.value - found.low == pytest.approx(found.high - found.value)
+
+
+def test_a_part_that_vanishes_is_the_most_that_waiting_can_bring():
+    profile = Profile(device="cpu", steps=9, parts=exact(data=0.3, forward=0.6, waits=0.1))
+    found = {each.part: each.gain for each in advise(profile)}
+    assert found["loader"] == Interval(
+        value=pytest.approx(math.sqrt(1 / 0.7)), low=1.0, high=pytest.approx(1 / 0.7)
+    )
+    assert found["waits"].high == pytest.approx(1 / 0.9)
+    assert {each.part for each in advise(profile)} >= {"loader", "precision", "waits"}
+    all_data = Profile(device="cpu", steps=9, parts=exact(data=0.3))
+    assert advise(all_data)[0].gain.high == math.inf
+
+
+@pytest.mark.parametrize(("data_s", "low"), [(0.3, 1 / 0.7), (0.7, 1 / 0.7), (0.5, 2.0)])
+def test_batches_that_a_gpus_loop_makes_itself_can_be_overlapped(data_s, low):
+    parts = exact(data=data_s, forward=1 - data_s)
+    for workers, least in ((0, low), (2, 1.0)):
+        facts = Facts(loader="torch.DataLoader", workers=workers, dtype="bfloat16")
+        (found,) = advise(Profile(device="cuda:0", steps=9, parts=parts, facts=facts))
+        assert found.gain.low == pytest.approx(least)
+        assert found.gain.high == pytest.approx(1 / (1 - data_s))
+
+
+def test_a_ratio_of_the_step_is_a_gain_of_the_whole_by_its_share():
+    facts = Facts(optimizer="AdamW", fused=False, scaler="torch.GradScaler", dtype="float16")
+    parts = exact(forward=0.5) | {"step": Interval(value=0.5, low=0.4, high=0.6)}
+    profile = Profile(device="cuda:0", steps=9, parts=parts, facts=facts)
+    ratios = {"step": Interval(value=5.0, low=4.0, high=6.0), "fused": Interval.exact(2.0)}
+    step, fused = advise(profile, ratios=ratios)
+    assert (step.part, fused.part) == ("step", "fused")
+    assert step.gain.value == pytest.approx(1 / 0.6)
+    assert step.gain.low == pytest.approx(0.9 / (0.5 + 0.4 / 4))
+    assert step.gain.high == pytest.approx(1.1 / (0.5 + 0.6 / 6))
+    assert "scaler.step(optimizer, max_norm=...)" in step.what
+    assert "`bench step` finds 5.00x [4.00, 6.00] for them" in step.why
+
+
+def test_what_is_done_already_or_helps_nobody_is_no_advice():
+    facts = Facts(optimizer="AdamW", fused=True, scaler="fastamp.GradScaler", dtype="bfloat16")
+    parts = exact(data=0.001, forward=0.6, step=0.399)
+    (found,) = advise(Profile(device="cuda", steps=9, parts=parts, facts=facts))
+    assert (found.part, found.gain) == ("nothing", Interval.exact(1.0))
+    assert "60%" in found.text()
+    (found,) = advise(
+        Profile(device="cpu", steps=9, parts=exact(step=0.5), facts=Facts(optimizer="Lion"))
+    )
+    assert found.part == "step"  # which has no fused kernel of torch's
+
+
+def test_what_was_raced_on_the_job_is_given_as_it_is():
+    gains = {"step": Interval(value=1.01, low=0.99, high=1.03), "loader": Interval.exact(1.5)}
+    parts = exact(data=0.1, forward=0.1, step=0.8)
+    profile = Profile(device="cpu", steps=9, parts=parts, facts=Facts(fused=True, dtype="bfloat16"))
+    (found,) = advise(profile, gains=gains)
+    assert (found.part, found.gain, found.why) == ("loader", gains["loader"], "raced on this job")
+
+
+def test_facts_are_those_of_all_optimizers_and_name_what_is_none():
+    first = torch.nn.Linear(3, 2)
+    fused = torch.optim.SGD([first.weight], lr=0.1, fused=True)
+    both = [fused, torch.optim.AdamW([first.bias])]
+    found = describe(both, scaler=torch.amp.GradScaler("cpu", enabled=False), dtype=torch.bfloat16)
+    assert (found.optimizer, found.fused, found.groups) == ("SGD and AdamW", False, 2)
+    assert (found.sizes, found.scaler, found.dtype) == (((2, 1), (6, 1)), "none", "bfloat16")
+    assert describe(fused).fused
+    assert describe() == Facts()
+    with pytest.raises(TypeError, match="optimizer: expected a torch"):
+        describe([first])
+
+
+def test_fastamps_gpu_loaders_may_keep_the_dataset_where_they_can(monkeypatch):
+    class Loader:
+        def __init__(self, dataset, *, resident=False):
+            """Have the option."""
+
+    monkeypatch.setattr(advice.fastamp, "DataLoader", Loader)
+    facts = Facts(loader="torch.DataLoader", dataset="TensorDataset", workers=2, dtype="bfloat16")
+    parts = exact(data=0.4, forward=0.6)
+    profile = Profile(device="cuda", steps=9, parts=parts, facts=facts)
+    assert [each.part for each in advise(profile)] == ["loader", "resident"]

@@ -1,0 +1,277 @@
+"""What the doctor says of an installation, and of a loop by the file of its timer."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import fastamp
+from fastamp._ops import choose
+from fastamp.bench import doctor, environment, installation
+from fastamp.bench.__main__ import main
+from fastamp.bench.race import Plan
+
+LOOK = ["doctor", "--device", "cpu"]
+
+
+@pytest.fixture
+def look(capsys, monkeypatch):
+    """Return what the doctor says of the installation, from the end of the table on."""
+    monkeypatch.setattr(choose, "_only", None)
+    monkeypatch.setattr(installation, "_source", lambda: ["/src/fast amp"])
+
+    def run():
+        assert main(LOOK) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def with_units(monkeypatch):
+    monkeypatch.setattr(environment, "cpu_features", lambda: {"amx_bf16"})
+
+
+def test_a_pure_python_install_is_named_with_its_remedy(look, monkeypatch):
+    monkeypatch.setattr(choose, "_is_installed", lambda: False)
+    monkeypatch.setattr(choose, "_backends", lambda: {"fallback": choose.FALLBACK})
+    command = f"{sys.executable} -m pip install --force-reinstall --no-deps --no-cache-dir"
+    command += " '/src/fast amp'"
+    said = look()
+    assert "cpu     pure Python" in said
+    assert "fastamp was installed without its compiled code; install it again with a C++" in said
+    assert f"Mend it: {command}" in said
+    monkeypatch.setattr(installation.shutil, "which", lambda _: None)
+    monkeypatch.setattr(installation.sys, "platform", "linux")
+    monkeypatch.delenv("CONDA_PREFIX", raising=False)
+    assert f"Mend it: sudo apt-get install g++; then {command}" in look()
+
+
+def test_compiled_code_that_cannot_be_loaded_is_served_by_python_and_named(look, monkeypatch):
+    monkeypatch.setattr(choose, "_is_installed", lambda: True)
+    monkeypatch.setitem(sys.modules, "fastamp._ops.compiled", None)
+    monkeypatch.delattr("fastamp._ops.compiled", raising=False)
+    choose._backends.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="cannot be loaded .*: the slower pure-Python"):
+            assert fastamp.backends() == ["fallback"]
+        said = look()
+        assert "cpu     pure Python" in said
+        assert "fastamp's compiled code cannot be loaded (import of fastamp._ops.compiled" in said
+        assert "Mend it:" in said
+    finally:
+        choose._backends.cache_clear()
+
+
+@pytest.mark.skipif("cpu" not in fastamp.backends(), reason="needs the compiled core")
+def test_a_build_without_cuda_code_is_named_with_its_remedy_beside_a_gpu(
+    look, monkeypatch, tmp_path
+):
+    from fastamp import _native
+
+    def refuse(_):
+        msg = "fastamp was built without CUDA; rebuild it with nvcc on the PATH"
+        raise RuntimeError(msg)
+
+    monkeypatch.setattr(_native, "check_device", refuse)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    monkeypatch.setattr(
+        installation.shutil, "which", lambda name: "/bin/x" if "nvcc" not in name else None
+    )
+    monkeypatch.setattr(installation, "NVCC", tmp_path / "nvcc")
+    said = look()
+    assert "cpu     compiled code" in said
+    assert said.count("pure Python, which is slower: fastamp was built without CUDA") == 2
+    assert "install nvcc, https://developer.nvidia.com/cuda-downloads; then FASTAMP_CUDA=ON" in said
+    assert "bf16 on cuda: this GPU has no bf16 units. Mend it: train in FP32" in said
+    (tmp_path / "nvcc").touch()
+    assert f"Mend it: FASTAMP_CUDA=ON CUDACXX={tmp_path}/nvcc {sys.executable} -m pip" in look()
+    monkeypatch.setattr(installation.shutil, "which", lambda _: "/bin/x")
+    assert f"Mend it: FASTAMP_CUDA=ON {sys.executable} -m pip install" in look()
+
+
+def test_a_cpu_without_bf16_units_is_named_with_its_remedy(look, monkeypatch, with_units):
+    assert "bf16 on cpu" not in look()
+    monkeypatch.setattr(environment, "cpu_features", set)
+    mend = "Mend it: train in FP32 there, without torch.autocast('cpu')"
+    assert f"has no speed-up to expect. {mend}" in look()
+
+
+def test_what_else_is_in_the_way_is_named(look, monkeypatch, tmp_path, with_units):
+    monkeypatch.setattr(choose, "_only", "fallback")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
+    monkeypatch.setattr(installation, "EXTRAS", {"images": ("json", "fastamp_no_such_module")})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(installation, "DRIVER", tmp_path)
+    said = look()
+    for each in (
+        "FASTAMP_BACKEND=fallback is set. Mend it: unset FASTAMP_BACKEND",
+        "cores may be used. Mend it: export OMP_NUM_THREADS=",
+        "not installed: fastamp_no_such_module of the extras images, if you use them. Mend it: ",
+        "pip install '/src/fast amp[images]'",
+        "has an NVIDIA driver, and torch finds no GPU: torch",
+        "is built without CUDA. Mend it: install torch as",
+    ):
+        assert each in said
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "CUDA_VISIBLE_DEVICES='' is set. Mend it: unset CUDA_VISIBLE_DEVICES" in look()
+
+
+def test_what_is_installed_comes_again_from_where_it_came(monkeypatch):
+    saved = {}
+
+    class Distribution:
+        def read_text(self, name):
+            assert name == "direct_url.json"
+            return saved["text"]
+
+    monkeypatch.setattr(installation.importlib.metadata, "distribution", lambda _: Distribution())
+    for url, source in (
+        ({"url": "file:///a%20b", "dir_info": {"editable": True}}, ["-e", "/a b"]),
+        ({"url": "file:///a.tar.gz", "archive_info": {}}, ["/a.tar.gz"]),
+        ({"url": "file:///a.whl", "archive_info": {}}, ["--no-binary", "fastamp", "fastamp"]),
+        ({"url": "https://h/r.git", "vcs_info": {"vcs": "git"}}, ["git+https://h/r.git"]),
+        (None, ["--no-binary", "fastamp", "fastamp"]),
+    ):
+        saved["text"] = url and json.dumps(url)
+        assert installation._source() == source
+
+
+def fill(timer, **regions_ms):
+    """Count visits of the given milliseconds, and a first one of a second."""
+    for name, (time_ms, count) in regions_ms.items():
+        for value_ms in [1000, *[time_ms] * (count - 1)]:
+            timer(name).add(round(value_ms * 1e6))
+
+
+@pytest.fixture
+def judge(monkeypatch, tmp_path, capsys):
+    """Return what the doctor says of a timer's file."""
+    monkeypatch.setattr(doctor, "PLAN", Plan(rounds=8, warmup=2))
+    monkeypatch.setattr(doctor, "CALLS", 2)
+
+    def run(timer, **facts):
+        timer.to_json(tmp_path / "timer.json", **facts)
+        assert main([*LOOK, "--timer", str(tmp_path / "timer.json")]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_an_optimizer_that_is_not_fused_is_named_with_its_remedy(judge, with_units):
+    timer = fastamp.Timer("cpu")
+    fill(timer, forward=(0.02, 100), backward=(0.02, 100), step=(60.0, 100))
+    parameters = [torch.nn.Parameter(torch.ones(3, 2)) for _ in range(20)]
+    said = judge(timer, optimizer=torch.optim.AdamW(parameters), dtype=torch.bfloat16)
+    assert "100 steps on cpu" in said
+    assert "clip and step of such parameters, raced here: torch " in said
+    assert ". fused=True for AdamW: " in said
+    assert ". fastamp.optimizer_step(optimizer, max_norm=..., zero_grad=True): " in said
+    assert "clip and step take 100% of a step, and `bench step` finds" in said
+    assert "autocast" not in said
+
+    said = judge(timer, optimizer=torch.optim.AdamW(parameters, fused=True))
+    assert "fused=True" not in said
+    said = judge(timer, scaler=fastamp.GradScaler("cpu"))  # which may not clip with it
+    assert "raced here" not in said
+    assert "fused=True for the optimizer, if it is not: 1.00x to " in said
+    assert "fastamp.optimizer_step" not in said
+
+
+def test_a_loader_that_starves_is_named_with_its_remedy(judge, with_units):
+    timer = fastamp.Timer("cpu")
+    fill(timer, data=(30.0, 50), forward=(15.0, 50), backward=(14.0, 50), step=(1.0, 50))
+    said = judge(timer, loader=DataLoader(TensorDataset(torch.ones(8, 2)), 4), dtype=torch.bfloat16)
+    assert [line.split()[0] for line in said.splitlines()[1:5]] == [*doctor.PARTS][:4]
+    remedy = "1. fastamp.DataLoader, which gathers the TensorDataset in compiled code: "
+    assert f"{remedy}1.00x to 2.00x as fast; the loop waits for data in 50% of its time" in said
+
+    loader = DataLoader([torch.ones(2)] * 8, 4)
+    assert "1. fastamp.DataLoader(..., num_workers=" in judge(timer, loader=loader)
+    loader = fastamp.DataLoader([torch.ones(2)] * 8, 4)
+    list(loader)
+    assert "worker='auto': batches are made item by item: the dataset is" in judge(
+        timer, loader=loader
+    )
+
+
+def test_a_loop_that_is_the_models_has_nothing_to_mend(judge, with_units):
+    timer = fastamp.Timer("cpu")
+    fill(timer, data=(0.1, 50), forward=(50.0, 50), backward=(50.0, 50), step=(0.1, 50))
+    said = judge(timer, dtype=torch.bfloat16)
+    assert said.endswith(
+        "1. nothing: the model's own forward and backward pass take 100% of a step\n"
+    )
+    assert "1. torch.autocast('cpu', dtype=torch.bfloat16): 1.00x to 1.57x" in judge(
+        timer, dtype=torch.float32
+    )
+
+
+def test_autocast_on_a_cpu_without_units_is_named_with_its_remedy(judge, monkeypatch):
+    monkeypatch.setattr(environment, "cpu_features", set)
+    timer = fastamp.Timer("cpu")
+    fill(timer, forward=(50.0, 50), backward=(50.0, 50), step=(0.1, 50))
+    assert "1. train in FP32 here: leave out torch.autocast: " in judge(timer, dtype=torch.bfloat16)
+
+
+REGION = {"count": 1, "total": 1.0, "mean": 1.0, "min": 1.0, "max": 1.0}
+REGION |= {"p50": 1.0, "p90": 1.0, "p99": 1.0, "host": 1.0, "histogram": [[5, 1]]}
+CONTENT = {"schema": 1, "unit": "s", "device": "cpu", "regions": {"forward": REGION}}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "No such file"),
+        (b"", "Expecting value"),
+        (b'"\xff', "decode"),
+        (b"[" * 100_000, "recursion"),
+        ([], "expected an object of schema 1 in seconds, got []"),
+        ({}, "it has no 'schema'"),
+        (CONTENT | {"schema": 2}, "expected an object of schema 1"),
+        (CONTENT | {"regions": 3}, "its regions is 3, expected a dict"),
+        (CONTENT | {"regions": {"data": 3}}, "its region 'data' is 3"),
+        (CONTENT | {"regions": {}}, "no region is named as a part of a step is: 'data', 'forward'"),
+        (CONTENT | {"regions": {"mine": REGION}}, "no region is named as a part of a step"),
+        (CONTENT | {"regions": {"data": REGION | {"total": -1}}}, "its region 'data' is"),
+        (CONTENT | {"regions": {"data": REGION | {"total": float("nan")}}}, "its region 'data' is"),
+        (CONTENT | {"regions": {"data": REGION | {"count": 0}}}, "its region 'data' is"),
+        (CONTENT | {"regions": {"data": REGION | {"x": 0}}}, "unexpected keyword argument 'x'"),
+        (CONTENT | {"regions": {"data": REGION | {"histogram": [[9999, 1]]}}}, "100 years"),
+        (CONTENT | {"regions": {"data": REGION | {"histogram": [[5, -1]]}}}, "-1 is no count"),
+        (CONTENT | {"device": "tpv"}, "its device is 'tpv', expected cpu or cuda"),
+        (CONTENT | {"device": None}, "its device is None, expected a str"),
+        (CONTENT | {"facts": {"fused": "yes"}}, "its facts are {'fused': 'yes'}"),
+        (CONTENT | {"facts": {"sizes": [[1, "x"]]}}, "'x' is no count"),
+        (CONTENT | {"facts": {"unknown": None}}, "its facts are {'unknown': None}"),
+    ],
+)
+def test_what_is_no_file_of_a_timer_is_refused_with_status_2(content, said, tmp_path, capsys):
+    path = tmp_path / "timer.json"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    with pytest.raises(SystemExit) as ended:
+        main([*LOOK, "--timer", str(path)])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument --timer: '{path}' is no file of Timer.to_json that says it: " in error
+    assert said in error
+
+
+def test_a_file_without_facts_is_read_and_the_json_has_the_advice(tmp_path):
+    path, found = tmp_path / "timer.json", tmp_path / "found.json"
+    path.write_text(json.dumps(CONTENT | {"regions": {"forward": REGION, "data": REGION}}))
+    words = ["--timer", str(path), "--json", str(found), "--report", str(tmp_path / "page.html")]
+    assert main([*LOOK, *words]) == 0
+    advice = json.loads(found.read_text())["details"]["advice"]
+    assert {"loader", "precision"} >= {each["part"] for each in advice} >= {"loader"}
+    (data,) = [each["gain"] for each in advice if each["part"] == "loader"]
+    assert (data["low"], data["high"]) == (1.0, 2.0)
