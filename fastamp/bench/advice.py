@@ -45,6 +45,7 @@ OUTSIDE = {"eval", "evaluate", "evaluation", "val", "validate", "validation", "t
 LEAST_GAIN = 1.02  # less is no advice
 RACED = "raced on this job"
 NATIVE = {"Adam", "AdamW", "SGD", "Adagrad"}  # torch's, which fastamp updates by itself
+UNSCALED = "fastamp.optimizer_step(optimizer, max_norm=..., zero_grad=True)"
 IN_MEMORY = {"TensorDataset", "ArrayDataset", "TokenDataset", "ndarray", "memmap", "Tensor", "dict"}
 # AMP with fastamp against FP32, by the main job: two cores of an AMD EPYC (docs/measured.md), and
 # an H200 against FP32 without TF32 (benchmarks/results).
@@ -252,20 +253,20 @@ def _about_data(profile: Profile, _: Mapping[str, Interval]) -> Iterator[Advice]
 def _about_step(profile: Profile, ratios: Mapping[str, Interval]) -> Iterator[Advice]:
     facts, share = profile.facts, profile.share("step")
     name = facts.optimizer or "the optimizer"
-    asked = "" if facts.fused is not None else ", if it is not"
+    by_fastamp = (facts.scaler or "").startswith("fastamp.")
     changes = {}
-    if not facts.fused and facts.optimizer in {None, *NATIVE}:
-        changes["fused"] = f"fused=True for {name}{asked}"
-    if not (facts.scaler or "").startswith("fastamp."):
-        call = "fastamp.optimizer_step(optimizer, max_norm=..., zero_grad=True)"
-        if facts.scaler not in {None, "none"}:
-            call = "fastamp.GradScaler, and scaler.step(optimizer, max_norm=...)"
-        changes["step"] = call
+    if not facts.fused and facts.optimizer in {None, *(() if by_fastamp else NATIVE)}:
+        changes["fused"] = f"fused=True for {name}" + ", if it is not" * (facts.fused is None)
+    if facts.scaler is None:
+        changes["step"] = f"{UNSCALED}, unless the loop has it"
+    elif not by_fastamp:
+        scaled = "scaler.step(optimizer, max_norm=...) of fastamp.GradScaler"
+        changes["step"] = UNSCALED if facts.scaler == "none" else scaled
     for part, what in changes.items():
         ratio = ratios.get(part, VANISHES)
         why = f"clip and step take {share:.0%} of a step"
         if part in ratios:
-            why += f", and `bench step` finds {ratio.text('.2f', 'x')} for them"
+            why += f", and become {ratio.text('.2f', 'x')} as fast in a race of their kind"
         yield Advice(part=part, what=what, gain=profile.gain(ratio, "step"), why=why)
 
 

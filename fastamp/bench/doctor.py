@@ -57,10 +57,7 @@ def prepare(args: argparse.Namespace) -> Task:
 
 def _look() -> Report:
     """Say which backend serves which device, and what is missing."""
-    rows = [
-        {"device": str(device), "served by": installation.served_by(device)}
-        for device in installation.devices()
-    ]
+    rows = [installation.served_by(device) for device in installation.devices()]
     found = installation.examine()
     notes = [finding.text() for finding in found] or ["nothing is missing"]
     details = {"findings": [finding._asdict() for finding in found]}

@@ -42,10 +42,15 @@ def devices() -> list[torch.device]:
     return [torch.device(name) for name in ("cpu", *(f"cuda:{index}" for index in cuda), *mps)]
 
 
-def served_by(device: torch.device) -> str:
-    """Return what serves the gradients on a device."""
-    code = {"cpu": "compiled code", "cuda": "CUDA kernels"}
-    return "pure Python" if why_fallback(device) is not None else code[device.type]
+def served_by(device: torch.device) -> dict[str, str]:
+    """Return what serves the gradients on a device, and why, as a row of a table."""
+    by, why = {
+        "cpu": ("compiled code", "the extension is installed, and this torch lets it read tensors"),
+        "cuda": ("CUDA kernels", "the extension has CUDA code, and this GPU and its driver run it"),
+    }.get(device.type, ("", ""))
+    if why_fallback(device) is not None:
+        by, why = "pure Python", "see below"
+    return {"device": str(device), "served by": by, "why": why}
 
 
 def examine() -> list[Finding]:

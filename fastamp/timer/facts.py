@@ -27,7 +27,7 @@ class Facts:
     path: str | None = None
     """How a fastamp.DataLoader makes its batches, as `stats().path`."""
     scaler: str | None = None
-    """Its class with its package; "none" where it is disabled."""
+    """Its class with its package; "none" where torch's is disabled."""
     dtype: str | None = None
     """What autocast computes in; "float32" without it."""
 
@@ -62,9 +62,14 @@ def describe(
         dataset=None if dataset is None else type(dataset).__name__,
         workers=getattr(loader, "num_workers", None),
         path=getattr(statistics, "path", None),
-        scaler=None if scaler is None else _class_of(scaler) if scaler.is_enabled() else "none",
+        scaler=None if scaler is None else _scaler_of(scaler),
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
     )
+
+
+def _scaler_of(scaler: torch.amp.GradScaler) -> str:
+    found = _class_of(scaler)
+    return found if scaler.is_enabled() or found.startswith("fastamp.") else "none"
 
 
 def _class_of(value: object) -> str:

@@ -106,7 +106,7 @@ def test_a_ratio_of_the_step_is_a_gain_of_the_whole_by_its_share():
     assert step.gain.low == pytest.approx(0.9 / (0.5 + 0.4 / 4))
     assert step.gain.high == pytest.approx(1.1 / (0.5 + 0.6 / 6))
     assert "scaler.step(optimizer, max_norm=...)" in step.what
-    assert "`bench step` finds 5.00x [4.00, 6.00] for them" in step.why
+    assert "become 5.00x [4.00, 6.00] as fast in a race of their kind" in step.why
 
 
 def test_what_is_done_already_or_helps_nobody_is_no_advice():
@@ -115,6 +115,9 @@ def test_what_is_done_already_or_helps_nobody_is_no_advice():
     (found,) = advise(Profile(device="cuda", steps=9, parts=parts, facts=facts))
     assert (found.part, found.gain) == ("nothing", Interval.exact(1.0))
     assert "60%" in found.text()
+    facts = Facts(optimizer="AdamW", fused=False, scaler="fastamp.GradScaler", dtype="bfloat16")
+    (found,) = advise(Profile(device="cuda", steps=9, parts=parts, facts=facts))
+    assert found.part == "nothing"  # fastamp updates it, fused or not
     (found,) = advise(
         Profile(device="cpu", steps=9, parts=exact(step=0.5), facts=Facts(optimizer="Lion"))
     )
@@ -137,6 +140,7 @@ def test_facts_are_those_of_all_optimizers_and_name_what_is_none():
     assert (found.optimizer, found.fused, found.groups) == ("SGD and AdamW", False, 2)
     assert (found.sizes, found.scaler, found.dtype) == (((2, 1), (6, 1)), "none", "bfloat16")
     assert describe(fused).fused
+    assert describe(scaler=fastamp.GradScaler("cpu", enabled=False)).scaler == "fastamp.GradScaler"
     assert describe() == Facts()
     with pytest.raises(TypeError, match="optimizer: expected a torch"):
         describe([first])
