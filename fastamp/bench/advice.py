@@ -106,8 +106,8 @@ class Advice:
         """Return the advice in a line."""
         if self.part == "nothing":
             return f"{self.what}: {self.why}"
-        ends = f"{self.gain.low:.2f}x to {self.gain.high:.2f}x"
-        return f"{self.what}: {ends} as fast; {self.why}"
+        ends = dict.fromkeys(f"{end:.2f}x" for end in (self.gain.low, self.gain.high))
+        return f"{self.what}: {' to '.join(ends)} as fast; {self.why}"
 
 
 def read_profile(
