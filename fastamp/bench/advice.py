@@ -15,7 +15,6 @@ best first. Every gain is of the whole step, as times as fast, and an interval:
 An interval that has only bounds gets their geometric middle as its value: it sorts, no more.
 """
 
-import inspect
 import itertools
 import math
 import os
@@ -25,7 +24,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-import fastamp
 from fastamp.bench.environment import no_speed_reason
 from fastamp.bench.race import Interval
 from fastamp.timer import RegionStats
@@ -58,7 +56,7 @@ class Profile:
 
     device: str
     steps: int
-    parts: Mapping[str, Interval]
+    parts: Mapping[str, Interval]  # "waits" of host and device for each other
     facts: Facts = field(default_factory=Facts)
     syncs: float | None = None  # waits of the host for the device, a step; None: nobody counted
 
@@ -244,9 +242,8 @@ def _about_data(profile: Profile, _: Mapping[str, Interval]) -> Iterator[Advice]
         what = f"fastamp.DataLoader(..., {threads})"
     yield Advice(part="loader", what=what, gain=gain, why=why)
     fits = facts.dataset in IN_MEMORY or path.startswith("gathered")
-    known = "resident" in inspect.signature(fastamp.DataLoader).parameters
-    if known and fits and profile.device.startswith("cuda"):
-        what = "fastamp.DataLoader(..., resident=True), where the dataset fits into the GPU"
+    if fits and not path.startswith("gathered on ") and profile.device.startswith("cuda"):
+        what = "fastamp.DataLoader(..., device='cuda', resident=True), if the dataset fits there"
         yield Advice(part="resident", what=what, gain=gain, why=why)
 
 
@@ -293,6 +290,9 @@ def _about_precision(profile: Profile, _: Mapping[str, Interval]) -> Iterator[Ad
 def _about_waits(profile: Profile, _: Mapping[str, Interval]) -> Iterator[Advice]:
     share = profile.share("waits")
     counted = "" if profile.syncs is None else f", {profile.syncs:.3g} times a step"
-    why = f"the host waits for the device in {share:.0%} of the time{counted}"
+    why = f"host and device wait for each other in {share:.0%} of a step{counted}"
     what = "no .item() or .cpu() in the loop: fastamp.MetricsTracker reads values later"
+    if profile.syncs == 0:  # then it is the device that waits
+        why = f"the device does nothing in {share:.0%} of a step"
+        what = "torch.compile, or larger batches: the host launches too many short kernels"
     yield Advice(part="waits", what=what, gain=profile.gain(VANISHES, "waits"), why=why)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fastamp
-from fastamp.bench import advice, environment
+from fastamp.bench import environment
 from fastamp.bench.advice import Profile, advise, read_profile
 from fastamp.bench.race import Interval
 from fastamp.timer.facts import Facts, describe
@@ -81,6 +81,9 @@ def test_a_part_that_vanishes_is_the_most_that_waiting_can_bring():
     )
     assert found["waits"].high == pytest.approx(1 / 0.9)
     assert {each.part for each in advise(profile)} >= {"loader", "precision", "waits"}
+    for syncs, remedy in ((0, "torch.compile"), (2, "no .item()"), (None, "no .item()")):
+        waiting = Profile(device="cpu", steps=9, parts=exact(waits=0.5, other=0.5), syncs=syncs)
+        assert advise(waiting)[0].what.startswith(remedy)
     all_data = Profile(device="cpu", steps=9, parts=exact(data=0.3))
     assert advise(all_data)[0].gain.high == math.inf
 
@@ -146,13 +149,16 @@ def test_facts_are_those_of_all_optimizers_and_name_what_is_none():
         describe([first])
 
 
-def test_fastamps_gpu_loaders_may_keep_the_dataset_where_they_can(monkeypatch):
-    class Loader:
-        def __init__(self, dataset, *, resident=False):
-            """Have the option."""
-
-    monkeypatch.setattr(advice.fastamp, "DataLoader", Loader)
-    facts = Facts(loader="torch.DataLoader", dataset="TensorDataset", workers=2, dtype="bfloat16")
+def test_data_that_a_gpu_gathers_may_live_there():
     parts = exact(data=0.4, forward=0.6)
-    profile = Profile(device="cuda", steps=9, parts=parts, facts=facts)
-    assert [each.part for each in advise(profile)] == ["loader", "resident"]
+    for loader, dataset, path in (
+        ("torch.DataLoader", "TensorDataset", None),
+        ("fastamp.DataLoader", "Subset", "gathered by the compiled core"),
+    ):
+        facts = Facts(loader=loader, dataset=dataset, path=path, workers=2, dtype="bfloat16")
+        profile = Profile(device="cuda", steps=9, parts=parts, facts=facts)
+        assert [each.part for each in advise(profile)] == ["loader", "resident"]
+    for dataset, path in (("Mine", None), ("TensorDataset", "gathered on cuda:0")):
+        facts = Facts(loader=loader, dataset=dataset, path=path, dtype="bfloat16")
+        (found,) = advise(Profile(device="cuda", steps=9, parts=parts, facts=facts))
+        assert found.part == "loader"
