@@ -1,0 +1,326 @@
+"""What the bench trains: a model, its data and its loss, made by a function of the user's or ours.
+
+What breaks the contract of such a function is a BrokenTask, which names the part.
+"""
+
+import importlib
+import importlib.util
+import math
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from fastamp.bench.jobs import JOBS
+from fastamp.data import ArrayDataset, map_tensors
+from fastamp.train.model_call import ModelCall
+from fastamp.train.optimizer import make_optimizer as make_by_name
+from fastamp.train.options import refuse
+from fastamp.train.random_state import seed_all
+
+Make: TypeAlias = Callable[[str, int], Any]
+
+EXAMPLE = """\
+import torch
+from torch import nn
+
+def make(device, seed):  # all generators are seeded already
+    x, y = torch.randn(4096, 64), torch.randint(10, (4096,))
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    data = torch.utils.data.TensorDataset(x, y)  # what a DataLoader takes, or a loader
+    def evaluate(model):  # called without gradients, in the arm's precision; higher is better
+        return (model(x.to(device)).argmax(1) == y.to(device)).float().mean()
+    options = {  # all of them may be left out, and so may the dict
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        "evaluate": evaluate, "batch_size": 128, "dtype": torch.bfloat16, "max_norm": 1.0,
+    }
+    return model, data, nn.functional.cross_entropy, options
+"""
+CONTRACT = """\
+A task is a function make(device, seed) that returns (model, dataset, loss) or (model, dataset,
+loss, options). Batches that are pairs are used as loss(model(x), y), dicts as model(**batch), whose
+own loss is taken where the loss is None: as fastamp.fine_tune does. For example:
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A task, as its function has made it: the contract holds, as far as nothing has run yet."""
+
+    model: nn.Module
+    """On the CPU or on the device, with the weights that every arm starts from."""
+    data: Any
+    """A dataset for a DataLoader, or a loader: any other iterable of batches, see `has_loader`."""
+    loss: Callable[[Tensor, Any], Tensor] | None
+    optimizer: Callable[[nn.Module], Optimizer] | None = None
+    """None is AdamW with a learning rate of 1e-3, see `make_optimizer`."""
+    evaluate: Callable[[nn.Module], Any] | None = None
+    """Returns the accuracy, higher is better: a number, or a list of one for each part of the data,
+    which gives an interval; or a dict with "accuracy" and the validation "loss"."""
+    batch_size: int = 32
+    """Of a dataset; a loader has its own."""
+    dtype: torch.dtype | None = None
+    """Of autocast; None leaves it to the command line."""
+    max_norm: float | None = None
+    """None does not clip."""
+
+    @property
+    def has_loader(self) -> bool:
+        """Say whether the data are batches already."""
+        return is_loader(self.data)
+
+
+class BrokenTask(Exception):  # noqa: N818 - what is broken is the task
+    """The task breaks its contract: one line that names the part, and the user's own traceback."""
+
+    def __init__(self, line: str, trace: str = "") -> None:
+        super().__init__(line, trace)  # so that it can be pickled
+        self.line, self.trace = line, trace
+
+    def __str__(self) -> str:
+        return self.line
+
+
+class Part:
+    """A part of the contract: what is raised while it is open becomes a BrokenTask."""
+
+    def __init__(self, name: str, when: str) -> None:
+        self.name, self.when = name, when
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
+        if not isinstance(error, Exception) or isinstance(error, BrokenTask):
+            return
+        said = next(iter(str(error).strip().splitlines()), "")
+        line = f"{self.name}: {self.when} raised {type(error).__name__}: {said}"
+        if _is_out_of_memory(error) and self.name != "make":
+            line = f"batch_size: a batch does not fit into memory; {line}"
+        raise BrokenTask(line, _trace_of(error)) from None
+
+
+_MODEL = Part("model", "its call on a batch")
+_LOSS = Part("loss", "its computation")
+
+
+def is_loader(data: Any) -> bool:
+    """Say whether these are batches, rather than a dataset that a DataLoader takes."""
+    if isinstance(data, DataLoader):
+        return True
+    return not isinstance(data, Dataset) and not hasattr(data, "__getitem__")
+
+
+def find_make(text: str) -> Make:
+    """Return what FILE.py:NAME, package.module:NAME or the name of a built-in job stands for.
+
+    Raises:
+        argparse.ArgumentError: there is no such file, module, function or job.
+        BrokenTask: the file or the module cannot be imported.
+    """
+    place, _, name = text.rpartition(":")
+    if not place:
+        if text not in JOBS:
+            refuse("--task", text, f"is none of {', '.join(JOBS)}, nor FILE.py:make")
+        return JOBS[text]
+    module = _load(Path(place)) if place.endswith(".py") else _import(place)
+    found = getattr(module, name, None)
+    if not callable(found):
+        problem = "is not there" if found is None else f"is {type(found).__name__}, no function"
+        refuse("--task", text, f"cannot be used: {name!r} in {place} {problem}")
+    return found  # type: ignore[no-any-return]
+
+
+def call_make(text: str, device: str, seed: int) -> Any:
+    """Call a function by what it stands for: what can be pickled, however it was found."""
+    return find_make(text)(device, seed)
+
+
+_loaded: dict[str, ModuleType] = {}  # files, by the name that they are imported as
+
+
+def _load(path: Path) -> ModuleType:
+    """Import a file as Python runs a script: what lies beside it can be imported, also in workers.
+
+    It is found in sys.modules, so that its classes can be pickled.
+    """
+    path, name = path.absolute(), path.stem
+    if not path.is_file():
+        refuse("--task", str(path), "is no file")
+    if sys.modules.get(name) is not _loaded.get(name):
+        refuse("--task", str(path), f"cannot be imported: another module is called {name!r}")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None  # noqa: S101 - it ends in .py
+    assert spec.loader is not None  # noqa: S101
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = _loaded[name] = module
+    with Part(path.name, "its import"):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # of a package around it, or no name
+        found = None
+    if found is None:
+        refuse("--task", name, "is no module that can be found")
+    with Part(name, "its import"):
+        return importlib.import_module(name)
+
+
+def make_training(make: Make, device: str, seed: int) -> Training:
+    """Call a task's function, and check what it returns."""
+    seed_all(seed, 0)
+    with Part("make", f"make({device!r}, {seed})"):
+        made = make(device, seed)
+    kinds = "(model, dataset, loss) or (model, dataset, loss, options)"
+    got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+    _expect(got in {"a tuple of 3", "a tuple of 4"}, "make", kinds, got)
+    model, data, loss, *rest = made
+    options = rest[0] if rest else {}
+    _expect(isinstance(model, nn.Module), "model", "an nn.Module", _short(model))
+    trains = any(parameter.requires_grad for parameter in model.parameters())
+    _expect(trains, "model", "a parameter that requires a gradient", f"{type(model).__name__}")
+    is_fine = loss is None or callable(loss)
+    _expect(is_fine, "loss", "None or a function of output and target", _short(loss))
+    _expect(isinstance(options, dict), "options", "a dict", _short(options))
+    for name, value in options.items():
+        _expect(name in _OPTIONS, "options", f"some of {', '.join(_OPTIONS)}", repr(name))
+        fits, wanted = _OPTIONS[name]
+        _expect(fits(value), f"options[{name!r}]", wanted, _short(value))
+    return Training(model=model, data=_read_data(data), loss=loss, **options)
+
+
+def _expect(is_met: bool, part: str, wanted: str, got: str) -> None:  # noqa: FBT001
+    if not is_met:
+        msg = f"{part}: expected {wanted}, got {got}"
+        raise BrokenTask(msg)
+
+
+def _is_function(value: Any) -> bool:
+    return value is None or callable(value)
+
+
+def _is_norm(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and 0 < value < math.inf)
+
+
+def _is_dtype(value: Any) -> bool:
+    return any(value is known for known in (torch.bfloat16, torch.float16, None))
+
+
+_OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "optimizer": (_is_function, "a function of the model that returns an optimizer"),
+    "evaluate": (_is_function, "a function of the model that returns its accuracy"),
+    "batch_size": (lambda value: type(value) is int and value > 0, "an integer above 0"),
+    "dtype": (_is_dtype, "torch.bfloat16, torch.float16 or None"),
+    "max_norm": (_is_norm, "a number above 0, or None"),
+}
+
+
+def _read_data(data: Any) -> Any:
+    """Return a dataset or a loader; tensors in a tuple, and arrays in a dict, are one's columns."""
+    if isinstance(data, tuple) and all(isinstance(part, Tensor) for part in data):
+        with Part("dataset", "TensorDataset"):
+            return TensorDataset(*data)
+    if isinstance(data, (tuple, dict)):
+        with Part("dataset", "ArrayDataset"):
+            return ArrayDataset(*data) if isinstance(data, tuple) else ArrayDataset(data)
+    if is_loader(data):
+        kinds = "what a DataLoader takes, or an iterable of batches"
+        _expect(hasattr(data, "__iter__"), "dataset", kinds, _short(data))
+        kinds = "what makes an iterator: one can be read only once"
+        _expect(not isinstance(data, Iterator), "dataset", kinds, _short(data))
+    return data
+
+
+def make_optimizer(training: Training, model: nn.Module, *, fused: bool | None = True) -> Optimizer:
+    """Return the task's optimizer of a model, or AdamW: fused where torch can, or left open."""
+    with Part("options['optimizer']", "its call"):
+        if training.optimizer is None:
+            return make_by_name(model, "adamw", lr=1e-3, fused=fused)
+        made: Any = training.optimizer(model)
+    kind = "an optimizer from its call"
+    _expect(isinstance(made, Optimizer), "options['optimizer']", kind, _short(made))
+    return made  # type: ignore[no-any-return]
+
+
+def compute_loss(training: Training, model: nn.Module, batch: Any) -> Tensor:
+    """Return the loss of a model on a batch, which is on its device: 0-dim, in float32."""
+    call = ModelCall(training.loss)
+    with _MODEL:
+        inputs, target = call.split(batch)
+        output = call.forward(model, inputs)
+    with _LOSS:
+        return call.loss(output, target)
+
+
+def make_loader(training: Training, seed: int, *, device: str) -> Iterable[Any]:
+    """Return the task's loader, or torch's as a good script has it; its batches are on the CPU."""
+    data = training.data
+    if training.has_loader:
+        return data  # type: ignore[no-any-return]
+    options: dict[str, Any] = {"pin_memory": device == "cuda"}
+    with Part("dataset", "DataLoader"):
+        if not isinstance(data, IterableDataset):
+            options |= {"shuffle": True, "generator": torch.Generator().manual_seed(seed)}
+            # All timed steps are on batches of one size, unless there are too few samples.
+            options["drop_last"] = len(data) >= training.batch_size
+        return DataLoader(data, training.batch_size, **options)
+
+
+def draw(loader: Iterable[Any], device: str) -> Iterator[Any]:
+    """Yield batches on the device, pass after pass, without end."""
+    move = partial(map_tensors, partial(Tensor.to, device=device, non_blocking=True))
+    part = Part("dataset", "its next batch")
+    while True:
+        with part:
+            batches, n_batches = iter(loader), 0
+        while True:
+            with part:
+                batch: Any = next(batches, part)
+                if batch is part:
+                    break
+                moved = move(batch)
+            n_batches += 1
+            yield moved
+        _expect(n_batches > 0, "dataset", "a batch in every pass", "none")
+
+
+def count_samples(batch: Any) -> int:
+    """Return the length of a batch's first tensor."""
+    sizes = (len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim)
+    return next(sizes, 1)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 and "\n" not in text else type(value).__name__
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Say so of what torch raises for its CPU and GPU, and NumPy."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)
+
+
+def _trace_of(error: Exception) -> str:
+    """Return the traceback from the first call that is not of the bench; "" if all are."""
+    trace, ours = error.__traceback__, str(Path(__file__).parents[1])
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
+        trace = trace.tb_next
+    return "" if trace is None else "".join(traceback.format_exception(type(error), error, trace))
