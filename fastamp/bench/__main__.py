@@ -26,6 +26,7 @@ from fastamp.bench import (
 )
 from fastamp.bench.environment import describe
 from fastamp.bench.record import Task, make_record, render
+from fastamp.bench.tasks import BrokenTask
 from fastamp.train.options import DEFAULT, OutputError, number, refuse, say
 
 PROGRAM = "python -m fastamp.bench"
@@ -41,11 +42,21 @@ COMMANDS = {
     "gpu": gpu,
 }
 STATUS = """Exit status: 0; 1 a target is missed, with --check, or a bound of --fail-on; 2 a bad
-argument, or a result that cannot be written; 3 the environment does not allow a verdict: with
---check where one is inconclusive or all are n/a, with --fail-on where the change is inconclusive,
-and with a --baseline of another schema, command, job or machine."""
+argument, a task that breaks its contract, or a result that cannot be written; 3 the environment
+does not allow a verdict: with --check where one is inconclusive or all are n/a, with --fail-on
+where the change is inconclusive, and with a --baseline of another schema, command, job or
+machine."""
 MOVES = """a metric and how far it may move from the baseline, as in 'speedup:-5%%' or
 'step_time:+10%%'; may be given several times"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Ends its help with a text whose lines stay as they are."""
+
+    verbatim = ""
+
+    def format_help(self) -> str:
+        return super().format_help() + self.verbatim
 
 
 def _writable_file(text: str) -> Path:
@@ -76,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 3
     try:
         report = measure()
-    except OutputError as error:
-        return _refuse(args, str(error.strerror))
+    except (BrokenTask, OutputError) as error:
+        return _refuse(args, error)
     judged = [target.verdict for target in report.verdicts] if args.check else []
     for name, most in args.fail_on:
         saved = args.baseline["metrics"][name]
@@ -85,15 +96,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         judged.append(report.verdicts[-1].verdict)
     problems = _write(make_record(report, run), args)
     if problems:
-        return _refuse(args, "; ".join(problems))
+        return _refuse(args, OutputError(0, "; ".join(problems)))
     if "fail" in judged:
         return 1
     return 3 if "inconclusive" in judged or set(judged) == {"n/a"} else 0
 
 
-def _refuse(args: argparse.Namespace, problem: str) -> int:
-    """Say what cannot be written, and return the exit status."""
-    print(f"{PROGRAM} {args.command}: error: cannot write {problem}", file=sys.stderr)
+def _refuse(args: argparse.Namespace, error: BrokenTask | OutputError) -> int:
+    """Say what is wrong with the task, or cannot be written, and return the exit status."""
+    if isinstance(error, BrokenTask):
+        problem = f"argument --task: {args.task!r} breaks its contract: {error}"
+        print(error.trace, end="", file=sys.stderr)
+    else:
+        problem = f"cannot write {error.strerror}"
+    print(f"{PROGRAM} {args.command}: error: {problem}", file=sys.stderr)
     return 2
 
 
@@ -127,7 +143,7 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
         description="Measure what mixed precision and fastamp gain on this machine.",
         epilog=f"Without a command: amp; 'amp --help' for its options. {STATUS}",
     )
-    subparsers = parser.add_subparsers(dest="command", metavar="command")
+    subparsers = parser.add_subparsers(dest="command", metavar="command", parser_class=_Parser)
     for name, command in COMMANDS.items():
         added = subparsers.add_parser(
             name,
@@ -137,6 +153,7 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
             description=command.__doc__,
             epilog=f"Metrics for --fail-on: {command.METRICS}. {STATUS}",
         )
+        added.verbatim = getattr(command, "VERBATIM", "")
         _add_shared_options(added.add_argument)
         command.add_options(added.add_argument)
     args = parser.parse_args(words)
@@ -150,8 +167,8 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
         return args, COMMANDS[args.command].prepare(args)
     except argparse.ArgumentError as error:
         subparsers.choices[args.command].error(str(error))
-    except OutputError as error:
-        raise SystemExit(_refuse(args, str(error.strerror))) from None
+    except (BrokenTask, OutputError) as error:
+        raise SystemExit(_refuse(args, error)) from None
 
 
 def _add_shared_options(add: Callable[..., object]) -> None:

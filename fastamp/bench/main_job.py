@@ -1,22 +1,31 @@
-"""The main job: a small GPT trained on real text in FP32, in AMP, and in AMP with fastamp."""
+"""The main job: a task trained in FP32, in AMP, and in AMP with fastamp; a small GPT by default."""
 
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 
 from fastamp.bench import story
-from fastamp.bench.arms import MEMORY_KINDS, MEMORY_STEPS, WARMUP_STEPS, Job, Results, train_arms
-from fastamp.bench.environment import PRECISION, no_speed_reason
-from fastamp.bench.race import Interval, bootstrap, show
-from fastamp.bench.record import Report, Task, Verdict, judge
+from fastamp.bench.advice import advise
+from fastamp.bench.arms import Job
+from fastamp.bench.environment import DTYPES, no_speed_reason
+from fastamp.bench.jobs import JOBS
+from fastamp.bench.jobs.language import make_gpt
+from fastamp.bench.measure import WARMUP_STEPS, Results, train_arms
+from fastamp.bench.peaks import MEMORY_KINDS, MEMORY_STEPS
+from fastamp.bench.race import Interval, show
+from fastamp.bench.record import Report, Task
+from fastamp.bench.targets import STOCK, judge_targets, last_losses, mean_accuracy, say_in_words
+from fastamp.bench.tasks import CONTRACT, EXAMPLE, Training, call_make, find_make
+from fastamp.bench.where import show_profiles
+from fastamp.data import TokenDataset
 from fastamp.train.gpt import GPT2_SMALL, Shape
 from fastamp.train.options import DEFAULT, number, refuse, say
-from fastamp.train.text import Corpus, load_corpus
+from fastamp.train.text import load_corpus
 
 # 11.2 M parameters. Many thin layers: the activations, which AMP halves, outweigh the parameters
 # and Adam's state, which it does not. Heads of 128, for which torch's bf16 attention is fastest.
@@ -26,23 +35,28 @@ CPU_STEPS = {"batch_size": 8, "steps": 48, "memory_batch_size": 40}
 # Without units for it, a step in low precision has been seen to take 20 times one in FP32.
 CPU_CUT = {"batch_size": 1, "steps": 9}
 THOROUGH_SEEDS = 3
+OF_THE_GPT = ("arms", "data", "block_size", "layers", "heads", "width")
 
 
 METRICS = """speedup, step_time, peak_memory, accuracy; with --arms speedup/ and the name of a
 row and an arm, as in speedup/step/fastamp"""
+VERBATIM = f"\n{CONTRACT}\n{EXAMPLE}"
 
 
 def add_options(add: Callable[..., object]) -> None:
     """Add the options of this command alone."""
+    jobs = f"a built-in job ({', '.join(JOBS)}), or your own as FILE.py:make or package.module:make"
+    add("--task", default="gpt", metavar="TASK", help=f"what to train: {jobs}; see below {DEFAULT}")
     arms = "race loops instead, to see what each repair brings: " + ", or ".join(story.CHOICES)
     add("--arms", choices=story.CHOICES, metavar="NAMES", help=arms)
     add("--data", metavar="PATH", help="file or folder of text (default: the standard library)")
-    add("--precision", **PRECISION)
+    precision = "of AMP (default: the task's own, or bf16)"
+    add("--precision", choices=DTYPES, help=precision)
     for option, least, text in (
         ("--steps", 3, f"of every arm; the first, at most {WARMUP_STEPS + 1}, are warm-up"),
-        ("--batch-size", 1, "windows of text in a step"),
-        ("--block-size", 1, "bytes in a window"),
-        ("--layers", 1, "blocks of the model"),
+        ("--batch-size", 1, "samples in a step"),
+        ("--block-size", 1, "bytes in a window of the GPT's text"),
+        ("--layers", 1, "blocks of the GPT"),
         ("--heads", 1, "attention heads, a divisor of the width"),
         ("--width", 1, "of the residual stream"),
     ):
@@ -54,30 +68,67 @@ def add_options(add: Callable[..., object]) -> None:
     for option, least, most, default, text in (
         ("--min-speedup", 0, 1e6, 1.5, "times as fast as FP32"),
         ("--min-memory-saving", -1, 1, 0.4, saving),
-        ("--max-accuracy-gap", 0, 1, 0.01, "difference in next-byte accuracy"),
+        ("--max-accuracy-gap", 0, 1, 0.01, "difference in accuracy: the GPT's is of next bytes"),
     ):
         bounded = number(float, least, most)
         add(option, type=bounded, default=default, help=f"target: {text} {DEFAULT}")
 
 
 def prepare(args: argparse.Namespace) -> Task:
-    """Return the job and what does it; says on which text."""
+    """Return the job and what does it."""
+    if args.task == "gpt":
+        return _prepare_gpt(args)
+    for name in OF_THE_GPT:
+        if getattr(args, name) is not None:
+            option = "--" + name.replace("_", "-")
+            refuse(option, getattr(args, name), "is for --task gpt alone")
+    find_make(args.task)  # what is no function is named at once
+    make = partial(call_make, args.task)
+    shared = {"device": args.device, "seed": args.seed, "steps": args.steps}
+    precision = args.precision or "bf16"
+    options = {"precision": precision, "batch_size": args.batch_size, **shared}
+    job = Job(make=make, memory_make=make, **options)
+    training = job.make_training(args.seed)
+    if training.has_loader and args.batch_size is not None:
+        refuse("--batch-size", args.batch_size, "cannot be set: the task has a loader of its own")
+    if args.precision is None and training.dtype is not None:
+        precision = next(name for name, dtype in DTYPES.items() if dtype is training.dtype)
+    shared |= {"task": args.task, "precision": precision}
+    shared["batch_size"] = None if training.has_loader else training.batch_size
+    return _with_seeds(args, replace(job, precision=precision), training, shared)
+
+
+def _prepare_gpt(args: argparse.Namespace) -> Task:
+    """Return the job of the GPT; says on which text."""
+    args.precision = args.precision or "bf16"
     sizes = _sizes(args)
-    steps = {name: sizes.pop(name) for name in ("batch_size", "steps", "memory_batch_size")}
+    batch_size, steps, memory = (sizes.pop(n) for n in ("batch_size", "steps", "memory_batch_size"))
     if sizes["width"] % sizes["heads"]:
         refuse("--heads", sizes["heads"], f"does not divide --width {sizes['width']}")
     shape = Shape(**sizes)
-    job = Job(device=args.device, precision=args.precision, shape=shape, seed=args.seed, **steps)
     corpus = load_corpus(args.data, block_size=shape.block_size)
     train, held_out = len(corpus.train), len(corpus.validation)
     source = f"{corpus.source}: {train} bytes to train on, the last {held_out} to validate on"
     say(source)  # a pipe has the text before the work that follows
-    shared = {**asdict(job), "data": corpus.sha256}
+    shared = {"device": args.device, "precision": args.precision, "seed": args.seed}
+    make = partial(make_gpt, shape=shape, corpus=corpus, batch_size=batch_size)
+    memory_make = partial(make, batch_size=memory)
+    job = Job(make=make, memory_make=memory_make, steps=steps, **shared)
+    shared |= {"task": args.task, "steps": steps, "shape": asdict(shape), "data": corpus.sha256}
+    shared |= {"batch_size": batch_size, "memory_batch_size": memory}
+    training = job.make_training(args.seed)
     if args.arms is not None:
         shared["arms"] = args.arms
-        return shared, partial(story.run_story, job, corpus, args.arms.split(","))
+        training = replace(training, data=TokenDataset(corpus.train, shape.block_size))
+        return shared, partial(story.run_story, job, training, args.arms.split(","))
+    return _with_seeds(args, job, training, shared)
+
+
+def _with_seeds(
+    args: argparse.Namespace, job: Job, training: Training, shared: dict[str, Any]
+) -> Task:
     shared["seeds"] = THOROUGH_SEEDS if args.thorough else 1
-    return shared, partial(_run, args, job, corpus, shared["seeds"])
+    return shared, partial(_run, args, job, training, shared)
 
 
 def _sizes(args: argparse.Namespace) -> dict[str, int]:
@@ -94,60 +145,75 @@ def _sizes(args: argparse.Namespace) -> dict[str, int]:
     else:
         defaults = asdict(CPU_SHAPE) | CPU_CUT
     defaults.setdefault("memory_batch_size", defaults["batch_size"])
-    args.memory_batch_size = args.batch_size
-    return {name: getattr(args, name) or default for name, default in defaults.items()}
+    asked = {**vars(args), "memory_batch_size": args.batch_size}
+    return {name: asked[name] or default for name, default in defaults.items()}
 
 
-def _run(args: argparse.Namespace, job: Job, corpus: Corpus, seeds: int) -> Report:
-    found = train_arms(job, corpus, seeds=seeds)
+def _run(args: argparse.Namespace, job: Job, training: Training, shared: dict[str, Any]) -> Report:
+    found = train_arms(job, training, seeds=shared["seeds"])
     race, judged = found.race, found.race.arms[-1]
-    metrics = {
-        "speedup": race.ratio(judged),
-        "step_time": race.time_s(judged),
-        "accuracy": bootstrap(_windows(found, judged), mean=True),
-    }
+    metrics = {"speedup": race.ratio(judged), "step_time": race.time_s(judged)}
+    if found.scores[judged]:
+        metrics["accuracy"] = mean_accuracy(found, judged)
     peak = found.peaks[judged]
     if peak is not None:
         metrics["peak_memory"] = Interval.exact(peak)
-    tokens = job.batch_size * job.shape.block_size
-    tokens_per_s = {arm: tokens / race.time_s(arm).value for arm in race.arms}
-    window = f"{job.shape.block_size} bytes"
-    size = f"{found.parameters / 1e6:.1f} M parameters, {job.steps} steps of {job.batch_size}"
-    memory = f"{MEMORY_STEPS} steps of {job.memory_batch_size} x {window} in a fresh process"
-    notes = [
-        f"{job.precision}, {size} x {window}, {race.warmup_rounds} not timed",
-        f"memory: peak of the {MEMORY_KINDS[job.device]}, over {memory}",
-        f"loss and accuracy: seed {job.seed}, on windows spread evenly over the held-out bytes",
-    ]
+    block_size = shared.get("shape", {}).get("block_size")
+    unit, each = ("samples", 1) if block_size is None else ("tokens", block_size)
+    rates = {arm: found.batch_size * each / race.time_s(arm).value for arm in race.arms}
+    advice = advise(found.profiles[STOCK], gains={"step": race.ratio(judged, STOCK)})
     return Report(
-        table=[_row(arm, found, rate) for arm, rate in tokens_per_s.items()],
+        table=[_row(arm, found, unit, rate) for arm, rate in rates.items()],
         races={"training": race},
         metrics=metrics,
         verdicts=judge_targets(args, found, excused=_excused(args, job)),
-        notes=notes,
+        notes=_notes(job, found, shared),
         losses=found.losses,
         details={
             "parameters": found.parameters,
-            "tokens_per_s": tokens_per_s,
+            f"{unit}_per_s": rates,
             "peak_memory_nbytes": found.peaks,
             "validation": {arm: list(map(asdict, scores)) for arm, scores in found.scores.items()},
+            "profiles": {arm: asdict(profile) for arm, profile in found.profiles.items()},
+            "advice": [asdict(each) for each in advice],
         },
+        closing=[*show_profiles(found.profiles), *(each.text() for each in advice)],
+        sentence=say_in_words(found, advice),
     )
 
 
-def _row(arm: str, found: Results, tokens_per_s: float) -> dict[str, str]:
-    race, score, nbytes = found.race, found.scores[arm][0], found.peaks[arm]
+def _notes(job: Job, found: Results, shared: dict[str, Any]) -> list[str]:
+    each, scored = "samples", "by the task's own function"
+    if "shape" in shared:
+        each = f"x {shared['shape']['block_size']} bytes"
+        scored = "on windows spread evenly over the held-out bytes"
+    elif not any(found.scores.values()):
+        scored = "the mean of the last quarter of the training steps; the task has no accuracy"
+    steps = f"{len(found.race.rounds)} steps of {found.batch_size} {each}"
+    size = f"{found.parameters / 1e6:.1f} M parameters, {steps}"
+    batch_size = shared.get("memory_batch_size", found.batch_size)
+    memory = f"{MEMORY_STEPS} steps of {batch_size} {each} in a fresh process"
+    return [
+        f"{job.precision}, {size}, {found.race.warmup_rounds} not timed",
+        f"memory: peak of the {MEMORY_KINDS[job.device]}, over {memory}",
+        f"loss and accuracy: seed {job.seed}, {scored}",
+    ]
+
+
+def _row(arm: str, found: Results, unit: str, rate: float) -> dict[str, str]:
+    race, nbytes = found.race, found.peaks[arm]
     low, median, high = (show(time_s * 1e3, ".1f") for time_s in race.quartiles_s(arm))
+    accuracy = found.scores[arm][0].accuracy if found.scores[arm] else math.nan
     return {
         "arm": arm,
         "step ms": median,
         "[quartiles]": f"[{low}, {high}]",
         "speed-up [95 %]": race.ratio(arm).text(".2f", "x"),
         "skipped": str(race.skipped(arm)),
-        "tokens/s": show(tokens_per_s, ".0f"),
+        f"{unit}/s": show(rate, ".0f"),
         "peak MiB": show(math.nan if nbytes is None else nbytes / 2**20, ".0f"),
-        "loss": show(score.loss, ".4f"),
-        "accuracy": show(score.accuracy, ".4f"),
+        "loss": show(last_losses(found, arm)[0], ".4f"),
+        "accuracy": show(accuracy, ".4f"),
     }
 
 
@@ -156,51 +222,8 @@ def _excused(args: argparse.Namespace, job: Job) -> dict[str, str]:
     if reason is None:
         return {}
     excused = {"speed-up": reason}
-    if job.device == "cpu" and args.batch_size is None:
-        cut = f"the default batch is cut to {job.batch_size}, where parameters are most of the peak"
-        enough = CPU_STEPS["memory_batch_size"]
+    if job.device == "cpu" and args.task == "gpt" and args.batch_size is None:
+        size, enough = CPU_CUT["batch_size"], CPU_STEPS["memory_batch_size"]
+        cut = f"the default batch is cut to {size}, where parameters are most of the peak"
         excused["memory saving"] = f"{reason}, so {cut}: try --batch-size {enough}"
     return excused
-
-
-def judge_targets(
-    args: argparse.Namespace, found: Results, *, excused: dict[str, str]
-) -> list[Verdict]:
-    """Hold the last arm, AMP with fastamp, to the targets, against the first, FP32."""
-    base, judged = found.race.arms[0], found.race.arms[-1]
-    blocks, most = f"{len(found.race.blocks())} blocks", args.max_accuracy_gap
-    saving, peaks = _memory_saving(found, base, judged)
-    gap, scores = _accuracy_gap(found, base, judged)
-    rows = (
-        ("speed-up", found.race.ratio(judged), (args.min_speedup, math.inf), "x", blocks),
-        ("memory saving", saving, (args.min_memory_saving, math.inf), " %", peaks),
-        ("accuracy gap", gap, (-most, most), "", scores),
-    )
-    arms = f"{judged} against {base}: "
-    return [
-        judge(name, figure, ends, unit, arms + excused.get(name, reason), excused=name in excused)
-        for name, figure, ends, unit, reason in rows
-    ]
-
-
-def _memory_saving(found: Results, base: str, judged: str) -> tuple[Interval | None, str]:
-    theirs, ours = found.peaks[base], found.peaks[judged]
-    if not theirs or ours is None:
-        return None, "this platform counts no peak"
-    # Integers are divided once, so that a saving of 40 in 100 is the number 0.40 itself.
-    saving = Interval.exact((theirs - ours) / theirs)
-    return saving, f"a peak of {ours / 2**20:.0f} MiB against {theirs / 2**20:.0f} MiB"
-
-
-def _accuracy_gap(found: Results, base: str, judged: str) -> tuple[Interval, str]:
-    pairs = list(zip(found.scores[judged], found.scores[base], strict=True))
-    for ours, theirs in pairs:
-        if not math.isfinite(ours.loss - theirs.loss):
-            return Interval.exact(math.inf), f"validation loss {ours.loss} against {theirs.loss}"
-    shares = np.subtract(_windows(found, judged), _windows(found, base))
-    gaps = ", ".join(f"{ours.accuracy:.4f} against {theirs.accuracy:.4f}" for ours, theirs in pairs)
-    return bootstrap(shares.tolist(), mean=True), f"{len(pairs)} seed(s), {gaps}"
-
-
-def _windows(found: Results, arm: str) -> list[float]:
-    return [share for score in found.scores[arm] for share in score.window_accuracies]

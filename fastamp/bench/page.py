@@ -39,9 +39,10 @@ def make(record: dict[str, Any]) -> str:
     title = escape(f"fastamp bench: {record['command']}")
     body = [
         f"<h1>{title}</h1>\n<p>{escape(record['created'])}</p>",
+        *(_paragraph(text, "verdict") for text in [record["sentence"]] if text),
         *(_paragraph(each["text"], f"verdict {each['verdict']}") for each in record["verdicts"]),
         _table(record["table"]),
-        *(_paragraph(note) for note in record["notes"]),
+        *(_paragraph(note) for note in record["notes"] + record["closing"]),
         "<h2>Times</h2>",
         *(_times(name, race) for name, race in record["races"].items()),
         _losses(record["losses"]),

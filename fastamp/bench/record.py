@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from fastamp.bench.race import AGAIN, Interval, Plan, Race, run_race, show, verdict_on
 from fastamp.train.options import progress
 
-SCHEMA_VERSION = 4  # of the record: a field that comes, goes or changes its meaning is a new one
+SCHEMA_VERSION = 5  # of the record: a field that comes, goes or changes its meaning is a new one
 Details = dict[str, dict[str, float]]  # more figures of each arm, by name
 
 PLAIN = "plain"  # the arm that does the same work in the plainest way
@@ -53,6 +53,8 @@ class Report:
     notes: list[str] = field(default_factory=list)
     losses: dict[str, list[float]] = field(default_factory=dict)  # of every training step, by arm
     details: dict[str, Any] = field(default_factory=dict)
+    closing: list[str] = field(default_factory=list)  # lines after the verdicts
+    sentence: str = ""  # the last line: all of it, in plain words
 
 
 # What a command line asks for: the job, which is the same in records that can be compared, and what
@@ -144,6 +146,8 @@ def make_record(report: Report, run: dict[str, Any]) -> dict[str, Any]:
         "table": report.table,
         "notes": report.notes + placebos,
         "verdicts": [asdict(verdict) | {"text": verdict.text()} for verdict in report.verdicts],
+        "closing": report.closing,
+        "sentence": report.sentence,
         "metrics": {name: asdict(metric) for name, metric in report.metrics.items()},
         "details": report.details,
         "losses": report.losses,
@@ -189,4 +193,5 @@ def render(record: dict[str, Any]) -> str:
         f"fastamp {env['fastamp']} (backends {' '.join(env['backends'])})"
     )
     targets = (verdict["text"] for verdict in record["verdicts"])
-    return "\n".join([*lines, "", machine, *record["notes"], *targets])
+    closing = [*targets, *record["closing"], record["sentence"]]
+    return "\n".join([*lines, "", machine, *record["notes"], *filter(None, closing)])

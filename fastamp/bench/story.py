@@ -7,21 +7,22 @@ with one part, or all, from the stock or the fastamp loop.
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch.utils.data import RandomSampler
 
 import fastamp
 from fastamp import TokenDataset
-from fastamp.bench.arms import STEPS, Arm, Job, Run, make_model
+from fastamp.bench.arms import STEPS, Arm, Job, Run
 from fastamp.bench.loader import Batches, fastamp_batches, torch_batches
 from fastamp.bench.race import AGAIN, Plan, Race, run_race
 from fastamp.bench.record import Report
+from fastamp.bench.tasks import Training
 from fastamp.train.gpt import Shape
 from fastamp.train.options import progress
-from fastamp.train.text import Corpus
 
 CHOICES = ("naive,stock,fastamp", "naive,stock", "naive,fastamp")
 VISIT_STEPS = 4  # a short epoch: whatever a loader prepares, it does so on the clock
@@ -48,47 +49,47 @@ def _naive_batches(
 class Loop:
     """One training loop, made of a part of each kind; a visit is a short epoch."""
 
-    def __init__(self, parts: dict[str, str], run: Run, windows: TokenDataset, job: Job) -> None:
-        self.run = run
-        generator = torch.Generator().manual_seed(job.seed)
-        count = VISIT_STEPS * job.batch_size
+    def __init__(self, parts: dict[str, str], run: Run, seed: int) -> None:
+        self.run, data, batch_size = run, run.training.data, run.training.batch_size
+        generator = torch.Generator().manual_seed(seed)
+        count = VISIT_STEPS * batch_size
         # With replacement, or each short epoch would permute the whole dataset.
-        sampler = RandomSampler(windows, replacement=True, num_samples=count, generator=generator)
+        sampler = RandomSampler(data, replacement=True, num_samples=count, generator=generator)
         make = LOADERS[parts["loader"]]
-        self.batches = make(windows, job.batch_size, job.device, sampler=sampler)
+        self.batches = make(data, batch_size, run.device, sampler=sampler)
         self.timed = TIMINGS[parts["timing"]]
         self.times: list[object] = []
-        self.timer = fastamp.Timer(job.device)
+        self.timer = fastamp.Timer(run.device)
 
     def epoch(self) -> None:
         """Train the steps of one visit."""
-        for tokens, targets in self.batches():
-            self.timed(self, tokens, targets)
+        for batch in self.batches():
+            self.timed(self, batch)
 
 
-def _naive_timing(loop: Loop, tokens: torch.Tensor, targets: torch.Tensor) -> None:
+def _naive_timing(loop: Loop, batch: Any) -> None:
     synchronize = torch.get_device_module(loop.run.device).synchronize
     synchronize()
     start_s = perf_counter()
-    loop.run.train_step(tokens, targets)
+    loop.run.train_step(batch)
     synchronize()
     loop.times.append(perf_counter() - start_s)
 
 
-def _stock_timing(loop: Loop, tokens: torch.Tensor, targets: torch.Tensor) -> None:
+def _stock_timing(loop: Loop, batch: Any) -> None:
     if loop.run.device != "cuda":
-        _naive_timing(loop, tokens, targets)
+        _naive_timing(loop, batch)
         return
     start, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
     start.record()
-    loop.run.train_step(tokens, targets)
+    loop.run.train_step(batch)
     end.record()
     loop.times.append((start, end))
 
 
-def _fastamp_timing(loop: Loop, tokens: torch.Tensor, targets: torch.Tensor) -> None:
+def _fastamp_timing(loop: Loop, batch: Any) -> None:
     with loop.timer("step"):
-        loop.run.train_step(tokens, targets)
+        loop.run.train_step(batch)
 
 
 LOADERS: dict[str, Callable[..., Batches]] = {
@@ -117,16 +118,15 @@ def make_loops(arms: list[str]) -> dict[str, dict[str, str]]:
     return loops
 
 
-def run_story(job: Job, corpus: Corpus, arms: list[str]) -> Report:
+def run_story(job: Job, training: Training, arms: list[str]) -> Report:
     """Race all loops against the naive one."""
-    model = make_model(job)
-    windows = TokenDataset(corpus.train, job.shape.block_size)
     loops = {}
     for name, parts in make_loops(arms).items():
         dtype = None if parts["precision"] == "naive" else job.dtype
         arm = Arm(name=name, dtype=dtype, step=parts["step"])
-        loops[name] = Loop(parts, Run(arm, job, copy.deepcopy(model)), windows, job)
-    rounds = job.steps // VISIT_STEPS
+        copied = replace(training, model=copy.deepcopy(training.model))
+        loops[name] = Loop(parts, Run(arm, job.device, copied), job.seed)
+    rounds = (job.steps or 0) // VISIT_STEPS
     with progress(rounds) as tick:
         race = run_race(
             {name: loop.epoch for name, loop in loops.items()},
@@ -138,7 +138,7 @@ def run_story(job: Job, corpus: Corpus, arms: list[str]) -> Report:
         )
     ratios = {name: race.ratio(name) for name in loops if name not in {"naive", AGAIN}}
     metrics = {f"speedup/{name.replace(': ', '/')}": ratio for name, ratio in ratios.items()}
-    size = f"{VISIT_STEPS} steps of {job.batch_size} x {job.shape.block_size} bytes in a visit"
+    size = f"{VISIT_STEPS} steps of {training.batch_size} samples in a visit"
     notes = [
         "times as fast as the naive loop, with that part alone and with all of them",
         f"{size}; AMP is {job.precision}",

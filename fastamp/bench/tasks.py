@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, TypeAlias
@@ -101,12 +101,12 @@ class Part:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
-        if not isinstance(error, Exception) or isinstance(error, BrokenTask):
+        if not isinstance(error, (Exception, SystemExit)) or isinstance(error, BrokenTask):
             return
         said = next(iter(str(error).strip().splitlines()), "")
         line = f"{self.name}: {self.when} raised {type(error).__name__}: {said}"
         if _is_out_of_memory(error) and self.name != "make":
-            line = f"batch_size: a batch does not fit into memory; {line}"
+            line = f"batch_size: a step does not fit into memory; {line}"
         raise BrokenTask(line, _trace_of(error)) from None
 
 
@@ -121,11 +121,12 @@ def is_loader(data: Any) -> bool:
     return not isinstance(data, Dataset) and not hasattr(data, "__getitem__")
 
 
+@cache  # what is imported, is imported once
 def find_make(text: str) -> Make:
     """Return what FILE.py:NAME, package.module:NAME or the name of a built-in job stands for.
 
     Raises:
-        argparse.ArgumentError: there is no such file, module, function or job.
+        argparse.ArgumentError: there is no such function or job.
         BrokenTask: the file or the module cannot be imported.
     """
     place, _, name = text.rpartition(":")
@@ -136,8 +137,8 @@ def find_make(text: str) -> Make:
     module = _load(Path(place)) if place.endswith(".py") else _import(place)
     found = getattr(module, name, None)
     if not callable(found):
-        problem = "is not there" if found is None else f"is {type(found).__name__}, no function"
-        refuse("--task", text, f"cannot be used: {name!r} in {place} {problem}")
+        problem = "has no such function" if found is None else f"has a {type(found).__name__} there"
+        refuse("--task", text, problem)
     return found  # type: ignore[no-any-return]
 
 
@@ -155,15 +156,11 @@ def _load(path: Path) -> ModuleType:
     It is found in sys.modules, so that its classes can be pickled.
     """
     path, name = path.absolute(), path.stem
-    if not path.is_file():
-        refuse("--task", str(path), "is no file")
     if sys.modules.get(name) is not _loaded.get(name):
         refuse("--task", str(path), f"cannot be imported: another module is called {name!r}")
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None  # noqa: S101 - it ends in .py
-    assert spec.loader is not None  # noqa: S101
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
+    spec: Any = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = _loaded[name] = module
     with Part(path.name, "its import"):
@@ -172,12 +169,6 @@ def _load(path: Path) -> ModuleType:
 
 
 def _import(name: str) -> ModuleType:
-    try:
-        found = importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # of a package around it, or no name
-        found = None
-    if found is None:
-        refuse("--task", name, "is no module that can be found")
     with Part(name, "its import"):
         return importlib.import_module(name)
 
@@ -189,23 +180,24 @@ def make_training(make: Make, device: str, seed: int) -> Training:
         made = make(device, seed)
     kinds = "(model, dataset, loss) or (model, dataset, loss, options)"
     got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
-    _expect(got in {"a tuple of 3", "a tuple of 4"}, "make", kinds, got)
+    expect(got in {"a tuple of 3", "a tuple of 4"}, "make", kinds, got)
     model, data, loss, *rest = made
     options = rest[0] if rest else {}
-    _expect(isinstance(model, nn.Module), "model", "an nn.Module", _short(model))
+    expect(isinstance(model, nn.Module), "model", "an nn.Module", _short(model))
     trains = any(parameter.requires_grad for parameter in model.parameters())
-    _expect(trains, "model", "a parameter that requires a gradient", f"{type(model).__name__}")
+    expect(trains, "model", "a parameter that requires a gradient", f"{type(model).__name__}")
     is_fine = loss is None or callable(loss)
-    _expect(is_fine, "loss", "None or a function of output and target", _short(loss))
-    _expect(isinstance(options, dict), "options", "a dict", _short(options))
+    expect(is_fine, "loss", "None or a function of output and target", _short(loss))
+    expect(isinstance(options, dict), "options", "a dict", _short(options))
     for name, value in options.items():
-        _expect(name in _OPTIONS, "options", f"some of {', '.join(_OPTIONS)}", repr(name))
+        expect(name in _OPTIONS, "options", f"some of {', '.join(_OPTIONS)}", repr(name))
         fits, wanted = _OPTIONS[name]
-        _expect(fits(value), f"options[{name!r}]", wanted, _short(value))
+        expect(fits(value), f"options[{name!r}]", wanted, _short(value))
     return Training(model=model, data=_read_data(data), loss=loss, **options)
 
 
-def _expect(is_met: bool, part: str, wanted: str, got: str) -> None:  # noqa: FBT001
+def expect(is_met: bool, part: str, wanted: str, got: str) -> None:  # noqa: FBT001
+    """Raise a BrokenTask that names a part of the contract, unless it is met."""
     if not is_met:
         msg = f"{part}: expected {wanted}, got {got}"
         raise BrokenTask(msg)
@@ -242,9 +234,9 @@ def _read_data(data: Any) -> Any:
             return ArrayDataset(*data) if isinstance(data, tuple) else ArrayDataset(data)
     if is_loader(data):
         kinds = "what a DataLoader takes, or an iterable of batches"
-        _expect(hasattr(data, "__iter__"), "dataset", kinds, _short(data))
+        expect(hasattr(data, "__iter__"), "dataset", kinds, _short(data))
         kinds = "what makes an iterator: one can be read only once"
-        _expect(not isinstance(data, Iterator), "dataset", kinds, _short(data))
+        expect(not isinstance(data, Iterator), "dataset", kinds, _short(data))
     return data
 
 
@@ -255,7 +247,7 @@ def make_optimizer(training: Training, model: nn.Module, *, fused: bool | None =
             return make_by_name(model, "adamw", lr=1e-3, fused=fused)
         made: Any = training.optimizer(model)
     kind = "an optimizer from its call"
-    _expect(isinstance(made, Optimizer), "options['optimizer']", kind, _short(made))
+    expect(isinstance(made, Optimizer), "options['optimizer']", kind, _short(made))
     return made  # type: ignore[no-any-return]
 
 
@@ -298,7 +290,7 @@ def draw(loader: Iterable[Any], device: str) -> Iterator[Any]:
                 moved = move(batch)
             n_batches += 1
             yield moved
-        _expect(n_batches > 0, "dataset", "a batch in every pass", "none")
+        expect(n_batches > 0, "dataset", "a batch in every pass", "none")
 
 
 def count_samples(batch: Any) -> int:
@@ -312,15 +304,15 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 and "\n" not in text else type(value).__name__
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def _is_out_of_memory(error: BaseException) -> bool:
     """Say so of what torch raises for its CPU and GPU, and NumPy."""
     kinds = (MemoryError, torch.OutOfMemoryError)
     return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
-def _trace_of(error: Exception) -> str:
+def _trace_of(error: BaseException) -> str:
     """Return the traceback from the first call that is not of the bench; "" if all are."""
-    trace, ours = error.__traceback__, str(Path(__file__).parents[1])
+    trace, ours = error.__traceback__, (str(Path(__file__).parents[1]), "<frozen importlib")
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
         trace = trace.tb_next
     return "" if trace is None else "".join(traceback.format_exception(type(error), error, trace))

@@ -70,7 +70,7 @@ def fine_tune(
         ValueError: there is no batch or no parameter to train, or shapes do not match.
     """
     config = config or TrainConfig()
-    with join(config) as ranks, _modes_kept(model):
+    with join(config) as ranks, modes_kept(model):
         rng = rng_state(config.chosen_device)
         seed_all(config.seed, ranks.rank)
         if not model.training:
@@ -208,7 +208,7 @@ class _Loop(Run):
         if self.held_out is None:
             return
         total, n_samples = torch.zeros((2,), dtype=torch.float64, device=self.device)
-        with self.timer("evaluate"), _modes_kept(self.model):
+        with self.timer("evaluate"), modes_kept(self.model):
             self.model.eval()
             for batch, n in self.held_out:
                 with self.autocast:
@@ -244,7 +244,7 @@ class _Loop(Run):
 
 
 @contextmanager
-def _modes_kept(model: nn.Module) -> Iterator[None]:
+def modes_kept(model: nn.Module) -> Iterator[None]:
     """Put every module back into its mode, training or evaluation, at the end."""
     modes = [(module, module.training) for module in model.modules()]
     try:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,18 +14,25 @@ from torch.nn import functional
 
 import fastamp
 from fastamp.bench import arms as arms_
+from fastamp.bench import tasks
+from fastamp.bench.jobs import language
 from fastamp.train import text
 from fastamp.train.gpt import GPT, Shape
 
 SHAPE = Shape(layers=2, heads=2, width=32, block_size=16)
-SIZES = {"batch_size": 4, "steps": 8, "seed": 0, "memory_batch_size": 4}
-JOB = arms_.Job(device="cpu", precision="bf16", shape=SHAPE, **SIZES)
+JOB = arms_.Job(device="cpu", precision="bf16", seed=0, steps=8, make=None, memory_make=None)
 
 
 @pytest.fixture
 def corpus(tmp_path):
     (tmp_path / "text").write_bytes(bytes(range(200)) * 50)
     return text.load_corpus(str(tmp_path), block_size=SHAPE.block_size)
+
+
+@pytest.fixture
+def training(corpus):
+    make = partial(language.make_gpt, shape=SHAPE, batch_size=4, corpus=corpus)
+    return tasks.make_training(make, "cpu", 0)
 
 
 def test_a_byte_changes_no_prediction_before_it():
@@ -39,25 +47,25 @@ def test_a_byte_changes_no_prediction_before_it():
     assert (before[:, 9:] != after[:, 9:]).any(dim=2).all()
 
 
-def test_autocast_reaches_the_residual_stream():
-    model = GPT(SHAPE)
+def test_autocast_reaches_the_residual_stream(training):
+    model = training.model
     seen = []
     model.norm.register_forward_hook(lambda _module, args, _out: seen.append(args[0].dtype))
     tokens = torch.zeros(1, 16, dtype=torch.int64)
     for arm in arms_.make_arms(JOB):
-        with arms_.Run(arm, JOB, model).autocast():
+        with arms_.Run(arm, "cpu", training).autocast():
             model(tokens)
     assert seen == [torch.float32, torch.bfloat16, torch.bfloat16]
 
 
-def test_the_fp32_arm_is_a_plain_loop_to_the_last_bit(corpus):
-    model = arms_.make_model(JOB)
+def test_the_fp32_arm_is_a_plain_loop_to_the_last_bit(corpus, training):
+    model = training.model
     torch.nn.init.normal_(model.head.weight)  # steep enough for the clip to act
-    run = arms_.Run(arms_.make_arms(JOB)[0], JOB, copy.deepcopy(model))
+    run = arms_.Run(arms_.make_arms(JOB)[0], "cpu", copy.deepcopy(training))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * 256 / 32, fused=True)
     batches = text.training_batches(corpus.train, 16, 4)
     for tokens, targets in itertools.islice(batches, 3):
-        run.train_step(tokens, targets)
+        run.train_step((tokens, targets))
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         loss.backward()
@@ -68,15 +76,17 @@ def test_the_fp32_arm_is_a_plain_loop_to_the_last_bit(corpus):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_every_step_clips_the_same_gradients_and_ends_at_the_same_weights(corpus, precision):
+def test_every_step_clips_the_same_gradients_and_ends_at_the_same_weights(
+    corpus, training, precision
+):
     job = replace(JOB, precision=precision)
-    model = arms_.make_model(job)
-    torch.nn.init.normal_(model.head.weight, std=0.3)  # steep enough for the clip to act
+    torch.nn.init.normal_(training.model.head.weight, std=0.3)  # steep enough for the clip to act
     tokens, targets = next(text.training_batches(corpus.train, 16, 4))
     ends = {}
     for step in arms_.STEPS:
-        run = arms_.Run(arms_.Arm(name=step, dtype=job.dtype, step=step), job, copy.deepcopy(model))
-        run.train_step(tokens, targets)
+        arm = arms_.Arm(name=step, dtype=job.dtype, step=step)
+        run = arms_.Run(arm, "cpu", copy.deepcopy(training))
+        run.train_step((tokens, targets))
         assert run.scaler.is_enabled() == (precision == "fp16")
         assert isinstance(run.scaler, fastamp.GradScaler) == (step == "fastamp")
         norm = torch.nn.utils.get_total_norm([p.grad for p in run.parameters])
@@ -88,22 +98,21 @@ def test_every_step_clips_the_same_gradients_and_ends_at_the_same_weights(corpus
 
 
 @pytest.mark.parametrize("step", arms_.STEPS)
-def test_a_step_with_an_overflow_is_counted_as_skipped_once(corpus, step):
-    job = replace(JOB, precision="fp16")
-    run = arms_.Run(arms_.Arm(name=step, dtype=job.dtype, step=step), job, arms_.make_model(job))
+def test_a_step_with_an_overflow_is_counted_as_skipped_once(corpus, training, step):
+    run = arms_.Run(arms_.Arm(name=step, dtype=torch.float16, step=step), "cpu", training)
     batches = text.training_batches(corpus.train, 16, 4)
-    run.train_step(*next(batches))
+    run.train_step(next(batches))
     assert not run.skipped()
     hook = run.parameters[0].register_hook(lambda grad: grad * math.inf)
-    run.train_step(*next(batches))
+    run.train_step(next(batches))
     hook.remove()
     assert run.skipped()
-    run.train_step(*next(batches))
+    run.train_step(next(batches))
     assert not run.skipped()
     assert len(run.losses) == 3
 
 
-def test_a_score_is_computed_in_float32_outside_autocast(corpus, monkeypatch):
+def test_a_score_is_computed_in_float32_outside_autocast(training, monkeypatch):
     seen = []
     cross_entropy = functional.cross_entropy
 
@@ -111,13 +120,11 @@ def test_a_score_is_computed_in_float32_outside_autocast(corpus, monkeypatch):
         seen.append((logits.dtype, torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
         return cross_entropy(logits, targets, **options)
 
-    monkeypatch.setattr(arms_.functional, "cross_entropy", spy)
-    run = arms_.Run(arms_.make_arms(JOB)[1], JOB, arms_.make_model(JOB))
-    windows = text.validation_batches(corpus.validation, 16, 4, 6)
-    score = arms_.evaluate(run, windows)
-    assert seen == [(torch.float32, False, False)] * 2
-    assert len(score.window_accuracies) == 6
-    assert score.accuracy == pytest.approx(sum(score.window_accuracies) / 6)
+    monkeypatch.setattr(language.functional, "cross_entropy", spy)
+    score = arms_.evaluate(arms_.Run(arms_.make_arms(JOB)[1], "cpu", training))
+    assert seen == [(torch.float32, False, False)] * 16
+    assert len(score.window_accuracies) == 64
+    assert score.accuracy == pytest.approx(sum(score.window_accuracies) / 64)
     assert score.loss == pytest.approx(math.log(256), rel=0.2)  # nothing is learnt yet
 
 

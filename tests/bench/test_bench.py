@@ -7,6 +7,7 @@ import copy
 import json
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,16 +15,26 @@ from support.fake_clock import FakeClock
 from support.processes import run_python
 
 import fastamp
+from fastamp.bench import (
+    advice,
+    environment,
+    main_job,
+    measure,
+    peaks,
+    record,
+    story,
+    targets,
+    tasks,
+)
 from fastamp.bench import arms as arms_
-from fastamp.bench import environment, main_job, record, story
 from fastamp.bench.__main__ import main
+from fastamp.bench.jobs import language
 from fastamp.bench.race import Interval, Race, Visit
 from fastamp.train import text as train_text
 from fastamp.train.gpt import GPT, Shape
 
 SHAPE = Shape(layers=2, heads=2, width=32, block_size=16)
-SIZES = {"batch_size": 4, "steps": 8, "seed": 0, "memory_batch_size": 4}
-JOB = arms_.Job(device="cpu", precision="bf16", shape=SHAPE, **SIZES)
+JOB = arms_.Job(device="cpu", precision="bf16", seed=0, steps=8, make=None, memory_make=None)
 TINY = "--device cpu --layers 1 --heads 2 --width 32 --block-size 16 --batch-size 4 --steps 8"
 NAMES = ["fp32", "amp", "amp+fastamp"]
 TARGETS = {"min_speedup": 1.5, "min_memory_saving": 0.4, "max_accuracy_gap": 0.01}
@@ -45,7 +56,7 @@ def corpus(text):
 @pytest.fixture
 def quick(monkeypatch, text):
     """Take the subprocesses out of the main job and return its tiny options."""
-    monkeypatch.setattr(arms_, "peak_memory", lambda *_: 100)
+    monkeypatch.setattr(measure, "peak_memory", lambda *_: 100)
     monkeypatch.setattr(environment, "cpu_features", lambda: {"amx_bf16"})
     return [*TINY.split(), "--data", str(text)]
 
@@ -55,9 +66,9 @@ import multiprocessing, runpy, warnings
 warnings.simplefilter("error")
 # torch 2.6 leaves a folder of torch.distributed's to the end
 warnings.filterwarnings("ignore", "Implicitly cleaning up", ResourceWarning)
-from fastamp.bench import arms
+from fastamp.bench import peaks
 # A fork has torch, which takes seconds to import; a test below starts a fresh process.
-arms.get_context = lambda _: multiprocessing.get_context("fork")
+peaks.get_context = lambda _: multiprocessing.get_context("fork")
 runpy.run_module("fastamp.bench", run_name="__main__", alter_sys=True)
 """
 
@@ -84,18 +95,22 @@ def results(*, speedups=(2.0,), peak=50, gap=0.0, loss=1.0):
     }
     shifted = [share + gap for share in windows]
     scores[NAMES[2]] = [arms_.Score(loss=loss, accuracy=0.5 + gap, window_accuracies=shifted)]
-    return arms_.Results(
+    part = Interval.exact(0.1)
+    profile = advice.Profile(device="cpu", steps=6, parts=dict.fromkeys(advice.PARTS, part))
+    return measure.Results(
         parameters=1,
+        batch_size=4,
         peaks=dict(zip(NAMES, [100, 100, peak], strict=True)),
         race=Race(arms=NAMES, rounds=rounds),
         losses={},
         scores=scores,
+        profiles=dict.fromkeys(NAMES, profile),
     )
 
 
 def verdicts(found, excused=()):
-    targets = main_job.judge_targets(argparse.Namespace(**TARGETS), found, excused=dict(excused))
-    return {verdict.name: verdict for verdict in targets}
+    judged = targets.judge_targets(argparse.Namespace(**TARGETS), found, excused=dict(excused))
+    return {verdict.name: verdict for verdict in judged}
 
 
 def test_every_arm_starts_from_the_same_weights_and_sees_the_same_batches(
@@ -105,21 +120,20 @@ def test_every_arm_starts_from_the_same_weights_and_sees_the_same_batches(
     starts = {}
     step = arms_.Run.train_step
 
-    def spy(run, tokens, targets):
+    def spy(run, batch, *region):
         starts.setdefault(run.arm.name, copy.deepcopy(run.model.state_dict()))
-        seen[run.arm.name].append((tokens.clone(), targets.clone()))
-        step(run, tokens, targets)
+        seen[run.arm.name].append([part.clone() for part in batch])
+        step(run, batch, *region)
 
     monkeypatch.setattr(arms_.Run, "train_step", spy)
     assert main(quick) == 0
     assert capsys.readouterr().err == ""
     for name in NAMES[1:]:
         assert all(torch.equal(starts[name][key], starts["fp32"][key]) for key in starts["fp32"])
-    rounds = list(zip(*seen.values(), strict=True))
-    assert len(rounds) == 8
-    for tokens, targets in ([torch.stack(part) for part in zip(*r, strict=True)] for r in rounds):
+    rounds = list(zip(*(batches[:8] for batches in seen.values()), strict=True))
+    for tokens, shifted in ([torch.stack(part) for part in zip(*r, strict=True)] for r in rounds):
         assert (tokens == tokens[0]).all()
-        assert (targets == targets[0]).all()
+        assert (shifted == shifted[0]).all()
     assert not torch.equal(rounds[0][0][0], rounds[1][0][0])
 
 
@@ -129,10 +143,12 @@ def test_every_arm_starts_from_the_same_weights_and_sees_the_same_batches(
 def test_memory_is_measured_in_another_process_and_grows_with_the_model(
     finished, corpus, monkeypatch
 ):
-    monkeypatch.setattr(arms_, "_first_steps", None)  # seen by this process and its forks only
-    job = replace(JOB, shape=replace(SHAPE, width=384, layers=3))
-    large = arms_.peak_memory(job, arms_.make_arms(job)[0], corpus.train)
-    parameters = sum(parameter.numel() for parameter in GPT(job.shape).parameters())
+    monkeypatch.setattr(peaks, "_first_steps", None)  # seen by this process and its forks only
+    shape = replace(SHAPE, width=384, layers=3)
+    make = partial(language.make_gpt, shape=shape, batch_size=4, corpus=corpus)
+    job = replace(JOB, memory_make=make)
+    large = peaks.peak_memory(job, arms_.make_arms(job)[0])
+    parameters = sum(parameter.numel() for parameter in GPT(shape).parameters())
     # float32 weights, gradients and two moments are 16 bytes a parameter
     assert 16 * parameters < large < 32 * parameters
     assert 0 <= finished[1]["details"]["peak_memory_nbytes"]["fp32"] < 2**24
@@ -211,7 +227,7 @@ def test_targets_of_which_none_can_be_judged_are_not_met(quick, monkeypatch, pea
     monkeypatch.setattr(main_job, "no_speed_reason", lambda *_: "no units")
     monkeypatch.setattr(main_job, "train_arms", lambda *_, **__: results(peak=peak))
     if peak is None:
-        monkeypatch.setattr(main_job, "_accuracy_gap", lambda *_: (None, "not scored"))
+        monkeypatch.setattr(targets, "_accuracy_gap", lambda *_: (None, "not scored"))
     assert main([*quick, "--check"]) == status
     assert ": n/a, amp+fastamp against fp32: no units" in capsys.readouterr().out
 
@@ -221,12 +237,13 @@ def test_a_batch_that_is_cut_for_a_slow_cpu_is_not_held_to_the_memory_target(
 ):
     def memory_line(*options):
         main([*quick, *options])
-        return capsys.readouterr().out.splitlines()[-2]
+        lines = capsys.readouterr().out.splitlines()
+        return next(line for line in lines if line.startswith("memory saving"))
 
     default = quick.index("--batch-size")
     del quick[default : default + 2]
     monkeypatch.setattr(main_job, "CPU_CUT", {"batch_size": 3, "steps": 3})
-    monkeypatch.setattr(arms_, "VALIDATION_WINDOWS", 4)
+    monkeypatch.setattr(language, "VALIDATION_WINDOWS", 4)
     monkeypatch.setattr(main_job, "no_speed_reason", lambda *_: "no units")
     assert ": n/a, amp+fastamp against fp32: no units, so the default batch is cut to 3" in (
         memory_line()
@@ -255,10 +272,20 @@ def test_the_json_file_says_what_the_table_says(finished):
             f"{known['validation'][name][0]['accuracy']:.4f}",
         ]
         assert len(found["losses"][name]) == 8
+        assert {*known["profiles"][name]["parts"]} == {
+            "data",
+            "forward",
+            "backward",
+            "step",
+            "other",
+        }
     assert [sorted(v["arm"] for v in round_) for round_ in race_["rounds"]] == [sorted(NAMES)] * 8
-    for target, line in zip(found["verdicts"], lines[-3:], strict=True):
-        assert line.startswith(target["name"])
-        assert f": {target['verdict']}, {target['reason']}" in line
+    verdicts = [target["text"] for target in found["verdicts"]]
+    assert lines[-len(verdicts + found["closing"]) - 1 :] == [
+        *verdicts,
+        *found["closing"],
+        found["sentence"],
+    ]
     assert "memory: peak of the resident set" in done.stdout
     assert found["schema_version"] == record.SCHEMA_VERSION
     assert found["environment"]["torch"] == torch.__version__
@@ -276,9 +303,13 @@ def test_three_seeds_are_trained_and_scored_but_one_is_timed(quick, tmp_path, ca
 
 
 def test_the_memory_is_that_of_a_large_batch_unless_a_batch_is_asked_for(quick, monkeypatch):
-    assert (main_job.CPU_STEPS["steps"] - arms_.WARMUP_STEPS - 1) // 2 >= 20
+    assert (main_job.CPU_STEPS["steps"] - measure.WARMUP_STEPS - 1) // 2 >= 20
     seen = []
-    monkeypatch.setattr(arms_, "peak_memory", lambda job, *_: seen.append(job.memory_batch_size))
+
+    def look(job, _):
+        seen.append(job.memory_make.keywords["batch_size"])
+
+    monkeypatch.setattr(measure, "peak_memory", look)
     sizes = {"batch_size": 2, "steps": 8, "memory_batch_size": 5}
     monkeypatch.setattr(main_job, "CPU_STEPS", sizes)
     assert main(quick) == 0
@@ -296,7 +327,7 @@ def test_a_slower_step_is_a_regression_of_the_main_job_and_a_rerun_is_none(
     times_s = {"fp32": 2.0, "amp": 1.0, "amp+fastamp": 0.9}
     clock = FakeClock(monkeypatch, noise=0.01)
 
-    def step(run, _tokens, _targets):
+    def step(run, *_):
         run.losses.append(torch.zeros(()))
         clock.spend(times_s[run.arm.name])
 
@@ -305,7 +336,8 @@ def test_a_slower_step_is_a_regression_of_the_main_job_and_a_rerun_is_none(
     assert main(held) == 0
     times_s["amp+fastamp"] = 1.0  # a ninth longer: 10 % less of a speed-up
     assert main(held) == 1
-    assert "(target >= -5 %): fail" in capsys.readouterr().out.splitlines()[-1]
+    assert "speedup since the baseline" in (shown := capsys.readouterr().out)
+    assert "(target >= -5 %): fail" in shown
 
 
 # The story
@@ -335,9 +367,10 @@ def test_the_story_races_all_loops_and_says_what_each_repair_brings(quick, tmp_p
 
 def test_fastamps_timer_counts_every_step_of_the_story(corpus):
     parts = dict.fromkeys(story.PARTS, "naive") | {"timing": "fastamp"}
-    windows = fastamp.TokenDataset(corpus.train, 16)
-    run = arms_.Run(arms_.make_arms(JOB)[0], JOB, arms_.make_model(JOB))
-    loop = story.Loop(parts, run, windows, JOB)
+    made = language.make_gpt("cpu", 0, shape=SHAPE, batch_size=4, corpus=corpus)
+    training = tasks.make_training(lambda *_: made, "cpu", 0)
+    training = replace(training, data=fastamp.TokenDataset(corpus.train, 16))
+    loop = story.Loop(parts, arms_.Run(arms_.make_arms(JOB)[0], "cpu", training), 0)
     loop.epoch()
     assert loop.timer.summary()["step"].count == story.VISIT_STEPS
 

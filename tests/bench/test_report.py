@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 import fastamp
 from fastamp import _ops
-from fastamp.bench import arms, crops, latency, loader, page, selftest, step, timer
+from fastamp.bench import arms, crops, latency, loader, measure, page, selftest, step, timer
 from fastamp.bench.__main__ import main
 from fastamp.bench.race import Interval, Plan
 from fastamp.bench.record import PLAIN, SCHEMA_VERSION, Case, _finite, run_cases
@@ -63,7 +63,7 @@ def written(tmp_path_factory):
     (folder / "text").write_bytes(bytes(range(200)) * 50)
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arms, "peak_memory", lambda *_: None)
+        patch.setattr(measure, "peak_memory", lambda *_: None)
         patch.setitem(loader.DATA, "tensors", small_tensors)
         patch.setattr(torch, "compile", lambda step: step)  # which takes seconds
         patch.setitem(sys.modules, "deepspeed", None)
@@ -121,6 +121,7 @@ def test_a_page_and_the_terminal_show_what_the_record_says(written, name):
     page_ = Page(path.read_text()).shown
     cells = [*record["table"][0], *(cell for row in record["table"] for cell in row.values())]
     paragraphs = [verdict["text"] for verdict in record["verdicts"]] + record["notes"]
+    paragraphs += record["closing"] + [record["sentence"]] * bool(record["sentence"])
     assert len(cells) >= 10
     assert {*cells, *paragraphs} <= set(page_)
     assert set(page_) <= {*cells, *paragraphs, record["created"], *legends(record)}
@@ -157,7 +158,8 @@ def test_every_figure_of_the_table_is_a_number_of_the_record(written, name):
 def test_a_record_of_another_shape_needs_another_schema_version(written):
     interval, visit = {"value", "low", "high"}, {"arm", "elapsed_s", "skipped"}
     details = {
-        "amp": {"parameters", "tokens_per_s", "peak_memory_nbytes", "validation"},
+        "amp": {"parameters", "tokens_per_s", "peak_memory_nbytes", "validation"}
+        | {"profiles", "advice"},
         "story": set(),
         "step": {f"{shape}/{w}" for shape in ("3x1000", "2gx10") for w in ("norm", "adamw-open")},
         "loader": {"tensors", "collate", "slow"},
@@ -165,11 +167,12 @@ def test_a_record_of_another_shape_needs_another_schema_version(written):
         "latency": {"1", "2"},
         "selftest": {"true_ratio"},
     }
-    assert SCHEMA_VERSION == 4  # together with what follows
+    assert SCHEMA_VERSION == 5  # together with what follows
     for name, (_, record, _) in written.items():
         first, race_ = next(iter(record["table"])), next(iter(record["races"].values()))
         arm = race_["arms"][race_["base"]]
         head = {"schema_version", "command", "created", "environment", "job", "table", "notes"}
+        head |= {"closing", "sentence"}
         assert set(record) == head | {"verdicts", "metrics", "details", "losses", "races"}
         assert set(map(type, first.values())) == {str}
         assert set(race_) == {"base", "warmup_rounds", "blocks", "placebo", "arms", "rounds"}
@@ -287,11 +290,12 @@ def test_an_arm_is_at_most_six_frames_from_the_command(monkeypatch, tmp_path):
     monkeypatch.setattr(step.Side, "fastamp", look)
     main(["step", "--shapes", "3x10", "--work", "norm", "--device", "cpu"])
     assert stacks[0] == ["main", "_run", "run_cases", "run_race", "look"]
-    monkeypatch.setattr(arms, "peak_memory", lambda *_: None)
+    monkeypatch.setattr(measure, "peak_memory", lambda *_: None)
     monkeypatch.setattr(arms.Run, "train_step", lambda run, *_: run.losses.append(look()))
     (tmp_path / "text").write_bytes(bytes(range(200)) * 50)
+    stacks.clear()
     main([*COMMANDS["amp"].split(), "--data", str(tmp_path / "text")])
-    assert stacks[-1][:5] == ["main", "_run", "train_arms", "run_race", "_step"]
+    assert stacks[0][:5] == ["main", "_run", "train_arms", "run_race", "_step"]
 
 
 @pytest.mark.parametrize("name", ["tensors", "tokens", "images"])

@@ -1,6 +1,6 @@
 """Jobs of language models: `gpt`, a small GPT trained on the bytes of real text."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -47,10 +47,10 @@ def make_gpt(
     sizes = (shape.block_size, batch_size)
     torch.manual_seed(seed)
     model = GPT(shape)
-    windows = [*validation_batches(corpus.validation, *sizes, VALIDATION_WINDOWS, device)]
+    windows = partial(validation_batches, corpus.validation, *sizes, VALIDATION_WINDOWS, device)
     options = {
         "optimizer": partial(_make_optimizer, rate=LEARNING_RATE * 256 / shape.width),
-        "evaluate": partial(_evaluate, batches=windows),
+        "evaluate": partial(_evaluate, windows=windows),
         "batch_size": batch_size,
         "max_norm": MAX_NORM,
     }
@@ -65,10 +65,10 @@ def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def _evaluate(model: GPT, batches: list[Batch]) -> dict[str, Any]:
+def _evaluate(model: GPT, windows: Callable[[], Iterator[Batch]]) -> dict[str, Any]:
     """Score the model's own forward pass; loss and accuracy are computed in float32."""
     losses, shares = [], []
-    for tokens, targets in batches:
+    for tokens, targets in windows():
         logits = model(tokens).float()
         with torch.autocast(tokens.device.type, enabled=False):
             losses.append(functional.cross_entropy(logits.mT, targets, reduction="none"))

@@ -1,0 +1,116 @@
+"""What the main job measures: time, losses and scores of all arms, and where their time goes.
+
+The timed steps are the training, and all arms of a round take their step on the same batch.
+"""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from fastamp.bench.advice import Profile
+from fastamp.bench.arms import Arm, Job, Run, Score, evaluate, make_arms
+from fastamp.bench.peaks import peak_memory
+from fastamp.bench.race import Plan, Race, run_race
+from fastamp.bench.tasks import Part, Training, count_samples, draw, make_loader
+from fastamp.bench.where import profile_runs
+from fastamp.train.options import progress
+
+WARMUP_STEPS = 4  # at most: kernels, optimizer state and the allocator's pools are made
+# Where nobody says how many steps: as many as it takes for narrow intervals.
+OPEN = Plan(rounds=2000, warmup=WARMUP_STEPS, half_width=0.005, least_blocks=24, limit_s=60.0)
+
+
+class Feed:
+    """The batches of a training, one at a time: every arm has taken one when the next is drawn."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.batches = iter(batches)
+        self.place, self.batch = -1, None
+
+    def go_to_step_of(self, runs: dict[str, Run], name: str) -> None:
+        """Draw the batch of an arm's next step, unless another arm has taken this step."""
+        place = len(runs[name].losses)
+        if place > self.place:
+            self.place, self.batch = place, next(self.batches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """What was measured, by arm: peaks in bytes, losses, and one score for each seed."""
+
+    parameters: int
+    batch_size: int
+    peaks: dict[str, int | None]  # None where the platform counts none
+    race: Race
+    losses: dict[str, list[float]]
+    scores: dict[str, list[Score]]  # empty lists where the task has no `evaluate`
+    profiles: dict[str, Profile]  # where the time of a step goes
+
+
+def train_arms(job: Job, training: Training, *, seeds: int) -> Results:
+    """Measure every arm with the job's seed; with the seeds after it, train and score only."""
+    arms = make_arms(job)
+    trained: list[Results] = []
+    plan = OPEN if job.steps is None else _plan(job.steps)
+    with progress(len(arms) + seeds * plan.rounds) as tick:
+        peaks = {}
+        for arm in arms:
+            peaks[arm.name] = peak_memory(job, arm)
+            tick()
+        for seed in range(job.seed, job.seed + seeds):
+            if trained:
+                training = job.make_training(seed)
+            runs = _make_runs(job, training, arms)
+            loader = make_loader(training, seed, device=job.device)
+            feed = Feed(draw(loader, job.device))
+            race = run_race(
+                {name: partial(_step, run, feed) for name, run in runs.items()},
+                plan,
+                device=job.device,
+                seed=seed,
+                before=partial(feed.go_to_step_of, runs),
+                skipped=partial(_has_skipped, runs),
+                tick=tick,
+            )
+            plan = _plan(len(race.rounds))  # for every seed the same
+            scores = {name: evaluate(run) for name, run in runs.items()}
+            found = Results(
+                parameters=sum(parameter.numel() for parameter in training.model.parameters()),
+                batch_size=count_samples(feed.batch),
+                peaks=peaks,
+                race=race,
+                losses={name: torch.stack(run.losses).tolist() for name, run in runs.items()},
+                scores={name: [] if score is None else [score] for name, score in scores.items()},
+                profiles={},
+            )
+            if not trained:
+                found.profiles.update(profile_runs(runs, feed.batches, loader, race))
+            trained.append(found)
+    joined = {name: [s for each in trained for s in each.scores[name]] for name in race.arms}
+    return replace(trained[0], scores=joined)
+
+
+def _plan(steps: int) -> Plan:
+    """Return a training of a given length, which never stops early, whatever the machine.
+
+    Three blocks are left after the warm-up if there are enough steps.
+    """
+    return Plan(rounds=steps, warmup=min(WARMUP_STEPS, max(steps - 6, 1)))
+
+
+def _make_runs(job: Job, training: Training, arms: list[Arm]) -> dict[str, Run]:
+    with Part("model", "its copy for each arm"):
+        copies = [replace(training, model=copy.deepcopy(training.model)) for _ in arms]
+    return {a.name: Run(a, job.device, each) for a, each in zip(arms, copies, strict=True)}
+
+
+def _has_skipped(runs: dict[str, Run], name: str) -> bool:
+    return runs[name].skipped()
+
+
+def _step(run: Run, feed: Feed) -> None:
+    run.train_step(feed.batch)

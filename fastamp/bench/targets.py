@@ -1,0 +1,124 @@
+"""What the results of the main job say: targets that are met or missed, and one plain sentence."""
+
+import argparse
+import math
+
+import numpy as np
+
+from fastamp.bench.advice import RACED, Advice
+from fastamp.bench.measure import Results
+from fastamp.bench.race import Interval, bootstrap
+from fastamp.bench.record import Verdict, judge
+
+STOCK = "amp"  # the arm beside the judged one: mixed precision without fastamp
+# What may be mended next, by `Advice.part`; fastamp's step is the judged arm's own.
+NEXT = {
+    "fused": "the optimizer, which is not fused, is",
+    "loader": "your loader is",
+    "resident": "data that stay on the GPU are",
+    "precision": "the precision is",
+    "waits": "the waits of the host are",
+}
+
+
+def judge_targets(
+    args: argparse.Namespace, found: Results, *, excused: dict[str, str]
+) -> list[Verdict]:
+    """Hold the last arm, AMP with fastamp, to the targets, against the first, FP32."""
+    base, judged = found.race.arms[0], found.race.arms[-1]
+    blocks, most = f"{len(found.race.blocks())} blocks", args.max_accuracy_gap
+    saving, peaks = _memory_saving(found, base, judged)
+    gap, scores = _accuracy_gap(found, base, judged)
+    rows = (
+        ("speed-up", found.race.ratio(judged), (args.min_speedup, math.inf), "x", blocks),
+        ("memory saving", saving, (args.min_memory_saving, math.inf), " %", peaks),
+        ("accuracy gap", gap, (-most, most), "", scores),
+    )
+    arms = f"{judged} against {base}: "
+    return [
+        judge(name, figure, ends, unit, arms + excused.get(name, reason), excused=name in excused)
+        for name, figure, ends, unit, reason in rows
+    ]
+
+
+def _memory_saving(found: Results, base: str, judged: str) -> tuple[Interval | None, str]:
+    theirs, ours = found.peaks[base], found.peaks[judged]
+    if not theirs or ours is None:
+        return None, "this platform counts no peak"
+    # Integers are divided once, so that a saving of 40 in 100 is the number 0.40 itself.
+    saving = Interval.exact((theirs - ours) / theirs)
+    return saving, f"a peak of {ours / 2**20:.0f} MiB against {theirs / 2**20:.0f} MiB"
+
+
+def _accuracy_gap(found: Results, base: str, judged: str) -> tuple[Interval | None, str]:
+    losses = zip(last_losses(found, judged), last_losses(found, base), strict=True)
+    for ours, theirs in losses:
+        if not math.isfinite(ours - theirs):
+            return Interval.exact(math.inf), f"a loss of {ours} against {theirs}"
+    pairs = list(zip(found.scores[judged], found.scores[base], strict=True))
+    if not pairs:
+        return None, "the task has no function that evaluates"
+    shares = np.subtract(_windows(found, judged), _windows(found, base))
+    gaps = ", ".join(f"{ours.accuracy:.4f} against {theirs.accuracy:.4f}" for ours, theirs in pairs)
+    return _mean(shares.tolist()), f"{len(pairs)} seed(s), {gaps}"
+
+
+def last_losses(found: Results, arm: str) -> list[float]:
+    """Return the validation loss of every seed, or the mean of the last quarter of the training."""
+    losses = [score.loss for score in found.scores[arm] if score.loss is not None]
+    curve = found.losses.get(arm, [])
+    return losses or [float(np.mean(curve[-(len(curve) // 4 or 1) :] or [math.nan]))]
+
+
+def mean_accuracy(found: Results, arm: str) -> Interval:
+    """Return the accuracy over all seeds and, where the task tells them, parts of the data."""
+    return _mean(_windows(found, arm))
+
+
+def _mean(values: list[float]) -> Interval:
+    """Return the mean of what varies; a task may also give one number alone."""
+    return bootstrap(values, mean=True) if len(values) > 1 else Interval.exact(values[0])
+
+
+def _windows(found: Results, arm: str) -> list[float]:
+    return [share for score in found.scores[arm] for share in score.window_accuracies]
+
+
+def say_in_words(found: Results, advice: list[Advice]) -> str:
+    """Return what mixed precision and fastamp bring, and what is next, in one sentence."""
+    race, judged = found.race, found.race.arms[-1]
+    speed, memory = _speed(race.ratio(STOCK)), _memory(found)
+    precision = f"Mixed precision makes this model {speed} on this machine{memory}"
+    following = "nothing else would make a step faster by 2 %"
+    for best in advice:
+        if best.part in NEXT:
+            about = "about" if best.why == RACED else "up to"
+            gain = best.gain.value if best.why == RACED else best.gain.high
+            following = f"{NEXT[best.part]} next to mend: {about} {gain:.2f}x"
+            break
+    return f"{precision}; fastamp {_share(race.ratio(judged, STOCK))}; {following}."
+
+
+def _speed(ratio: Interval) -> str:
+    if ratio.low > 1 or ratio.high < 1:
+        return f"{ratio.value:.2f}x as fast"
+    return f"neither faster nor slower ({ratio.text('.2f', 'x')})"
+
+
+def _memory(found: Results) -> str:
+    theirs, ours = found.peaks[found.race.arms[0]], found.peaks[STOCK]
+    if not theirs or ours is None:
+        return ""
+    saving = 1 - ours / theirs
+    if 0.45 < saving < 0.55:
+        return " and halves its memory"
+    percent, more = f"{abs(saving) * 100:.0f}", "less" if saving > 0 else "more"
+    return f" and takes {percent} % {more} memory" if percent != "0" else ""
+
+
+def _share(ratio: Interval) -> str:
+    if ratio.low > 1:
+        return f"adds {(ratio.value - 1) * 100:.2g} %"
+    if ratio.high < 1:
+        return f"costs {(1 - ratio.value) * 100:.2g} %"
+    return "adds nothing that can be measured"

@@ -1,0 +1,89 @@
+"""Where the time of a step goes, arm by arm, by fastamp's own timer."""
+
+import math
+import warnings
+from collections.abc import Iterator
+from time import perf_counter
+from typing import Any
+
+import torch
+
+import fastamp
+from fastamp.bench.advice import Profile
+from fastamp.bench.arms import Run
+from fastamp.bench.race import Interval, Race, bootstrap
+from fastamp.timer.facts import describe
+
+BLOCKS = 6  # of every arm, in turn
+BLOCK_S = 0.1
+MOST_STEPS = 100  # of a block
+REGIONS = ("data", "forward", "backward", "step")
+
+
+def profile_runs(
+    runs: dict[str, Run], batches: Iterator[Any], loader: Any, race: Race
+) -> dict[str, Profile]:
+    """Train on for some steps of every arm, each on a batch that is drawn for it, on the clock."""
+    blocks: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
+    for place in range(BLOCKS):
+        for name in runs if place % 2 else reversed(runs):
+            step_s = race.quartiles_s(name)[1]
+            steps = max(1, min(int(BLOCK_S / step_s), MOST_STEPS)) if step_s > 0 else 1
+            blocks[name].append(_time_steps(runs[name], batches, steps))
+    return {
+        name: Profile(
+            device=run.device,
+            steps=BLOCKS,
+            parts={p: _typical([block[p] for block in blocks[name]]) for p in blocks[name][0]},
+            facts=describe(run.optimizer, loader, run.scaler, run.arm.dtype),
+            syncs=_count_syncs(run, batches),
+        )
+        for name, run in runs.items()
+    }
+
+
+def _typical(times_s: list[float]) -> Interval:
+    """Return the median of times, with an interval that holds no time below 0."""
+    return bootstrap([math.log(max(each, 1e-9)) for each in times_s]).scaled(math.exp)
+
+
+def _time_steps(run: Run, batches: Iterator[Any], steps: int) -> dict[str, float]:
+    """Return the seconds of each part of a step; the device waits, or does nothing, in the rest."""
+    timer = fastamp.Timer(run.device)
+    start_s = perf_counter()
+    for _ in range(steps):
+        with timer("data"):
+            batch = next(batches)
+        run.train_step(batch, timer)
+    regions = timer.summary()  # when the device is done
+    elapsed_s = perf_counter() - start_s
+    parts = {name: regions[name].total / steps for name in REGIONS if name in regions}
+    rest = "waits" if run.device == "cuda" else "other"
+    return parts | {rest: max(elapsed_s / steps - sum(parts.values()), 0.0)}
+
+
+def _count_syncs(run: Run, batches: Iterator[Any]) -> int:
+    """Count how often the host waits for the device in a step: never on a CPU."""
+    if run.device != "cuda":
+        return 0
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            run.train_step(next(batches))
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    return sum("synchronizing CUDA operation" in str(each.message) for each in seen)
+
+
+def show_profiles(profiles: dict[str, Profile]) -> list[str]:
+    """Return where the time of a step goes, a line for each arm."""
+    lines = []
+    for arm, profile in profiles.items():
+        parts = (
+            f"{part} {figure.text('.3f', factor=1e3)}" for part, figure in profile.parts.items()
+        )
+        syncs = "" if profile.device == "cpu" else f"; {profile.syncs} waits of the host"
+        lines.append(f"ms a step, {arm}: {', '.join(parts)}{syncs}")
+    return lines
