@@ -177,7 +177,8 @@ def _run(args: argparse.Namespace, job: Job, training: Training, shared: dict[st
             "profiles": {arm: asdict(profile) for arm, profile in found.profiles.items()},
             "advice": [asdict(each) for each in advice],
         },
-        closing=[*show_profiles(found.profiles), *(each.text() for each in advice)],
+        closing=show_profiles(found.profiles)
+        + [f"what would help: {each.text()}" for each in advice],
         sentence=say_in_words(found, advice),
     )
 

@@ -82,8 +82,9 @@ def show_profiles(profiles: dict[str, Profile]) -> list[str]:
     lines = []
     for arm, profile in profiles.items():
         parts = (
-            f"{part} {figure.text('.3f', factor=1e3)}" for part, figure in profile.parts.items()
+            f"{part} {figure.value * 1e3:.3g} ms ({profile.share(part):.0%})"
+            for part, figure in profile.parts.items()
         )
-        syncs = "" if profile.device == "cpu" else f"; {profile.syncs} waits of the host"
-        lines.append(f"ms a step, {arm}: {', '.join(parts)}{syncs}")
+        syncs = f"the host waits for the device {profile.syncs} times"
+        lines.append(f"where a step's time goes, {arm}: {', '.join([*parts, syncs])}")
     return lines
