@@ -105,7 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _refuse(args: argparse.Namespace, error: BrokenTask | OutputError) -> int:
     """Say what is wrong with the task, or cannot be written, and return the exit status."""
     if isinstance(error, BrokenTask):
-        problem = f"argument --task: {args.task!r} breaks its contract: {error}"
+        task = f"argument --task: {args.task!r}" if "task" in args else "a task"
+        problem = f"{task} breaks its contract: {error}"
         print(error.trace, end="", file=sys.stderr)
     else:
         problem = f"cannot write {error.strerror}"

@@ -116,16 +116,15 @@ def _prepare_gpt(args: argparse.Namespace) -> Task:
     job = Job(make=make, memory_make=memory_make, steps=steps, **shared)
     shared |= {"task": args.task, "steps": steps, "shape": asdict(shape), "data": corpus.sha256}
     shared |= {"batch_size": batch_size, "memory_batch_size": memory}
-    training = job.make_training(args.seed)
     if args.arms is not None:
         shared["arms"] = args.arms
-        training = replace(training, data=TokenDataset(corpus.train, shape.block_size))
-        return shared, partial(story.run_story, job, training, args.arms.split(","))
-    return _with_seeds(args, job, training, shared)
+        windows = TokenDataset(corpus.train, shape.block_size)
+        return shared, partial(story.run_story, job, windows, args.arms.split(","))
+    return _with_seeds(args, job, None, shared)
 
 
 def _with_seeds(
-    args: argparse.Namespace, job: Job, training: Training, shared: dict[str, Any]
+    args: argparse.Namespace, job: Job, training: Training | None, shared: dict[str, Any]
 ) -> Task:
     shared["seeds"] = THOROUGH_SEEDS if args.thorough else 1
     return shared, partial(_run, args, job, training, shared)
@@ -149,8 +148,10 @@ def _sizes(args: argparse.Namespace) -> dict[str, int]:
     return {name: asked[name] or default for name, default in defaults.items()}
 
 
-def _run(args: argparse.Namespace, job: Job, training: Training, shared: dict[str, Any]) -> Report:
-    found = train_arms(job, training, seeds=shared["seeds"])
+def _run(
+    args: argparse.Namespace, job: Job, training: Training | None, shared: dict[str, Any]
+) -> Report:
+    found = train_arms(job, training or job.make_training(job.seed), seeds=shared["seeds"])
     race, judged = found.race, found.race.arms[-1]
     metrics = {"speedup": race.ratio(judged), "step_time": race.time_s(judged)}
     if found.scores[judged]:
@@ -191,7 +192,8 @@ def _notes(job: Job, found: Results, shared: dict[str, Any]) -> list[str]:
     elif not any(found.scores.values()):
         scored = "the mean of the last quarter of the training steps; the task has no accuracy"
     steps = f"{len(found.race.rounds)} steps of {found.batch_size} {each}"
-    size = f"{found.parameters / 1e6:.1f} M parameters, {steps}"
+    count = f"{found.parameters / 1e6:.1f} M" if found.parameters > 50_000 else found.parameters
+    size = f"{count} parameters, {steps}"
     batch_size = shared.get("memory_batch_size", found.batch_size)
     memory = f"{MEMORY_STEPS} steps of {batch_size} {each} in a fresh process"
     return [
@@ -203,7 +205,9 @@ def _notes(job: Job, found: Results, shared: dict[str, Any]) -> list[str]:
 
 def _row(arm: str, found: Results, unit: str, rate: float) -> dict[str, str]:
     race, nbytes = found.race, found.peaks[arm]
-    low, median, high = (show(time_s * 1e3, ".1f") for time_s in race.quartiles_s(arm))
+    times_s = race.quartiles_s(arm)
+    spec = ".1f" if times_s[1] > 1e-2 else ".3f"
+    low, median, high = (show(time_s * 1e3, spec) for time_s in times_s)
     accuracy = found.scores[arm][0].accuracy if found.scores[arm] else math.nan
     return {
         "arm": arm,

@@ -20,7 +20,6 @@ from fastamp.bench.arms import STEPS, Arm, Job, Run
 from fastamp.bench.loader import Batches, fastamp_batches, torch_batches
 from fastamp.bench.race import AGAIN, Plan, Race, run_race
 from fastamp.bench.record import Report
-from fastamp.bench.tasks import Training
 from fastamp.train.gpt import Shape
 from fastamp.train.options import progress
 
@@ -118,8 +117,9 @@ def make_loops(arms: list[str]) -> dict[str, dict[str, str]]:
     return loops
 
 
-def run_story(job: Job, training: Training, arms: list[str]) -> Report:
+def run_story(job: Job, windows: TokenDataset, arms: list[str]) -> Report:
     """Race all loops against the naive one."""
+    training = replace(job.make_training(job.seed), data=windows)
     loops = {}
     for name, parts in make_loops(arms).items():
         dtype = None if parts["precision"] == "naive" else job.dtype

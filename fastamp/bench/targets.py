@@ -11,6 +11,7 @@ from fastamp.bench.race import Interval, bootstrap
 from fastamp.bench.record import Verdict, judge
 
 STOCK = "amp"  # the arm beside the judged one: mixed precision without fastamp
+LEAST_NBYTES = 2**25  # of FP32's peak: beside less, what kernels keep for themselves counts
 # What may be mended next, by `Advice.part`; fastamp's step is the judged arm's own.
 NEXT = {
     "fused": "the optimizer, which is not fused, is",
@@ -45,6 +46,8 @@ def _memory_saving(found: Results, base: str, judged: str) -> tuple[Interval | N
     theirs, ours = found.peaks[base], found.peaks[judged]
     if not theirs or ours is None:
         return None, "this platform counts no peak"
+    if theirs < LEAST_NBYTES:
+        return None, f"a peak of {theirs / 2**20:.0f} MiB is too small to compare"
     # Integers are divided once, so that a saving of 40 in 100 is the number 0.40 itself.
     saving = Interval.exact((theirs - ours) / theirs)
     return saving, f"a peak of {ours / 2**20:.0f} MiB against {theirs / 2**20:.0f} MiB"
@@ -107,7 +110,7 @@ def _speed(ratio: Interval) -> str:
 
 def _memory(found: Results) -> str:
     theirs, ours = found.peaks[found.race.arms[0]], found.peaks[STOCK]
-    if not theirs or ours is None:
+    if not theirs or theirs < LEAST_NBYTES or ours is None:
         return ""
     saving = 1 - ours / theirs
     if 0.45 < saving < 0.55:

@@ -67,13 +67,13 @@ def _count_syncs(run: Run, batches: Iterator[Any]) -> int:
     if run.device != "cuda":
         return 0
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")  # warns itself that it is a prototype
+        try:
             run.train_step(next(batches))
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
     return sum("synchronizing CUDA operation" in str(each.message) for each in seen)
 
 
@@ -85,6 +85,7 @@ def show_profiles(profiles: dict[str, Profile]) -> list[str]:
             f"{part} {figure.value * 1e3:.3g} ms ({profile.share(part):.0%})"
             for part, figure in profile.parts.items()
         )
-        syncs = f"the host waits for the device {profile.syncs} times"
-        lines.append(f"where a step's time goes, {arm}: {', '.join([*parts, syncs])}")
+        syncs = f"; the host waits for the device {profile.syncs} times"
+        syncs = "" if profile.device == "cpu" else syncs
+        lines.append(f"where a step's time goes, {arm}: {', '.join(parts)}{syncs}")
     return lines

@@ -37,6 +37,7 @@ SHAPE = Shape(layers=2, heads=2, width=32, block_size=16)
 JOB = arms_.Job(device="cpu", precision="bf16", seed=0, steps=8, make=None, memory_make=None)
 TINY = "--device cpu --layers 1 --heads 2 --width 32 --block-size 16 --batch-size 4 --steps 8"
 NAMES = ["fp32", "amp", "amp+fastamp"]
+MIB = 2**20
 TARGETS = {"min_speedup": 1.5, "min_memory_saving": 0.4, "max_accuracy_gap": 0.01}
 
 
@@ -56,7 +57,7 @@ def corpus(text):
 @pytest.fixture
 def quick(monkeypatch, text):
     """Take the subprocesses out of the main job and return its tiny options."""
-    monkeypatch.setattr(measure, "peak_memory", lambda *_: 100)
+    monkeypatch.setattr(measure, "peak_memory", lambda *_: 100 * MIB)
     monkeypatch.setattr(environment, "cpu_features", lambda: {"amx_bf16"})
     return [*TINY.split(), "--data", str(text)]
 
@@ -100,7 +101,7 @@ def results(*, speedups=(2.0,), peak=50, gap=0.0, loss=1.0):
     return measure.Results(
         parameters=1,
         batch_size=4,
-        peaks=dict(zip(NAMES, [100, 100, peak], strict=True)),
+        peaks=dict(zip(NAMES, [100 * MIB, 100 * MIB, peak and peak * MIB], strict=True)),
         race=Race(arms=NAMES, rounds=rounds),
         losses={},
         scores=scores,
@@ -262,8 +263,8 @@ def test_the_json_file_says_what_the_table_says(finished):
         ratio = Interval(**{end: math.inf if x is None else x for end, x in ratio.items()})
         assert line.split() == [
             name,
-            f"{times['median'] * 1e3:.1f}",
-            *f"[{times['low'] * 1e3:.1f}, {times['high'] * 1e3:.1f}]".split(),
+            format(times["median"] * 1e3, spec := ".1f" if times["median"] > 1e-2 else ".3f"),
+            *f"[{times['low'] * 1e3:{spec}}, {times['high'] * 1e3:{spec}}]".split(),
             *ratio.text(".2f", "x").split(),
             "0",
             f"{known['tokens_per_s'][name]:.0f}",

@@ -299,7 +299,7 @@ def results(amp, ours, *, peaks_=(100, 50)):
     visits = {"fp32": Visit(1.0), "amp": Visit(1 / amp), "amp+fastamp": Visit(1 / amp / ours)}
     return SimpleNamespace(
         race=Race(arms=[*visits], rounds=[visits] * 8),
-        peaks={"fp32": peaks_[0], "amp": peaks_[1], "amp+fastamp": peaks_[1]},
+        peaks={"fp32": peaks_[0] * 2**20, "amp": peaks_[1] and peaks_[1] * 2**20},
     )
 
 
