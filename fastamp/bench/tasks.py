@@ -49,7 +49,8 @@ def make(device, seed):  # all generators are seeded already
 CONTRACT = """\
 A task is a function make(device, seed) that returns (model, dataset, loss) or (model, dataset,
 loss, options). Batches that are pairs are used as loss(model(x), y), dicts as model(**batch), whose
-own loss is taken where the loss is None: as fastamp.fine_tune does. For example:
+own loss is taken where the loss is None: as fastamp.fine_tune does. Without --steps the arms train
+until the intervals are narrow, or for a minute. For example:
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import re
@@ -15,7 +16,7 @@ import torch
 from support.processes import run_python
 from torch import nn
 
-from fastamp.bench import advice, environment, peaks, targets, tasks, where
+from fastamp.bench import advice, arms, environment, peaks, targets, tasks, where
 from fastamp.bench.__main__ import main
 from fastamp.bench.race import Interval, Race, Visit
 
@@ -278,6 +279,13 @@ def test_every_part_of_a_step_is_timed_once_a_step_on_batches_of_its_own(
             super().__init__(device)
             timers.append(self)
 
+    seen, step = [], arms.Run.train_step
+
+    def spy(run, batch, *region):
+        seen.append((bool(region), batch[0].sum().item()))
+        step(run, batch, *region)
+
+    monkeypatch.setattr(arms.Run, "train_step", spy)
     monkeypatch.setattr(where, "BLOCK_S", 1e9)
     monkeypatch.setattr(where, "MOST_STEPS", 5)
     monkeypatch.setattr(where.fastamp, "Timer", Timer)
@@ -286,6 +294,9 @@ def test_every_part_of_a_step_is_timed_once_a_step_on_batches_of_its_own(
     for timer in timers:
         counts = {name: stats.count for name, stats in timer.summary().items()}
         assert counts == {"data": 5, "step": 10, "forward": 5, "backward": 5}
+    drawn = [batch for is_timed, batch in seen if is_timed]
+    assert len(drawn) == 45
+    assert all(a != b for a, b in itertools.pairwise(drawn))
     for profile in saved["details"]["profiles"].values():
         assert all(part["value"] > 0 for part in profile["parts"].values())
         assert profile["syncs"] == 0
