@@ -162,7 +162,8 @@ def _run(
     block_size = shared.get("shape", {}).get("block_size")
     unit, each = ("samples", 1) if block_size is None else ("tokens", block_size)
     rates = {arm: found.batch_size * each / race.time_s(arm).value for arm in race.arms}
-    advice = advise(found.profiles[STOCK], gains={"step": race.ratio(judged, STOCK)})
+    gains = {"step": race.ratio(judged, STOCK), "precision": race.ratio(race.arms[0], STOCK)}
+    advice = advise(found.profiles[STOCK], gains=gains)
     return Report(
         table=[_row(arm, found, unit, rate) for arm, rate in rates.items()],
         races={"training": race},

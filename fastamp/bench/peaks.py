@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fastamp.bench.arms import Arm, Job, Run
+from fastamp.bench.arms import Arm, Job, Run, evaluate
 from fastamp.bench.environment import find
 from fastamp.bench.jobs.language import make_gpt
 from fastamp.bench.tasks import BrokenTask, Training, draw, expect, make_loader, make_training
@@ -44,27 +44,37 @@ def _peak_of_this_process(job: Job, arm: Arm) -> int | None:
     _first_steps(arm, job.device, make_training(tiny, job.device, 0))  # loads the kernels
     if job.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        _first_steps(arm, job.device, job.make_training(job.seed, job.memory_make))
-        return torch.cuda.max_memory_allocated()
+        run = _first_steps(arm, job.device, job.make_training(job.seed, job.memory_make))
+        peak = torch.cuda.max_memory_allocated()
+        _check(run)
+        return peak
     training = job.make_training(job.seed, job.memory_make)
     with suppress(AttributeError, OSError, TypeError):  # what is free already shall not be reused
         ctypes.CDLL(None).malloc_trim(0)
     before = _resident_nbytes("VmRSS")
     with suppress(OSError):  # where this is refused the peak counts from the start: never too low
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    _first_steps(arm, job.device, training)
+    run = _first_steps(arm, job.device, training)
     after = _resident_nbytes("VmHWM")
+    _check(run)
     weights = sum(t.nbytes for t in (*training.model.parameters(), *training.model.buffers()))
     return None if before is None or after is None else after - before + weights
 
 
-def _first_steps(arm: Arm, device: str, training: Training) -> None:
+def _first_steps(arm: Arm, device: str, training: Training) -> Run:
     run = Run(arm, device, training)
     for batch in islice(draw(make_loader(training, 0, device=device), device), MEMORY_STEPS):
         run.train_step(batch)
+    return run
+
+
+def _check(run: Run) -> None:
+    """See to the rest of the contract, before all that takes long."""
     groups = run.optimizer.param_groups
     has_grad = any(p.grad is not None for group in groups for p in group["params"])
     expect(has_grad, "loss", "a gradient of a parameter of the optimizer", "none")
+    if run.arm.dtype is None:
+        evaluate(run)
 
 
 def _resident_nbytes(key: str) -> int | None:

@@ -313,7 +313,8 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _trace_of(error: BaseException) -> str:
     """Return the traceback from the first call that is not of the bench; "" if all are."""
-    trace, ours = error.__traceback__, (str(Path(__file__).parents[1]), "<frozen importlib")
+    ours = (str(Path(__file__).parents[1]), importlib.__file__, "<frozen importlib")
+    trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
         trace = trace.tb_next
     return "" if trace is None else "".join(traceback.format_exception(type(error), error, trace))
