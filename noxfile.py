@@ -228,8 +228,16 @@ def streams(session: nox.Session) -> None:
 def faults(session: nox.Session) -> None:
     """Kill runs, send them signals, refuse their writes: nothing is lost that was saved.
 
-    `--kills N --signals N --failures N` are other numbers.
+    `--kills N --signals N --failures N --loops N` are other numbers.
     """
+    run_script(session, "fault_trials")
+
+
+@nox.session
+def loops(session: nox.Session) -> None:
+    """Strike loops of one's own 100 times: kills, signals, a full disk, losses of power."""
+    none = ["--kills", "0", "--signals", "0", "--failures", "0"]
+    session.posargs[:0] = none
     run_script(session, "fault_trials")
 
 

@@ -27,11 +27,20 @@ from fastamp.step import (
     optimizer_step,
 )
 from fastamp.timer import RegionStats, Timer
-from fastamp.train import ModelCall, TrainConfig, TrainResult, fine_tune
+from fastamp.train import (
+    Checkpointer,
+    CheckpointError,
+    ModelCall,
+    TrainConfig,
+    TrainResult,
+    fine_tune,
+)
 
 __all__ = [
     "ArrayDataset",
     "BatchCollator",
+    "CheckpointError",
+    "Checkpointer",
     "Csv",
     "Cutout",
     "DataLoader",

@@ -1,9 +1,18 @@
 """Training: a model trained in one call, with checkpoints that resume exactly."""
 
-from fastamp.train.checkpoint import CheckpointError
+from fastamp.train.checkpointer import Checkpointer
 from fastamp.train.config import TrainConfig
 from fastamp.train.loop import fine_tune
 from fastamp.train.model_call import ModelCall
 from fastamp.train.result import Curve, TrainResult
+from fastamp.train.state_file import CheckpointError
 
-__all__ = ["CheckpointError", "Curve", "ModelCall", "TrainConfig", "TrainResult", "fine_tune"]
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "Curve",
+    "ModelCall",
+    "TrainConfig",
+    "TrainResult",
+    "fine_tune",
+]

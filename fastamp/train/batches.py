@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from fastamp.data import ArrayDataset, DataLoader, ShardSampler, map_tensors
-from fastamp.train.check import attempt, check
+from fastamp.train.check import ANY, attempt, check
 from fastamp.train.config import TrainConfig
 from fastamp.train.random_state import check_rng_state, rng_state, set_rng_state
 from fastamp.train.ranks import Ranks
@@ -34,7 +34,7 @@ class Batches:
     def __init__(
         self, name: str, data: Any, config: TrainConfig, ranks: Ranks, *, shuffle: bool
     ) -> None:
-        self._name, self._device = name, config.chosen_device
+        self._name, self._device, self._n_ranks = name, config.chosen_device, ranks.count
         self.loader: Any = _make_loader(data, config, ranks, shuffle=shuffle)
         if not hasattr(self.loader, "__iter__"):
             kinds = "a Dataset, tensors, a DataLoader or an iterable of batches"
@@ -76,18 +76,27 @@ class Batches:
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch delivered."""
         loader = self.loader.state_dict() if self._has_state else None
-        return {"n_consumed": self._n_consumed, "rng": self._rng_at_start, "loader": loader}
+        return {
+            "n_consumed": self._n_consumed,
+            "n_ranks": self._n_ranks,
+            "rng": self._rng_at_start,
+            "loader": loader,
+        }
 
-    def check(self, state: dict[str, Any], at: str) -> None:
+    def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise a ValueError unless it is a position; a loader checks its own state at loading."""
-        check(state["n_consumed"], 0, f"{at}['n_consumed']")
+        check(state, {"n_consumed": 0, "n_ranks": 0, "rng": ANY, "loader": ANY}, "state")
+        n_ranks = state["n_ranks"]
+        if n_ranks != self._n_ranks and state["n_consumed"] and not self.is_shared:
+            msg = f"{n_ranks} ranks wrote it within a pass over loaders of their own"
+            raise ValueError(msg)
         if (state["loader"] is None) is self._has_state:
             kinds = "resumes by itself", "has no state"
             msg = f"{self._name} {kinds[not self._has_state]}, and {kinds[self._has_state]} there"
             raise ValueError(msg)
         if state["rng"] is not None or (state["n_consumed"] and not self._has_state):
             own = self._own_generator()
-            attempt(lambda: check_rng_state(state["rng"], self._device, own), f"{at}['rng']")
+            attempt(lambda: check_rng_state(state["rng"], [self._device], own), "['rng']")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next pass start at a position."""
@@ -102,15 +111,15 @@ class Batches:
 
     def _start(self) -> Iterator[Any]:
         own = self._own_generator()
-        now = rng_state(self._device, own)
+        now = rng_state([self._device], own)
         if not self._is_resumed or self._rng_at_start is None:
             self._rng_at_start = now
             return iter(self.loader)
         self._is_resumed = False
-        set_rng_state(self._rng_at_start, self._device, own)
+        set_rng_state(self._rng_at_start, [self._device], own)
         batches: Iterator[Any] = iter(self.loader)
         n_skipped = sum(1 for _ in islice(batches, self._n_consumed))
-        set_rng_state(now, self._device)
+        set_rng_state(now, [self._device])
         if n_skipped < self._n_consumed:
             wanted = f"the checkpoint was written after {self._n_consumed}"
             msg = f"{self._name}: ended after {n_skipped} batches, and {wanted}"

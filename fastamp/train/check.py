@@ -8,9 +8,13 @@ from reprlib import repr as short
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_map
+
+from fastamp.metrics import MetricsTracker
+from fastamp.step import GradScaler
 
 ANY: Any = object()
 """In place of what `check` leaves to another check."""
@@ -72,16 +76,19 @@ def check_equal(saved: Any, like: dict[str, Any], at: str, may_differ: set[str])
             raise ValueError(msg)
 
 
-def check_model(saved: Any, own: dict[str, Any]) -> None:
+def check_model(saved: Any, own: dict[str, Any], at: str = "['model']") -> None:
     """Check that a model's state has the tensors of another one."""
-    _expect(isinstance(saved, dict), "a dict", saved, "['model']")
+    _expect(isinstance(saved, dict), "a dict", saved, at)
     theirs, ours = ({k: _describe_entry(k, v) for k, v in each.items()} for each in (saved, own))
-    check_equal(theirs, ours, "['model']", set())
+    check_equal(theirs, ours, at, set())
 
 
-def check_optimizer(saved: dict[str, Any], optimizer: Optimizer, n_with_state: int) -> None:
-    """Check the options of every group, and what is kept for each parameter."""
-    groups, at = optimizer.state_dict()["param_groups"], "['optimizer']['param_groups']"
+def check_optimizer(
+    saved: Any, optimizer: Optimizer, n_with_state: int | None = None, place: str = "['optimizer']"
+) -> None:
+    """Check the options of every group, and what is kept for each of so many parameters."""
+    check(saved, {"state": ANY, "param_groups": ANY}, place)
+    groups, at = optimizer.state_dict()["param_groups"], f"{place}['param_groups']"
     check(saved["param_groups"], [ANY] * len(groups), at)
     for i, (theirs, ours) in enumerate(zip(saved["param_groups"], groups, strict=True)):
         _expect(isinstance(theirs, dict), "a dict", theirs, f"{at}[{i}]")
@@ -94,8 +101,8 @@ def check_optimizer(saved: dict[str, Any], optimizer: Optimizer, n_with_state: i
             _expect(fine, "True or False", None, f"{at}[{i}][{name!r}]")
         fine = theirs["params"] == ours["params"]
         _expect(fine, short(ours["params"]), theirs["params"], f"{at}[{i}]['params']")
-    kept, at = saved["state"], "['optimizer']['state']"
-    fine = isinstance(kept, dict) and len(kept) == n_with_state
+    kept, at = saved["state"], f"{place}['state']"
+    fine = isinstance(kept, dict) and n_with_state in (None, len(kept))
     _expect(fine, f"a dict of n_with_state={n_with_state}", kept, at)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, entries in kept.items():
@@ -121,6 +128,42 @@ def _check_kept(entries: dict[str, Any], names: set[str], parameter: Tensor, at:
         fine = isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()
         fine = fine and (value.is_meta or 0 <= value.item() <= _LARGEST)
         _expect(fine, "a tensor of one number of at least 0", value, f"{at}['step']")
+
+
+def check_part(saved: Any, part: Any, at: str) -> None:
+    """Check the state of a part that is neither model nor optimizer, as far as it is known.
+
+    A part with `check_state_dict(state)` is asked.
+    """
+    own_check = getattr(part, "check_state_dict", None)
+    if own_check is not None:
+        attempt(lambda: own_check(saved), at)
+    elif isinstance(part, nn.Module):
+        check_model(saved, part.state_dict(), at)
+    elif isinstance(part, Optimizer):
+        check_optimizer(saved, part, place=at)
+    elif isinstance(part, MetricsTracker):
+        attempt(lambda: MetricsTracker().load_state_dict(saved), at)
+    elif isinstance(part, torch.amp.GradScaler):
+        check(saved, part.state_dict(), at)
+        if saved:
+            attempt(lambda: GradScaler("cpu").load_state_dict(saved), at)
+    elif isinstance(part, (LRScheduler, ReduceLROnPlateau)):
+        _check_scheduler(saved, part.state_dict(), at)
+
+
+def _check_scheduler(saved: Any, like: dict[str, Any], at: str) -> None:
+    """Check what a scheduler of any version of torch has: numbers, and a rate for each group."""
+    _expect(isinstance(saved, dict), "a dict", saved, at)
+    for name, ours in like.items():
+        theirs, place = saved.get(name), f"{at}[{name!r}]"
+        if name == "last_epoch" or (name in saved and type(ours) in (int, float)):
+            _expect(type(theirs) in (int, float), "a number", theirs, place)
+        elif name == "base_lrs":
+            rates = theirs if isinstance(theirs, list) else []
+            fine = len(rates) == len(ours)
+            fine = fine and all(type(r) in (int, float) or isinstance(r, Tensor) for r in rates)
+            _expect(fine, f"{len(ours)} learning rates", theirs, place)
 
 
 def attempt(action: Callable[[], object], at: str) -> None:

@@ -2,48 +2,34 @@
 
 import errno
 import os
-import pickle
 import re
 import secrets
 import shutil
 import tempfile
 import warnings
-import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fastamp._files import create, open_regular, sync_folder
+from fastamp._files import sync_folder
 from fastamp.train.lock import lock
 from fastamp.train.ranks import Ranks
+from fastamp.train.state_file import (
+    Check,
+    CheckpointError,
+    DamagedError,
+    is_ours,
+    read_file,
+    write_file,
+)
 
-Check: TypeAlias = Callable[[dict[str, Any]], object]
-"""Raises a ValueError that says why a state cannot be resumed; the state is a checkpoint's."""
-
-_FORMAT = "fastamp.train 3"
-_OURS = _FORMAT.rpartition(" ")[0].encode()  # near the start of every file, of any version
 # A folder where several ranks wrote it; one that ends with ".old" is about to be replaced.
 _NAME = re.compile(r"step-[0-9]{8,}(\.pt)?|\.step-[0-9]{8,}\.old")
-RUN = "run.pt"  # in a folder: everything except the tensors of model and optimizer
-
-
-# Of a path that is damaged, or no file; others, as a missing permission, are the machine's.
-_DAMAGED = {errno.ENOENT, errno.EINVAL, errno.EIO, errno.ELOOP, errno.ENOTDIR, errno.ENXIO}
-_ENTRY_NBYTES = 30  # an archive's, at least, beside its content
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be resumed; the message names it."""
-
-
-class DamagedError(CheckpointError):
-    """A checkpoint that cannot be read: the one before it can be resumed."""
 
 
 class Checkpoints:
@@ -55,6 +41,8 @@ class Checkpoints:
         keep: how many of the newest checkpoints to keep.
         resume: False starts anew: older checkpoints are removed when the first one is written.
         ranks: of the run. An error on one rank is raised on all.
+        argument: what the caller calls the folder, for errors.
+        anew: how the caller starts anew, for errors.
 
     Raises:
         OSError: the folder cannot be made or written to.
@@ -63,8 +51,16 @@ class Checkpoints:
     suffix = ".pt"
 
     def __init__(
-        self, folder: str | os.PathLike[str], *, keep: int, resume: bool, ranks: Ranks
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int,
+        resume: bool = True,
+        ranks: Ranks,
+        argument: str = "checkpoint_dir",
+        anew: str = "resume=False starts anew",
     ) -> None:
+        self._argument, self._anew = argument, anew
         self._folder, self._keep, self._ranks = Path(folder).absolute(), keep, ranks
         self._is_tested = False  # whether a checkpoint of this run has been read again
         found = ranks.first(self._prepare)
@@ -72,10 +68,15 @@ class Checkpoints:
         self._known = {*found}  # what this run may remove
         self._damaged: set[Path] = set()  # what it has passed over
 
-    def save(
-        self, step: int, state: dict[str, Any], model: nn.Module, optimizer: Optimizer
-    ) -> None:
+    @property
+    def newest_step(self) -> int:
+        """The step of the newest checkpoint that is not known to be damaged; -1 without any."""
+        return _step_of(self._mine[-1]) if self._mine else -1
+
+    def save(self, step: int, state: dict[str, Any], kept_step: int | None = None) -> None:
         """Write a checkpoint under a temporary name, then rename it.
+
+        That of `kept_step` is kept beside the newest ones.
 
         Raises:
             OSError: it cannot be written; the other checkpoints are unchanged.
@@ -87,22 +88,23 @@ class Checkpoints:
         except OSError as error:
             raise self._explain(error, f"{path.name} cannot be written") from error
         part = path.with_name(f".{path.name}.{token}.part")
-        self._mine = [*(mine for mine in self._mine if _step_of(mine) != step), path]
         try:
-            self._write(part, state, model, optimizer)
+            self._write(part, state)
             if not self._is_tested:
                 self._read(part, lambda _: None)
                 self._is_tested = True
-            self._ranks.first(lambda: self._publish(part, path))
+            self._mine = [*(mine for mine in self._mine if _step_of(mine) != step), path]
+            self._ranks.first(lambda: self._publish(part, path, kept_step))
         except OSError as error:
             raise self._explain(error, f"{path.name} cannot be written") from error
         finally:
             _remove(part)
 
-    def load(self, check: Check) -> dict[str, Any] | None:
+    def load(self, check: Check, stacklevel: int = 2) -> dict[str, Any] | None:
         """Return the state of the newest checkpoint, None if there is none.
 
-        Damaged ones are passed over, with one warning, and removed after the next is saved.
+        Damaged ones are passed over, with one warning, and removed after the next is saved. The
+        warning is that of a caller so many levels up.
 
         Raises:
             CheckpointError: all are damaged, or the newest whole one does not pass the check.
@@ -116,23 +118,31 @@ class Checkpoints:
                 self._damaged.add(self._mine.pop())
                 continue
             except CheckpointError as error:
-                msg = f"{error}; resume=False starts anew"
+                msg = f"{error}; {self._anew}"
                 raise CheckpointError(msg) from error
             if problems and self._ranks.rank == 0:
                 text = f"{'; '.join(problems)}; resumed from {self._mine[-1]}"
-                warnings.warn(text, stacklevel=6)  # where fine_tune is called
+                warnings.warn(text, stacklevel=stacklevel)
             return state
         if problems:
-            msg = f"{'; '.join(problems)}; there is no whole one; resume=False starts anew"
+            msg = f"{'; '.join(problems)}; there is no whole one; {self._anew}"
             raise CheckpointError(msg)
         return None
+
+    def go_back(self, step: int) -> None:
+        """Let `load` return an earlier checkpoint; the later ones go when the next one is saved."""
+        earlier = [path for path in self._mine if _step_of(path) <= step]
+        if not earlier or _step_of(earlier[-1]) != step:
+            msg = f"{self._folder}: the checkpoint of step {step} is gone"
+            raise CheckpointError(msg)
+        self._mine = earlier
 
     def restore(
         self,
         state: dict[str, Any],
         parts: dict[str, tuple[Any, dict[str, Any]]],
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | None,
     ) -> None:
         """Load what `load` returned: parts by name, with their states; then optimizer and model.
 
@@ -151,13 +161,16 @@ class Checkpoints:
                 action()
             except Exception as error:  # the user's own classes can raise anything
                 problem = f"its [{name!r}] cannot be loaded: {type(error).__name__}: {error}"
-                msg = f"{self._mine[-1]}: {problem}; resume=False starts anew"
+                msg = f"{self._mine[-1]}: {problem}; {self._anew}"
                 raise CheckpointError(msg) from error
 
         self._ranks.together(explained)
 
-    def _restore(self, state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
-        optimizer.load_state_dict(state["optimizer"])
+    def _restore(
+        self, state: dict[str, Any], model: nn.Module, optimizer: Optimizer | None
+    ) -> None:
+        if optimizer is not None:
+            optimizer.load_state_dict(state["optimizer"])
         model.load_state_dict(state["model"])
 
     def _prepare(self) -> list[Path]:
@@ -187,12 +200,10 @@ class Checkpoints:
             path.replace(path.with_name(f"{path.name}.{token}.damaged"))
         return token
 
-    def _write(
-        self, part: Path, state: dict[str, Any], model: nn.Module, optimizer: Optimizer
-    ) -> None:
-        write_file(part, state | {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    def _write(self, part: Path, state: dict[str, Any]) -> None:
+        write_file(part, state)
 
-    def _publish(self, part: Path, path: Path) -> None:
+    def _publish(self, part: Path, path: Path, kept_step: int | None) -> None:
         """Rename a finished checkpoint, and remove those that are not kept."""
         aside = path.with_name(f".{path.name}.old")
         if path.is_dir():  # it would prevent the renaming
@@ -202,7 +213,9 @@ class Checkpoints:
         part.replace(path)
         sync_folder(self._folder)
         self._known |= {path, aside}
-        for old in filter(is_ours, self._known - {*self._mine[-self._keep :]}):
+        kept = {*self._mine[-self._keep :]}
+        kept |= {mine for mine in self._mine if _step_of(mine) == kept_step}
+        for old in filter(is_ours, self._known - kept):
             gone = old.with_name(f".{old.name}.part")  # half a folder is none of ours
             _remove(gone)
             old.replace(gone)
@@ -225,77 +238,7 @@ class Checkpoints:
         return sorted(paths, key=lambda path: (_step_of(path), path.name))
 
     def _explain(self, error: OSError, problem: str) -> OSError:
-        return OSError(error.errno, f"checkpoint_dir={self._folder}: {problem}: {error.strerror}")
-
-
-def write_file(path: Path, state: dict[str, Any]) -> None:
-    """Write a state to the disk."""
-    with create(path) as file:
-        try:
-            torch.save({"format": _FORMAT, **state}, file)
-        except RuntimeError as error:  # torch raises it in place of an OSError
-            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
-
-
-def read_file(path: Path, check: Check) -> dict[str, Any]:
-    """Return the state in a file, if it is whole and passes the check.
-
-    Raises:
-        CheckpointError: it is of another version, or does not pass; a DamagedError if it is not
-            whole, or nothing that `write_file` has written.
-    """
-    try:
-        with open_regular(path) as file:
-            _check_archive(file)
-            file.seek(0)
-            state: Any = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        kind = re.search(r"GLOBAL (\S+)", str(error))
-        of_what = f" of {kind[1]}" if kind else ""
-        msg = f"{path}: holds an object{of_what}, which is neither a tensor nor a plain value"
-        raise DamagedError(msg) from error
-    except Exception as error:  # unpickling a foreign file can raise anything
-        is_of_machine = isinstance(error, OSError) and error.errno not in _DAMAGED
-        if is_of_machine or isinstance(error, MemoryError):
-            msg = f"{path}: cannot be read: {error}"
-            raise CheckpointError(msg) from error
-        msg = f"{path}: is damaged or no checkpoint: {error}"
-        raise DamagedError(msg) from error
-    found = state.get("format") if isinstance(state, dict) else None
-    if found != _FORMAT:
-        is_ours = isinstance(found, str) and found.startswith(_OURS.decode())
-        msg = f"{path}: expected {_FORMAT!r}, got {found!r}"
-        raise (CheckpointError if is_ours else DamagedError)(msg)
-    try:
-        check(state)
-    except ValueError as error:
-        msg = f"{path}: {error}"
-        raise CheckpointError(msg) from error
-    return state  # type: ignore[no-any-return]
-
-
-def _check_archive(file: BinaryIO) -> None:
-    """Check the sums, which torch.load does not do, and that nothing in it expands."""
-    nbytes = os.fstat(file.fileno()).st_size
-    with zipfile.ZipFile(file) as archive:
-        entries = archive.infolist()
-        needed = sum(entry.file_size + _ENTRY_NBYTES for entry in entries)
-        if needed > nbytes or any(entry.compress_type for entry in entries):
-            msg = f"its {len(entries)} entries would be larger than the file"
-            raise zipfile.BadZipFile(msg)
-        damaged = archive.testzip()
-        if damaged is not None:
-            msg = f"the sum of {damaged} is wrong"
-            raise zipfile.BadZipFile(msg)
-
-
-def is_ours(path: Path) -> bool:
-    """Say whether a file or folder carries our format, of any version, damaged or not."""
-    file = path / RUN if path.is_dir() else path
-    if path.is_symlink() or not file.is_file():  # a FIFO would block
-        return False
-    with file.open("rb") as opened:
-        return _OURS in opened.read(4096)
+        return OSError(error.errno, f"{self._argument}={self._folder}: {problem}: {error.strerror}")
 
 
 def _step_of(path: Path) -> int:

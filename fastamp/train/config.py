@@ -37,7 +37,8 @@ class TrainConfig:
 
     epochs: int = 3
     max_steps: int | None = None
-    """Ends training, in place of `epochs`."""
+    """Ends training, in place of `epochs`. With more of either a run goes on that has ended, or was
+    interrupted: the learning rate follows the longer schedule from there on, and may rise."""
     batch_size: int = 32
     """Of a Dataset or tensors, on every rank; a loader or an iterable has its own."""
     lr: float = 1e-3

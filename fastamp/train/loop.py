@@ -71,14 +71,14 @@ def fine_tune(
     """
     config = config or TrainConfig()
     with join(config) as ranks, modes_kept(model):
-        rng = rng_state(config.chosen_device)
+        rng = rng_state([config.chosen_device])
         seed_all(config.seed, ranks.rank)
         if not model.training:
             model.train()
         try:
             return _Loop(model, train_data, val_data, config, ranks).train()
         finally:
-            set_rng_state(rng, config.chosen_device)
+            set_rng_state(rng, [config.chosen_device])
 
 
 class _Loop(Run):
@@ -92,7 +92,7 @@ class _Loop(Run):
         self.no_sync: Any = self.trained.no_sync if self.ranks.mode == "ddp" else nullcontext
         self.losses: list[tuple[int, torch.Tensor]] = []  # with steps, not yet logged
         self.before_step: dict[str, Any] | None = None  # `own_state`, where there are workers
-        self.signals = Signals(enabled=self.checkpoints is not None)
+        self.signals = Signals(enabled=self.keeper is not None)
 
     def train(self) -> TrainResult:
         """Train to the end."""
@@ -149,8 +149,8 @@ class _Loop(Run):
 
     def _train_step(self, batches: Iterator[tuple[Any, int]]) -> bool:
         """Take a step of the optimizer, of at most `accumulate` batches; False if none is left."""
-        if self.checkpoints is not None and getattr(self.data.loader, "num_workers", None):
-            self.before_step = self.own_state()
+        if self.keeper is not None and getattr(self.data.loader, "num_workers", None):
+            self.before_step = self.keeper.own_state()
         try:
             n_samples, n_full, mean = self._accumulate(batches)
         except RuntimeError:

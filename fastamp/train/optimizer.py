@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from fastamp.step import GradScaler
+from fastamp.train.check import check
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": torch.optim.AdamW,
@@ -71,11 +72,22 @@ class Schedule:
         """Keep the share of the schedule that is done when its length in steps changes."""
         self.scheduler.last_epoch = round(self.scheduler.last_epoch / max(old_total, 1) * total)
 
+    def set_lr(self) -> None:
+        """Set the rates of a schedule that another length has been given."""
+        groups = self.scheduler.optimizer.param_groups
+        factors = zip(self.scheduler.lr_lambdas, self.scheduler.base_lrs, strict=True)
+        for group, (factor, base_lr) in zip(groups, factors, strict=True):
+            group["lr"] = base_lr * factor(self.scheduler.last_epoch)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
         base_lrs = [*self.scheduler.base_lrs]
         n_taken = self.scheduler.last_epoch
         return {"n_taken": n_taken, "n_skipped": self.n_skipped, "base_lrs": base_lrs}
+
+    def check_state_dict(self, state: Any) -> None:
+        """Raise a ValueError unless `load_state_dict` can restore it."""
+        check(state, self.state_dict(), "state")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; the optimizer's own state has the rate."""

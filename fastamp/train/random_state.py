@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,23 +20,36 @@ def seed_all(seed: int, rank: int, step: int = 0) -> None:
     random.seed(seed)
 
 
-def rng_state(device: torch.device, own: torch.Generator | None = None) -> dict[str, Any]:
-    """Return the generators' states, and that of `own`, a generator."""
+def all_devices(*, begins: bool = False) -> list[torch.device]:
+    """Return every accelerator, none where the process has not begun to use one, unless it does."""
+    for module in (torch.cuda, torch.xpu):
+        if module.is_initialized() or (begins and module.is_available()):
+            kind = module.__name__.rpartition(".")[2]
+            return [torch.device(kind, index) for index in range(module.device_count())]
+    return [torch.device("mps")] if torch.backends.mps.is_available() else []
+
+
+def rng_state(
+    devices: Sequence[torch.device], own: torch.Generator | None = None
+) -> dict[str, Any]:
+    """Return the generators' states, with those of accelerators, and that of `own`, a generator."""
     numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - the program's generator
     numpy["state"]["key"] = numpy["state"]["key"].tolist()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "devices": [_generator(device).get_state() for device in devices if device.type != "cpu"],
         "numpy": numpy,
         "python": random.getstate(),
         "own": own and own.get_state(),
     }
 
 
-def check_rng_state(state: Any, device: torch.device, own: torch.Generator | None = None) -> None:
+def check_rng_state(
+    state: Any, devices: Sequence[torch.device], own: torch.Generator | None = None
+) -> None:
     """Raise an error unless `set_rng_state` can restore a state; nothing changes."""
     numpy = {"bit_generator": "", "state": {"key": ANY, "pos": 0}, "has_gauss": 0, "gauss": ANY}
-    parts = {"torch": ANY, "cuda": ANY, "numpy": numpy, "python": ANY, "own": ANY}
+    parts = {"torch": ANY, "devices": ANY, "numpy": numpy, "python": ANY, "own": ANY}
     check(state, parts, "state")
     torch.Generator().set_state(state["torch"])
     np.random.RandomState().set_state(state["numpy"])
@@ -46,24 +60,45 @@ def check_rng_state(state: Any, device: torch.device, own: torch.Generator | Non
     if pos > 624 or not all(type(x) is float and math.isfinite(x) for x in kept):
         msg = f"NumPy's pos is {pos}, numbers kept for the next draw {kept}"
         raise ValueError(msg)
-    for name in ("cuda", "own"):
-        if not isinstance(state[name], (torch.Tensor, type(None))):
-            msg = f"{name} is {state[name]!r}"
-            raise TypeError(msg)
-    if device.type == "cuda" and state["cuda"] is not None:
-        torch.Generator(device).set_state(state["cuda"])
+    of_devices = state["devices"]
+    is_list = isinstance(of_devices, list)
+    if not is_list or not all(isinstance(one, torch.Tensor) for one in of_devices):
+        msg = f"devices is {of_devices!r}"
+        raise TypeError(msg)
+    if not isinstance(state["own"], (torch.Tensor, type(None))):
+        msg = f"own is {state['own']!r}"
+        raise TypeError(msg)
+    for device, one in _pairs(state, devices):
+        torch.Generator(device).set_state(one)
     if own is not None:
-        torch.Generator(own.device).set_state(state["own"])
+        kept_own: Any = state["own"]  # None is refused
+        torch.Generator(own.device).set_state(kept_own)
 
 
 def set_rng_state(
-    state: dict[str, Any], device: torch.device, own: torch.Generator | None = None
+    state: dict[str, Any], devices: Sequence[torch.device], own: torch.Generator | None = None
 ) -> None:
-    """Restore what `rng_state` returned."""
+    """Restore what `rng_state` returned; accelerators of which it knows nothing stay."""
     torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    for device, one in _pairs(state, devices):
+        _generator(device).set_state(one)
     np.random.set_state(state["numpy"])  # noqa: NPY002
     random.setstate(state["python"])
     if own is not None:
         own.set_state(state["own"])
+
+
+def _pairs(
+    state: dict[str, Any], devices: Sequence[torch.device]
+) -> Iterator[tuple[torch.device, torch.Tensor]]:
+    return zip((d for d in devices if d.type != "cpu"), state["devices"], strict=False)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """Return the default generator of an accelerator."""
+    module: Any = torch.get_device_module(device)
+    if device.type == "mps":
+        return module._get_default_mps_generator()  # type: ignore[no-any-return]
+    module.init()
+    index: Any = device.index
+    return module.default_generators[module.current_device() if index is None else index]  # type: ignore[no-any-return]

@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
-from fastamp.train.checkpoint import (
+from fastamp.train.checkpoint import Checkpoints
+from fastamp.train.state_file import (
     RUN,
     Check,
     CheckpointError,
-    Checkpoints,
     DamagedError,
     is_ours,
     read_file,
@@ -26,6 +26,7 @@ from fastamp.train.checkpoint import (
 )
 
 _CHUNK_NBYTES = 1 << 22
+_NONE: dict[str, Any] = {"state": {}, "param_groups": []}  # in place of an optimizer
 
 
 class ShardedCheckpoints(Checkpoints):
@@ -37,9 +38,12 @@ class ShardedCheckpoints(Checkpoints):
 
     suffix = ""
 
-    def _restore(self, state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
-        named, kept = model.state_dict(), state["optimizer"]
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    def _restore(
+        self, state: dict[str, Any], model: nn.Module, optimizer: Optimizer | None
+    ) -> None:
+        named, kept = model.state_dict(), state.get("optimizer", _NONE)
+        groups = optimizer.param_groups if optimizer is not None else ()
+        parameters = [p for group in groups for p in group["params"]]
         for index, entries in kept["state"].items():
 
             def allocate(like: Tensor, parameter: Tensor = parameters[index]) -> Tensor:
@@ -53,14 +57,13 @@ class ShardedCheckpoints(Checkpoints):
             load(_tensors(named, kept), checkpoint_id=self._mine[-1])
         except CheckpointException as error:  # raised on all ranks
             raise next(iter(error.failures.values()))[0] from error
-        optimizer.load_state_dict(kept)
+        if optimizer is not None:
+            optimizer.load_state_dict(kept)
         others = {n: v for n, v in state["model"].items() if not isinstance(v, Tensor)}
         model.load_state_dict(named | others)
 
-    def _write(
-        self, part: Path, state: dict[str, Any], model: nn.Module, optimizer: Optimizer
-    ) -> None:
-        named, kept = model.state_dict(), optimizer.state_dict()
+    def _write(self, part: Path, state: dict[str, Any]) -> None:
+        named, kept = state["model"], state.get("optimizer", _NONE)
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # rank 0 writes the buffers
         try:
             save(_tensors(named, kept), checkpoint_id=part, planner=planner)
@@ -68,7 +71,9 @@ class ShardedCheckpoints(Checkpoints):
             raise next(iter(error.failures.values()))[0] from error
         sums = self._ranks.together(lambda: _sum_files(part, self._ranks.rank))
         files = {name: value for sums in self._ranks.gather(sums) for name, value in sums.items()}
-        rest = {"model": _on_meta(named), "optimizer": kept | {"state": _on_meta(kept["state"])}}
+        rest = {"model": _on_meta(named)}
+        if kept is not _NONE:
+            rest["optimizer"] = kept | {"state": _on_meta(kept["state"])}
         self._ranks.first(lambda: write_file(part / RUN, state | rest | {"files": files}))
 
     def _read_own(self, path: Path, check: Check) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import hashlib
 import json
 import logging
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.distributed
 from support.faults import report
-from support.trainable import loud, outcome, run
+from support.trainable import Loop, loud, outcome, run
 
 import fastamp
 from fastamp.bench import __main__ as bench
@@ -42,9 +43,9 @@ class Reporting:
             save(checkpoints, step, *args)
             report("saved", step)
 
-        def load_and_report(checkpoints, find_problem):
-            state = load(checkpoints, find_problem)
-            self.start = state["place"][0] if state else 0
+        def load_and_report(checkpoints, *args):
+            state = load(checkpoints, *args)
+            self.start = state["step"] if state else 0
             report("resumed", self.start)
             return state
 
@@ -68,13 +69,27 @@ def train(folder: Path) -> None:
 
 
 def look_and_train(folder: Path) -> None:
-    """Report which checkpoints are damaged and what else lies there, then train."""
+    """Report which checkpoints are damaged, then train."""
+    look(folder)
+    train(folder)
+
+
+def look_and_loop(folder: Path, in_thread: bool = False) -> None:  # noqa: FBT001, FBT002
+    """Report which checkpoints are damaged, then train in a loop of one's own."""
+    logging.disable()
+    look(folder)
+    Reporting().patch()
+    begin = functools.partial(report, "begun")
+    found = Loop(folder, in_thread=in_thread).run(steps=12, every=2, at_step=begin)
+    report("outcome", hashlib.sha256(pickle.dumps(found)).hexdigest())
+
+
+def look(folder: Path) -> None:
     if not torch.distributed.is_initialized():
-        checkpoints = Checkpoints(folder, keep=3, resume=True, ranks=Ranks())
+        checkpoints = Checkpoints(folder, keep=3, ranks=Ranks())
         for path in checkpoints._list():
             with report_damage():
                 checkpoints._read(path, lambda _: None)
-    train(folder)
 
 
 @contextlib.contextmanager

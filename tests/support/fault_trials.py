@@ -1,6 +1,6 @@
 """Trials: a program is struck by faults at random and run again, and must have lost nothing.
 
-    nox -s faults -- --kills 500 --signals 200 --failures 200
+    nox -s faults -- --kills 500 --signals 200 --failures 200 --loops 100
 
 What must hold is stated once, in the functions of `PROPERTIES`; each program is a `Subject`. A
 trial that fails is repeated by `--only`, with the seed and the name that the report gives it.
@@ -114,7 +114,9 @@ def errors_are_named(history: History) -> str | None:
     codes, err = history.last.codes, history.last.err
     if history.faults[-1].kind not in {"fail", "full"} or not any(codes):
         return None
-    return None if "checkpoint_dir=" in err.strip().splitlines()[-1] else f"{codes}: {err[-1500:]}"
+    line = err.strip().splitlines()[-1]
+    named = "checkpoint_dir=" in line or "folder=" in line
+    return None if named else f"{codes}: {err[-1500:]}"
 
 
 def nothing_is_left_behind(history: History) -> str | None:
@@ -196,6 +198,8 @@ TRAINING = (
 SUBJECTS = {
     "fine_tune": Subject("look_and_train", properties=TRAINING),
     "fine_tune, 2 ranks": Subject("look_and_train", ranks=2, properties=TRAINING),
+    "loop": Subject("look_and_loop", properties=TRAINING),
+    "loop, in a thread": Subject("look_and_loop", (True,), properties=TRAINING),
     "JsonLines": Subject("log", ("JsonLines",), properties=(flushed_lines_stay,)),
     "Csv": Subject("log", ("Csv",), properties=(flushed_lines_stay,)),
     "bench": Subject("measure", properties=(old_or_new, refusals_have_status_2), files=BENCH_FILES),
@@ -226,7 +230,10 @@ FAILURES = {
     ("bench", "full"): 1,
     ("bench", "fail"): 1,
 }
-GROUPS = {"kills": KILLS, "signals": SIGNALS, "failures": FAILURES}
+OFTEN = {"kill": 3, "power": 3, "signal": 2, "delay": 1, "full": 2, "fail": 1}
+LOOPS = ("loop", "loop, in a thread")
+OWN_LOOPS = {(name, kind): often for name in LOOPS for kind, often in OFTEN.items()}
+GROUPS = {"kills": KILLS, "signals": SIGNALS, "failures": FAILURES, "loops": OWN_LOOPS}
 
 
 class Trials:
@@ -340,7 +347,7 @@ def run_trials(wanted: dict[str, int], seed: int, n_servers: int = 1) -> Tally:
 def main() -> int:
     """Do the trials, print the table and what was lost, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for group, count in {"kills": 500, "signals": 200, "failures": 200}.items():
+    for group, count in {"kills": 500, "signals": 200, "failures": 200, "loops": 100}.items():
         parser.add_argument(f"--{group}", type=int, default=count)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--servers", type=int, default=2, help="that run trials side by side")

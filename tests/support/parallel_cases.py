@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import signal
 import sys
 import warnings
 
@@ -19,6 +20,7 @@ import fastamp
 from fastamp.train import CheckpointError
 from fastamp.train import sharded_checkpoint as sharded
 from fastamp.train.gpt import GPT, Shape
+from fastamp.train.ranks import Ranks
 
 BLOCK, N, N_HELD_OUT = 8, 96, 21
 
@@ -110,6 +112,52 @@ def train(
         "spread": spread,
         "units": sum("FSDP" in type(m).__name__ for m in model.modules()),
     }
+
+
+def train_by_hand(folder, mode, stop_at=0, signal_at=0):
+    """Train in a loop of one's own, with a checkpoint every 3 steps; return the weights."""
+    ranks = Ranks(mode, _rank(), torch.distributed.get_world_size())
+    torch.manual_seed(_rank())
+    model = Dropping(1, 0.2)
+    called, _ = ranks.spread(model, fastamp.TrainConfig(device="cpu", parallel=mode))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    dataset = fastamp.ArrayDataset(*make_data())
+    loader = fastamp.DataLoader(dataset, 4, shuffle=True, shard=True, seed=3)
+    parts = {"model": called, "optimizer": optimizer, "loader": loader}
+    try:
+        checkpointer = fastamp.Checkpointer(folder, **parts)
+        step = checkpointer.restore() or 0
+        with checkpointer.on_signal():
+            while step < 14:
+                for tokens, following, _ in loader:
+                    logits = called(tokens).flatten(0, 1)
+                    torch.nn.functional.cross_entropy(logits, following.flatten()).backward()
+                    fastamp.optimizer_step(optimizer, max_norm=1.0, zero_grad=True)
+                    step += 1
+                    if step == signal_at and _rank() == 1:
+                        signal.raise_signal(signal.SIGTERM)
+                    if step == stop_at:
+                        return None
+                    checkpointer.save(step, every=1000 if signal_at else 3)
+                    if step == 14:
+                        break
+        checkpointer.save_weights(folder / "weights.safetensors")
+    except CheckpointError as error:
+        return str(error)
+    except SystemExit as ended:
+        return ended.code
+    return {name: t.numpy().tobytes() for name, t in load_file(folder, model).items()}
+
+
+def load_file(folder, model):
+    """Return the weights in a file, after a look at those of the model."""
+    from safetensors.torch import load_file as load
+
+    loaded = load(folder / "weights.safetensors")
+    for name, tensor in model.state_dict().items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        assert torch.equal(loaded[name], whole), name
+    return loaded
 
 
 def _rank():

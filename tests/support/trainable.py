@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import signal
 import sys
 import threading
@@ -73,6 +74,66 @@ def run(folder=None, data=None, model=None, **fields):
     model = make_model() if model is None else model
     data = make_data() if data is None else data
     return model, fastamp.fine_tune(model, data, make_data(20), config)
+
+
+class Loop:
+    """A loop of one's own: a live scaler that overflows at first, dropout, averages, a schedule."""
+
+    def __init__(self, folder, **options):
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)  # noqa: NPY002 - what it draws from
+        self.model = make_model()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
+        self.scaler = fastamp.GradScaler("cpu", growth_interval=3)
+        dataset = torch.utils.data.TensorDataset(*make_data())
+        self.loader = fastamp.DataLoader(dataset, 8, shuffle=True)
+        self.mean = torch.optim.swa_utils.AveragedModel(self.model)
+        self.parts = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scaler": self.scaler,
+            "loader": self.loader,
+            "scheduler": self.scheduler,
+            "mean": self.mean,
+        }
+        self.checkpointer = None
+        if folder is not None:
+            self.checkpointer = fastamp.Checkpointer(folder, **(self.parts | options))
+
+    def run(self, steps=20, every=3, at_step=lambda _: None):
+        """Train to the end, from where the newest checkpoint is; `at_step` is called in a step."""
+        if self.checkpointer is None:
+            for _ in self._steps(0, steps, at_step):
+                pass
+            return self.outcome()
+        step = self.checkpointer.restore() or 0
+        with self.checkpointer.on_signal():
+            for done in self._steps(step, steps, at_step):
+                self.checkpointer.save(done, every=every)
+        return self.outcome()
+
+    def _steps(self, step, steps, at_step):
+        while step < steps:
+            for x, y in self.loader:
+                at_step(step + 1)
+                noise = random.random() + np.random.rand()  # noqa: NPY002 - the program's
+                with torch.autocast("cpu", torch.float16):
+                    loss = loud(self.model(x + noise), y)
+                self.scaler.scale(loss).backward()
+                self.scaler.step(self.optimizer, max_norm=1.0, scheduler=self.scheduler)
+                self.scaler.update()
+                self.optimizer.zero_grad()
+                self.mean.update_parameters(self.model)
+                step += 1
+                yield step
+                if step == steps:
+                    break
+
+    def outcome(self):
+        """Return all that two loops must have in common to the bit."""
+        states = [part.state_dict() for name, part in self.parts.items() if name != "loader"]
+        leaves = [*torch.utils._pytree.tree_leaves(states), *torch.rand(2), random.random()]
+        return [x.numpy().tobytes() if isinstance(x, torch.Tensor) else x for x in leaves]
 
 
 def hang(folder):

@@ -138,6 +138,26 @@ def test_a_run_with_a_constant_rate_can_be_made_longer(tmp_path):
     assert outcome(*run(tmp_path, max_steps=20, **fields)) == expected
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+@pytest.mark.parametrize(("field", "short", "long"), [("max_steps", 8, 20), ("epochs", 1, 3)])
+def test_a_run_that_has_ended_goes_on_at_the_rate_of_the_longer_one(
+    schedule, field, short, long, tmp_path, caplog
+):
+    fields = {"schedule": schedule, "max_steps": None, "warmup_steps": 2, "checkpoint_every": 1}
+    _, ended = run(tmp_path, **(fields | {field: short}))
+    _, whole = run(**(fields | {field: long}))
+    model, longer = run(tmp_path, **(fields | {field: long}))
+    assert longer.steps == whole.steps == (20 if field == "max_steps" else 18)
+    assert np.array_equal(longer.lr.values[: ended.steps], ended.lr.values)
+    assert np.array_equal(longer.lr.values[ended.steps :], whole.lr.values[ended.steps :])
+    lr = whole.lr.values[ended.steps]
+    text = f"of {ended.steps} steps goes on to {longer.steps}: the learning rate of step "
+    assert caplog.messages == [f"a run {text}{ended.steps + 1} is {lr:g}"]
+    assert outcome(*run(tmp_path, **(fields | {field: long}))) == outcome(model, longer)
+    with pytest.raises(CheckpointError, match=f"it has total_steps={longer.steps}, this run "):
+        run(tmp_path, **(fields | {field: short}))
+
+
 def test_an_iterator_resumes_where_it_was_in_its_only_pass(tmp_path):
     fields = {"max_steps": 6, "checkpoint_every": 1}
     expected = outcome(*run(data=iter(DataLoader(DATASET, 8)), **fields))
@@ -179,7 +199,7 @@ def test_another_run_is_refused_and_nothing_changes(tmp_path):
     for fields, problem in [
         ({"lr": 0.02}, r"it has lr=0\.01, this run 0\.02"),
         ({"optimizer": "sgd"}, "it has optimizer='AdamW', this run 'SGD'"),
-        ({"max_steps": 12}, "it has total_steps=9, this run 12"),
+        ({"max_steps": 6}, "it has total_steps=9, this run 6"),
         ({"use_amp": False}, "precision='16-mixed', this run '32-true'"),
         ({"seed": 5}, "it has seed=0, this run 5; resume=False starts anew"),
     ]:
@@ -220,8 +240,8 @@ DAMAGE = {
     "no checkpoint: its .* larger than the file": zip_bomb,
     "is no regular file": pipe,
     "No such file": dangling,
-    "expected 'fastamp.train 3', got None": lambda path: torch.save({"a": 1}, path),
-    "expected 'fastamp.train 3', got 7": lambda path: torch.save({"format": 7}, path),
+    "expected 'fastamp.train 4', got None": lambda path: torch.save({"a": 1}, path),
+    "expected 'fastamp.train 4', got 7": lambda path: torch.save({"format": 7}, path),
     "got '.ud800'": lambda path: torch.save({"format": "\ud800"}, path),
     "holds an object of .*CrashError": lambda path: torch.save(CrashError(), path),
 }
@@ -319,7 +339,7 @@ def test_a_signal_that_ends_workers_too_saves_first(accumulate, tmp_path):
     assert process.exitcode == 143
     (saved,) = names(folder)
     state = torch.load(folder / saved, weights_only=True)
-    assert state["data"]["n_consumed"] == state["place"][0] * accumulate
+    assert state["loader"]["n_consumed"] == state["step"] * accumulate
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -414,9 +434,9 @@ def test_a_full_disk_leaves_the_state_and_the_older_checkpoint(tmp_path, monkeyp
     model, steps = make_model(), []
 
     def fail(state, file):
-        if state["place"][0] < 6:
+        if state["step"] < 6:
             return save(state, file)
-        steps.append(state["place"][0])
+        steps.append(state["step"])
         file.write(b"half")
         with Path("/dev/full").open("wb") as full:
             return save(state, full)

@@ -39,7 +39,7 @@ def test_another_process_that_saves_is_waited_for_and_then_respected(
         run(tmp_path, resume=False, checkpoint_every=4)
     assert names(tmp_path) == before
     assert len(caplog.messages) == 1
-    assert Checkpoints(tmp_path, keep=3, resume=True, ranks=Ranks()).load(lambda _: None)
+    assert Checkpoints(tmp_path, keep=3, ranks=Ranks()).load(lambda _: None)
     neighbour[0].kill()
     monkeypatch.setattr(lock, "WAIT_S", 60)
     run(tmp_path, checkpoint_every=4)

@@ -23,6 +23,7 @@ from support.parallel_cases import (
     train,
     train_and_overflow_on_one,
     train_as_launched,
+    train_by_hand,
     train_from_a_list,
     train_with_sinks,
 )
@@ -133,6 +134,24 @@ def test_other_numbers_of_ranks_go_on_with_every_sample_once(four, modes, tmp_pa
     assert sorted(itertools.chain(*epochs[:12])) == list(range(N))
 
 
+@MODES
+def test_a_loop_of_ones_own_resumes_over_ranks(four, mode, tmp_path):
+    """On as many to the bit, on others too, and after a signal to one of them."""
+    expected = four.run(2, train_by_hand, tmp_path / "whole", mode)
+    assert expected[0] == expected[1]
+    for stop_at, name in [(5, "step-00000003"), (11, "step-00000009")]:
+        four.run(2, train_by_hand, tmp_path / "run", mode, stop_at)
+        assert names(tmp_path / "run")[-1] == name
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    assert four.run(2, train_by_hand, tmp_path / "run", mode) == expected
+    assert (
+        len({str(weights) for weights in four.run(4, train_by_hand, tmp_path / "other", mode)}) == 1
+    )
+    assert four.run(2, train_by_hand, tmp_path / "signal", mode, 0, 4) == [143, 143]
+    assert names(tmp_path / "signal") == ["step-00000010"]
+    assert four.run(2, train_by_hand, tmp_path / "signal", mode) == expected
+
+
 def test_loaders_of_the_users_own_resume_with_as_many_ranks_only(four, tmp_path):
     expected = four.run(2, train_from_a_list, None)
     four.run(2, train_from_a_list, tmp_path, 5)
@@ -229,7 +248,7 @@ def three_steps(four, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("place", ["place", "rng", "data", "optimizer", "model", "files", "ranks"])
+@pytest.mark.parametrize("place", ["run", "rng", "loader", "optimizer", "model", "files", "ranks"])
 def test_a_wrong_checkpoint_is_refused_by_all(four, place, three_steps, tmp_path):
     fields = {"parallel": "fsdp", "max_steps": 3}
     shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
@@ -237,7 +256,7 @@ def test_a_wrong_checkpoint_is_refused_by_all(four, place, three_steps, tmp_path
     state = torch.load(path, weights_only=True)
     for value in (None, {}, -1):
         wrong = {**state, place: value}
-        if place in {"data", "rng"}:  # of the second rank alone
+        if place in {"loader", "rng"}:  # of the second rank alone
             wrong = {**state, "ranks": [state["ranks"][0], {**state["ranks"][1], place: value}]}
         torch.save(wrong, path)
         for kind, text in four.run(2, call_for_error, (tmp_path,), fields):

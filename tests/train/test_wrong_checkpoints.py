@@ -86,8 +86,8 @@ def is_same_kind(old, new):
     return type(new) in (int, float) and isinstance(old, (int, float))
 
 
-ENTRIES = ["config", "data", "has_ended", "model", "n_with_state", "optimizer", "place", "rng"]
-ENTRIES += ["scaler", "schedule", "tracker"]
+ENTRIES = ["best", "kinds", "loader", "model", "n_with_state", "optimizer", "rng", "run", "scaler"]
+ENTRIES += ["scheduler", "step", "tracker"]
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -103,15 +103,16 @@ def test_every_entry_is_checked_before_anything_is_loaded(entry, whole, tmp_path
         n_shared = 1 if "FASTAMP_AT_LARGE" in os.environ else n_shared
         for value in WRONG[i % n_shared :: n_shared]:
             error = refusal(tmp_path, changed(state, at, value))
-            may_stand = at[:2] == ("data", "loader") or is_same_kind(old, value)
+            may_stand = at[:2] == ("loader", "loader") or is_same_kind(old, value)
             may_stand |= entry == "tracker" and value in (GONE, {})  # shorter curves are curves
-            may_stand |= at[-1] in {"cuda", "own"} and isinstance(value, torch.Tensor)
+            may_stand |= at[-1] == "own" and isinstance(value, torch.Tensor)
+            may_stand |= at[-1] == "devices" and isinstance(value, list)
             assert may_stand or error, (at, value)
             names_it = [entry, str(at[-1])]
-            names_it += ["it has"] if entry in {"config", "model"} else []
+            names_it += ["it has"] if entry in {"kinds", "model", "run"} else []
             assert error is None or any(map(error.__contains__, names_it)), error
             assert error is None or error.endswith("; resume=False starts anew")
-        if isinstance(old, dict) and entry != "tracker" and at[:2] != ("data", "loader"):
+        if isinstance(old, dict) and entry != "tracker" and at[:2] != ("loader", "loader"):
             place = "another" if at[-1] != "state" else "state"
             assert place in refusal(tmp_path, changed(state, at, {**old, "another": 3}))
 
@@ -128,7 +129,7 @@ def test_the_position_of_a_loader_of_torch_is_checked(tmp_path):
     run(tmp_path, data, **FIELDS)
     state = torch.load(tmp_path / "step-00000006.pt", weights_only=True)
     for name, value in [("n_consumed", -1), ("rng", None), ("rng", {}), ("loader", {}), ("rng", 5)]:
-        error = refusal(tmp_path, changed(state, ("data", name), value), data=data)
+        error = refusal(tmp_path, changed(state, ("loader", name), value), data=data)
         assert name in error or name == "loader"
     error = refusal(tmp_path, state)  # with tensors, whose loader has a state
     assert "train_data resumes by itself" in error

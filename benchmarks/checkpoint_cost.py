@@ -1,0 +1,73 @@
+"""What checkpoints cost a loop: steps with one save among them, against steps without.
+
+`python benchmarks/checkpoint_cost.py --steps 40 --rounds 12`: a GPT on random bytes, saved by
+`fastamp.Checkpointer` at once and in a thread; the wait for the thread counts. Arms take turns, in
+mirrored blocks, and the last column has its 95 % interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+import fastamp
+from fastamp.bench.race import Plan, run_race
+from fastamp.train.gpt import GPT, Shape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SHAPE = Shape(layers=4, heads=4, width=256, block_size=128)
+BATCH = 16
+
+
+def make_visit(folder: Path | None, steps: int, *, in_thread: bool) -> Callable[[], None]:
+    """Return what trains for some steps, with one save after the first of them."""
+    torch.manual_seed(0)
+    model = GPT(SHAPE)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.randint(256, (BATCH, SHAPE.block_size + 1))
+    parts = {"model": model, "optimizer": optimizer}
+    checkpointer = folder and fastamp.Checkpointer(folder, **parts, in_thread=in_thread)
+    done = 0
+
+    def visit() -> None:
+        nonlocal done
+        for step in range(steps):
+            logits = model(tokens[:, :-1])
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            fastamp.optimizer_step(optimizer, max_norm=1.0, zero_grad=True)
+            done += 1
+            if checkpointer and step == 0:
+                checkpointer.save(done)
+        if checkpointer:
+            checkpointer.wait()
+
+    return visit
+
+
+def main() -> None:
+    """Measure, and print a row for each arm."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=40, help="for each save")
+    parser.add_argument("--rounds", type=int, default=12)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as made:
+        arms = {"no saves": make_visit(None, args.steps, in_thread=False)}
+        for name, in_thread in {"at once": False, "in a thread": True}.items():
+            arms[name] = make_visit(Path(made, name), args.steps, in_thread=in_thread)
+        race = run_race(arms, Plan(rounds=args.rounds, warmup=2))
+        size = max(path.stat().st_size for path in Path(made).rglob("*.pt"))
+    print(f"{args.steps} steps for each save of {size / 2**20:.0f} MiB, {args.rounds} rounds")
+    for name in arms:
+        cost = race.ratio("no saves", name).scaled(lambda ratio: ratio - 1)
+        print(f"{name:12} {race.time_s(name).value:8.2f} s   {cost.text('.1%')}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,343 @@
+"""`fastamp.Checkpointer`: checkpoints for a loop of one's own, as `fine_tune` writes them."""
+
+import copy
+import logging
+import math
+import operator
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from typing_extensions import Self
+
+from fastamp.data.own_threads import start
+from fastamp._files import write
+from fastamp.train.keeper import OWN_NAMES, Keeper, open_folder
+from fastamp.train.ranks import Ranks
+from fastamp.train.signals import Signals
+
+_SIGNS = {None: 0, "min": 1, "max": -1}  # of a metric that is better when it is lower
+_EXCHANGE_EVERY = 10  # steps, after which ranks tell each other of a signal
+
+
+class Checkpointer:
+    """Saves a training loop so that it resumes to the bit, whatever has ended it.
+
+    A checkpoint is one file, `step-00000123.pt`, that is there whole or not at all, also after a
+    kill or a loss of power. It holds the states of all that is given here, and of the random number
+    generators of Python, NumPy, torch and every device::
+
+        checkpointer = fastamp.Checkpointer(
+            "run", model=model, optimizer=optimizer, scaler=scaler, loader=loader
+        )
+        step = checkpointer.restore() or 0
+        with checkpointer.on_signal():
+            while step < 10_000:
+                for x, y in loader:
+                    ...  # forward, backward, scaler.step, scaler.update
+                    step += 1
+                    checkpointer.save(step, every=500)
+
+    Where torch.distributed is initialized, every rank makes one and calls the same methods. A
+    checkpoint is then a folder, which all ranks must be able to reach, written by
+    `torch.distributed.checkpoint`: shards of FSDP2 are written by their ranks. Any number of ranks
+    can restore it; as many get their random numbers back. Of `loader` each rank keeps its own
+    state, of the other parts the first rank's counts.
+
+    From the first save on the folder belongs to this process until it ends. Files of others in it
+    stay as they are.
+
+    Args:
+        folder: is made if needed.
+        model: may be compiled or in DistributedDataParallel; the keys are those of the module
+            inside.
+        optimizer: None if nothing is trained.
+        scaler: a `torch.amp.GradScaler`, such as `fastamp.GradScaler`.
+        loader: one with a state, such as `fastamp.DataLoader`, so that batches go on after the last
+            one delivered.
+        scheduler: of the learning rate.
+        keep: how many of the newest checkpoints to keep.
+        best: "min" or "max" keeps, beside them, the one with the lowest or highest `metric` of
+            `save`.
+        in_thread: whether `save` copies everything to the host's memory, and a thread writes the
+            copy. Not over ranks.
+        parts: anything else with `state_dict` and `load_state_dict`, by a name of your choice. One
+            that also has `check_state_dict(state)`, which raises a ValueError, is asked before
+            anything is restored.
+
+    Raises:
+        OSError: the folder cannot be made or written to.
+        TypeError: a part has no `state_dict` or `load_state_dict`.
+        ValueError: `keep`, `best`, `in_thread` or a name is none that is possible.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        scaler: Any = None,
+        loader: Any = None,
+        scheduler: Any = None,
+        keep: int = 3,
+        best: str | None = None,
+        in_thread: bool = False,
+        **parts: Any,
+    ) -> None:
+        parts = {"loader": loader, "scaler": scaler, "scheduler": scheduler, **parts}
+        parts = {name: part for name, part in parts.items() if part is not None}
+        has_ranks = dist.is_available() and dist.is_initialized()
+        ranks = Ranks("ddp", dist.get_rank(), dist.get_world_size()) if has_ranks else Ranks()
+        _check_arguments(model, optimizer, parts)
+        _expect("keep", keep, "an integer of at least 1", fine=type(keep) is int and keep > 0)
+        _expect("best", best, "None, 'min' or 'max'", fine=best in _SIGNS)
+        alone = not (in_thread and has_ranks)
+        _expect("in_thread", in_thread, "False where torch.distributed is initialized", fine=alone)
+        words = {"argument": "folder", "anew": "another folder starts anew"}
+        self._files = open_folder(folder, ranks, keep=keep, **words)
+        self._keeper = Keeper(self._files, _inside(model), optimizer, parts, ranks)
+        self._ranks, self._sign, self._in_thread = ranks, _SIGNS[best], in_thread
+        self._signals: Signals | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None  # of the thread
+
+    def save(
+        self, step: int, *, every: int | None = None, metric: float | Tensor | None = None
+    ) -> None:
+        """Write a checkpoint after a step; of the same step it replaces the former one.
+
+        1. Without `every` always; with it, if `step` is a multiple of it, or a signal has come.
+        2. Wait for the thread that writes the checkpoint before, if there is one.
+        3. Write to a temporary file, sync it, rename it, sync the folder; then remove older ones.
+           With `in_thread` from a copy, in a thread: the call returns when the copy is made.
+        4. After `on_signal`, if a signal has come: do what it does, such as exit.
+
+        Args:
+            step: how many steps are done, at least 0, and no less than before.
+            every: see above; call it at the end of every step then.
+            metric: what `best` compares: a number, waited for if it is on a device.
+
+        Raises:
+            OSError: it cannot be written, or that of the call before, in a thread, could not; the
+                other checkpoints are unchanged.
+            CheckpointError: it is the first one, and could not be read again.
+            ValueError: the folder has a checkpoint of a later step, which was not restored.
+        """
+        step = operator.index(step)
+        newest, expected = self._files.newest_step, "an integer of at least 0"
+        if newest > step >= 0:
+            expected = f"at least {newest}, the newest checkpoint's, which restore() resumes"
+        _expect("step", step, expected, fine=step >= max(newest, 0))
+        fine = every is None or (type(every) is int and every > 0)
+        _expect("every", every, "None or an integer of at least 1", fine=fine)
+        is_due = every is None or step % every == 0
+        received = self._received(step, is_due=is_due)
+        if is_due or received is not None:
+            self._save(step, metric)
+        if received is not None and self._signals is not None:
+            self.wait()
+            self._signals.deliver(received)
+
+    def restore(self, *, best: bool = False) -> int | None:
+        """Apply the newest checkpoint that is whole, and return its step; None without any.
+
+        All of it is checked before anything of it is applied. A damaged newer one is passed over
+        with one warning, and removed after the next save. Reading runs no code of the file.
+
+        Args:
+            best: apply the best one; later ones are removed after the next save.
+
+        Raises:
+            CheckpointError: it is of another model, optimizer or other part, or something in it is
+                wrong: the message names the file and the entry, and nothing has changed. Or a part
+                of your own class has refused its state. Or all are damaged, or there is no best.
+        """
+        self.wait()
+        state = self._keeper.restore(best=best, stacklevel=3)
+        return None if state is None else int(state["step"])
+
+    def on_signal(self) -> Self:
+        """Defer SIGTERM and Ctrl-C until the next `save`, which then writes a checkpoint.
+
+        Call `save(step, every=...)` at the end of every step, so that it is the next step's end. A
+        second signal acts at once. `with checkpointer.on_signal():` puts the handlers back at the
+        end, as `close` does. In other threads than the main one it does nothing. Over ranks a
+        signal to one is a signal to all, within 10 steps, and all have to call this.
+        """
+        if self._signals is None:
+            self._signals = Signals(enabled=True).__enter__()
+        return self
+
+    def wait(self) -> None:
+        """Wait until what `save` has begun in a thread is written.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait for the thread, and put the handlers of signals back."""
+        try:
+            self.wait()
+        finally:
+            signals, self._signals = self._signals, None
+            if signals is not None:
+                signals.__exit__()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def save_weights(self, path: str | os.PathLike[str]) -> None:
+        """Write the model's tensors alone, as safetensors; the file is whole or as it was.
+
+        `safetensors.torch.load_model(model, path)` reads it. Over ranks all have to call this, and
+        the first one writes whole tensors.
+
+        Raises:
+            ImportError: safetensors is not installed; it comes with the extra `safetensors`.
+            OSError: it cannot be written.
+        """
+        try:
+            import safetensors.torch  # noqa: PLC0415 - an extra
+        except ImportError as error:
+            msg = "safetensors is not installed: pip install 'fastamp[safetensors]'"
+            raise ImportError(msg) from error
+        whole = {
+            name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
+            for name, tensor in self._keeper.model.state_dict().items()
+            if isinstance(tensor, Tensor)
+        }
+        tensors, left_out = _without_copies(whole)
+
+        def write_all() -> None:
+            write(Path(path), safetensors.torch.save(tensors, left_out))
+
+        self._ranks.first(write_all)
+
+    def _received(self, step: int, *, is_due: bool) -> int | None:
+        """Return a signal that this or another rank has received."""
+        if self._signals is None:
+            return None
+        received = self._signals.received
+        if self._ranks.mode is None:
+            return received
+        if not is_due and step % _EXCHANGE_EVERY:
+            return None
+        return max(self._ranks.gather(received or 0)) or None
+
+    def _save(self, step: int, metric: float | Tensor | None) -> None:
+        self.wait()
+        keeper, before = self._keeper, self._keeper.best
+        value = math.nan if metric is None else float(metric)
+        is_best = before is None or self._sign * (before[1] - value) > 0
+        if self._sign and is_best and not math.isnan(value):
+            keeper.best = [step, value]
+        state = keeper.state(step)
+        if not self._in_thread:
+            self._write(step, state, before)
+            return
+        args = (step, _copied(state), before)
+        thread = threading.Thread(target=self._write_in_thread, args=args, daemon=False)
+        thread.name = "fastamp-checkpoint"
+        start(thread)
+        self._thread = thread
+
+    def _write(self, step: int, state: dict[str, Any], before: list[Any] | None) -> None:
+        """Write a state; one that could not be written is not the best one."""
+        try:
+            self._files.save(step, state, state["best"] and state["best"][0])
+        except BaseException:
+            self._keeper.best = before
+            raise
+
+    def _write_in_thread(self, *args: Any) -> None:
+        """Write a copy; the next call raises the error."""
+        try:
+            self._write(*args)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised there
+            self._error = error
+            logging.getLogger(__name__).error("%s", error)  # noqa: TRY400 - there may be no call
+
+
+def _check_arguments(model: Any, optimizer: Any, parts: dict[str, Any]) -> None:
+    kinds: dict[str, Any] = {"model": (model, nn.Module, "a torch.nn.Module")}
+    if optimizer is not None:
+        kinds["optimizer"] = (optimizer, Optimizer, "a torch.optim.Optimizer or None")
+    for name, (value, kind, expected) in kinds.items():
+        if not isinstance(value, kind):
+            msg = f"{name}: expected {expected}, got {type(value).__name__}"
+            raise TypeError(msg)
+    for name, part in parts.items():
+        _expect(name, name, "another name: checkpoints use this one", fine=name not in OWN_NAMES)
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            remedy = "; fastamp.DataLoader has both" if name == "loader" else ""
+            wanted = f"expected an object with state_dict and load_state_dict{remedy}"
+            msg = f"{name}: {wanted}, got {type(part).__name__}"
+            raise TypeError(msg)
+
+
+def _expect(name: str, value: Any, expected: str, *, fine: bool) -> None:
+    if not fine:
+        msg = f"{name}: expected {expected}, got {value!r}"
+        raise ValueError(msg)
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """Return the module that the user has compiled or wrapped."""
+    while True:
+        inside = getattr(model, "_orig_mod", None)
+        if isinstance(model, DistributedDataParallel):
+            inside = model.module
+        if not isinstance(inside, nn.Module):
+            return model
+        model = inside
+
+
+def _key(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what two tensors have in common that are the same memory."""
+    layout = (tensor.dtype, tensor.device, tensor.shape)
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return (id(tensor), *layout)
+    return (tensor.data_ptr(), tensor.stride(), *layout)
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy on the host, in which tensors that are the same stay the same."""
+    copies: dict[Any, Tensor] = {}
+    memo: dict[int, Any] = {}
+    for leaf in tree_leaves(state):
+        if isinstance(leaf, Tensor):
+            key = _key(leaf)
+            if key not in copies:
+                copies[key] = leaf.detach().to("cpu", copy=True)
+            memo[id(leaf)] = copies[key]
+    return copy.deepcopy(state, memo)
+
+
+def _without_copies(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return one name for each tensor, and for the other names which one that is."""
+    names: dict[Any, str] = {}
+    left_out = {}
+    for name, tensor in tensors.items():
+        first = names.setdefault(_key(tensor), name)
+        if first != name:
+            left_out[name] = first
+    kept = names.values()
+    return {name: tensors[name].cpu().contiguous().clone() for name in kept}, left_out

@@ -1,0 +1,102 @@
+"""A checkpoint's file: a state of tensors and plain values, with sums; reading it runs no code."""
+
+import errno
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
+
+import torch
+
+from fastamp._files import create, open_regular
+
+Check: TypeAlias = Callable[[dict[str, Any]], object]
+"""Raises a ValueError that says why a state cannot be resumed; the state is a checkpoint's."""
+
+_FORMAT = "fastamp.train 4"
+_OURS = _FORMAT.rpartition(" ")[0].encode()  # near the start of every file, of any version
+RUN = "run.pt"  # in a folder: everything except the tensors of model and optimizer
+# Of a path that is damaged, or no file; others, as a missing permission, are the machine's.
+_DAMAGED = {errno.ENOENT, errno.EINVAL, errno.EIO, errno.ELOOP, errno.ENOTDIR, errno.ENXIO}
+_ENTRY_NBYTES = 30  # an archive's, at least, beside its content
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be resumed; the message names it."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint that cannot be read: the one before it can be resumed."""
+
+
+def write_file(path: Path, state: dict[str, Any]) -> None:
+    """Write a state to the disk."""
+    with create(path) as file:
+        try:
+            torch.save({"format": _FORMAT, **state}, file)
+        except RuntimeError as error:  # torch raises it in place of an OSError
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+
+
+def read_file(path: Path, check: Check) -> dict[str, Any]:
+    """Return the state in a file, if it is whole and passes the check.
+
+    Raises:
+        CheckpointError: it is of another version, or does not pass; a DamagedError if it is not
+            whole, or nothing that `write_file` has written.
+    """
+    try:
+        with open_regular(path) as file:
+            _check_archive(file)
+            file.seek(0)
+            state: Any = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        kind = re.search(r"GLOBAL (\S+)", str(error))
+        of_what = f" of {kind[1]}" if kind else ""
+        msg = f"{path}: holds an object{of_what}, which is neither a tensor nor a plain value"
+        raise DamagedError(msg) from error
+    except Exception as error:  # unpickling a foreign file can raise anything
+        is_of_machine = isinstance(error, OSError) and error.errno not in _DAMAGED
+        if is_of_machine or isinstance(error, MemoryError):
+            msg = f"{path}: cannot be read: {error}"
+            raise CheckpointError(msg) from error
+        msg = f"{path}: is damaged or no checkpoint: {error}"
+        raise DamagedError(msg) from error
+    found = state.get("format") if isinstance(state, dict) else None
+    if found != _FORMAT:
+        is_ours = isinstance(found, str) and found.startswith(_OURS.decode())
+        msg = f"{path}: expected {_FORMAT!r}, got {found!r}"
+        raise (CheckpointError if is_ours else DamagedError)(msg)
+    try:
+        check(state)
+    except ValueError as error:
+        msg = f"{path}: {error}"
+        raise CheckpointError(msg) from error
+    return state  # type: ignore[no-any-return]
+
+
+def _check_archive(file: BinaryIO) -> None:
+    """Check the sums, which torch.load does not do, and that nothing in it expands."""
+    nbytes = os.fstat(file.fileno()).st_size
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+        needed = sum(entry.file_size + _ENTRY_NBYTES for entry in entries)
+        if needed > nbytes or any(entry.compress_type for entry in entries):
+            msg = f"its {len(entries)} entries would be larger than the file"
+            raise zipfile.BadZipFile(msg)
+        damaged = archive.testzip()
+        if damaged is not None:
+            msg = f"the sum of {damaged} is wrong"
+            raise zipfile.BadZipFile(msg)
+
+
+def is_ours(path: Path) -> bool:
+    """Say whether a file or folder carries our format, of any version, damaged or not."""
+    file = path / RUN if path.is_dir() else path
+    if path.is_symlink() or not file.is_file():  # a FIFO would block
+        return False
+    with file.open("rb") as opened:
+        return _OURS in opened.read(4096)

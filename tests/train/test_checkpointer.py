@@ -1,0 +1,310 @@
+"""Checkpoints of a loop of one's own: to the bit, refused whole, written before a signal."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import logging
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.trainable import CrashError, Loop, crash, make_model, names
+
+import fastamp
+from fastamp import _files as files
+from fastamp.train import random_state
+from fastamp.train.checkpoint import Checkpoints
+
+
+def crash_at(step):
+    return lambda now: crash() if now == step else None
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return Loop(None).run()
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_loop_that_crashed_again_and_again_comes_to_the_bit_to_the_same(
+    in_thread, expected, tmp_path
+):
+    """In an epoch of 12 steps, after its last one, and in the next one; what is drawn counts."""
+    for step in (2, 6, 13, 14, 20):
+        with pytest.raises(CrashError):
+            Loop(tmp_path, in_thread=in_thread).run(every=2, at_step=crash_at(step))
+        assert names(tmp_path)[-1:] == [f"step-{(step - 1) // 2 * 2:08d}.pt"] * (step > 2)
+        random.random(), np.random.rand(), torch.rand(1)  # noqa: NPY002 - of another program
+    assert Loop(tmp_path, in_thread=in_thread).run(every=2) == expected
+    assert names(tmp_path) == [f"step-{step:08d}.pt" for step in (16, 18, 20)]
+    assert Loop(tmp_path).run(every=2) == expected  # it has ended, and stays
+    assert threading.active_count() == 1
+
+
+def snapshot(loop):
+    numpy = np.random.get_state()[1].tobytes()  # noqa: NPY002 - the program's
+    states = copy.deepcopy([part.state_dict() for part in loop.parts.values()])
+    leaves = [*torch.utils._pytree.tree_leaves(states), torch.get_rng_state()]
+    kept = [x.numpy().tobytes() if isinstance(x, torch.Tensor) else x for x in leaves]
+    return kept, numpy, random.getstate()
+
+
+OTHERS = {
+    r"it has module\.0\.weight='torch\.float32 \[16, 8\]', this run 'torch\.float32 \[1, 1\]'": {
+        "mean": torch.optim.swa_utils.AveragedModel(torch.nn.Sequential(torch.nn.Linear(1, 1)))
+    },
+    r"it has 0\.weight='torch\.float32 \[16, 8\]', this run 'torch\.float32 \[9, 8\]'": {
+        "model": torch.nn.Sequential(torch.nn.Linear(8, 9))
+    },
+    "it has optimizer='AdamW', this run 'SGD'": {
+        "optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    },
+    r"it has \['optimizer'\]\['param_groups'\]\[0\]\['initial_lr'\], which this run does not": {
+        "optimizer": torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+    },
+    "it has scaler='GradScaler', this run None": {"scaler": None},
+    "it has another=None, this run 'Linear'": {"another": torch.nn.Linear(1, 1)},
+    "it has scheduler='CosineAnnealingLR', this run 'StepLR'": {
+        "scheduler": torch.optim.lr_scheduler.StepLR(
+            torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), 1
+        )
+    },
+    r"it has \['scaler'\]\['scale'\], which this run does not know": {
+        "scaler": fastamp.GradScaler("cpu", enabled=False)
+    },
+    r"its \['loader'\] cannot be loaded: ValueError: state: its length is 96, the loader's 5": {
+        "loader": fastamp.DataLoader(torch.utils.data.TensorDataset(torch.ones(5)), 8, shuffle=True)
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    Loop(folder).run(steps=6)
+    return folder
+
+
+@pytest.mark.parametrize("problem", OTHERS)
+def test_what_is_whole_and_of_another_loop_is_refused_before_anything_changes(problem, finished):
+    loop = Loop(finished, **OTHERS[problem])
+    before = snapshot(loop)
+    with pytest.raises(fastamp.CheckpointError, match=rf"06\.pt: {problem}") as raised:
+        loop.checkpointer.restore()
+    assert str(raised.value).endswith("; another folder starts anew")
+    assert snapshot(loop) == before
+
+
+def test_a_part_is_asked_before_anything_changes(finished, tmp_path):
+    class Picky(torch.optim.swa_utils.AveragedModel):
+        def check_state_dict(self, state):
+            if state["n_averaged"] == 6:
+                msg = "six"
+                raise ValueError(msg)
+
+    Picky.__name__ = "AveragedModel"
+    loop = Loop(finished, mean=Picky(make_model()))
+    before = snapshot(loop)
+    with pytest.raises(fastamp.CheckpointError, match=r"its \['mean'\] cannot be loaded: six; "):
+        loop.checkpointer.restore()
+    assert snapshot(loop) == before
+
+
+class Runs:
+    """What a hostile file would have called."""
+
+    def __reduce__(self):
+        return os.mkdir, ("owned",)
+
+
+def test_damaged_and_hostile_files_are_passed_over_with_one_warning(
+    expected, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CrashError):
+        Loop("run").run(at_step=crash_at(12))
+    path = Path("run", "step-00000009.pt")
+    path.write_bytes(path.read_bytes()[:-9])
+    torch.save({"format": "fastamp.train 4", "model": Runs()}, "run/step-00000012.pt")
+    text = r"(?s)12\.pt: holds an object of .*mkdir, which is.*09\.pt: is damaged.*06\.pt$"
+    loop = Loop("run")
+    with pytest.warns(UserWarning, match=text) as warned:
+        assert loop.checkpointer.restore() == 6
+    assert (len(warned), warned[0].filename) == (1, __file__)
+    assert not Path("owned").exists()
+    with pytest.warns(UserWarning, match=text):
+        assert Loop("run").run() == expected
+    assert "step-00000012.pt" in names("run")
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_at_the_end_of_its_step(number, in_thread, expected, tmp_path):
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    kind = SystemExit if number == signal.SIGTERM else KeyboardInterrupt
+    loop = Loop(tmp_path, in_thread=in_thread)
+    with pytest.raises(kind) as raised:
+        loop.run(every=50, at_step=lambda now: now == 8 and signal.raise_signal(number))
+    assert raised.value.args == ((143,) if number == signal.SIGTERM else ())
+    assert names(tmp_path) == ["step-00000008.pt"]
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
+    assert Loop(tmp_path).run(every=50) == expected
+
+
+def test_the_best_one_is_kept_and_can_be_restored(tmp_path):
+    loop, metrics = Loop(tmp_path, keep=1, best="min"), [5.0, 3.0, float("nan"), 4.0, None]
+    weights = []
+    for step, metric in enumerate(metrics, 1):
+        torch.nn.init.constant_(loop.model[0].weight, step)
+        loop.checkpointer.save(step, metric=None if metric is None else torch.tensor(metric))
+        weights.append(loop.model[0].weight.clone())
+    assert names(tmp_path) == ["step-00000002.pt", "step-00000005.pt"]
+    again = Loop(tmp_path, keep=1, best="min")
+    assert again.checkpointer.restore() == 5
+    assert again.checkpointer.restore(best=True) == 2
+    assert torch.equal(again.model[0].weight, weights[1])
+    again.checkpointer.save(3, metric=3.5)
+    assert names(tmp_path) == ["step-00000002.pt", "step-00000003.pt"]
+    again.checkpointer.save(4, metric=-1)
+    assert names(tmp_path) == ["step-00000004.pt"]
+    Loop(tmp_path / "none").checkpointer.save(1)
+    with pytest.raises(fastamp.CheckpointError, match="no checkpoint until step 1 was saved with"):
+        Loop(tmp_path / "none").checkpointer.restore(best=True)
+
+
+def test_a_thread_writes_a_copy_of_the_moment_and_never_two_at_once(tmp_path, monkeypatch):
+    loop = Loop(tmp_path, in_thread=True)
+    inside, may_write, most, save = [], threading.Event(), [0], Checkpoints.save
+
+    def slow(*args):
+        inside.append(threading.current_thread().name)
+        most[0] = max(most[0], len(inside))
+        assert may_write.wait(60)
+        save(*args)
+        inside.pop()
+
+    monkeypatch.setattr(Checkpoints, "save", slow)
+    loop.checkpointer.save(1)
+    before = loop.model[0].weight.clone()
+    with torch.no_grad():
+        loop.model[0].weight.zero_()
+    assert names(tmp_path) == []
+    threading.Timer(0.05, may_write.set).start()
+    loop.checkpointer.save(2)
+    loop.checkpointer.close()
+    assert (most, inside) == ([1], [])
+    kept = [torch.load(tmp_path / name, weights_only=True)["model"] for name in names(tmp_path)]
+    assert torch.equal(kept[0]["0.weight"], before)
+    assert not kept[1]["0.weight"].any()
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_what_could_not_be_written_is_an_error_and_the_loop_can_go_on(
+    in_thread, tmp_path, monkeypatch, caplog
+):
+    loop = Loop(tmp_path, in_thread=in_thread, best="max")
+    loop.checkpointer.save(1, metric=1)
+    loop.checkpointer.wait()
+    create = files.os.fsync
+    monkeypatch.setattr(files.os, "fsync", fail)
+    with pytest.raises(OSError, match=r"folder=.*: step-00000002\.pt cannot be written: No space"):
+        save_and_wait(loop.checkpointer, 2, metric=2)
+    assert names(tmp_path) == ["step-00000001.pt"]
+    monkeypatch.setattr(files.os, "fsync", create)
+    loop.checkpointer.save(2, metric=0)
+    loop.checkpointer.close()
+    assert torch.load(tmp_path / "step-00000002.pt", weights_only=True)["best"] == [1, 1.0]
+    assert len([r for r in caplog.records if r.levelno == logging.ERROR]) == in_thread
+
+
+def save_and_wait(checkpointer, step, metric):
+    checkpointer.save(step, metric=metric)
+    checkpointer.wait()
+
+
+def fail(_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_checkpoint_of_a_later_step_is_not_overtaken(finished, tmp_path):
+    loop = Loop(finished)
+    text = "step: expected at least 6, the newest checkpoint's, which restore\\(\\) resumes, got 3"
+    with pytest.raises(ValueError, match=text):
+        loop.checkpointer.save(3)
+    assert names(finished) == ["step-00000003.pt", "step-00000006.pt"]
+
+
+def test_numbers_of_numpy_in_a_schedule_are_kept(tmp_path):
+    loop = Loop(None)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(loop.optimizer)
+    parts = {"model": loop.model, "optimizer": loop.optimizer, "scheduler": plateau}
+    fastamp.Checkpointer(tmp_path, **parts).save(0)
+    plateau.step(np.float64(0.5))
+    fastamp.Checkpointer(tmp_path, **parts).save(1)
+    plateau.step(0.25)
+    assert fastamp.Checkpointer(tmp_path, **parts).restore() == 1
+    assert (plateau.best, plateau.last_epoch) == (0.5, 1)
+
+
+def test_compiled_and_wrapped_models_have_the_keys_of_the_model_inside(tmp_path):
+    model = make_model()
+    fastamp.Checkpointer(tmp_path, model=torch.compile(model, backend="eager")).save(1)
+    other = torch.nn.Sequential(*make_model())
+    torch.nn.init.zeros_(other[0].weight)
+    assert fastamp.Checkpointer(tmp_path, model=other).restore() == 1
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+def test_every_devices_random_numbers_are_kept(monkeypatch):
+    """On a machine with two, played by generators of the CPU; one is gone when it is restored."""
+    generators = [torch.Generator().manual_seed(i) for i in range(2)]
+    devices = [torch.device("cuda", i) for i in range(2)]
+    monkeypatch.setattr(random_state, "_generator", lambda device: generators[device.index])
+    state = random_state.rng_state(devices)
+    drawn = [torch.rand(1, generator=g) for g in generators]
+    random_state.set_rng_state(state, devices[:1])
+    again = [torch.rand(1, generator=g) for g in generators]
+    assert torch.equal(again[0], drawn[0])
+    assert not torch.equal(again[1], drawn[1])
+
+
+def test_weights_alone_are_safetensors_of_tied_tensors_too(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    tied = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    tied[1].weight = tied[0].weight
+    path = tmp_path / "weights.safetensors"
+    fastamp.Checkpointer(tmp_path / "run", model=tied).save_weights(path)
+    assert names(tmp_path) == ["run", "weights.safetensors"]
+    assert len(safetensors.load_file(path)) == 3
+    other = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    other[1].weight = other[0].weight
+    assert safetensors.load_model(other, path) == (set(), [])
+    assert all(map(torch.equal, other.parameters(), tied.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"model": 5}, TypeError, "model: expected a torch.nn.Module, got int"),
+        ({"optimizer": 5}, TypeError, "optimizer: expected a torch.optim.Optimizer or None, got"),
+        ({"loader": [1]}, TypeError, "load_state_dict; fastamp.DataLoader has both, got list"),
+        ({"rng": make_model()}, ValueError, "rng: expected another name"),
+        ({"keep": 0}, ValueError, "keep: expected an integer of at least 1, got 0"),
+        ({"best": "loss"}, ValueError, "best: expected None, 'min' or 'max', got 'loss'"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused_by_name(options, error, text, tmp_path):
+    with pytest.raises(error, match=text):
+        fastamp.Checkpointer(tmp_path / "run", **({"model": make_model()} | options))
+    assert names(tmp_path) == []
+    checkpointer = fastamp.Checkpointer(tmp_path, model=make_model())
+    for step, every, problem in [(-1, None, "step: .*0, got -1"), (1, 0, "every: .*1, got 0")]:
+        with pytest.raises(ValueError, match=problem):
+            checkpointer.save(step, every=every)
