@@ -1,39 +1,48 @@
 """`python -m fastamp.train`: train the bench's GPT, byte by byte, on the user's text."""
 
 import argparse
+import ast
+import inspect
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch.utils.data import Subset
 
 from fastamp.data import TokenDataset
-from fastamp.metrics import MetricsTracker
-from fastamp.metrics.sinks import Scalar
 from fastamp.train import CheckpointError, TrainConfig, fine_tune
-from fastamp.train.config import AUTOCAST
+from fastamp.train.config import AUTOCAST, INTEGERS
 from fastamp.train.gpt import GPT, Shape
-from fastamp.train.options import DEFAULT, number, progress, refuse, say
+from fastamp.train.optimizer import OPTIMIZERS, SCHEDULES
+from fastamp.train.options import DEFAULT, number, refuse, say
 from fastamp.train.ranks import check_environment, is_launched
 from fastamp.train.text import load_corpus
 
 VALIDATION_WINDOWS = 64
 _MANY = 10**9
+_STEPS = 500
 _COUNTS = {  # with their defaults, and the most that is sensible
-    "steps": (500, _MANY, "of the optimizer"),
-    "batch-size": (16, _MANY, "windows in a step, on every rank"),
     "block-size": (128, _MANY, "bytes in a window"),
     "layers": (4, 10_000, "of the model"),
     "heads": (4, 10_000, "in a layer"),
     "width": (256, _MANY, "of the model"),
 }
-_SIZES = ("layers", "width", "block-size", "batch-size")
-# The option that sets a field of TrainConfig, where it has another name.
-_OPTIONS = {"max_steps": "steps", "warmup_steps": "steps", "eval_every": "checkpoint-every"}
+_SIZES = {"layers": 4, "width": 256, "block-size": 128, "batch-size": 16}
+_OBJECTS = {"tracker", "loss_fn", "model_call"}  # fields of TrainConfig that have no option
+_DEFAULTS = {"batch_size": 16, "checkpoint_every": 100, "progress": True, "epochs": None}
+_DEFAULTS |= {"warmup_steps": None}
+_NOTES = {
+    "max_steps": f" (default: {_STEPS}, without --epochs)",
+    "epochs": "Used without --steps.",
+    "warmup_steps": " (default: a tenth of --steps)",
+    "eval_every": " (default: that of --checkpoint-every)",
+}
+_CHOICES: dict[str, Any] = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "precision": AUTOCAST}
+_CHOICES |= {"parallel": ("ddp", "fsdp")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,22 +78,51 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--data", metavar="PATH", help="a file or folder (default: the standard library's sources)")
     for name, (default, most, text) in _COUNTS.items():
         add(f"--{name}", type=number(int, 1, most), default=default, help=f"{text} {DEFAULT}")
-    add(
-        "--lr",
-        type=number(float, 1e-12, 1e6),
-        default=1e-3,
-        help=f"highest learning rate {DEFAULT}",
-    )
-    add("--seed", type=number(int, 0, 2**32), default=0, help=f"of all random numbers {DEFAULT}")
-    add("--precision", choices=tuple(AUTOCAST), default="32-true")
-    add("--device", help="(default: cuda if torch finds a GPU)")
-    text = "how the ranks of torchrun share the model (default: ddp)"
-    add("--parallel", choices=("ddp", "fsdp"), help=text)
-    add("--checkpoint-dir", metavar="DIR", help="write checkpoints there, and resume from them")
-    text = f"steps between checkpoints {DEFAULT}"
-    add("--checkpoint-every", type=number(int, 1, _MANY), default=100, help=text)
-    add("--no-resume", dest="resume", action="store_false", help="start anew")
+    own = parser.add_argument_group("options of TrainConfig")
+    texts = _texts()
+    for field in fields(TrainConfig):
+        if field.name not in _OBJECTS:
+            _add_field(own, field.name, _DEFAULTS.get(field.name, field.default), texts[field.name])
     return parser
+
+
+def _add_field(group: Any, name: str, default: Any, text: str) -> None:
+    """Add the option of a field of TrainConfig; "none" is None where the field may be that."""
+    kinds = get_args(get_type_hints(TrainConfig)[name]) or (get_type_hints(TrainConfig)[name],)
+    options: dict[str, Any] = {"default": default, "dest": name}
+    option = name.replace("_", "-")
+    if name in _CHOICES:
+        options["choices"] = tuple(_CHOICES[name])
+    elif bool in kinds:
+        options["action"] = argparse.BooleanOptionalAction
+    elif int in kinds:
+        options["type"] = number(int, INTEGERS[name], 2**32 if name == "seed" else _MANY)
+    elif float in kinds:
+        least, most = (0.0, 1e6) if name == "weight_decay" else (1e-12, 1e6)
+        options["type"] = number(float, least, most)
+    if "type" in options and type(None) in kinds:
+        options["type"] = _or_none(options["type"])
+    names = ["--steps", "--max-steps"] if name == "max_steps" else [f"--{option}"]
+    shown = _NOTES.get(name, "" if default is None or bool in kinds else f" {DEFAULT}")
+    group.add_argument(*names, help=text.replace("%", "%%") + shown, **options)
+
+
+def _or_none(parse: Callable[[str], float]) -> Callable[[str], float | None]:
+    return lambda text: None if text.lower() == "none" else parse(text)
+
+
+def _texts() -> dict[str, str]:
+    """Return the text that follows each field of TrainConfig in its source."""
+    found, name = dict.fromkeys((field.name for field in fields(TrainConfig)), ""), ""
+    nodes: list[ast.stmt] = []
+    with suppress(OSError):  # where only compiled files are installed
+        nodes = ast.parse(inspect.getsource(TrainConfig)).body[0].body  # type: ignore[attr-defined]
+    for node in nodes:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            name = node.target.id
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and name:
+            found[name] = " ".join(str(node.value.value).split())
+    return found
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -98,26 +136,21 @@ def _train(args: argparse.Namespace) -> int:
     train, held_out = (TokenDataset(part, args.block_size) for part in parts)
     stride = -(-len(held_out) // VALIDATION_WINDOWS)
     torch.manual_seed(args.seed)
-    with progress(args.steps) if is_first else nullcontext(lambda _: None) as advance:
-
-        def count(scalars: list[Scalar]) -> None:
-            advance(sum(name == "train/loss" for name, _, _ in scalars))
-
-        try:
-            config = TrainConfig(
-                **_options_of(TrainConfig, args),
-                max_steps=args.steps,
-                warmup_steps=args.steps // 10,
-                eval_every=args.checkpoint_every,
-                tracker=MetricsTracker(sinks=[count]),
-            )
-        except ValueError as error:
-            field, _, problem = str(error).partition(": ")
-            option = _OPTIONS.get(field, field.replace("_", "-"))
-            raise argparse.ArgumentError(None, f"argument --{option}: {problem}") from error
-        _check_sizes(args, len(train), config.chosen_device)
-        validation = Subset(held_out, range(0, len(held_out), stride))
-        result = fine_tune(GPT(Shape(**_options_of(Shape, args))), train, validation, config)
+    if args.max_steps is None and args.epochs is None:
+        args.max_steps = _STEPS
+    if args.warmup_steps is None:
+        args.warmup_steps = (args.max_steps or 0) // 10
+    args.epochs = args.epochs or TrainConfig.epochs
+    args.eval_every = args.eval_every or args.checkpoint_every
+    try:
+        config = TrainConfig(**_options_of(TrainConfig, args))
+    except ValueError as error:
+        field, _, problem = str(error).partition(": ")
+        option = "steps" if field == "max_steps" else field.replace("_", "-")
+        raise argparse.ArgumentError(None, f"argument --{option}: {problem}") from error
+    _check_sizes(args, len(train), config.chosen_device)
+    validation = Subset(held_out, range(0, len(held_out), stride))
+    result = fine_tune(GPT(Shape(**_options_of(Shape, args))), train, validation, config)
     if is_first:
         say(f"{corpus.source}\n{result}")
     return 0
@@ -141,7 +174,7 @@ def _check_sizes(args: argparse.Namespace, n_windows: int, device: torch.device)
         return
     if needed > available:
         sizes = {name: getattr(args, name.replace("-", "_")) for name in _SIZES}
-        name = max(sizes, key=lambda name: sizes[name] / _COUNTS[name][0])
+        name = max(sizes, key=lambda name: sizes[name] / _SIZES[name])
         needs = f"needs {needed / 2**30:,.0f} GiB at least"
         refuse(f"--{name}", sizes[name], f"{needs}, {device} has {available / 2**30:,.0f}")
 

@@ -73,6 +73,10 @@ class Checkpoints:
         """The step of the newest checkpoint that is not known to be damaged; -1 without any."""
         return _step_of(self._mine[-1]) if self._mine else -1
 
+    def path_of(self, step: int) -> Path:
+        """Return the path of a step's checkpoint."""
+        return self._folder / f"step-{step:08d}{self.suffix}"
+
     def save(self, step: int, state: dict[str, Any], kept_step: int | None = None) -> None:
         """Write a checkpoint under a temporary name, then rename it.
 
@@ -82,7 +86,7 @@ class Checkpoints:
             OSError: it cannot be written; the other checkpoints are unchanged.
             CheckpointError: it is the first one, and could not be read again.
         """
-        path = self._folder / f"step-{step:08d}{self.suffix}"
+        path = self.path_of(step)
         try:
             token = self._ranks.first(lambda: self._enter(path))
         except OSError as error:

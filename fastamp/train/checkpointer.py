@@ -1,6 +1,5 @@
 """`fastamp.Checkpointer`: checkpoints for a loop of one's own, as `fine_tune` writes them."""
 
-import copy
 import logging
 import math
 import operator
@@ -9,21 +8,18 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from typing_extensions import Self
 
 from fastamp.data.own_threads import start
-from fastamp._files import write
-from fastamp.train.keeper import OWN_NAMES, Keeper, open_folder
+from fastamp.train.keeper import OWN_NAMES, SIGNS, Keeper, open_folder
 from fastamp.train.ranks import Ranks
 from fastamp.train.signals import Signals
+from fastamp.train.weights import copied, save_weights
 
-_SIGNS = {None: 0, "min": 1, "max": -1}  # of a metric that is better when it is lower
 _EXCHANGE_EVERY = 10  # steps, after which ranks tell each other of a signal
 
 
@@ -98,13 +94,13 @@ class Checkpointer:
         ranks = Ranks("ddp", dist.get_rank(), dist.get_world_size()) if has_ranks else Ranks()
         _check_arguments(model, optimizer, parts)
         _expect("keep", keep, "an integer of at least 1", fine=type(keep) is int and keep > 0)
-        _expect("best", best, "None, 'min' or 'max'", fine=best in _SIGNS)
+        _expect("best", best, "None, 'min' or 'max'", fine=best in SIGNS)
         alone = not (in_thread and has_ranks)
         _expect("in_thread", in_thread, "False where torch.distributed is initialized", fine=alone)
         words = {"argument": "folder", "anew": "another folder starts anew"}
         self._files = open_folder(folder, ranks, keep=keep, **words)
-        self._keeper = Keeper(self._files, _inside(model), optimizer, parts, ranks)
-        self._ranks, self._sign, self._in_thread = ranks, _SIGNS[best], in_thread
+        self._keeper = Keeper(self._files, _inside(model), optimizer, parts, ranks, best=best)
+        self._ranks, self._in_thread = ranks, in_thread
         self._signals: Signals | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None  # of the thread
@@ -214,22 +210,7 @@ class Checkpointer:
             ImportError: safetensors is not installed; it comes with the extra `safetensors`.
             OSError: it cannot be written.
         """
-        try:
-            import safetensors.torch  # noqa: PLC0415 - an extra
-        except ImportError as error:
-            msg = "safetensors is not installed: pip install 'fastamp[safetensors]'"
-            raise ImportError(msg) from error
-        whole = {
-            name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
-            for name, tensor in self._keeper.model.state_dict().items()
-            if isinstance(tensor, Tensor)
-        }
-        tensors, left_out = _without_copies(whole)
-
-        def write_all() -> None:
-            write(Path(path), safetensors.torch.save(tensors, left_out))
-
-        self._ranks.first(write_all)
+        save_weights(self._keeper.model, Path(path), self._ranks)
 
     def _received(self, step: int, *, is_due: bool) -> int | None:
         """Return a signal that this or another rank has received."""
@@ -244,33 +225,19 @@ class Checkpointer:
 
     def _save(self, step: int, metric: float | Tensor | None) -> None:
         self.wait()
-        keeper, before = self._keeper, self._keeper.best
-        value = math.nan if metric is None else float(metric)
-        is_best = before is None or self._sign * (before[1] - value) > 0
-        if self._sign and is_best and not math.isnan(value):
-            keeper.best = [step, value]
-        state = keeper.state(step)
+        state = self._keeper.state(step, metric=math.nan if metric is None else float(metric))
         if not self._in_thread:
-            self._write(step, state, before)
+            self._keeper.write(state)
             return
-        args = (step, _copied(state), before)
-        thread = threading.Thread(target=self._write_in_thread, args=args, daemon=False)
-        thread.name = "fastamp-checkpoint"
+        thread = threading.Thread(target=self._write_in_thread, args=(copied(state),))
+        thread.name, thread.daemon = "fastamp-checkpoint", False
         start(thread)
         self._thread = thread
 
-    def _write(self, step: int, state: dict[str, Any], before: list[Any] | None) -> None:
-        """Write a state; one that could not be written is not the best one."""
-        try:
-            self._files.save(step, state, state["best"] and state["best"][0])
-        except BaseException:
-            self._keeper.best = before
-            raise
-
-    def _write_in_thread(self, *args: Any) -> None:
+    def _write_in_thread(self, state: dict[str, Any]) -> None:
         """Write a copy; the next call raises the error."""
         try:
-            self._write(*args)
+            self._keeper.write(state)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is raised there
             self._error = error
             logging.getLogger(__name__).error("%s", error)  # noqa: TRY400 - there may be no call
@@ -308,36 +275,3 @@ def _inside(model: nn.Module) -> nn.Module:
         if not isinstance(inside, nn.Module):
             return model
         model = inside
-
-
-def _key(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what two tensors have in common that are the same memory."""
-    layout = (tensor.dtype, tensor.device, tensor.shape)
-    if tensor.layout is not torch.strided or not tensor.numel():
-        return (id(tensor), *layout)
-    return (tensor.data_ptr(), tensor.stride(), *layout)
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy on the host, in which tensors that are the same stay the same."""
-    copies: dict[Any, Tensor] = {}
-    memo: dict[int, Any] = {}
-    for leaf in tree_leaves(state):
-        if isinstance(leaf, Tensor):
-            key = _key(leaf)
-            if key not in copies:
-                copies[key] = leaf.detach().to("cpu", copy=True)
-            memo[id(leaf)] = copies[key]
-    return copy.deepcopy(state, memo)
-
-
-def _without_copies(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return one name for each tensor, and for the other names which one that is."""
-    names: dict[Any, str] = {}
-    left_out = {}
-    for name, tensor in tensors.items():
-        first = names.setdefault(_key(tensor), name)
-        if first != name:
-            left_out[name] = first
-    kept = names.values()
-    return {name: tensors[name].cpu().contiguous().clone() for name in kept}, left_out

@@ -17,9 +17,9 @@ from fastamp.train.optimizer import OPTIMIZERS, SCHEDULES
 
 AUTOCAST = {"32-true": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 # The smallest value of each integer; those whose default is None may be None.
-_INTEGERS = {"epochs": 1, "max_steps": 1, "batch_size": 1, "warmup_steps": 0, "accumulate": 1}
-_INTEGERS |= {"seed": 0, "num_workers": 0, "eval_every": 1, "log_every": 1}
-_INTEGERS |= {"checkpoint_every": 1, "keep": 1}
+INTEGERS = {"epochs": 1, "max_steps": 1, "batch_size": 1, "warmup_steps": 0, "accumulate": 1}
+INTEGERS |= {"seed": 0, "num_workers": 0, "eval_every": 1, "log_every": 1}
+INTEGERS |= {"checkpoint_every": 1, "keep": 1}
 _KINDS: dict[str, Any] = {"loss_fn": Callable, "model_call": ModelCall, "tracker": MetricsTracker}
 _KINDS |= {"checkpoint_dir": str | os.PathLike, "use_amp": bool}
 _LARGEST = 2**63 - 1  # torch's integers have 64 bits
@@ -85,9 +85,14 @@ class TrainConfig:
     """Steps between checkpoints; None writes one after every epoch. Both write one at the end."""
     keep: int = 3
     """How many of the newest checkpoints to keep."""
+    keep_best: bool = False
+    """Keeps, beside the newest ones, the checkpoint with the lowest validation loss, and writes it
+    when that is found; waits for the device at each evaluation."""
     resume: bool = True
     """Resumes from the newest checkpoint. False starts anew, and removes the checkpoints in
     `checkpoint_dir` once it has written one of its own."""
+    progress: bool = False
+    """Shows a bar on a terminal, if tqdm is installed."""
     tracker: MetricsTracker | None = None
     """Receives every scalar: "train/loss", "train/lr", "val/loss", and those of a scaler that it
     watches. Steps count from 1."""
@@ -98,7 +103,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        for name, least in _INTEGERS.items():
+        for name, least in INTEGERS.items():
             value, or_none = getattr(self, name), getattr(type(self), name) is None
             fine = type(value) is int and least <= value <= _LARGEST
             expected = f"an integer from {least} to 2**63 - 1{' or None' if or_none else ''}"

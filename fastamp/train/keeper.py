@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from fastamp.train.random_state import all_devices, check_rng_state, rng_state, 
 from fastamp.train.ranks import Ranks
 from fastamp.train.state_file import CheckpointError
 
+SIGNS = {None: 0, "min": 1, "max": -1}  # of a metric that is better when it is lower
 OWN_NAMES = {"best", "files", "format", "kinds", "n_with_state", "ranks", "rng", "step"}
 """Entries of a checkpoint that no part may be called as."""
 
@@ -51,6 +53,7 @@ class Keeper:
             ValueError, is asked before anything is changed.
         ranks: of the run.
         devices: whose random numbers are kept, None for all.
+        best: "min" or "max" keeps the checkpoint with the lowest or highest metric.
     """
 
     def __init__(
@@ -61,11 +64,14 @@ class Keeper:
         parts: dict[str, Any],
         ranks: Ranks,
         devices: Sequence[torch.device] | None = None,
+        best: str | None = None,
     ) -> None:
         self.checkpoints, self.model, self.optimizer = checkpoints, model, optimizer
         self.parts, self.ranks, self._devices = parts, ranks, devices
+        self._sign = SIGNS[best]
         self.best: list[Any] | None = None
         """The step of the best checkpoint and its metric."""
+        self._best_before: list[Any] | None = None
         self.as_many = True
         """Whether as many ranks wrote what is checked or was restored."""
 
@@ -74,8 +80,24 @@ class Keeper:
         own = {name: self.parts[name].state_dict() for name in self._of_rank()}
         return own | {"rng": rng_state(all_devices() if self._devices is None else self._devices)}
 
-    def state(self, step: int, own: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return all of it; `own` is a former state of this rank."""
+    def is_better(self, metric: float) -> bool:
+        """Say whether a checkpoint with a metric, which may be NaN, would be the best one."""
+        if not self._sign or math.isnan(metric):
+            return False
+        return self.best is None or self._sign * (self.best[1] - metric) > 0
+
+    @property
+    def best_path(self) -> Path | None:
+        """Where the best checkpoint is."""
+        return None if self.best is None else self.checkpoints.path_of(self.best[0])
+
+    def state(
+        self, step: int, own: dict[str, Any] | None = None, metric: float = math.nan
+    ) -> dict[str, Any]:
+        """Return all of it, to be written; `own` is a former state of this rank."""
+        self._best_before = self.best
+        if self.is_better(metric):
+            self.best = [step, metric]
         own = own or self.own_state()
         shared = {n: p.state_dict() for n, p in self.parts.items() if n not in own}
         # A checkpoint cannot hold NumPy's numbers, such as a metric in a scheduler.
@@ -92,6 +114,18 @@ class Keeper:
         if self.ranks.mode is not None:
             state["ranks"] = self.ranks.gather(own)
         return state
+
+    def write(self, state: dict[str, Any]) -> None:
+        """Write what `state` has returned, or a copy of it.
+
+        Raises:
+            CheckpointError, OSError: see `Checkpoints.save`.
+        """
+        try:
+            self.checkpoints.save(state["step"], state, state["best"] and state["best"][0])
+        except BaseException:
+            self.best = self._best_before
+            raise
 
     def restore(self, *, best: bool = False, stacklevel: int) -> dict[str, Any] | None:
         """Load the newest whole checkpoint, or the best one, and return its state.

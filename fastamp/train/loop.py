@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fastamp.train.config import AUTOCAST, TrainConfig
+from fastamp.train.options import progress
 from fastamp.train.random_state import rng_state, seed_all, set_rng_state
 from fastamp.train.ranks import join
 from fastamp.train.result import CURVES, Curve, TrainResult
@@ -92,6 +93,7 @@ class _Loop(Run):
         self.no_sync: Any = self.trained.no_sync if self.ranks.mode == "ddp" else nullcontext
         self.losses: list[tuple[int, torch.Tensor]] = []  # with steps, not yet logged
         self.before_step: dict[str, Any] | None = None  # `own_state`, where there are workers
+        self.advance: Callable[..., object] = lambda: None
         self.signals = Signals(enabled=self.keeper is not None)
 
     def train(self) -> TrainResult:
@@ -99,7 +101,9 @@ class _Loop(Run):
         start_s = time.perf_counter()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        with closing(self.tracker), self.signals:
+        shows = self.config.progress and self.ranks.rank == 0
+        bar = progress(self.total or self.config.max_steps, self.step, shows=shows)
+        with closing(self.tracker), self.signals, bar as self.advance:
             self._run_epochs()
             self._pause(1, 1)
             return self._make_result(time.perf_counter() - start_s)
@@ -125,6 +129,7 @@ class _Loop(Run):
         if eval_every and self.step % eval_every == 0 and self.evaluated_at != self.step:
             self._evaluate()
         saves = bool(save_every) and self.step % (save_every or 1) == 0
+        saves = saves or (self.keeper is not None and self.keeper.is_better(self.val_loss))
         received = None
         if saves or self.ranks.mode is None or self.step % self.config.log_every == 0:
             received = self._exchange()
@@ -162,6 +167,8 @@ class _Loop(Run):
         if not n_samples:
             return False
         self.step, self.n_samples = self.step + 1, self.n_samples + n_samples
+        self.val_loss = math.nan
+        self.advance()
         self.losses.append((self.step, mean * (n_full / n_samples)))
         self.tracker.log_scalar("train/lr", self.schedule.lr, self.step)
         with self.timer("step"):
@@ -217,8 +224,11 @@ class _Loop(Run):
                     total += loss * n
                 n_samples += n
             total, n_samples = self.ranks.sum([total, n_samples])
-        self.tracker.log_scalar("val/loss", total / n_samples, self.step)
+        mean = total / n_samples
+        self.tracker.log_scalar("val/loss", mean, self.step)
         self.evaluated_at = self.step
+        if self.config.keep_best:
+            self.val_loss = float(mean)
 
     def _make_result(self, elapsed_s: float) -> TrainResult:
         regions, known = self.timer.summary(), self.tracker.summary()
@@ -233,6 +243,7 @@ class _Loop(Run):
         return TrainResult(
             **curves,
             steps=self.step,
+            best_checkpoint=self.keeper.best_path if self.keeper is not None else None,
             skipped_steps=self.schedule.n_skipped,
             precision=self.precision,
             samples_per_s=self.n_samples * self.ranks.count / training_s,

@@ -48,10 +48,12 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Callable[..., object]]:
-    """Show a progress bar on a terminal if tqdm is installed; yield its `update(n=1)`."""
-    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
+def progress(
+    total: int | None, first: int = 0, *, shows: bool = True
+) -> Iterator[Callable[..., object]]:
+    """Show a progress bar on a terminal if tqdm is installed; yield what adds 1 to it."""
+    if not shows or not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
         yield lambda _=1: None
         return
-    with importlib.import_module("tqdm").tqdm(total=total, leave=False) as bar:
+    with importlib.import_module("tqdm").tqdm(total=total, initial=first, leave=False) as bar:
         yield bar.update

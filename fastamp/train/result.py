@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -48,6 +49,9 @@ class TrainResult:
     """Of the optimizer, including skipped ones."""
     skipped_steps: int
     """Because a gradient was not finite."""
+    best_checkpoint: Path | None
+    """With `TrainConfig.keep_best`: that of the lowest validation loss. Its "model" holds the
+    weights."""
     precision: str
     """Of the run, as `fastamp.compute_effective_precision` names it."""
     samples_per_s: float

@@ -23,6 +23,7 @@ from fastamp.train.ranks import Ranks
 _FIXED = ["batch_size", "accumulate", "seed", "lr", "weight_decay", "max_norm", "schedule"]
 _FIXED += ["warmup_steps"]
 _OF_RANKS = {"batch_size", "accumulate", "total_steps"}  # another number of ranks may change them
+_OF_LENGTH = {"total_steps", "warmup_steps"}  # a run that is made longer may
 _LOG = logging.getLogger(__name__)
 
 
@@ -58,12 +59,21 @@ class Run:
         self.step = self.epoch = self.evaluated_at = 0
         self.has_ended = False  # the pass over the data; its last step may not be done yet
         self.saved_at: tuple[int, ...] = ()
+        self.val_loss = math.nan  # of this step, if it has been asked for
         self.keeper: Keeper | None = None
         if checkpoints is not None:
             parts = {"run": self, "loader": self.data, "scaler": self.scaler}
             parts |= {"scheduler": self.schedule, "tracker": self.tracker}
             at = [self.device]
-            self.keeper = Keeper(checkpoints, model, self.optimizer, parts, ranks, at)
+            self.keeper = Keeper(
+                checkpoints,
+                model,
+                self.optimizer,
+                parts,
+                ranks,
+                at,
+                best="min" if config.keep_best else None,
+            )
             self._resume(self.keeper)
         self.tracker.watch(self.scaler, first_step=self.step + 1)
 
@@ -77,7 +87,7 @@ class Run:
         if self.keeper is None or self.saved_at == self.place:
             return
         with self.timer("checkpoint"):
-            self.keeper.checkpoints.save(self.step, self.keeper.state(self.step, own))
+            self.keeper.write(self.keeper.state(self.step, own, self.val_loss))
         self.saved_at = self.place
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,10 +102,11 @@ class Run:
         check(state, like | {"config": ANY}, "state")
         as_many = self.keeper is None or self.keeper.as_many
         theirs, ours, at = state["config"], like["config"], "state['config']"
-        check_equal(theirs, ours, at, {"total_steps"} if as_many else _OF_RANKS)
-        check(theirs.get("total_steps"), self.total, f"{at}['total_steps']")
-        if as_many and self.total is not None and theirs["total_steps"] > self.total:
-            check_equal(theirs, ours, at, set())  # it can only be made longer
+        total = theirs.get("total_steps") if isinstance(theirs, dict) else None
+        is_shorter = type(total) is int and 0 <= total < (self.total or 0)
+        of_length = _OF_LENGTH if is_shorter else set()
+        check_equal(theirs, ours, at, of_length if as_many else _OF_RANKS)
+        check(total, self.total, f"{at}['total_steps']")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""

@@ -158,6 +158,20 @@ def test_a_run_that_has_ended_goes_on_at_the_rate_of_the_longer_one(
         run(tmp_path, **(fields | {field: short}))
 
 
+def test_the_checkpoint_of_the_lowest_validation_loss_is_kept(tmp_path):
+    fields = {"keep_best": True, "keep": 1, "eval_every": 2, "max_steps": 30, "lr": 0.3}
+    _, result = run(tmp_path, **fields)
+    best = int(result.val_loss.steps[result.val_loss.values.argmin()])
+    assert best < 30
+    assert names(tmp_path) == [f"step-{best:08d}.pt", "step-00000030.pt"]
+    assert result.best_checkpoint == tmp_path / f"step-{best:08d}.pt"
+    state = torch.load(result.best_checkpoint, weights_only=True)
+    assert state["best"] == [best, result.val_loss.values.min()]
+    with pytest.raises(CrashError):
+        run(tmp_path / "b", loss_fn=act_at(17, crash), **fields)
+    assert run(tmp_path / "b", **fields)[1].best_checkpoint.name == result.best_checkpoint.name
+
+
 def test_an_iterator_resumes_where_it_was_in_its_only_pass(tmp_path):
     fields = {"max_steps": 6, "checkpoint_every": 1}
     expected = outcome(*run(data=iter(DataLoader(DATASET, 8)), **fields))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import pytest
 from support.processes import CONTEXT, run_python
 from support.trainable import run, run_command
 
+import fastamp
 from fastamp.train import __main__ as command
 
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--block-size", "16", "--lr", "0.01"]
@@ -40,13 +42,39 @@ def test_the_command_trains_and_resumes(text, tmp_path, capsys):
     assert raised.value.code == 1
     assert "it has lr=0.01, this run 0.02" in capsys.readouterr().err
     assert command.main([*args, "--lr", "0.02", "--no-resume"]) == 0
+    assert command.main([*args, "--lr", "0.02", "--steps", "70"]) == 0
+    assert "70 steps in 32-true" in capsys.readouterr().out
+
+
+def test_every_field_of_the_config_is_an_option(text, tmp_path, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(command, "fine_tune", lambda *args: seen.append(args[-1]) or "done")
+    options = ["--epochs", "2", "--batch-size", "8", "--weight-decay", "0", "--optimizer", "sgd"]
+    options += ["--schedule", "linear", "--warmup-steps", "3", "--no-use-amp", "--max-norm", "none"]
+    options += ["--accumulate", "2", "--compile", "--device", "cpu", "--seed", "7", "--keep", "2"]
+    options += ["--num-workers", "1", "--eval-every", "5", "--log-every", "6", "--keep-best"]
+    options += ["--checkpoint-dir", str(tmp_path), "--checkpoint-every", "4", "--no-resume"]
+    assert command.main(["--data", text, *SMALL, *options, "--no-progress"]) == 0
+    fields = {"epochs": 2, "max_steps": None, "batch_size": 8, "lr": 0.01, "weight_decay": 0.0}
+    fields |= {"optimizer": "sgd", "schedule": "linear", "warmup_steps": 3, "use_amp": False}
+    fields |= {"max_norm": None, "accumulate": 2, "compile": True, "device": "cpu", "seed": 7}
+    fields |= {"keep": 2, "num_workers": 1, "eval_every": 5, "log_every": 6, "keep_best": True}
+    fields |= {"checkpoint_dir": str(tmp_path), "checkpoint_every": 4, "resume": False}
+    assert seen == [fastamp.TrainConfig(**fields)]
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    shown = capsys.readouterr().out
+    for field in dataclasses.fields(fastamp.TrainConfig):
+        name = {"max_steps": "steps"}.get(field.name, field.name).replace("_", "-")
+        is_object = field.name in {"tracker", "loss_fn", "model_call"}
+        assert (f"--{name} " in shown or f"--{name}\n" in shown) != is_object, name
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--steps", "0"], "argument --steps: '0' is not an integer from 1 to 1e+09"),
-        (["--steps", "9" * 20], "argument --steps: '99999999999999999999' is not"),
+        (["--steps", "0"], "argument --steps/--max-steps: '0' is not an integer from 1 to 1e+09"),
+        (["--steps", "9" * 20], "argument --steps/--max-steps: '99999999999999999999' is not"),
         (["--lr", "inf"], "argument --lr: 'inf' is not a number from 1e-12 to 1e+06"),
         (["--device", "mps"], "argument --device: expected an available device, got 'mps'"),
         (["--width", "100000000"], "argument --width: 100000000 needs 7,152,573,666 GiB at least"),

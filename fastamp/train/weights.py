@@ -1,0 +1,62 @@
+"""Copies of tensors: a state for a thread to write, and a model's weights as safetensors."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from fastamp._files import write
+from fastamp.train.ranks import Ranks
+
+
+def save_weights(model: nn.Module, path: Path, ranks: Ranks) -> None:
+    """Write the tensors of a model, whole ones of shards, once for those that are the same.
+
+    Raises:
+        ImportError: safetensors is not installed; it comes with the extra `safetensors`.
+        OSError: it cannot be written.
+    """
+    try:
+        import safetensors.torch  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        msg = "safetensors is not installed: pip install 'fastamp[safetensors]'"
+        raise ImportError(msg) from error
+    names: dict[Any, str] = {}
+    tensors, left_out = {}, {}
+    named = model.state_dict().items()
+    values: dict[str, Any] = {name: value for name, value in named if isinstance(value, Tensor)}
+    for name, tensor in values.items():
+        is_shard = hasattr(tensor, "full_tensor")
+        whole = tensor.full_tensor() if is_shard else tensor.detach()  # by all ranks
+        if ranks.rank != 0:
+            continue
+        first = names.setdefault(_key(tensor.to_local() if is_shard else tensor), name)
+        if first == name:  # a copy: parts of one memory are refused
+            tensors[name] = whole.to("cpu", copy=True).contiguous()
+        else:
+            left_out[name] = first
+    ranks.first(lambda: write(path, safetensors.torch.save(tensors, left_out)))
+
+
+def copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy on the host, in which tensors that are the same stay the same."""
+    copies: dict[Any, Tensor] = {}
+    memo: dict[int, Any] = {}
+    for leaf in tree_leaves(state):
+        if isinstance(leaf, Tensor):
+            key = _key(leaf)
+            if key not in copies:
+                copies[key] = leaf.detach().to("cpu", copy=True)
+            memo[id(leaf)] = copies[key]
+    return copy.deepcopy(state, memo)
+
+
+def _key(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what two tensors have in common that are the same memory."""
+    layout = (tensor.dtype, tensor.device, tensor.shape)
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return (id(tensor), *layout)
+    return (tensor.data_ptr(), tensor.stride(), *layout)
