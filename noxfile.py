@@ -178,10 +178,10 @@ def sanitize_threads(session: nox.Session) -> None:
     run_sanitized(session, "thread", *files, "-k", "not fallback and not worker")
 
 
-def run_script(session: nox.Session, name: str) -> None:
+def run_script(session: nox.Session, name: str, *options: str) -> None:
     """Run a script of tests/support with the installed package."""
     script = f"tests/support/{name}.py"  # its folder is what Python adds to the path
-    session.run("python", script, *session.posargs, env={"PYTHONPATH": "tests"})
+    session.run("python", script, *options, *session.posargs, env={"PYTHONPATH": "tests"})
 
 
 @nox.session
@@ -236,9 +236,8 @@ def faults(session: nox.Session) -> None:
 @nox.session
 def loops(session: nox.Session) -> None:
     """Strike loops of one's own 100 times: kills, signals, a full disk, losses of power."""
-    none = ["--kills", "0", "--signals", "0", "--failures", "0"]
-    session.posargs[:0] = none
-    run_script(session, "fault_trials")
+    others = ("--kills", "0", "--signals", "0", "--failures", "0")
+    run_script(session, "fault_trials", *others)
 
 
 @nox.session

@@ -158,8 +158,11 @@ class Keeper:
         return [name for name in self.parts if name == "loader"]
 
     def _kinds(self) -> dict[str, str]:
-        kinds = {} if self.optimizer is None else {"optimizer": self.optimizer}
-        return {name: type(part).__name__ for name, part in {**kinds, **self.parts}.items()}
+        """Return the classes of the parts, but of those that are fine_tune's own."""
+        optimizer = {} if self.optimizer is None else {"optimizer": self.optimizer}
+        kinds = {name: type(part) for name, part in {**optimizer, **self.parts}.items()}
+        own = "fastamp.train."
+        return {n: k.__name__ for n, k in kinds.items() if not k.__module__.startswith(own)}
 
     def _all_devices(self, state: dict[str, Any]) -> Sequence[torch.device]:
         if self._devices is not None:

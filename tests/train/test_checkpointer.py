@@ -157,6 +157,17 @@ def test_a_signal_saves_at_the_end_of_its_step(number, in_thread, expected, tmp_
     assert Loop(tmp_path).run(every=50) == expected
 
 
+def test_a_signal_waits_for_the_thread(tmp_path):
+    with fastamp.Checkpointer(tmp_path, model=make_model(), in_thread=True) as checkpointer:
+        checkpointer.on_signal()
+        checkpointer.save(1, every=100)
+        assert names(tmp_path) == []
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(SystemExit):
+            checkpointer.save(2, every=100)
+        assert names(tmp_path) == ["step-00000002.pt"]
+
+
 def test_the_best_one_is_kept_and_can_be_restored(tmp_path):
     loop, metrics = Loop(tmp_path, keep=1, best="min"), [5.0, 3.0, float("nan"), 4.0, None]
     weights = []
@@ -240,12 +251,31 @@ def test_a_checkpoint_of_a_later_step_is_not_overtaken(finished, tmp_path):
     assert names(finished) == ["step-00000003.pt", "step-00000006.pt"]
 
 
-def test_numbers_of_numpy_in_a_schedule_are_kept(tmp_path):
+class Meter:
+    """A part of the user's own, with a number of NumPy."""
+
+    value = np.float64(0.5)
+
+    def state_dict(self):
+        return {"value": self.value, "seen": [np.int32(3)]}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def test_numbers_of_numpy_are_kept_as_numbers(tmp_path):
+    model, meter = make_model(), Meter()
+    fastamp.Checkpointer(tmp_path, model=model, meter=meter).save(1)
+    meter.value = 0
+    assert fastamp.Checkpointer(tmp_path, model=model, meter=meter).restore() == 1
+    assert (meter.value, type(meter.value)) == (0.5, float)
+
+
+def test_a_schedule_that_waits_for_a_metric_is_restored(tmp_path):
     loop = Loop(None)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(loop.optimizer)
     parts = {"model": loop.model, "optimizer": loop.optimizer, "scheduler": plateau}
-    fastamp.Checkpointer(tmp_path, **parts).save(0)
-    plateau.step(np.float64(0.5))
+    plateau.step(0.5)
     fastamp.Checkpointer(tmp_path, **parts).save(1)
     plateau.step(0.25)
     assert fastamp.Checkpointer(tmp_path, **parts).restore() == 1
