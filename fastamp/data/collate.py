@@ -85,7 +85,10 @@ class BatchCollator:
         """Return the node for samples like this one."""
         function = registered(first)
         if function in _STACKED and isinstance(first, torch.Tensor) and first.is_nested:
-            msg = f"{place(0, keys)}: expected a tensor of one shape, got a nested tensor"
+            msg = (
+                f"{place(0, keys)}: expected a tensor of one shape, got a nested tensor; these are "
+                "not currently supported by the default collate_fn"  # torch's words
+            )
             raise RuntimeError(msg)
         inner = pad if isinstance(pad, Mapping) else {}
         number = None if isinstance(pad, Mapping) else pad

@@ -5,7 +5,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -95,7 +95,9 @@ class Pass(Iterator[T], Generic[T]):
         device: torch.device | None,
         depth: int,
         timeout_s: float = 0,
+        told: Callable[[], None] | None = None,
     ) -> None:
+        """`told` is called in the thread after each batch, error, or end that is ready."""
         self._timeout_s = timeout_s or None
         source = iter(iterable)
         self._copies: CudaCopies | _Moves = _Moves(device)
@@ -113,7 +115,7 @@ class Pass(Iterator[T], Generic[T]):
         # The thread holds no reference to this object, whose end is what ends the thread.
         grad = torch.is_grad_enabled()
         ended = weakref.ref(self, self._room.put)  # no Python, in which Ctrl-C may come
-        shared = (source, self._copies, self._ready, self._room, self._stopped, grad, ended)
+        shared = (source, self._copies, self._ready, self._room, self._stopped, grad, told, ended)
         self._thread = threading.Thread(target=_produce, args=shared, name="fastamp", daemon=True)
         start(self._thread)
         live.add(self)
@@ -161,6 +163,7 @@ def _produce(
     room: SimpleQueue[Any],
     stopped: list[bool],
     grad: bool,  # noqa: FBT001 - a thread's argument
+    told: Callable[[], None] | None,
     _ended: object,
 ) -> None:
     torch.set_grad_enabled(grad)  # of this thread
@@ -177,6 +180,9 @@ def _produce(
                 ready.put(error)
                 if is_last(error):
                     break
+            finally:
+                if told is not None:
+                    told()
         try:
             copies.settle()
         finally:

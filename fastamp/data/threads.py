@@ -284,7 +284,7 @@ class ThreadBatches(Iterator[Measured]):
         while self._drawn and self._team:
             # The size of a batch is known after the first one, on which all threads work.
             nbytes = limit if loader._batch_nbytes is None else loader._batch_nbytes
-            if under_way and (len(under_way) + 1) * nbytes > limit:
+            if under_way and (len(under_way) + 1) * nbytes > limit and not self._leaves_idle():
                 return
             drawn, number = self._drawn.popleft(), self._send_idx
             self._send_idx += 1
@@ -294,6 +294,14 @@ class ThreadBatches(Iterator[Measured]):
                 continue
             task = under_way[number] = _Task(number, drawn, self._maker)
             self._team.submit(task, min(max(task.count, 1), loader.num_workers))
+
+    def _leaves_idle(self) -> bool:
+        """Say whether first batches have fewer samples than there are threads, which may wait."""
+        loader = self._loader
+        if loader._batch_nbytes is not None or loader.max_bytes is not None:
+            return False
+        counts = (task.count for task in self._task_info.values() if isinstance(task, _Task))
+        return sum(counts) < loader.num_workers
 
     def __next__(self) -> Measured:
         if self._owner_pid != os.getpid():
@@ -352,25 +360,34 @@ class ThreadBatches(Iterator[Measured]):
 
 
 class StreamBatches(Iterator[Measured]):
-    """The batches of one pass over an iterable dataset, of each worker in turn."""
+    """The batches of one pass over an iterable dataset: of each worker in turn, or as they come."""
 
     _workers = ()  # no processes
 
     def __init__(self, parts: list[Iterator[Measured]], loader: Any, turn: int) -> None:
         depth, timeout_s = loader.prefetch_factor, loader.timeout
+        # Gets a worker's number for each of its batches, where they come in any order.
+        ready: SimpleQueue[int] | None = None if loader.in_order else SimpleQueue()
+        self._ready = ready
         self._parts: list[Pass[Measured] | None] = [
-            Pass(part, None, depth, timeout_s) for part in parts
+            Pass(
+                part, None, depth, timeout_s, None if ready is None else partial(ready.put, worker)
+            )
+            for worker, part in enumerate(parts)
         ]
         self._turn, self._loader = turn, loader
-        self._count = 0
+        self._length, self._counted = loader._IterableDataset_len_called, 0
 
     def __next__(self) -> Measured:
         while any(self._parts):
-            turn, self._turn = self._turn, (self._turn + 1) % len(self._parts)
-            part = self._parts[turn]
+            turn = self._turn
             try:
+                if self._ready is not None:
+                    turn = self._ready.get(timeout=self._loader.timeout or None)
+                self._turn = (turn + 1) % len(self._parts)
+                part = self._parts[turn]
                 if part is not None:
-                    return next(part)
+                    return self._count(next(part))
             except StopIteration:
                 self._parts[turn] = None
             except Empty:
@@ -378,3 +395,18 @@ class StreamBatches(Iterator[Measured]):
                 msg = f"DataLoader timed out after {self._loader.timeout} seconds"  # as torch's
                 raise RuntimeError(msg) from None
         raise StopIteration
+
+    def _count(self, measured: Measured) -> Measured:
+        """Warn as torch does of more batches than `len(loader)` has told."""
+        self._counted += measured.is_batch
+        if self._length is not None and measured.is_batch and self._counted > self._length:
+            warnings.warn(
+                f"Length of IterableDataset {self._loader.dataset} was reported to be "
+                f"{self._length}(when accessing len(dataloader)), but {self._counted} samples have "
+                "been fetched. For multiprocessing data-loading, this could be caused by not "
+                "properly configuring the IterableDataset replica at each worker. Please see "
+                "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for "
+                "examples.",
+                stacklevel=6,
+            )
+        return measured

@@ -32,6 +32,10 @@ class WorkerInfo:
     """The pass's base seed and the id, as in torch's workers; nothing is seeded with it."""
     dataset: Any
     """The loader's dataset; an iterable one is copied for each worker."""
+    rng: None = None
+    """As in torch's workers; `fastamp.sample_rng()` has generators."""
+    worker_method: str = "thread"
+    """What torch 2.13 tells of its workers: "multiprocessing"."""
 
 
 class _Own(threading.local):

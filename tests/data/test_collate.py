@@ -438,3 +438,9 @@ def test_nested_tensors_are_refused_by_name(layout, pad, backend):
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=layout)
     with pytest.raises(RuntimeError, match=r"samples\[0\]\['x'\]: expected a tensor of one shape"):
         fastamp.BatchCollator(pad)([{"x": nested}] * 2)
+    told = "not currently supported by the default collate_fn"  # as torch tells
+    with pytest.raises(RuntimeError, match=told):
+        fastamp.BatchCollator()([nested] * 2)
+    if layout is torch.strided:
+        with pytest.raises(RuntimeError, match=told):
+            torch.utils.data.default_collate([nested] * 2)

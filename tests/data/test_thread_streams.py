@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import warnings
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from support.loading import assert_same
 from support.thread_workers import fail, in_threads
+from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
 import fastamp
@@ -62,6 +66,60 @@ def test_a_stream_is_read_in_threads_as_in_processes(make):
             assert_same([*taken, *resumed], processes)
     with pytest.raises(ValueError, match="num_workers=2, the loader's is 3"):
         loader_of("thread", num_workers=3).load_state_dict(state | {"batch": 1})
+
+
+class Held(StatefulParts):
+    """A stream whose first part waits in a thread for `go_on`."""
+
+    go_on = threading.Event()
+
+    def __iter__(self):
+        if fastamp.get_worker_info().id == 0:
+            assert self.go_on.wait(60)
+        yield from super().__iter__()
+
+
+def test_batches_of_a_stream_may_pass_those_of_a_slow_worker():
+    def loader_of():
+        options = {"in_order": False, "seed": 3, "timeout": 20, "worker": "thread"}
+        return fastamp.DataLoader(Held(), 3, num_workers=2, **options)
+
+    def samples(batches):
+        leaves = (torch.cat(leaf).tolist() for leaf in zip(*batches, strict=True))
+        return sorted(zip(*leaves, strict=True))
+
+    Held.go_on.clear()
+    loader = loader_of()
+    iterator = iter(loader)
+    taken = [next(iterator) for _ in range(6)]  # all of the second part's 17
+    assert [worker for worker, _, _ in samples(taken)] == [1] * 17
+    state = json.loads(json.dumps(loader.state_dict()))
+    Held.go_on.set()
+    rest = [*iterator]
+    assert [(worker, i) for worker, i, _ in samples(rest)] == [(0, i) for i in range(10)]
+    resumed = loader_of()
+    resumed.load_state_dict(state)
+    assert_same([*resumed], rest)
+
+
+def test_more_batches_than_a_stream_has_told_are_warned_of_as_by_torch():
+    class Told(Held):
+        def __len__(self):
+            return 20
+
+    Held.go_on.set()
+    found = []
+    for make in (TorchDataLoader, partial(fastamp.DataLoader, worker="thread")):
+        told, untold = (make(Told(), 1, num_workers=2) for _ in range(2))
+        assert len(told) == 20
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for loader in (told, told, untold):
+                assert len([*loader]) == 27
+        found.append([str(w.message).partition(" was ")[2] for w in caught])
+        assert all(Path(w.filename) == Path(__file__) for w in caught)
+    assert found[0] == found[1]
+    assert len(found[0]) == 14
 
 
 def test_a_stream_that_fails_in_a_thread_is_told():

@@ -18,8 +18,6 @@ import fastamp
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 X = make_array(torch.float32, 100, 2000)
 
-X = make_array(torch.float32, 100, 2000)
-
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_of_every_kind_are_those_without_workers(kind, backend):
@@ -51,6 +49,7 @@ def test_threads_know_who_they_are():
             info = fastamp.get_worker_info()
             assert threading.current_thread().name == f"fastamp worker {info.id}"
             assert (info.num_workers, info.dataset) == (3, self)
+            assert (info.worker_method, info.rng) == ("thread", None)
             seen.add((info.id, info.seed))
             assert torch.get_num_threads() == 1
             return super().__getitem__(index)
@@ -101,6 +100,14 @@ def test_batches_are_made_ahead_as_far_as_asked():
         del iterator
     with pytest.raises(ValueError, match=r"max_bytes=31999: one batch takes 32000 bytes"):
         next(iter(in_threads(Rows(80, get), 4, max_bytes=31999)))
+
+
+def test_threads_that_the_first_batch_leaves_idle_begin_others():
+    for batch_size in (1, 2, None):
+        barrier = threading.Barrier(3)
+        rows = Rows(6, lambda index, barrier=barrier: (barrier.wait(20), index)[1])
+        batches = [torch.as_tensor(batch).reshape(-1) for batch in in_threads(rows, batch_size)]
+        assert torch.cat(batches).tolist() == [*range(6)]
 
 
 def test_large_samples_are_copied_into_the_batch_by_the_threads(monkeypatch):
