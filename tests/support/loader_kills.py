@@ -152,6 +152,11 @@ def run(kind: str, workers: int, state: Path, log: Path, pause_s: float) -> None
             time.sleep(pause_s)
 
 
+def count_lines(log: Path) -> int:
+    """Return how many batches are in a log."""
+    return log.read_bytes().count(b"\n") if log.exists() else 0
+
+
 def try_kind(kind: str, kills: int, seed: int) -> list[str]:
     """Kill a loop so many times, let it end, and return what differs from an undisturbed one."""
     draw = random.Random(f"{kind} {seed}")
@@ -168,7 +173,11 @@ def try_kind(kind: str, kills: int, seed: int) -> list[str]:
             args = (kind, draw.choice(workers), state, parts, 0.004)
             process = context.Process(target=run, args=args)
             process.start()
-            process.join(draw.uniform(0.02, 0.15) if killed < kills else None)
+            # Some batches later, and a moment: on a busy machine, too.
+            goal, moment_s = count_lines(parts) + draw.randrange(12), draw.uniform(0, 0.01)
+            while killed < kills and process.is_alive() and count_lines(parts) < goal:
+                time.sleep(0.001)
+            process.join(moment_s if killed < kills else None)
             if process.exitcode is None:
                 process.kill()
                 killed += 1
