@@ -112,7 +112,9 @@ def test_a_dataset_with_a_state_of_its_own_resumes_with_the_loader(kind, device,
         whole.append(next(iterator))
         states.append(json.dumps(loader.state_dict()))
     assert_same(whole, expected)
-    for stop in (0, 1, 2, len(whole) - 1, len(whole)):
+    stops = [0, len(whole) - 1, 2, 1, len(whole)]
+    first = [*STATEFUL].index(kind) % 2  # each has all without workers, or every other one
+    for stop in stops[first::2] if num_workers else stops:
         resumed = fastamp.DataLoader(make(), **options)
         resumed.load_state_dict(json.loads(states[stop]))
         assert_same(whole[:stop] + list(resumed), whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import threading
@@ -19,23 +20,29 @@ pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 X = make_array(torch.float32, 100, 2000)
 
 
+def two_epochs(make, kind, **more):
+    torch.manual_seed(7)
+    dataset, options = KINDS[kind]()
+    options = {"batch_size": 5, **options, **more}
+    if "batch_sampler" in options:
+        del options["batch_size"]
+    elif options["batch_size"] is not None and "sampler" not in options:
+        options["shuffle"] = True
+    loader = make(dataset, **options)
+    return [[*loader], [*loader], len(loader), torch.get_rng_state()]
+
+
+@functools.cache
+def without_workers(kind):
+    seeded = "seed" in KINDS[kind]()[1]
+    return two_epochs(fastamp.DataLoader if seeded else TorchDataLoader, kind)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_of_every_kind_are_those_without_workers(kind, backend):
-    def two_epochs(make, **more):
-        torch.manual_seed(7)
-        dataset, options = KINDS[kind]()
-        options = {"batch_size": 5, **options, **more}
-        if "batch_sampler" in options:
-            del options["batch_size"]
-        elif options["batch_size"] is not None and "sampler" not in options:
-            options["shuffle"] = True
-        loader = make(dataset, **options)
-        return [[*loader], [*loader], len(loader), torch.get_rng_state()]
-
-    loader = TorchDataLoader if "seed" not in KINDS[kind]()[1] else fastamp.DataLoader
-    expected = two_epochs(loader)
+    expected = [*without_workers(kind)]
     for more in ({"num_workers": 1}, {"persistent_workers": True}, {"device": "cpu"}):
-        found = two_epochs(in_threads, **more)
+        found = two_epochs(in_threads, kind, **more)
         if more.get("persistent_workers"):  # torch draws no seed for the second epoch
             found[1:2], found[3:] = expected[1:2], expected[3:]
         assert_same(found, expected)

@@ -15,7 +15,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_some_seconds_of_the_soak_are_flat():
-    options = {"minutes": "0.05", "samples": "8", "memory-mib": "20", "seed": "1"}
+    options = {"minutes": "0.03", "samples": "8", "memory-mib": "20", "seed": "1"}
     done = run_python(
         RUN, *[word for name, value in options.items() for word in (f"--{name}", value)]
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import random
 import signal
@@ -192,6 +193,7 @@ class Slow(torch.utils.data.Dataset):
 
 def train_until_all_are_signalled(folder, accumulate):
     """Train with workers, and end them and this process by one signal, as a batch system does."""
+    multiprocessing.set_start_method(None, force=True)  # Python's own, not how this one started
     os.setsid()
     calls = itertools.count()
 
