@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastamp._ops import AugmentStep, Images, StepKind, host_ops
-from fastamp.data.leaves import torch_dtype
+from fastamp.data.leaves import plain_dtype
 
 _MAX_STEPS = 8
 _CHANNELS = (1, 3, 4)
@@ -155,7 +155,7 @@ class Augmented(NamedTuple):
             TypeError: they are no images in plain memory on the CPU.
             ValueError: the augmentations do not fit them.
         """
-        dtype = _plain_dtype(array)
+        dtype = plain_dtype(array)
         if dtype is None:
             kind = getattr(array, "dtype", type(array).__name__)
             state = ", which requires grad" if getattr(array, "requires_grad", False) else ""
@@ -206,19 +206,6 @@ def read_augment(augment: Any, arrays: Any, *, channels_last: bool | None) -> di
             found[key] = Augmented(tuple(several), channels_last, name)
             found[key].images(parts[key])
     return found
-
-
-def _plain_dtype(array: Any) -> torch.dtype | None:
-    """Return torch's dtype of an array on the CPU; None if its rows are not plain numbers."""
-    if not isinstance(array, np.ndarray | Tensor):  # a container of arrays
-        return None
-    if isinstance(array, np.ndarray):
-        plain = array.dtype.kind in "biufc" and array.dtype.isnative
-        return torch_dtype(array.dtype) if plain else None
-    plain = type(array) is torch.Tensor and array.device.type == "cpu" and not array.is_nested
-    plain = plain and array.layout is torch.strided and not array.is_quantized
-    plain = plain and not (array.requires_grad or array.is_conj() or array.is_neg())
-    return array.dtype if plain else None
 
 
 @lru_cache(maxsize=256)

@@ -9,22 +9,16 @@ from threading import get_ident
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-from torch.utils.data import (
-    DataLoader,
-    Subset,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from fastamp import _ops
 from fastamp._ops import Column, Images
 from fastamp.data.collate import BatchCollator
 from fastamp.data.datasets import ArrayDataset
-from fastamp.data.leaves import torch_dtype
+from fastamp.data.leaves import plain_dtype
 from fastamp.data.memory import keep
 from fastamp.data.position import as_rows
 from fastamp.data.resident import DeviceGatherer, DeviceMemory
@@ -33,7 +27,8 @@ from fastamp.data.stats import LoaderStats
 from fastamp.data.tables import is_table, read_table
 from fastamp.data.tokens import TokenDataset
 
-_IN_MEMORY = (Subset, TensorDataset, ArrayDataset, Tensor, np.ndarray, np.memmap)
+_ARRAYS = (Tensor, np.ndarray, np.memmap)
+_IN_MEMORY = (Subset, TensorDataset, ArrayDataset, *_ARRAYS)
 
 
 class Gatherable(NamedTuple):
@@ -152,30 +147,16 @@ def find_device(columns: list[Column]) -> torch.device:
 
 def _column(array: Any) -> Column | None:
     """Return an array as a column; None if its rows are not plain memory."""
-    if type(array) in (np.ndarray, np.memmap):
-        return _numpy_column(array)
-    if type(array) is not torch.Tensor or array.ndim == 0 or array.requires_grad:
+    dtype = plain_dtype(array, on_host=False)
+    if dtype is None or array.ndim == 0 or type(array) not in _ARRAYS:
         return None
-    plain = array.layout is torch.strided and not array.is_meta
-    if not plain or array.is_conj() or array.is_neg() or array._is_zerotensor():
-        return None
-    if array.is_nested or array.is_quantized:
-        return None
-    if not array[:1].is_contiguous():
-        return None
-    return Column(array, array.dtype)
-
-
-def _numpy_column(array: npt.NDArray[Any]) -> Column | None:
-    if array.ndim == 0 or array.dtype.kind not in "biufc" or not array.dtype.isnative:
-        return None
-    if not array[:1].flags.c_contiguous:
-        return None
-    try:
-        dtype = default_collate([np.ones((1, *array.shape[1:]), array.dtype)[0]]).dtype
+    if isinstance(array, Tensor):
+        return Column(array, dtype) if array[:1].is_contiguous() else None
+    try:  # as the rows are collated
+        fits = default_collate([np.ones((1, *array.shape[1:]), array.dtype)[0]]).dtype == dtype
     except TypeError:  # a dtype that torch does not have
         return None
-    return Column(array, dtype) if torch_dtype(array.dtype) == dtype else None
+    return Column(array, dtype) if fits and array[:1].flags.c_contiguous else None
 
 
 class GatherSource(Iterator[Any]):

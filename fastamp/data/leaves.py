@@ -38,6 +38,18 @@ def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
         return None
 
 
+def plain_dtype(array: Any, *, on_host: bool = True) -> torch.dtype | None:
+    """Return torch's dtype of a tensor or array; None if its memory is not plain, or not here."""
+    if isinstance(array, np.ndarray):
+        return torch_dtype(array.dtype)
+    if type(array) is not Tensor or array.requires_grad or array.is_meta:
+        return None
+    if array.layout is not torch.strided or (on_host and array.device.type != "cpu"):
+        return None
+    odd = array.is_nested or array.is_quantized or array.is_conj() or array.is_neg()
+    return None if odd or array._is_zerotensor() else array.dtype
+
+
 def place(index: int, keys: Keys) -> str:
     """Say where in a batch something lies."""
     return f"samples[{index}]" + "".join(f"[{key!r}]" for key in keys)

@@ -11,13 +11,13 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from fastamp.data.collate import BatchCollator
-from fastamp.data.leaves import torch_dtype
+from fastamp.data.leaves import plain_dtype
 from fastamp.data.slots import Slots
 
 _LEAST_NBYTES = 4096  # of a row that is worth a copy of its own
 _WHOLE = object()  # the key of a sample that is itself a leaf
 _FUNCTIONS = dict(default_collate_fn_map)  # torch's own
-_Spec = tuple[type, tuple[int, ...], Any]
+_Spec = tuple[type, tuple[int, ...], torch.dtype]
 
 
 def fills_rows(collate_fn: Any) -> bool:
@@ -67,9 +67,7 @@ class Rows:
             spec = _spec(value)
             if spec is not None and value.nbytes >= _LEAST_NBYTES:
                 specs[key] = spec
-                dtype: Any = value.dtype
-                dtype = dtype if isinstance(value, Tensor) else torch_dtype(dtype)
-                self._outputs[key] = self._slots.allocate((self._count, *value.shape), dtype)
+                self._outputs[key] = self._slots.allocate((self._count, *spec[1]), spec[2])
         return specs
 
     def collate(self, samples: list[Any], collate_fn: Callable[[list[Any]], Any]) -> Any:
@@ -107,11 +105,5 @@ def _with(sample: Any, values: dict[Any, Any]) -> Any:
 
 def _spec(value: Any) -> _Spec | None:
     """Return kind, shape and dtype of plain memory on the CPU; None for anything else."""
-    if type(value) is Tensor:
-        strided = value.layout is torch.strided and not (value.is_nested or value.is_quantized)
-        plain = strided and value.device.type == "cpu" and not value.requires_grad
-        return (Tensor, tuple(value.shape), value.dtype) if plain else None
-    if type(value) is not np.ndarray or value.dtype.kind not in "biufc":
-        return None
-    native = value.dtype.isnative and torch_dtype(value.dtype) is not None
-    return (np.ndarray, value.shape, value.dtype) if native else None
+    dtype = plain_dtype(value) if type(value) in (Tensor, np.ndarray) else None
+    return None if dtype is None else (type(value), tuple(value.shape), dtype)
