@@ -1,6 +1,6 @@
 """What checkpoints cost a loop: steps with one save among them, against steps without.
 
-`python benchmarks/checkpoint_cost.py --steps 20 --rounds 8`: a GPT on random bytes, saved by
+`python benchmarks/checkpoint_cost.py --steps 20 --rounds 14`: a GPT on random bytes, saved by
 `fastamp.Checkpointer` at once and in a thread; the wait for the thread counts. Arms take turns, in
 mirrored blocks, and the last column has its 95 % interval.
 """
@@ -55,7 +55,7 @@ def main() -> None:
     """Measure, and print a row for each arm."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20, help="for each save")
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=14)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         arms = {"no saves": make_visit(None, args.steps, in_thread=False)}
