@@ -27,15 +27,19 @@ OPEN = Plan(rounds=2000, warmup=WARMUP_STEPS, half_width=0.005, least_blocks=24,
 class Feed:
     """The batches of a training, one at a time: every arm has taken one when the next is drawn."""
 
-    def __init__(self, batches: Iterable[Any]) -> None:
-        self.batches = iter(batches)
+    def __init__(self, batches: Iterable[Any], seed: int) -> None:
+        self.batches, self.seed = iter(batches), seed
         self.place, self.batch = -1, None
 
     def go_to_step_of(self, runs: dict[str, Run], name: str) -> None:
-        """Draw the batch of an arm's next step, unless another arm has taken this step."""
+        """Draw the batch of an arm's next step, unless another arm has taken this step.
+
+        Then the random numbers of the step, as of dropout, are the same for all arms.
+        """
         place = len(runs[name].losses)
         if place > self.place:
             self.place, self.batch = place, next(self.batches)
+        torch.manual_seed(self.seed * OPEN.rounds + place)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +70,7 @@ def train_arms(job: Job, training: Training, *, seeds: int) -> Results:
                 training = job.make_training(seed)
             runs = _make_runs(job, training, arms)
             loader = make_loader(training, seed, device=job.device)
-            feed = Feed(draw(loader, job.device))
+            feed = Feed(draw(loader, job.device), seed)
             race = run_race(
                 {name: partial(_step, run, feed) for name, run in runs.items()},
                 plan,

@@ -142,8 +142,8 @@ def test_other_peoples_scripts_are_tasks_of_twenty_lines(quick, name, tmp_path, 
     path = tmp_path / f"task_{name}.py"
     path.write_text(source.replace("layers=4, heads=4, width=128", "layers=1, heads=2, width=16"))
     saved = run(path, "--steps", "8")
-    starts = [curve[0] for curve in saved["losses"].values()]  # dropout makes them differ
-    assert starts == pytest.approx([starts[0]] * 3, rel=0.3)
+    _, stock, ours = (curve[0] for curve in saved["losses"].values())
+    assert ours == pytest.approx(stock, rel=1e-5)  # both drop out the same
     assert all(math.isfinite(loss) for curve in saved["losses"].values() for loss in curve)
     gap = saved["verdicts"][2]
     assert ("no function that evaluates" in gap["reason"]) == (name != "classifier")
