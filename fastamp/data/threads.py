@@ -301,7 +301,7 @@ class ThreadBatches(Iterator[Measured]):
         if loader._batch_nbytes is not None or loader.max_bytes is not None:
             return False
         counts = (task.count for task in self._task_info.values() if isinstance(task, _Task))
-        return sum(counts) < loader.num_workers
+        return bool(sum(counts) < loader.num_workers)
 
     def __next__(self) -> Measured:
         if self._owner_pid != os.getpid():
