@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
+from fastamp.data.sample_rng import draw_seed
 from fastamp.data.shard import RankBatches, ShardSampler
 from fastamp.data.shuffle import FeistelSampler
 
@@ -225,7 +226,7 @@ class Served:
         sampler = accelerate.get_sampler(loader)
         if getattr(sampler, "generator", self) is None:
             sampler.generator = torch.Generator()
-            sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+            sampler.generator.manual_seed(draw_seed())
         self.synchronized_generator = getattr(sampler, "generator", None)
         part = accelerate.BatchSamplerShard(
             batches, self._count, rank, config.split_batches, config.even_batches

@@ -20,6 +20,12 @@ _BUSY = 0.9  # of all cores
 _GAIN = 1.1  # that processes must bring
 
 
+def choose(loader: Any, worker: str, reason: str) -> None:
+    """Let a loader keep to a kind of workers from now on."""
+    loader._chosen, loader._trying = worker, None
+    loader._stats.workers = f"{worker}s: {reason}".replace("processs", "processes")
+
+
 def choose_at_once(loader: Any) -> bool:
     """Choose without a measurement, where only one kind of workers will do; say whether it does."""
     dataset = loader.dataset
@@ -32,7 +38,7 @@ def choose_at_once(loader: Any) -> bool:
         reason = "worker_init_fn is given"
     else:
         return False
-    loader._choose("process", reason)
+    choose(loader, "process", reason)
     return True
 
 
@@ -118,10 +124,10 @@ class TrialPass(Iterator[Any]):
     def _look_at_processes(self, rate: float) -> None:
         rates = f"threads made {self._thread_rate:.3g} batches/s, processes {rate:.3g}"
         if rate > _GAIN * self._thread_rate:
-            self._loader._choose("process", rates)
+            choose(self._loader, "process", rates)
             return
         position, late = self._next_position(), self._source.late
-        self._loader._choose("thread", rates)
+        choose(self._loader, "thread", rates)
         self._loader._inner = None
         del self._source  # and the processes end
         self._source = self._fetch(replace(position, late=late))
@@ -139,7 +145,7 @@ class TrialPass(Iterator[Any]):
 
     def _end(self, reason: str) -> None:
         if self._loader._chosen is None:
-            self._loader._choose("thread", reason)
+            choose(self._loader, "thread", reason)
 
 
 def count_cores() -> int:

@@ -17,7 +17,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from fastamp.data.position import Indices, Position
+from fastamp.data.indices import Indices
+from fastamp.data.position import Position
 from fastamp.data.sample_rng import Order, Placed, current
 from fastamp.data.slots import Slots
 from fastamp.data.states import (

@@ -18,9 +18,9 @@ from fastamp import _ops
 from fastamp._ops import Column, Images
 from fastamp.data.collate import BatchCollator
 from fastamp.data.datasets import ArrayDataset
+from fastamp.data.indices import as_rows
 from fastamp.data.leaves import plain_dtype
 from fastamp.data.memory import keep
-from fastamp.data.position import as_rows
 from fastamp.data.resident import DeviceGatherer, DeviceMemory
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
 from fastamp.data.stats import LoaderStats

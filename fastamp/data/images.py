@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fastamp._ops import index_error
+from fastamp.data.checks import check_integer
 from fastamp.data.pixels import find_pillow, find_simplejpeg, open_image, resize
-from fastamp.data.position import check_integer
 from fastamp.data.sample_rng import sample_rng
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")

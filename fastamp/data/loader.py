@@ -1,10 +1,7 @@
 """`fastamp.DataLoader`: torch's, with native gathering, exact resume and statistics."""
 
-import os
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,32 +9,20 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Sampler
 
 from fastamp._ops import Column
-from fastamp.data.accelerated import Preparable, ServedPass
-from fastamp.data.auto import TrialPass, choose_at_once
+from fastamp.data.accelerated import Preparable
+from fastamp.data.checks import check_device, check_generator, check_integer, check_worker
 from fastamp.data.collate import BatchCollator
-from fastamp.data.copied import copy_ahead
 from fastamp.data.datasets import ArrayDataset, count_rows, is_arrays
-from fastamp.data.gather import Gatherable, find_device, find_path
+from fastamp.data.gather import find_path
+from fastamp.data.indices import Indices
 from fastamp.data.passes import LoaderPass
-from fastamp.data.position import (
-    Indices,
-    Position,
-    check_integer,
-    check_resumable,
-    encode,
-    read_position,
-)
-from fastamp.data.resident import move
-from fastamp.data.resume import ask_dataset, check_workers, identity
+from fastamp.data.position import Position
+from fastamp.data.resume import load, save
 from fastamp.data.shard import ShardSampler, check_shardable, find_ranks
 from fastamp.data.shuffle import FeistelSampler, is_long
-from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
-from fastamp.data.sources import fetched, gathered
+from fastamp.data.slots import Slots
+from fastamp.data.sources import begin, find_columns
 from fastamp.data.stats import LoaderStats
-from fastamp.data.threads import check_worker
-
-_STATE_VERSION = 1
-
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -149,15 +134,8 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         check_integer("rank", rank, least=0)
         check_integer("world_size", world_size, least=1)
         self.worker = check_worker(worker, dataset, multiprocessing_context)
-        given: Any = generator
-        if not isinstance(given, torch.Generator | None):
-            msg = f"generator: expected a torch.Generator or None, got {given!r}"
-            raise TypeError(msg)
-        if device is not None:
-            torch.device(device)  # raises torch's error for what is no device
-        elif resident:
-            msg = "resident=True: device: expected where the dataset shall live, got None"
-            raise ValueError(msg)
+        check_generator(generator)
+        check_device(device, resident=resident)
         if type(dataset) is dict and is_arrays(dataset):
             count_rows(dataset, "dataset")  # raises an error with this argument's name
             dataset = ArrayDataset(dataset)
@@ -213,13 +191,11 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         if self.timeout and not self.num_workers:
             msg = f"timeout: expected 0 without workers, got {self.timeout}"
             raise AssertionError(msg)  # as torch's
-        shard, served = self._shard, self._served
-        device = None if self.device is None else torch.device(self.device)
-        gatherable = self._find_columns(device)
+        shard, gatherable = self._shard, find_columns(self)
         if shard is not None and shard.epoch != self._next.epoch:  # somebody told the sampler
             self.set_epoch(shard.epoch)
-        if served is not None:
-            served.synchronize()
+        if self._served is not None:
+            self._served.synchronize()
             self.set_epoch(self._next.epoch)  # as Accelerate's loaders do
         position = replace(self._next)
         self._begin_at(Position(epoch=position.epoch + 1))
@@ -228,51 +204,14 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             if self.seed is not None and shard is None:
                 self.generator.manual_seed(self.seed + position.epoch)
             position.generator = self.generator.get_state()
-        to_device = device is not None and device.type != "cpu"
-        to_cuda = device is not None and device.type == "cuda"
-        if self._slots is None or self._slots.owner_pid != os.getpid():
-            self._slots = Slots(
-                pinned=(self.pin_memory or to_cuda) and torch.accelerator.is_available(),
-                max_bytes=DEFAULT_MAX_BYTES if self.max_bytes is None else self.max_bytes,
-            )
-        slots = self._slots
-        states: deque[Any] = deque()
-        if gatherable is None:
-            ahead = to_device or served is not None
-            fetch: Any = partial(fetched, self, slots=slots, states=states, ahead=ahead)
-            chosen = self.worker != "auto" or not self.num_workers or self._chosen is not None
-            chosen = chosen or choose_at_once(self)
-            batches = fetch(position) if chosen else TrialPass(self, position, fetch)
-        else:
-            batches = gathered(self, gatherable, position, slots)
-            to_device = to_device and find_device(gatherable.columns).type == "cpu"
-        if device is not None and to_device:
-            batches = copy_ahead(batches, device)
-        if served is not None:
-            batches = ServedPass(self, batches, position.consumed)
-        return LoaderPass(batches, position, self._stats, states, self.__len__)
-
-    def _find_columns(self, device: torch.device | None) -> Gatherable | None:
-        """Return the dataset's columns if they are gathered; a resident one is moved first."""
-        gatherable, way = find_path(self)
-        if device is None or not self.resident:
-            return gatherable
-        if gatherable is None:
-            msg = f"resident=True: expected a dataset that is gathered, this is read {way}"
-            raise ValueError(msg)
-        if device.type == "cpu" or find_device(gatherable.columns).type != "cpu":
-            return gatherable
-        if self._moved is None:
-            self._moved = move(gatherable.columns, device)
-        return gatherable._replace(columns=self._moved)
+        return begin(self, position, gatherable)
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next pass is: for `seed`, and for a sampler that has `set_epoch`.
 
-        A loaded state stays in force if it stopped in this epoch. Without this call passes count
-        up.
+        A loaded state stays in force if it stopped in this epoch. Without a call passes count up.
         """
-        check_integer("epoch", epoch, least=0)
+        check_integer("epoch", epoch, least=0, optional=False)
         self._begin_at(self._next if self._next.epoch == epoch else Position(epoch=epoch))
         self._last = None
         self._told_epoch = epoch
@@ -312,30 +251,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
                 pipe that workers read; or the loader is sharded and `in_order` is False.
             RuntimeError: the dataset is iterable and Ctrl-C came while it was read.
         """
-        check_resumable(self)
-        if self._shard is not None and self.num_workers > 0 and not self.in_order:
-            msg = "in_order=False: how far all ranks have come is unknown where batches are late"
-            raise TypeError(msg)
-        position = (self._last or self._next).now()
-        generator, own = self.generator, self._sampler_generator()
-        if generator is None or self.seed is not None or self._shard is not None:
-            position.generator = None
-        elif position.generator is None:
-            position.generator = generator.get_state()
-        if position.rng is None and own is not None and own is not generator:
-            position.rng = own.get_state()
-        ask_dataset(self, position)
-        if self._shard is not None:
-            at_once = getattr(self._batches, "batch_size", 1) * self._shard.num_replicas
-            had = position.consumed + position.batch * at_once
-            position.batch, position.consumed = 0, min(had, len(self.dataset))  # type: ignore[arg-type]
-        return {
-            "version": _STATE_VERSION,
-            **identity(self),
-            "told_epoch": self._told_epoch,
-            "worker": self._chosen,
-            **encode(position),
-        }
+        return save(self)
 
     def load_state_dict(self, state: Any) -> None:
         """Let the next pass begin where `state_dict` was called.
@@ -350,34 +266,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
                 changed then.
             TypeError: see `state_dict`.
         """
-        version = state.get("version") if isinstance(state, dict) else None
-        if type(version) is not int or version != _STATE_VERSION:
-            msg = f"state: expected what DataLoader.state_dict returns, version {_STATE_VERSION}"
-            raise ValueError(msg)
-        check_resumable(self)
-        for name, ours in identity(self).items():
-            value = state.get(name)
-            if type(value) is not type(ours) or value != ours:
-                msg = f"state: its {name} is {value!r}, the loader's {ours!r}"
-                raise ValueError(msg)
-        position, told_epoch = read_position(state)
-        if position.dataset is not None and not hasattr(self.dataset, "load_state_dict"):
-            kind = type(self.dataset).__name__
-            msg = f"state: it has the state of a dataset, and {kind} has no load_state_dict"
-            raise ValueError(msg)
-        check_workers(self, position)
-        chosen = state.get("worker", "")
-        if chosen not in (None, "process", "thread"):
-            msg = f"state: its worker: expected None, 'process' or 'thread', got {chosen!r}"
-            raise ValueError(msg)
-        if chosen is not None and self.worker == "auto":
-            self._choose(chosen, "as in the loaded state")
-        if told_epoch is not None:
-            self.set_epoch(told_epoch)
-        if position.generator is not None and self.generator is not None:
-            self.generator.set_state(position.generator)
-        self._begin_at(replace(position, generator=None))
-        self._last = self._inner = None  # workers have gone on
+        load(self, state)
 
     def stats(self) -> LoaderStats:
         """Return what the loader has done since it was made; `str` of it is the verdict."""
@@ -392,19 +281,13 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         """Leave out what a copy counts anew, and the workers, which stay with the original."""
         last = self._last and self._last.now()
         new = {"_stats": LoaderStats(), "_slots": None, "_inner": None, "_last": last}
-        new["_moved"] = None
-        return {**vars(self), **new}
+        return {**vars(self), **new, "_moved": None}
 
     @property
     def _in_threads(self) -> bool:
         """Whether the workers are threads."""
         worker = self._chosen or self._trying if self.worker == "auto" else self.worker
         return self.num_workers > 0 and worker == "thread"
-
-    def _choose(self, worker: str, reason: str) -> None:
-        """Keep to a kind of workers from now on."""
-        self._chosen, self._trying = worker, None
-        self._stats.workers = f"{worker}s: {reason}".replace("processs", "processes")
 
     def check_worker_number_rationality(self) -> None:
         """Warn as torch does of more processes than cores, but not of threads, which may wait."""
@@ -415,10 +298,3 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
     def _batches(self) -> Any:
         """What yields the indices of batches, or single ones where the loader does not batch."""
         return self.sampler if self.batch_sampler is None else self.batch_sampler
-
-    def _sampler_generator(self) -> torch.Generator | None:
-        """Return what the sampler draws from; None for torch's default generator."""
-        batches = getattr(self._batches, "batch_sampler", self._batches)  # in Accelerate's
-        samplers = (batches, getattr(batches, "sampler", None), self.sampler)
-        found = (getattr(sampler, "generator", None) for sampler in samplers)
-        return next((generator for generator in found if generator is not None), None)

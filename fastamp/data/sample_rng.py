@@ -60,6 +60,11 @@ def find_pass_key(seed: int, epoch: int) -> int:
     return mix(mix(seed) ^ epoch)
 
 
+def draw_seed(generator: torch.Generator | None = None) -> int:
+    """Draw a seed as torch's iterators do, by default from torch's default generator."""
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
+
+
 class Placed(NamedTuple):
     """What a sampler has yielded, with its first sample's number in the pass."""
 
@@ -125,5 +130,5 @@ def sample_rng() -> SampleRng:
         order, number = found
         found = current.sample = SampleRng(order.find_key(number))
     if found is None:
-        found = SampleRng(int(torch.empty((), dtype=torch.int64, device="cpu").random_()))
+        found = SampleRng(draw_seed())
     return found  # type: ignore[return-value]

@@ -1,9 +1,11 @@
-"""What begins a pass: the source of its batches, gathered or fetched, at the pass's position."""
+"""What begins a pass: the source of its batches, gathered or fetched, and the way to the loop."""
 
+import os
 import warnings
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any
 
@@ -12,18 +14,68 @@ from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, MapDataPipe
 
+from fastamp.data.accelerated import ServedPass
+from fastamp.data.auto import TrialPass, choose_at_once
 from fastamp.data.collate import BatchCollator
+from fastamp.data.copied import copy_ahead
 from fastamp.data.fetch import FetchSource, make_inner
-from fastamp.data.gather import Gatherable, GatherSource
-from fastamp.data.position import Indices, Position
-from fastamp.data.sample_rng import SampleRng, current
-from fastamp.data.slots import Slots
+from fastamp.data.gather import Gatherable, GatherSource, find_device, find_path
+from fastamp.data.indices import Indices, find_generator
+from fastamp.data.passes import LoaderPass
+from fastamp.data.position import Position
+from fastamp.data.resident import move
+from fastamp.data.sample_rng import SampleRng, current, draw_seed
+from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
 from fastamp.data.states import has_copies
 from fastamp.data.threads import ThreadLoader
 
 
+def find_columns(loader: Any) -> Gatherable | None:
+    """Return a dataset's columns if they are gathered; a resident one is moved first."""
+    gatherable, way = find_path(loader)
+    if not loader.resident:
+        return gatherable
+    if gatherable is None:
+        msg = f"resident=True: expected a dataset that is gathered, this is read {way}"
+        raise ValueError(msg)
+    device = torch.device(loader.device)
+    if device.type == "cpu" or find_device(gatherable.columns).type != "cpu":
+        return gatherable
+    if loader._moved is None:
+        loader._moved = move(gatherable.columns, device)
+    return gatherable._replace(columns=loader._moved)
+
+
+def begin(loader: Any, position: Position, gatherable: Gatherable | None) -> LoaderPass:
+    """Begin a pass of a loader at a position."""
+    device = None if loader.device is None else torch.device(loader.device)
+    to_device = device is not None and device.type != "cpu"
+    if loader._slots is None or loader._slots.owner_pid != os.getpid():
+        pinned = loader.pin_memory or (device is not None and device.type == "cuda")
+        loader._slots = Slots(
+            pinned=pinned and torch.accelerator.is_available(),
+            max_bytes=loader.max_bytes or DEFAULT_MAX_BYTES,
+        )
+    states: deque[Any] = deque()
+    batches: Iterator[Any]
+    if gatherable is None:
+        ahead = to_device or loader._served is not None
+        fetch = partial(_fetched, loader, states=states, ahead=ahead)
+        chosen = loader.worker != "auto" or not loader.num_workers or loader._chosen is not None
+        chosen = chosen or choose_at_once(loader)
+        batches = fetch(position) if chosen else TrialPass(loader, position, fetch)
+    else:
+        batches = _gathered(loader, gatherable, position)
+        to_device = to_device and find_device(gatherable.columns).type == "cpu"
+    if device is not None and to_device:
+        batches = copy_ahead(batches, device)
+    if loader._served is not None:
+        batches = ServedPass(loader, batches, position.consumed)
+    return LoaderPass(batches, position, loader._stats, states, loader.__len__)
+
+
 def _indices(loader: Any, position: Position) -> Indices:
-    generator = loader._sampler_generator()
+    generator = find_generator(loader)
     seed = None if generator is None or generator is not loader.generator else loader.seed
     single, plain = loader.batch_sampler is None, isinstance(loader.dataset, MapDataPipe)
     return Indices(loader._batches, generator, seed, position, 0, single, plain)
@@ -38,11 +90,20 @@ def _seed_samples(loader: Any, position: Position, *, again: bool) -> None:
         if seed is None:
             source = loader.generator or torch.default_generator
             state = source.get_state()
-            empty = torch.empty((), dtype=torch.int64, device="cpu")
-            seed = int(empty.random_(generator=loader.generator))
+            seed = draw_seed(loader.generator)
             source.set_state(state)
         position.sample_seed = seed
     loader._sample_seed = position.sample_seed
+
+
+def _warn_unpinned(loader: Any) -> None:
+    """Warn as torch's iterators do."""
+    if loader.pin_memory and not torch.accelerator.is_available():
+        warnings.warn(
+            "'pin_memory' argument is set as true but no accelerator is found, "
+            "then device pinned memory won't be used.",
+            stacklevel=5,
+        )
 
 
 def _with_keys(indices: Indices, *, keyed: bool) -> Iterator[tuple[Any, Tensor | None]]:
@@ -53,23 +114,16 @@ def _with_keys(indices: Indices, *, keyed: bool) -> Iterator[tuple[Any, Tensor |
     return ((batch, order.find_keys(places)) for batch, places in indices.placed_batches())
 
 
-def gathered(
-    loader: Any, gatherable: Gatherable, position: Position, slots: Slots
-) -> Iterator[Any]:
+def _gathered(loader: Any, gatherable: Gatherable, position: Position) -> GatherSource:
     """Warn and draw as torch's iterators do at first, and return the gathered batches."""
-    if loader.pin_memory and not torch.accelerator.is_available():
-        warnings.warn(
-            "'pin_memory' argument is set as true but no accelerator is found, "
-            "then device pinned memory won't be used.",
-            stacklevel=3,
-        )
+    _warn_unpinned(loader)
     workers = loader.num_workers > 0
     again = workers and loader.persistent_workers and loader._began
     position.persist = loader.persistent_workers
     _seed_samples(loader, position, again=again)
     # A resumed pass leaves the program's own draws alone.
     if not again and (loader.generator is not None or not position.resumed):
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        draw_seed(loader.generator)
     loader._began = True
     keyed = gatherable.find is not None or any(column.images for column in gatherable.columns)
     indices = _with_keys(_indices(loader, position), keyed=keyed)
@@ -87,24 +141,24 @@ def gathered(
             current.sample = before
         return loader.collate_fn(samples)
 
-    return GatherSource(gatherable, indices, slots, loader._stats, loader.max_bytes, make)
+    return GatherSource(gatherable, indices, loader._slots, loader._stats, loader.max_bytes, make)
 
 
-def fetched(
-    loader: Any, position: Position, slots: Slots, states: deque[Any], *, ahead: bool
-) -> Iterator[Any]:
+def _fetched(loader: Any, position: Position, states: deque[Any], *, ahead: bool) -> Any:
     """Return the batches that torch's iterators make, and put the dataset's states aside."""
     if position.exhausted:
         return iter(())
     workers = loader.num_workers
+    if loader._in_threads:
+        _warn_unpinned(loader)
     if type(loader.collate_fn) is BatchCollator and (workers == 0 or loader._in_threads):
-        loader.collate_fn.lease_from(slots)
+        loader.collate_fn.lease_from(loader._slots)
     turn, copies = position.turn, has_copies(loader)
     new = loader._inner is None or not loader.persistent_workers
     _seed_samples(loader, position, again=not new)
     if new:
         indices = _indices(loader, position)
-        loader._inner = make_inner(loader, indices, position, slots), indices
+        loader._inner = make_inner(loader, indices, position, loader._slots), indices
     elif copies and loader._left is not None:
         position.workers = loader._left.workers
     inner, indices = loader._inner

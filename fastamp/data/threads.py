@@ -4,7 +4,6 @@ import copy
 import os
 import time
 import traceback
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,31 +16,18 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import IterableDataset, IterDataPipe
+from torch.utils.data import IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from fastamp.data.position import Indices, Position
+from fastamp.data.indices import Indices
+from fastamp.data.position import Position
 from fastamp.data.prefetch import FORKED, Pass, is_last
 from fastamp.data.row_writer import Rows, fills_rows
-from fastamp.data.sample_rng import Placed, current
+from fastamp.data.sample_rng import Placed, current, draw_seed
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots, too_large
 from fastamp.data.states import Measured, WorkerStream, find_together, note_index
 from fastamp.data.structure import count_nbytes
 from fastamp.data.workers import Team, WorkerInfo, become_worker
-
-
-def check_worker(worker: str | None, dataset: Any, context: Any) -> str | None:
-    """Refuse what is no kind of workers, and what threads cannot do."""
-    if worker not in (None, "process", "thread", "auto"):
-        msg = f"worker: expected None, 'process', 'thread' or 'auto', got {worker!r}"
-        raise ValueError(msg)
-    if worker == "thread" and context is not None:
-        msg = f"multiprocessing_context: expected None with worker='thread', got {context!r}"
-        raise ValueError(msg)
-    if worker == "thread" and isinstance(dataset, IterDataPipe):
-        msg = f"worker='thread': {type(dataset).__name__} is a data pipe, which needs processes"
-        raise TypeError(msg)
-    return worker
 
 
 class ThreadLoader:
@@ -61,16 +47,9 @@ class ThreadLoader:
         if not loader.prefetch_factor:
             msg = f"prefetch_factor must be greater than 0, got {loader.prefetch_factor}"
             raise AssertionError(msg)  # as torch's
-        if loader.pin_memory and not torch.accelerator.is_available():
-            warnings.warn(
-                "'pin_memory' argument is set as true but no accelerator is found, "
-                "then device pinned memory won't be used.",
-                stacklevel=5,
-            )
         new = self._base_seed is None
         if self._base_seed is None:
-            empty = torch.empty((), dtype=torch.int64, device="cpu")
-            self._base_seed = int(empty.random_(generator=self.generator))
+            self._base_seed = draw_seed(self.generator)
         if isinstance(loader.dataset, IterableDataset):
             return self._begin_streams(loader, new=new)
         team = self._team
@@ -280,7 +259,7 @@ class ThreadBatches(Iterator[Measured]):
     def _submit(self) -> None:
         """Let threads make what was drawn, as far as there is room for it."""
         loader, under_way = self._loader, self._task_info
-        limit = DEFAULT_MAX_BYTES if loader.max_bytes is None else loader.max_bytes
+        limit = loader.max_bytes or DEFAULT_MAX_BYTES
         while self._drawn and self._team:
             # The size of a batch is known after the first one, on which all threads work.
             nbytes = limit if loader._batch_nbytes is None else loader._batch_nbytes

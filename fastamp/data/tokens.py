@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fastamp._ops import Windows, index_error, mix
+from fastamp.data.checks import check_integer
 from fastamp.data.sample_rng import mix_all, sample_rng
 
 _Source: TypeAlias = str | os.PathLike[str] | npt.NDArray[Any] | Tensor
@@ -58,8 +58,8 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         header: int = 0,
         random_offsets: bool = False,  # noqa: FBT001, FBT002 - as in the documentation
     ) -> None:
-        _check_integer("block_size", block_size, least=1)
-        _check_integer("header", header, least=0)
+        check_integer("block_size", block_size, least=1, optional=False)
+        check_integer("header", header, least=0, optional=False)
         self.block_size, self.random_offsets = block_size, bool(random_offsets)
         parts = [part[:] for part in _open_all(path_or_array, dtype, header) if len(part)]
         several = isinstance(path_or_array, list | tuple)
@@ -102,12 +102,6 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     def __reduce__(self) -> "tuple[type[TokenDataset], tuple[Any, ...]]":
         """Travel to another process as a path, which is mapped there, where there is one."""
         return type(self), self._source
-
-
-def _check_integer(name: str, value: Any, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
-        msg = f"{name}: expected an integer of at least {least}, got {value!r}"
-        raise ValueError(msg)
 
 
 def _open_all(source: Any, dtype: npt.DTypeLike | None, header: int) -> list[npt.NDArray[Any]]:

@@ -12,7 +12,8 @@ from support.loading import assert_same
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, Subset
 
 import fastamp
-from fastamp.data.position import Indices, Position
+from fastamp.data.indices import Indices
+from fastamp.data.position import Position
 from fastamp.data.sample_rng import Order, mix, mix_all
 
 MASK = 2**64 - 1

@@ -1,0 +1,47 @@
+"""What arguments of a loader and its datasets have to be."""
+
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch.utils.data import IterDataPipe
+
+
+def check_integer(name: str, value: Any, *, least: int, optional: bool = True) -> None:
+    """Refuse what is neither an integer of 64 bits from `least` on nor, if `optional`, None."""
+    if value is None and optional:
+        return
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if not whole or not least <= int(value) < 2**63:
+        msg = f"{name}: expected an integer of at least {least}, got {value!r}"
+        raise ValueError(msg)
+
+
+def check_generator(generator: Any) -> None:
+    """Refuse what is no generator."""
+    if not isinstance(generator, torch.Generator | None):
+        msg = f"generator: expected a torch.Generator or None, got {generator!r}"
+        raise TypeError(msg)
+
+
+def check_device(device: torch.device | str | int | None, *, resident: bool) -> None:
+    """Refuse what is no device, with torch's error, and none for a dataset to live on."""
+    if device is not None:
+        torch.device(device)
+    elif resident:
+        msg = "resident=True: device: expected where the dataset shall live, got None"
+        raise ValueError(msg)
+
+
+def check_worker(worker: str | None, dataset: Any, context: Any) -> str | None:
+    """Refuse what is no kind of workers, and what threads cannot do."""
+    if worker not in (None, "process", "thread", "auto"):
+        msg = f"worker: expected None, 'process', 'thread' or 'auto', got {worker!r}"
+        raise ValueError(msg)
+    if worker == "thread" and context is not None:
+        msg = f"multiprocessing_context: expected None with worker='thread', got {context!r}"
+        raise ValueError(msg)
+    if worker == "thread" and isinstance(dataset, IterDataPipe):
+        msg = f"worker='thread': {type(dataset).__name__} is a data pipe, which needs processes"
+        raise TypeError(msg)
+    return worker

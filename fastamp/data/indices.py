@@ -1,0 +1,213 @@
+"""The indices of a pass from a position on, as a sampler itself, and in tensors."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, count, islice
+from operator import itemgetter
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+
+from fastamp.data.position import Position
+from fastamp.data.sample_rng import Order, Placed, draw_seed, find_pass_key
+from fastamp.data.shard import RankBatches, ShardSampler
+from fastamp.data.shuffle import FeistelSampler, ranges
+from fastamp.data.states import Skip
+
+_Begin: TypeAlias = Callable[[Iterable[Any], int], Iterator[tuple[Any, int]]]
+_COMPUTED = (SequentialSampler, FeistelSampler)  # of which nothing before a place is drawn
+_BOOLEANS = (bool, np.dtype(bool), torch.bool)
+
+
+def find_generator(loader: Any) -> torch.Generator | None:
+    """Return what the sampler of a loader draws from; None for torch's default generator."""
+    batches = getattr(loader._batches, "batch_sampler", loader._batches)  # in Accelerate's
+    samplers = (batches, getattr(batches, "sampler", None), loader.sampler)
+    found = (getattr(sampler, "generator", None) for sampler in samplers)
+    return next((generator for generator in found if generator is not None), None)
+
+
+@dataclass(eq=False)
+class Indices:
+    """What a sampler yields in one epoch, from a position on, as a sampler itself."""
+
+    sampler: Any
+    """What yields batches of indices, or single ones where the loader does not batch."""
+    generator: torch.Generator | None
+    """What the sampler draws from, None for torch's default generator."""
+    seed: int | None
+    """Seeds the generator anew for each epoch, together with the epoch; None does not."""
+    position: Position
+    """Where to begin. Not yet there, the state of the generator is put into it."""
+    skips: int = 0
+    """Turns to leave out, before the worker whose turn it is."""
+    single: bool = False
+    """Whether the sampler yields single indices."""
+    plain: bool = False
+    """Whether samples get no places, as for data pipes of torch's."""
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield what the sampler yields, with the place of the first sample."""
+        numbered = self._from_position(_number_single if self.single else _number_batches)
+        if self.plain:
+            return chain([Skip()] * self.skips, map(itemgetter(0), numbered))
+        order = self.order
+        placed = (Placed(indices, order, number) for indices, number in numbered)
+        return chain([Skip()] * self.skips, placed)
+
+    def batches(self) -> Iterator[Any]:
+        """Yield batches as int64 tensors, or as lists where they are not plain integers."""
+        return map(itemgetter(0), self._from_position(_index_batches))
+
+    def placed_batches(self) -> Iterator[tuple[Any, Tensor]]:
+        """Yield such batches with the places of their samples, as int64 tensors."""
+        order = self.order
+        for indices, number in self._from_position(_index_batches):
+            numbers = torch.arange(number, number + len(indices), device="cpu")
+            yield indices, order.places(numbers)
+
+    @property
+    def order(self) -> Order:
+        """The keys of the pass's samples, for which the position has a seed."""
+        position = self.position
+        key = find_pass_key(position.sample_seed or 0, position.epoch)
+        samplers = (self.sampler, getattr(self.sampler, "sampler", None))
+        for sampler in samplers:
+            if isinstance(sampler, ShardSampler):
+                return sampler.at(position.epoch, position.consumed).order(key)
+            if isinstance(sampler, DistributedSampler):
+                return Order(key, sampler.rank, 1, sampler.num_replicas - 1)
+        return Order(key)
+
+    def _from_position(self, begin: _Begin) -> Iterator[tuple[Any, int]]:
+        position, generator = self.position, self.generator
+        placed = _place_shard(self.sampler, position)
+        if placed is not None:
+            yield from self._rest(begin, placed)
+            return
+        if generator is None and position.rng is not None:
+            # The program's own draws go on as if nothing had been drawn here.
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(position.rng)
+                rest = self._rest(begin, self.sampler)
+                first = list(islice(rest, 1))
+            yield from chain(first, rest)
+            return
+        source = torch.default_generator if generator is None else generator
+        if self.seed is not None:
+            source.manual_seed(self.seed + position.epoch)
+        elif position.rng is not None:
+            source.set_state(position.rng)
+        else:
+            position.rng = source.get_state()
+        yield from self._rest(begin, self.sampler)
+
+    def _rest(self, begin: _Begin, sampler: Iterable[Any]) -> Iterator[tuple[Any, int]]:
+        """Leave out what was delivered: the first batches, except for those that were late."""
+        late, delivered = self.position.late, self.position.batch
+        if not late:
+            return begin(sampler, delivered)
+        passed, first = delivered + len(late), late[0]
+        places = enumerate(begin(sampler, first), first)
+        return (batch for place, batch in places if place >= passed or place in late)
+
+
+def _place_shard(sampler: Any, position: Position) -> Iterable[Any] | None:
+    """Return a rank's sampler, or the one of its batches, for what is left of the epoch."""
+    if isinstance(sampler, ShardSampler):
+        return sampler.at(position.epoch, position.consumed)
+    inner = sampler.sampler if type(sampler) in (BatchSampler, RankBatches) else None
+    if not isinstance(inner, ShardSampler):
+        return None
+    placed = inner.at(position.epoch, position.consumed)
+    return BatchSampler(placed, sampler.batch_size, sampler.drop_last)
+
+
+def _number_single(sampler: Any, skip: int) -> Iterator[tuple[Any, int]]:
+    """Yield single indices, each with its number in the epoch."""
+    if type(sampler) not in _COMPUTED:
+        return zip(islice(iter(sampler), skip, None), count(skip))
+    chunks = _chunks(sampler, skip, 1) or ()
+    return zip(chain.from_iterable(chunk.tolist() for chunk in chunks), count(skip))
+
+
+def _number_batches(sampler: Any, skip: int) -> Iterator[tuple[Any, int]]:
+    """Yield batches, each with the number of its first sample in the epoch."""
+    if type(sampler) is BatchSampler and type(sampler.sampler) in _COMPUTED:
+        for rows, number in _index_batches(sampler, skip):
+            yield rows.tolist(), number
+        return
+    number = 0
+    for place, batch in enumerate(iter(sampler)):
+        if place >= skip:
+            yield batch, number
+        number += len(batch) if hasattr(batch, "__len__") else 1
+
+
+def _index_batches(sampler: Any, skip: int) -> Iterator[tuple[Any, int]]:
+    """Yield such batches as int64 tensors; as lists where they are not plain integers."""
+    chunks, number = None, 0
+    if type(sampler) is BatchSampler:
+        number = skip * sampler.batch_size
+        chunks = _chunks(sampler.sampler, number, sampler.batch_size)
+    if chunks is None:
+        for batch, number in _number_batches(sampler, skip):
+            yield _to_rows(batch), number
+        return
+    for chunk in chunks:
+        rest = len(chunk) % sampler.batch_size if sampler.drop_last else 0
+        if len(chunk) > rest:
+            for batch in torch.split(chunk[: len(chunk) - rest], sampler.batch_size):
+                yield batch, number
+                number += sampler.batch_size
+
+
+def _to_rows(batch: Iterable[Any]) -> Any:
+    batch = list(batch)
+    rows = as_rows(batch)
+    return batch if rows is None else rows
+
+
+def as_rows(indices: Any) -> Tensor | None:
+    """Return integers as an int64 tensor; None where anything else is among them, also booleans."""
+    if isinstance(indices, list | tuple) and set(map(type, indices)) != {int}:
+        dtypes = [getattr(index, "dtype", type(index)) for index in indices]
+        if any(dtype in _BOOLEANS for dtype in dtypes):  # which NumPy takes for 0 and 1
+            return None
+    try:
+        rows = np.asarray(indices)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    if rows.ndim != 1 or rows.dtype.kind not in "iu" or rows.dtype == np.uint64:
+        return None
+    return torch.from_numpy(rows.astype(np.int64))
+
+
+def _chunks(sampler: Any, start: int, size: int) -> Iterator[Tensor] | None:
+    """Return the indices of torch's own samplers, in torch's order, many batches at a time."""
+    if type(sampler) is SequentialSampler:
+        return ranges(start, len(sampler), size)
+    if isinstance(sampler, ShardSampler | FeistelSampler):
+        return sampler.chunks(start, size)
+    plain = type(sampler) is RandomSampler and not sampler.replacement
+    if plain and sampler.num_samples <= len(sampler.data_source):
+        return _permutation(sampler, start)
+    return None
+
+
+def _permutation(sampler: RandomSampler, start: int) -> Iterator[Tensor]:
+    """Draw as RandomSampler does: a generator that is kept draws another permutation in vain."""
+    total = len(sampler.data_source)
+    generator = sampler.generator
+    if generator is None:
+        generator = torch.Generator()
+        generator.manual_seed(draw_seed())
+    yield torch.randperm(total, generator=generator, device="cpu")[start : sampler.num_samples]
+    if sampler.num_samples == total and sampler.generator is not None:
+        torch.randperm(total, generator=generator, device="cpu")
