@@ -22,7 +22,7 @@ from fastamp.data.indices import as_rows
 from fastamp.data.leaves import plain_dtype
 from fastamp.data.memory import keep
 from fastamp.data.resident import DeviceGatherer, DeviceMemory
-from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
+from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots, too_large
 from fastamp.data.stats import LoaderStats
 from fastamp.data.tables import is_table, read_table
 from fastamp.data.tokens import TokenDataset
@@ -281,8 +281,7 @@ class GatherSource(Iterator[Any]):
                 return indices.tolist(), keys, None
             nbytes = indices.numel() * sum(self._row_nbytes)
             if self._max_bytes is not None and nbytes > self._max_bytes:
-                msg = f"max_bytes={self._max_bytes}: one batch takes {nbytes} bytes"
-                raise ValueError(msg)  # noqa: TRY301 - delivered in its place, as all errors are
+                raise too_large(self._max_bytes, nbytes)  # noqa: TRY301 - delivered in its place
             try:
                 rows = indices if self._subset is None else self._subset[indices]
                 return indices, keys, rows if self._find is None else self._find(rows, keys)

@@ -2,31 +2,25 @@
 
 import copy
 import os
-import time
 import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import islice
-from operator import getitem
-from queue import Empty, SimpleQueue
-from threading import Lock
-from typing import Any, NamedTuple
+from queue import Empty
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from fastamp.data.indices import Indices
 from fastamp.data.position import Position
 from fastamp.data.prefetch import FORKED, Pass, is_last
-from fastamp.data.row_writer import Rows, fills_rows
-from fastamp.data.sample_rng import Placed, current, draw_seed
+from fastamp.data.sample_rng import Placed, draw_seed
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots, too_large
-from fastamp.data.states import Measured, WorkerStream, find_together, note_index
-from fastamp.data.structure import count_nbytes
+from fastamp.data.states import Measured, WorkerStream
+from fastamp.data.tasks import BatchTask, find_maker
 from fastamp.data.workers import Team, WorkerInfo, become_worker
 
 
@@ -96,136 +90,6 @@ def _run_stream(
     yield from stream
 
 
-class _Maker(NamedTuple):
-    """What the threads of a pass share. None of it refers to the pass, whose end ends them."""
-
-    get: Callable[[Any], Any]
-    whole: bool
-    """Whether `get` makes all samples of a batch at once."""
-    rows: Callable[[int], Rows] | None
-    collate_fn: Callable[[Any], Any]
-    grad: bool
-    pins: bool
-    lock: Lock
-    ready: "SimpleQueue[int]"
-    """Gets the numbers of batches that are done."""
-    dropped: list[Any]
-    """Has something in it when nobody wants batches any more."""
-    ended: "weakref.ref[ThreadBatches]"
-    """Is put into it at the end of the pass, without a line of Python, in which Ctrl-C may come."""
-
-
-def _find_maker(loader: Any, slots: Slots, batches: "ThreadBatches") -> _Maker:
-    dropped: list[Any] = []
-    dataset, collate_fn = loader.dataset, loader.collate_fn
-    together = None if loader.batch_sampler is None else find_together(dataset)
-    whole, get = loader.batch_sampler is None or together is not None, partial(getitem, dataset)
-    return _Maker(
-        get=together or get,
-        whole=whole,
-        rows=partial(Rows, get, slots) if not whole and fills_rows(collate_fn) else None,
-        collate_fn=collate_fn,
-        grad=torch.is_grad_enabled(),
-        pins=loader.pin_memory and torch.accelerator.is_available(),
-        lock=Lock(),
-        ready=SimpleQueue(),
-        dropped=dropped,
-        ended=weakref.ref(batches, dropped.append),
-    )
-
-
-class _Task:
-    """One batch on its way: threads make its samples, the one that makes the last collates."""
-
-    def __init__(self, number: int, placed: Placed, maker: _Maker) -> None:
-        self.number, self._maker = number, maker
-        indices, self._order, self._first = placed
-        self._indices = [indices] if maker.whole else list(indices)
-        self.count = len(self._indices)
-        self._claimed, self._left = 0, self.count
-        self._samples: list[Any] = [None] * self.count
-        self._rows = None if maker.rows is None else maker.rows(self.count)
-        self._failed_at = self.count
-        self.error: BaseException | None = None
-        self.getitem_s = self.collate_s = 0.0
-        self.batch: Any = None
-        self.nbytes = 0
-
-    def __call__(self, failed: BaseException | None) -> bool:
-        """Make samples until all are begun; say whether the thread's failure was one of them."""
-        maker = self._maker
-        torch.set_grad_enabled(maker.grad)  # of this thread
-        place = self.count
-        while not maker.dropped:
-            with maker.lock:
-                place = self._claimed
-                self._claimed += 1
-            if place < self.count:
-                is_last = self._note(place, *self._make(place, failed))
-            else:
-                is_last = place == self.count == 0  # a batch of no samples
-            if is_last:
-                self._finish()
-            if place >= self.count or failed is not None:
-                break
-        current.sample = None
-        return failed is not None and place < self.count
-
-    def _make(self, place: int, failed: BaseException | None) -> tuple[BaseException | None, float]:
-        """Make one sample; return an error, and the seconds that it took."""
-        index, start_s = self._indices[place], time.perf_counter()
-        current.sample = self._order, self._first + place
-        if failed is not None:
-            return failed, 0.0
-        try:
-            if self._rows is None:
-                self._samples[place] = self._maker.get(index)
-            else:
-                self._samples[place] = self._rows.make(place, index, self._maker.lock)
-        except BaseException as error:  # noqa: BLE001 - raised where the consumer is
-            return note_index(error, index), time.perf_counter() - start_s
-        return None, time.perf_counter() - start_s
-
-    def _note(self, place: int, error: BaseException | None, elapsed_s: float) -> bool:
-        """Say whether this was the last sample that was missing."""
-        with self._maker.lock:
-            self.getitem_s += elapsed_s
-            self._left -= 1
-            if error is not None:
-                if place < self._failed_at:
-                    self._failed_at, self.error = place, error
-                # As in a loop, the samples after it are not asked for.
-                self._left -= self.count - min(self._claimed, self.count)
-                self._claimed = max(self._claimed, self.count)
-            return self._left == 0
-
-    def _finish(self) -> None:
-        maker = self._maker
-        start_s = time.perf_counter()
-        current.sample = self._order, ~self._first
-        if self.error is None:
-            self.error = self._collate()
-        self.collate_s = time.perf_counter() - start_s
-        self._samples, self._rows = [], None
-        maker.ready.put(self.number)
-
-    def _collate(self) -> BaseException | None:
-        maker, samples = self._maker, self._samples
-        try:
-            if maker.whole:
-                batch = maker.collate_fn(samples[0])
-            elif self._rows is None:
-                batch = maker.collate_fn(samples)
-            else:
-                batch = self._rows.collate(samples, maker.collate_fn)
-            pin: Any = pin_memory
-            self.batch = pin(batch) if maker.pins else batch
-            self.nbytes = count_nbytes(batch)
-        except BaseException as error:  # noqa: BLE001 - raised where the consumer is
-            return error
-        return None
-
-
 class ThreadBatches(Iterator[Measured]):
     """The batches of one pass over a map-style dataset."""
 
@@ -234,11 +98,11 @@ class ThreadBatches(Iterator[Measured]):
     def __init__(self, loader: Any, indices: Iterator[Any], team: Team, slots: Slots) -> None:
         self._loader, self._indices, self._owner_pid = loader, indices, os.getpid()
         self._team: Team | None = team
-        self._maker = _find_maker(loader, slots, self)
+        self._maker = find_maker(loader, slots, self)
         self._drawn: deque[Placed | BaseException] = deque()
         self._done: set[int] = set()
         # The names that torch's iterators have for what is submitted, and not delivered.
-        self._send_idx, self._task_info = 0, dict[int, _Task | BaseException]()
+        self._send_idx, self._task_info = 0, dict[int, BatchTask | BaseException]()
         for _ in range(loader.prefetch_factor * loader.num_workers):  # as far ahead as torch's
             self._draw()
         self._submit()
@@ -271,7 +135,7 @@ class ThreadBatches(Iterator[Measured]):
                 under_way[number] = drawn
                 self._maker.ready.put(number)
                 continue
-            task = under_way[number] = _Task(number, drawn, self._maker)
+            task = under_way[number] = BatchTask(number, drawn, self._maker)
             self._team.submit(task, min(max(task.count, 1), loader.num_workers))
 
     def _leaves_idle(self) -> bool:
@@ -300,7 +164,7 @@ class ThreadBatches(Iterator[Measured]):
         finally:
             del error, task  # whose traceback refers to this frame
 
-    def _check(self, task: _Task) -> BaseException | None:
+    def _check(self, task: BatchTask) -> BaseException | None:
         """Note how large a batch is; return its error."""
         loader, error = self._loader, task.error
         task.error = None
@@ -309,7 +173,7 @@ class ThreadBatches(Iterator[Measured]):
             return too_large(loader.max_bytes, task.nbytes)
         return error
 
-    def _take(self) -> _Task | BaseException:
+    def _take(self) -> BatchTask | BaseException:
         """Wait for the next batch, or with `in_order=False` for any."""
         loader, done = self._loader, self._done
         number = next(iter(self._task_info))

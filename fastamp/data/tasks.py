@@ -1,0 +1,145 @@
+"""The tasks of thread workers: a batch each, whose samples several threads make."""
+
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from operator import getitem
+from queue import SimpleQueue
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from fastamp.data.row_writer import Rows, fills_rows
+from fastamp.data.sample_rng import Placed, current
+from fastamp.data.slots import Slots
+from fastamp.data.states import find_together, note_index
+from fastamp.data.structure import count_nbytes
+
+
+class Maker(NamedTuple):
+    """What the threads of a pass share. None of it refers to the pass, whose end ends them."""
+
+    get: Callable[[Any], Any]
+    whole: bool
+    """Whether `get` makes all samples of a batch at once."""
+    rows: Callable[[int], Rows] | None
+    collate_fn: Callable[[Any], Any]
+    grad: bool
+    pins: bool
+    lock: Lock
+    ready: SimpleQueue[int]
+    """Gets the numbers of batches that are done."""
+    dropped: list[Any]
+    """Has something in it when nobody wants batches any more."""
+    ended: "weakref.ref[Any]"
+    """Is put into it at the end of the pass, without a line of Python, in which Ctrl-C may come."""
+
+
+def find_maker(loader: Any, slots: Slots, batches: Any) -> Maker:
+    """Return what makes the samples and batches of a pass, at whose end it stops."""
+    dropped: list[Any] = []
+    dataset, collate_fn = loader.dataset, loader.collate_fn
+    together = None if loader.batch_sampler is None else find_together(dataset)
+    whole, get = loader.batch_sampler is None or together is not None, partial(getitem, dataset)
+    return Maker(
+        get=together or get,
+        whole=whole,
+        rows=partial(Rows, get, slots) if not whole and fills_rows(collate_fn) else None,
+        collate_fn=collate_fn,
+        grad=torch.is_grad_enabled(),
+        pins=loader.pin_memory and torch.accelerator.is_available(),
+        lock=Lock(),
+        ready=SimpleQueue(),
+        dropped=dropped,
+        ended=weakref.ref(batches, dropped.append),
+    )
+
+
+class BatchTask:
+    """One batch on its way: threads make its samples, the one that makes the last collates."""
+
+    def __init__(self, number: int, placed: Placed, maker: Maker) -> None:
+        self.number, self._maker = number, maker
+        indices, self._order, self._first = placed
+        self._indices = [indices] if maker.whole else list(indices)
+        self.count = len(self._indices)
+        self._claimed, self._left = 0, self.count
+        self._samples: list[Any] = [None] * self.count
+        self._rows = None if maker.rows is None else maker.rows(self.count)
+        self._failed_at = self.count
+        self.error: BaseException | None = None
+        self.getitem_s = self.collate_s = 0.0
+        self.batch: Any = None
+        self.nbytes = 0
+
+    def __call__(self, failed: BaseException | None) -> bool:
+        """Make samples until all are begun; say whether the thread's failure was one of them."""
+        maker = self._maker
+        torch.set_grad_enabled(maker.grad)  # of this thread
+        place = self.count
+        while not maker.dropped:
+            with maker.lock:
+                place = self._claimed
+                self._claimed += 1
+            if place < self.count:
+                is_last = self._note(place, *self._make(place, failed))
+            else:
+                is_last = place == self.count == 0  # a batch of no samples
+            if is_last:
+                self._finish()
+            if place >= self.count or failed is not None:
+                break
+        current.sample = None
+        return failed is not None and place < self.count
+
+    def _make(self, place: int, failed: BaseException | None) -> tuple[BaseException | None, float]:
+        """Make one sample; return an error, and the seconds that it took."""
+        index, start_s = self._indices[place], time.perf_counter()
+        current.sample = self._order, self._first + place
+        if failed is not None:
+            return failed, 0.0
+        try:
+            if self._rows is None:
+                self._samples[place] = self._maker.get(index)
+            else:
+                self._samples[place] = self._rows.make(place, index, self._maker.lock)
+        except BaseException as error:  # noqa: BLE001 - raised where the consumer is
+            return note_index(error, index), time.perf_counter() - start_s
+        return None, time.perf_counter() - start_s
+
+    def _note(self, place: int, error: BaseException | None, elapsed_s: float) -> bool:
+        """Say whether this was the last sample that was missing."""
+        with self._maker.lock:
+            self.getitem_s += elapsed_s
+            self._left -= 1
+            if error is not None:
+                if place < self._failed_at:
+                    self._failed_at, self.error = place, error
+                # As in a loop, the samples after it are not asked for.
+                self._left -= self.count - min(self._claimed, self.count)
+                self._claimed = max(self._claimed, self.count)
+            return self._left == 0
+
+    def _finish(self) -> None:
+        start_s = time.perf_counter()
+        current.sample = self._order, ~self._first
+        try:
+            if self.error is None:
+                self._collate(self._maker)
+        except BaseException as error:  # noqa: BLE001 - raised where the consumer is
+            self.error = error
+        self.collate_s = time.perf_counter() - start_s
+        self._samples, self._rows = [], None
+        self._maker.ready.put(self.number)
+
+    def _collate(self, maker: Maker) -> None:
+        if self._rows is not None:
+            batch = self._rows.collate(self._samples, maker.collate_fn)
+        else:
+            batch = maker.collate_fn(self._samples[0] if maker.whole else self._samples)
+        pin: Any = pin_memory
+        self.batch = pin(batch) if maker.pins else batch
+        self.nbytes = count_nbytes(batch)
