@@ -102,28 +102,26 @@ def _ranks(accelerator: Any) -> tuple[int, int]:
 
 def _is_dispatched(loader: Any, accelerator: Any) -> bool:
     """Say whether Accelerate's default is that one process reads a stream for all of them."""
-    dispatch = accelerator.dataloader_config.dispatch_batches
-    iterable = isinstance(loader.dataset, IterableDataset)
-    return iterable and dispatch is None and accelerator.num_processes > 1
+    undecided = accelerator.dataloader_config.dispatch_batches is None
+    several = accelerator.num_processes > 1
+    return several and undecided and isinstance(loader.dataset, IterableDataset)
 
 
 def _own_order(loader: Any) -> tuple[bool, int | None] | None:
     """Return whether a loader shuffles, and its seed; None for samplers of the user's."""
     if type(loader.batch_sampler) is not BatchSampler:
         return None
-    shard, sampler = loader._shard, loader.batch_sampler.sampler
-    if shard is not None:
-        return shard.shuffle, shard.seed
-    if type(sampler) is SequentialSampler and sampler.data_source is loader.dataset:
+    sampler: Any = loader.batch_sampler.sampler
+    if loader._shard is not None:
+        return loader._shard.shuffle, loader._shard.seed
+    ordered = SequentialSampler, RandomSampler, FeistelSampler
+    if type(sampler) not in ordered or sampler.data_source is not loader.dataset:
+        return None
+    if type(sampler) is SequentialSampler:
         return False, None
-    if type(sampler) is not RandomSampler and type(sampler) is not FeistelSampler:
-        return None
-    if sampler.data_source is not loader.dataset:
-        return None
     whole = not sampler.replacement and sampler.num_samples == len(loader.dataset)
-    own = sampler.generator is None or (
-        loader.seed is not None and loader.generator is sampler.generator
-    )
+    seeded = None if loader.seed is None else loader.generator
+    own = sampler.generator is None or sampler.generator is seeded
     return (True, loader.seed) if whole and own else None
 
 
@@ -145,11 +143,9 @@ class Served:
 
     def __init__(self, loader: Any, accelerator: Any, device_placement: Any) -> None:
         count, rank = _ranks(accelerator)
-        self._count = count
-        config, self._drop_last = accelerator.dataloader_config, loader.drop_last
-        iterable = isinstance(loader.dataset, IterableDataset)
-        dispatch = config.dispatch_batches
-        if count > 1 and dispatch:
+        config = accelerator.dataloader_config
+        self._count, self._drop_last = count, loader.drop_last
+        if count > 1 and config.dispatch_batches:
             msg = (
                 "dispatch_batches=True: expected False for fastamp.DataLoader, whose processes "
                 "read for themselves: DataLoaderConfiguration(dispatch_batches=False)"
@@ -169,7 +165,7 @@ class Served:
         self.use_stateful_dataloader = getattr(config, "use_stateful_dataloader", False)
         self.synchronized_generator: torch.Generator | None = None
         self._size: Any = size // count if size and config.split_batches else size
-        if iterable:
+        if isinstance(loader.dataset, IterableDataset):
             self._share_stream(loader, config, rank)
         elif not self._share_rows(loader, config, rank) and count > 1:
             self._share_batches(loader, config, rank)
@@ -183,14 +179,8 @@ class Served:
         if self._count > 1:
             accelerate = _accelerates("data_loader")
             self.synchronized_generator = getattr(loader.dataset, "generator", None)
-            part = accelerate.IterableDatasetShard(
-                loader.dataset,
-                batch_size=loader.batch_size,
-                drop_last=loader.drop_last,
-                num_processes=self._count,
-                process_index=rank,
-                split_batches=config.split_batches,
-            )
+            sizes = loader.batch_size, loader.drop_last, self._count, rank, config.split_batches
+            part = accelerate.IterableDatasetShard(loader.dataset, *sizes)
             object.__setattr__(loader, "dataset", part)  # torch allows no other way
             object.__setattr__(loader, "batch_size", self._size)
 
@@ -211,8 +201,7 @@ class Served:
         shard.block, shard.even = self._size, config.even_batches and self._count > 1
         loader._shard = shard
         object.__setattr__(loader, "sampler", shard)  # torch allows no other way
-        batches = RankBatches(shard, self._size, drop_last)
-        object.__setattr__(loader, "batch_sampler", batches)
+        object.__setattr__(loader, "batch_sampler", RankBatches(shard, self._size, drop_last))
         return True
 
     def _share_batches(self, loader: Any, config: Any, rank: int) -> None:
@@ -225,8 +214,7 @@ class Served:
             raise ValueError(msg)
         sampler = accelerate.get_sampler(loader)
         if getattr(sampler, "generator", self) is None:
-            sampler.generator = torch.Generator()
-            sampler.generator.manual_seed(draw_seed())
+            sampler.generator = torch.Generator().manual_seed(draw_seed())
         self.synchronized_generator = getattr(sampler, "generator", None)
         part = accelerate.BatchSamplerShard(
             batches, self._count, rank, config.split_batches, config.even_batches
@@ -274,14 +262,13 @@ class ServedPass(Iterator[Any]):
         self._loader, self._batches, self._consumed = loader, batches, consumed
         self._served: Served = loader._served
         self._ahead: tuple[Any, Exception | None] = (None, None)
-        self._begun = self._ended = False
-        self._turn = 0
+        self._turn, self._ended = 0, False
 
     def __next__(self) -> Any:
         if self._ended:
             raise StopIteration
-        if not self._begun:
-            self._begun, self._turn = True, self._served.begin(self._loader, self._consumed)
+        if not self._turn:
+            self._turn = self._served.begin(self._loader, self._consumed)
             self._ahead = self._take()
         batch, error = self._ahead
         if batch is _END:
@@ -305,9 +292,8 @@ class ServedPass(Iterator[Any]):
 
     def close(self) -> None:
         """Leave Accelerate's state, also where the loop was left with `break`."""
-        self._ended = True
-        if self._begun:
-            self._begun = False
-            self._served.end(self._loader, self._turn)
+        turn, self._turn, self._ended = self._turn, 0, True
+        if turn:
+            self._served.end(self._loader, turn)
 
     __del__ = close
