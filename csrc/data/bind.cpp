@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "data/collate.h"
-#include "data/gather.h"
+#include "data/queue.h"
 #include "module.h"
 #include "tensor/tensors.h"
 

@@ -1,9 +1,7 @@
-// Batches gathered from arrays in memory, ahead of their consumer.
+// A batch gathered from arrays in memory.
 #pragma once
 
 #include <cstdint>
-#include <memory>
-#include <optional>
 #include <vector>
 
 #include "data/augment.h"
@@ -44,28 +42,10 @@ struct GatherResult {
   bool is_lost;               ///< whether memory of a column is no longer there
 };
 
-/// Gathers batches on threads of its own, in the order of submission, for one consumer. The memory
-/// that jobs point to outlives the queue; that of columns should.
-class GatherQueue {
- public:
-  GatherQueue(std::vector<Column> columns, int depth, int num_threads);
-  ~GatherQueue();  ///< Waits for the jobs that run and drops the others.
+/// Bytes of all outputs of a job.
+std::int64_t nbytes_of(const std::vector<Column>& columns, const GatherJob& job);
 
-  /// Adds a job; at most `depth` may be under way.
-  void submit(GatherJob job);
-
-  /// Says whether the oldest job is done, or so small that no thread is woken for it.
-  bool is_ready();
-
-  /// Returns the result of the oldest job, or nothing after `timeout_s`. Until it is done, the
-  /// caller does jobs that no thread has started.
-  std::optional<GatherResult> wait(double timeout_s);
-
- private:
-  struct Shared;
-  Shared& shared();
-
-  std::unique_ptr<Shared> shared_;
-};
+/// Copies the rows of a job, until an index is out of bounds.
+GatherResult gather(const std::vector<Column>& columns, const GatherJob& job);
 
 }  // namespace fastamp

@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "data/gather.h"
+#include "data/queue.h"
 #include "input.h"
 
 namespace fuzz {
