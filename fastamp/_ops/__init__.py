@@ -4,27 +4,28 @@ from fastamp._ops.captures import apart_from_captures
 from fastamp._ops.choose import FALLBACK, backends, host_ops, ops_for, use_only
 from fastamp._ops.graph import outside_graphs
 from fastamp._ops.held import Held, Tensors, hold, index_in_whole, parts_of
+from fastamp._ops.host_types import (
+    AugmentStep,
+    Column,
+    HostOps,
+    Images,
+    StepKind,
+    Windows,
+    check_rows,
+    index_error,
+)
 from fastamp._ops.painting import SPLITMIX, mix
 from fastamp._ops.types import (
     NO_STATE,
     OTHER_TYPE,
-    AugmentStep,
     Clip,
-    Column,
-    Gatherer,
     GradStats,
-    HostOps,
-    Images,
     Ops,
     Packed,
     Region,
     RegionMaker,
     Rule,
-    StepKind,
     Update,
-    Windows,
-    check_rows,
-    index_error,
     local_of,
 )
 
@@ -36,7 +37,6 @@ __all__ = [
     "AugmentStep",
     "Clip",
     "Column",
-    "Gatherer",
     "GradStats",
     "Held",
     "HostOps",

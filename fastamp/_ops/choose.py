@@ -17,7 +17,8 @@ from functools import cache
 import torch
 
 from fastamp._ops.fallback import FallbackOps
-from fastamp._ops.types import HostOps, Ops
+from fastamp._ops.host_types import HostOps
+from fastamp._ops.types import Ops
 
 _KNOWN = ("cuda", "cpu", "fallback")  # best first
 FALLBACK = FallbackOps()  # takes every tensor, and samples of every kind

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fastamp import _native
-from fastamp._ops.types import Clip, Column, GradStats, Images, RegionMaker, Rule, Windows
+from fastamp._ops.host_types import Column, Images, Windows
+from fastamp._ops.types import Clip, GradStats, RegionMaker, Rule
 
 _NORM_TYPES = {
     1.0: _native.NormType.L1,

@@ -12,20 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastamp._ops.host_types import Column, Windows, check_rows
 from fastamp._ops.painting import augment_image
 from fastamp._ops.regions import FallbackRegion
 from fastamp._ops.rules import TorchUpdate
-from fastamp._ops.types import (
-    COMPILED_NORMS,
-    Clip,
-    Column,
-    GradStats,
-    RegionMaker,
-    Rule,
-    Windows,
-    check_rows,
-    is_plain,
-)
+from fastamp._ops.types import COMPILED_NORMS, Clip, GradStats, RegionMaker, Rule, is_plain
 
 # Elements that are converted to float64 at a time, which bounds the memory of a norm. On the CPU
 # the copy stays in the cache, and the block below the size at which torch starts its threads.

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fastamp._ops.types import AugmentStep, Images, StepKind
+from fastamp._ops.host_types import AugmentStep, Images, StepKind
 
 _MASK = 2**64 - 1
 SPLITMIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

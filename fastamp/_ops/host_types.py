@@ -1,0 +1,191 @@
+"""What the host's backends do with rows and samples (`HostOps`), and what they take and give."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from enum import IntEnum
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numpy.lib.stride_tricks import as_strided
+from torch import Tensor
+
+
+class StepKind(IntEnum):
+    """The augmentations of images."""
+
+    CROP = 0
+    FLIP = 1
+    CUTOUT = 2
+
+
+class AugmentStep(NamedTuple):
+    """One augmentation, in pixels. It draws two numbers, y and x, below its bounds.
+
+    The upper left corner of a crop or a hole lies at (y - top, x - left).
+    """
+
+    kind: StepKind
+    y_bound: int
+    """Of a flip: its probability times 2^32."""
+    x_bound: int = 1
+    top: int = 0
+    left: int = 0
+    height: int = 0
+    """Of the crop or the hole."""
+    width: int = 0
+
+
+class Images(NamedTuple):
+    """How the rows of a column, which are images, are augmented: planes of pixels."""
+
+    planes: int
+    height: int
+    width: int
+    pixel_nbytes: int
+    steps: tuple[AugmentStep, ...]
+    """At most 8."""
+    fills: npt.NDArray[np.uint8]
+    """The pixel that each step fills each plane with: (steps, planes, pixel_nbytes)."""
+    row_shape: tuple[int, ...]
+    """Of the augmented images."""
+
+
+class Windows:
+    """Windows of one sequence, as the rows of an array. They may overlap.
+
+    Args:
+        parts: the sequence, end to end: one-dimensional arrays of one dtype, none of them empty.
+        step: elements from the beginning of a window to that of the next.
+        shape: how many windows, and how many elements in each. All of them lie in the sequence.
+    """
+
+    def __init__(
+        self, parts: Sequence[npt.NDArray[Any]], step: int, shape: tuple[int, int]
+    ) -> None:
+        self.parts, self.step, self.shape, self.dtype = parts, step, shape, parts[0].dtype
+        self.strides = (step * self.dtype.itemsize, self.dtype.itemsize)
+        self._begins = list(accumulate(map(len, parts), initial=0))
+        one = len(parts) == 1
+        self._rows: Any = (
+            as_strided(parts[0], shape, self.strides, writeable=False) if one else None
+        )
+
+    def __getitem__(self, row: int) -> npt.NDArray[Any]:
+        """Return a window, which may be a view; rows count from 0."""
+        window: npt.NDArray[Any]
+        if self._rows is not None:
+            window = self._rows[row]
+            return window
+        window, done = np.empty(self.shape[1], self.dtype), 0
+        while done < len(window):  # which may begin in one part and end in another
+            place = row * self.step + done
+            number = bisect_right(self._begins, place) - 1
+            begin = place - self._begins[number]
+            part = self.parts[number][begin : begin + len(window) - done]
+            window[done : done + len(part)] = part
+            done += len(part)
+        return window
+
+    def take(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """Return copies of windows."""
+        if self._rows is not None:
+            return np.take(self._rows, rows, axis=0)
+        return np.array([self[row] for row in rows.tolist()], self.dtype).reshape(-1, self.shape[1])
+
+
+class Column(NamedTuple):
+    """An array on the CPU whose rows become the rows of one tensor of a batch."""
+
+    array: Tensor | npt.NDArray[Any] | Windows
+    """Rows along its first dimension; they may overlap."""
+    dtype: torch.dtype
+    """Of the batch: the array's own, or int64 for unsigned and 32-bit integers."""
+    images: Images | None = None
+    """How its rows are augmented; None copies them."""
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape of one row of the batch."""
+        return tuple(self.array.shape[1:]) if self.images is None else self.images.row_shape
+
+
+class Gatherer(Protocol):
+    """Gathers batches out of columns, in the order of submission, for one consumer."""
+
+    def submit(
+        self, indices: Tensor, outputs: Sequence[Tensor], keys: Tensor | None = None
+    ) -> None:
+        """Add a batch: int64 indices of rows, and one contiguous tensor to fill for each column.
+
+        `keys`, one int64 for each row, are what augmented images draw from.
+        """
+
+    def is_ready(self) -> bool:
+        """Say whether the oldest batch is there, or too small to be worth a wait."""
+
+    def wait(self) -> float:
+        """Wait for the oldest batch and return the seconds that its copy took.
+
+        Raises:
+            IndexError: an index of that batch is out of bounds.
+        """
+
+
+class HostOps(Protocol):
+    """What the backends of the host do with the samples of a batch."""
+
+    @property
+    def name(self) -> str:
+        """The backend's name, as in `fastamp.backends()`."""
+
+    def columns(
+        self, samples: tuple[Any, ...], keys: tuple[Any, ...]
+    ) -> Iterable[Sequence[Any]] | None:
+        """Return, for each key, sample[key] of every sample; None as from `stack`."""
+
+    def stack(
+        self,
+        samples: Sequence[Any],
+        dtype: torch.dtype,
+        allocate: Callable[[tuple[int, ...], torch.dtype], Tensor],
+        pad: Tensor | None = None,
+        multiple: int = 1,
+    ) -> Tensor | None:
+        """Copy samples into one tensor; None where the backend does not take them.
+
+        Args:
+            samples: at least one; all tensors or all arrays, of any shapes.
+            dtype: the batch's, which is that of the first sample.
+            allocate: gives memory for a shape and a dtype; called once, when all is checked.
+            pad: the element that fills ragged dimensions, 0-dim on the CPU; None refuses them.
+            multiple: ragged dimensions, and the only one of vectors, are rounded up to it.
+        """
+
+    def augment_image(self, images: Images, row: Tensor | npt.NDArray[Any], key: int) -> Tensor:
+        """Return the bytes of what an image becomes with a sample's key, in new memory."""
+
+    def gatherer(self, columns: Sequence[Column], depth: int) -> Gatherer:
+        """Return what gathers batches out of at least one column, which it keeps alive.
+
+        Args:
+            columns: arrays with the same number of rows.
+            depth: batches that may be under way.
+        """
+
+
+def check_rows(indices: Tensor, num_rows: int) -> Tensor:
+    """Return the rows at indices, which may count from the end, or raise torch's error."""
+    rows = torch.where(indices < 0, indices + num_rows, indices)
+    bad = (rows < 0) | (rows >= num_rows)
+    if bad.any():
+        raise index_error(int(indices[bad][0]), num_rows)
+    return rows
+
+
+def index_error(index: int, num_rows: int) -> IndexError:
+    """Return torch's error for an index that is out of bounds."""
+    msg = f"index {index} is out of bounds for dimension 0 with size {num_rows}"
+    return IndexError(msg)
