@@ -4,7 +4,6 @@ What fastamp's gather is raced against, and the check that all of them do the sa
 """
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import torch
@@ -68,18 +67,17 @@ def check_augmented(batches: Iterator[Any], images: Tensor) -> None:
     Raises:
         AssertionError: there is none from which one of them differs by a hole alone.
     """
-    size = images.shape[-1]
-    for batch in islice(batches, 1):
-        for found, label in zip(*(part[:CHECKED].cpu() for part in batch), strict=True):
-            windows = pad(images[label], [PADDING] * 4).unfold(1, size, 1).unfold(2, size, 1)
-            crops = windows.permute(1, 2, 0, 3, 4).flatten(0, 1)
-            differs = (torch.cat([crops, crops.flip(3)]) != found).any(1)
-            nearest = differs[differs.flatten(1).sum(1).argmin()].nonzero()
-            spans = nearest.amax(0) - nearest.amin(0) if len(nearest) else torch.zeros(2)
-            hole = found[:, nearest[:, 0], nearest[:, 1]]
-            if spans.max() >= HOLE or hole.any():
-                msg = f"image {label}: no crop and flip of it with one hole"
-                raise AssertionError(msg)
-        return
-    msg = "no batch"
-    raise AssertionError(msg)
+    size, batch = images.shape[-1], next(batches, None)
+    if batch is None:
+        msg = "no batch"
+        raise AssertionError(msg)
+    for found, label in zip(*(part[:CHECKED].cpu() for part in batch), strict=True):
+        windows = pad(images[label], [PADDING] * 4).unfold(1, size, 1).unfold(2, size, 1)
+        crops = windows.permute(1, 2, 0, 3, 4).flatten(0, 1)
+        differs = (torch.cat([crops, crops.flip(3)]) != found).any(1)
+        nearest = differs[differs.flatten(1).sum(1).argmin()].nonzero()
+        spans = nearest.amax(0) - nearest.amin(0) if len(nearest) else torch.zeros(2)
+        hole = found[:, nearest[:, 0], nearest[:, 1]]
+        if spans.max() >= HOLE or hole.any():
+            msg = f"image {label}: no crop and flip of it with one hole"
+            raise AssertionError(msg)

@@ -9,13 +9,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    MapDataPipe,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, MapDataPipe, get_worker_info
 
 from fastamp.data.indices import Indices
 from fastamp.data.position import Position
@@ -104,13 +98,8 @@ class _Watched(Dataset[Any]):
         collate_s = time.perf_counter() - start_s
         note = None
         if self._save is not None:
-            state = {
-                "dataset": deepcopy(self._save()),
-                "iterator": None,
-                "samples": 0,
-                "ended": False,
-            }
-            note = self._worker, state
+            state = {"dataset": deepcopy(self._save()), "iterator": None}
+            note = self._worker, {**state, "samples": 0, "ended": False}
         return Measured(batch, getitem_s, collate_s, note)
 
     def init_worker(self, worker_id: int) -> None:
@@ -196,10 +185,10 @@ class FetchSource(Iterator[Any]):
     """Whether nobody writes into the memory of a batch when it is delivered."""
 
     def __post_init__(self) -> None:
-        fetcher = getattr(self._iterator, "_dataset_fetcher", None)  # without workers
-        iterator = getattr(fetcher, "dataset_iter", None)
-        if find_save(self._dataset) or find_save(iterator):
-            self._save = find_both(self._dataset, iterator)
+        self._fetcher = getattr(self._iterator, "_dataset_fetcher", None)  # without workers
+        self._inner: Any = getattr(self._fetcher, "dataset_iter", None)
+        if find_save(self._dataset) or find_save(self._inner):
+            self._save = find_both(self._dataset, self._inner)
 
     @property
     def position(self) -> dict[str, Any]:
@@ -282,19 +271,16 @@ class FetchSource(Iterator[Any]):
 
     def ask(self) -> dict[str, Any]:
         """Return the state of the dataset and of its iterator, and whether that has ended."""
-        fetcher = getattr(self._iterator, "_dataset_fetcher", None)
         states = self._save() if self._save else {}
-        return {**states, "exhausted": bool(getattr(fetcher, "ended", False))}
+        return {**states, "exhausted": bool(getattr(self._fetcher, "ended", False))}
 
     def forward(self, position: Position) -> None:
         """Bring an iterator without workers to a position: by its state, or batch by batch."""
-        fetcher = getattr(self._iterator, "_dataset_fetcher", None)
-        iterator: Any = getattr(fetcher, "dataset_iter", None)
         if position.iterator is not None:
-            if not hasattr(iterator, "load_state_dict"):
-                msg = f"state: its iterator: {type(iterator).__name__} has no load_state_dict"
+            if not hasattr(self._inner, "load_state_dict"):
+                msg = f"state: its iterator: {type(self._inner).__name__} has no load_state_dict"
                 raise ValueError(msg)
-            iterator.load_state_dict(position.iterator)
+            self._inner.load_state_dict(position.iterator)
         elif self._save is None:
             deque(take(iter(self._next, None), position.batch), maxlen=0)
         self._number = position.batch
