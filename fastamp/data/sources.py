@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice, repeat
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, MapDataPipe
 
 from fastamp.data.accelerated import ServedPass
@@ -26,8 +25,7 @@ from fastamp.data.position import Position
 from fastamp.data.resident import move
 from fastamp.data.sample_rng import SampleRng, current, draw_seed
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
-from fastamp.data.states import has_copies
-from fastamp.data.threads import ThreadLoader
+from fastamp.data.states import Measured, has_copies
 
 
 def find_columns(loader: Any) -> Gatherable | None:
@@ -166,22 +164,16 @@ def _fetched(loader: Any, position: Position, states: deque[Any], *, ahead: bool
     if copies and position.workers is None:
         position.workers = [None] * workers
     position.persist, loader._began = loader.persistent_workers, True
-    source = _start(loader, position, inner, states, copies=copies, ahead=ahead)
+    source = _start(loader, position, inner, states, ahead=ahead)
     position.begun = True
     return source
 
 
 def _start(
-    loader: Any,
-    position: Position,
-    inner: TorchDataLoader[Any] | ThreadLoader,
-    states: deque[Any],
-    *,
-    copies: bool,
-    ahead: bool,
+    loader: Any, position: Position, inner: Iterable[Measured], states: deque[Any], *, ahead: bool
 ) -> FetchSource:
     """Return torch's iterator, with the states of dataset and workers at the position."""
-    dataset: Any = loader.dataset
+    dataset, copies = loader.dataset, has_copies(loader)
     stream, own, default = isinstance(dataset, IterableDataset), position.dataset, None
     if copies and loader.generator is None:
         default = position.workers_rng
