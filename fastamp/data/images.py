@@ -117,13 +117,17 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.read(index)
+
+    def read(self, index: int, out: Tensor | None = None) -> tuple[Tensor, int]:
+        """Return a sample, the image in the memory of `out` if it is given."""
         length, first = len(self.samples), operator.index(index)
         if not -length <= first < length:
             raise index_error(first, length)
         for place in range(first, first + length):
             path, label = self.samples[place % length]
             try:
-                return self._read_file(path), label
+                return self._read_file(path, out), label
             except (DamagedImageError, FileNotFoundError):
                 if self._skips is None:
                     raise
@@ -147,7 +151,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         rows = [] if self._skips is None else self._skips.nonzero().flatten().tolist()
         return [self.samples[row][0] for row in rows]
 
-    def _read_file(self, path: str) -> Tensor:
+    def _read_file(self, path: str, out: Tensor | None) -> Tensor:
         with open(path, "rb") as file:  # noqa: PTH123 - Path.open takes twice as long
             data = file.read()
         rng = sample_rng().python if self.flip or self.random_crop else None
@@ -163,8 +167,12 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         except Exception as error:  # Pillow raises errors of many types
             msg = f"{path}: cannot be read as an image: {error}"
             raise DamagedImageError(msg) from error
-        pixels = resize(part, self.size)
-        return pixels.flip(2) if self.flip and rng is not None and rng.random() < 0.5 else pixels
+        if out is None:
+            out = torch.empty(3, *self.size, dtype=torch.uint8, device="cpu")
+        resize(part, out)
+        if self.flip and rng is not None and rng.random() < 0.5:
+            out.copy_(out.flip(2))
+        return out
 
 
 def _find_images(root: str, classes: list[str]) -> Iterator[tuple[str, int]]:

@@ -78,13 +78,11 @@ class ImageFile(NamedTuple):
         return torch.from_numpy(pixels[top : top + height, left : left + width])
 
 
-def resize(part: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return uint8 pixels of (height, width, 3) as (3, *size)."""
-    pixels = torch.empty(1, 3, *size, dtype=torch.uint8, device="cpu")
+def resize(part: Tensor, row: Tensor) -> None:
+    """Write uint8 pixels of (height, width, 3) into a tensor of (3, height, width)."""
     torch.ops.aten._upsample_bilinear2d_aa.out(  # interpolate() has no out=
-        part.permute(2, 0, 1)[None], size, False, None, None, out=pixels
+        part.permute(2, 0, 1)[None], row.shape[1:], False, None, None, out=row[None]
     )
-    return pixels[0]
 
 
 def open_image(data: bytes) -> ImageFile:

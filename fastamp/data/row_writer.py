@@ -7,16 +7,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import Subset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from fastamp.data.collate import BatchCollator
+from fastamp.data.images import ImageFolder
 from fastamp.data.leaves import plain_dtype
 from fastamp.data.slots import Slots
 
 _LEAST_NBYTES = 4096  # of a row that is worth a copy of its own
 _WHOLE = object()  # the key of a sample that is itself a leaf
 _FUNCTIONS = dict(default_collate_fn_map)  # torch's own
+Get = Callable[[Any, Tensor | None], Any]
 _Spec = tuple[type, tuple[int, ...], torch.dtype]
 
 
@@ -24,6 +26,14 @@ def fills_rows(collate_fn: Any) -> bool:
     """Say whether batches may be filled row by row, with what a collate function promises."""
     plain = type(collate_fn) is BatchCollator and collate_fn.pad is None
     return plain or collate_fn is default_collate
+
+
+def find_get(dataset: Any) -> Get:
+    """Return what makes a sample; an ImageFolder decodes into the row of its first leaf."""
+    if type(dataset) is Subset:
+        get, rows = find_get(dataset.dataset), dataset.indices
+        return lambda index, row: get(rows[index], row)
+    return dataset.read if type(dataset) is ImageFolder else lambda index, _: dataset[index]
 
 
 class Rows:
@@ -34,7 +44,7 @@ class Rows:
     the same they are copied, and a 0 is left in their place.
     """
 
-    def __init__(self, get: Callable[[Any], Any], slots: Slots, count: int) -> None:
+    def __init__(self, get: Get, slots: Slots, count: int) -> None:
         self._get, self._count, self._slots = get, count, slots
         self._specs: dict[Any, _Spec] | None = None
         self._outputs: dict[Any, Tensor] = {}
@@ -42,21 +52,25 @@ class Rows:
 
     def make(self, place: int, index: Any, lock: Lock) -> Any:
         """Return what is left of a sample when its large leaves were copied."""
-        sample = self._get(index)
+        rows = self._rows_at(place) if self._specs else {}
+        sample = self._get(index, rows.get(0))
         items = dict(_items(sample))
         with lock:
             if self._specs is None:
                 self._specs = self._plan(items)
         if not self._specs or any(_spec(items.get(k)) != s for k, s in self._specs.items()):
             return sample
-        for key in self._specs:
-            value, row = items[key], self._outputs[key][place]
-            if isinstance(value, Tensor):
-                row.copy_(value)
-            else:
+        for key, row in (rows or self._rows_at(place)).items():
+            value = items[key]
+            if not isinstance(value, Tensor):
                 row.numpy()[...] = value
+            elif value is not row:
+                row.copy_(value)
         self._written[place] = True
         return _with(sample, dict.fromkeys(self._specs, 0))
+
+    def _rows_at(self, place: int) -> dict[Any, Tensor]:
+        return {key: output[place] for key, output in self._outputs.items()}
 
     def _plan(self, items: dict[Any, Any]) -> dict[Any, _Spec]:
         """Find the large leaves, and allocate memory for all rows."""
@@ -78,7 +92,7 @@ class Rows:
             return _with(collate_fn(samples), self._outputs)
         for place, written in enumerate(self._written):
             if written:  # and others could not be
-                rows: dict[Any, Any] = {k: output[place] for k, output in self._outputs.items()}
+                rows: dict[Any, Any] = self._rows_at(place)
                 for key, (kind, *_) in (self._specs or {}).items():
                     rows[key] = rows[key] if kind is Tensor else rows[key].numpy()
                 samples[place] = _with(samples[place], rows)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from fastamp.data.row_writer import Rows, fills_rows
+from fastamp.data.row_writer import Rows, fills_rows, find_get
 from fastamp.data.sample_rng import Placed, current
 from fastamp.data.slots import Slots
 from fastamp.data.states import find_together, note_index
@@ -43,11 +43,12 @@ def find_maker(loader: Any, slots: Slots, batches: Any) -> Maker:
     dropped: list[Any] = []
     dataset, collate_fn = loader.dataset, loader.collate_fn
     together = None if loader.batch_sampler is None else find_together(dataset)
-    whole, get = loader.batch_sampler is None or together is not None, partial(getitem, dataset)
+    whole = loader.batch_sampler is None or together is not None
+    fills = not whole and fills_rows(collate_fn)
     return Maker(
-        get=together or get,
+        get=together or partial(getitem, dataset),
         whole=whole,
-        rows=partial(Rows, get, slots) if not whole and fills_rows(collate_fn) else None,
+        rows=partial(Rows, find_get(dataset), slots) if fills else None,
         collate_fn=collate_fn,
         grad=torch.is_grad_enabled(),
         pins=loader.pin_memory and torch.accelerator.is_available(),
