@@ -41,8 +41,8 @@ ITEM_BY_ITEM = {
     "the dataset is a Squares": {"dataset": Squares()},
     "the dataset is a Stream": {"dataset": Stream(range(3))},
     "the dataset is a Hugging Face dataset": {"dataset": Table()},
-    "the Subset holds more than plain arrays on the CPU": {"dataset": Subset(Squares(), [1])},
-    "the TensorDataset holds more than plain arrays on the CPU": {
+    "the Subset holds more than plain arrays": {"dataset": Subset(Squares(), [1])},
+    "the TensorDataset holds more than plain arrays": {
         "dataset": TensorDataset(torch.ones(8, requires_grad=True))
     },
     "the loader makes no batches": {"dataset": ROWS, "batch_size": None},
