@@ -3,12 +3,14 @@
 import copy
 import os
 import traceback
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
-from queue import Empty
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -143,7 +145,7 @@ class ThreadBatches(Iterator[Measured]):
         loader = self._loader
         if loader._batch_nbytes is not None or loader.max_bytes is not None:
             return False
-        counts = (task.count for task in self._task_info.values() if isinstance(task, _Task))
+        counts = (task.count for task in self._task_info.values() if isinstance(task, BatchTask))
         return bool(sum(counts) < loader.num_workers)
 
     def __next__(self) -> Measured:
