@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from fastamp.data.batch_tasks import BatchTask, find_maker
 from fastamp.data.indices import Indices
 from fastamp.data.position import Position
 from fastamp.data.prefetch import FORKED, Pass, is_last
 from fastamp.data.sample_rng import Placed, draw_seed
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots, too_large
 from fastamp.data.states import Measured, WorkerStream
-from fastamp.data.tasks import BatchTask, find_maker
 from fastamp.data.workers import Team, WorkerInfo, become_worker
 
 
