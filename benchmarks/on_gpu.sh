@@ -199,7 +199,7 @@ bench() { step "$1" "$python" -m fastamp.bench "${@:2}" --device cuda --json "$s
 if wanted kernels; then bench gpu gpu; fi
 if wanted rows; then bench step step; fi
 if wanted bench; then
-  bench amp amp --arms naive,stock,fastamp
+  bench jobs jobs
   bench loader loader
   bench timer timer
 fi

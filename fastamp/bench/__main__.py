@@ -16,6 +16,7 @@ from fastamp.bench import (
     baseline,
     doctor,
     gpu,
+    job_table,
     latency,
     loader,
     main_job,
@@ -33,6 +34,7 @@ PROGRAM = "python -m fastamp.bench"
 # Each module has METRICS, which its help lists, add_options(add) and prepare(args).
 COMMANDS = {
     "amp": main_job,
+    "jobs": job_table,
     "step": step,
     "loader": loader,
     "timer": timer,

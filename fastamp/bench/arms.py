@@ -3,7 +3,6 @@
 They differ in precision and in the step alone: all train the same task.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -134,13 +133,6 @@ class Run:
         return -self.scaler.get_scale()  # torch lowers the scale
 
 
-def _naive_step(run: Run) -> None:
-    run.scaler.unscale_(run.optimizer)
-    norm = clip_grad_norm_(run.parameters, run.training.max_norm or math.inf)
-    if torch.isfinite(norm).item():  # the host waits
-        run.scaler.step(run.optimizer)
-
-
 def _stock_step(run: Run) -> None:
     if run.training.max_norm is not None:
         run.scaler.unscale_(run.optimizer)
@@ -152,7 +144,7 @@ def _fastamp_step(run: Run) -> None:
     run.scaler.step(run.optimizer, max_norm=run.training.max_norm)
 
 
-STEPS = {"naive": _naive_step, "stock": _stock_step, "fastamp": _fastamp_step}
+STEPS = {"stock": _stock_step, "fastamp": _fastamp_step}
 
 
 def evaluate(run: Run) -> Score | None:

@@ -27,8 +27,8 @@ def make_augmentations() -> list[Any]:
 class Samples(Dataset[tuple[Tensor, Tensor]]):
     """Images that are augmented one by one."""
 
-    def __init__(self, images: Tensor, labels: Tensor) -> None:
-        self.images, self.labels = images, labels
+    def __init__(self, images: Tensor, labels: Tensor, *, hole: int = HOLE) -> None:
+        self.images, self.labels, self.hole = images, labels, hole
 
     def __len__(self) -> int:
         return len(self.images)
@@ -41,8 +41,9 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         image = pad(image, [PADDING] * 4)[:, y : y + size, x : x + size]
         if drawn[4] % 2:
             image = image.flip(2)
-        top, left = top - HOLE // 2, left - HOLE // 2
-        image[:, max(top, 0) : top + HOLE, max(left, 0) : left + HOLE] = 0
+        if self.hole:
+            top, left = top - self.hole // 2, left - self.hole // 2
+            image[:, max(top, 0) : top + self.hole, max(left, 0) : left + self.hole] = 0
         return image, self.labels[index]
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from fastamp.bench import story
 from fastamp.bench.advice import advise
 from fastamp.bench.arms import Job
 from fastamp.bench.environment import DTYPES, no_speed_reason
@@ -22,7 +21,6 @@ from fastamp.bench.record import Report, Task
 from fastamp.bench.targets import STOCK, judge_targets, last_losses, mean_accuracy, say_in_words
 from fastamp.bench.tasks import CONTRACT, EXAMPLE, Training, call_make, find_make
 from fastamp.bench.where import show_profiles
-from fastamp.data import TokenDataset
 from fastamp.train.gpt import GPT2_SMALL, Shape
 from fastamp.train.options import DEFAULT, number, refuse, say
 from fastamp.train.text import load_corpus
@@ -35,11 +33,10 @@ CPU_STEPS = {"batch_size": 8, "steps": 48, "memory_batch_size": 40}
 # Without units for it, a step in low precision has been seen to take 20 times one in FP32.
 CPU_CUT = {"batch_size": 1, "steps": 9}
 THOROUGH_SEEDS = 3
-OF_THE_GPT = ("arms", "data", "block_size", "layers", "heads", "width")
+OF_THE_GPT = ("data", "block_size", "layers", "heads", "width")
 
 
-METRICS = """speedup, step_time, peak_memory, accuracy; with --arms speedup/ and the name of a
-row and an arm, as in speedup/step/fastamp"""
+METRICS = "speedup, step_time, peak_memory, accuracy"
 VERBATIM = f"\n{CONTRACT}\n{EXAMPLE}"
 
 
@@ -47,8 +44,6 @@ def add_options(add: Callable[..., object]) -> None:
     """Add the options of this command alone."""
     jobs = f"a built-in job ({', '.join(JOBS)}), or your own as FILE.py:make or package.module:make"
     add("--task", default="gpt", metavar="TASK", help=f"what to train: {jobs}; see below {DEFAULT}")
-    arms = "race loops instead, to see what each repair brings: " + ", or ".join(story.CHOICES)
-    add("--arms", choices=story.CHOICES, metavar="NAMES", help=arms)
     add("--data", metavar="PATH", help="file or folder of text (default: the standard library)")
     precision = "of AMP (default: the task's own, or bf16)"
     add("--precision", choices=DTYPES, help=precision)
@@ -116,10 +111,6 @@ def _prepare_gpt(args: argparse.Namespace) -> Task:
     job = Job(make=make, memory_make=memory_make, steps=steps, **shared)
     shared |= {"task": args.task, "steps": steps, "shape": asdict(shape), "data": corpus.sha256}
     shared |= {"batch_size": batch_size, "memory_batch_size": memory}
-    if args.arms is not None:
-        shared["arms"] = args.arms
-        windows = TokenDataset(corpus.train, shape.block_size)
-        return shared, partial(story.run_story, job, windows, args.arms.split(","))
     return _with_seeds(args, job, None, shared)
 
 
@@ -132,9 +123,7 @@ def _with_seeds(
 
 def _sizes(args: argparse.Namespace) -> dict[str, int]:
     """Return the sizes of the model and of a step: those asked for, or what suits the device."""
-    if args.arms is not None:
-        defaults = dict(story.SIZES[args.device])
-    elif args.device == "cuda":
+    if args.device == "cuda":
         gib = torch.cuda.get_device_properties(0).total_memory / 2**30
         # About 0.6 GiB a window in FP32, beside 5 GiB for the four arms themselves.
         batch = next((size for size in (32, 16, 8, 4, 2) if size <= gib), 1)

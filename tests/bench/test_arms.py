@@ -94,7 +94,6 @@ def test_every_step_clips_the_same_gradients_and_ends_at_the_same_weights(
         assert not run.skipped()
         ends[step] = torch.cat([p.detach().flatten() for p in run.parameters])
     torch.testing.assert_close(ends["fastamp"], ends["stock"], rtol=1e-4, atol=1e-6)
-    assert torch.equal(ends["naive"], ends["stock"])
 
 
 @pytest.mark.parametrize("step", arms_.STEPS)

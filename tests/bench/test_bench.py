@@ -14,7 +14,6 @@ import torch
 from support.fake_clock import FakeClock
 from support.processes import run_python
 
-import fastamp
 from fastamp.bench import (
     advice,
     environment,
@@ -22,9 +21,7 @@ from fastamp.bench import (
     measure,
     peaks,
     record,
-    story,
     targets,
-    tasks,
 )
 from fastamp.bench import arms as arms_
 from fastamp.bench.__main__ import main
@@ -341,41 +338,6 @@ def test_a_slower_step_is_a_regression_of_the_main_job_and_a_rerun_is_none(
     assert "(target >= -5 %): fail" in shown
 
 
-# The story
-
-
-def test_every_repair_has_a_loop_of_its_own_that_differs_in_that_part_alone():
-    loops = story.make_loops(["naive", "stock", "fastamp"])
-    naive = loops.pop("naive")
-    assert loops.pop("again") == naive
-    assert set(naive.values()) == {"naive"}
-    for name, parts in loops.items():
-        part, arm = name.split(": ")
-        changed = {key: value for key, value in parts.items() if value != "naive"}
-        assert changed == parts if part == "all" else changed == {part: arm}
-    assert {"loader: fastamp", "step: fastamp", "timing: fastamp", "precision: stock"} < set(loops)
-
-
-def test_the_story_races_all_loops_and_says_what_each_repair_brings(quick, tmp_path, capsys):
-    path = tmp_path / "found.json"
-    options = ["--arms", "naive,stock,fastamp", "--steps", "40", "--json", str(path)]
-    assert main([*quick, *options]) == 0
-    found = json.loads(path.read_text())
-    assert found["metrics"]["speedup/step/fastamp"]["value"] > 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[2:8]] == ["none:", *story.PARTS, "all"]
-
-
-def test_fastamps_timer_counts_every_step_of_the_story(corpus):
-    parts = dict.fromkeys(story.PARTS, "naive") | {"timing": "fastamp"}
-    made = language.make_gpt("cpu", 0, shape=SHAPE, batch_size=4, corpus=corpus)
-    training = tasks.make_training(lambda *_: made, "cpu", 0)
-    training = replace(training, data=fastamp.TokenDataset(corpus.train, 16))
-    loop = story.Loop(parts, arms_.Run(arms_.make_arms(JOB)[0], "cpu", training), 0)
-    loop.epoch()
-    assert loop.timer.summary()["step"].count == story.VISIT_STEPS
-
-
 def test_a_file_gets_whole_lines_and_no_progress_bar(finished):
     done, _ = finished
     assert done.stderr == ""
@@ -388,7 +350,6 @@ def test_a_file_gets_whole_lines_and_no_progress_bar(finished):
     [
         ("--steps 0", "argument --steps: '0' is not an integer of at least 3"),
         ("--steps 2", "argument --steps: '2' is not"),
-        ("--arms stock,fastamp", "argument --arms: invalid choice: 'stock,fastamp'"),
         ("step --shapes 3x", "argument --shapes: '3x' is not a number of tensors"),
         (
             "latency --batch-sizes 1,0",
@@ -454,6 +415,3 @@ def test_the_main_job_runs_on_a_gpu_with_loss_scaling(tmp_path, capsys):
 def test_the_other_commands_run_on_a_gpu(tmp_path, capsys):
     for command in ("step --shapes 3x1000", "latency --batch-sizes 1"):
         assert main(command.split()) == 0
-    quick = "--layers 1 --heads 2 --width 64 --block-size 64 --batch-size 4 --steps 40"
-    assert main([*quick.split(), "--arms", "naive,stock,fastamp"]) == 0
-    assert "all" in capsys.readouterr().out

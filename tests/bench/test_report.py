@@ -33,7 +33,6 @@ from fastamp.train.options import progress
 TINY = "--layers 1 --heads 2 --width 32 --block-size 16 --batch-size 4"
 COMMANDS = {
     "amp": f"amp {TINY} --steps 12 --device cpu",
-    "story": f"amp {TINY} --steps 40 --device cpu --arms naive,stock,fastamp",
     "step": "step --shapes 3x1000,2gx10 --work norm adamw-open --device cpu",
     "loader": "loader --data tensors collate slow --device cpu",
     "timer": "timer --device cpu",
@@ -160,7 +159,6 @@ def test_a_record_of_another_shape_needs_another_schema_version(written):
     details = {
         "amp": {"parameters", "tokens_per_s", "peak_memory_nbytes", "validation"}
         | {"profiles", "advice"},
-        "story": set(),
         "step": {f"{shape}/{w}" for shape in ("3x1000", "2gx10") for w in ("norm", "adamw-open")},
         "loader": {"tensors", "collate", "slow"},
         "timer": {"timer"},

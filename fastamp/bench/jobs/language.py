@@ -1,12 +1,14 @@
-"""Jobs of language models: `gpt`, a small GPT trained on the bytes of real text."""
+"""Jobs of language models on the bytes of real text: `gpt`, trained whole, and `lora`."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn import functional
 
+import fastamp
 from fastamp.train.gpt import GPT, Shape
 from fastamp.train.text import (
     Batch,
@@ -20,14 +22,25 @@ from fastamp.train.text import (
 MAX_NORM = 1.0
 LEARNING_RATE = 1e-3  # at a width of 256; in inverse proportion to the width, as in muP
 VALIDATION_WINDOWS = 64
-SMALL = Shape(layers=2, heads=2, width=256, block_size=64)
+# Small: what is not the model's own work has to be seen beside it.
+SHAPES = {
+    "cpu": Shape(layers=2, heads=2, width=256, block_size=64),
+    "cuda": Shape(layers=6, heads=6, width=384, block_size=256),
+}
+BATCH_SIZES = {"cpu": 8, "cuda": 64}
+DEEP = Shape(layers=24, heads=2, width=128, block_size=64)
+RANK = 8  # of LoRA's matrices, of which DEEP has 192
 
 
 class Draws:
-    """Batches drawn at random from a text, the same in every pass, without end."""
+    """Batches drawn at random from a text, the same in every pass, without end.
+
+    `dataset` has the windows of which they are drawn.
+    """
 
     def __init__(self, text: Bytes, block_size: int, batch_size: int, seed: int) -> None:
         self.args = text, block_size, batch_size, seed
+        self.dataset, self.batch_size = fastamp.TokenDataset(text, block_size), batch_size
 
     def __iter__(self) -> Iterator[Batch]:
         return training_batches(*self.args)
@@ -37,11 +50,12 @@ def make_gpt(
     device: str,
     seed: int,
     *,
-    shape: Shape = SMALL,
-    batch_size: int = 8,
+    shape: Shape | None = None,
+    batch_size: int | None = None,
     corpus: Corpus | None = None,
 ) -> tuple[Any, ...]:
-    """Make the GPT, its batches and its score; without a corpus, of the standard library."""
+    """A GPT of two layers (on a GPU: six) on the sources of the standard library; 8 x 64 bytes."""
+    shape, batch_size = shape or SHAPES[device], batch_size or BATCH_SIZES[device]
     if corpus is None:
         corpus = load_corpus(None, block_size=shape.block_size)
     sizes = (shape.block_size, batch_size)
@@ -74,3 +88,32 @@ def _evaluate(model: GPT, windows: Callable[[], Iterator[Batch]]) -> dict[str, A
             losses.append(functional.cross_entropy(logits.mT, targets, reduction="none"))
         shares.append((logits.argmax(dim=2) == targets).double().mean(dim=1))
     return {"accuracy": torch.cat(shares).tolist(), "loss": torch.cat(losses).mean().item()}
+
+
+class _LoRA(nn.Module):
+    """A frozen linear layer, and a product of two small matrices that is added to it."""
+
+    def __init__(self, frozen: nn.Linear) -> None:
+        super().__init__()
+        self.frozen = frozen.requires_grad_(requires_grad=False)
+        self.down = nn.Parameter(torch.randn(RANK, frozen.in_features) / frozen.in_features**0.5)
+        self.up = nn.Parameter(torch.zeros(frozen.out_features, RANK))
+
+    def forward(self, x: Tensor) -> Tensor:
+        change = functional.linear(functional.linear(x, self.down), self.up)
+        result: Tensor = self.frozen(x) + change
+        return result
+
+
+def make_lora(device: str, seed: int) -> tuple[Any, ...]:
+    """A frozen GPT of 24 layers with LoRA: 192 small matrices; batches of 4 x 64 bytes."""
+    model, data, loss, options = make_gpt(device, seed, shape=DEEP, batch_size=4)
+    model.requires_grad_(requires_grad=False)
+    for block in model.blocks:
+        for name in ("qkv", "attention_out", "up", "down"):
+            setattr(block, name, _LoRA(getattr(block, name)))
+    return model, data, loss, options | {"optimizer": _make_lora_optimizer}
+
+
+def _make_lora_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)

@@ -1,0 +1,275 @@
+"""Jobs that people have, end to end: a naive loop, a good one with torch alone, and fastamp's.
+
+Takes some six minutes for all jobs on two CPU cores.
+"""
+
+import argparse
+import copy
+import gc
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+from fastamp.bench.arms import Arm, Run
+from fastamp.bench.environment import no_speed_reason
+from fastamp.bench.jobs import JOBS
+from fastamp.bench.loops import ARMS, PARTS, Data, Loop, find_data, list_parts, list_workers
+from fastamp.bench.race import Interval, Plan, Race, run_race, show
+from fastamp.bench.record import Report, Task, Verdict, judge
+from fastamp.bench.tasks import Training, draw, find_make, make_loader, make_training
+from fastamp.train.options import progress, refuse
+
+MAIN = Plan(rounds=4000, warmup=2, half_width=0.01, limit_s=20.0)
+REPAIRS = Plan(rounds=4000, warmup=1, half_width=0.02, limit_s=10.0)
+VISIT_S = 0.15  # about as long is a visit of the stock loop
+LEAST_STEPS, MOST_STEPS = 4, 256  # of a visit
+WORKER_STEPS = 8  # at least, where the first batch of a pass has to be waited for;
+EPOCHS = 4  # and so many times as many in the race of the whole loops, where they are so few
+TRIALS = 2  # short epochs, of which the fastest says which workers and precision a loop gets
+CLEARLY = 0.95  # of the time, at which workers or a lower precision are taken
+AGREE_STEPS = 4  # the first losses, before small differences grow
+# Of losses: the same samples in one precision, in two; and other crops or filters of the images.
+SAME, PRECISE, ALIKE = 1e-3, 3e-2, 0.1
+# How many times as fast as the stock loop, or as the naive one, fastamp's should be.
+TARGETS = {"cpu": {"mlp": 1.6, "tabular": 2.0, "rl": 2.0}, "cuda": {"groups": 1.3}}
+OVER_NAIVE = {"gpt": 1.5}
+
+METRICS = """speedup/JOB/ARM, of fastamp and naive over the stock loop, as in speedup/mlp/fastamp;
+over_naive/JOB/ARM, of stock and fastamp over the naive loop; over_naive/JOB/PART/ARM, of the naive
+loop with that part alone (loader, step, timing, precision), as in over_naive/mlp/loader/fastamp"""
+
+
+def add_options(add: Callable[..., object]) -> None:
+    """Add the options of this command alone."""
+    named = " ".join(f"{name}: {_text(name)}" for name in JOBS)
+    text = f"jobs, or FILE.py:make, package.module:make (default: all of these). {named}"
+    add("names", nargs="*", metavar="NAME", help=text)
+
+
+def _text(name: str) -> str:
+    return " ".join(str(JOBS[name].__doc__).split()) if name in JOBS else "a task of the user's"
+
+
+def prepare(args: argparse.Namespace) -> Task:
+    """Return the job and what does it."""
+    names = list(dict.fromkeys(args.names or JOBS))
+    for name in names:  # before any work
+        args.task = name  # whose fault an error is
+        if name not in JOBS and ":" not in name:
+            refuse("NAME", name, f"is none of {', '.join(JOBS)}, nor FILE.py:make")
+        find_make(name)
+    return {"jobs": names, "seed": args.seed}, partial(_run, args, names)
+
+
+class Found(NamedTuple):
+    """What was measured of one job."""
+
+    steps: int  # of a visit
+    main: Race  # of the stock loop with the naive one and fastamp's
+    repairs: Race  # of the naive loop with each part alone
+    details: dict[str, Any]
+
+
+def _run(args: argparse.Namespace, names: list[str]) -> Report:
+    found = {}
+    with progress(len(names)) as tick:
+        for name in names:
+            args.task = name
+            found[name] = _measure(name, args.device, args.seed)
+            gc.collect()  # what a loader holds, its processes too
+            tick()
+    metrics = {key: ratio for name in names for key, ratio in _ratios(name, found[name])}
+    rows = [_row(name, each, metrics) for name, each in found.items()]
+    rows += [_repair(name, part, metrics) for name, part in product(names, PARTS)]
+    races = {name: each.main for name, each in found.items()}
+    notes = [
+        "ms a step; times as fast with 95 % intervals; below, the naive loop with one part mended",
+        *(f"{name}: {_text(name)} {_describe(each)}" for name, each in found.items()),
+    ]
+    return Report(
+        table=rows,
+        races=races | {f"{name}, repairs": each.repairs for name, each in found.items()},
+        metrics=metrics,
+        verdicts=[verdict for name in names for verdict in _judge(args.device, name, metrics)],
+        notes=notes,
+        details={name: each.details for name, each in found.items()},
+        sentence=say_in_words(metrics, names),
+    )
+
+
+def say_in_words(metrics: dict[str, Interval], names: list[str]) -> str:
+    """Return what fastamp brings to each job, in one sentence."""
+    ratios = {name: metrics[f"speedup/{name}/fastamp"] for name in names}
+    changed = {n: ratio for n, ratio in ratios.items() if ratio.low > 1 or ratio.high < 1}
+    made = [f"{name} {ratio.value:.2f}x" for name, ratio in changed.items()]
+    parts = [f"makes {_join(made)} as fast" if made else ""]
+    same = _join([name for name in names if name not in changed])
+    parts += [f"changes nothing that can be measured in {same}" if same else ""]
+    return f"Compared with a good loop of torch alone, fastamp {_join([*filter(None, parts)])}."
+
+
+def _join(words: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def _measure(name: str, device: str, seed: int) -> Found:
+    training = make_training(find_make(name), device, seed)
+    check_task(training, device, seed)
+    data = find_data(training)
+    make = partial(Loop, training=training, device=device, seed=seed)
+    chosen = _choose(make, data, device, training.dtype)
+    seen: dict[str, list[float]] = {}
+
+    def race(arms: list[str], steps: int, plan: Plan) -> Race:
+        epochs, losses = {}, {}
+        for arm in arms:
+            parts = list_parts(arm)
+            workers = chosen["workers"][parts["loader"]]
+            loop = make(parts, dtype=chosen["dtype"], steps=steps, workers=workers)
+            torch.manual_seed(seed)  # of dropout
+            loop.epoch()
+            losses[arm] = [float(loss) for loss in loop.losses[:AGREE_STEPS]]
+            epochs[arm] = loop.epoch
+        check_losses(name, losses, is_same=data.is_repeatable(), dtype=chosen["dtype"])
+        seen.update(losses)
+        return run_race(epochs, plan, device=device, seed=seed)
+
+    main = race(["stock", "naive", "fastamp"], chosen["steps"], MAIN)
+    repairs = _list_repairs(chosen["dtype"], has_own=data.dataset is not None)
+    mended = race(["naive", *repairs], chosen["repair_steps"], REPAIRS)
+    details = chosen | {"dtype": str(chosen["dtype"]), "losses": seen}
+    return Found(chosen["steps"], main, mended, details)
+
+
+def check_task(training: Training, device: str, seed: int) -> None:
+    """Take one step; raises a BrokenTask where the contract is broken."""
+    run = Run(Arm(name="check"), device, replace(training, model=copy.deepcopy(training.model)))
+    run.train_step(next(draw(make_loader(training, seed, device=device), device)))
+
+
+def _list_repairs(dtype: torch.dtype | None, *, has_own: bool) -> list[str]:
+    """Return the naive loops with one part mended that this job can have."""
+    arms = []
+    for part, known in PARTS.items():
+        if (part != "precision" or dtype is not None) and (part != "loader" or has_own):
+            arms += [f"{part}: {arm}" for arm in known[1:]]
+    return arms
+
+
+def _choose(
+    make: Callable[..., Loop], data: Data, device: str, wanted: torch.dtype | None
+) -> dict[str, Any]:
+    """Choose the steps of a visit, each loader's workers and the precision, by short trials."""
+
+    def measure(arm: str, dtype: torch.dtype | None, steps: int, workers: dict[str, Any]) -> float:
+        loop = make(list_parts(arm), dtype=dtype, steps=steps, workers=workers)
+        synchronize = torch.get_device_module(device).synchronize
+        times_s = []
+        for _ in range(TRIALS + 1):  # the first prepares
+            synchronize()
+            start_s = perf_counter()
+            loop.epoch()
+            synchronize()
+            times_s.append(perf_counter() - start_s)
+        return min(times_s[1:]) / steps
+
+    step_s = measure("stock", wanted, LEAST_STEPS, {})
+    steps = min(max(round(VISIT_S / step_s), LEAST_STEPS), MOST_STEPS)
+    longer = max(steps, WORKER_STEPS)
+    workers = {}
+    for arm in ARMS:
+        known = list_workers(data, arm)
+        trials = [measure(arm, wanted, longer, w) for w in known] if len(known) > 1 else [0.0]
+        trials[0] *= CLEARLY  # none, unless some are clearly faster
+        workers[arm] = known[trials.index(min(trials))]
+    repair_steps = longer if any(workers.values()) else steps
+    steps = EPOCHS * repair_steps if repair_steps == WORKER_STEPS else repair_steps
+    dtype = wanted
+    if wanted is None and no_speed_reason(device, "bf16") is None:
+        low, full = (
+            measure("stock", each, repair_steps, workers["stock"])
+            for each in (torch.bfloat16, None)
+        )
+        dtype = torch.bfloat16 if low < CLEARLY * full else None
+    return {"steps": steps, "repair_steps": repair_steps, "workers": workers, "dtype": dtype}
+
+
+def check_losses(
+    name: str, losses: dict[str, list[float]], *, is_same: bool, dtype: torch.dtype | None
+) -> None:
+    """Compare the first losses of all loops with those of the first loop.
+
+    Raises:
+        AssertionError: they differ by more than rounding does, or, where loops read other crops of
+            the same images, in the mean by a tenth.
+    """
+    base = next(iter(losses))
+    for arm, values in losses.items():
+        pair = [torch.tensor(values), torch.tensor(losses[base])]
+        precisions = {list_parts(each)["precision"] for each in (arm, base)}
+        rtol = SAME if dtype is None or len(precisions) == 1 else PRECISE
+        if not is_same:
+            pair, rtol = [losses.mean() for losses in pair], ALIKE
+        say_where = partial("{}, {}: {}".format, name, arm)
+        torch.testing.assert_close(*pair, rtol=rtol, atol=rtol, msg=say_where)
+
+
+def _ratios(name: str, found: Found) -> Iterator[tuple[str, Interval]]:
+    main, repairs = found.main, found.repairs
+    yield f"speedup/{name}/fastamp", main.ratio("fastamp")
+    yield f"speedup/{name}/naive", main.ratio("naive")
+    for arm in ("stock", "fastamp"):
+        yield f"over_naive/{name}/{arm}", main.ratio(arm, "naive")
+    for arm in repairs.arms[1:]:
+        yield f"over_naive/{name}/{arm.replace(': ', '/')}", repairs.ratio(arm)
+
+
+def _row(name: str, found: Found, metrics: dict[str, Interval]) -> dict[str, str]:
+    times_ms = {arm: 1e3 * found.main.quartiles_s(arm)[1] / found.steps for arm in ARMS}
+    times = {f"{arm} ms": show(time_ms, ".3f") for arm, time_ms in times_ms.items()}
+    ours = _cell(metrics, f"speedup/{name}/fastamp")
+    return {"job": name, **times, "fastamp over stock": ours, **_over_naive(name, metrics)}
+
+
+def _repair(name: str, part: str, metrics: dict[str, Interval]) -> dict[str, str]:
+    empty = dict.fromkeys([*(f"{arm} ms" for arm in ARMS), "fastamp over stock"], "")
+    return {"job": f"{name}: {part}", **empty, **_over_naive(f"{name}/{part}", metrics)}
+
+
+def _over_naive(place: str, metrics: dict[str, Interval]) -> dict[str, str]:
+    arms = ("stock", "fastamp")
+    return {f"{arm} over naive": _cell(metrics, f"over_naive/{place}/{arm}") for arm in arms}
+
+
+def _cell(metrics: dict[str, Interval], key: str) -> str:
+    return metrics[key].text(".2f", "x") if key in metrics else "-"
+
+
+def _describe(found: Found) -> str:
+    """Say what the trials chose."""
+    kinds = {arm: options for arm, options in found.details["workers"].items() if options}
+    texts = [
+        f"{arm} with {options['num_workers']} {options.get('worker', 'process')} workers"
+        for arm, options in kinds.items()
+    ]
+    low = found.details["dtype"] != "None"
+    texts += [f"stock and fastamp in {found.details['dtype'].removeprefix('torch.')}"] * low
+    return f"({'; '.join([*texts, f'{found.steps} steps in a visit'])})"
+
+
+def _judge(device: str, name: str, metrics: dict[str, Interval]) -> Iterator[Verdict]:
+    """Hold a built-in job to its targets; no job may become slower."""
+    if name not in JOBS:
+        return
+    least = TARGETS[device].get(name, 1.0)
+    figure = metrics[f"speedup/{name}/fastamp"]
+    yield judge(name, figure, (least, math.inf), "x", "fastamp over the stock loop")
+    if name in OVER_NAIVE and device == "cpu":
+        figure, why = metrics[f"over_naive/{name}/fastamp"], "fastamp over the naive loop"
+        yield judge(f"{name}, mended", figure, (OVER_NAIVE[name], math.inf), "x", why)
