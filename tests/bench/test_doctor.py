@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 
 import pytest
@@ -16,6 +17,7 @@ from fastamp.bench.__main__ import main
 from fastamp.bench.race import Race, Visit
 
 LOOK = ["doctor", "--device", "cpu"]
+PYTHON = shlex.quote(sys.executable)
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def with_units(monkeypatch):
 def test_a_pure_python_install_is_named_with_its_remedy(look, monkeypatch):
     monkeypatch.setattr(choose, "_is_installed", lambda: False)
     monkeypatch.setattr(choose, "_backends", lambda: {"fallback": choose.FALLBACK})
-    command = f"{sys.executable} -m pip install --force-reinstall --no-deps --no-cache-dir"
+    command = f"{PYTHON} -m pip install --force-reinstall --no-deps --no-cache-dir"
     command += " '/src/fast amp'"
     said = look()
     assert "cpu     pure Python" in said
@@ -91,9 +93,9 @@ def test_a_build_without_cuda_code_is_named_with_its_remedy_beside_a_gpu(
     assert "install nvcc, https://developer.nvidia.com/cuda-downloads; then FASTAMP_CUDA=ON" in said
     assert "bf16 on cuda: this GPU has no bf16 units. Mend it: train in FP32" in said
     (tmp_path / "nvcc").touch()
-    assert f"Mend it: FASTAMP_CUDA=ON CUDACXX={tmp_path}/nvcc {sys.executable} -m pip" in look()
+    assert f"Mend it: FASTAMP_CUDA=ON CUDACXX={tmp_path}/nvcc {PYTHON} -m pip" in look()
     monkeypatch.setattr(installation.shutil, "which", lambda _: "/bin/x")
-    assert f"Mend it: FASTAMP_CUDA=ON {sys.executable} -m pip install" in look()
+    assert f"Mend it: FASTAMP_CUDA=ON {PYTHON} -m pip install" in look()
 
 
 def test_a_cpu_without_bf16_units_is_named_with_its_remedy(look, monkeypatch, with_units):
