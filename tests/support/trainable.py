@@ -212,3 +212,8 @@ def run_command(args, errors):
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), sys.stderr.fileno())
     warnings.simplefilter("error")
     sys.exit(command.main(args))
+
+
+def newest(folder):
+    """Return the step of the newest checkpoint."""
+    return max((int(p.stem[5:]) for p in folder.glob("step-*.pt")), default=0)

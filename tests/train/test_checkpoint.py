@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, resumed to the bit, refused by name, written before a signal."""
+"""Checkpoints: whole or not there, resumed to the bit, refused by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import functools
 import os
 import random
 import signal
-import threading
 import time
 import zipfile
 from pathlib import Path
@@ -22,14 +21,13 @@ from support.trainable import (
     CrashError,
     act_at,
     crash,
-    hang,
     make_data,
     make_model,
     names,
+    newest,
     outcome,
     run,
     train_to_the_end,
-    train_until_all_are_signalled,
 )
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -70,10 +68,6 @@ def test_a_run_that_is_killed_again_and_again_comes_to_the_bit_to_the_same(tmp_p
     assert child.exitcode == 0
     assert np.load(report.with_suffix(".done"), allow_pickle=True).tolist() == expected
     assert names(folder) == [f"step-{step:08d}.pt" for step in (56, 58, 60)]
-
-
-def newest(folder):
-    return max((int(p.stem[5:]) for p in folder.glob("step-*.pt")), default=0)
 
 
 def generator():
@@ -341,107 +335,6 @@ def test_the_folder_is_the_one_that_it_was_at_the_start(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run("run", loss_fn=act_at(4, lambda: os.chdir(tmp_path / "elsewhere")), max_steps=6)
     assert names(tmp_path / "run") == ["step-00000003.pt", "step-00000006.pt"]
-
-
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_a_signal_that_ends_workers_too_saves_first(accumulate, tmp_path):
-    """As a batch system's, to all processes; what was accumulated is done again."""
-    folder = tmp_path / "run"
-    process = CONTEXT.Process(target=train_until_all_are_signalled, args=(folder, accumulate))
-    process.start()
-    process.join(240)
-    assert process.exitcode == 143
-    (saved,) = names(folder)
-    state = torch.load(folder / saved, weights_only=True)
-    assert state["loader"]["n_consumed"] == state["step"] * accumulate
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_first_and_then_does_what_it_does(number, tmp_path):
-    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    expected = outcome(*run(checkpoint_every=1000))
-    kind = SystemExit if number == signal.SIGTERM else KeyboardInterrupt
-    loss_fn = act_at(8, lambda: os.kill(os.getpid(), number))
-    with pytest.raises(kind) as raised:
-        run(tmp_path, checkpoint_every=1000, loss_fn=loss_fn)
-    assert raised.value.args == ((143,) if number == signal.SIGTERM else ())
-    assert names(tmp_path) == ["step-00000008.pt"]
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
-    assert outcome(*run(tmp_path, checkpoint_every=1000)) == expected
-
-
-def test_a_second_interrupt_does_not_wait(tmp_path):
-    def twice():
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, checkpoint_every=1000, loss_fn=act_at(8, twice))
-    assert names(tmp_path) == []
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_during_the_last_checkpoint_is_not_lost(number, tmp_path, monkeypatch):
-    rename = Path.replace
-
-    def replace(path, target):
-        if target.name == "step-00000040.pt":
-            signal.raise_signal(number)
-        return rename(path, target)
-
-    monkeypatch.setattr("pathlib.Path.replace", replace)
-    with pytest.raises(SystemExit if number == signal.SIGTERM else KeyboardInterrupt):
-        run(tmp_path, checkpoint_every=1000)
-    assert names(tmp_path) == ["step-00000040.pt"]
-
-
-def test_a_signal_is_not_lost_where_the_program_raises(tmp_path):
-    def fail():
-        signal.raise_signal(signal.SIGTERM)
-        msg = "the program's own"
-        raise LookupError(msg)
-
-    with pytest.raises(SystemExit) as raised:
-        run(tmp_path, checkpoint_every=1000, loss_fn=act_at(8, fail))
-    assert isinstance(raised.value.__context__, LookupError)
-
-
-def test_a_second_sigterm_ends_a_run_that_hangs(tmp_path):
-    process = CONTEXT.Process(target=hang, args=(tmp_path,), daemon=True)
-    process.start()
-    while not (tmp_path / "hangs").exists():
-        assert process.is_alive()
-        time.sleep(0.1)
-    process.terminate()
-    process.join(1)
-    assert process.is_alive()
-    process.terminate()
-    process.join(60)
-    assert process.exitcode == -signal.SIGTERM
-    assert names(tmp_path) == ["hangs"]
-
-
-def test_a_handler_of_the_programs_own_is_called_and_training_goes_on(tmp_path):
-    heard = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
-    try:
-        send = act_at(8, lambda: signal.raise_signal(signal.SIGTERM))
-        _, result = run(tmp_path, checkpoint_every=1000, loss_fn=send)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert (heard, result.steps) == ([signal.SIGTERM], 40)
-    assert names(tmp_path) == ["step-00000008.pt", "step-00000040.pt"]
-
-
-def test_signals_are_left_alone_without_checkpoints_and_in_other_threads(tmp_path):
-    seen = []
-    look = act_at(2, lambda: seen.append(signal.getsignal(signal.SIGINT)))
-    run(loss_fn=look)
-    thread = threading.Thread(target=lambda: run(tmp_path, max_steps=4))
-    thread.start()
-    thread.join()
-    assert seen == [signal.getsignal(signal.SIGINT)]
-    assert newest(tmp_path) == 4
 
 
 def test_a_full_disk_leaves_the_state_and_the_older_checkpoint(tmp_path, monkeypatch):
