@@ -90,9 +90,10 @@ def _find_columns(loader: DataLoader[Any]) -> tuple[Gatherable | None, str]:
 
 def _may_stay(loader: Any, device: torch.device) -> bool:
     """Say whether a loader's batches are to be where its dataset is, or that is the host."""
+    if device.type == "cpu" or loader.pin_memory:
+        return device.type == "cpu"
     wanted = getattr(loader, "device", None)
-    same = wanted is None or torch.empty(0, device=wanted).device == device
-    return device.type == "cpu" or (same and not loader.pin_memory)
+    return wanted is None or torch.empty(0, device=wanted).device == device
 
 
 def make_gatherable(dataset: object) -> Gatherable | None:  # noqa: PLR0911 - one for each kind

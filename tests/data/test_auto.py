@@ -10,7 +10,7 @@ from collections import deque
 
 import pytest
 import torch
-from support.loading import Squares, assert_same
+from support.loading import Squares, Stateful, assert_same
 from support.thread_workers import in_threads
 from support.torchs_datasets import Augmented
 from torch.utils.data import IterableDataset
@@ -90,13 +90,6 @@ def test_auto_measures_and_chooses_once(thread_s, process_s, cpu, reason, stop, 
 
 
 def test_auto_leaves_to_processes_what_threads_cannot_do():
-    class Stateful(Squares):
-        def state_dict(self):
-            return {}
-
-        def load_state_dict(self, state):
-            pass
-
     class Stream(IterableDataset):
         def __iter__(self):
             return iter(range(9))

@@ -84,6 +84,20 @@ def test_resident_batches_and_states_are_those_of_the_host(name, model, tmp_path
     assert again._moved is None
 
 
+def test_a_loader_says_how_it_reads_without_a_look_at_the_device(monkeypatch):
+    monkeypatch.setattr(torch, "empty", None)
+    loader = fastamp.DataLoader(X, 4, device="cuda")
+    assert str(loader).startswith("fastamp.DataLoader: gathered by")
+
+
+def test_nothing_waits_for_a_resident_batch(model, monkeypatch):
+    batches = iter(fastamp.DataLoader(X, 4, device="cuda:1", resident=True))
+    next(batches)  # the dataset is moved
+    for kind in (model.Stream, model.Event):
+        monkeypatch.setattr(kind, "synchronize", None)
+    assert len([*batches]) == 9
+
+
 def test_windows_of_one_sequence_are_moved_once(model):
     loader = fastamp.DataLoader(fastamp.TokenDataset(TOKENS, 4), device="cuda:1", resident=True)
     next(iter(loader))

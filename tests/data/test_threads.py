@@ -9,7 +9,7 @@ import threading
 
 import pytest
 import torch
-from support.loading import Rows, Squares, assert_same, ends, make_array
+from support.loading import Rows, Squares, Stateful, assert_same, ends, make_array
 from support.thread_workers import in_threads, workers
 from support.torchs_datasets import KINDS, Augmented
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -191,13 +191,6 @@ def test_batches_that_others_passed_are_not_lost():
 
 
 def test_a_dataset_with_a_state_is_refused_a_state_by_name():
-    class Stateful(Squares):
-        def state_dict(self):
-            return {}
-
-        def load_state_dict(self, state):
-            pass
-
     loader = in_threads(Stateful(9))
     assert len([*loader]) == 3
     with pytest.raises(TypeError, match="worker='thread': Stateful has a state_dict"):

@@ -46,6 +46,16 @@ class Squares(Dataset):
         return {"x": torch.full((3,), index), "y": index * index, "name": str(index)}
 
 
+class Stateful(Squares):
+    """A dataset with a state, which workers' copies would have each for itself."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
 def generator(seed):
     return torch.Generator().manual_seed(seed)
 
