@@ -11,10 +11,10 @@
 namespace fastamp {
 namespace {
 
-// Rows lie anywhere, so that the processor does not foresee the next one: it is fetched into the
-// second-level cache while this one is copied. In a long row the processor's own prefetcher soon
-// takes over.
-constexpr std::int64_t kRowsAhead = 2;
+// Rows lie anywhere, so that the processor does not foresee the next ones: they are fetched into
+// the second-level cache while others are copied, of short rows more. In a long row the processor's
+// own prefetcher soon takes over.
+constexpr std::int64_t rows_ahead(std::int64_t row_nbytes) { return row_nbytes < 1024 ? 8 : 2; }
 constexpr std::int64_t kPrefetchBytes = 4096;
 constexpr std::int64_t kLine = 64;
 
@@ -160,12 +160,13 @@ GatherResult gather(const std::vector<Column>& columns, const GatherJob& job) {
     const CopyRow copy_row = copier_of(column, is_large);
     const char* data = column.parts.front().data;
     const bool is_whole = column.parts.size() == 1;
+    const std::int64_t ahead_by = rows_ahead(column.row_nbytes);
     for (std::int64_t i = 0; i < job.count; ++i) {
       const std::int64_t row = row_of(column, job.indices[i]);
       if (row < 0) return {0, i, column.num_rows, false};
       if (out_nbytes == 0) continue;
       const std::int64_t next = std::max<std::int64_t>(
-          row_of(column, job.indices[std::min(i + kRowsAhead, job.count - 1)]), 0);
+          row_of(column, job.indices[std::min(i + ahead_by, job.count - 1)]), 0);
       const char* source = data + row * column.row_stride;
       const char* ahead = data + next * column.row_stride;
       char* output = job.outputs[c] + i * out_nbytes;

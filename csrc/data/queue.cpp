@@ -17,7 +17,7 @@ namespace fastamp {
 namespace {
 
 // What is copied in the time that it takes to wake a thread is left to the consumer.
-constexpr std::int64_t kWakeBytes = 8 << 10;
+constexpr std::int64_t kWakeBytes = 64 << 10;
 
 using Clock = std::chrono::steady_clock;
 

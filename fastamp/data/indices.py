@@ -1,10 +1,11 @@
 """The indices of a pass from a position on, as a sampler itself, and in tensors."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from fastamp.data.states import Skip
 
 _Begin: TypeAlias = Callable[[Iterable[Any], int], Iterator[tuple[Any, int]]]
 _COMPUTED = (SequentialSampler, FeistelSampler)  # of which nothing before a place is drawn
+_DRAWN = 4096  # indices at once, with replacement
 _BOOLEANS = (bool, np.dtype(bool), torch.bool)
 
 
@@ -195,19 +197,35 @@ def _chunks(sampler: Any, start: int, size: int) -> Iterator[Tensor] | None:
         return ranges(start, len(sampler), size)
     if isinstance(sampler, ShardSampler | FeistelSampler):
         return sampler.chunks(start, size)
-    plain = type(sampler) is RandomSampler and not sampler.replacement
-    if plain and sampler.num_samples <= len(sampler.data_source):
-        return _permutation(sampler, start)
-    return None
+    if type(sampler) is not RandomSampler:
+        return None
+    if sampler.replacement:
+        return _with_replacement(sampler, start, size)
+    return _permutation(sampler, start) if sampler.num_samples <= len(sampler.data_source) else None
+
+
+def _generator_of(sampler: RandomSampler) -> torch.Generator:
+    """Return what RandomSampler draws from: without one of its own, a new one in each epoch."""
+    if sampler.generator is not None:
+        return cast("torch.Generator", sampler.generator)
+    return torch.Generator().manual_seed(draw_seed())
+
+
+def _with_replacement(sampler: RandomSampler, start: int, size: int) -> Iterator[Tensor]:
+    """Draw as RandomSampler does, which draws 32 at a time, but many batches at once."""
+    total, generator = len(sampler.data_source), _generator_of(sampler)
+    block = math.lcm(32, size)
+    block *= max(1, _DRAWN // block)
+    for begin in range(0, sampler.num_samples, block):
+        count = min(block, sampler.num_samples - begin)
+        rows = torch.randint(total, (count,), generator=generator, device="cpu")
+        if begin + count > start:
+            yield rows[max(0, start - begin) :]
 
 
 def _permutation(sampler: RandomSampler, start: int) -> Iterator[Tensor]:
     """Draw as RandomSampler does: a generator that is kept draws another permutation in vain."""
-    total = len(sampler.data_source)
-    generator = sampler.generator
-    if generator is None:
-        generator = torch.Generator()
-        generator.manual_seed(draw_seed())
+    total, generator = len(sampler.data_source), _generator_of(sampler)
     yield torch.randperm(total, generator=generator, device="cpu")[start : sampler.num_samples]
     if sampler.num_samples == total and sampler.generator is not None:
         torch.randperm(total, generator=generator, device="cpu")

@@ -324,7 +324,8 @@ class GradScaler(Reading):
                 for step in steps:
                     step.forget()
                 refuse_float16(grads)
-            skipped = self._counter(grads.device) if is_ready else None
+            reads_all = is_ready or not self._enabled  # else `unscale_` may have found more
+            skipped = self._counter(grads.device) if reads_all else None
             clip = self._clip(grads.device, states[0], max_norm, skipped=skipped)
             stats = self._record(states, grads.device, grads.grad_stats(2.0, clip), clip)
             factor = stats.factor
@@ -334,7 +335,7 @@ class GradScaler(Reading):
         found_inf = join_flags_of(states)
         by_python = steps[0].grads.has_fallback
         self._report(states[0], found_inf, "native" + "; by the fallback" * by_python)
-        if not is_ready:
+        if self._enabled and not is_ready:
             self._counter(found_inf.device).add_(found_inf)
         for step in steps:
             step.apply(factor, found_inf, zero_grad=zero_grad)
