@@ -1,6 +1,7 @@
 """Jobs that people have, end to end: a naive loop, a good one with torch alone, and fastamp's.
 
-Takes some six minutes for all jobs on two CPU cores.
+Takes some six minutes for all jobs on two CPU cores, and eight where all of Accelerate, Lightning,
+torchdata and SPDL are installed, which are then raced too.
 """
 
 import argparse
@@ -8,16 +9,18 @@ import copy
 import gc
 import math
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from fastamp.bench.arms import Arm, Run
 from fastamp.bench.environment import no_speed_reason
+from fastamp.bench.job_peers import PEERS, list_peers, make_peer
 from fastamp.bench.jobs import JOBS
 from fastamp.bench.loops import ARMS, PARTS, Data, Loop, find_data, list_parts, list_workers
 from fastamp.bench.race import Interval, Plan, Race, run_race, show
@@ -26,7 +29,7 @@ from fastamp.bench.tasks import Training, draw, find_make, make_loader, make_tra
 from fastamp.train.options import progress, refuse
 
 MAIN = Plan(rounds=4000, warmup=2, half_width=0.01, limit_s=20.0)
-REPAIRS = Plan(rounds=4000, warmup=1, half_width=0.02, limit_s=10.0)
+REPAIRS = PEER_PLAN = Plan(rounds=4000, warmup=1, half_width=0.02, limit_s=10.0)
 VISIT_S = 0.15  # about as long is a visit of the stock loop
 LEAST_STEPS, MOST_STEPS = 4, 256  # of a visit
 WORKER_STEPS = 8  # at least, where the first batch of a pass has to be waited for;
@@ -40,7 +43,8 @@ SAME, PRECISE, ALIKE = 1e-3, 3e-2, 0.1
 TARGETS = {"cpu": {"mlp": 1.6, "tabular": 2.0, "rl": 2.0}, "cuda": {"groups": 1.3}}
 OVER_NAIVE = {"gpt": 1.5}
 
-METRICS = """speedup/JOB/ARM, of fastamp and naive over the stock loop, as in speedup/mlp/fastamp;
+METRICS = """speedup/JOB/ARM, of fastamp, naive and other people's loops over the stock loop, as in
+speedup/mlp/fastamp, speedup/mlp/Lightning;
 over_naive/JOB/ARM, of stock and fastamp over the naive loop; over_naive/JOB/PART/ARM, of the naive
 loop with that part alone (loader, step, timing, precision), as in over_naive/mlp/loader/fastamp"""
 
@@ -73,6 +77,7 @@ class Found(NamedTuple):
     steps: int  # of a visit
     main: Race  # of the stock loop with the naive one and fastamp's
     repairs: Race  # of the naive loop with each part alone
+    peers: Race | None  # of the stock loop with other people's
     details: dict[str, Any]
 
 
@@ -87,14 +92,21 @@ def _run(args: argparse.Namespace, names: list[str]) -> Report:
     metrics = {key: ratio for name in names for key, ratio in _ratios(name, found[name])}
     rows = [_row(name, each, metrics) for name, each in found.items()]
     rows += [_repair(name, part, metrics) for name, part in product(names, PARTS)]
+    peers = [(name, peer) for name, peer in product(names, PEERS) if _key(name, peer) in metrics]
+    rows += [_line(f"{name}: {peer}", metrics, _key(name, peer)) for name, peer in peers]
     races = {name: each.main for name, each in found.items()}
+    with_peers = {f"{name}, peers": each.peers for name, each in found.items() if each.peers}
     notes = [
-        "ms a step; times as fast with 95 % intervals; below, the naive loop with one part mended",
+        "ms a step; times as fast with 95 % intervals",
+        "over stock: fastamp's loop, or the one that the row names",
+        "rows of a part: the naive loop with this part mended",
         *(f"{name}: {_text(name)} {_describe(each)}" for name, each in found.items()),
     ]
     return Report(
         table=rows,
-        races=races | {f"{name}, repairs": each.repairs for name, each in found.items()},
+        races=races
+        | {f"{name}, repairs": each.repairs for name, each in found.items()}
+        | with_peers,
         metrics=metrics,
         verdicts=[verdict for name in names for verdict in _judge(args.device, name, metrics)],
         notes=notes,
@@ -125,26 +137,42 @@ def _measure(name: str, device: str, seed: int) -> Found:
     make = partial(Loop, training=training, device=device, seed=seed)
     chosen = _choose(make, data, device, training.dtype)
     seen: dict[str, list[float]] = {}
+    losses: dict[str, list[float]] = {}  # the first ones, of the loops of one race
 
-    def race(arms: list[str], steps: int, plan: Plan) -> Race:
-        epochs, losses = {}, {}
-        for arm in arms:
-            parts = list_parts(arm)
-            workers = chosen["workers"][parts["loader"]]
-            loop = make(parts, dtype=chosen["dtype"], steps=steps, workers=workers)
-            torch.manual_seed(seed)  # of dropout
+    def begin(arm: str, steps: int, closing: ExitStack) -> Callable[[], None] | None:
+        """Train one visit of a loop, and return what trains another; None of one that cannot."""
+        parts = list_parts("stock" if arm in PEERS else arm)
+        workers = chosen["workers"][parts["loader"]]
+        loop = make(parts, dtype=chosen["dtype"], steps=steps, workers=workers)
+        torch.manual_seed(seed)  # of dropout
+        trained: Any = loop
+        if arm in PEERS:
+            trained = make_peer(arm, name, loop, workers)
+            if trained is None:
+                return None
+            closing.callback(trained.close)
+        else:
             loop.epoch()
-            losses[arm] = [float(loss) for loss in loop.losses[:AGREE_STEPS]]
-            epochs[arm] = loop.epoch
-        check_losses(name, losses, is_same=data.is_repeatable(), dtype=chosen["dtype"])
-        seen.update(losses)
-        return run_race(epochs, plan, device=device, seed=seed)
+        losses[arm] = [float(loss) for loss in loop.losses[:AGREE_STEPS]]
+        return cast("Callable[[], None]", trained.epoch)
 
+    def race(arms: list[str], steps: int, plan: Plan) -> Any:
+        """Race loops of the same losses; None where there is only one."""
+        losses.clear()
+        with ExitStack() as closing:
+            begun = {arm: begin(arm, steps, closing) for arm in arms}
+            epochs = {arm: epoch for arm, epoch in begun.items() if epoch is not None}
+            check_losses(name, losses, is_same=data.is_repeatable(), dtype=chosen["dtype"])
+            seen.update(losses)
+            return run_race(epochs, plan, device=device, seed=seed) if len(epochs) > 1 else None
+
+    has_own = data.dataset is not None
     main = race(["stock", "naive", "fastamp"], chosen["steps"], MAIN)
-    repairs = _list_repairs(chosen["dtype"], has_own=data.dataset is not None)
+    repairs = _list_repairs(chosen["dtype"], has_own=has_own)
     mended = race(["naive", *repairs], chosen["repair_steps"], REPAIRS)
+    peers = race(["stock", *list_peers()], chosen["repair_steps"], PEER_PLAN) if has_own else None
     details = chosen | {"dtype": str(chosen["dtype"]), "losses": seen}
-    return Found(chosen["steps"], main, mended, details)
+    return Found(chosen["steps"], main, mended, peers, details)
 
 
 def check_task(training: Training, device: str, seed: int) -> None:
@@ -222,29 +250,44 @@ def check_losses(
 
 def _ratios(name: str, found: Found) -> Iterator[tuple[str, Interval]]:
     main, repairs = found.main, found.repairs
-    yield f"speedup/{name}/fastamp", main.ratio("fastamp")
-    yield f"speedup/{name}/naive", main.ratio("naive")
+    yield _key(name, "fastamp"), main.ratio("fastamp")
+    yield _key(name, "naive"), main.ratio("naive")
+    if found.peers is not None:
+        for arm in found.peers.arms[1:]:
+            yield _key(name, arm), found.peers.ratio(arm)
     for arm in ("stock", "fastamp"):
         yield f"over_naive/{name}/{arm}", main.ratio(arm, "naive")
     for arm in repairs.arms[1:]:
         yield f"over_naive/{name}/{arm.replace(': ', '/')}", repairs.ratio(arm)
 
 
+def _key(name: str, arm: str) -> str:
+    return f"speedup/{name}/{arm}"
+
+
 def _row(name: str, found: Found, metrics: dict[str, Interval]) -> dict[str, str]:
     times_ms = {arm: 1e3 * found.main.quartiles_s(arm)[1] / found.steps for arm in ARMS}
     times = {f"{arm} ms": show(time_ms, ".3f") for arm, time_ms in times_ms.items()}
-    ours = _cell(metrics, f"speedup/{name}/fastamp")
-    return {"job": name, **times, "fastamp over stock": ours, **_over_naive(name, metrics)}
+    return _line(name, metrics, _key(name, "fastamp"), f"over_naive/{name}") | times
 
 
 def _repair(name: str, part: str, metrics: dict[str, Interval]) -> dict[str, str]:
-    empty = dict.fromkeys([*(f"{arm} ms" for arm in ARMS), "fastamp over stock"], "")
-    return {"job": f"{name}: {part}", **empty, **_over_naive(f"{name}/{part}", metrics)}
+    return _line(f"{name}: {part}", metrics, over_naive=f"over_naive/{name}/{part}")
 
 
-def _over_naive(place: str, metrics: dict[str, Interval]) -> dict[str, str]:
-    arms = ("stock", "fastamp")
-    return {f"{arm} over naive": _cell(metrics, f"over_naive/{place}/{arm}") for arm in arms}
+def _line(
+    first: str, metrics: dict[str, Interval], over_stock: str = "", over_naive: str = ""
+) -> dict[str, str]:
+    """Return a row of the table, without times."""
+    return {
+        "job": first,
+        **{f"{arm} ms": "" for arm in ARMS},
+        "over stock": _cell(metrics, over_stock) if over_stock else "",
+        **{
+            f"{arm} over naive": _cell(metrics, f"{over_naive}/{arm}") if over_naive else ""
+            for arm in ("stock", "fastamp")
+        },
+    }
 
 
 def _cell(metrics: dict[str, Interval], key: str) -> str:

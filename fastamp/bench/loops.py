@@ -139,23 +139,24 @@ class Loop:
         seed: int,
         workers: dict[str, Any],
     ) -> None:
-        self.training, self.device, data = training, device, find_data(training)
+        self.training, self.device, self.data = training, device, find_data(training)
         self.model = copy.deepcopy(training.model).to(device)
         self.parameters = list(self.model.parameters())
         made = make_optimizer(training, self.model, fused=None)
         self.optimizer = with_fused(made, None if parts["step"] == "naive" else True)
-        dtype = None if parts["precision"] == "naive" else dtype
+        self.dtype = dtype = None if parts["precision"] == "naive" else dtype
         make = fastamp.GradScaler if parts["step"] == "fastamp" else torch.amp.GradScaler
         self.scaler = make(device, enabled=dtype is torch.float16)
         self.autocast: Callable[[], Any] | None = None
         if dtype is not None:
             self.autocast = partial(torch.autocast, device, dtype=dtype)
-        if data.dataset is None:
+        if self.data.dataset is None:
             endless = draw(make_loader(training, seed, device=device), device)
             self.batches: Batches = lambda: islice(endless, steps)
         else:
-            sampler = _make_sampler(data, steps, seed)
-            self.batches = LOADERS[parts["loader"]](data, device, sampler, **workers)
+            self.sampler = _make_sampler(self.data, steps, seed)
+            make_batches = LOADERS[parts["loader"]]
+            self.batches = make_batches(self.data, device, self.sampler, **workers)
         self.step, self.timed = STEPS[parts["step"]], TIMINGS[parts["timing"]]
         self.losses: list[Any] = []
         self.times: list[object] = []

@@ -57,6 +57,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(job_table, "no_speed_reason", lambda *_: "not asked")
     monkeypatch.setattr(loops, "list_workers", lambda *_: [{}])
     monkeypatch.setattr(job_table, "list_workers", lambda *_: [{}])
+    monkeypatch.setattr(job_table, "list_peers", list)
 
 
 def make_rows(_device, _seed):

@@ -1,0 +1,109 @@
+"""Other people's loops over the jobs: the same steps as the stock loop's, and what does not run."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from fastamp.bench import job_peers, job_table, loops
+from fastamp.bench.__main__ import main
+from fastamp.bench.jobs import JOBS
+from fastamp.bench.race import Plan
+from fastamp.bench.tasks import make_training
+
+MODULES = {"Accelerate": "accelerate", "Lightning": "lightning.pytorch"}
+MODULES |= {"torchdata": "torchdata.nodes", "SPDL": "spdl.dataloader"}
+
+
+def make_rows(_device, _seed):
+    """Return a network of 64 rows."""
+    rows = torch.randn(64, 3, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    data = TensorDataset(rows, rows.sum(1, keepdim=True))
+    return model, data, nn.functional.mse_loss, {"batch_size": 4, "max_norm": 0.5}
+
+
+def make_loop(dtype=None):
+    training = make_training(make_rows, "cpu", 0)
+    options = {"dtype": dtype, "steps": 3, "seed": 0, "workers": {}}
+    return loops.Loop(loops.list_parts("stock"), training, "cpu", **options)
+
+
+@pytest.mark.parametrize("name", job_peers.PEERS)
+def test_a_peer_takes_the_steps_of_the_stock_loop(name):
+    pytest.importorskip(MODULES[name])
+    before = threading.active_count()
+    for dtype in (None, torch.bfloat16):
+        expected, loop = make_loop(dtype), make_loop(dtype)
+        torch.manual_seed(3)  # of dropout
+        for _ in range(3):
+            expected.epoch()
+        torch.manual_seed(3)
+        peer = job_peers.make_peer(name, "rows", loop, {})
+        assert len(loop.losses) == 3
+        peer.epoch()
+        peer.epoch()
+        peer.close()
+        # Lightning does not clip for a fused optimizer under autocast.
+        rtol = 1e-2 if name == "Lightning" and dtype is not None else 0.0
+        for ours, theirs in (
+            (loop.losses, expected.losses),
+            (loop.parameters, expected.parameters),
+        ):
+            torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol)
+    assert threading.active_count() <= before
+
+
+def test_a_peer_that_does_not_run_is_named_and_left_out(monkeypatch, capsys, tmp_path):
+    class Broken:
+        def __init__(self, *_):
+            pass
+
+        def epoch(self):
+            msg = "no such thing\nas this"
+            raise RuntimeError(msg)
+
+        def close(self):
+            pass
+
+    def cannot_begin(*_):
+        msg = "libfoo"
+        raise ImportError(msg)
+
+    stock = {"again": lambda loop, _: loop_peer(loop)}
+    monkeypatch.setattr(job_peers, "PEERS", stock | {"broken": Broken, "missing": cannot_begin})
+    monkeypatch.setattr(job_table, "PEERS", job_peers.PEERS)
+    monkeypatch.setattr(job_table, "list_peers", lambda: list(job_peers.PEERS))
+    monkeypatch.setitem(JOBS, "rows", make_rows)
+    for plan in ("MAIN", "REPAIRS", "PEER_PLAN"):
+        monkeypatch.setattr(job_table, plan, Plan(rounds=8, warmup=2))
+    monkeypatch.setattr(job_table, "VISIT_S", 0.001)
+    path = tmp_path / "found.json"
+    assert main(["jobs", "rows", "--device", "cpu", "--json", str(path)]) == 0
+    said = capsys.readouterr().err
+    assert "rows: broken is not raced: no such thing\n" in said
+    assert "rows: missing is not raced: libfoo\n" in said
+    found = json.loads(path.read_text())
+    assert "speedup/rows/again" in found["metrics"]
+    assert [row["job"] for row in found["table"]][-1] == "rows: again"
+    assert found["table"][-1]["over stock"]
+    assert not [key for key in found["metrics"] if "broken" in key or "missing" in key]
+
+
+class loop_peer:  # noqa: N801 - the stock loop as a peer of itself
+    def __init__(self, loop):
+        self.epoch = loop.epoch
+
+    def close(self):
+        pass
+
+
+def test_only_installed_peers_are_listed(monkeypatch):
+    monkeypatch.setattr(job_peers, "find_spec", lambda name: name == "lightning" or None)
+    assert job_peers.list_peers() == ["Lightning"]
