@@ -89,6 +89,10 @@ def backends() -> list[str]:
     Returns:
         A list out of "cuda", "cpu" and "fallback". "fallback" is pure Python and always there. With
         the environment variable FASTAMP_BACKEND set, only that backend and the fallback.
+
+    Example:
+        >>> "fallback" in fastamp.backends()
+        True
     """
     return [name for name in _backends() if _only in (None, name) or name == "fallback"]
 

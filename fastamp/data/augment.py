@@ -36,6 +36,13 @@ class RandomCrop:
 
     Raises:
         ValueError: a size is below 1, a padding below 0, or there are too many numbers.
+
+    Example:
+        >>> images = torch.zeros(8, 3, 32, 32, dtype=torch.uint8)
+        >>> augment = [fastamp.RandomCrop(28, padding=4)]
+        >>> dataset = fastamp.ArrayDataset(images, torch.arange(8), augment=augment)
+        >>> dataset[0][0].shape
+        torch.Size([3, 28, 28])
     """
 
     size: Sizes | None = None
@@ -67,6 +74,12 @@ class RandomHorizontalFlip:
 
     Raises:
         ValueError: `p` is not between 0 and 1.
+
+    Example:
+        >>> images = torch.tensor([[[1, 2], [3, 4]]], dtype=torch.uint8)
+        >>> dataset = fastamp.ArrayDataset(images, augment=[fastamp.RandomHorizontalFlip(p=1.0)])
+        >>> dataset[0][0].tolist()
+        [[2, 1], [4, 3]]
     """
 
     p: float = 0.5
@@ -95,6 +108,12 @@ class Cutout:
 
     Raises:
         ValueError: a size is below 1, or there are too many numbers.
+
+    Example:
+        >>> images = torch.ones(8, 3, 32, 32)
+        >>> dataset = fastamp.ArrayDataset(images, augment=[fastamp.Cutout(8)])
+        >>> bool((dataset[0][0] == 0).any())
+        True
     """
 
     size: Sizes

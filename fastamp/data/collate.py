@@ -55,6 +55,11 @@ class BatchCollator:
             lack, or a number that the dtype does not hold.
         RuntimeError: samples differ in shape and `pad` has no number for them: the message names
             the keys, the index of the sample and both shapes. Or they are nested tensors.
+
+    Example:
+        >>> collate = fastamp.BatchCollator(pad={"ids": 0})
+        >>> collate([{"ids": [5, 6, 7]}, {"ids": [8]}])["ids"].tolist()
+        [[5, 6, 7], [8, 0, 0]]
     """
 
     def __init__(self, pad: Pad = None, *, pad_multiple: int = 1) -> None:

@@ -38,6 +38,12 @@ class ArrayDataset(Dataset[Any]):
         TypeError: there is something else than an array with at least one dimension, or than
             augmentations; or an array to augment has no images in plain memory on the CPU.
         ValueError: there is no array, or they differ in length; or the augmentations do not fit.
+
+    Example:
+        >>> dataset = fastamp.ArrayDataset({"x": np.zeros((10, 3)), "y": np.arange(10)})
+        >>> batch = next(iter(fastamp.DataLoader(dataset, batch_size=4)))
+        >>> batch["x"].shape, batch["y"]
+        (torch.Size([4, 3]), tensor([0, 1, 2, 3]))
     """
 
     def __init__(

@@ -64,6 +64,19 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         OSError: when an image is read: the file is damaged (its path is in the message), or gone.
         ImportError: Pillow is not installed.
         ValueError: an option is out of range.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from PIL import Image
+        >>> for name in ("cat", "dog"):
+        ...     Path("pets", name).mkdir(parents=True)
+        ...     Image.new("RGB", (64, 48)).save(f"pets/{name}/0.png")
+        >>> dataset = fastamp.ImageFolder("pets", size=32)
+        >>> dataset.classes
+        ['cat', 'dog']
+        >>> image, label = dataset[1]
+        >>> image.shape, label
+        (torch.Size([3, 32, 32]), 1)
     """
 
     def __init__(

@@ -95,6 +95,15 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             has a sampler of the user's; `rank` and `world_size` do not go together.
         TypeError: a sharded loader has an iterable dataset.
         RuntimeError: `shard`, a launcher has set WORLD_SIZE, and torch.distributed is not in use.
+
+    Example:
+        >>> dataset = torch.utils.data.TensorDataset(torch.randn(6, 2), torch.arange(6))
+        >>> loader = fastamp.DataLoader(dataset, batch_size=4, shuffle=True, seed=0)
+        >>> for x, y in loader:
+        ...     state = loader.state_dict()  # load_state_dict resumes after this batch
+        ...     print(x.shape)
+        torch.Size([4, 2])
+        torch.Size([2, 2])
     """
 
     _chosen: str | None = None  # by "auto"
@@ -210,6 +219,9 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         """Say which epoch the next pass is: for `seed`, and for a sampler that has `set_epoch`.
 
         A loaded state stays in force if it stopped in this epoch. Without a call passes count up.
+
+        Raises:
+            ValueError: `epoch` is not an integer of at least 0.
         """
         check_integer("epoch", epoch, least=0, optional=False)
         self._begin_at(self._next if self._next.epoch == epoch else Position(epoch=epoch))

@@ -57,6 +57,12 @@ def prefetch(
 
     Raises:
         ValueError: `depth` is less than 1.
+
+    Example:
+        >>> for batch in fastamp.prefetch([torch.zeros(2), torch.ones(2)], device="cpu"):
+        ...     print(batch)
+        tensor([0., 0.])
+        tensor([1., 1.])
     """
     if depth < 1:
         msg = f"depth: expected at least 1, got {depth}"

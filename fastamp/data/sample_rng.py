@@ -124,6 +124,17 @@ def sample_rng() -> SampleRng:
     Where nothing is loaded by a `fastamp.DataLoader`, each call returns new ones, seeded from
     torch's default generator. What draws from the global generators of torch, NumPy or Python is
     not repeatable where threads make the samples.
+
+    Example:
+        >>> class Noise(torch.utils.data.Dataset):
+        ...     def __len__(self):
+        ...         return 2
+        ...
+        ...     def __getitem__(self, index):
+        ...         return torch.rand(1, generator=fastamp.sample_rng().torch)
+        >>> first, again = (next(iter(fastamp.DataLoader(Noise(), 2, seed=0))) for _ in range(2))
+        >>> torch.equal(first, again)
+        True
     """
     found = current.sample
     if type(found) is tuple:

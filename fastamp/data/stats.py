@@ -11,6 +11,15 @@ class LoaderStats:
     """What a loader has done since it was made. Seconds of several threads or workers add up.
 
     `str(stats)` is the verdict.
+
+    Example:
+        >>> loader = fastamp.DataLoader(torch.arange(8), batch_size=4)
+        >>> print(loader.stats())
+        nothing measured yet
+        >>> for batch in loader:
+        ...     pass
+        >>> loader.stats().batches
+        2
     """
 
     batches: int = 0

@@ -48,6 +48,13 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         ValueError: the tokens are too few for one window, of another dtype, or not one-dimensional;
             `block_size` is below 1; a `.npy` file is damaged; or `header` is more than a file has,
             or is given for what is no raw file.
+
+    Example:
+        >>> dataset = fastamp.TokenDataset(np.arange(10, dtype=np.uint16), block_size=4)
+        >>> len(dataset)
+        2
+        >>> dataset[1]
+        (tensor([4, 5, 6, 7]), tensor([5, 6, 7, 8]))
     """
 
     def __init__(

@@ -23,7 +23,15 @@ Task: TypeAlias = Callable[[BaseException | None], bool]
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What `get_worker_info` returns in a thread; in a process it is torch's, with the same."""
+    """What `get_worker_info` returns in a thread; in a process it is torch's, with the same.
+
+    Example:
+        >>> def fetch(index):
+        ...     info = fastamp.get_worker_info()
+        ...     return "the main thread" if info is None else f"worker {info.id}"
+        >>> fetch(0)
+        'the main thread'
+    """
 
     id: int
     """From 0 to `num_workers - 1`."""
@@ -49,6 +57,18 @@ def get_worker_info() -> Any:
     """Return the id, num_workers, seed and dataset of the worker that runs this; None elsewhere.
 
     As torch's function, which knows processes only, and returns None in threads.
+
+    Example:
+        >>> class Worker(torch.utils.data.Dataset):
+        ...     def __len__(self):
+        ...         return 4
+        ...
+        ...     def __getitem__(self, index):
+        ...         return fastamp.get_worker_info().num_workers
+        >>> next(iter(fastamp.DataLoader(Worker(), 4, num_workers=2, worker="thread")))
+        tensor([2, 2, 2, 2])
+        >>> print(fastamp.get_worker_info())  # outside of workers
+        None
     """
     return torch_worker_info() if _own.info is None else _own.info
 

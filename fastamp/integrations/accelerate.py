@@ -51,6 +51,13 @@ def prepare_scaler(accelerator: Any) -> GradScaler | None:
 
     Raises:
         TypeError: the scaler is not torch's own, as with FSDP.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> accelerator = Accelerator(cpu=True)
+        >>> accelerator.scaler = torch.amp.GradScaler("cpu")  # what "fp16" makes on a GPU
+        >>> isinstance(prepare_scaler(accelerator), fastamp.GradScaler)
+        True
     """
     stock = accelerator.scaler
     if stock is None:

@@ -51,6 +51,14 @@ class AmpPrecision(OfLightning):
         TypeError: `scaler` is not a `fastamp.GradScaler`; or the plugin is given to Fabric, whose
             own `MixedPrecision` takes a `fastamp.GradScaler`.
         ValueError: both packages are imported and `package` is None; or another precision.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> precision = AmpPrecision("16-mixed", device="cpu")
+        >>> options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+        >>> trainer = pl.Trainer(plugins=[precision], gradient_clip_val=1.0, **options)
+        >>> trainer.scaler is precision.scaler
+        True
     """
 
     base = "plugins.MixedPrecision"
@@ -241,6 +249,11 @@ class AmpCallback(OfLightning):
 
     Raises:
         ImportError: Lightning is not installed; it comes with the extra `lightning`.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+        >>> trainer = pl.Trainer(callbacks=[AmpCallback()], **options)
     """
 
     base = "Callback"
@@ -353,6 +366,12 @@ def to_lightning_module(
     Raises:
         ImportError: Lightning is not installed; it comes with the extra `lightning`.
         ValueError: both packages are imported and `package` is None.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> module = to_lightning_module(torch.nn.Linear(4, 2))
+        >>> isinstance(module, pl.LightningModule)
+        True
     """
     made = _Module.__new__(_Module, package=package)
     made.__init__(model, model_call or ModelCall(loss_fn), optimizer)  # type: ignore[misc]

@@ -24,6 +24,12 @@ class WandbSink:
     Raises:
         ImportError: W&B is not installed; it comes with the extra `wandb`.
         ValueError: no run is active.
+
+    Example:
+        >>> import wandb
+        >>> tracker = fastamp.MetricsTracker(sinks=[WandbSink(wandb.init(mode="disabled"))])
+        >>> tracker.log_scalar("train/loss", 2.5, 0)
+        >>> tracker.close()
     """
 
     def __init__(self, run: Any = None) -> None:
@@ -55,6 +61,11 @@ class AmpWandbCallback(OfLightning):
 
     Raises:
         ImportError: Lightning is not installed; it comes with the extra `lightning`.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+        >>> trainer = pl.Trainer(callbacks=[AmpWandbCallback()], **options)
     """
 
     base = "Callback"

@@ -16,6 +16,13 @@ class ScalarStats:
     """Statistics of all values of one scalar.
 
     Mean, min and max are of the finite values (an overflow has norm inf), NaN if there is none.
+
+    Example:
+        >>> tracker = fastamp.MetricsTracker()
+        >>> for step in range(2):
+        ...     tracker.log_scalar("train/loss", 2.0 - step, step)
+        >>> tracker.summary()["train/loss"]
+        ScalarStats(count=2, mean=1.5, min=1.0, max=2.0, last=1.0)
     """
 
     count: int

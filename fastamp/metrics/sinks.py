@@ -86,6 +86,12 @@ class JsonLines(_Lines):
     Raises:
         OSError: the file cannot be written.
         ValueError: the file exists and holds something else.
+
+    Example:
+        >>> from pathlib import Path
+        >>> fastamp.JsonLines("metrics.jsonl")([("train/loss", 0, 2.5)])
+        >>> print(Path("metrics.jsonl").read_text(), end="")
+        {"name": "train/loss", "step": 0, "value": 2.5}
     """
 
     row = re.compile(rb'\{"name": ".*", "step": -?\d+, "value": [-+\w."]+\}\n')
@@ -103,7 +109,21 @@ class JsonLines(_Lines):
 class Csv(_Lines):
     """Append every scalar to a CSV file with the columns name, step and value.
 
-    Args and Raises: as `JsonLines`.
+    Only one process may write to a file; an existing file is continued.
+
+    Args:
+        path: of the file; its folder is made if needed.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: the file exists and holds something else.
+
+    Example:
+        >>> from pathlib import Path
+        >>> fastamp.Csv("metrics.csv")([("train/loss", 0, 2.5)])
+        >>> print(Path("metrics.csv").read_text(), end="")
+        name,step,value
+        train/loss,0,2.5
     """
 
     header = b"name,step,value\n"
@@ -127,6 +147,11 @@ class TensorBoard:
 
     Raises:
         ImportError: TensorBoard is not installed; it comes with the extra `tensorboard`.
+
+    Example:
+        >>> tracker = fastamp.MetricsTracker(sinks=[fastamp.TensorBoard("runs/first")])
+        >>> tracker.log_scalar("train/loss", 2.5, 0)
+        >>> tracker.close()
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:

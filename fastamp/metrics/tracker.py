@@ -54,6 +54,14 @@ class MetricsTracker:
     Raises:
         TypeError: a sink is not callable.
         ValueError: `capacity` is below 2.
+
+    Example:
+        >>> tracker = fastamp.MetricsTracker(sinks=[fastamp.JsonLines("metrics.jsonl")])
+        >>> for step in range(3):
+        ...     tracker.log_scalar("train/loss", torch.tensor(3.0 - step), step)
+        >>> tracker.history("train/loss")
+        (array([0, 1, 2]), array([3., 2., 1.]))
+        >>> tracker.close()
     """
 
     def __init__(self, capacity: int = 4096, sinks: Sequence[Sink] = ()) -> None:

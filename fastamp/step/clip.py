@@ -45,7 +45,7 @@ def clip_grad_norm_(
         foreach: taken for compatibility; fastamp always handles the list as a whole.
 
     Returns:
-        The norm before clipping: a 0-dim tensor on the first gradient's device, float64 where a
+        The norm before clipping, a 0-dim tensor on the first gradient's device; float64 where a
         gradient has 64 bits, float32 elsewhere.
 
     Raises:
@@ -54,6 +54,14 @@ def clip_grad_norm_(
             made in inference mode, and this is called outside of it.
         TypeError: `max_norm` is not a number.
         ValueError: `max_norm` is NaN or below 0.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> fastamp.clip_grad_norm_([weight], max_norm=1.0)
+        tensor(5.)
+        >>> weight.grad
+        tensor([0.6000, 0.8000])
     """
     parameters = _as_list(parameters)
     grads = _grads_of(parameters)
@@ -89,12 +97,16 @@ def get_total_norm(
         foreach: taken for compatibility; fastamp always handles the list as a whole.
 
     Returns:
-        A 0-dim tensor, no DTensor, on the first tensor's device: float64 where a tensor has 64
+        A 0-dim tensor, no DTensor, on the first tensor's device; float64 where a tensor has 64
         bits, float32 elsewhere.
 
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set. The message names the
             index of the first such tensor.
+
+    Example:
+        >>> fastamp.get_total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
+        tensor(5.)
     """
     tensors = _as_list(tensors)
     norm_type = float(norm_type)
@@ -127,6 +139,14 @@ def clip_grads_with_norm_(
     Raises:
         RuntimeError: `total_norm` is not 0-dim, or a gradient was made in inference mode and this
             is called outside of it.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> norm = fastamp.get_total_norm([weight.grad])
+        >>> fastamp.clip_grads_with_norm_([weight], 1.0, norm)
+        >>> weight.grad
+        tensor([0.6000, 0.8000])
     """
     max_norm = as_bound("max_norm", max_norm)
     parameters = _as_list(parameters)
@@ -162,6 +182,13 @@ def clip_grad_value_(
     Raises:
         TypeError: `clip_value` is not a number.
         ValueError: `clip_value` is NaN or below 0.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([-3.0, 0.5])
+        >>> fastamp.clip_grad_value_([weight], 1.0)
+        >>> weight.grad
+        tensor([-1.0000,  0.5000])
     """
     clip_value = as_bound("clip_value", clip_value)
     dense = []

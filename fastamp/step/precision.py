@@ -24,12 +24,15 @@ def compute_effective_precision(
 ) -> str:
     """Decide between the precision that was asked for and a switch for mixed precision.
 
-    | use_amp | answer |
-    |---|---|
-    | None | `requested`, whatever the device: Lightning makes bf16 of "16-mixed" on a CPU itself |
-    | True, with a GPU | `requested` made mixed: bf16 stays bf16, anything else is "16-mixed" |
-    | True, without | full precision: the CPU's autocast is slower than FP32 on most processors |
-    | False | full precision |
+    ================  ===========================================================================
+    `use_amp`         answer
+    ================  ===========================================================================
+    None              `requested`, whatever the device: Lightning makes bf16 of "16-mixed" on a
+                      CPU itself
+    True, with a GPU  `requested` made mixed: bf16 stays bf16, anything else is "16-mixed"
+    True, without     full precision: the CPU's autocast is slower than FP32 on most processors
+    False             full precision
+    ================  ===========================================================================
 
     Full precision is "32-true", or "64-true" where that was requested. Transformer Engine is a
     kind of mixed precision, and True leaves it as it is.
@@ -47,6 +50,12 @@ def compute_effective_precision(
 
     Raises:
         ValueError: `requested` is none of these names.
+
+    Example:
+        >>> fastamp.compute_effective_precision("32-true", use_amp=True, cuda_available=True)
+        '16-mixed'
+        >>> fastamp.compute_effective_precision("16-mixed", use_amp=True, cuda_available=False)
+        '32-true'
     """
     name = ALIASES.get(str(requested), str(requested))
     if name not in MIXED:

@@ -27,6 +27,13 @@ class StepReport:
             "folded" into torch's fused kernels; or "in place: AdamW is not fused (foreach=True)".
             It tells where Python had to read gradients, as on a GPU that this build has no code
             for, and where nothing was read: "native, bare: neither scaling nor max_norm".
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> report = fastamp.optimizer_step(torch.optim.SGD([weight]), max_norm=1.0)
+        >>> report.norm, report.clip_coef, report.skipped
+        (tensor(5.), tensor(0.2000), False)
     """
 
     norm: Tensor
@@ -52,6 +59,11 @@ class NonFinite(_Counts):
     """One gradient with values that are not finite: name, n_nan, n_inf, first_index.
 
     `first_index` counts in the flattened gradient; torch.unravel_index makes it a position.
+
+    Example:
+        >>> found = fastamp.step.NonFinite("weight", n_nan=0, n_inf=1, first_index=5)
+        >>> torch.unravel_index(torch.tensor(found.first_index), (2, 4))
+        (tensor(1), tensor(1))
     """
 
     rank: int | None = None

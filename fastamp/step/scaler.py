@@ -53,6 +53,18 @@ class GradScaler(Reading):
 
     Raises:
         ValueError: a scale is not a number above 0, or `init_scale` not between the two bounds.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> scaler = fastamp.GradScaler("cpu")
+        >>> with torch.autocast("cpu", dtype=torch.bfloat16):
+        ...     loss = model(torch.ones(2, 4)).square().mean()
+        >>> scaler.scale(loss).backward()
+        >>> scaler.step(optimizer, max_norm=1.0, zero_grad=True)
+        >>> scaler.update()
+        >>> scaler.last_step.skipped
+        False
     """
 
     def __init__(
@@ -108,9 +120,9 @@ class GradScaler(Reading):
         scaling, and with `max_norm`. Without both this is the optimizer's bare step, as in torch.
 
         Afterwards `last_step` tells what happened, and `.grad` is unscaled and clipped, as after
-        torch's unscale_, clip_grad_norm_ and step. After a skipped step `.grad` still holds every
-        inf and NaN, for `nonfinite_parameters`. With `max_norm` a `step_pre_hook` of the optimizer
-        sees unscaled, clipped gradients.
+        torch's `unscale_`, `clip_grad_norm_` and `step`. After a skipped step `.grad` still holds
+        every inf and NaN, for `nonfinite_parameters`. With `max_norm` a `step_pre_hook` of the
+        optimizer sees unscaled, clipped gradients.
 
         Args:
             optimizer: applies the gradients. Of several optimizers in a list or tuple, all
@@ -217,6 +229,10 @@ class GradScaler(Reading):
         Args:
             new_scale: the scale from now on; None multiplies it by `backoff_factor` after an
                 overflow, and by `growth_factor` after `growth_interval` steps without one.
+
+        Raises:
+            AssertionError: no loss was scaled, or no gradient read since the last `update`; or
+                `new_scale` is a tensor of another device, dtype or length, as in torch.
         """
         if self._enabled and new_scale is None:
             states = self._per_optimizer_states.values()
@@ -255,12 +271,21 @@ class GradScaler(Reading):
             module: its named parameters are looked at.
 
         Returns:
-            One entry for each such parameter, and for each rank that holds such values: name,
-            number of NaN, number of inf, and the index of the first of either in the flattened
-            gradient, which is the whole one of a DTensor. The attribute `rank` tells whose it is.
+            One entry for each such parameter, and for each rank that holds such values. It has the
+            name, the number of NaN, the number of inf, and the index of the first of either in the
+            flattened gradient, which is the whole one of a DTensor; `rank` tells whose it is.
 
         Raises:
             RuntimeError: the last step was made with zero_grad=True, and no gradient is left.
+
+        Example:
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters())
+            >>> scaler = fastamp.GradScaler("cpu")
+            >>> scaler.scale(model(torch.tensor([[1.0, torch.inf]]))).backward()
+            >>> scaler.step(optimizer)
+            >>> scaler.nonfinite_parameters(model)
+            [NonFinite(name='weight', n_nan=0, n_inf=1, first_index=1, rank=None)]
         """
         if self._dropped and all(parameter.grad is None for parameter in module.parameters()):
             msg = "zero_grad=True: the last step left no gradients to look at; leave it out"

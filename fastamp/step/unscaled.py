@@ -38,6 +38,14 @@ def optimizer_step(
     Raises:
         TypeError: `optimizer` or `scheduler` is none, or `max_norm` is not a number.
         ValueError: `max_norm` is NaN or below 0; a list is empty or has an optimizer twice.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> model(torch.ones(2, 4)).sum().backward()
+        >>> report = fastamp.optimizer_step(optimizer, max_norm=1.0, zero_grad=True)
+        >>> report.norm
+        tensor(4.4721)
     """
     if not hasattr(_own, "scaler"):
         _own.scaler = GradScaler(enabled=False)

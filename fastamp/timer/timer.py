@@ -39,7 +39,16 @@ _MAX_SPANS = 65536
 
 
 class RegionStats(NamedTuple):
-    """The figures of one region, in seconds: on the GPU where the timer has one."""
+    """The figures of one region, in seconds: on the GPU where the timer has one.
+
+    Example:
+        >>> timer = fastamp.Timer("cpu")
+        >>> with timer("sum"):
+        ...     total = sum(range(1000))
+        >>> stats = timer.summary()["sum"]
+        >>> stats.count, stats.min <= stats.p50 <= stats.max
+        (1, True)
+    """
 
     count: int  # type: ignore[assignment]  # hides the tuple's method
     """How often it was timed; exact, like the sum, the minimum and the maximum."""
@@ -65,7 +74,15 @@ class RegionStats(NamedTuple):
 
 
 class RankStats(NamedTuple):
-    """One region over the ranks of a process group: the mean of each rank, in seconds."""
+    """One region over the ranks of a process group: the mean of each rank, in seconds.
+
+    Example:
+        >>> timer = fastamp.Timer("cpu")
+        >>> with timer("sum"):
+        ...     total = sum(range(1000))
+        >>> timer.summary_over_ranks()["sum"].max_rank
+        0
+    """
 
     min: float
     min_rank: int
@@ -94,6 +111,15 @@ class Timer:
     Raises:
         ValueError: the device is neither "cpu" nor a CUDA device.
         RuntimeError: the device is not there.
+
+    Example:
+        >>> timer = fastamp.Timer("cpu")
+        >>> for _ in range(3):
+        ...     with timer("step"):
+        ...         with timer("forward"):
+        ...             result = torch.ones(2) + 1
+        >>> {name: stats.count for name, stats in timer.summary().items()}
+        {'step': 3, 'step/forward': 3}
     """
 
     __slots__ = (
@@ -122,7 +148,12 @@ class Timer:
         self._depths: dict[str, int] = {}  # regions around each path, and itself
 
     def __call__(self, name: str) -> Region | contextlib.nullcontext[None]:
-        """Return the region of this name inside the innermost open one, for a `with` statement."""
+        """Return the region of this name inside the innermost open one, for a `with` statement.
+
+        Raises:
+            RuntimeError: 200 regions are open around it.
+            TypeError: `name` is not a string.
+        """
         if is_dynamo_compiling():
             return contextlib.nullcontext()
         return self._root.find(name) or self._new_region(name)
@@ -145,7 +176,12 @@ class Timer:
         return region
 
     def start(self, name: str) -> None:
-        """Open a region, to be closed by `stop` in the same thread."""
+        """Open a region, to be closed by `stop` in the same thread.
+
+        Raises:
+            RuntimeError: 200 regions are open around it.
+            TypeError: `name` is not a string.
+        """
         if not is_dynamo_compiling():
             self(name).__enter__()
 
@@ -275,6 +311,7 @@ class Timer:
         and the dtype of autocast (torch.float32 without it).
 
         Raises:
+            OSError: the file cannot be written.
             TypeError: the optimizer is none.
         """
         facts = describe(optimizer, loader, scaler, dtype)
@@ -290,6 +327,7 @@ class Timer:
         placed by the host's: each stream is as early as its events allow.
 
         Raises:
+            OSError: the file cannot be written.
             RuntimeError: the timer was made without `trace=True`.
         """
         if not self._spans.maxlen:

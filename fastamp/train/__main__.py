@@ -37,7 +37,7 @@ _DEFAULTS = {"batch_size": 16, "checkpoint_every": 100, "progress": True, "epoch
 _DEFAULTS |= {"warmup_steps": None}
 _NOTES = {
     "max_steps": f" (default: {_STEPS}, without --epochs)",
-    "epochs": "Used without --steps.",
+    "epochs": " Used without --steps.",
     "warmup_steps": " (default: a tenth of --steps)",
     "eval_every": " (default: that of --checkpoint-every)",
 }

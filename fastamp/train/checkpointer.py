@@ -28,18 +28,7 @@ class Checkpointer:
 
     A checkpoint is one file, `step-00000123.pt`, that is there whole or not at all, also after a
     kill or a loss of power. It holds the states of all that is given here, and of the random number
-    generators of Python, NumPy, torch and every device::
-
-        checkpointer = fastamp.Checkpointer(
-            "run", model=model, optimizer=optimizer, scaler=scaler, loader=loader
-        )
-        step = checkpointer.restore() or 0
-        with checkpointer.on_signal():
-            while step < 10_000:
-                for x, y in loader:
-                    ...  # forward, backward, scaler.step, scaler.update
-                    step += 1
-                    checkpointer.save(step, every=500)
+    generators of Python, NumPy, torch and every device.
 
     Where torch.distributed is initialized, every rank makes one and calls the same methods. A
     checkpoint is then a folder, which all ranks must be able to reach, written by
@@ -72,6 +61,23 @@ class Checkpointer:
         OSError: the folder cannot be made or written to.
         TypeError: a part has no `state_dict` or `load_state_dict`.
         ValueError: `keep`, `best`, `in_thread` or a name is none that is possible.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> loader = fastamp.DataLoader(torch.randn(64, 4), 8, shuffle=True, seed=0)
+        >>> parts = {"model": model, "optimizer": optimizer, "loader": loader}
+        >>> checkpointer = fastamp.Checkpointer("run", **parts)
+        >>> step = checkpointer.restore() or 0
+        >>> with checkpointer.on_signal():
+        ...     while step < 16:
+        ...         for batch in loader:
+        ...             model(batch).square().mean().backward()
+        ...             report = fastamp.optimizer_step(optimizer, max_norm=1.0, zero_grad=True)
+        ...             step += 1
+        ...             checkpointer.save(step, every=8)
+        >>> checkpointer.restore()
+        16
     """
 
     def __init__(

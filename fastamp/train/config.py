@@ -33,16 +33,27 @@ class TrainConfig:
 
     Raises:
         ValueError: a field has a wrong value; the message names both.
+
+    Example:
+        >>> config = fastamp.TrainConfig(max_steps=100, lr=3e-4, precision="bf16-mixed")
+        >>> config.effective_precision
+        'bf16-mixed'
+        >>> fastamp.TrainConfig(lr=-1)
+        Traceback (most recent call last):
+        ValueError: lr: expected a number above 0, got -1
     """
 
     epochs: int = 3
+    """Passes over the data."""
     max_steps: int | None = None
     """Ends training, in place of `epochs`. With more of either a run goes on that has ended, or was
     interrupted: the learning rate follows the longer schedule from there on, and may rise."""
     batch_size: int = 32
     """Of a Dataset or tensors, on every rank; a loader or an iterable has its own."""
     lr: float = 1e-3
+    """The highest of the schedule."""
     weight_decay: float = 0.01
+    """Of the optimizer."""
     optimizer: str | Callable[[list[nn.Parameter]], Optimizer] = "adamw"
     """"adamw", "adam", "sgd" or "adagrad", fused where torch supports it; or a callable that makes
     an optimizer of the parameters, and ignores `lr` and `weight_decay`."""

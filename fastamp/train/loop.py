@@ -69,6 +69,13 @@ def fine_tune(
         OSError: a checkpoint cannot be written; the model and older checkpoints are unchanged.
         TypeError: the data, or the model's output, cannot be trained on.
         ValueError: there is no batch or no parameter to train, or shapes do not match.
+
+    Example:
+        >>> x, y = torch.randn(64, 4), torch.randint(2, (64,))
+        >>> config = fastamp.TrainConfig(epochs=2, batch_size=16, device="cpu")
+        >>> result = fastamp.fine_tune(torch.nn.Linear(4, 2), (x, y), config=config)
+        >>> result.steps
+        8
     """
     config = config or TrainConfig()
     with join(config) as ranks, modes_kept(model):

@@ -22,6 +22,19 @@ class ModelCall:
     Args:
         loss_fn: `loss_fn(output, target)` returns a 0-dim tensor; `output` is the tensor of
             predictions in float32. None chooses the loss by the target, see `loss`.
+
+    Example:
+        >>> class Weighted(fastamp.ModelCall):
+        ...     def split(self, batch):
+        ...         x, y, weight = batch
+        ...         return x, (y, weight)
+        ...
+        ...     def loss(self, output, target):
+        ...         y, weight = target
+        ...         return (weight * (output.squeeze(1) - y).square()).mean()
+        >>> batch = torch.ones(4, 3), torch.zeros(4), torch.ones(4)
+        >>> Weighted()(torch.nn.Linear(3, 1), batch).shape
+        torch.Size([])
     """
 
     def __init__(self, loss_fn: Callable[[Tensor, Any], Tensor] | None = None) -> None:
@@ -35,14 +48,17 @@ class ModelCall:
     def split(self, batch: Any) -> tuple[Any, Any]:
         """Split a batch into the model's inputs and the target of its output.
 
-        | batch | inputs | target |
-        |---|---|---|
-        | (x, y) | x | y; for a language model it is already shifted |
-        | (a, b, ..., y) | (a, b, ...) | y |
-        | integers [batch, time], alone | the batch | the same, shifted by one: a language model |
-        | a mapping | the batch | "labels", else "input_ids" where "attention_mask" is not 0; |
-        | | | both are shifted by one if they have the shape of "input_ids" |
-        | anything else | the batch | None: the model computes its loss |
+        =============================  ===========  ============================================
+        batch                          inputs       target
+        =============================  ===========  ============================================
+        (x, y)                         x            y; for a language model it is already shifted
+        (a, b, ..., y)                 (a, b, ...)  y
+        integers [batch, time], alone  the batch    the same, shifted by one: a language model
+        a mapping                      the batch    "labels", else "input_ids" where
+                                                    "attention_mask" is not 0; both are shifted by
+                                                    one if they have the shape of "input_ids"
+        anything else                  the batch    None: the model computes its loss
+        =============================  ===========  ============================================
         """
         if isinstance(batch, Mapping):
             ids, mask, labels = map(batch.get, ("input_ids", "attention_mask", "labels"))

@@ -22,7 +22,13 @@ CURVES = {
 
 
 class Curve(NamedTuple):
-    """A scalar over the steps, from 1: at most 4,096 points, the first and the last among them."""
+    """A scalar over the steps, from 1: at most 4,096 points, the first and the last among them.
+
+    Example:
+        >>> curve = fastamp.train.Curve(np.array([1, 2]), np.array([0.5, 0.25]))
+        >>> float(curve.values.min())
+        0.25
+    """
 
     steps: NDArray[np.int64]
     values: NDArray[np.float64]
@@ -34,6 +40,13 @@ class TrainResult:
 
     Curves and counts are of the whole run, including the part before it was resumed; times, memory
     and throughput are of this call.
+
+    Example:
+        >>> config = fastamp.TrainConfig(max_steps=2, device="cpu")
+        >>> data = torch.randn(8, 4), torch.randn(8, 1)
+        >>> result = fastamp.fine_tune(torch.nn.Linear(4, 1), data, config=config)
+        >>> print(result.summary().splitlines()[0])
+        2 steps in 32-true, 0 skipped
     """
 
     train_loss: Curve
