@@ -5,6 +5,7 @@ CI runs the same sessions (.ci/run). To build, they need scikit-build-core, pybi
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -251,6 +252,22 @@ def fuzz(session: nox.Session) -> None:
     """Fuzz what is parsed or unpacked, and the native passes; `-- --help` tells the options."""
     env = {"PYTHONPATH": str(Path("tests").absolute()), "PYTHONSAFEPATH": "1"}
     session.run("python", "-m", "support.fuzz_run", *session.posargs, env=env)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into docs/_build/html; a warning fails. Options go to Sphinx."""
+    built = Path("docs/_build/html")
+    shutil.rmtree(built.parent, ignore_errors=True)
+    sphinx = ("python", "-I", "-m", "sphinx", "-q", "--fail-on-warning", "--keep-going")
+    session.run(
+        *sphinx, "-d", str(built.with_name("doctrees")), *session.posargs, "docs", str(built)
+    )
+    element = r"<(?:script|link|img|iframe)\b[^>]*?\s(?:src|href)=[\"']?"
+    asks = re.compile(rf"(?:{element}|@import\s+[\"']?|url\([\"']?)(?:https?:)?//[^\s\"']*")
+    for path in (each for each in built.rglob("*") if each.suffix in {".html", ".css", ".js"}):
+        if found := asks.search(path.read_text(encoding="utf-8")):
+            session.error(f"{path} would ask another host: {found[0]}")
 
 
 @nox.session

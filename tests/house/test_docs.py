@@ -1,0 +1,159 @@
+"""The documentation: the programs of its pages run, and the reference has every public name.
+
+`nox -s docs` builds it, and finds what is wrong with its links.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import textwrap
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from support.processes import run_python
+
+from fastamp.bench.__main__ import COMMANDS
+from fastamp.bench.tasks import EXAMPLE
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts]
+# What a block may be called that does not run; a directive's name stands in braces.
+OTHERS = {"sh", "diff", "text", "json", "yaml", "toml"}
+EXTRAS = ("accelerate", "lightning", "wandb")
+MODULES = ["fastamp", *(f"fastamp.integrations.{name}" for name in EXTRAS)]
+PUBLIC = {f"{m}.{name}" for m in MODULES for name in importlib.import_module(m).__all__}
+REFERENCE = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
+DESCRIBED = re.findall(r"^\.\. (?:auto|py:)\w+:: (fastamp\.\w[\w.]*)", REFERENCE, re.MULTILINE)
+
+STRICTLY = """
+import warnings
+warnings.simplefilter("error")
+# Lightning 2.6 asks torch 2.13's pytree in the way of torch 2.6
+warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.`", FutureWarning)
+"""
+RUN_PAGE = """
+for program in {programs!r}:
+    exec(compile(program, {page!r}, "exec"), {{"__name__": "__main__"}})
+"""
+RUN_EXAMPLES = """
+import doctest, importlib, os, sys, tempfile
+import numpy, torch, fastamp
+
+names, runner = {"np": numpy, "torch": torch, "fastamp": fastamp}, doctest.DocTestRunner()
+for path in sys.argv[1:]:
+    module, _, name = path.rpartition(".")
+    described = getattr(importlib.import_module(module), name)
+    found = doctest.DocTestFinder().find(described, path, extraglobs=names)
+    if path not in {test.name for test in found}:
+        print(path, "has no example")
+    for test in found:
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+            runner.run(test)
+"""
+
+
+class Block(NamedTuple):
+    """A fenced block: its language or directive, its text, and the line of it, from 0."""
+
+    language: str
+    line: int
+    text: str
+
+
+def read_blocks(page: str) -> list[Block]:
+    """Return the fenced blocks of a page."""
+    fenced = re.compile(r"^( *)(```+)([^\n`]*)\n(.*?)^\1\2 *$", re.MULTILINE | re.DOTALL)
+    return [
+        Block(found[3].strip(), page.count("\n", 0, found.start(4)), textwrap.dedent(found[4]))
+        for found in fenced.finditer(page)
+    ]
+
+
+def read_programs(page: str) -> list[str]:
+    """Return each `py` block, and all `python` blocks as one, in the lines of the page."""
+    programs, joined = [], ""
+    for block in read_blocks(page):
+        if block.language == "py":  # the reader's own code, which the page changes
+            programs.append("\n" * block.line + block.text)
+        elif block.language == "python":
+            joined += "\n" * (block.line - joined.count("\n")) + block.text
+    return [*programs, joined] if joined else programs
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(DOCS).as_posix()
+
+
+def missing(lines: list[str], text: str) -> list[str]:
+    """Return the lines that a text does not have, or in another order."""
+    rest = iter(text.split("\n"))
+    return [line for line in lines if line not in rest]
+
+
+PROGRAMS = {page: read_programs(page.read_text()) for page in PAGES}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if PROGRAMS[page]], ids=name_of)
+def test_the_programs_of_a_page_run_in_silence(page, tmp_path):
+    programs = PROGRAMS[page]
+    for package in re.findall(r"^(?:from|import) (\w+)", "".join(programs), re.MULTILINE):
+        if find_spec(package) is None:
+            pytest.skip(f"needs {package}")
+    code = RUN_PAGE.format(programs=programs, page=name_of(page))
+    done = run_python(STRICTLY + code, cwd=tmp_path)
+    assert (done.returncode, done.stderr, done.left) == (0, "", [])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_block_of_a_page_says_whether_it_runs(page):
+    languages = {block.language for block in read_blocks(page.read_text())} - OTHERS
+    directives = {each for each in languages if re.match(r"\{(?!code)[\w-]+\}", each)}
+    assert languages - directives <= {"py", "python"}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if len(PROGRAMS[page]) > 1], ids=name_of)
+def test_the_diff_of_a_guide_leads_from_the_code_before_to_the_code_after(page):
+    blocks = read_blocks(page.read_text())
+    diff = "".join(block.text for block in blocks if block.language == "diff").split("\n")
+    *before, after = PROGRAMS[page]
+    shown = [line for line in diff if line and line.strip() != "..."]
+    assert shown
+    assert missing([line[1:] for line in shown if line[0] in "- "], "".join(before)) == []
+    assert missing([line[1:] for line in shown if line[0] in "+ "], after) == []
+
+
+def test_the_reference_has_every_public_name_once():
+    assert sorted({*DESCRIBED}) == sorted(DESCRIBED)
+    assert PUBLIC - {*DESCRIBED} == set()
+
+
+def test_the_reference_has_every_command_of_the_bench():
+    shown = re.findall(r"^```\{command-help\} fastamp\.bench (\w+)$", REFERENCE, re.MULTILINE)
+    assert shown == [*COMMANDS]
+
+
+def test_the_start_shows_the_task_that_the_help_shows():
+    programs = read_blocks((DOCS / "start" / "worth-it.md").read_text())
+    assert ast.dump(ast.parse(programs[0].text)) == ast.dump(ast.parse(EXAMPLE))
+
+
+@pytest.mark.parametrize("needs", [(), EXTRAS], ids=["own", "integrations"])
+def test_every_public_name_has_an_example_that_runs(needs, tmp_path):
+    for package in needs:
+        pytest.importorskip(package)
+    described = sorted({*DESCRIBED} - {"fastamp.__version__"})
+    names = [name for name in described if name.startswith("fastamp.integrations.") == bool(needs)]
+    done = run_python(STRICTLY + RUN_EXAMPLES, *names, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def test_the_blocks_of_a_page_are_programs_in_its_lines():
+    page = "a\n```python\nx = 1\n```\n- b\n  ```python\n  y = x\n  ```\n```py\nz = 2\n```\n"
+    assert [block.language for block in read_blocks(page)] == ["python", "python", "py"]
+    assert read_programs(page) == ["\n" * 9 + "z = 2\n", "\n\nx = 1\n\n\n\ny = x\n"]
+    assert missing(["b", "a"], "a\nb\n") == ["a"]
