@@ -1,5 +1,6 @@
 """Checkpoints of several ranks: a folder each, written and read by all of them."""
 
+import pickle
 import zlib
 from pathlib import Path
 from reprlib import repr as short
@@ -26,6 +27,25 @@ from fastamp.train.state_file import (
 )
 
 _CHUNK_NBYTES = 1 << 22
+_INDEX = ".metadata"  # where each tensor lies, as torch writes it
+_DCP = "torch.distributed.checkpoint."
+# What an index may name, beside dtypes: nothing that runs code. Values that are no tensors, which
+# torch would unpickle as well, are not among it: those of ours are in RUN.
+_NAMES = {
+    _DCP + "metadata": {
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    _DCP + "filesystem": {"_StorageInfo"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+}
 _NONE: dict[str, Any] = {"state": {}, "param_groups": []}  # in place of an optimizer
 
 
@@ -84,14 +104,41 @@ class ShardedCheckpoints(Checkpoints):
         state = read_file(path / RUN, check)
         files = state["files"]
         names = sorted(files) if isinstance(files, dict) and all(map(_is_name, files)) else []
-        if ".metadata" not in names:
+        if _INDEX not in names:
             msg = f"{path}: its ['files'] is {short(files)}, expected sums of files by name"
             raise CheckpointError(msg)
         for name in names[self._ranks.rank :: self._ranks.count]:
             if not (path / name).is_file() or _checksum(path / name) != files[name]:
                 msg = f"{path}: is damaged in {name}"
                 raise DamagedError(msg)
+            if name == _INDEX:
+                _check_index(path / name)
         return state
+
+
+class _Index(pickle.Unpickler):
+    """Reads an index, which torch would read with whatever it names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what the index names, if it may."""
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        is_path = module.startswith("pathlib") and name in {"PosixPath", "WindowsPath"}
+        if is_dtype or is_path or name in _NAMES.get(module, ()):
+            return super().find_class(module, name)
+        msg = f"names {module}.{name}, which is no part of an index of tensors"
+        raise pickle.UnpicklingError(msg)
+
+
+def _check_index(path: Path) -> None:
+    """Refuse an index with which torch would run code."""
+    try:
+        with path.open("rb") as file:
+            _Index(file).load()
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # unpickling a foreign file can raise anything
+        msg = f"{path}: {error}"
+        raise DamagedError(msg) from error
 
 
 def _is_name(name: Any) -> bool:
@@ -111,7 +158,7 @@ def _on_meta(tree: Any) -> Any:
 
 def _sum_files(folder: Path, rank: int) -> dict[str, int]:
     """Return the checksums of the files that a rank has written."""
-    mine = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if rank == 0 else [])]
+    mine = [*folder.glob(f"__{rank}_*"), *([folder / _INDEX] if rank == 0 else [])]
     return {path.name: _checksum(path) for path in mine}
 
 

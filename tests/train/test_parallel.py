@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import re
 import shutil
 import socket
 import time
+import zlib
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ from support.parallel_cases import (
 )
 from support.processes import CONTEXT, run_python
 from support.trainable import CURVES, names
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from fastamp.train import __main__ as command
 
@@ -216,7 +219,39 @@ def pipe(path):
     os.mkfifo(path)
 
 
+class Hostile:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def replace_index(folder, index):
+    """Put something in place of where the tensors lie, with the sum that belongs to it."""
+    content = pickle.dumps(index)
+    (folder / ".metadata").write_bytes(content)
+    state = torch.load(folder / "run.pt", weights_only=True)
+    state["files"][".metadata"] = zlib.crc32(content)
+    torch.save(state, folder / "run.pt")
+
+
+def of_bytes(folder):
+    """Say that what is kept are pickled values, as torch.distributed.checkpoint may have them."""
+    kept = pickle.loads((folder / ".metadata").read_bytes())
+    names = kept.state_dict_metadata
+    return Metadata(dict.fromkeys(names, BytesStorageMetadata()), None, kept.storage_data)
+
+
 DAMAGE = {
+    "/.metadata: names posix.mkdir": lambda folder: replace_index(
+        folder, Hostile(folder / "code has run")
+    ),
+    "/.metadata: names .*BytesStorageMetadata": lambda folder: replace_index(
+        folder, of_bytes(folder)
+    ),
     "is damaged in __1_0.distcp": lambda folder: flip(folder / "__1_0.distcp"),
     "is damaged in .metadata": lambda folder: flip(folder / ".metadata"),
     "is damaged in __0_0.distcp": lambda folder: pipe(folder / "__0_0.distcp"),
@@ -236,7 +271,8 @@ def test_a_damaged_checkpoint_is_passed_over_by_all_with_one_warning(four, tmp_p
         assert bits(first) == bits(second) == bits(expected)
         assert silent == []
         assert len(warned) == 1
-        text = f"step-00000002(/run.pt)?: {problem}.*; resumed from {folder}/step-00000001$"
+        assert not [*folder.rglob("code has run")]
+        text = f"step-00000002(/run.pt: |: )?{problem}.*; resumed from {folder}/step-00000001$"
         assert re.search(text, warned[0])
 
 
