@@ -66,7 +66,7 @@ def _run(args: argparse.Namespace, names: list[str]) -> Report:
     make = partial(_make_case, args, missing)
     notes = ["torch: unscale_, clip_grad_norm_, step, update and zero_grad, as the work has them"]
     if args.ranks:
-        notes += ["DTensor shards; collectives of one step"]
+        notes += ["DTensor shards; collectives of one step; all-reduce: of two numbers, alone"]
         return run_cases(args, RANKS_PLAN, names, make, notes)
     plain = "sum() and mul_() over the bytes that the work has to move; no limit: it can be beaten"
     notes += [f"plain pass: {plain}; share: its time over fastamp's; GB/s: fastamp's"]
@@ -122,9 +122,10 @@ def _make_case(args: argparse.Namespace, missing: dict[str, dict[str, str]], nam
     amounts: dict[str, float] = {}
     details: Details = {}
     if args.ranks:
+        arms["all-reduce"], restore["all-reduce"] = local_ranks.make_all_reduce(), lambda: None
         count = local_ranks.count_collectives
-        both = {**arms, "fastamp": ours.fastamp}
-        details = {arm: {"collectives": count(call)} for arm, call in both.items()}
+        all_arms = {**arms, "fastamp": ours.fastamp}
+        details = {arm: {"collectives": count(call)} for arm, call in all_arms.items()}
     else:
         arms[PLAIN], restore[PLAIN], nbytes = _make_plain(ours)
         amounts = {"GB/s": nbytes / 1e9}
@@ -136,11 +137,18 @@ def _make_case(args: argparse.Namespace, missing: dict[str, dict[str, str]], nam
                 missing.setdefault(name, {})[peer] = side
     return Case(
         arms=arms | {"fastamp": ours.fastamp},
-        before=lambda arm: restore[arm](),
+        before=partial(_prepare, restore, args.ranks),
         calls=1 if args.ranks or sum(map(math.prod, shape.sizes)) > SMALL else CALLS,
         amounts=amounts,
         details=lambda _: details,
     )
+
+
+def _prepare(restore: dict[str, Callable[[], object]], ranks: int | None, arm: str) -> None:
+    """Prepare an arm for a call; ranks then begin it together."""
+    restore[arm]()
+    if ranks:
+        torch.distributed.barrier()
 
 
 def _try_peer(make: Callable[[], "Side"], norm: float) -> "Side | str":

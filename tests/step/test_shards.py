@@ -299,9 +299,10 @@ def test_the_bench_starts_ranks_compares_and_leaves_none_behind(capsys, monkeypa
     before = set(multiprocessing.active_children())
     assert main(["step", "--ranks", "2", "--shapes", "3x1000"]) == 0
     assert set(multiprocessing.active_children()) == before
-    table = [line.split() for line in capsys.readouterr().out.splitlines()[:3]]
+    table = [line.split() for line in capsys.readouterr().out.splitlines()[:4]]
     assert " ".join(table[0]) == "race arm blocks median ms collectives speed-up [95 %]"
     assert [(row[0], row[1], row[4]) for row in table[1:]] == [
         ("3x1000/adamw", "torch", "2.000"),
+        ("3x1000/adamw", "all-reduce", "1.000"),
         ("3x1000/adamw", "fastamp", "1.000"),
     ]
