@@ -12,13 +12,13 @@ results=${RESULTS:-benchmarks/results}
 
 # The parts in the order of the risk that they retire; minutes, risk, and the claim that rests on it.
 read -r -d '' list <<'EOF'
-tests       6  the kernels are wrong, or launch too often               | docs/numerics.md: the same bits on every backend
+tests       6  the kernels are wrong, or launch too often               | docs/how/numerics.md: the same bits on every backend
 captures    1  a capture breaks, or the step in it                      | docstrings: safe under graph capture
 ranks       3  NCCL, FSDP2, NVML, a failed kernel                       | README: clipping over ranks
 sanitize    7  memory that is not a kernel's own                        |
 soak        5  a batch is read while it is copied; leaks                | README: device="cuda" copies ahead
-kernels     3  kernels far from the memory's speed, copies beside no work | README: the H200's times
-rows        6  the step brings nothing                                  | README: the H200's times
+kernels     3  kernels far from the memory's speed, copies beside no work | docs/how/gpu.md: the H200's times
+rows        6  the step brings nothing                                  | docs/how/gpu.md: the H200's times
 bench       6  the main job, loader and timer bring nothing             |
 EOF
 if [[ ${1-} == --list ]]; then

@@ -45,8 +45,8 @@ RACED = "raced on this job"
 NATIVE = {"Adam", "AdamW", "SGD", "Adagrad"}  # torch's, which fastamp updates by itself
 UNSCALED = "fastamp.optimizer_step(optimizer, max_norm=..., zero_grad=True)"
 IN_MEMORY = {"TensorDataset", "ArrayDataset", "TokenDataset", "ndarray", "memmap", "Tensor", "dict"}
-# AMP with fastamp against FP32, by the main job: two cores of an AMD EPYC (docs/measured.md), and
-# an H200 against FP32 without TF32 (benchmarks/results).
+# AMP with fastamp against FP32, by the main job: two cores of an AMD EPYC (docs/how/measured.md),
+# and an H200 against FP32 without TF32 (benchmarks/results).
 PRECISION = {"cpu": 1.57, "cuda": 6.96}
 
 

@@ -224,7 +224,7 @@ def test_after_50_steps_it_is_as_near_to_float64_as_torchs_own(name, dtype, back
         assert ours.median() <= 1.25 * theirs.median()
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "numerics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how" / "numerics.md"
 
 
 def stated(name):

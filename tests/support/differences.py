@@ -1,4 +1,4 @@
-"""How far parameters are from torch's after 20 steps, for docs/numerics.md and its test.
+"""How far parameters are from torch's after 20 steps, for docs/how/numerics.md and its test.
 
 `python -m support.differences`, in the folder `tests`, prints the page's table.
 """
