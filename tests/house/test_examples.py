@@ -19,8 +19,9 @@ NEEDS = {
 SCRIPT = """
 import runpy, warnings
 warnings.simplefilter("error")
-# Lightning 2.6 asks torch 2.13's pytree in the way of torch 2.6
+# Lightning 2.6 asks torch 2.13's pytree in the way of torch 2.6, and wants workers on many cores
 warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.`", FutureWarning)
+warnings.filterwarnings("ignore", "The '.*_dataloader' does not have many workers")
 runpy.run_path({path!r}, run_name="__main__")
 """
 
