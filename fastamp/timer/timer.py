@@ -10,7 +10,7 @@ import inspect
 import json
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -31,6 +31,7 @@ Histogram = tuple[tuple[int, int], ...]
 Times = tuple[float, float, float]
 
 _F = TypeVar("_F", bound="Callable[..., Any]")
+_T = TypeVar("_T")
 
 _MAX_PATHS = 1000
 _MAX_DEPTH = 200
@@ -201,6 +202,19 @@ class Timer:
             msg = f"stop({name!r}): the innermost open region of this thread is {inner.path!r}"
             raise RuntimeError(msg)
         inner.__exit__(None, None, None)
+
+    def each(self, name: str, iterable: Iterable[_T]) -> Iterator[_T]:
+        """Yield what an iterable does, such as a loader, and time each wait for it as a region.
+
+        The last wait, which finds the end, counts too.
+        """
+        items = iter(iterable)
+        while True:
+            with self(name):
+                item: Any = next(items, items)
+            if item is items:
+                return
+            yield item
 
     def wrap(self, name: str) -> Callable[[_F], _F]:
         """Return a decorator that makes every call of a function a region.

@@ -72,6 +72,28 @@ def test_a_decorated_function_is_a_region(timer):
     assert {p: s.count for p, s in timer.summary().items()} == {"f": 1, "method": 1, "method/f": 1}
 
 
+def test_each_wait_for_an_item_is_a_region_and_the_loops_body_is_not(timer):
+    def broken():
+        yield 1
+        raise ZeroDivisionError
+
+    seen = []
+    with timer("epoch"):
+        for item in timer.each("data", iter("abc")):
+            with timer("step"):
+                seen.append(item)
+    for _ in timer.each("left", "abc"):
+        break
+    with pytest.raises(ZeroDivisionError):
+        list(timer.each("broken", broken()))
+    with timer("after"):
+        pass
+    assert seen == ["a", "b", "c"]
+    counts = {path: stats.count for path, stats in timer.summary().items()}
+    waits = {"epoch/data": 4, "left": 1, "broken": 2}
+    assert counts == {"epoch": 1, "epoch/step": 3, "after": 1, **waits}
+
+
 def test_functions_that_run_in_pieces_are_refused(timer):
     async def coroutine():
         pass
