@@ -31,6 +31,8 @@ DESCRIBED = re.findall(r"^\.\. (?:auto|py:)\w+:: (fastamp\.\w[\w.]*)", REFERENCE
 
 STRICTLY = """
 import warnings
+import torch
+torch.set_num_threads(1)  # tiny sizes; several threads wait for each other on a busy machine
 warnings.simplefilter("error")
 # Lightning 2.6 asks torch 2.13's pytree in the way of torch 2.6
 warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.`", FutureWarning)
