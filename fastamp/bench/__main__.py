@@ -28,6 +28,7 @@ from fastamp.bench import (
 from fastamp.bench.environment import describe
 from fastamp.bench.record import Task, make_record, render
 from fastamp.bench.tasks import BrokenTask
+from fastamp.metrics.sinks import require
 from fastamp.train.options import DEFAULT, OutputError, number, refuse, say
 
 PROGRAM = "python -m fastamp.bench"
@@ -69,6 +70,15 @@ def _writable_file(text: str) -> Path:
             return path
     message = f"{text!r} is no file that can be written"
     raise argparse.ArgumentTypeError(message)
+
+
+def _page_file(text: str) -> Path:
+    """Return the file of a page: what draws it is looked for before anything is measured."""
+    try:
+        require("matplotlib.figure", "bench")
+    except ImportError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return _writable_file(text)
 
 
 def _device(text: str) -> str:
@@ -180,7 +190,8 @@ def _add_shared_options(add: Callable[..., object]) -> None:
     add("--device", type=_device, choices=("cpu", "cuda"), default=here, help=where)
     add("--seed", type=number(int, 0, 2**32), default=0, help=f"of all that is drawn {DEFAULT}")
     add("--json", type=_writable_file, metavar="FILE", help="write all that was measured to FILE")
-    add("--report", type=_writable_file, metavar="FILE", help="write a page to FILE, in HTML")
+    page_file = "write a page to FILE, in HTML; it is drawn by matplotlib"
+    add("--report", type=_page_file, metavar="FILE", help=page_file)
     add("--baseline", type=baseline.read, metavar="FILE", help="a file that --json wrote before")
     bound = baseline.bound
     add("--fail-on", type=bound, action="append", default=[], metavar="BOUND", help=MOVES)

@@ -1,55 +1,59 @@
 """One self-contained page of a record: no script, nothing from elsewhere, light and dark."""
 
-import math
-from collections.abc import Callable
 from html import escape
 from typing import Any
 
-import numpy as np
+from fastamp.bench.pictures import draw_all
+from fastamp.bench.svg import INKS
 
-DOTS = 80  # at most, for each arm: of more visits, evenly spaced quantiles are drawn
-BEYOND = 0.98  # the axis ends at this quantile; what lies beyond is counted
-
-STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --soft: #57606a; --line: #d0d7de; --paper: #fff;
-  --c0: #57606a; --c1: #0969da; --c2: #bc4c00; --c3: #8250df; --c4: #1a7f37 }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --soft: #9aa4af; --line: #363d46;
-  --paper: #0d1117; --c0: #9aa4af; --c1: #58a6ff; --c2: #f0883e; --c3: #bc8cff; --c4: #3fb950 } }
+LIGHT, DARK = ("; ".join(f"--{ink}: {pair[i]}" for ink, pair in INKS.items()) for i in (0, 1))
+STYLE = f"""
+:root {{ color-scheme: light dark; {LIGHT} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {DARK} }} }}"""
+STYLE += """
 body { margin: 0 auto; max-width: 1100px; padding: 16px; background: var(--paper);
   color: var(--ink); font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere }
-h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem } h3 { font-size: .95rem }
-p, th, dt { color: var(--soft) } p { margin: .3rem 0 } dd { margin: 0 0 8px }
+h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin: 2rem 0 .3rem }
+h3 { font-size: .95rem; margin: 1rem 0 0 } p { margin: .3rem 0 } p, th { color: var(--soft) }
+.lead { color: var(--ink); font-size: 1.2rem; margin: 1rem 0 }
 .verdict { border-left: 4px solid var(--soft); padding-left: 12px; color: var(--ink) }
-.pass { border-color: var(--c4) } .fail { border-color: #cf222e }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
+.pass { border-color: var(--good) } .fail { border-color: var(--bad) }
+svg { display: block; width: 100%; stroke-linejoin: round }
+svg text { font-family: system-ui, sans-serif !important } .narrow { display: none }
+.key { margin-right: 8px; white-space: nowrap }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { padding: 6px 10px; text-align: right; border-bottom: 1px solid var(--line) }
-th:first-child, td:first-child { text-align: left; font-weight: 600 }
-svg { display: block; width: 100%; overflow: visible }
-line { stroke: var(--line) } g line { stroke: inherit }
-text { fill: var(--soft); font-size: 12px } .curves { margin-left: 36px; width: calc(100% - 36px) }
-@media (max-width: 700px) { thead { display: none } tbody, tr, td { display: block }
-  td { display: flex; border: 0; justify-content: space-between; gap: 16px; padding: 1px 0 }
-  tr { padding: 8px 0; border-bottom: 1px solid var(--line) }
-  td:not(:first-child)::before { color: var(--soft); content: attr(data-label) } }
+th:first-child, td:first-child { text-align: left } td:first-child { font-weight: 600 }
+.scroll { overflow-x: auto } .results { width: 100%; overflow-wrap: normal }
+.facts { display: flex; flex-wrap: wrap; gap: 0 40px }
+.facts section { flex: 1 1 320px } .facts table { width: 100% }
+.facts th { width: 9.5rem; font-weight: 400; vertical-align: top }
+.facts th, .facts td { padding: 3px 10px 3px 0; text-align: left; font-weight: 400 }
+@media (max-width: 860px) { .wide, thead { display: none }
+  .narrow { display: block; max-width: 480px }
+  .results { overflow-wrap: anywhere } .results tbody, .results tr, .results td { display: block }
+  .results td { display: flex; border: 0; justify-content: space-between; gap: 16px }
+  .results td { padding: 1px 0 } .results tr { padding: 8px 0; border-bottom: 1px solid }
+  .results tr { border-color: var(--line) }
+  .results td:not(:first-child)::before { color: var(--soft); content: attr(data-label) } }
 """
+UNITS = {"batch_size": "samples", "memory_batch_size": "samples", "block_size": "bytes"}
 
 
 def make(record: dict[str, Any]) -> str:
     """Return the page of a record."""
     title = escape(f"fastamp bench: {record['command']}")
+    environment = {"measured": _say_time(record["created"]), **record["environment"]}
+    facts = _facts("Environment", environment) + _facts("Job", record["job"])
     body = [
-        f"<h1>{title}</h1>\n<p>{escape(record['created'])}</p>",
-        *(_paragraph(text, "verdict") for text in [record["sentence"]] if text),
+        f"<h1>{title}</h1>",
+        *(_paragraph(text, "lead") for text in [record["sentence"]] if text),
         *(_paragraph(each["text"], f"verdict {each['verdict']}") for each in record["verdicts"]),
+        *draw_all(record),
+        "<h2>Results</h2>",
         _table(record["table"]),
         *(_paragraph(note) for note in record["notes"] + record["closing"]),
-        "<h2>Times</h2>",
-        *(_times(name, race) for name, race in record["races"].items()),
-        _losses(record["losses"]),
-        "<h2>Environment</h2>",
-        _list(record["environment"]),
-        "<h2>Job</h2>",
-        _list(record["job"]),
+        f'<div class="facts">{facts}</div>',
     ]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -65,108 +69,47 @@ def _paragraph(text: str, kind: str = "") -> str:
 
 def _table(rows: list[dict[str, str]]) -> str:
     heads = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
-    lines = [f"<table>\n<thead><tr>{heads}</tr></thead>\n<tbody>"]
+    lines = [
+        f'<div class="scroll"><table class="results">\n<thead><tr>{heads}</tr></thead>\n<tbody>'
+    ]
     for row in rows:
         cells = (
             f'<td data-label="{escape(name)}"><span>{escape(cell)}</span></td>'
             for name, cell in row.items()
         )
         lines.append(f"<tr>{''.join(cells)}</tr>")
-    return "\n".join([*lines, "</tbody>\n</table>"])
+    return "\n".join([*lines, "</tbody>\n</table></div>"])
 
 
-def _times(name: str, race: dict[str, Any]) -> str:
-    """Draw a dot for every visit, with the quartiles and the median, one line for each arm."""
-    visits = [visit for round_ in race["rounds"][race["warmup_rounds"] :] for visit in round_]
-    times = {
-        arm: np.array(
-            [v["elapsed_s"] * 1e3 for v in visits if v["arm"] == arm and not v["skipped"]]
-        )
-        for arm in race["arms"]
-    }
-    times = {arm: values for arm, values in times.items() if values.size}
-    # The largest of few visits lies on the axis: a quantile that is one of them.
-    highs = (np.quantile(v, BEYOND, method="higher") for v in times.values())
-    ticks = _ticks(min(float(v.min()) for v in times.values()), float(max(highs)))
-    x = _scale(ticks, 2, 96)
-    bottom = 46 * len(times)
-    lines = [
-        f'<line x1="{x(tick)}%" x2="{x(tick)}%" y1="0" y2="{bottom + 4}"/>'
-        f'<text x="{x(tick)}%" y="{bottom + 18}" text-anchor="middle">{tick:g}</text>'
-        for tick in ticks
-    ]
-    lines += [_arm(i, arm, values, ticks[-1], x) for i, (arm, values) in enumerate(times.items())]
-    label = escape(f"{name}: milliseconds of each visit")
-    svg = f'<svg role="img" aria-label="{label}" height="{bottom + 24}">{"".join(lines)}</svg>'
-    return f"<h3>{label}</h3>\n{svg}"
-
-
-def _arm(index: int, arm: str, values: Any, end: float, x: Callable[[float], str]) -> str:
-    y = 46 * index + 29
-    shown = values[values <= end]
-    beyond = f", {values.size - shown.size} beyond the axis" if values.size > shown.size else ""
-    if shown.size > DOTS:
-        shown = np.quantile(shown, np.linspace(0, 1, DOTS))
-    low, median, high = (x(min(q, end)) for q in np.percentile(values, [25, 50, 75]))
-    dots = "".join(
-        f'<circle cx="{x(value)}%" cy="{y + (j * 7) % 11 - 5}" r="2.5" fill-opacity=".65"/>'
-        for j, value in enumerate(shown)
+def _facts(title: str, values: dict[str, Any]) -> str:
+    """Return a table of two columns, in words; what is None is left out."""
+    rows = "\n".join(
+        f"<tr><th>{escape(_say_name(name))}</th><td>{escape(_say(value, name))}</td></tr>"
+        for name, value in values.items()
+        if value is not None
     )
-    return (
-        f'<text x="2%" dx="4" y="{y - 15}">{escape(arm)}: {values.size}{beyond}</text>'
-        f'<g style="fill: {_colour(index)}; stroke: {_colour(index)}"><g stroke="none">{dots}</g>'
-        f'<line x1="{low}%" x2="{high}%" y1="{y}" y2="{y}" stroke-width="16" opacity=".22"/>'
-        f'<line x1="{median}%" x2="{median}%" y1="{y - 9}" y2="{y + 9}" stroke-width="3"/></g>'
-    )
+    return f"<section><h2>{title}</h2>\n<table>\n{rows}\n</table></section>" if rows else ""
 
 
-def _losses(losses: dict[str, list[float | None]]) -> str:
-    known = [loss for curve in losses.values() for loss in curve if loss is not None]
-    if not known:
-        return ""
-    ticks = _ticks(min(known), max(known))
-    y = _scale(ticks, 220, -220)
-    steps = max(len(curve) for curve in losses.values())
-    lines = [
-        f'<line x1="0" x2="100%" y1="{y(tick)}" y2="{y(tick)}"/>'
-        f'<text x="-6" dy="4" y="{y(tick)}" text-anchor="end">{tick:g}</text>'
-        for tick in ticks
-    ]
-    curves, legend = [], []
-    for i, (arm, curve) in enumerate(losses.items()):
-        places = ((j * 100 / max(steps - 1, 1), loss) for j, loss in enumerate(curve))
-        points = " ".join(f"{x:.2f},{y(loss)}" for x, loss in places if loss is not None)
-        dashes = f"{10 - 3 * (i % 3)} {4 * (i % 3)}"  # curves that coincide stay visible
-        curves.append(
-            f'<polyline points="{points}" fill="none" stroke-width="2" stroke-dasharray="{dashes}" '
-            f'vector-effect="non-scaling-stroke" style="stroke: {_colour(i)}"/>'
-        )
-        legend.append(f'<span style="color: {_colour(i)}">\u25a0 {escape(arm)} </span>')
-    return (
-        f"<h2>Training loss</h2>\n<p>{''.join(legend)} steps 1 to {steps}</p>\n"
-        '<svg class="curves" role="img" height="240" aria-label="training loss of every step">'
-        f'{"".join(lines)}<svg height="220" viewBox="0 0 100 220" preserveAspectRatio="none">'
-        f"{''.join(curves)}</svg></svg>"
-    )
+def _say_name(name: str) -> str:
+    return name.replace("nbytes", "size").replace("_", " ")
 
 
-def _colour(index: int) -> str:
-    return f"var(--c{index % 5})"
+def _say_time(text: str) -> str:
+    return text.replace("T", " ").replace("+00:00", " UTC")
 
 
-def _scale(ticks: list[float], start: float, length: float) -> Callable[[float], str]:
-    return lambda value: f"{start + length * (value - ticks[0]) / (ticks[-1] - ticks[0]):.2f}"
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    span = (high - low) or abs(high) or 1.0
-    unit = 10.0 ** math.floor(math.log10(span))
-    size = next(s * unit for s in (0.2, 0.25, 0.5, 1, 2, 2.5, 5) if span / (s * unit) <= 4.5)
-    first = math.floor(low / size)
-    last = max(math.ceil(high / size), first + 1)
-    return [float(f"{i * size:.6g}") for i in range(first, last + 1)]
-
-
-def _list(values: dict[str, Any]) -> str:
-    items = (f"<dt>{escape(k)}</dt><dd>{escape(str(value))}</dd>" for k, value in values.items())
-    return f"<dl>{''.join(items)}</dl>"
+def _say(value: Any, name: str = "") -> str:
+    """Return a value of a record in words, with the unit that its name tells."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        value = [f"{_say_name(key)} {_say(each, key)}" for key, each in value.items()]
+    if isinstance(value, list):
+        return ", ".join(map(_say, value)) or "none"
+    if name.endswith("nbytes"):
+        power = min(max(int(value).bit_length() - 1, 0) // 10, 3)
+        return f"{value / 1024**power:.4g} {('bytes', 'KiB', 'MiB', 'GiB')[power]}"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return " ".join(["none" if value is None else str(value), *filter(None, [UNITS.get(name)])])

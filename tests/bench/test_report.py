@@ -8,8 +8,6 @@ import io
 import json
 import math
 import re
-import shutil
-import subprocess
 import sys
 import traceback
 from functools import partial
@@ -19,77 +17,43 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support.bench_pages import COMMANDS, JOBS, QUICK, RUNS, write_all
 from support.fake_clock import FakeClock
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import default_collate
 
 import fastamp
 from fastamp import _ops
-from fastamp.bench import arms, crops, latency, loader, measure, page, selftest, step, timer
+from fastamp.bench import arms, crops, latency, loader, measure, page, pictures, step, timer
 from fastamp.bench.__main__ import main
-from fastamp.bench.race import Interval, Plan
+from fastamp.bench.race import Interval
 from fastamp.bench.record import PLAIN, SCHEMA_VERSION, Case, _finite, run_cases
 from fastamp.train.options import progress
 
-TINY = "--layers 1 --heads 2 --width 32 --block-size 16 --batch-size 4"
-COMMANDS = {
-    "amp": f"amp {TINY} --steps 12 --device cpu",
-    "step": "step --shapes 3x1000,2gx10 --work norm adamw-open --device cpu",
-    "loader": "loader --data tensors collate slow --device cpu",
-    "timer": "timer --device cpu",
-    "latency": "latency --batch-sizes 1,2 --device cpu",
-    "selftest": "selftest",
-}
-QUICK = Plan(rounds=8, warmup=2)
-VOID = {"meta", "link", "line", "circle", "polyline"}
-
-
-def fake_work(patch):
-    """Let the selftest's work pass on a clock of its own."""
-    clock = FakeClock(patch, noise=0.01)
-    patch.setattr(selftest, "_work", lambda units: clock.spend(units * 6e-6))
-
-
-def small_tensors(generator):
-    """1,000 rows of 3."""
-    rows = torch.rand(1000, 3, generator=generator)
-    return loader.Data(TensorDataset(rows), 256, [rows])
+VOID = {"meta", "link"}
+PICTURES = [
+    "Comparisons",
+    "Where the time of a step goes",
+    "Memory",
+    "Times",
+    "Training loss",
+]
+MADE_UP = [*RUNS, "jobs"]
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """Run every command once; return its page, its record and what it printed, by name."""
-    folder = tmp_path_factory.mktemp("pages")
-    (folder / "text").write_bytes(bytes(range(200)) * 50)
-    found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "peak_memory", lambda *_: None)
-        patch.setitem(loader.DATA, "tensors", small_tensors)
-        patch.setattr(torch, "compile", lambda step: step)  # which takes seconds
-        patch.setitem(sys.modules, "deepspeed", None)
-        for command in (step, loader, timer, latency):
-            patch.setattr(command, "PLAN", QUICK)
-        patch.setattr(
-            latency, "SHAPES", {"cpu": latency.Shape(layers=1, heads=1, width=8, block_size=8)}
-        )
-        for name, command in COMMANDS.items():
-            files = [folder / f"{name}.html", folder / f"{name}.json"]
-            words = [*command.split(), "--report", str(files[0]), "--json", str(files[1])]
-            words += ["--data", str(folder / "text")] if command.startswith("amp") else []
-            shown = io.StringIO()
-            patch.setattr(sys, "stdout", shown)
-            if name == "selftest":  # the last one
-                fake_work(patch)
-            assert main(words) == 0
-            found[name] = (files[0], json.loads(files[1].read_text()), shown.getvalue())
-    return found
+        return write_all(tmp_path_factory.mktemp("pages"), patch)
 
 
 class Page(HTMLParser):
-    """Checks that tags nest, and collects cells and paragraphs, references and tags."""
+    """Checks that tags nest, and collects the texts of some, references, pictures and tags."""
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.shown, self.references, self.tags = [], [], [], set()
+        self.open, self.references, self.pictures, self.tags = [], [], [], set()
+        self.texts = {tag: [] for tag in ("h1", "h2", "p", "th", "td", "text")}
         self.feed(text)
         self.close()
         assert self.open == []
@@ -98,39 +62,116 @@ class Page(HTMLParser):
         self.tags.add(tag)
         attrs = dict(attrs)
         self.references += [v for k, v in attrs.items() if k in {"src", "href", "xlink:href"}]
-        if tag in {"th", "td", "p"}:
-            self.shown.append("")
+        if tag == "svg":
+            self.pictures.append((self.texts["h2"][-1], attrs))
+        if tag in self.texts:
+            self.texts[tag].append("")
         if tag not in VOID:
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
-        assert tag in VOID
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.handle_endtag(tag)
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if {"th", "td", "p"} & set(self.open):
-            self.shown[-1] += data
+        for tag in {*self.texts} & set(self.open):
+            self.texts[tag][-1] += data
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [*COMMANDS, *MADE_UP])
 def test_a_page_and_the_terminal_show_what_the_record_says(written, name):
     path, record, shown = written[name]
-    page_ = Page(path.read_text()).shown
+    texts = Page(path.read_text()).texts
     cells = [*record["table"][0], *(cell for row in record["table"] for cell in row.values())]
-    paragraphs = [verdict["text"] for verdict in record["verdicts"]] + record["notes"]
-    paragraphs += record["closing"] + [record["sentence"]] * bool(record["sentence"])
+    paragraphs = [record["sentence"]] * bool(record["sentence"])
+    paragraphs += [verdict["text"] for verdict in record["verdicts"]]
+    assert texts["p"][: len(paragraphs)] == paragraphs
+    notes = record["notes"] + record["closing"]
     assert len(cells) >= 10
-    assert {*cells, *paragraphs} <= set(page_)
-    assert set(page_) <= {*cells, *paragraphs, record["created"], *legends(record)}
-    for text in [*cells, *paragraphs]:
+    assert {*cells} <= {*texts["th"], *texts["td"]}
+    assert {*notes} <= {*texts["p"]}
+    for text in [*cells, *paragraphs, *notes]:
         assert text in shown
 
 
-def legends(record):
-    arms = "".join(f"\u25a0 {arm} " for arm in record["losses"])
-    return [f"{arms} steps 1 to {len(curve)}" for curve in record["losses"].values()]
+@pytest.mark.parametrize("name", [*COMMANDS, *MADE_UP])
+def test_pictures_come_before_tables_and_each_says_what_it_shows(written, name):
+    path, record, _ = written[name]
+    found = Page(path.read_text())
+    held = {
+        "Where the time of a step goes": "profiles" in record["details"],
+        "Memory": any(record["details"].get("peak_memory_nbytes", {}).values()),
+        "Training loss": bool(record["losses"]),
+    }
+    titles = [title for title in PICTURES if held.get(title, True)]
+    assert found.texts["h2"] == [*titles, "Results", "Environment", "Job"]
+    kinds = [attrs["class"] for _, attrs in found.pictures]
+    assert kinds == ["wide", "narrow"] * (len(titles) - 1 + len(record["races"]))
+    assert list(dict.fromkeys(title for title, _ in found.pictures)) == titles
+    for title, attrs in found.pictures:
+        assert attrs["role"] == "img"
+        assert attrs["aria-label"].startswith((title, "Times, "))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_comparison_stands_beside_its_target_with_its_verdict(written, name):
+    path, record, _ = written[name]
+    found = Page(path.read_text())
+    ((heading, (amp, ours)),) = pictures.list_ratios(record).items()
+    assert (heading, amp.verdict) == ("training: times as fast as fp32", "")
+    assert ours.verdict == {"gain": "pass", "loss": "fail"}.get(name, "inconclusive")
+    assert ours.ends == (1.5, math.inf)
+    assert ours.found == Interval(**record["metrics"]["speedup"])
+    assert found.texts["text"].count(ours.text()) == 2
+    words = found.pictures[0][1]["aria-label"]
+    assert words.endswith(f"{ours.text()} (target >= 1.5x)")
+    assert amp.text() in words
+
+
+def test_every_repair_of_a_job_has_a_row_of_its_own(written):
+    path, record, _ = written["jobs"]
+    groups = pictures.list_ratios(record)
+    for name in JOBS:
+        named = {row.name for row in groups[f"{name}, repairs: times as fast as naive"]}
+        assert named == {*record["races"][f"{name}, repairs"]["arms"]} - {"naive"}
+        assert len(named) >= 5
+    held = {row.name for group in groups.values() for row in group if row.verdict}
+    assert held == {"fastamp", "over_naive/gpt/fastamp"}  # the second is `gpt, mended`
+    assert len([row for group in groups.values() for row in group if row.verdict]) == len(JOBS) + 1
+    rows = sum(map(len, groups.values()))
+    assert len(Page(path.read_text()).texts["text"]) >= 2 * 2 * rows  # name and figure, twice
+
+
+def test_a_change_since_a_baseline_is_a_ratio_too(written):
+    record = written["step"][1]
+    figure = {"value": -0.1, "low": -0.3, "high": None}
+    verdict = {"name": "speedup/x since the baseline", "figure": figure, "ends": [-0.05, None]}
+    verdict |= {"unit": " %", "verdict": "inconclusive", "text": ""}
+    *_, (*_, ratio) = pictures.list_ratios(record | {"verdicts": [verdict]}).values()
+    assert ratio.found == Interval(value=0.9, low=0.7, high=math.inf)
+    assert ratio.ends == (0.95, math.inf)
+    assert ratio.text() == "0.90x [0.70, n/a] inconclusive"
+
+
+@pytest.mark.parametrize("name", ["selftest", "gain"])
+def test_times_end_at_a_percentile_and_say_how_many_visits_lie_beyond(written, name):
+    path, record, _ = written[name]
+    ((_, race_),) = record["races"].items()
+    times = {arm: [] for arm in race_["arms"]}
+    for round_ in race_["rounds"][race_["warmup_rounds"] :]:
+        for visit in round_:
+            times[visit["arm"]].append(visit["elapsed_s"] * 1e3)
+    end = max(np.percentile(values, 99) for values in times.values())
+    texts = Page(path.read_text()).texts["text"]
+    for values in times.values():
+        beyond = sum(value > end for value in values)
+        text = f"{np.median(values):.3g} ms, {len(values)} visits, {beyond} beyond"
+        assert texts.count(text) >= 2
+    assert any(value > end for values in times.values() for value in values)
 
 
 def numbers(value):
@@ -167,6 +208,8 @@ def test_a_record_of_another_shape_needs_another_schema_version(written):
     }
     assert SCHEMA_VERSION == 5  # together with what follows
     for name, (_, record, _) in written.items():
+        if name in MADE_UP:
+            continue
         first, race_ = next(iter(record["table"])), next(iter(record["races"].values()))
         arm = race_["arms"][race_["base"]]
         head = {"schema_version", "command", "created", "environment", "job", "table", "notes"}
@@ -185,77 +228,78 @@ def test_a_record_of_another_shape_needs_another_schema_version(written):
         assert set(record["details"]) == details[name]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_page_stands_alone(written, name):
-    text = written[name][0].read_text()
-    found = Page(text)
-    assert found.references == ["data:,"]
-    assert "script" not in found.tags
-    assert not re.search(r"https?:|@import|url\(", text)
-
-
-def test_a_page_has_all_arms_and_what_the_user_typed_is_text(written):
-    path, record, _ = written["amp"]
+@pytest.mark.parametrize("name", [*COMMANDS, *MADE_UP])
+def test_a_page_stands_alone_and_has_the_colours_of_the_scheme(written, name):
+    path, record, _ = written[name]
     text = path.read_text()
-    assert "<b>" not in page.make(record | {"notes": ["<b>"], "command": "<b>"})
-    assert text.count("<polyline") == len(record["losses"]) == 3
-    circles = sum(len(round_) for round_ in record["races"]["training"]["rounds"])
-    assert text.count("<circle") == circles - 3 * record["races"]["training"]["warmup_rounds"]
-    assert record["environment"]["torch"] in text
+    found = Page(text)
+    assert [each for each in found.references if not each.startswith("#")] == ["data:,"]
+    assert "script" not in found.tags
+    assert not re.search(r"https?:|@import|url\((?!#)", text)
+    drawn = "".join(re.findall(r"(?s)<svg.*?</svg>", text))
+    assert not re.search(r"(fill|stroke): (#|black|white)", drawn)
+    assert "var(--ink)" in drawn
+    ids = re.findall(r' id="(.*?)"', text)
+    assert len(ids) == len({*ids}) > 0
+    if name == "gain":
+        assert page.make(record) == text
 
 
-def test_many_visits_are_drawn_as_quantiles_and_outliers_are_counted(written):
-    path, record, _ = written["selftest"]
-    assert len(record["races"]["selftest"]["rounds"]) > 2 * page.DOTS
-    assert path.read_text().count("<circle") <= 3 * page.DOTS
-    assert "beyond the axis" in path.read_text()
+def test_what_the_user_named_is_text(written):
+    record = written["gain"][1]
+    name = '<b>$x$ "&\u4e2d'
+    text = json.dumps(record).replace("amp+fastamp", json.dumps(name)[1:-1])
+    made = page.make(json.loads(text) | {"notes": ["<i>"], "command": "<u>"})
+    found = Page(made)
+    assert not {"b", "i", "u"} & found.tags
+    assert found.texts["text"].count(name) >= 2 * 5
+    assert found.texts["h1"] == ["fastamp bench: <u>"]
 
 
-@pytest.mark.parametrize(
-    ("low", "high"), [(0.0, 1.0), (0.9, 1.1), (1.0, 1.0), (3.2, 3.3), (120.0, 9000.0), (0.0, 0.0)]
-)
-def test_an_axis_has_a_few_round_numbers_around_its_values(low, high):
-    ticks = page._ticks(low, high)
-    assert 1 <= len(ticks) <= 7
-    assert ticks[0] <= low
-    assert high <= ticks[-1]
+def test_a_record_with_less_in_it_makes_a_page():
+    record = {"command": "doctor", "created": "2026-01-01", "environment": {}, "job": {}}
+    record |= {"table": [{"device": "cpu"}], "notes": [], "verdicts": [], "closing": []}
+    record |= {"sentence": "", "metrics": {}, "details": {}, "losses": {}, "races": {}}
+    assert Page(page.make(record)).texts["h2"] == ["Results", "Environment"]
+    skipped = [{"arm": "a", "elapsed_s": 1.0, "skipped": True}]
+    unknown = {"value": None, "low": 0.0, "high": None}
+    race_ = {"base": "a", "warmup_rounds": 0, "rounds": [skipped], "arms": {}}
+    race_["arms"] = {arm: {"speedup": unknown} for arm in "ab"}
+    record |= {"races": {"x": race_}, "losses": {"a": [None, None]}}
+    record["details"] = {"peak_memory_nbytes": {"a": None}, "profiles": {}}
+    found = Page(page.make(record))
+    assert found.texts["h2"] == ["Comparisons", "Results", "Environment"]
+    assert "n/a" in found.pictures[0][1]["aria-label"]
 
 
-@pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium")
-@pytest.mark.parametrize(("scheme", "paper"), [(1, "rgb(255, 255, 255)"), (0, "rgb(13, 17, 23)")])
-def test_pages_fit_a_phone_and_a_desktop_in_light_and_dark(written, tmp_path, scheme, paper):
-    frames = "".join(
-        f'<iframe src="{path.as_uri()}" width="{width}" height="900" style="border:0"></iframe>'
-        for path, _, _ in written.values()
-        for width in (400, 1400)
-    )
-    look = (
-        "onload = () => document.body.textContent = [...document.querySelectorAll('iframe')].map("
-        "f => { const d = f.contentDocument.documentElement; return f.width + ' ' + d.scrollWidth"
-        " + ' ' + f.contentWindow.getComputedStyle(d.querySelector('body')).backgroundColor })"
-        ".join(';')"
-    )
-    wrapper = tmp_path / "all.html"
-    wrapper.write_text(f"<!doctype html><body>{frames}<script>{look}</script>")
-    done = subprocess.run(
-        [
-            *("chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"),
-            *(
-                "--allow-file-access-from-files",
-                "--enable-logging=stderr",
-                "--window-size=1500,900",
-            ),
-            *(f"--user-data-dir={tmp_path / 'profile'}", "--hide-scrollbars"),
-            *(f"--blink-settings=preferredColorScheme={scheme}", wrapper.as_uri()),
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    assert "CONSOLE" not in done.stderr
-    body = re.search(r"<body>(.*)</body>", done.stdout)[1]
-    assert body.split(";") == [f"{width} {width} {paper}" for _ in written for width in (400, 1400)]
+def test_facts_are_in_words_with_units(written):
+    path, record, _ = written["loader"]
+    assert "tensors, collate, slow" in Page(path.read_text()).texts["td"]
+    facts = {"bf16_units": [], "driver": None, "compiled": True, "load": [0.52001953125, 1.0]}
+    facts |= {"shape": {"layers": 14, "block_size": 128}, "batch_size": 8, "memory_nbytes": 3 << 29}
+    texts = Page(page.make(record | {"job": facts})).texts
+    assert dict(zip(texts["th"][-6:], texts["td"][-6:], strict=True)) == {
+        "bf16 units": "none",
+        "compiled": "yes",
+        "load": "0.52, 1",
+        "shape": "layers 14, block size 128 bytes",
+        "batch size": "8 samples",
+        "memory size": "1.5 GiB",
+    }
+
+
+def test_without_matplotlib_a_report_is_refused_before_anything_is_measured(
+    monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(step, "prepare", None)
+    with pytest.raises(SystemExit) as exit_:
+        main(["step", "--report", str(tmp_path / "page.html")])
+    assert exit_.value.code == 2
+    said = capsys.readouterr().err
+    assert "argument --report: matplotlib.figure cannot be imported" in said
+    assert "pip install 'fastamp[bench]'" in said
+    assert [*tmp_path.iterdir()] == []
 
 
 # The other commands

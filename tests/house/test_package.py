@@ -97,10 +97,11 @@ def test_importing_fastamp_is_silent_and_leaves_the_bench_out():
     assert (result.stdout.strip(), result.stderr) == ("[]", "")
 
 
-def test_importing_fastamp_and_its_integrations_imports_no_extra():
+def test_importing_fastamp_its_integrations_and_the_bench_imports_no_extra():
     code = (
         "import warnings; warnings.simplefilter('error')\n"
         "import sys, fastamp, fastamp.integrations.accelerate, fastamp.integrations.wandb\n"
+        "import fastamp.bench.__main__\n"
         "extras = {'lightning', 'pytorch_lightning', 'accelerate', 'transformers', 'wandb',"
         " 'matplotlib', 'tensorboard', 'PIL', 'simplejpeg'}\n"
         "print(extras & {name.split('.')[0] for name in sys.modules})"
