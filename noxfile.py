@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import nox
@@ -252,6 +253,21 @@ def fuzz(session: nox.Session) -> None:
     """Fuzz what is parsed or unpacked, and the native passes; `-- --help` tells the options."""
     env = {"PYTHONPATH": str(Path("tests").absolute()), "PYTHONSAFEPATH": "1"}
     session.run("python", "-m", "support.fuzz_run", *session.posargs, env=env)
+
+
+@nox.session(venv_backend="venv")
+def browser(session: nox.Session) -> None:
+    """Look at the bench's pages, or HTML files and folders in the options, in headless Chromium.
+
+    The browser is of the system: apt-get install chromium chromium-driver.
+    """
+    paths = session.posargs
+    if not paths:
+        paths = [session.create_tmp()]
+        script = ("tests/support/bench_pages.py", *paths)  # with the fastamp that is active
+        session.run(sys.executable, *script, external=True, env={"PYTHONPATH": "tests"})
+    session.install("-c", "constraints.txt", "selenium")
+    session.run("python", "tests/support/browser.py", *paths)
 
 
 @nox.session
