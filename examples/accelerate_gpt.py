@@ -1,8 +1,8 @@
 """Train a small GPT with Accelerate and fastamp: `python examples/accelerate_gpt.py`.
 
 Needs `pip install 'fastamp[accelerate]'`. Accelerate scales losses on GPUs only: on a CPU this
-trains in bf16, without a scaler. For the Hugging Face Trainer, call
-`prepare_scaler(trainer.accelerator)` before `trainer.train()`.
+trains in bf16, without a scaler. For the Hugging Face Trainer there is
+`fastamp.integrations.transformers.AmpTrainer`.
 """
 
 import sysconfig
@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 
 import fastamp
-from fastamp.integrations.accelerate import prepare_scaler
+from fastamp.integrations.accelerate import prepare
 from fastamp.train.gpt import GPT, Shape
 
 STEPS, BATCH, BLOCK = 60, 16, 32
@@ -30,8 +30,7 @@ def make_loader():
 def main():
     torch.manual_seed(0)
     accelerator = Accelerator(mixed_precision="fp16" if torch.cuda.is_available() else "bf16")
-    if accelerator.scaler is not None:
-        prepare_scaler(accelerator)
+    scaler = prepare(accelerator)  # from now on, clip_grad_norm_ and step are one pass
     model = GPT(Shape(layers=1, heads=2, width=32, block_size=BLOCK))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
@@ -48,7 +47,7 @@ def main():
         if step % 10 == 0:
             print(f"step {step}: loss {loss.item():.3f}")
     print("loader:", loader.stats().path)
-    print("skipped steps:", accelerator.scaler.skipped_steps if accelerator.scaler else "none")
+    print(f"steps: {scaler.last_step.way}; skipped: {scaler.skipped_steps}")
 
 
 if __name__ == "__main__":

@@ -1,81 +1,185 @@
-"""Accelerate, and with it the Hugging Face Trainer: fastamp's scaler in place of torch's.
+"""Accelerate: after one call its `clip_grad_norm_` and `optimizer.step()` are one fused step.
 
 A `fastamp.DataLoader` needs nothing of this: `accelerator.prepare(loader)` takes it as it is.
 """
 
-import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fastamp.step import GradScaler
+from fastamp.integrations.patching import has_methods_of, put_before, replace_scaler, stock
+from fastamp.step import GradScaler, StepReport, clip_grad_norm_
+from fastamp.step.fused import parameters_of
+from fastamp.step.split import SplitStep
 
-__all__ = ["prepare_scaler"]
+__all__ = ["prepare"]
 
-
-class _Scaler(GradScaler):
-    """Tells Accelerate's optimizers when a step was skipped.
-
-    They regard a step as skipped if the scaler has not called the optimizer; but a fused optimizer
-    is called every time, and skips by itself.
-    """
-
-    def __init__(self, accelerator: Any, device: str, *, enabled: bool) -> None:
-        super().__init__(device, enabled=enabled)
-        self._accelerator = accelerator
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step as `fastamp.GradScaler`; waits for the device."""
-        retval = super().step(*args, **kwargs)
-        if self.last_step.skipped:
-            for wrapper in self._accelerator._optimizers:  # False already for the others
-                wrapper._accelerate_step_called = False
-        return retval
+STEP_BY_THEMSELVES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
 
 
-def prepare_scaler(accelerator: Any) -> GradScaler | None:
-    """Replace the scaler of an Accelerator by a `fastamp.GradScaler` in the same state.
+def prepare(accelerator: Any, *, fold: bool = True) -> GradScaler:
+    """Let an Accelerator clip and step with fastamp: in fp16, and in bf16 and FP32 too.
 
-    `accelerator.optimizer_step_was_skipped` then reports skipped steps of fused optimizers too, so
-    that schedulers do not advance on a skipped step. Call it once, before or after
-    `accelerator.prepare`; for the Hugging Face Trainer, `prepare_scaler(trainer.accelerator)`
-    before `trainer.train()`.
+    The loop stays as it is. `accelerator.clip_grad_norm_(parameters, max_norm)` reads the gradients
+    once and returns their norm, a tensor, without a wait for the device. The `optimizer.step()`
+    that follows unscales, clips and updates in one pass. Call it once, before
+    `accelerator.prepare`, or at least before schedulers are made on prepared optimizers.
+
+    What differs from Accelerate alone:
+
+    - Between the two calls `.grad` is as backward left it: not clipped, in fp16 not unscaled. After
+      the step it is. To look at it before, or to change it, call `accelerator.unscale_gradients()`
+      after the clip, or pass `fold=False`. A change that would be lost raises a RuntimeError in
+      `optimizer.step()`. `accelerator.clip_grad_value_`, a hook of the optimizer, a closure, more
+      backward passes and a step that is left out need neither.
+    - The clip is Accelerate's, in its order, where a fold cannot be right: for another norm than 2,
+      for gradients that are not those of whole prepared optimizers, and while gradients are
+      accumulated. It is `fastamp.clip_grad_norm_` then: the norm is exact, never a DTensor.
+    - A norm that is not finite skips the step, without a scaler too, and
+      `accelerator.optimizer_step_was_skipped` says so. Asking for it waits for the device; prepared
+      schedulers ask in every step, in order not to advance. Without a scaler and without a clip
+      nothing is checked.
+    - Several optimizers may be clipped and stepped in fp16: Accelerate alone unscales the second
+      one's gradients twice.
 
     Args:
         accelerator: an `accelerate.Accelerator`.
+        fold: False clips at once, for programs that look at `.grad` before the step; it costs one
+            more pass over the gradients.
 
     Returns:
-        The accelerator's new scaler; None if it has none to replace. It has one with "fp16" on an
-        accelerator device only; with "bf16", without mixed precision and on a CPU a UserWarning
-        says that nothing was replaced.
+        What makes the steps, for its `last_step` and `skipped_steps`, or a tracker's `watch`: the
+        Accelerator's new scaler in the state of the old one, or where it has none one that is not
+        enabled.
 
     Raises:
-        TypeError: the scaler is not torch's own, as with FSDP.
+        RuntimeError: a scheduler was made on a prepared optimizer before.
+        TypeError: the scaler is not torch's own.
+        ValueError: FSDP1, DeepSpeed, Megatron-LM or XLA clip and step by themselves.
 
     Example:
         >>> from accelerate import Accelerator
         >>> accelerator = Accelerator(cpu=True)
-        >>> accelerator.scaler = torch.amp.GradScaler("cpu")  # what "fp16" makes on a GPU
-        >>> isinstance(prepare_scaler(accelerator), fastamp.GradScaler)
-        True
+        >>> prepare(accelerator).is_enabled()  # "fp16" on a GPU scales losses
+        False
     """
-    stock = accelerator.scaler
-    if stock is None:
-        where = f"mixed_precision={accelerator.mixed_precision!r} on {accelerator.device.type!r}"
-        msg = (
-            "prepare_scaler: the Accelerator has no GradScaler, so nothing is replaced: "
-            f"{where} scales no losses"
-        )
-        warnings.warn(msg, stacklevel=2)
-        return None
-    if isinstance(stock, _Scaler):
-        return stock
-    if type(stock) is not torch.amp.GradScaler:
-        msg = f"accelerator.scaler: expected a torch.amp.GradScaler, got {type(stock).__name__}"
-        raise TypeError(msg)
-    scaler = _Scaler(accelerator, stock._device, enabled=stock.is_enabled())
-    scaler.load_state_dict(stock.state_dict())
-    accelerator.scaler = scaler
-    for optimizer in accelerator._optimizers:
-        optimizer.scaler = scaler
-    return scaler
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if kind in STEP_BY_THEMSELVES and not getattr(accelerator, "is_fsdp2", False):
+        msg = f"accelerator: its distributed_type {kind} clips and steps by itself"
+        raise ValueError(msg + " (FSDP2 does not: fsdp_version=2)" * (kind == "FSDP"))
+    if not has_methods_of(accelerator, _Accelerator):
+        for optimizer in accelerator._optimizers:
+            _check(optimizer)
+        split = SplitStep(replace_scaler(accelerator, "accelerator"))
+        put_before(accelerator, _Accelerator)
+        accelerator._split = split
+        for optimizer in accelerator._optimizers:
+            accelerator._adopt(optimizer)
+    accelerator._may_fold = lambda: fold
+    return accelerator._split.scaler  # type: ignore[no-any-return]
+
+
+def _check(optimizer: Any) -> None:
+    """Refuse an optimizer whose `step` a scheduler has replaced on the instance."""
+    if "step" in vars(optimizer) and not has_methods_of(optimizer, _Optimizer):
+        msg = "prepare: call it before a scheduler is made on a prepared optimizer"
+        raise RuntimeError(msg)
+
+
+class _Accelerator:
+    """What is other in an Accelerator."""
+
+    scaler: GradScaler | None
+    sync_gradients: bool
+    _optimizers: list[Any]
+    _split: SplitStep
+    _may_fold: Callable[[], bool]
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
+        """Prepare an optimizer, whose steps fastamp makes."""
+        made = stock(self).prepare_optimizer(optimizer, device_placement)
+        self._adopt(made)
+        return made
+
+    def _adopt(self, optimizer: Any) -> None:
+        if type(optimizer.optimizer).__module__.startswith("lomo_optim"):
+            return  # has stepped in the backward pass
+        _check(optimizer)
+        put_before(optimizer, _Optimizer)
+        optimizer._split = self._split
+        if optimizer.scaler is not None:
+            optimizer.scaler = self.scaler
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Scale the loss if there is a scaler, and compute gradients; see Accelerate."""
+        self._split.before_backward()
+        stock(self).backward(loss, **kwargs)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
+    ) -> Tensor:
+        """Return the norm of gradients, which the step that follows clips: see `prepare`."""
+        parameters = list(parameters)
+        if self.sync_gradients and norm_type == 2:
+            owners = self._find_owners(parameters)
+            if owners:
+                fold = self._may_fold()
+                norm = self._split.clip_grad_norm_(owners, max_norm, fold=fold)
+                if norm is not None:
+                    return norm
+        self.unscale_gradients()
+        return clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def _find_owners(self, parameters: list[Tensor]) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that together have exactly these gradients; none where some do."""
+        known = [each.optimizer for each in self._optimizers if has_methods_of(each, _Optimizer)]
+        if len(known) == 1 and list(map(id, parameters)) == list(map(id, parameters_of(known))):
+            return known
+        given = {id(each) for each in parameters if each.grad is not None}
+        held: set[int] = set()
+        owners = []
+        for optimizer in known:
+            own = {id(each) for each in parameters_of([optimizer]) if each.grad is not None}
+            if own and own <= given:
+                held |= own
+                owners.append(optimizer)
+        return owners if held == given else []
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Unscale gradients in fp16, and clip those whose clip waits for the step."""
+        several = isinstance(optimizer, list | tuple)
+        given: list[Any] = [*optimizer] if several else [optimizer]
+        if optimizer is None:
+            given = [*self._optimizers]
+        inside = (each.optimizer if has_methods_of(each, _Optimizer) else each for each in given)
+        rest = [each for each in inside if not self._split.settle(each)]
+        stock(self).unscale_gradients(rest)
+
+
+class _Optimizer:
+    """What is other in an optimizer that an Accelerator has prepared."""
+
+    optimizer: torch.optim.Optimizer
+    gradient_state: Any
+    _split: SplitStep
+    _report: StepReport | None = None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Step if the gradients are complete: unscale, check, clip and update in one pass."""
+        if self.gradient_state.sync_gradients:
+            given = () if closure is None else (closure,)
+            self._split.step(self.optimizer, *given)
+            self._report = self._split.scaler.last_step
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:  # noqa: FBT001 - its signature
+        """Clear the gradients, unless more are to be added."""
+        stock(self).zero_grad(set_to_none)
+        if self.gradient_state.sync_gradients:
+            self._split.forget(self.optimizer)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped; waits for the device."""
+        return self._report is not None and self._report.skipped

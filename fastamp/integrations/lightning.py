@@ -20,7 +20,7 @@ from fastamp.train import ModelCall
 
 __all__ = ["AmpCallback", "AmpPrecision", "to_lightning_module"]
 
-SCALED_BY_STRATEGY = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
+SCALED_BY_STRATEGY = ("FSDPStrategy", "DeepSpeedStrategy")
 EVENTS = ("train/loss_scale", "train/gradient_overflow", "train/skipped_steps")
 
 
@@ -30,9 +30,12 @@ class AmpPrecision(OfLightning):
     `Trainer(gradient_clip_val=...)` supports fused optimizers (Lightning's own plugin raises an
     error), and clipping by norm is part of the step. Schedulers with the interval "step" do not
     advance when a step is skipped, because of inf or NaN in a gradient; reading that waits for the
-    device once a step. "bf16-mixed" scales nothing, but clips and skips in the same way: `scaler`
-    is a disabled one (None in Lightning's own plugin). It hands the closure to LBFGS and to
-    optimizers that are not torch's own, as Lightning does.
+    device once a step. "bf16-mixed" and "32-true" scale nothing, but clip and skip in the same way:
+    `scaler` is a disabled one (None in Lightning's own plugins). They hand the closure to LBFGS and
+    to optimizers that are not torch's own, as Lightning does.
+
+    It works with DDP and with FSDP2 (`ModelParallelStrategy`), where clipping to a norm costs one
+    all-reduce of two numbers, and "16-mixed" is possible.
 
     Gradients are scaled until the step, for example in `on_after_backward`. If the module or a
     callback has a hook between backward and step, they are unscaled before that.
@@ -41,15 +44,15 @@ class AmpPrecision(OfLightning):
     "16-mixed" too (there Lightning's own plugin never steps, without an error).
 
     Args:
-        precision: "16-mixed" or "bf16-mixed".
+        precision: "16-mixed", "bf16-mixed" or "32-true".
         device: type of the device to train on; None is "cuda" if there is one, else "cpu".
         scaler: for "16-mixed"; None makes one.
         package: "lightning.pytorch" or "pytorch_lightning", if both are imported.
 
     Raises:
         ImportError: Lightning is not installed; it comes with the extra `lightning`.
-        TypeError: `scaler` is not a `fastamp.GradScaler`; or the plugin is given to Fabric, whose
-            own `MixedPrecision` takes a `fastamp.GradScaler`.
+        TypeError: `scaler` is not a `fastamp.GradScaler`; or the plugin is given to Fabric, for
+            which there is `fastamp.integrations.fabric`.
         ValueError: both packages are imported and `package` is None; or another precision.
 
     Example:
@@ -79,7 +82,10 @@ class AmpPrecision(OfLightning):
             raise TypeError(msg)
         if precision == "16-mixed" and scaler is None:
             scaler = GradScaler(device)
-        super().__init__(precision, device, scaler)  # type: ignore[call-arg]
+        # Lightning's class knows mixed precisions only.
+        known = "bf16-mixed" if precision == "32-true" else precision
+        super().__init__(known, device, scaler)  # type: ignore[call-arg]
+        self.precision = precision
         self.scaler = scaler or GradScaler(device, enabled=False)
         self._max_norms: dict[int, float] = {}
         self._report: StepReport | None = None  # of the latest batch's step, if it took one
@@ -90,13 +96,18 @@ class AmpPrecision(OfLightning):
         """Refuse Fabric: the only call that it makes before it sets a model up."""
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if caller.endswith("fabric.connector"):
-            arguments = f"{self.precision!r}, {self.device!r}"  # type: ignore[attr-defined]
-            if self.scaler.is_enabled():
-                arguments += f", scaler=fastamp.GradScaler({self.device!r})"  # type: ignore[attr-defined]
-            plugin = f"{caller.rpartition('.')[0]}.plugins.MixedPrecision({arguments})"
-            msg = f"AmpPrecision is a plugin for the Trainer: use Fabric(plugins=[{plugin}])"
+            msg = (
+                "AmpPrecision is a plugin for the Trainer: call "
+                f"fastamp.integrations.fabric.prepare(Fabric(precision={self.precision!r}))"
+            )
             raise TypeError(msg)
         return True
+
+    def autocast_context_manager(self) -> AbstractContextManager[Any]:
+        """Return torch.autocast, or nothing in FP32."""
+        if self.precision == "32-true":
+            return nullcontext()
+        return super().autocast_context_manager()  # type: ignore[misc, no-any-return]
 
     def convert_module(self, module: Any) -> Any:
         """Refuse strategies that scale by themselves, and wrap the hook that steps schedulers."""

@@ -73,7 +73,7 @@ def _step_together(
             refuse_float16(packed)
         skipped = scaler._counter(whole.device) if is_ready and not waits else None
         clip = scaler._clip(whole.device, states[0], max_norm, given_scale=given, skipped=skipped)
-        stats = scaler._record(states, whole.device, whole.grad_stats(2.0, clip), clip)
+        stats = scaler._record(states, whole.device, scaler._measure(whole, clip), clip)
         grad_scale = stats.grad_scale
     found_inf = join_flags_of(states)
     told = [*reasons.values()] + ["a step_pre_hook looks on"] * bool(hooked) + [_SHARED] * shared

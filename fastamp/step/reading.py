@@ -27,6 +27,16 @@ class Reading(torch.amp.GradScaler):
     clip_grad_norm_: Callable[[Optimizer, float], Tensor]
     _skipped: dict[torch.device, Tensor]
     _skipped_before: int
+    _known: _ops.GradStats | None = None  # what the next read would find; see `split`
+
+    def _measure(self, packed: _ops.Packed, clip: Clip) -> _ops.GradStats:
+        """Read every gradient once, unless somebody has done so."""
+        known, self._known = self._known, None
+        if known is None:
+            return packed.grad_stats(2.0, clip)
+        if clip.skipped is not None:
+            clip.skipped.add_(known.found_inf)
+        return known
 
     def _state_of(
         self, optimizer: Optimizer, caller: str, name: str = "optimizer"

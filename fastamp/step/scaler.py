@@ -217,7 +217,7 @@ class GradScaler(Reading):
         if state["stage"] is OptState.READY:
             refuse_float16(packed)
         clip = self._clip(packed.device, state, max_norm)
-        stats = self._record([state], packed.device, packed.grad_stats(2.0, clip), clip)
+        stats = self._record([state], packed.device, self._measure(packed, clip), clip)
         packed.rescale_(stats.factor)
         state["stage"] = OptState.UNSCALED
         return stats.norm
@@ -352,7 +352,7 @@ class GradScaler(Reading):
             reads_all = is_ready or not self._enabled  # else `unscale_` may have found more
             skipped = self._counter(grads.device) if reads_all else None
             clip = self._clip(grads.device, states[0], max_norm, skipped=skipped)
-            stats = self._record(states, grads.device, grads.grad_stats(2.0, clip), clip)
+            stats = self._record(states, grads.device, self._measure(grads, clip), clip)
             factor = stats.factor
             if share_parameters(optimizers):
                 self._rescale_(grads, factor, stats.found_inf)

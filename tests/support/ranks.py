@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
+import os
 import pickle
 import tempfile
 import time
@@ -60,18 +62,35 @@ def joined(rank: int, count: int, path: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class Ranks:
-    """Ranks in processes of their own."""
+def _serve_together(module: str, connections: list[Connection]) -> None:
+    """Import a module once, and be all ranks, each in a fork of this process."""
+    importlib.import_module(module)
+    for connection in connections[1:]:
+        if os.fork() == 0:
+            _serve(connection)
+            os._exit(0)
+    _serve(connections[0])
 
-    def __init__(self, count: int) -> None:
-        self._processes, self._connections = [], []
-        for _ in range(count):
-            ours, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
+
+class Ranks:
+    """Ranks in processes of their own, which end when nobody is connected any more.
+
+    Args:
+        count: how many.
+        module: takes seconds to import: it is imported once for all.
+    """
+
+    def __init__(self, count: int, module: str | None = None) -> None:
+        pipes = [CONTEXT.Pipe() for _ in range(count)]
+        self._connections, theirs = ([*ends] for ends in zip(*pipes, strict=True))
+        calls: list[Any] = [(_serve, (each,)) for each in theirs]
+        if module is not None:
+            calls = [(_serve_together, (module, theirs))]
+        self._processes = [CONTEXT.Process(target=f, args=a, daemon=True) for f, a in calls]
+        for process in self._processes:
             process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._connections.append(ours)
+        for each in theirs:
+            each.close()
 
     def run(self, count: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call the function on the first `count` ranks and return what each returned."""
@@ -102,12 +121,14 @@ class Ranks:
             process.kill()
         for process in self._processes:
             process.join()
+        for connection in self._connections:
+            connection.close()
 
 
 @contextlib.contextmanager
-def start(count: int) -> Iterator[Ranks]:
+def start(count: int, module: str | None = None) -> Iterator[Ranks]:
     """Start ranks, and leave no process behind."""
-    ranks = Ranks(count)
+    ranks = Ranks(count, module)
     try:
         yield ranks
     finally:

@@ -1,0 +1,47 @@
+"""The Hugging Face Trainer, with fastamp's fused step and what it found in the Trainer's logs."""
+
+from typing import Any
+
+from fastamp.integrations.accelerate import prepare
+from fastamp.step import GradScaler
+
+__all__ = ["AmpTrainer"]
+
+
+class AmpTrainer:
+    """A mixin for `transformers.Trainer`, or any class of its kind: clip and step are one pass.
+
+    `class Trainer(AmpTrainer, transformers.Trainer): pass` is all that it takes; see
+    `fastamp.integrations.accelerate.prepare` for what differs. The rows of the Trainer's log have
+    its own "grad_norm", "skipped_steps", how many steps an overflow has skipped so far, and with
+    scaling "loss_scale". Checkpoints are the Trainer's own; either Trainer resumes from them.
+    Callbacks with an `on_pre_optimizer_step` see unscaled and clipped gradients, as without it.
+    A `get_train_dataloader` may return `self.accelerator.prepare(fastamp.DataLoader(...))`.
+
+    Raises:
+        ValueError: FSDP1, DeepSpeed, Megatron-LM or XLA clip and step by themselves.
+    """
+
+    scaler: GradScaler
+    """Makes the steps: `scaler.last_step` tells of the latest one."""
+    accelerator: Any
+    callback_handler: Any
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the Accelerator, for each trial of a search too, and prepare it."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.scaler = prepare(self.accelerator)
+        self.accelerator._may_fold = self._nobody_looks
+
+    def _nobody_looks(self) -> bool:
+        """Say whether no callback may look at the gradients between clip and step."""
+        hooks = (type(each).on_pre_optimizer_step for each in self.callback_handler.callbacks)
+        return all(hook.__module__ == "transformers.trainer_callback" for hook in hooks)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log a row; with the loss, what the steps found."""
+        if "loss" in logs:
+            logs["skipped_steps"] = self.scaler.skipped_steps
+            if self.scaler.is_enabled():
+                logs["loss_scale"] = self.scaler.get_scale()
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]

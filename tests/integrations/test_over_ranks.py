@@ -1,0 +1,96 @@
+"""Lightning's plugin, Fabric and loaders of ours: on one rank, and on two, with DDP and FSDP2."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import lightning_cases as cases
+from support import ranks
+from support.training import assert_same_bits, assert_same_but_for_rounding
+
+from fastamp.integrations.fabric import prepare
+
+if find_spec("lightning") is None:
+    pytest.skip("needs lightning", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def two():
+    with ranks.start(2, "lightning.pytorch") as started:
+        yield started
+
+
+def fit(options):
+    return cases.fit(**options)
+
+
+def assert_shared_out(answers):
+    """Hold that two epochs were seen once each by all ranks together."""
+    for epoch in range(2):
+        batches = [batch for answer in answers for batch in answer["seen"][6 * epoch :][:6]]
+        assert sorted(row for batch in batches for row in batch) == list(range(cases.ROWS))
+    assert answers[0]["seen"][:6] != answers[0]["seen"][6:]
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "32-true"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_ranks_train_as_one_on_the_samples_of_both(two, strategy, precision):
+    options = {"precision": precision, "strategy": strategy, "overflow": True}
+    answers = two.run(2, fit, options)
+    assert_shared_out(answers)
+    together = [a + b for a, b in zip(*(answer["seen"] for answer in answers), strict=True)]
+    expected = cases.train_by_hand(together, precision)
+    for answer in answers:
+        assert_same_bits(answer["weights"], answers[0]["weights"])
+        # The ranks' means are rounded, in fp16 to 11 bits.
+        rtol = 0.02 if precision == "16-mixed" else 1e-4
+        torch.testing.assert_close(answer["weights"], expected, rtol=rtol, atol=rtol / 10)
+        assert answer["skipped"] == 2
+        assert answer["way"].startswith("native")
+        assert answer["rate"] == [pytest.approx(0.1 * 0.9**10)]
+
+
+@pytest.mark.parametrize("share", ["shard", "lightning"])
+def test_a_loader_is_shared_out_and_resumes_on_two_ranks(two, tmp_path, share):
+    options = {"strategy": "ddp", "share": share, "folder": str(tmp_path)}
+    whole, rest = two.run(2, fit, options), two.run(2, fit, options)
+    assert_shared_out(whole)
+    for begun, resumed in zip(whole, rest, strict=True):
+        assert begun["kind"] == "DataLoader"
+        assert begun["path"].startswith("gathered by")
+        assert begun["seen"][cases.SAVED :] == resumed["seen"]
+        assert_same_bits(begun["weights"], resumed["weights"])
+
+
+def test_a_loader_resumes_in_the_middle_of_an_epoch(two, tmp_path):
+    (whole,), (rest,) = (
+        two.run(1, fit, {"share": "none", "folder": str(tmp_path)}) for _ in range(2)
+    )
+    assert whole["seen"][cases.SAVED :] == rest["seen"]
+    assert len(rest["seen"]) == 24 - cases.SAVED
+    assert_same_bits(whole["weights"], rest["weights"])
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "32-true"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_fabric_clips_and_steps_in_one_pass(two, precision, count):
+    expected = two.run(count, cases.run_fabric, precision, "none")
+    for change in ("fold", "at once"):
+        found = two.run(count, cases.run_fabric, precision, change)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert_same_but_for_rounding(ours, theirs)
+
+
+def test_fabric_raises_where_it_is_asked_to_and_clips_fused_optimizers_in_fp16(two):
+    ((said, skipped, scale, kept),) = two.run(1, cases.refuse_what_is_not_finite)
+    assert said.startswith("the total norm of the gradients is inf")
+    assert (skipped, scale, kept) == (True, 4.0, True)
+
+
+def test_strategies_of_fabric_that_step_by_themselves_are_refused():
+    strategy = type("DeepSpeedStrategy", (), {})()
+    with pytest.raises(ValueError, match="its DeepSpeedStrategy clips and steps by itself"):
+        prepare(SimpleNamespace(strategy=strategy))

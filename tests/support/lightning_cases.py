@@ -1,0 +1,230 @@
+"""What ranks do in Lightning and Fabric: functions for their processes."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.trainers import LOSS, make_model
+from torch.distributed.fsdp import fully_shard
+
+import fastamp
+
+ROWS, BATCH, OVERFLOW, SAVED = 48, 4, 2, 8  # each rank has six batches in an epoch
+LAUNCHED = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def launch() -> None:
+    """Look like a process that a launcher has started, where there are ranks."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    if dist.is_initialized():
+        rank, count = str(dist.get_rank()), str(dist.get_world_size())
+        values = (rank, rank, "0", count, "localhost", "29500")
+        os.environ |= dict(zip(LAUNCHED, values, strict=True))
+
+
+def leave() -> None:
+    for name in LAUNCHED:
+        os.environ.pop(name, None)
+
+
+def make_rows() -> Any:
+    generator = torch.Generator().manual_seed(1)
+    x, y = (
+        torch.randn(ROWS, 16, generator=generator),
+        torch.randint(4, (ROWS,), generator=generator),
+    )
+    return fastamp.ArrayDataset(x, y, torch.arange(ROWS))
+
+
+def make_optimizer(parameters: Any) -> tuple[Any, Any]:
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def make_module(seen: list[list[int]], *, sharded: bool, overflow: bool) -> Any:
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = make_model()
+
+        def configure_model(self):
+            if sharded:
+                for part in (self.model[0], self.model[2], self.model):
+                    fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+        def training_step(self, batch, batch_idx):
+            x, y, rows = batch
+            seen.append(rows.tolist())
+            loss = LOSS(self.model(x), y)
+            first = not dist.is_initialized() or dist.get_rank() == 0
+            if overflow and batch_idx == OVERFLOW and first:  # of one rank alone
+                loss = loss * math.inf
+            return loss
+
+        def configure_optimizers(self):
+            optimizer, schedule = make_optimizer(self.parameters())
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    return Module()
+
+
+def fit(
+    precision: str = "32-true",
+    *,
+    strategy: str = "auto",
+    share: str = "shard",
+    overflow: bool = False,
+    folder: Any = None,
+) -> dict[str, Any]:
+    """Train for two epochs; resume from a checkpoint in the folder, if there is one, or save it.
+
+    Args:
+        precision: of the plugin.
+        strategy: "auto", "ddp" or "fsdp2".
+        share: "shard" gives a sharded loader, "lightning" leaves it to Lightning.
+        overflow: in one step of each epoch.
+        folder: of a checkpoint, of the step SAVED.
+    """
+    import lightning.pytorch as pl
+
+    from fastamp.integrations.lightning import AmpPrecision
+
+    launch()
+    try:
+        count = dist.get_world_size() if dist.is_initialized() else 1
+        known: dict[str, Any] = {"auto": "auto", "ddp": "ddp", "fsdp2": None}
+        sharded = strategy == "fsdp2"
+        chosen = known[strategy] or pl.strategies.ModelParallelStrategy(
+            data_parallel_size=count, tensor_parallel_size=1, process_group_backend="gloo"
+        )
+        scaler = fastamp.GradScaler("cpu", 1024.0) if precision == "16-mixed" else None
+        path = folder and Path(folder) / "run.ckpt"
+        there = folder and path.exists()
+
+        class Save(pl.Callback):
+            def on_train_batch_end(self, trainer, *_):
+                if trainer.global_step == SAVED:
+                    trainer.save_checkpoint(path)
+
+        plugin = AmpPrecision(precision, "cpu", scaler, package=pl.__name__)
+        quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=count,
+            strategy=chosen,
+            plugins=[plugin],
+            gradient_clip_val=0.1,
+            max_epochs=2,
+            callbacks=[Save()] if folder and not there else None,
+            use_distributed_sampler=share == "lightning",
+            **dict.fromkeys(quiet, False),
+        )
+        options = {"seed": 3, "shard": True} if share == "shard" else {"seed": 3}
+        loader = fastamp.DataLoader(make_rows(), BATCH, shuffle=True, **options)
+        seen: list[list[int]] = []
+        module = make_module(seen, sharded=sharded, overflow=overflow)
+        trainer.fit(module, loader, ckpt_path=path if there else None)
+        used = trainer.train_dataloader
+        weights = [getattr(p, "full_tensor", lambda p=p: p)() for p in module.parameters()]
+        return {
+            "weights": [weight.detach().clone() for weight in weights],
+            "seen": seen,
+            "kind": type(used).__name__,
+            "path": used.stats().path,
+            "way": plugin.scaler.last_step.way,
+            "skipped": plugin.scaler.skipped_steps,
+            "rate": trainer.lr_scheduler_configs[0].scheduler.get_last_lr(),
+        }
+    finally:
+        leave()
+
+
+def train_by_hand(batches: list[list[int]], precision: str) -> list[torch.Tensor]:
+    """Train on the samples of all ranks together."""
+    data, model = make_rows(), make_model()
+    optimizer, schedule = make_optimizer(model.parameters())
+    scaler = fastamp.GradScaler("cpu", 1024.0, enabled=precision == "16-mixed")
+    for i, rows in enumerate(batches):
+        x, y, _ = (torch.stack(column) for column in zip(*(data[row] for row in rows), strict=True))
+        context = torch.autocast("cpu", torch.float16, enabled=precision == "16-mixed")
+        with context:
+            loss = LOSS(model(x), y)
+        if i % 6 == OVERFLOW:
+            loss = loss * math.inf
+        scaler.scale(loss).backward()
+        scaler.step(optimizer, max_norm=0.1, zero_grad=True, scheduler=schedule)
+        scaler.update()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def refuse_what_is_not_finite() -> tuple[str, bool, float, bool]:
+    """Return what Fabric raises for an overflow, and what a step finds that was not refused."""
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins import MixedPrecision
+
+    from fastamp.integrations.fabric import prepare
+
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    scaler = prepare(fabric)
+    assert plugin.scaler is scaler is prepare(fabric)
+    layer = torch.nn.Linear(3, 1)
+    model, optimizer = fabric.setup(layer, torch.optim.AdamW(layer.parameters(), fused=True))
+    fabric.backward(model(torch.ones(2, 3)).sum() * math.inf)
+    before, said = layer.weight.clone(), ""
+    try:
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    except RuntimeError as error:
+        said = str(error)
+    fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+    optimizer.step()
+    kept = torch.equal(layer.weight, before)
+    return said, scaler.last_step.skipped, scaler.get_scale(), kept
+
+
+def run_fabric(precision: str, change: str) -> list[Any]:
+    """Train in Fabric, with fastamp's step or Fabric's own; return what can be seen."""
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins import MixedPrecision
+
+    from fastamp.integrations.fabric import prepare
+
+    launch()
+    try:
+        options: dict[str, Any] = {"precision": precision}
+        if precision == "16-mixed":
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            options = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+        count = dist.get_world_size() if dist.is_initialized() else 1
+        strategy = "ddp" if count > 1 else "auto"
+        fabric = Fabric(accelerator="cpu", devices=count, strategy=strategy, **options)
+        prepared = prepare(fabric, fold=change == "fold") if change != "none" else None
+        fabric.launch()
+        model = make_model()
+        wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+        loader = fabric.setup_dataloaders(fastamp.DataLoader(make_rows(), BATCH, seed=0))
+        seen = []
+        for i, (x, y, rows) in enumerate(loader):
+            fabric.backward(LOSS(wrapped(x), y))
+            if i % 3 == 2:
+                fabric.clip_gradients(wrapped, optimizer, clip_val=0.01)
+            else:
+                seen.append(fabric.clip_gradients(wrapped, optimizer, max_norm=0.1))
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(rows)
+        if prepared is not None:
+            assert prepared.last_step.way.startswith("native"), prepared.last_step.way
+        return [*seen, *model.state_dict().values()]
+    finally:
+        leave()
