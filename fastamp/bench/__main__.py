@@ -15,6 +15,7 @@ from fastamp._files import write
 from fastamp.bench import (
     baseline,
     doctor,
+    frameworks,
     gpu,
     job_table,
     latency,
@@ -36,6 +37,7 @@ PROGRAM = "python -m fastamp.bench"
 COMMANDS = {
     "amp": main_job,
     "jobs": job_table,
+    "frameworks": frameworks,
     "step": step,
     "loader": loader,
     "timer": timer,

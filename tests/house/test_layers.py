@@ -57,6 +57,12 @@ IMPORTS = {
     "fastamp.train": {"fastamp.metrics", "fastamp._files", *BOTTOM},
     "fastamp.integrations": {"fastamp.train", "fastamp.metrics", *BOTTOM},
     "fastamp.bench": {"fastamp", "fastamp.train", "fastamp.metrics", "fastamp._files", *BOTTOM},
+    "fastamp.bench.frameworks": {
+        "fastamp",
+        "fastamp.bench",
+        "fastamp.integrations",
+        "fastamp.train",
+    },
     "fastamp.bench.installation": {"fastamp.bench", "fastamp._ops.choose"},
 }
 ALONE = {"fastamp", "fastamp._ops.types", "fastamp._ops.compiled"}  # not what lies below
