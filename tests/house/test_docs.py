@@ -6,16 +6,18 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import re
 import textwrap
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import NamedTuple
 
 import pytest
 from support.processes import run_python
 
+from fastamp import integrations
 from fastamp.bench.__main__ import COMMANDS
 from fastamp.bench.tasks import EXAMPLE
 
@@ -23,11 +25,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts]
 # What a block may be called that does not run; a directive's name stands in braces.
 OTHERS = {"sh", "diff", "text", "json", "yaml", "toml"}
-EXTRAS = ("accelerate", "lightning", "wandb")
-MODULES = ["fastamp", *(f"fastamp.integrations.{name}" for name in EXTRAS)]
-PUBLIC = {f"{m}.{name}" for m in MODULES for name in importlib.import_module(m).__all__}
+INTEGRATIONS = "fastamp.integrations."
+EXTRAS = ("accelerate", "lightning", "transformers", "wandb")
 REFERENCE = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
-DESCRIBED = re.findall(r"^\.\. (?:auto|py:)\w+:: (fastamp\.\w[\w.]*)", REFERENCE, re.MULTILINE)
 
 STRICTLY = """
 import warnings
@@ -97,6 +97,19 @@ def missing(lines: list[str], text: str) -> list[str]:
     return [line for line in lines if line not in rest]
 
 
+def names_in(module: str) -> list[str]:
+    """Return the public names of a module by their path."""
+    return [f"{module}.{name}" for name in getattr(import_module(module), "__all__", ())]
+
+
+def read_reference() -> list[str]:
+    """Return the names that the reference describes."""
+    found = re.findall(r"^\.\. (?:auto|py:)(\w+):: (fastamp\.\w[\w.]*)", REFERENCE, re.MULTILINE)
+    each = (names_in(path) if kind == "module" else [path] for kind, path in found)
+    return [name for names in each for name in names]
+
+
+DESCRIBED = read_reference()
 PROGRAMS = {page: read_programs(page.read_text()) for page in PAGES}
 
 
@@ -108,7 +121,7 @@ def test_the_programs_of_a_page_run_in_silence(page, tmp_path):
             pytest.skip(f"needs {package}")
     code = RUN_PAGE.format(programs=programs, page=name_of(page))
     done = run_python(STRICTLY + code, cwd=tmp_path)
-    assert (done.returncode, done.stderr, done.left) == (0, "", [])
+    assert (done.returncode, done.stderr, done.left) == (0, "", []), done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -130,8 +143,13 @@ def test_the_diff_of_a_guide_leads_from_the_code_before_to_the_code_after(page):
 
 
 def test_the_reference_has_every_public_name_once():
+    modules = [
+        "fastamp",
+        *(info.name for info in iter_modules(integrations.__path__, INTEGRATIONS)),
+    ]
+    public = {name for module in modules for name in names_in(module)}
     assert sorted({*DESCRIBED}) == sorted(DESCRIBED)
-    assert PUBLIC - {*DESCRIBED} == set()
+    assert public - {*DESCRIBED} == set()
 
 
 def test_the_reference_has_every_command_of_the_bench():
@@ -149,7 +167,7 @@ def test_every_public_name_has_an_example_that_runs(needs, tmp_path):
     for package in needs:
         pytest.importorskip(package)
     described = sorted({*DESCRIBED} - {"fastamp.__version__"})
-    names = [name for name in described if name.startswith("fastamp.integrations.") == bool(needs)]
+    names = [name for name in described if name.startswith(INTEGRATIONS) == bool(needs)]
     done = run_python(STRICTLY + RUN_EXAMPLES, *names, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
