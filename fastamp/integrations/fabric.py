@@ -37,6 +37,18 @@ def prepare(fabric: Any, *, fold: bool = True) -> GradScaler:
     Raises:
         TypeError: the scaler is not torch's own.
         ValueError: FSDP1, DeepSpeed and XLA clip and step by themselves.
+
+    Example:
+        >>> from lightning.fabric import Fabric
+        >>> fabric = Fabric(accelerator="cpu", precision="bf16-mixed")
+        >>> scaler = prepare(fabric)
+        >>> model = torch.nn.Linear(4, 1)
+        >>> model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+        >>> fabric.backward(model(torch.ones(2, 4)).sum())
+        >>> norm = fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        >>> optimizer.step()
+        >>> scaler.last_step.skipped
+        False
     """
     strategy = fabric.strategy
     names = {cls.__name__ for cls in type(strategy).__mro__}

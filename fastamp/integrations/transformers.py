@@ -20,6 +20,14 @@ class AmpTrainer:
 
     Raises:
         ValueError: FSDP1, DeepSpeed, Megatron-LM or XLA clip and step by themselves.
+
+    Example:
+        >>> import transformers
+        >>> class Trainer(AmpTrainer, transformers.Trainer):
+        ...     pass
+        >>> options = transformers.TrainingArguments("run", use_cpu=True, report_to=[])
+        >>> Trainer(model=torch.nn.Linear(4, 1), args=options).scaler.is_enabled()
+        False
     """
 
     scaler: GradScaler
