@@ -33,7 +33,8 @@ from fastamp.bench.tasks import Training, expect, find_make, make_optimizer, mak
 from fastamp.integrations import accelerate, fabric, lightning, transformers
 from fastamp.train.options import progress, refuse
 
-PLAN = Plan(rounds=4000, warmup=2, half_width=0.01, limit_s=30.0)
+PLAN = Plan(rounds=4000, warmup=2, half_width=0.01, limit_s=20.0)
+MOST_STEPS = 128  # of an epoch
 Epoch = Callable[[], object]
 
 METRICS = "speedup/FRAMEWORK, of fastamp over the framework alone, as in speedup/lightning"
@@ -53,8 +54,9 @@ class Side:
         data = find_data(training)
         expect(data.dataset is not None, "dataset", "one with a length", "batches alone")
         order = torch.Generator().manual_seed(seed)
+        n_drawn = min(len(data.dataset), MOST_STEPS * data.batch_size)
         options: dict[str, Any] = {
-            "sampler": RandomSampler(data.dataset, generator=order),
+            "sampler": RandomSampler(data.dataset, num_samples=n_drawn, generator=order),
             "drop_last": True,
             "collate_fn": data.collate_fn,
         }

@@ -164,6 +164,7 @@ class _Optimizer:
     optimizer: torch.optim.Optimizer
     gradient_state: Any
     _split: SplitStep
+    _is_overflow: bool  # Accelerate's, which programs set to hold schedulers
     _report: StepReport | None = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -182,4 +183,4 @@ class _Optimizer:
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped; waits for the device."""
-        return self._report is not None and self._report.skipped
+        return self._is_overflow or (self._report is not None and self._report.skipped)

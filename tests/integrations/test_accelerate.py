@@ -304,6 +304,18 @@ def test_a_loop_resumes_to_the_bit_in_the_middle_of_an_epoch(precision, tmp_path
     assert rates == resumed_rates
 
 
+def test_a_program_may_hold_a_schedule_as_accelerates_own_tests_do():
+    own = make_accelerator()
+    prepare(own)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=1.0)
+    optimizer, schedule = own.prepare(
+        optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    )
+    optimizer._is_overflow = True
+    schedule.step()
+    assert schedule.get_last_lr() == [1.0]
+
+
 def test_a_prepared_optimizer_is_pickled_and_copied():
     for precision in ("fp16", "no"):
         own = make_accelerator(precision)
