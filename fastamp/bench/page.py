@@ -27,7 +27,7 @@ th:first-child, td:first-child { text-align: left } td:first-child { font-weight
 .scroll { overflow-x: auto } .results { width: 100%; overflow-wrap: normal }
 .facts { display: flex; flex-wrap: wrap; gap: 0 40px }
 .facts section { flex: 1 1 320px } .facts table { width: 100% }
-.facts th { width: 9.5rem; font-weight: 400; vertical-align: top }
+.facts th { width: 8.5rem; font-weight: 400; vertical-align: top }
 .facts th, .facts td { padding: 3px 10px 3px 0; text-align: left; font-weight: 400 }
 @media (max-width: 860px) { .wide, thead { display: none }
   .narrow { display: block; max-width: 480px }

@@ -168,7 +168,7 @@ def _draw_ratio(ratio: Ratio, axes: Any, y: float, half: float) -> None:
         if _keep([end]):
             _raise_flag(axes, end, y, half, flag)
     mark, face, edge = MARKS[ratio.verdict]
-    axes.plot(ratio.found.value, y, mark, mfc=face, mec=edge, mew=1.5, markersize=8)
+    axes.plot(ratio.found.value, y, mark, mfc=face, mec=edge, mew=1.5, markersize=9)
 
 
 def _raise_flag(axes: Any, x: float, y: float, half: float, flag: int) -> None:

@@ -117,7 +117,9 @@ def make_found(name, _device, _seed):
     mended = {arm: times_s["naive"] * rate for arm, rate in zip(repairs, rates, strict=True)}
     raced = make_race({"naive": times_s["naive"], **mended}, blocks=12, noise=0.05)
     details = {"workers": {}, "dtype": "torch.bfloat16"}
-    return job_table.Found(steps, main_, raced, details)
+    peers = {"stock": times_s["stock"], "Lightning": 1.4 * times_s["stock"]}
+    peer_race = make_race(peers, blocks=12, noise=0.05)
+    return job_table.Found(steps, main_, raced, peer_race, details)
 
 
 def fake_work(patch):
