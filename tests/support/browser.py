@@ -31,15 +31,19 @@ OPTIONS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run
 LINKS = {"a": "href", "link": "href", "img": "src", "script": "src", "iframe": "src"}
 LOOK = """
 const found = [], wide = innerWidth, say = e => '<' + e.tagName.toLowerCase() + '> '
-  + (e.textContent || '').trim().slice(0, 40);
+  + (e.textContent || '').trim().replace(/\\s+/g, ' ').slice(0, 40);
 const scrolls = document.documentElement.scrollWidth;
 if (scrolls > wide) found.push(`the page is ${scrolls} px wide`);
 const clips = e => { for (let p = e.parentElement; p && p !== document.body; p = p.parentElement)
   if (getComputedStyle(p).overflowX !== 'visible') return true; };
+const waits = e => { for (let p = e; p; p = p.parentElement)  // a drawer beside the screen
+  if (getComputedStyle(p).position === 'fixed' && p.getBoundingClientRect().left >= wide)
+    return true; };
 const shows = e => e.checkVisibility({visibilityProperty: true, opacityProperty: true});
 for (const e of document.querySelectorAll('body *')) {
   const box = e.getBoundingClientRect();
-  if (box.width && box.right > wide + 0.5 && shows(e) && !clips(e))
+  if (box.width && box.right > wide + 0.5 && shows(e) && !clips(e)
+      && !waits(e))
     found.push(`${say(e)} ends at ${Math.round(box.right)} px`);
 }
 for (const svg of document.querySelectorAll('svg')) {
