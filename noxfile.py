@@ -96,6 +96,82 @@ def cuda(session: nox.Session) -> None:
     session.run("python", "-c", check, env={"PYTHONPATH": folder, "PYTHONSAFEPATH": "1"})
 
 
+@nox.session
+def pure(session: nox.Session) -> None:
+    """Install without a C++ compiler, see what `doctor` says of it, and test the fallback."""
+    session.env.update(CXX="false", CC="false")
+    env = {"PYTHONPATH": install(session, "pure"), "PYTHONSAFEPATH": "1"}
+    del session.env["CXX"], session.env["CC"]
+    check = "import fastamp; assert fastamp.backends() == ['fallback']"
+    session.run("python", "-c", check, env=env)
+    session.run("python", "-m", "fastamp.bench", "doctor", env=env)
+    step, data = ["clip_and_norm", "backends"], ["collate", "padding", "loader", "datasets"]
+    data += ["passes", "resume", "dataset_states", "wrong_states"]
+    tests = [f"tests/step/test_{name}.py" for name in step]
+    tests += [f"tests/data/test_{name}.py" for name in data]
+    session.run("python", "-m", "pytest", "-q", *(session.posargs or tests), env=env)
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """Build the source distribution, and from it, outside of the repository, the wheel; check both.
+
+    FASTAMP_CUDA says what the wheel holds, as everywhere.
+    """
+    folder = Path("build", "package")
+    shutil.rmtree(folder, ignore_errors=True)
+    session.run("python", "-m", "build", f"--outdir={folder}", silent=True)
+    sdist, wheel = sorted(folder.iterdir(), key=lambda path: path.suffix)
+    session.run("twine", "check", "--strict", str(sdist), str(wheel))
+    session.run("check-wheel-contents", str(wheel))
+    sizes = [path.stat().st_size for path in (sdist, wheel)]
+    session.log("%s: %d bytes; %s: %d bytes", sdist.name, sizes[0], wheel.name, sizes[1])
+    if max(sizes) >= 3_000_000:
+        session.error("a package has to be smaller than 3 MB")
+
+
+ARM_NAMES = "numpy sympy networkx jinja2 fsspec filelock typing-extensions setuptools pytest"
+ARM_NAMES += " pytest-xdist hypothesis"
+ARM_STEP = ["clip_and_norm", "equivalence", "skips", "scaler", "ways", "counts", "noticed"]
+ARM_DATA = ["gather", "gather_queue", "collate", "padding", "augment", "loader", "tokens"]
+
+
+@nox.session
+def arm(session: nox.Session) -> None:
+    """Compile for aarch64, and test the step, the loader and the timer on an emulated one.
+
+    By hand, as root on Debian 12 with Python 3.11, debootstrap, qemu-user-static and
+    g++-aarch64-linux-gnu. It takes half an hour; options go to pytest.
+    """
+    root = Path("build", "arm64").absolute()
+    packages = root / "usr/local/lib/python3.11/dist-packages"
+    if not (root / "usr/bin/python3.11").exists():
+        options = ("--arch=arm64", "--variant=minbase", "--include=python3,libgomp1")
+        session.run("debootstrap", *options, "bookworm", str(root), external=True)
+    pip = ["python", "-m", "pip", "install", "-q", "--upgrade", f"--target={packages}"]
+    pip += ["--only-binary=:all:", "--implementation=cp", "--python-version=3.11"]
+    pip += [f"--platform=manylinux_2_{minor}_aarch64" for minor in (28, 27, 17)]
+    if not (packages / "torch").exists():
+        # The newest torch whose wheel for aarch64 holds no CUDA code.
+        session.run(*pip, "--no-deps", "torch==2.10.0")
+    session.run(*pip, "-c", "constraints.txt", *ARM_NAMES.split())
+    session.env["CXX"] = "aarch64-linux-gnu-g++"
+    built = Path(install(session, "arm", FASTAMP_CUDA="OFF"))
+    extension = next(built.glob("fastamp/*.so"))  # named by the Python that runs here
+    extension.rename(extension.with_name("_native.cpython-311-aarch64-linux-gnu.so"))
+    shutil.rmtree(packages / "fastamp", ignore_errors=True)
+    shutil.copytree(built, packages, dirs_exist_ok=True)
+    for name in ("csrc", "tests", "pyproject.toml", "CMakeLists.txt"):
+        session.run("cp", "-rT", name, f"{root}/root/{name}", external=True)
+    tests = [f"tests/step/test_{name}.py" for name in ARM_STEP]
+    tests += ["tests/timer", *(f"tests/data/test_{name}.py" for name in ARM_DATA)]
+    pytest = "cd /root && exec python3 -I -m pytest -q -n 0 -p no:cacheprovider"
+    inside = f"{pytest} {' '.join(session.posargs or tests)}"
+    mounts = "".join(f"mount --rbind /{name} {root}/{name} && " for name in ("proc", "sys", "dev"))
+    command = f"{mounts}exec chroot {root} /bin/sh -c '{inside}'"
+    session.run("unshare", "--mount", "/bin/sh", "-c", command, external=True)
+
+
 def sanitizer_env(session: nox.Session, kind: str) -> dict[str, str]:
     """Return what Python needs in its environment to run code that is built with a sanitizer."""
     names = {"address": ["libasan.so", "libubsan.so"], "thread": ["libtsan.so"]}[kind]

@@ -1,4 +1,4 @@
-"""What is installed: the version, the stub of the extension, what it links, what it imports."""
+"""What is packed and installed: the files, the version, the extension's stub, links and imports."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import inspect
 import re
 import shutil
 import subprocess
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,25 @@ def test_a_folder_of_tests_is_called_as_the_folder_that_it_tests():
     rooms = {path.name for path in (ROOT / "fastamp").iterdir() if path.is_dir()}
     folders = {path.name for path in (ROOT / "tests").iterdir() if any(path.glob("*.py"))}
     assert folders - rooms == {"support", "house"}
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the repository")
+def test_the_source_distribution_holds_what_the_repository_holds(tmp_path):
+    pytest.importorskip("scikit_build_core")
+    code = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
+    built = run_python(code, str(tmp_path), cwd=ROOT)
+    assert built.returncode == 0, built.stderr
+    with tarfile.open(next(tmp_path.iterdir())) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    held = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert packed == {name for name in held.splitlines() if name[0] != "."} | {"PKG-INFO"}
+
+
+def test_what_is_installed_holds_no_sources_of_the_extension():
+    files = [path for path in Path(fastamp.__file__).parent.rglob("*") if path.is_file()]
+    kinds = {path.suffix for path in files if "__pycache__" not in path.parts}
+    assert kinds - {".so", ".dylib", ".pyd"} == {".py", ".pyi", ".typed"}
 
 
 def stub_names() -> dict[str, set[str]]:

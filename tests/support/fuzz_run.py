@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = [*ROOT.glob("tests/native/*.cpp"), *ROOT.glob("csrc/step/*cpu.cpp")]
 SOURCES += [path for path in ROOT.glob("csrc/[dp]*/*.cpp") if path.name != "bind.cpp"]
 FLAGS = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-DFASTAMP_SANITIZE", "-Icsrc", "-pthread"]
-FLAGS += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+FLAGS += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-ffp-contract=off"]
 # torch's thread team, which the passes look for in the process.
 LIBRARIES = ["-ldl", "-Wl,--no-as-needed", "-lgomp"]
 
