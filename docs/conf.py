@@ -38,8 +38,9 @@ python_maximum_signature_line_length = 88
 toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
+pygments_style, pygments_dark_style = "default", "monokai"  # which colour both sides of a diff
 html_title = f"fastamp {release}"
-html_copy_source = html_show_sphinx = False
+html_copy_source = html_show_sphinx = html_show_copyright = False
 html_show_search_summary = False  # a browser may not read other pages of a folder for it
 
 
