@@ -167,6 +167,16 @@ def look(driver, home, address, width, scheme):
                 yield f"request to another host: {url}"
 
 
+def find_in_search(driver, home, word):
+    """Yield a finding if the search of a folder does not lead to a heading or name of this word."""
+    driver.get(f"{home}search.html?q={word}")
+    driver.implicitly_wait(10)  # for the first result
+    found = driver.find_elements("css selector", f"#search-results a[href$='{word}']")
+    driver.implicitly_wait(0)
+    if not found:
+        yield f"the search does not find {word}"
+
+
 def shoot(driver, path):
     """Save a picture of the whole page."""
     height = driver.execute_script("return document.documentElement.scrollHeight")
@@ -183,6 +193,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH")
     parser.add_argument("--shots", type=Path, metavar="FOLDER", help="save a picture of each view")
+    parser.add_argument("--finds", metavar="WORD", help="what the search of each folder finds")
     args = parser.parse_args()
     missing = [path for path in args.paths if not path.exists()]
     missing += [name for name in ("chromium", "chromedriver") if not shutil.which(name)]
@@ -195,6 +206,9 @@ def main():
             root = (path if path.is_dir() else path.parent).resolve()
             files = sorted(root.rglob("*.html")) if path.is_dir() else [path.resolve()]
             with serving(root) as home:
+                for each in find_in_search(driver, home, args.finds) if args.finds else ():
+                    print(f"{path}: {each}")
+                    count += 1
                 for file in files:
                     name = file.relative_to(root).as_posix()
                     found = list(find_broken_links(root, file))
