@@ -12,7 +12,16 @@ import pytest
 import torch
 from support.differences import OPTIMIZERS, TORCHS, differences
 from support.reference import update
-from support.updates import MORE_RULES, RULES, SIZES, everything, give, make, scaler_of
+from support.updates import (
+    MORE_RULES,
+    RULES,
+    SIZES,
+    everything,
+    give,
+    make,
+    scaler_of,
+    skip_where_torch_refuses,
+)
 
 import fastamp
 from fastamp import _ops
@@ -80,6 +89,8 @@ def train(name, dtype, steps, *, native, overflows=(), reload=(), **options):
     is made anew from a checkpoint.
     """
     parameters, optimizer = make(name, dtype, **options)
+    if options.get("fused"):
+        skip_where_torch_refuses(optimizer, dtype)
     ours, theirs = scaler_of(), scaler_of(torch.amp.GradScaler)
     ways, states = [], []
     for step in range(steps):

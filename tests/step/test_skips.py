@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.bits import bits
 from support.gradients import parameters_with
-from support.updates import RULES, SIZES, give, make, scaler_of
+from support.updates import RULES, SIZES, give, make, scaler_of, skip_where_torch_refuses
 
 import fastamp
 
@@ -55,12 +55,6 @@ def with_gradients(parameters, memory, scale, bad=()):
         p.grad = put_into(memory, p.grad)
     for place, value in bad:
         parameters[place].grad.view(-1)[-1] = value
-
-
-def skip_where_torch_refuses(optimizer, dtype):
-    """Fused Adagrad takes no scale in torch 2.6, and then float16 gradients are an error."""
-    if dtype is torch.float16 and not getattr(optimizer, "_step_supports_amp_scaling", False):
-        pytest.skip("torch refuses float16 gradients here")
 
 
 @pytest.mark.parametrize("zero_grad", [False, True])
