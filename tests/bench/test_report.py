@@ -30,13 +30,7 @@ from fastamp.bench.record import PLAIN, SCHEMA_VERSION, Case, _finite, run_cases
 from fastamp.train.options import progress
 
 VOID = {"meta", "link"}
-PICTURES = [
-    "Comparisons",
-    "Where the time of a step goes",
-    "Memory",
-    "Times",
-    "Training loss",
-]
+PICTURES = ["Comparisons", "Where the time of a step goes", "Memory", "Times", "Training loss"]
 MADE_UP = [*RUNS, "jobs"]
 
 
