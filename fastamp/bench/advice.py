@@ -208,7 +208,8 @@ def advise(
         gains: what a race of this job has measured end to end, by `Advice.part`.
         ratios: how many times as fast the step alone becomes, by "fused" and "step".
     """
-    gains, ratios = gains or {}, ratios or {}
+    gains = {part: gain for part, gain in (gains or {}).items() if not gain.says_nothing}
+    ratios = ratios or {}
     found = [
         each if each.part not in gains else replace(each, gain=gains[each.part], why=RACED)
         for about in (_about_data, _about_step, _about_precision, _about_waits)

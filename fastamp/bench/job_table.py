@@ -97,7 +97,7 @@ def _run(args: argparse.Namespace, names: list[str]) -> Report:
     races = {name: each.main for name, each in found.items()}
     with_peers = {f"{name}, peers": each.peers for name, each in found.items() if each.peers}
     notes = [
-        "ms a step; times as fast with 95 % intervals",
+        "ms a step: medians; times as fast: medians over rounds, with 95 % intervals",
         "over stock: fastamp's loop, or the one that the row names",
         "rows of a part: the naive loop with this part mended",
         *(f"{name}: {_text(name)} {_describe(each)}" for name, each in found.items()),
@@ -118,11 +118,14 @@ def _run(args: argparse.Namespace, names: list[str]) -> Report:
 def say_in_words(metrics: dict[str, Interval], names: list[str]) -> str:
     """Return what fastamp brings to each job, in one sentence."""
     ratios = {name: metrics[f"speedup/{name}/fastamp"] for name in names}
-    changed = {n: ratio for n, ratio in ratios.items() if ratio.low > 1 or ratio.high < 1}
+    unclear = [name for name, ratio in ratios.items() if ratio.says_nothing]
+    known = {n: ratio for n, ratio in ratios.items() if n not in unclear}
+    changed = {n: ratio for n, ratio in known.items() if ratio.low > 1 or ratio.high < 1}
     made = [f"{name} {ratio.value:.2f}x" for name, ratio in changed.items()]
     parts = [f"makes {_join(made)} as fast" if made else ""]
-    same = _join([name for name in names if name not in changed])
+    same = _join([name for name in names if name not in changed and name not in unclear])
     parts += [f"changes nothing that can be measured in {same}" if same else ""]
+    parts += [f"cannot be judged in {_join(unclear)}, whose times vary too much" if unclear else ""]
     return f"Compared with a good loop of torch alone, fastamp {_join([*filter(None, parts)])}."
 
 

@@ -35,6 +35,11 @@ class Interval:
         """Return a figure that was counted, not estimated."""
         return cls(value=value, low=value, high=value)
 
+    @property
+    def says_nothing(self) -> bool:
+        """Say whether a ratio may be anything: too few blocks, or times that vary too much."""
+        return not 0 < self.high < 4 * self.low
+
     def scaled(self, change: Callable[[float], float]) -> "Interval":
         """Apply a growing function to the figure and both ends."""
         return Interval(value=change(self.value), low=change(self.low), high=change(self.high))

@@ -56,6 +56,8 @@ def _memory_saving(found: Results, base: str, judged: str) -> tuple[Interval | N
 def _accuracy_gap(found: Results, base: str, judged: str) -> tuple[Interval | None, str]:
     losses = zip(last_losses(found, judged), last_losses(found, base), strict=True)
     for ours, theirs in losses:
+        if not math.isfinite(theirs):
+            return None, f"the task itself diverges: a loss of {theirs} in {base} too"
         if not math.isfinite(ours - theirs):
             return Interval.exact(math.inf), f"a loss of {ours} against {theirs}"
     pairs = list(zip(found.scores[judged], found.scores[base], strict=True))
@@ -90,6 +92,10 @@ def _windows(found: Results, arm: str) -> list[float]:
 def say_in_words(found: Results, advice: list[Advice]) -> str:
     """Return what mixed precision and fastamp bring, and what is next, in one sentence."""
     race, judged = found.race, found.race.arms[-1]
+    if race.ratio(STOCK).says_nothing or race.ratio(judged, STOCK).says_nothing:
+        return (
+            f"{len(race.blocks())} blocks of such times say nothing: try again with more --steps."
+        )
     speed, memory = _speed(race.ratio(STOCK)), _memory(found)
     precision = f"Mixed precision makes this model {speed} on this machine{memory}"
     following = "nothing else would make a step faster by 2 %"

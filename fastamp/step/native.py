@@ -86,7 +86,10 @@ def _read(optimizer: Optimizer, update: Update) -> "tuple[Packed | str, Parts | 
 def _why_torchs(optimizer: Optimizer) -> _Told | str:
     """Say what of the optimizer only torch's step respects; or return whom to tell of a step."""
     if type(optimizer) not in _RULES:  # a subclass may do anything
-        return f"{type(optimizer).__name__} is not one of torch's own"
+        kind, name = type(optimizer), type(optimizer).__name__
+        if getattr(torch.optim, name, None) is kind:
+            return f"fastamp has no update of its own for {name}"
+        return f"{name} is not one of torch's own"
     own = vars(optimizer)
     hooks = own["_optimizer_step_pre_hooks"], own["_optimizer_step_post_hooks"]
     if counts.others_in(*hooks) or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:

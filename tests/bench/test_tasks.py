@@ -335,3 +335,7 @@ def test_one_sentence_says_it_all():
     assert "memory" not in said
     assert "fastamp adds nothing that can be measured" in said
     assert not re.search(r"nan|inf", said)
+    few = results(0.93, 1.0)
+    del few.race.rounds[2:]
+    said = targets.say_in_words(few, [nothing])
+    assert said.endswith("blocks of such times say nothing: try again with more --steps.")

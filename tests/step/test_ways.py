@@ -66,6 +66,9 @@ def test_a_subclass_steps_itself(backend):
     give(parameters)
     report = fastamp.optimizer_step(Subclass(parameters), max_norm=1.0)
     assert "Subclass is not one of torch's own" in report.way
+    give(parameters)
+    report = fastamp.optimizer_step(torch.optim.RMSprop(parameters), max_norm=1.0)
+    assert "fastamp has no update of its own for RMSprop" in report.way
 
 
 def test_a_class_whose_step_is_patched_steps_itself(backend, monkeypatch):
