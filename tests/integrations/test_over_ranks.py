@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -23,10 +24,6 @@ def two():
         yield started
 
 
-def fit(options):
-    return cases.fit(**options)
-
-
 def assert_shared_out(answers):
     """Hold that two epochs were seen once each by all ranks together."""
     for epoch in range(2):
@@ -39,7 +36,7 @@ def assert_shared_out(answers):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_ranks_train_as_one_on_the_samples_of_both(two, strategy, precision):
     options = {"precision": precision, "strategy": strategy, "overflow": True}
-    answers = two.run(2, fit, options)
+    answers = two.run(2, partial(cases.fit, **options))
     assert_shared_out(answers)
     together = [a + b for a, b in zip(*(answer["seen"] for answer in answers), strict=True)]
     expected = cases.train_by_hand(together, precision)
@@ -56,7 +53,10 @@ def test_two_ranks_train_as_one_on_the_samples_of_both(two, strategy, precision)
 @pytest.mark.parametrize("share", ["shard", "lightning"])
 def test_a_loader_is_shared_out_and_resumes_on_two_ranks(two, tmp_path, share):
     options = {"strategy": "ddp", "share": share, "folder": str(tmp_path)}
-    whole, rest = two.run(2, fit, options), two.run(2, fit, options)
+    whole, rest = (
+        two.run(2, partial(cases.fit, **options)),
+        two.run(2, partial(cases.fit, **options)),
+    )
     assert_shared_out(whole)
     for begun, resumed in zip(whole, rest, strict=True):
         assert begun["kind"] == "DataLoader"
@@ -67,7 +67,7 @@ def test_a_loader_is_shared_out_and_resumes_on_two_ranks(two, tmp_path, share):
 
 def test_a_loader_resumes_in_the_middle_of_an_epoch(two, tmp_path):
     (whole,), (rest,) = (
-        two.run(1, fit, {"share": "none", "folder": str(tmp_path)}) for _ in range(2)
+        two.run(1, partial(cases.fit, share="none", folder=str(tmp_path))) for _ in range(2)
     )
     assert whole["seen"][cases.SAVED :] == rest["seen"]
     assert len(rest["seen"]) == 24 - cases.SAVED
