@@ -55,6 +55,8 @@ def test_a_pure_python_install_is_named_with_its_remedy(look, monkeypatch):
 
 def test_compiled_code_that_cannot_be_loaded_is_served_by_python_and_named(look, monkeypatch):
     monkeypatch.setattr(choose, "_is_installed", lambda: True)
+    monkeypatch.setattr(choose, "_only", None)
+    monkeypatch.delenv("FASTAMP_BACKEND", raising=False)
     monkeypatch.setitem(sys.modules, "fastamp._ops.compiled", None)
     monkeypatch.delattr("fastamp._ops.compiled", raising=False)
     choose._backends.cache_clear()

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+import fastamp
 from fastamp.bench import gpu
 from fastamp.bench.__main__ import main
 from fastamp.bench.gpu import Event, count_s, find_share
@@ -29,6 +30,7 @@ def test_kernels_are_found_by_their_names_and_added_up():
     assert found == pytest.approx(expected)
 
 
+@pytest.mark.skipif("cpu" not in fastamp.backends(), reason="needs the compiled core")
 def test_a_kernels_share_is_its_bytes_over_its_time_against_the_copys(monkeypatch):
     calls = []
 

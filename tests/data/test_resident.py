@@ -68,6 +68,8 @@ def test_resident_batches_and_states_are_those_of_the_host(name, model, tmp_path
     options = {"batch_size": 2, "shuffle": True, "seed": 3}
     host = fastamp.DataLoader(dataset, **options)
     there = fastamp.DataLoader(dataset, device="cuda:1", resident=True, **options)
+    if name == "nested" and torch.__version__ < (2, 10):
+        pytest.skip("torch 2.6 collates NumPy's booleans as another type")
     assert str(there).endswith("gathered on cuda:1")
     for stop in (1, 3):
         expected, batches = [*host], iter(there)

@@ -31,6 +31,13 @@ NEVER_CERTAIN = torch.tensor(math.nan)
 """A scale with which all is added again where float64 is slow."""
 
 
+@pytest.fixture(autouse=True)
+def kernels(request):
+    """Skip tests of kernels that are not there."""
+    if request.node.get_closest_marker("emulated") and emulated_ops() is None:
+        pytest.skip("no compiled core, no C++ compiler or no glibc")
+
+
 def memory_of_gradients(rng, small):
     """Make memory and where a gradient begins in it: many, or large ones; some are not finite."""
     many, most = rng.choice([(1, 140_000), (20, 9000)] if small else [(2300, 9000), (10, 1 << 20)])

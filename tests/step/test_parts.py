@@ -29,6 +29,8 @@ def four():
     ids=str,
 )
 def test_parts_are_stepped_as_the_whole(four, layout, rule, dtype, backend):
+    if layout == "mixed" and torch.__version__ < (2, 10):
+        pytest.skip("torch 2.6 remembers meshes of process groups that are gone")
     zero_grad = rule == "adam"
     count = 2 if layout == "fsdp" else 4
     for alone, ours in four.run(
