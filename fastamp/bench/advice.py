@@ -213,7 +213,7 @@ def advise(
     found = [
         each if each.part not in gains else replace(each, gain=gains[each.part], why=RACED)
         for about in (_about_data, _about_step, _about_precision, _about_waits)
-        for each in about(profile, ratios)
+        for each in about(profile, {**ratios, **gains})
     ]
     helpful = [each for each in found if each.gain.value >= LEAST_GAIN]
     if helpful:
@@ -268,12 +268,13 @@ def _about_step(profile: Profile, ratios: Mapping[str, Interval]) -> Iterator[Ad
         yield Advice(part=part, what=what, gain=profile.gain(ratio, "step"), why=why)
 
 
-def _about_precision(profile: Profile, _: Mapping[str, Interval]) -> Iterator[Advice]:
+def _about_precision(profile: Profile, known: Mapping[str, Interval]) -> Iterator[Advice]:
     device, dtype = profile.device.partition(":")[0], profile.facts.dtype
     reason = no_speed_reason(device, "fp16" if dtype == "float16" else "bf16")
     share = profile.share("forward", "backward")
     why = f"the model's forward and backward pass take {share:.0%} of a step"
-    if reason is None and dtype in {None, "float32"}:
+    raced = "precision" in known  # this precision against FP32
+    if reason is None and dtype in {None, "float32"} and not raced:
         most = PRECISION[device]
         ratio = Interval(value=math.nan, low=1.0, high=most)
         gain = profile.gain(ratio, "forward", "backward")
@@ -282,7 +283,7 @@ def _about_precision(profile: Profile, _: Mapping[str, Interval]) -> Iterator[Ad
         )
         why += f", and `bench` has measured up to {most:g}x for its own GPT: try --task on yours"
         yield Advice(part="precision", what=what, gain=gain, why=why)
-    elif reason is not None and dtype in {"bfloat16", "float16"}:
+    elif (reason is not None or raced) and dtype in {"bfloat16", "float16"}:
         gain = profile.gain(VANISHES, "forward", "backward")
         what = "train in FP32 here: leave out torch.autocast"
         yield Advice(part="precision", what=what, gain=gain, why=f"{reason}, and {why}")

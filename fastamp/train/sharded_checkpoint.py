@@ -2,6 +2,7 @@
 
 import pickle
 import zlib
+from enum import EnumMeta
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -121,12 +122,21 @@ class _Index(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what the index names, if it may."""
+        if (module, name) == ("builtins", "getattr"):  # before Python 3.11.4, of an enumeration
+            return _member_of
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         is_path = module.startswith("pathlib") and name in {"PosixPath", "WindowsPath"}
         if is_dtype or is_path or name in _NAMES.get(module, ()):
             return super().find_class(module, name)
         msg = f"names {module}.{name}, which is no part of an index of tensors"
         raise pickle.UnpicklingError(msg)
+
+
+def _member_of(kind: Any, name: str) -> Any:
+    if not isinstance(kind, EnumMeta):
+        msg = f"names an attribute of {short(kind)}"
+        raise pickle.UnpicklingError(msg)
+    return kind[name]
 
 
 def _check_index(path: Path) -> None:

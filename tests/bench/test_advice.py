@@ -133,6 +133,10 @@ def test_what_was_raced_on_the_job_is_given_as_it_is():
     profile = Profile(device="cpu", steps=9, parts=parts, facts=Facts(fused=True, dtype="bfloat16"))
     (found,) = advise(profile, gains=gains)
     assert (found.part, found.gain, found.why) == ("loader", gains["loader"], "raced on this job")
+    (found, _) = advise(profile, gains=gains | {"precision": Interval.exact(1.7)})  # of FP32 to it
+    assert (found.what, found.gain.value) == ("train in FP32 here: leave out torch.autocast", 1.7)
+    unclear = Interval(value=0.9, low=0.0, high=math.inf)
+    assert "raced" not in advise(profile, gains=gains | {"step": unclear})[0].why
 
 
 def test_facts_are_those_of_all_optimizers_and_name_what_is_none():

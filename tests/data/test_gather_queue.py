@@ -352,9 +352,6 @@ def test_slots_given_back_by_another_thread_are_filled_again(native, monkeypatch
 def test_threads_that_wait_at_once_are_refused_and_lose_nothing(native):
     columns = [random_bytes(64, 1 << 17)]
     queue = make_queue(native, columns, depth=4, num_threads=0)
-    jobs = [Job(columns, random.integers(0, 64, 64)) for random in [rng()] * 4]
-    for job in jobs:
-        job.submit_to(queue)
     taken, refused = SimpleQueue(), SimpleQueue()
 
     def consume(_):
@@ -365,12 +362,20 @@ def test_threads_that_wait_at_once_are_refused_and_lose_nothing(native):
                 if "no job to wait for" not in str(error):
                     refused.put(str(error))
 
-    at_once(3, consume)
+    for random in [rng()] * 50:  # until they meet, on a busy machine
+        jobs = [Job(columns, random.integers(0, 64, 64)) for _ in range(4)]
+        for job in jobs:
+            job.submit_to(queue)
+        at_once(3, consume)
+        for job in jobs:
+            job.check(columns)
+        if not refused.empty():
+            break
+        while not taken.empty():
+            taken.get()
     assert not refused.empty()
     while not refused.empty():
         assert refused.get() == "another thread waits for a batch of this iterator"
-    for job in jobs:
-        job.check(columns)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

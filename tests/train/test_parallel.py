@@ -31,9 +31,15 @@ from support.parallel_cases import (
 )
 from support.processes import CONTEXT, run_python
 from support.trainable import CURVES, names
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    Metadata,
+)
 
 from fastamp.train import __main__ as command
+from fastamp.train import sharded_checkpoint
+from fastamp.train.state_file import DamagedError
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed"),
@@ -413,3 +419,24 @@ def test_torchrun_trains_and_another_number_of_ranks_resumes(tmp_path, monkeypat
         monkeypatch.setenv(name, value)
     assert command.main([*args, "--parallel", "fsdp"]) == 0
     assert re.search("val_loss: .*", capsys.readouterr().out)[0] in done.stdout
+
+
+class Attribute:
+    """Is pickled as an attribute of something, as enumerations were before Python 3.11.4."""
+
+    def __init__(self, *of):
+        self.of = of
+
+    def __reduce__(self):
+        return getattr, self.of
+
+
+def test_an_index_may_name_members_of_an_enumeration_and_no_other_attribute(tmp_path):
+    path = tmp_path / ".metadata"
+    formats = _MEM_FORMAT_ENCODING
+    path.write_bytes(pickle.dumps(Attribute(formats, "TORCH_CONTIGUOUS_FORMAT")))
+    sharded_checkpoint._check_index(path)
+    for of in ((torch.Size, "numel"), (formats, "mro")):
+        path.write_bytes(pickle.dumps(Attribute(*of)))
+        with pytest.raises(DamagedError):
+            sharded_checkpoint._check_index(path)
