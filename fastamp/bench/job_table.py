@@ -1,7 +1,7 @@
 """Jobs that people have, end to end: a naive loop, a good one with torch alone, and fastamp's.
 
-Takes some six minutes for all jobs on two CPU cores, and eight where all of Accelerate, Lightning,
-torchdata and SPDL are installed, which are then raced too.
+Takes some six minutes for all jobs on two CPU cores. Where Accelerate, Lightning, torchdata or SPDL
+are installed, they are raced too, which takes several minutes more.
 """
 
 import argparse
