@@ -29,6 +29,14 @@ data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.arange(64) % 3)
 def fail(*args, **options):
     raise ArithmeticError("of the user's own")
 """
+
+
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch):
+    """Keep the folders of tasks out of other tests' processes: one has a json.py."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
 # What make returns, and what is said of it; a line in braces is a function body.
 BROKEN = {
     "return fail()": "make: make('cpu', 0) raised ArithmeticError: of the user's own",
@@ -231,12 +239,11 @@ def make(device, seed):
     assert done.left == []
 
 
-def test_a_module_and_its_neighbours_can_be_a_task(quick, tmp_path, monkeypatch):
+def test_a_module_and_its_neighbours_can_be_a_task(quick, tmp_path):
     (tmp_path / "neighbour_of_task.py").write_text(HEAD)
     (tmp_path / "task_of_folder.py").write_text(
         "from neighbour_of_task import *\ndef make(*_):\n    return model, data, loss\n"
     )
-    monkeypatch.setattr(sys, "path", [*sys.path])
     make = tasks.find_make(f"{tmp_path}/task_of_folder.py:make")
     assert tasks.find_make("task_of_folder:make") is make
     assert isinstance(tasks.make_training(make, "cpu", 0).model, nn.Linear)
