@@ -14,15 +14,26 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from time import perf_counter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
 from fastamp.bench.arms import Arm, Run
 from fastamp.bench.environment import no_speed_reason
-from fastamp.bench.job_peers import PEERS, list_peers, make_peer
+from fastamp.bench.in_frameworks import Epoch
+from fastamp.bench.job_peers import PEERS, begin_peer, list_peers
 from fastamp.bench.jobs import JOBS
-from fastamp.bench.loops import ARMS, PARTS, Data, Loop, find_data, list_parts, list_workers
+from fastamp.bench.loops import (
+    AGREE_STEPS,
+    ARMS,
+    PARTS,
+    Data,
+    Loop,
+    check_losses,
+    find_data,
+    list_parts,
+    list_workers,
+)
 from fastamp.bench.race import Interval, Plan, Race, run_race, show
 from fastamp.bench.record import Report, Task, Verdict, judge
 from fastamp.bench.tasks import Training, draw, find_make, make_loader, make_training
@@ -36,9 +47,6 @@ WORKER_STEPS = 8  # at least, where the first batch of a pass has to be waited f
 EPOCHS = 4  # and so many times as many in the race of the whole loops, where they are so few
 TRIALS = 2  # short epochs, of which the fastest says which workers and precision a loop gets
 CLEARLY = 0.95  # of the time, at which workers or a lower precision are taken
-AGREE_STEPS = 4  # the first losses, before small differences grow
-# Of losses: the same samples in one precision, in two; and other crops or filters of the images.
-SAME, PRECISE, ALIKE = 1e-3, 3e-2, 0.1
 # How many times as fast as the stock loop, or as the naive one, fastamp's should be.
 TARGETS = {"cpu": {"mlp": 1.6, "tabular": 2.0, "rl": 2.0}, "cuda": {"groups": 1.3}}
 OVER_NAIVE = {"gpt": 1.5}
@@ -142,22 +150,20 @@ def _measure(name: str, device: str, seed: int) -> Found:
     seen: dict[str, list[float]] = {}
     losses: dict[str, list[float]] = {}  # the first ones, of the loops of one race
 
-    def begin(arm: str, steps: int, closing: ExitStack) -> Callable[[], None] | None:
+    def begin(arm: str, steps: int, closing: ExitStack) -> Epoch | None:
         """Train one visit of a loop, and return what trains another; None of one that cannot."""
         parts = list_parts("stock" if arm in PEERS else arm)
         workers = chosen["workers"][parts["loader"]]
         loop = make(parts, dtype=chosen["dtype"], steps=steps, workers=workers)
         torch.manual_seed(seed)  # of dropout
-        trained: Any = loop
+        epoch: Epoch | None = loop.epoch
         if arm in PEERS:
-            trained = make_peer(arm, name, loop, workers)
-            if trained is None:
-                return None
-            closing.callback(trained.close)
+            epoch = begin_peer(arm, name, loop, closing, workers)
         else:
             loop.epoch()
-        losses[arm] = [float(loss) for loss in loop.losses[:AGREE_STEPS]]
-        return cast("Callable[[], None]", trained.epoch)
+        if epoch is not None:
+            losses[arm] = [float(loss) for loss in loop.losses[:AGREE_STEPS]]
+        return epoch
 
     def race(arms: list[str], steps: int, plan: Plan) -> Any:
         """Race loops of the same losses; None where there is only one."""
@@ -229,26 +235,6 @@ def _choose(
         )
         dtype = torch.bfloat16 if low < CLEARLY * full else None
     return {"steps": steps, "repair_steps": repair_steps, "workers": workers, "dtype": dtype}
-
-
-def check_losses(
-    name: str, losses: dict[str, list[float]], *, is_same: bool, dtype: torch.dtype | None
-) -> None:
-    """Compare the first losses of all loops with those of the first loop.
-
-    Raises:
-        AssertionError: they differ by more than rounding does, or, where loops read other crops of
-            the same images, in the mean by a tenth.
-    """
-    base = next(iter(losses))
-    for arm, values in losses.items():
-        pair = [torch.tensor(values), torch.tensor(losses[base])]
-        precisions = {list_parts(each)["precision"] for each in (arm, base)}
-        rtol = SAME if dtype is None or len(precisions) == 1 else PRECISE
-        if not is_same:
-            pair, rtol = [losses.mean() for losses in pair], ALIKE
-        say_where = partial("{}, {}: {}".format, name, arm)
-        torch.testing.assert_close(*pair, rtol=rtol, atol=rtol, msg=say_where)
 
 
 def _ratios(name: str, found: Found) -> Iterator[tuple[str, Interval]]:

@@ -31,6 +31,9 @@ from fastamp.data.gather import find_path
 
 ARMS = ("naive", "stock", "fastamp")
 MOST_PERMUTED = 100_000  # rows
+AGREE_STEPS = 4  # the first losses, before small differences grow
+# Of losses: the same samples in one precision, in two; and other crops or filters of the images.
+SAME, PRECISE, ALIKE = 1e-3, 3e-2, 0.1
 
 
 class Data(NamedTuple):
@@ -266,3 +269,23 @@ def list_parts(arm: str) -> dict[str, str]:
     if repaired:
         return dict.fromkeys(PARTS, "naive") | {part: repaired}
     return {part: arm if arm in known else "stock" for part, known in PARTS.items()}
+
+
+def check_losses(
+    name: str, losses: dict[str, list[float]], *, is_same: bool, dtype: torch.dtype | None
+) -> None:
+    """Compare the first losses of all loops with those of the first loop.
+
+    Raises:
+        AssertionError: they differ by more than rounding does, or, where loops read other crops of
+            the same images, in the mean by a tenth.
+    """
+    base = next(iter(losses))
+    for arm, values in losses.items():
+        pair = [torch.tensor(values), torch.tensor(losses[base])]
+        precisions = {list_parts(each)["precision"] for each in (arm, base)}
+        rtol = SAME if dtype is None or len(precisions) == 1 else PRECISE
+        if not is_same:
+            pair, rtol = [losses.mean() for losses in pair], ALIKE
+        say_where = partial("{}, {}: {}".format, name, arm)
+        torch.testing.assert_close(*pair, rtol=rtol, atol=rtol, msg=say_where)

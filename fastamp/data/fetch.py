@@ -3,7 +3,7 @@
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -163,6 +163,15 @@ def _hand_on(measured: Measured) -> Measured:
     return measured
 
 
+def _bury(workers: Sequence[Any]) -> bool:
+    """Wait for a worker that may be dying, so that torch's handler does not tell of it again."""
+    sentinels = {worker.sentinel: worker for worker in workers}
+    dead = wait(sentinels, timeout=1.0) if sentinels else []
+    for sentinel in dead:
+        sentinels[sentinel].join()
+    return bool(dead)
+
+
 @dataclass(eq=False, repr=False)
 class FetchSource(Iterator[Any]):
     """The batches of torch's iterator over the loader that `make_inner` makes."""
@@ -208,8 +217,8 @@ class FetchSource(Iterator[Any]):
             self._states.append(self._notes)
             raise
         except (ConnectionError, EOFError) as error:
-            # So torch tells of a worker that died after it had announced a batch; it may be dying.
-            if workers and wait([worker.sentinel for worker in workers], timeout=1.0):
+            # So torch tells of a worker that died after it had announced a batch.
+            if _bury(workers):
                 msg = "DataLoader worker exited unexpectedly: its last batch is lost"
                 raise RuntimeError(msg) from error
             raise

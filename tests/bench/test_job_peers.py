@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -45,11 +46,11 @@ def test_a_peer_takes_the_steps_of_the_stock_loop(name):
         for _ in range(3):
             expected.epoch()
         torch.manual_seed(3)
-        peer = job_peers.make_peer(name, "rows", loop, {})
-        assert len(loop.losses) == 3
-        peer.epoch()
-        peer.epoch()
-        peer.close()
+        with ExitStack() as closing:
+            epoch = job_peers.begin_peer(name, "rows", loop, closing, {})
+            assert len(loop.losses) == 3
+            epoch()
+            epoch()
         # Lightning does not clip for a fused optimizer under autocast.
         rtol = 1e-2 if name == "Lightning" and dtype is not None else 0.0
         for ours, theirs in (
@@ -61,23 +62,23 @@ def test_a_peer_takes_the_steps_of_the_stock_loop(name):
 
 
 def test_a_peer_that_does_not_run_is_named_and_left_out(monkeypatch, capsys, tmp_path):
-    class Broken:
-        def __init__(self, *_):
-            pass
+    closed = []
 
-        def epoch(self):
+    def break_down(_loop, closing):
+        closing.callback(closed.append, "broken")
+
+        def epoch():
             msg = "no such thing\nas this"
             raise RuntimeError(msg)
 
-        def close(self):
-            pass
+        return epoch
 
     def cannot_begin(*_):
         msg = "libfoo"
         raise ImportError(msg)
 
-    stock = {"again": lambda loop, _: loop_peer(loop)}
-    monkeypatch.setattr(job_peers, "PEERS", stock | {"broken": Broken, "missing": cannot_begin})
+    peers = {"again": lambda loop, _: loop.epoch, "broken": break_down, "missing": cannot_begin}
+    monkeypatch.setattr(job_peers, "PEERS", peers)
     monkeypatch.setattr(job_table, "PEERS", job_peers.PEERS)
     monkeypatch.setattr(job_table, "list_peers", lambda: list(job_peers.PEERS))
     monkeypatch.setitem(JOBS, "rows", make_rows)
@@ -88,20 +89,13 @@ def test_a_peer_that_does_not_run_is_named_and_left_out(monkeypatch, capsys, tmp
     assert main(["jobs", "rows", "--device", "cpu", "--json", str(path)]) == 0
     said = capsys.readouterr().err
     assert "rows: broken is not raced: no such thing\n" in said
+    assert closed == ["broken"]
     assert "rows: missing is not raced: libfoo\n" in said
     found = json.loads(path.read_text())
     assert "speedup/rows/again" in found["metrics"]
     assert [row["job"] for row in found["table"]][-1] == "rows: again"
     assert found["table"][-1]["over stock"]
     assert not [key for key in found["metrics"] if "broken" in key or "missing" in key]
-
-
-class loop_peer:  # noqa: N801 - the stock loop as a peer of itself
-    def __init__(self, loop):
-        self.epoch = loop.epoch
-
-    def close(self):
-        pass
 
 
 def test_only_installed_peers_are_listed(monkeypatch):

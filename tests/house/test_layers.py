@@ -57,11 +57,10 @@ IMPORTS = {
     "fastamp.train": {"fastamp.metrics", "fastamp._files", *BOTTOM},
     "fastamp.integrations": {"fastamp.train", "fastamp.metrics", *BOTTOM},
     "fastamp.bench": {"fastamp", "fastamp.train", "fastamp.metrics", "fastamp._files", *BOTTOM},
-    "fastamp.bench.frameworks": {
+    "fastamp.bench.in_frameworks": {
         "fastamp",
         "fastamp.bench",
         "fastamp.integrations",
-        "fastamp.train",
     },
     "fastamp.bench.installation": {"fastamp.bench", "fastamp._ops.choose"},
 }

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import fastamp
-from fastamp.bench import frameworks
+from fastamp.bench import frameworks, in_frameworks
 from fastamp.bench.__main__ import main
 from fastamp.bench.race import Plan
 
@@ -21,18 +21,18 @@ def make_tiny(_device, seed):
 
 def race_frameworks(names, monkeypatch, capsys):
     """Race frameworks for three blocks, and hold that the arms are what they are called."""
-    sides = []
+    loaders = []
+    make_loader = in_frameworks._make_loader
 
-    class Side(frameworks.Side):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            sides.append(self)
+    def keep(loop, *, ours, **options):
+        loaders.append(make_loader(loop, ours=ours, **options))
+        return loaders[-1]
 
     monkeypatch.setitem(frameworks.JOBS, "tiny", make_tiny)
     monkeypatch.setattr(frameworks, "PLAN", Plan(rounds=8, warmup=2))
-    monkeypatch.setattr(frameworks, "Side", Side)
+    monkeypatch.setattr(in_frameworks, "_make_loader", keep)
     assert main(["frameworks", *names, "--task", "tiny"]) == 0
     printed = capsys.readouterr().out
     assert all(f"\n{name} " in printed for name in names)
-    assert [side.ours for side in sides] == [False, True] * len(names)
-    assert all(isinstance(side.loader, fastamp.DataLoader) is side.ours for side in sides)
+    are_ours = [isinstance(loader, fastamp.DataLoader) for loader in loaders]
+    assert are_ours == [False, True] * len(names)
