@@ -126,7 +126,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
     def count(name: str, *outcomes: str) -> int:
         reports = [r for outcome in outcomes for r in terminalreporter.stats.get(outcome, [])]
-        return sum(("counted", name) in r.user_properties for r in reports)
+        return sum(("counted", name) in getattr(r, "user_properties", ()) for r in reports)
 
     counts = [
         f"{title}: {count(name, 'passed', 'failed')} ran, {count(name, 'skipped')} skipped"
