@@ -24,6 +24,7 @@ from fastamp.step import (
     clip_grads_with_norm_,
     compute_effective_precision,
     get_total_norm,
+    nonfinite_parameters,
     optimizer_step,
 )
 from fastamp.timer import RegionStats, Timer
@@ -69,6 +70,7 @@ __all__ = [
     "fine_tune",
     "get_total_norm",
     "get_worker_info",
+    "nonfinite_parameters",
     "optimizer_step",
     "prefetch",
     "sample_rng",

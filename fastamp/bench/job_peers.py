@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import BatchSampler, default_collate
 
 from fastamp.bench.in_frameworks import Epoch, train_in_accelerate, train_in_lightning
 from fastamp.bench.loader import Batches
@@ -39,25 +39,27 @@ def _move(loader: Any, device: str) -> Iterator[Any]:
         )
 
 
+def _fetch(loop: Loop, join: Callable[[list[Any]], Any]) -> Callable[[list[int]], Any]:
+    """Return what makes a whole batch, so that a peer hands few things from thread to thread."""
+    dataset = loop.data.by_torch()
+    return lambda rows: join([dataset[row] for row in rows])
+
+
 def _make_torchdata(loop: Loop, join: Callable[[list[Any]], Any], num_workers: int) -> Batches:
     """Return a pipeline of torchdata's nodes, with threads in place of workers."""
-    nodes, dataset = importlib.import_module("torchdata.nodes"), loop.data.by_torch()
+    nodes = importlib.import_module("torchdata.nodes")
     rows = nodes.Batcher(nodes.SamplerWrapper(loop.sampler), loop.data.batch_size)
-
-    def fetch(batch: list[int]) -> Any:
-        return join([dataset[row] for row in batch])
-
     threads = {"num_workers": num_workers, "method": "thread"}
-    loader: Batches = nodes.Loader(nodes.ParallelMapper(rows, fetch, **threads))
+    loader: Batches = nodes.Loader(nodes.ParallelMapper(rows, _fetch(loop, join), **threads))
     return loader
 
 
 def _make_spdl(loop: Loop, join: Callable[[list[Any]], Any], num_workers: int) -> Batches:
     """Return SPDL's DataLoader, which always has a thread."""
+    rows = BatchSampler(loop.sampler, loop.data.batch_size, drop_last=True)
     options: dict[str, Any] = {"num_threads": num_workers or 1, "output_order": "input"}
-    options |= {"preprocessor": loop.data.by_torch().__getitem__, "aggregator": join}
     spdl = importlib.import_module("spdl.dataloader")
-    loader: Batches = spdl.DataLoader(loop.sampler, batch_size=loop.data.batch_size, **options)
+    loader: Batches = spdl.DataLoader(rows, preprocessor=_fetch(loop, join), **options)
     return loader
 
 

@@ -7,7 +7,7 @@ from fastamp.step.clip import (
     get_total_norm,
 )
 from fastamp.step.precision import compute_effective_precision
-from fastamp.step.report import NonFinite, StepReport
+from fastamp.step.report import NonFinite, StepReport, nonfinite_parameters
 from fastamp.step.scaler import GradScaler
 from fastamp.step.unscaled import optimizer_step
 
@@ -20,5 +20,6 @@ __all__ = [
     "clip_grads_with_norm_",
     "compute_effective_precision",
     "get_total_norm",
+    "nonfinite_parameters",
     "optimizer_step",
 ]

@@ -1,6 +1,7 @@
 """Steps that torch's optimizers make: unscaled and clipped in their kernels, or in place."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -118,6 +119,9 @@ def _step_as_torch(
         retval = None if found and found[0].item() else optimizer.step(*args, **kwargs)
     found_inf = join_flags(found) if found else torch.zeros(())
     report = scaler._report(state, found_inf, "as torch: no gradient, or one of another kind")
+    if norm is not None and max_norm is not None and "stats" not in state:
+        coef = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's
+        scaler.last_step = report = replace(report, norm=norm, clip_coef=coef)
     scaler._counter(report.found_inf.device).add_(report.found_inf)
     return retval
 

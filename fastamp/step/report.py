@@ -80,10 +80,30 @@ def unmeasured(way: str, found_inf: Tensor | None = None) -> StepReport:
     return StepReport(one * torch.nan, one, found_inf, one, way)
 
 
-def find_nonfinite(
+def nonfinite_parameters(
     module: torch.nn.Module, process_group: "ProcessGroup | None" = None
 ) -> list[NonFinite]:
-    """Name the parameters of a module whose gradients hold inf or NaN, on all ranks."""
+    """Name the parameters of a module whose gradients hold inf or NaN.
+
+    Call it after a step that was skipped and before the gradients are cleared; it reads all of them
+    and waits for the device. With DTensors or a `process_group` all ranks have to call it, and get
+    the same list.
+
+    Args:
+        module: its named parameters are looked at; those without a gradient are left out.
+        process_group: whose ranks hold other parameters, as in GradScaler; needless for DTensors.
+
+    Returns:
+        One entry for each such parameter, and for each rank that holds such values. It has the
+        name, the number of NaN, the number of inf, and the index of the first of either in the
+        flattened gradient, which is the whole one of a DTensor; `rank` tells whose it is.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> model(torch.tensor([[1.0, torch.inf]])).backward()
+        >>> fastamp.nonfinite_parameters(model)
+        [NonFinite(name='weight', n_nan=0, n_inf=1, first_index=1, rank=None)]
+    """
     named = [(n, p.grad) for n, p in module.named_parameters() if p.grad is not None]
     finite = [_values_of(_ops.local_of(grad)).isfinite().all() for _, grad in named]
     found = [

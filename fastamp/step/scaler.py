@@ -17,7 +17,7 @@ from fastamp.step.by_torch import step_by_torch
 from fastamp.step.clip import torch_clip_grad_norm_
 from fastamp.step.fused import call_step, is_fused, parameters_of, share_parameters
 from fastamp.step.reading import Reading, join_flags, join_flags_of, refuse_float16
-from fastamp.step.report import NonFinite, StepReport, find_nonfinite, unmeasured
+from fastamp.step.report import NonFinite, StepReport, nonfinite_parameters, unmeasured
 from fastamp.step.schedule import Schedulers, advance, check_schedulers, settle
 
 if TYPE_CHECKING:
@@ -263,17 +263,7 @@ class GradScaler(Reading):
     def nonfinite_parameters(self, module: torch.nn.Module) -> list[NonFinite]:
         """Name the parameters of a module whose gradients hold inf or NaN.
 
-        Call it after a step that was skipped and before the gradients are cleared; it reads all
-        of them and waits for the device. With DTensors or a `process_group` all ranks have to call
-        it, and get the same list.
-
-        Args:
-            module: its named parameters are looked at.
-
-        Returns:
-            One entry for each such parameter, and for each rank that holds such values. It has the
-            name, the number of NaN, the number of inf, and the index of the first of either in the
-            flattened gradient, which is the whole one of a DTensor; `rank` tells whose it is.
+        As `fastamp.nonfinite_parameters` does, with the scaler's `process_group`.
 
         Raises:
             RuntimeError: the last step was made with zero_grad=True, and no gradient is left.
@@ -290,7 +280,7 @@ class GradScaler(Reading):
         if self._dropped and all(parameter.grad is None for parameter in module.parameters()):
             msg = "zero_grad=True: the last step left no gradients to look at; leave it out"
             raise RuntimeError(msg)
-        return find_nonfinite(module, self.process_group)
+        return nonfinite_parameters(module, self.process_group)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         """Make the scale, as torch does, and the count of skipped steps beside it."""

@@ -125,7 +125,8 @@ class Checkpointer:
         Args:
             step: how many steps are done, at least 0, and no less than before.
             every: see above; call it at the end of every step then.
-            metric: what `best` compares: a number, waited for if it is on a device.
+            metric: what `best` compares: a number, waited for if it is on a device. A save without
+                it is never the best; without `best` it is kept, and compared with nothing.
 
         Raises:
             OSError: it cannot be written, or that of the call before, in a thread, could not; the

@@ -45,6 +45,12 @@ def test_a_fused_optimizer_takes_float16_gradients(backend, device):
     torch.testing.assert_close(parameters[0].grad, grad, rtol=1e-3, atol=1e-6)
 
 
+def test_where_no_parameter_has_a_gradient_the_norm_is_torchs_0():
+    weight = torch.nn.Parameter(torch.ones(2))
+    report = fastamp.optimizer_step(torch.optim.SGD([weight]), max_norm=1.0)
+    assert (report.norm, report.clip_coef, report.skipped) == (0.0, 1.0, False)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_gradient_is_unscaled_and_clipped(backend, device, kind):
     grad = odd_gradients(device)[kind]

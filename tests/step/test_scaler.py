@@ -186,6 +186,7 @@ def test_the_one_bad_parameter_among_148_is_named(backend, device, bad, name):
     [found] = scaler.nonfinite_parameters(module)
     assert found == ("w93", n_nan, 2 - n_nan, 4 * 11 + 5)
     assert found.first_index == 49
+    assert fastamp.nonfinite_parameters(module) == [found]
 
 
 def test_fine_gradients_name_nothing(backend, device):
