@@ -52,7 +52,7 @@ def prepare(accelerator: Any, *, fold: bool = True) -> GradScaler:
     Returns:
         What makes the steps, for its `last_step` and `skipped_steps`, or a tracker's `watch`: the
         Accelerator's new scaler in the state of the old one, or where it has none one that is not
-        enabled.
+        enabled. A scaler that a program puts in later, before its optimizers, is taken over too.
 
     Raises:
         RuntimeError: a scheduler was made on a prepared optimizer before.
@@ -99,9 +99,19 @@ class _Accelerator:
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
         """Prepare an optimizer, whose steps fastamp makes."""
+        self._take_scaler()
         made = stock(self).prepare_optimizer(optimizer, device_placement)
         self._adopt(made)
         return made
+
+    def _take_scaler(self) -> None:
+        """Take over a scaler that a program has put in since `prepare`, before its optimizers."""
+        if self.scaler is None or self.scaler is self._split.scaler:
+            return
+        if any(has_methods_of(each, _Optimizer) for each in self._optimizers):
+            msg = "accelerator.scaler: it was replaced after optimizers were prepared; do so before"
+            raise RuntimeError(msg)
+        self._split.scaler = replace_scaler(self, "accelerator")
 
     def _adopt(self, optimizer: Any) -> None:
         if type(optimizer.optimizer).__module__.startswith("lomo_optim"):
@@ -114,6 +124,7 @@ class _Accelerator:
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Scale the loss if there is a scaler, and compute gradients; see Accelerate."""
+        self._take_scaler()
         self._split.before_backward()
         stock(self).backward(loss, **kwargs)
 

@@ -13,9 +13,10 @@ class AmpTrainer:
 
     `class Trainer(AmpTrainer, transformers.Trainer): pass` is all that it takes; see
     `fastamp.integrations.accelerate.prepare` for what differs. The rows of the Trainer's log have
-    its own "grad_norm", "skipped_steps", how many steps an overflow has skipped so far, and with
-    scaling "loss_scale". Checkpoints are the Trainer's own; either Trainer resumes from them.
-    Callbacks with an `on_pre_optimizer_step` see unscaled and clipped gradients, as without it.
+    its own "grad_norm", "skipped_steps", how many steps an overflow has skipped since the start or
+    the resume, and with scaling "loss_scale". Checkpoints are the Trainer's own; either Trainer
+    resumes from them. Callbacks with an `on_pre_optimizer_step` see unscaled and clipped gradients,
+    as without it.
     A `get_train_dataloader` may return `self.accelerator.prepare(fastamp.DataLoader(...))`.
 
     Raises:
@@ -30,15 +31,18 @@ class AmpTrainer:
         False
     """
 
-    scaler: GradScaler
-    """Makes the steps: `scaler.last_step` tells of the latest one."""
     accelerator: Any
     callback_handler: Any
+
+    @property
+    def scaler(self) -> GradScaler:
+        """Makes the steps: `scaler.last_step` tells of the latest one."""
+        return self.accelerator._split.scaler  # type: ignore[no-any-return]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the Accelerator, for each trial of a search too, and prepare it."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        self.scaler = prepare(self.accelerator)
+        prepare(self.accelerator)
         self.accelerator._may_fold = self._nobody_looks
 
     def _nobody_looks(self) -> bool:
