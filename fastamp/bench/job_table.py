@@ -45,7 +45,7 @@ VISIT_S = 0.15  # about as long is a visit of the stock loop
 LEAST_STEPS, MOST_STEPS = 4, 256  # of a visit
 WORKER_STEPS = 8  # at least, where the first batch of a pass has to be waited for;
 EPOCHS = 4  # and so many times as many in the race of the whole loops, where they are so few
-TRIALS = 2  # short epochs, of which the fastest says which workers and precision a loop gets
+TRIALS = 4  # short epochs, of which the fastest says which workers and precision a loop gets
 CLEARLY = 0.95  # of the time, at which workers or a lower precision are taken
 # How many times as fast as the stock loop, or as the naive one, fastamp's should be.
 TARGETS = {"cpu": {"mlp": 1.6, "tabular": 2.0, "rl": 2.0}, "cuda": {"groups": 1.3}}
@@ -204,35 +204,38 @@ def _choose(
 ) -> dict[str, Any]:
     """Choose the steps of a visit, each loader's workers and the precision, by short trials."""
 
-    def measure(arm: str, dtype: torch.dtype | None, steps: int, workers: dict[str, Any]) -> float:
-        loop = make(list_parts(arm), dtype=dtype, steps=steps, workers=workers)
+    def measure(
+        arm: str, steps: int, ways: list[tuple[dict[str, Any], torch.dtype | None]]
+    ) -> list[float]:
+        """Return each way's seconds a step: the best of trials in turn, as the machine changes."""
+        loops = [make(list_parts(arm), dtype=d, steps=steps, workers=w) for w, d in ways]
         synchronize = torch.get_device_module(device).synchronize
-        times_s = []
-        for _ in range(TRIALS + 1):  # the first prepares
-            synchronize()
-            start_s = perf_counter()
-            loop.epoch()
-            synchronize()
-            times_s.append(perf_counter() - start_s)
-        return min(times_s[1:]) / steps
+        best_s = [math.inf] * len(loops)
+        for trial in range(TRIALS + 1):  # the first prepares
+            for place, loop in enumerate(loops):
+                synchronize()
+                start_s = perf_counter()
+                loop.epoch()
+                synchronize()
+                if trial:
+                    best_s[place] = min(best_s[place], (perf_counter() - start_s) / steps)
+        return best_s
 
-    step_s = measure("stock", wanted, LEAST_STEPS, {})
+    [step_s] = measure("stock", LEAST_STEPS, [({}, wanted)])
     steps = min(max(round(VISIT_S / step_s), LEAST_STEPS), MOST_STEPS)
     longer = max(steps, WORKER_STEPS)
     workers = {}
     for arm in ARMS:
         known = list_workers(data, arm)
-        trials = [measure(arm, wanted, longer, w) for w in known] if len(known) > 1 else [0.0]
+        trials = measure(arm, longer, [(w, wanted) for w in known]) if len(known) > 1 else [0.0]
         trials[0] *= CLEARLY  # none, unless some are clearly faster
         workers[arm] = known[trials.index(min(trials))]
     repair_steps = longer if any(workers.values()) else steps
     steps = EPOCHS * repair_steps if repair_steps == WORKER_STEPS else repair_steps
     dtype = wanted
     if wanted is None and no_speed_reason(device, "bf16") is None:
-        low, full = (
-            measure("stock", each, repair_steps, workers["stock"])
-            for each in (torch.bfloat16, None)
-        )
+        ways = [(workers["stock"], each) for each in (torch.bfloat16, None)]
+        low, full = measure("stock", repair_steps, ways)
         dtype = torch.bfloat16 if low < CLEARLY * full else None
     return {"steps": steps, "repair_steps": repair_steps, "workers": workers, "dtype": dtype}
 
