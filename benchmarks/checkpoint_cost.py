@@ -71,10 +71,11 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         arms = {"no saves": make_visit(None, args.steps, [], in_thread=False)}
-        waits_s: dict[str, list[float]] = {"no saves": [0.0], "at once": [], "in a thread": []}
-        for name in list(waits_s)[1:]:
-            options = {"in_thread": name == "in a thread"}
-            arms[name] = make_visit(Path(made, name), args.steps, waits_s[name], **options)
+        waits_s = {"no saves": [0.0]}
+        for name, in_thread in {"at once": False, "in a thread": True}.items():
+            waits_s[name] = []
+            visit = make_visit(Path(made, name), args.steps, waits_s[name], in_thread=in_thread)
+            arms[name] = visit
         race = run_race(arms, Plan(rounds=args.rounds, warmup=2))
         size = max(path.stat().st_size for path in Path(made).rglob("*.pt"))
     print(f"{args.steps} steps for each save of {size / 2**20:.0f} MiB, {args.rounds} rounds")

@@ -16,13 +16,7 @@ from typing import Any
 
 import torch
 
-from fastamp.bench.in_frameworks import (
-    Epoch,
-    train_in_accelerate,
-    train_in_fabric,
-    train_in_lightning,
-    train_in_transformers,
-)
+from fastamp.bench.in_frameworks import FRAMEWORKS
 from fastamp.bench.jobs import JOBS
 from fastamp.bench.loops import AGREE_STEPS, Loop, check_losses, find_data, list_parts
 from fastamp.bench.race import Plan, run_race, show
@@ -35,13 +29,6 @@ MOST_STEPS = 128  # of an epoch
 
 METRICS = "speedup/FRAMEWORK, of fastamp over the framework alone, as in speedup/lightning"
 
-
-FRAMEWORKS: dict[str, Callable[..., Epoch]] = {
-    "accelerate": train_in_accelerate,
-    "fabric": train_in_fabric,
-    "lightning": train_in_lightning,
-    "transformers": train_in_transformers,
-}
 PACKAGES = {"fabric": "lightning"}  # whose names are others
 
 

@@ -10,7 +10,6 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from threading import Semaphore, Thread
 from typing import Any
 
@@ -177,8 +176,8 @@ def train_in_lightning(
 
     options: dict[str, Any] = {"precision": PRECISIONS[loop.dtype][1]}
     if ours:
-        plugin = partial(lightning.AmpPrecision, **options, device=loop.device)
-        options = {"plugins": [plugin(package=pl.__name__)]}
+        plugin: Any = lightning.AmpPrecision
+        options = {"plugins": [plugin(**options, device=loop.device, package=pl.__name__)]}
     trainer = pl.Trainer(
         accelerator="gpu" if loop.device == "cuda" else "cpu",
         devices=1,
@@ -231,3 +230,11 @@ def train_in_transformers(
     trainer = Trainer(loop.model, args, train_dataset=[], optimizers=(loop.optimizer, constant))
     trainer.remove_callback(hf.PrinterCallback)
     return trainer.train  # type: ignore[no-any-return]
+
+
+FRAMEWORKS: dict[str, Callable[..., Epoch]] = {
+    "accelerate": train_in_accelerate,
+    "fabric": train_in_fabric,
+    "lightning": train_in_lightning,
+    "transformers": train_in_transformers,
+}

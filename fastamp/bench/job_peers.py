@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, default_collate
 
-from fastamp.bench.in_frameworks import Epoch, train_in_accelerate, train_in_lightning
+from fastamp.bench.in_frameworks import FRAMEWORKS, Epoch
 from fastamp.bench.loader import Batches
 from fastamp.bench.loops import Loop
 from fastamp.bench.peers import ERRORS, why
@@ -31,12 +31,8 @@ def _train_with(
 
 
 def _move(loader: Any, device: str) -> Iterator[Any]:
-    for batch in loader:
-        yield (
-            batch
-            if device == "cpu"
-            else map_tensors(partial(torch.Tensor.to, device=device), batch)
-        )
+    move = partial(map_tensors, partial(torch.Tensor.to, device=device))
+    yield from loader if device == "cpu" else map(move, loader)
 
 
 def _fetch(loop: Loop, join: Callable[[list[Any]], Any]) -> Callable[[list[int]], Any]:
@@ -64,8 +60,8 @@ def _make_spdl(loop: Loop, join: Callable[[list[Any]], Any], num_workers: int) -
 
 
 PEERS: dict[str, Callable[..., Epoch]] = {
-    "Accelerate": train_in_accelerate,
-    "Lightning": train_in_lightning,
+    "Accelerate": FRAMEWORKS["accelerate"],
+    "Lightning": FRAMEWORKS["lightning"],
     "torchdata": partial(_train_with, _make_torchdata),
     "SPDL": partial(_train_with, _make_spdl),
 }
