@@ -4,6 +4,7 @@ A `fastamp.DataLoader` needs nothing of this: `accelerator.prepare(loader)` take
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ def prepare(accelerator: Any, *, fold: bool = True) -> GradScaler:
         accelerator._split = split
         for optimizer in accelerator._optimizers:
             accelerator._adopt(optimizer)
-    accelerator._may_fold = lambda: fold
+    accelerator._may_fold = partial(bool, fold)
     return accelerator._split.scaler  # type: ignore[no-any-return]
 
 

@@ -331,6 +331,20 @@ def test_a_prepared_optimizer_is_pickled_and_copied():
             assert parameter.tolist() == [0, 0, 0]
 
 
+def test_a_prepared_accelerator_is_pickled_and_copied():
+    for precision in ("fp16", "no"):
+        own = make_accelerator(precision)
+        prepare(own)
+        own.prepare(torch.optim.SGD([torch.nn.Parameter(torch.full((4,), 2.0))], lr=1.0))
+        for again in (pickle.loads(pickle.dumps(own)), copy.deepcopy(own)):
+            (optimizer,) = again._optimizers
+            (parameter,) = optimizer.param_groups[0]["params"]
+            again.backward((parameter * parameter).sum() / 2)
+            assert again.clip_grad_norm_([parameter], 2.0).item() == 4.0
+            optimizer.step()
+            assert parameter.tolist() == pytest.approx([1, 1, 1, 1])
+
+
 def test_the_scalers_state_is_taken_over_and_saved(tmp_path):
     own = make_accelerator("fp16")
     stock = own.scaler
