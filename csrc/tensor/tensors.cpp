@@ -1,7 +1,10 @@
 // See tensors.h.
 #include "tensor/tensors.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <fstream>
 #include <string>
 #include <vector>
 
@@ -15,6 +18,20 @@ using dlpack::DataType;
 constexpr DataType kFloat16{dlpack::kFloat, 16, 1};
 constexpr DataType kBFloat16{dlpack::kBfloat, 16, 1};
 
+// Where the first 4 GiB end. torch's zero tensors have no memory, and their rows "lie" at the
+// offset itself.
+constexpr std::uintptr_t kLowAddress = std::uintptr_t{1} << 32;
+
+/// Returns where a heap in the first 4 GiB begins; few programs have one there, but the Python of
+/// Debian and Ubuntu is one. Without a heap there, returns where they end.
+std::uintptr_t find_low_heap() {
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);)
+    if (line.find("[heap]") != std::string::npos)
+      return std::min<std::uintptr_t>(std::stoull(line, nullptr, 16), kLowAddress);
+  return kLowAddress;
+}
+
 /// What is known about torch, looked up once at import. The references live as long as the process.
 struct Torch {
   PyTypeObject* tensor = nullptr;  // these two types only: a subclass may lie about its memory
@@ -24,14 +41,18 @@ struct Torch {
   PyObject* is_zero = nullptr;  // methods of torch.Tensor
   PyObject* is_neg = nullptr;
   PyObject* is_conj = nullptr;
+  std::uintptr_t low_heap = kLowAddress;
   const dlpack::ExchangeApi* api = nullptr;
 };
 
 Torch torch;
 
-// Where the first 4 GiB end. torch's zero tensors have no memory, and their rows "lie" at the
-// offset itself; most programs have no memory there at all.
-constexpr std::uintptr_t kLowAddress = std::uintptr_t{1} << 32;
+/// Whether an address may be such an offset: no memory lies there.
+bool may_be_offset(const void* data) {
+  const auto address = reinterpret_cast<std::uintptr_t>(data);
+  return address < kLowAddress &&
+         (address < torch.low_heap || address >= reinterpret_cast<std::uintptr_t>(sbrk(0)));
+}
 
 bool calls(PyObject* method, PyObject* self) {
   const auto answer = py::reinterpret_steal<py::object>(PyObject_CallOneArg(method, self));
@@ -48,9 +69,7 @@ FASTAMP_INLINE bool read(py::handle object, dlpack::Tensor& found) {
     PyErr_Clear();
     return false;
   }
-  if (reinterpret_cast<std::uintptr_t>(found.data) < kLowAddress &&
-      calls(torch.is_zero, object.ptr()))
-    return false;
+  if (may_be_offset(found.data) && calls(torch.is_zero, object.ptr())) return false;
   found.data = static_cast<char*>(found.data) + found.byte_offset;
   return true;
 }
@@ -143,6 +162,7 @@ bool attach_torch() {
   torch.requires_grad = getter(tensor, "requires_grad");
   torch.grad = getter(tensor, "grad");
   if (torch.requires_grad == nullptr || torch.grad == nullptr) return false;
+  torch.low_heap = find_low_heap();
   torch.is_zero = keep(tensor.attr("_is_zerotensor"));
   torch.is_neg = keep(tensor.attr("is_neg"));
   torch.is_conj = keep(tensor.attr("is_conj"));

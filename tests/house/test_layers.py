@@ -21,7 +21,7 @@ INCLUDES = {
     "module": BINDING,
     "support": [STANDARD],
     "parallel": [r"parallel/\w+\.h", r"(dlfcn|unistd)\.h", STANDARD],
-    "tensor": [r"tensor/\w+\.h", r"support/\w+\.h", r"pybind11/\w+\.h", STANDARD],
+    "tensor": [r"(tensor|support|pybind11)/\w+\.h", r"unistd\.h", STANDARD],
     "tensor/view.h": [r"support/\w+\.h", STANDARD],
     "emulate": [r"emulate/\w+\.h", r"step/(convert|ops)\.h", r"cuda_runtime\.h", STANDARD],
     "emulate/fibers": [r"emulate/\w+\.h", r"(setjmp|ucontext)\.h", STANDARD],

@@ -30,7 +30,14 @@ def test_clips_and_steps_refuse_them_in_torchs_words(backend, fused):
     assert all(map(torch.equal, before, parameters))
 
 
-@pytest.mark.parametrize("samples", [[zeros(5), zeros(5)], [torch.ones(5), zeros(5)]])
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [zeros(5), zeros(5)],
+        [torch.ones(5), zeros(5)],
+        [torch.ones(5), zeros(10**8, 5)[-1]],  # its "address" is its offset of two billion bytes
+    ],
+)
 def test_samples_are_collated(backend, samples):
     assert torch.equal(fastamp.BatchCollator()(samples), default_collate(samples))
 
