@@ -141,7 +141,7 @@ def test_a_loader_can_be_used_after_an_error(backend):
 
 
 def test_a_worker_that_takes_too_long_is_told():
-    loader = fastamp.DataLoader(Rows(4, lambda _: time.sleep(2)), num_workers=1, timeout=0.3)
+    loader = fastamp.DataLoader(Rows(4, lambda _: time.sleep(1)), num_workers=1, timeout=0.3)
     with pytest.raises(RuntimeError, match=r"timed out after 0.3 seconds"):
         next(iter(loader))
 
@@ -416,7 +416,8 @@ def test_a_worker_that_is_killed_is_told():
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_iterable_dataset_that_raises_is_told(num_workers, backend):
     stream = Stream(range(10), OSError("the stream broke"))
-    batches, error = drain(fastamp.DataLoader(stream, 5, num_workers=num_workers))
+    batches = []
+    # An error that is kept would keep the worker, for whose end torch then waits 5 s.
+    with pytest.raises(OSError, match="the stream broke"):
+        batches.extend(fastamp.DataLoader(stream, 5, num_workers=num_workers))
     assert len(batches) == 2
-    assert type(error) is OSError
-    assert "the stream broke" in str(error)
