@@ -134,9 +134,7 @@ def make_inner(
         own["dataset"] = loader.dataset
     counted: Any = loader._IterableDataset_len_called
     if stream and has_copies(loader):
-        parts = WorkerStream(
-            loader, position.workers, position.turn, position.epoch, new=position.batch == 0
-        )
+        parts = WorkerStream(loader, position.workers, position.turn, position.epoch)
         own, collate = {"dataset": parts, "batch_size": None}, _hand_on
         if counted is not None:  # with what is no batch: turns, and the ends of workers
             counted += position.turn + loader.num_workers

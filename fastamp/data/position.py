@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastamp.data.checks import check_integer
-from fastamp.data.states import Record, read_records
+from fastamp.data.states import Record, of_pass_before, read_records
 
 _GENERATORS = ("rng", "generator", "workers_rng")
 
@@ -53,7 +53,7 @@ class Position:
     def end_epoch(self) -> None:
         """Become the start of the next epoch."""
         kept = self if self.persist else Position(0)
-        following = replace(Position(self.epoch + 1), workers=kept.workers)
+        following = replace(Position(self.epoch + 1), workers=of_pass_before(kept.workers))
         vars(self).update(vars(replace(following, sample_seed=kept.sample_seed)))
 
     def take(self, news: Any) -> None:

@@ -25,7 +25,7 @@ from fastamp.data.position import Position
 from fastamp.data.resident import move
 from fastamp.data.sample_rng import SampleRng, current, draw_seed
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
-from fastamp.data.states import Measured, has_copies
+from fastamp.data.states import Measured, has_copies, of_pass_before
 
 
 def find_columns(loader: Any) -> Gatherable | None:
@@ -158,7 +158,7 @@ def _fetched(loader: Any, position: Position, states: deque[Any], *, ahead: bool
         indices = _indices(loader, position)
         loader._inner = make_inner(loader, indices, position, loader._slots), indices
     elif copies and loader._left is not None:
-        position.workers = loader._left.workers
+        position.workers = of_pass_before(loader._left.workers)
     inner, indices = loader._inner
     indices.position, indices.skips, inner.generator = position, turn, loader.generator
     if copies and position.workers is None:

@@ -16,7 +16,8 @@ from fastamp.data.workers import get_worker_info
 
 Record = dict[str, Any]
 """What a copy of a dataset in a worker was after its last batch delivered: "dataset" and
-"iterator", their states or None; "samples", of an iterator without state; "ended"."""
+"iterator", their states or None; "samples", of an iterator without state; "ended", which is None
+where that was in the pass before."""
 
 
 class Measured(NamedTuple):
@@ -96,14 +97,13 @@ class WorkerStream(IterableDataset[Measured]):
     """
 
     def __init__(
-        self, loader: Any, records: list[Record | None] | None, turn: int, epoch: int, *, new: bool
+        self, loader: Any, records: list[Record | None] | None, turn: int, epoch: int
     ) -> None:
         self.dataset = loader.dataset
         self._seed, self._epoch = loader._sample_seed, epoch
         self._size, self._drop_last = loader.batch_size, loader.drop_last
         self._collate_fn = loader.collate_fn
-        self._records = records
-        self._turn, self._new = turn, new
+        self._records, self._turn = records, turn
 
     def __repr__(self) -> str:
         return repr(self.dataset)  # in torch's warnings
@@ -119,21 +119,21 @@ class WorkerStream(IterableDataset[Measured]):
         ended = record is not None and record["ended"]
         if records and worker < self._turn and not ended:
             yield Measured(None, is_batch=False)
-        iterator = begin(self.dataset, record, new=self._new)
-        if not ended or self._new:
+        iterator = begin(self.dataset, record)
+        if not ended:
             yield from self._batches(order, iterator, record)
 
     def _batches(
         self, order: Order, iterator: Iterator[Any], record: Record | None
     ) -> Iterator[Measured]:
         worker, save = order.first, find_both(self.dataset, iterator)
-        count = record["samples"] if record and not self._new else 0
+        record = None if record and record["ended"] is None else record
+        count = record["samples"] if record else 0
         size, ended = self._size or 1, False
-        if is_skipped(record) and not self._new:
+        if is_skipped(record):
             for number in range(0, count, size):
                 current.sample = order, number // size
                 deque(take(iterator, size), maxlen=0)
-        self._new = True  # the passes after this one
         while not ended:
             start_s = time.perf_counter()
             current.sample = order, count // size
@@ -169,8 +169,13 @@ def _portable(error: Exception, worker: int) -> Any:
     return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
 
 
-def begin(dataset: Any, record: Record | None, *, new: bool) -> Iterator[Any]:
-    """Return the iterator of a dataset where a record was made; at a `new` pass, after its end.
+def of_pass_before(records: list[Record | None] | None) -> list[Record | None] | None:
+    """Return records of workers as those of a pass that is over."""
+    return records and [record and {**record, "ended": None} for record in records]
+
+
+def begin(dataset: Any, record: Record | None) -> Iterator[Any]:
+    """Return the iterator of a dataset where a record was made, or of the pass after it.
 
     Where there is no state to load, its samples are yet to be left out.
     """
@@ -181,7 +186,7 @@ def begin(dataset: Any, record: Record | None, *, new: bool) -> Iterator[Any]:
     iterator: Any = iter(dataset)
     if record["iterator"] is not None:
         iterator.load_state_dict(record["iterator"])
-        return iter(dataset) if new else iterator
+        return iter(dataset) if record["ended"] is None else iterator
     return iterator  # type: ignore[no-any-return]
 
 

@@ -72,8 +72,7 @@ class ThreadLoader:
 
 def _copy_stream(loader: Any, position: Position) -> WorkerStream:
     """Return a worker's stream, over a copy of the dataset as a process has it."""
-    new = position.batch == 0
-    stream = WorkerStream(loader, position.workers, 0, position.epoch, new=new)
+    stream = WorkerStream(loader, position.workers, 0, position.epoch)
     try:
         stream.dataset = copy.deepcopy(loader.dataset)
     except Exception as error:

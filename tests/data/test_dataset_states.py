@@ -208,3 +208,50 @@ def test_the_state_of_a_dataset_that_cannot_load_one_is_refused():
     with pytest.raises(ValueError, match="state: it has the state of a dataset, and Squares has"):
         loader.load_state_dict(before | {"dataset": {"at": 3}, "epoch": 2})
     assert loader.state_dict() == before
+
+
+class Shares(IterableDataset):
+    """Each worker's share of 14 items, with those of the passes before told apart."""
+
+    def __init__(self):
+        self.passes = self.given = 0
+
+    def __iter__(self):
+        info = fastamp.get_worker_info()
+        for item in range(info.id + self.given * info.num_workers, 14, info.num_workers):
+            self.given += 1
+            yield 100 * self.passes + item
+        self.passes, self.given = self.passes + 1, 0
+
+
+class SharesWithState(Shares):
+    def state_dict(self):
+        return vars(self).copy()
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+@pytest.mark.parametrize("kind", [Shares, SharesWithState])
+def test_a_pass_of_workers_that_persist_resumes_before_each_has_made_a_batch(kind, worker):
+    """The records of those that have not are of the pass before, which has ended."""
+
+    options = {"num_workers": 2, "worker": worker, "persistent_workers": True, "seed": 0}
+
+    def make():
+        return fastamp.DataLoader(kind(), 2, **options)
+
+    loader = make()
+    list(loader)
+    batches, states = [], []
+    for batch in loader:
+        batches.append(batch.tolist())
+        states.append(loader.state_dict())
+    for count, state in enumerate(states, 1):
+        again = make()
+        again.load_state_dict(pickle.loads(pickle.dumps(state)))
+        resumed = [batch.tolist() for batch in again]
+        if kind is Shares:  # without a state a dataset counts its passes anew
+            resumed = [[100 + item for item in batch] for batch in resumed]
+        assert resumed == batches[count:]

@@ -136,7 +136,7 @@ def run(kind: str, workers: int, state: Path, log: Path, pause_s: float) -> None
         found = pickle.loads(state.read_bytes())
         done = found["done"]
         loader.load_state_dict(found["loader"])
-    while True:
+    while done < BATCHES:  # a run may be killed after its last one
         for batch in loader:
             digest = hashlib.sha256()
             for leaf in tree_leaves(batch):
