@@ -136,10 +136,9 @@ bool may_have_flags(DataType dtype) {
   return dtype.code != dlpack::kInt && dtype.code != dlpack::kUInt && dtype.code != dlpack::kBool;
 }
 
-/// Whether such a tensor is. A negated view is the imaginary part of a conjugate, so two elements
-/// leave a gap.
+/// Whether such a tensor is.
 bool has_flags(PyObject* tensor, DataType dtype, std::int64_t numel) {
-  return requires_grad(tensor) || (numel <= 1 && calls(torch.is_neg, tensor)) ||
+  return requires_grad(tensor) || is_negated(tensor, numel) ||
          (dtype.code == dlpack::kComplex &&
           (calls(torch.is_conj, tensor) || calls(torch.is_neg, tensor)));
 }
@@ -196,6 +195,10 @@ bool is_alike(const Layout& one, const Layout& other) {
         (one.shape[dim] > 1 && one.strides[dim] != other.strides[dim]))
       return false;
   return true;
+}
+
+bool is_negated(py::handle tensor, std::int64_t numel) {
+  return numel <= 1 && calls(torch.is_neg, tensor.ptr());
 }
 
 py::object grad_of(py::handle tensor) {

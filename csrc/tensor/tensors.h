@@ -48,6 +48,10 @@ std::optional<TensorView> read_dense(py::handle object, dlpack::Device device, L
 /// Whether two dense tensors have the same shape, and their elements the same order in memory.
 bool is_alike(const Layout& one, const Layout& other);
 
+/// Whether a dense tensor's values are its memory's negated: torch's negated views are imaginary
+/// parts of conjugates, so two elements leave a gap.
+bool is_negated(py::handle tensor, std::int64_t numel);
+
 /// Returns a plain tensor's gradient, or None; null for what is no plain tensor.
 py::object grad_of(py::handle tensor);
 

@@ -138,6 +138,8 @@ def _read(
     assert grad is not None  # noqa: S101 - the caller has looked
     if not is_plain([param, grad]):
         _refuse(OTHER_TYPE)
+    if param.is_neg() or grad.is_neg():
+        _refuse("a negated view")
     if not _is_dense(param):
         _refuse("a parameter's dtype, layout or device")
     if not _is_like(grad, param):

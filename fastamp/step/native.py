@@ -130,6 +130,8 @@ def _make_state(optimizer: Optimizer, rule: Rule) -> str | None:
     for group in optimizer.param_groups:
         if rule is Rule.ADAGRAD or (rule is Rule.SGD and not group["momentum"]):
             continue  # made by the optimizer itself; or there is none
+        if rule is Rule.SGD and len({*map(id, group["params"])}) < len(group["params"]):
+            return "a parameter stands twice in a group"  # for which torch makes two buffers
         for param in group["params"]:
             if param.grad is None:
                 continue

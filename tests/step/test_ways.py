@@ -152,6 +152,42 @@ def test_parameters_that_share_memory_are_torchs(backend):
     assert "share their memory" in fastamp.optimizer_step(optimizer, max_norm=1e9).way
 
 
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_gradients_that_are_negated_views_are_torchs(cls, max_norm, backend):
+    """Autograd makes them where a part of a complex number is one parameter."""
+    results = []
+    for ours in (True, False):
+        parts = [torch.nn.Parameter(torch.tensor(value)) for value in (0.5, -2.0)]
+        optimizer = cls(parts, lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            ((torch.complex(*parts).conj() * (1 + 2j) - (3 - 1j)).abs() ** 2).backward()
+            assert parts[1].grad.is_neg()
+            if ours:
+                assert "negated" in fastamp.optimizer_step(optimizer, max_norm).way
+            else:
+                if max_norm is not None:
+                    torch.nn.utils.clip_grad_norm_(parts, max_norm, foreach=False)
+                optimizer.step()
+        results.append([part.item() for part in parts])
+    assert results[0] == pytest.approx(results[1], rel=1e-6)
+
+
+def test_a_parameter_that_stands_twice_in_a_group_is_torchs(backend):
+    results = []
+    for ours in (True, False):
+        parameter = torch.nn.Parameter(torch.ones(3))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer = torch.optim.SGD([parameter, parameter], lr=0.1, momentum=0.9)
+        for _ in range(3):
+            give([parameter])
+            fastamp.optimizer_step(optimizer) if ours else optimizer.step()
+        results.append(parameter.tolist())
+    assert results[0] == results[1]
+
+
 def test_float16_gradients_of_an_optimizer_left_open_are_refused_as_in_torch(backend):
     parameters, optimizer = make("adamw", torch.float16)
     give(parameters)
