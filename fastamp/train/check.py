@@ -3,6 +3,7 @@
 Each function raises a ValueError that names the entry, and changes nothing.
 """
 
+import numbers
 from collections.abc import Callable
 from reprlib import repr as short
 from typing import Any
@@ -198,7 +199,7 @@ def _widen(value: Any) -> Any:
     """Return the kind of an option: None for a flag, and a float for every number."""
     if isinstance(value, bool):
         return None
-    return float(value) if isinstance(value, int) else value
+    return float(value) if isinstance(value, numbers.Real) else value  # NumPy's are, too
 
 
 def _expect(fine: bool, expected: str, value: Any, at: str) -> None:  # noqa: FBT001

@@ -100,8 +100,7 @@ class Keeper:
             self.best = [step, metric]
         own = own or self.own_state()
         shared = {n: p.state_dict() for n, p in self.parts.items() if n not in own}
-        # A checkpoint cannot hold NumPy's numbers, such as a metric in a scheduler.
-        shared = tree_map_only(np.generic, np.generic.item, shared)
+        shared = _without_numpy(shared)
         for name, kept in shared.items():
             if any(hasattr(leaf, "full_tensor") for leaf in tree_leaves(kept)):
                 msg = f"{name}: only model and optimizer may be sharded"
@@ -109,7 +108,9 @@ class Keeper:
         state = {"step": step, **own, **shared, "kinds": self._kinds(), "best": self.best}
         state["model"] = self.model.state_dict()
         if self.optimizer is not None:
-            state["optimizer"] = self.optimizer.state_dict()
+            kept = self.optimizer.state_dict()
+            groups = _without_numpy(kept["param_groups"])
+            state["optimizer"] = {**kept, "param_groups": groups}
             state["n_with_state"] = len(state["optimizer"]["state"])
         if self.ranks.mode is not None:
             state["ranks"] = self.ranks.gather(own)
@@ -217,3 +218,11 @@ class Keeper:
             if type(best[1]) is not float or math.isnan(best[1]):
                 msg = f"its ['best'] is {best!r}, expected a step and a number"
                 raise ValueError(msg)
+
+
+def _without_numpy(state: Any) -> Any:
+    """Return a state with Python's numbers in place of NumPy's, which a checkpoint cannot hold.
+
+    A scheduler may have one as its metric, and a group as its learning rate.
+    """
+    return tree_map_only(np.generic, np.generic.item, state)

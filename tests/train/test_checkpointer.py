@@ -271,6 +271,26 @@ def test_numbers_of_numpy_are_kept_as_numbers(tmp_path):
     assert (meter.value, type(meter.value)) == (0.5, float)
 
 
+def test_learning_rates_of_numpy_are_kept_as_numbers(tmp_path):
+    """LambdaLR makes them of a lambda with NumPy's cosine."""
+
+    def make():
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: (1 + np.cos(i)) / 2)
+        return optimizer, fastamp.Checkpointer(
+            tmp_path, model=model, optimizer=optimizer, schedule=schedule
+        )
+
+    optimizer, checkpointer = make()
+    rate = optimizer.param_groups[0]["lr"] = np.float32(0.25)
+    checkpointer.save(1)
+    optimizer, checkpointer = make()
+    assert type(optimizer.param_groups[0]["lr"]) is np.float64
+    assert checkpointer.restore() == 1
+    assert optimizer.param_groups[0]["lr"] == rate
+
+
 def test_a_schedule_that_waits_for_a_metric_is_restored(tmp_path):
     loop = Loop(None)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(loop.optimizer)
