@@ -182,7 +182,9 @@ class FetchSource(Iterator[Any]):
     _ahead: bool
     """Whether batches are made before they are delivered, so that states are taken at once."""
     _passed: tuple[Position, int] | None = None
-    """Where batches come in any order: the pass's beginning, and the turns that it left out."""
+    """Where batches come or came in any order: the pass's beginning, and the turns left out."""
+    _in_order: bool = True
+    _taken: int = 0
     _order: Order | None = None
     """Of an iterable dataset without workers, which draws for each batch."""
     _number: int = 0
@@ -206,6 +208,7 @@ class FetchSource(Iterator[Any]):
 
     def __next__(self) -> Any:
         workers = getattr(self._iterator, "_workers", ())
+        self._taken += 1
         try:
             batch, getitem_s, collate_s, note, is_batch = self._next()
             while not is_batch:
@@ -264,17 +267,24 @@ class FetchSource(Iterator[Any]):
 
     @property
     def late(self) -> list[int]:
-        """The places of the batches that are under way, with later ones delivered."""
+        """The places of the batches that are not delivered yet, with later ones delivered."""
         if self._passed is None:
             return []
         begin, skips = self._passed
+        if self._in_order:  # those that were late come first
+            return begin.late[self._taken :]
         iterator: Any = self._iterator
-        last, under_way = iterator._send_idx - 1, sorted(iterator._task_info)
-        while last in iterator._task_info:
+        sent, under_way = iterator._send_idx, iterator._task_info
+        still = [
+            place
+            for number, place in enumerate(begin.late, skips)
+            if number >= sent or number in under_way
+        ]
+        last = sent - 1
+        while last in under_way:
             last -= 1
-        sent = [number - skips for number in under_way if skips <= number < last]
-        late, passed = begin.late, begin.batch
-        return [late[n] if n < len(late) else passed + n for n in sent]
+        new = range(skips + len(begin.late), last)
+        return [*still, *(begin.batch + number - skips for number in new if number in under_way)]
 
     def ask(self) -> dict[str, Any]:
         """Return the state of the dataset and of its iterator, and whether that has ended."""

@@ -145,6 +145,8 @@ def _gathered(loader: Any, gatherable: Gatherable, position: Position) -> Gather
 def _fetched(loader: Any, position: Position, states: deque[Any], *, ahead: bool) -> Any:
     """Return the batches that torch's iterators make, and put the dataset's states aside."""
     if position.exhausted:
+        if position.dataset is not None:
+            loader.dataset.load_state_dict(position.dataset)
         return iter(())
     workers = loader.num_workers
     if loader._in_threads:
@@ -195,8 +197,10 @@ def _start(
     if own is not None and later:
         dataset.load_state_dict(own)
     in_order = loader.in_order or stream or loader.num_workers == 0
-    passed = None if in_order else (replace(position), position.turn)
-    source = FetchSource(iterator, loader._stats, dataset, states, ahead, passed, order)
+    passed = (replace(position), position.turn) if position.late or not in_order else None
+    source = FetchSource(
+        iterator, loader._stats, dataset, states, ahead, passed, in_order, _order=order
+    )
     source.makes_fresh = type(loader.collate_fn) is BatchCollator
     if stream and loader.num_workers == 0:
         source.forward(position)

@@ -255,3 +255,27 @@ def test_a_pass_of_workers_that_persist_resumes_before_each_has_made_a_batch(kin
         if kind is Shares:  # without a state a dataset counts its passes anew
             resumed = [[100 + item for item in batch] for batch in resumed]
         assert resumed == batches[count:]
+
+
+class Alone(SharesWithState):
+    """Without workers."""
+
+    def __iter__(self):
+        while self.given < 5:
+            self.given += 1
+            yield 100 * self.passes + self.given
+        self.passes, self.given = self.passes + 1, 0
+
+
+def test_a_state_at_the_last_short_batch_knows_that_the_dataset_has_ended_its_pass(backend):
+    whole, states = [], []
+    loader = fastamp.DataLoader(Alone(), 3)
+    for _ in range(3):
+        for batch in loader:
+            whole.append(batch.tolist())
+            states.append(pickle.loads(pickle.dumps(loader.state_dict())))
+    for count, state in enumerate(states, 1):
+        again = fastamp.DataLoader(Alone(), 3)
+        again.load_state_dict(state)
+        resumed = [b.tolist() for _ in range(state["epoch"], 3) for b in again]
+        assert whole[:count] + resumed == whole

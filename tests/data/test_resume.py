@@ -8,6 +8,7 @@ import json
 import pickle
 import random
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -285,3 +286,35 @@ def test_batches_that_others_passed_are_not_lost(workers, device):
         seen += batch["x"][:, 0].int().tolist()
     assert sorted(seen) == list(range(60))
     assert last.state_dict()["late"] == []
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_that_are_late_stay_so_until_they_come(workers):
+    """Also where a resumed pass is saved again before it has had all of them."""
+
+    class Late(Squares):
+        gate = threading.Event()
+
+        def __getitem__(self, index):
+            if index < 2:
+                assert self.gate.wait(60)
+            return index
+
+    def make(num_workers):
+        threads = {"worker": "thread", "num_workers": num_workers} if num_workers else {}
+        return fastamp.DataLoader(Late(9), 1, in_order=False, **threads)
+
+    loader = make(3)
+    seen = [batch.item() for _, batch in zip(range(3), loader, strict=False)]
+    Late.gate.set()
+    state, lates = loader.state_dict(), []
+    for _ in range(3):
+        lates.append(state["late"])
+        loader = make(workers)
+        loader.load_state_dict(state)
+        seen.append(next(iter(loader)).item())
+        state = loader.state_dict()
+    assert lates == [[0, 1], [1], []]
+    loader = make(workers)
+    loader.load_state_dict(state)
+    assert sorted(seen + [batch.item() for batch in loader]) == list(range(9))
