@@ -104,6 +104,12 @@ def load(loader: Any, state: Any) -> None:
 
 def _ask_dataset(loader: Any, position: Position) -> None:
     """Put the state of a dataset that waits for its next pass into its position."""
+    persist = loader.persistent_workers and loader._began
+    if (persist or position.workers is not None) and not (
+        position.resumed or position.begun or position.rng is not None
+    ):
+        # Workers that persist are not seeded anew: the sampler draws first.
+        position.rng = (find_generator(loader) or torch.default_generator).get_state()
     if position.resumed or position.iterator is not None:
         return
     copies, save = has_copies(loader), find_save(loader.dataset)
@@ -112,10 +118,6 @@ def _ask_dataset(loader: Any, position: Position) -> None:
         position.dataset = save()
     if copies and loader.generator is None and position.workers_rng is None:
         position.workers_rng = torch.get_rng_state()
-    if position.workers is not None and not position.begun and position.rng is None:
-        # Workers that persist are not seeded anew: the sampler draws first.
-        source = find_generator(loader) or torch.default_generator
-        position.rng = source.get_state()
 
 
 def _identity(loader: Any) -> dict[str, Any]:

@@ -318,3 +318,25 @@ def test_batches_that_are_late_stay_so_until_they_come(workers):
     loader = make(workers)
     loader.load_state_dict(state)
     assert sorted(seen + [batch.item() for batch in loader]) == list(range(9))
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["a generator", "torch's generator"])
+@pytest.mark.parametrize("dataset", [X, Squares(40)], ids=["arrays", "python"])
+def test_the_order_after_a_pass_of_workers_that_persist_is_the_one_that_would_have_come(
+    dataset, own
+):
+    """They draw no seed again, and a loader that resumes has workers of its own."""
+
+    def make():
+        generator = torch.Generator().manual_seed(3) if own else None
+        options = {"num_workers": 1, "worker": "thread", "persistent_workers": True}
+        return fastamp.DataLoader(dataset, 16, shuffle=True, generator=generator, **options)
+
+    loader = make()
+    list(loader)
+    state, rng = loader.state_dict(), torch.get_rng_state()
+    expected = [*loader, *loader]
+    loader = make()
+    torch.set_rng_state(rng)
+    loader.load_state_dict(state)
+    assert_same([*loader, *loader], expected)
