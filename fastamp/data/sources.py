@@ -120,9 +120,9 @@ def _gathered(loader: Any, gatherable: Gatherable, position: Position) -> Gather
     position.persist = loader.persistent_workers
     _seed_samples(loader, position, again=again)
     # A resumed pass leaves the program's own draws alone.
-    if not again and (loader.generator is not None or not position.resumed):
+    if not again and (loader.generator is not None or not (position.resumed or position.begun)):
         draw_seed(loader.generator)
-    loader._began = True
+    position.begun = loader._began = True
     keyed = gatherable.find is not None or any(column.images for column in gatherable.columns)
     indices = _with_keys(_indices(loader, position), keyed=keyed)
     if workers:  # which ask for indices before the consumer does

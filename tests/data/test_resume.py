@@ -340,3 +340,15 @@ def test_the_order_after_a_pass_of_workers_that_persist_is_the_one_that_would_ha
     torch.set_rng_state(rng)
     loader.load_state_dict(state)
     assert_same([*loader, *loader], expected)
+
+
+@pytest.mark.parametrize("dataset", [X, Squares(40)], ids=["arrays", "python"])
+def test_a_pass_that_has_begun_without_a_batch_draws_no_seed_again(dataset, backend):
+    loader = fastamp.DataLoader(dataset, 16, shuffle=True)
+    begun = iter(loader)
+    state, rng = loader.state_dict(), torch.get_rng_state()
+    expected = list(begun)
+    loader = fastamp.DataLoader(dataset, 16, shuffle=True)
+    loader.load_state_dict(state)
+    torch.set_rng_state(rng)
+    assert_same(list(loader), expected)
