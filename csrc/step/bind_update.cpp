@@ -13,7 +13,6 @@ namespace fastamp {
 namespace {
 
 constexpr const char* kNoState = "no state";
-constexpr const char* kNegated = "a negated view";
 
 std::size_t count_params(const py::list& groups) {
   std::size_t count = 0;
@@ -165,7 +164,8 @@ class Update {
     if (!its_grad || !is_alike(other, layout))
       throw Refusal{"a gradient's dtype, layout or device"};
     meet(grad, other);
-    if (is_negated(param, own->numel) || is_negated(grad, own->numel)) throw Refusal{kNegated};
+    if (is_negated(param, own->numel) || is_negated(grad, own->numel))
+      throw Refusal{"a negated view"};
     if (own->numel > 0 && !(seen.insert(own->data) && seen.insert(its_grad->data)))
       throw Refusal{"tensors share their memory"};
     ParameterView view{};

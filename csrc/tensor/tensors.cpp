@@ -47,7 +47,8 @@ struct Torch {
 
 Torch torch;
 
-/// Whether an address may be such an offset: no memory lies there.
+/// Whether an address may be such an offset. What lies in the heap is taken for memory unasked: a
+/// question takes longer than the rest of a read, and an offset as large is not met in practice.
 bool may_be_offset(const void* data) {
   const auto address = reinterpret_cast<std::uintptr_t>(data);
   return address < kLowAddress &&

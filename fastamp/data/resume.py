@@ -104,10 +104,8 @@ def load(loader: Any, state: Any) -> None:
 
 def _ask_dataset(loader: Any, position: Position) -> None:
     """Put the state of a dataset that waits for its next pass into its position."""
-    persist = loader.persistent_workers and loader._began
-    if (persist or position.workers is not None) and not (
-        position.resumed or position.begun or position.rng is not None
-    ):
+    has_drawn = position.resumed or position.begun or position.rng is not None
+    if loader.persistent_workers and loader._began and not has_drawn:
         # Workers that persist are not seeded anew: the sampler draws first.
         position.rng = (find_generator(loader) or torch.default_generator).get_state()
     if position.resumed or position.iterator is not None:
