@@ -23,6 +23,7 @@ from fastamp.train.state_file import (
     Check,
     CheckpointError,
     DamagedError,
+    find_strange,
     is_ours,
     read_file,
     write_file,
@@ -95,7 +96,7 @@ class Checkpoints:
         try:
             self._write(part, state)
             if not self._is_tested:
-                self._read(part, lambda _: None)
+                self._test(part, state)
                 self._is_tested = True
             self._mine = [*(mine for mine in self._mine if _step_of(mine) != step), path]
             self._ranks.first(lambda: self._publish(part, path, kept_step))
@@ -206,6 +207,18 @@ class Checkpoints:
 
     def _write(self, part: Path, state: dict[str, Any]) -> None:
         write_file(part, state)
+
+    def _test(self, part: Path, state: dict[str, Any]) -> None:
+        """Read a file again; name what of the state cannot be."""
+        try:
+            self._read(part, lambda _: None)
+        except DamagedError as error:
+            name = find_strange(state)
+            if name is None:
+                raise
+            problem = str(error).removeprefix(f"{part}: ")
+            msg = f"{self._argument}={self._folder}: nothing is saved: its [{name!r}] {problem}"
+            raise CheckpointError(msg) from error
 
     def _publish(self, part: Path, path: Path, kept_step: int | None) -> None:
         """Rename a finished checkpoint, and remove those that are not kept."""

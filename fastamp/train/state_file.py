@@ -1,6 +1,7 @@
 """A checkpoint's file: a state of tensors and plain values, with sums; reading it runs no code."""
 
 import errno
+import io
 import os
 import pickle
 import re
@@ -48,6 +49,19 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
             torch.save({"format": _FORMAT, **state}, file)
         except RuntimeError as error:  # torch raises it in place of an OSError
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+
+
+def find_strange(state: dict[str, Any]) -> str | None:
+    """Return the name of an entry that `read_file` would refuse, because of what it holds."""
+    for name, entry in state.items():
+        memory = io.BytesIO()
+        torch.save(entry, memory)
+        memory.seek(0)
+        try:
+            torch.load(memory, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            return name
+    return None
 
 
 def read_file(path: Path, check: Check) -> dict[str, Any]:

@@ -319,7 +319,7 @@ def test_what_could_not_be_read_again_is_refused_when_it_is_first_written(tmp_pa
             pass
 
     model = Extra(*make_model())
-    with pytest.raises(CheckpointError, match=r"holds an object of .*Path, which is neither"):
+    with pytest.raises(CheckpointError, match=r"its \['model'\] holds an object of .*Path"):
         run(tmp_path, model=model)
     assert names(tmp_path) == []
 
