@@ -22,6 +22,7 @@ from fastamp.bench import (
     peaks,
     record,
     targets,
+    where,
 )
 from fastamp.bench import arms as arms_
 from fastamp.bench.__main__ import main
@@ -56,6 +57,7 @@ def quick(monkeypatch, text):
     """Take the subprocesses out of the main job and return its tiny options."""
     monkeypatch.setattr(measure, "peak_memory", lambda *_: 100 * MIB)
     monkeypatch.setattr(environment, "cpu_features", lambda: {"amx_bf16"})
+    monkeypatch.setattr(where, "MOST_STEPS", 2)
     return [*TINY.split(), "--data", str(text)]
 
 
@@ -64,7 +66,8 @@ import multiprocessing, runpy, warnings
 warnings.simplefilter("error")
 # torch 2.6 leaves a folder of torch.distributed's to the end
 warnings.filterwarnings("ignore", "Implicitly cleaning up", ResourceWarning)
-from fastamp.bench import peaks
+from fastamp.bench import peaks, where
+where.MOST_STEPS = 2
 # A fork has torch, which takes seconds to import; a test below starts a fresh process.
 peaks.get_context = lambda _: multiprocessing.get_context("fork")
 runpy.run_module("fastamp.bench", run_name="__main__", alter_sys=True)

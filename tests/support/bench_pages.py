@@ -26,7 +26,9 @@ from fastamp.bench import (
     measure,
     selftest,
     step,
+    thread_cases,
     timer,
+    where,
 )
 from fastamp.bench.__main__ import main
 from fastamp.bench.arms import Score
@@ -134,6 +136,11 @@ def small_tensors(generator):
     return loader.Data(TensorDataset(rows), 256, [rows])
 
 
+def slow_items(_generator):
+    """24 of them, for a whole pass in each of the race's rounds."""
+    return loader.Data(thread_cases.Items(thread_cases.wait, 24), 8)
+
+
 def write(name, words, folder, patch):
     """Run a command; return its page, its record and what it printed."""
     files = [folder / f"{name}.html", folder / f"{name}.json"]
@@ -149,7 +156,9 @@ def write_all(folder, patch):
     (folder / "text").write_bytes(bytes(range(200)) * 50)
     text = ["--data", str(folder / "text")]
     patch.setattr(measure, "peak_memory", lambda *_: None)
+    patch.setattr(where, "MOST_STEPS", 2)
     patch.setitem(loader.DATA, "tensors", small_tensors)
+    patch.setitem(loader.DATA, "slow", slow_items)
     patch.setattr(torch, "compile", lambda step: step)  # which takes seconds
     patch.setitem(sys.modules, "deepspeed", None)
     for command in (step, loader, timer, latency):

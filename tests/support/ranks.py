@@ -56,9 +56,10 @@ def joined(rank: int, count: int, path: str) -> Iterator[None]:
         dist.barrier()
         yield
     finally:
-        # In torch 2.6 a group waits for its threads with the GIL held, which they need once more
-        # when a collective has just ended: give them time.
-        time.sleep(0.02)
+        if torch.__version__ < (2, 10):
+            # There a group waits for its threads with the GIL held, which they need once more when
+            # a collective has just ended: give them time.
+            time.sleep(0.02)
         dist.destroy_process_group()
 
 

@@ -28,6 +28,7 @@ import fastamp
 from fastamp import _ops
 from fastamp._ops import sharded
 
+HOWS = ("step", "unscale then step", "clip then step")
 SHAPES = [(1,), (3,), (2, 5), (1003, 7), (64, 130), ()]  # uneven over 4, and empty on some
 
 
@@ -122,9 +123,13 @@ def whole(tensor):
     return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def step(layout, how, name):
-    """Unscale, clip and step, spread and not, and return gradients and parameters of both."""
+def step(layout, name):
+    """Unscale, clip and step in each way, spread and not; return both's gradients and parameters."""
     wholes, grads = grads_on(layout)
+    return [step_in(how, name, wholes, grads) for how in HOWS]
+
+
+def step_in(how, name, wholes, grads):
     norm = fastamp.get_total_norm(wholes).item()
     results = []
     for side in (wholes, grads):

@@ -21,7 +21,7 @@ from support.fault_trials import (
 )
 from support.faults import Fault, Server
 
-WANTED = {"loops": 10}  # that strike, else 3; `nox -s faults` wants hundreds
+WANTED = {"loops": 6}  # that strike, else 3; `nox -s faults` wants hundreds
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which(os.environ.get("CXX") or "g++") is None,

@@ -99,7 +99,7 @@ def test_every_entry_is_checked_before_anything_is_loaded(entry, whole, tmp_path
         old = state
         for key in at:
             old = old[key]
-        n_shared = (1, 4, 9)[min(len(at), 3) - 1]  # neighbours share the values, but at large
+        n_shared = (1, 6, 18)[min(len(at), 3) - 1]  # neighbours share the values, but at large
         n_shared = 1 if "FASTAMP_AT_LARGE" in os.environ else n_shared
         for value in WRONG[i % n_shared :: n_shared]:
             error = refusal(tmp_path, changed(state, at, value))
