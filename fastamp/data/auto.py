@@ -2,13 +2,14 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import IterableDataset, MapDataPipe
 
 from fastamp.data.fetch import FetchSource
+from fastamp.data.indices import Drawn
 from fastamp.data.position import Position
 from fastamp.data.states import find_save
 
@@ -55,6 +56,7 @@ class TrialPass(Iterator[Any]):
         self, loader: Any, position: Position, fetch: Callable[[Position], FetchSource]
     ) -> None:
         self._loader, self._position, self._fetch = loader, position, fetch
+        self._drawn = position.drawn = Drawn()
         self._before = position.batch  # what was delivered before this pass
         self._made = 0
         self._thread_rate = 0.0
@@ -123,14 +125,15 @@ class TrialPass(Iterator[Any]):
 
     def _look_at_processes(self, rate: float) -> None:
         rates = f"threads made {self._thread_rate:.3g} batches/s, processes {rate:.3g}"
+        self._drawn.keeps = False
         if rate > _GAIN * self._thread_rate:
             choose(self._loader, "process", rates)
             return
-        position, late = self._next_position(), self._source.late
+        position = self._next_position(self._source.late)
         choose(self._loader, "thread", rates)
         self._loader._inner = None
         del self._source  # and the processes end
-        self._source = self._fetch(replace(position, late=late))
+        self._source = self._fetch(position)
 
     def _try_processes(self) -> None:
         try:
@@ -140,10 +143,13 @@ class TrialPass(Iterator[Any]):
             self._end(f"processes do not start: {error}")
             self._source = self._fetch(self._next_position())
 
-    def _next_position(self) -> Position:
-        return replace(self._position, batch=self._before + self._made, late=[])
+    def _next_position(self, late: Iterable[int] = ()) -> Position:
+        position = replace(self._position, batch=self._before + self._made, late=[*late])
+        position.drawn = self._drawn
+        return position
 
     def _end(self, reason: str) -> None:
+        self._drawn.keeps = False
         if self._loader._chosen is None:
             choose(self._loader, "thread", reason)
 

@@ -32,6 +32,35 @@ def find_generator(loader: Any) -> torch.Generator | None:
     return next((generator for generator in found if generator is not None), None)
 
 
+class Drawn:
+    """What a pass's sampler has yielded, for workers that go on with it: it is asked once."""
+
+    def __init__(self) -> None:
+        self._rest: Iterator[tuple[int, tuple[Any, int]]] | None = None
+        self._seen: list[tuple[int, tuple[Any, int]]] = []
+        self.keeps = True  # until it is known who makes the rest
+
+    def at(self, position: Position, numbered: Iterator[Any]) -> Iterator[tuple[Any, int]]:
+        """Yield what is not delivered at a position; `numbered` begins at the first one."""
+        late, seen = position.late, 0
+        passed = position.batch + len(late)
+        if self._rest is None:
+            self._rest = zip(chain(late, count(passed)), numbered, strict=False)
+        while True:
+            if seen == len(self._seen):
+                drawn = next(self._rest, None)
+                if drawn is None:
+                    return
+                if self.keeps:
+                    self._seen.append(drawn)
+                    seen += 1
+            else:
+                drawn = self._seen[seen]
+                seen += 1
+            if drawn[0] >= passed or drawn[0] in late:
+                yield drawn[1]
+
+
 @dataclass(eq=False)
 class Indices:
     """What a sampler yields in one epoch, from a position on, as a sampler itself."""
@@ -57,6 +86,8 @@ class Indices:
     def __iter__(self) -> Iterator[Any]:
         """Yield what the sampler yields, with the place of the first sample."""
         numbered = self._from_position(_number_single if self.single else _number_batches)
+        if self.position.drawn is not None:
+            numbered = self.position.drawn.at(self.position, numbered)
         if self.plain:
             return chain([Skip()] * self.skips, map(itemgetter(0), numbered))
         order = self.order

@@ -3,7 +3,7 @@
 from base64 import b64decode, b64encode
 from dataclasses import dataclass, field, fields, replace
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ class Position:
     """Seed of the samples' random numbers: the loader's, or the one that torch's iterators draw."""
 
     persist = False  # whether the copies in workers live on when the epoch ends
+    drawn = cast("Any", None)  # what the sampler has yielded, where other workers may go on
 
     def end_epoch(self) -> None:
         """Become the start of the next epoch."""

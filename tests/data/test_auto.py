@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import time
 import traceback
 from collections import deque
@@ -13,7 +14,7 @@ import torch
 from support.loading import Squares, Stateful, assert_same
 from support.thread_workers import in_threads
 from support.torchs_datasets import Augmented
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Sampler
 
 import fastamp
 from fastamp.data import auto
@@ -28,6 +29,18 @@ class Frozen:
         self.now_s = self.cpu_s = 0.0
         monkeypatch.setattr(auto.time, "perf_counter", lambda: self.now_s)
         monkeypatch.setattr(auto.time, "process_time", lambda: self.cpu_s)
+
+
+def let_time_pass(monkeypatch, clock, loader, thread_s, process_s, cpu=0.0):
+    """Let each batch take its time, of threads and of processes."""
+    following = auto.FetchSource.__next__
+
+    def next_later(source):
+        clock.now_s += thread_s if loader._in_threads else process_s
+        clock.cpu_s += thread_s * cpu
+        return following(source)
+
+    monkeypatch.setattr(auto.FetchSource, "__next__", next_later)
 
 
 PROCESSES_WIN = (0.3, 0.1, 0.0, "processes: threads made 3.33 batches/s, processes 10")
@@ -56,15 +69,8 @@ def test_auto_measures_and_chooses_once(thread_s, process_s, cpu, reason, stop, 
     clock = Frozen(monkeypatch)
     expected = [*make(num_workers=0)]
     loader = make()
-    following = auto.FetchSource.__next__
-
-    def next_later(source):
-        clock.now_s += thread_s if loader._in_threads else process_s
-        clock.cpu_s += thread_s * cpu
-        return following(source)
-
     with monkeypatch.context() as patch:
-        patch.setattr(auto.FetchSource, "__next__", next_later)
+        let_time_pass(patch, clock, loader, thread_s, process_s, cpu)
         iterator = iter(loader)
         batches = []
         for batch in iterator:
@@ -112,6 +118,21 @@ def test_a_pass_that_ends_while_auto_measures_is_whole(length):
     loader = fastamp.DataLoader(range(length), num_workers=2, worker="auto")
     for _ in range(2):
         assert torch.cat([*loader]).tolist() == list(range(length))
+
+
+@pytest.mark.parametrize("process_s", [0.1, 0.3])
+def test_a_sampler_is_asked_once_while_auto_measures(process_s, monkeypatch):
+    """So that one that draws with Python's generator gives each sample once."""
+
+    class Shuffled(Sampler):
+        def __iter__(self):
+            return iter(random.sample(range(100), 100))
+
+    monkeypatch.setattr(auto, "count_cores", lambda: 2)
+    loader = fastamp.DataLoader(range(100), 1, sampler=Shuffled(), num_workers=2, worker="auto")
+    let_time_pass(monkeypatch, Frozen(monkeypatch), loader, 0.2, process_s)
+    assert sorted(torch.cat([*loader]).tolist()) == list(range(100))
+    assert "batches/s" in loader.stats().workers  # both have been tried
 
 
 class DiesInAProcess(torch.utils.data.Dataset):
