@@ -124,10 +124,11 @@ class Indices:
         if placed is not None:
             yield from self._rest(begin, placed)
             return
-        if generator is None and position.rng is not None:
+        drawn = position.rng
+        if generator is None and drawn is not None and not drawn.equal(torch.get_rng_state()):
             # The program's own draws go on as if nothing had been drawn here.
             with torch.random.fork_rng(devices=[]):
-                torch.set_rng_state(position.rng)
+                torch.set_rng_state(drawn)
                 rest = self._rest(begin, self.sampler)
                 first = list(islice(rest, 1))
             yield from chain(first, rest)

@@ -1,14 +1,17 @@
 """What begins a pass: the source of its batches, gathered or fetched, and the way to the loop."""
 
 import os
+import random
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, MapDataPipe
@@ -112,6 +115,12 @@ def _with_keys(indices: Indices, *, keyed: bool) -> Iterator[tuple[Any, Tensor |
     return ((batch, order.find_keys(places)) for batch, places in indices.placed_batches())
 
 
+def _would_persist(loader: Any, position: Position) -> bool:
+    """Say whether a new pass follows the state of workers that persist: they draw no seed."""
+    is_new = not (position.resumed or position.begun)
+    return is_new and position.rng is not None and find_generator(loader) is None
+
+
 def _gathered(loader: Any, gatherable: Gatherable, position: Position) -> GatherSource:
     """Warn and draw as torch's iterators do at first, and return the gathered batches."""
     _warn_unpinned(loader)
@@ -120,7 +129,8 @@ def _gathered(loader: Any, gatherable: Gatherable, position: Position) -> Gather
     position.persist = loader.persistent_workers
     _seed_samples(loader, position, again=again)
     # A resumed pass leaves the program's own draws alone.
-    if not again and (loader.generator is not None or not (position.resumed or position.begun)):
+    alone = position.resumed or position.begun or _would_persist(loader, position)
+    if not again and (loader.generator is not None or not alone):
         draw_seed(loader.generator)
     position.begun = loader._began = True
     keyed = gatherable.find is not None or any(column.images for column in gatherable.columns)
@@ -147,6 +157,8 @@ def _fetched(loader: Any, position: Position, states: deque[Any], *, ahead: bool
     if position.exhausted:
         if position.dataset is not None:
             loader.dataset.load_state_dict(position.dataset)
+        if loader.generator is not None:
+            draw_seed(loader.generator)  # as when the pass began
         return iter(())
     workers = loader.num_workers
     if loader._in_threads:
@@ -163,12 +175,27 @@ def _fetched(loader: Any, position: Position, states: deque[Any], *, ahead: bool
         position.workers = of_pass_before(loader._left.workers)
     inner, indices = loader._inner
     indices.position, indices.skips, inner.generator = position, turn, loader.generator
+    if loader.generator is None and _would_persist(loader, position):
+        inner.generator = torch.Generator()
+        inner.generator.set_state(torch.get_rng_state())
     if copies and position.workers is None:
         position.workers = [None] * workers
     position.persist, loader._began = loader.persistent_workers, True
     source = _start(loader, position, inner, states, ahead=ahead)
     position.begun = True
     return source
+
+
+@contextmanager
+def _put_back() -> Iterator[None]:
+    """Leave the program's generators as they were, whatever a dataset draws from them."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the program's
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
 
 
 def _start(
@@ -180,12 +207,11 @@ def _start(
     if copies and loader.generator is None:
         default = position.workers_rng
         position.workers_rng = torch.get_rng_state() if default is None else default
-    # The program's draws go on.
     alone = loader.generator is None and (position.resumed or position.begun)
     later = position.begun and not stream and loader.num_workers == 0
     order = loader._inner[1].order if stream and loader.num_workers == 0 else None
     before, current.sample = current.sample, None if order is None else (order, 0)
-    with torch.random.fork_rng(devices=[], enabled=alone):
+    with _put_back() if alone else nullcontext():
         if own is not None and not later:
             dataset.load_state_dict(own)
         if default is not None:
@@ -203,7 +229,8 @@ def _start(
     )
     source.makes_fresh = type(loader.collate_fn) is BatchCollator
     if stream and loader.num_workers == 0:
-        source.forward(position)
+        with _put_back():
+            source.forward(position)
     if copies and not stream:
         position.dataset = source.ask()["dataset"]
     vars(position).update(source.position)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
 
+import numpy as np
 import pytest
 import torch
 from support.loading import Squares, assert_same
@@ -12,6 +14,7 @@ from support.streams import Stream
 from torch.utils.data import IterableDataset
 
 import fastamp
+from fastamp.train.random_state import rng_state, set_rng_state
 
 
 class Resumable(IterableDataset):
@@ -135,6 +138,26 @@ def test_a_stream_without_a_state_is_read_again(backend):
     resumed = fastamp.DataLoader(Stream(range(100)), 4)
     resumed.load_state_dict(state)
     assert_same(list(resumed), list(iterator))
+
+
+def test_what_a_stream_draws_while_it_is_read_again_is_not_the_programs(backend):
+    def noise():
+        return iter([random.random(), np.random.rand(), torch.rand(())])  # noqa: NPY002
+
+    class Noise(IterableDataset):
+        def __iter__(self):
+            for _ in range(4):
+                yield from noise()
+
+    loader = fastamp.DataLoader(Noise(), 3)
+    batches = iter(loader)
+    next(batches)
+    state, rng = loader.state_dict(), rng_state([])
+    expected = [*batches, *noise()]
+    loader = fastamp.DataLoader(Noise(), 3)
+    loader.load_state_dict(state)
+    set_rng_state(rng, [])
+    assert_same([*loader, *noise()], expected)
 
 
 @pytest.mark.parametrize("stop", [0, 1, 12, 24, 25, 26])
@@ -263,19 +286,22 @@ class Alone(SharesWithState):
     def __iter__(self):
         while self.given < 5:
             self.given += 1
-            yield 100 * self.passes + self.given
+            yield 100 * self.passes + self.given + fastamp.sample_rng().python.random()
         self.passes, self.given = self.passes + 1, 0
 
 
 def test_a_state_at_the_last_short_batch_knows_that_the_dataset_has_ended_its_pass(backend):
+    def make():
+        return fastamp.DataLoader(Alone(), 3, generator=torch.Generator().manual_seed(5))
+
     whole, states = [], []
-    loader = fastamp.DataLoader(Alone(), 3)
+    loader = make()
     for _ in range(3):
         for batch in loader:
             whole.append(batch.tolist())
             states.append(pickle.loads(pickle.dumps(loader.state_dict())))
     for count, state in enumerate(states, 1):
-        again = fastamp.DataLoader(Alone(), 3)
+        again = make()
         again.load_state_dict(state)
         resumed = [b.tolist() for _ in range(state["epoch"], 3) for b in again]
         assert whole[:count] + resumed == whole

@@ -321,26 +321,35 @@ def test_batches_that_are_late_stay_so_until_they_come(workers):
     assert sorted(seen + [batch.item() for batch in loader]) == list(range(9))
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["a generator", "torch's generator"])
+DRAWN_FROM = {
+    "torch's generator": lambda _: {"shuffle": True},
+    "a generator": lambda _: {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
+    "a seed beside it": lambda data: {"sampler": RandomSampler(data), "seed": 3},
+    "nothing": lambda _: {},
+}
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["another loader", "the same loader"])
+@pytest.mark.parametrize("source", DRAWN_FROM)
 @pytest.mark.parametrize("dataset", [X, Squares(40)], ids=["arrays", "python"])
-def test_the_order_after_a_pass_of_workers_that_persist_is_the_one_that_would_have_come(
-    dataset, own
+def test_the_orders_after_a_pass_of_workers_that_persist_are_those_that_would_have_come(
+    dataset, source, same
 ):
     """They draw no seed again, and a loader that resumes has workers of its own."""
 
     def make():
-        generator = torch.Generator().manual_seed(3) if own else None
         options = {"num_workers": 1, "worker": "thread", "persistent_workers": True}
-        return fastamp.DataLoader(dataset, 16, shuffle=True, generator=generator, **options)
+        return fastamp.DataLoader(dataset, 16, **DRAWN_FROM[source](dataset), **options)
 
     loader = make()
     list(loader)
     state, rng = loader.state_dict(), torch.get_rng_state()
-    expected = [*loader, *loader]
-    loader = make()
+    expected, drawn = [*loader, *loader], torch.rand(1)
+    loader = loader if same else make()
     torch.set_rng_state(rng)
     loader.load_state_dict(state)
     assert_same([*loader, *loader], expected)
+    assert torch.rand(1) == drawn
 
 
 @pytest.mark.parametrize("dataset", [X, Squares(40)], ids=["arrays", "python"])
