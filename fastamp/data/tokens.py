@@ -68,19 +68,22 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         check_integer("block_size", block_size, least=1, optional=False)
         check_integer("header", header, least=0, optional=False)
         self.block_size, self.random_offsets = block_size, bool(random_offsets)
-        parts = [part[:] for part in _open_all(path_or_array, dtype, header) if len(part)]
+        parts = _open_all(path_or_array, dtype, header)
         several = isinstance(path_or_array, list | tuple)
-        sources: Any = path_or_array if several else [path_or_array]
-        # Not as tensors: torch cannot unpickle those of uint16.
-        own = [np.asarray(each) if isinstance(each, Tensor) else each for each in sources]
-        self._source = (own if several else own[0], block_size, dtype, header, random_offsets)
-        count = sum(map(len, parts))
+        own = [*map(_portable, path_or_array if several else [path_or_array])]  # type: ignore[arg-type]
+        self._source = (own if several else own[0], dtype, header)
+        self._cut(parts)
+
+    def _cut(self, parts: list[npt.NDArray[Any]]) -> None:
+        """Cut files and arrays into windows."""
+        parts = [part[:] for part in parts if len(part)]
+        count, block_size = sum(map(len, parts)), self.block_size
         self._length = (count - 1) // block_size
         if self._length < 1:
             msg = f"block_size={block_size}: {count} tokens are too few for one window"
             raise ValueError(msg)
         step, windows = block_size, self._length
-        if random_offsets:
+        if self.random_offsets:
             step, windows = 1, count - block_size
         after = [part for part in (parts[0][1:], *parts[1:]) if len(part)]
         self.x = Windows(parts, step, (windows, block_size))
@@ -92,7 +95,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not -self._length <= index < self._length:
             raise index_error(index, self._length)
-        row = index % self._length
+        row = int(index) % self._length
         if self.random_offsets:
             row = mix(sample_rng().take_key() + 1) % self.x.shape[0]
         x, y = (torch.from_numpy(part[row].astype(np.int64)) for part in (self.x, self.y))
@@ -106,9 +109,20 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         drawn = mix_all(keys + 1).numpy().view(np.uint64) % np.uint64(self.x.shape[0])
         return torch.from_numpy(drawn.astype(np.int64))
 
-    def __reduce__(self) -> "tuple[type[TokenDataset], tuple[Any, ...]]":
+    def __getstate__(self) -> dict[str, Any]:
         """Travel to another process as a path, which is mapped there, where there is one."""
-        return type(self), self._source
+        return {name: value for name, value in vars(self).items() if name not in ("x", "y")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._cut(_open_all(*self._source))
+
+
+def _portable(source: Any) -> Any:
+    """Return a path as it is from any folder; an array not as a tensor, which may not pickle."""
+    if isinstance(source, str | os.PathLike):
+        return Path(source).absolute()
+    return np.asarray(source) if isinstance(source, Tensor) else source
 
 
 def _open_all(source: Any, dtype: npt.DTypeLike | None, header: int) -> list[npt.NDArray[Any]]:

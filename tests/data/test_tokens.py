@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 import random
@@ -236,6 +237,26 @@ def test_token_files_travel_as_their_paths(tmp_path):
         assert len(copied) == len(dataset)
         drawn = [torch.manual_seed(0) and one[-1] for one in (copied, dataset)]
         assert_same(*drawn)
+
+
+class Scaled(fastamp.TokenDataset):
+    """A subclass with arguments and attributes of its own."""
+
+    def __init__(self, path, scale):
+        super().__init__(path, 4)
+        self.scale = scale
+
+    def __getitem__(self, index):
+        return [self.scale * part for part in super().__getitem__(index)]
+
+
+def test_a_copy_reads_the_same_file_from_any_folder(tmp_path, monkeypatch):
+    make_array("u2", 99).tofile(tmp_path / "tokens.bin")
+    monkeypatch.chdir(tmp_path)
+    dataset = Scaled("tokens.bin", 5)
+    monkeypatch.chdir("/")
+    for index in (3, np.uint8(3), np.int8(-1)):
+        assert_same(copy.deepcopy(dataset)[index], dataset[index])
 
 
 @pytest.mark.parametrize("several", [False, True])
