@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
+from torch.utils.data._utils import collate as torch_collate
 
 from fastamp import _ops
 from fastamp._ops import Column, Images
@@ -28,6 +29,7 @@ from fastamp.data.tables import is_table, read_table
 from fastamp.data.tokens import TokenDataset
 
 _ARRAYS = (Tensor, np.ndarray, np.memmap)
+_TORCHS = {**torch_collate.default_collate_fn_map}
 _IN_MEMORY = (Subset, TensorDataset, ArrayDataset, *_ARRAYS)
 
 
@@ -69,6 +71,9 @@ def _find_reason(loader: DataLoader[Any]) -> str:
         return "collate_fn pads"
     if type(collate_fn) is not BatchCollator and collate_fn is not default_collate:
         return "collate_fn is the user's"
+    registered = torch_collate.default_collate_fn_map
+    if any(registered.get(kind) is not function for kind, function in _TORCHS.items()):
+        return "default_collate_fn_map has functions of the user's"
     return "" if loader.worker_init_fn is None else "worker_init_fn is given"
 
 
@@ -186,31 +191,36 @@ class GatherSource(Iterator[Any]):
         self._depth = 2 if slots.pinned else torch.get_num_threads() + 1
         self._kept = [keep(column.array) for column in columns]
         pairs = zip(self._kept, columns, strict=True)
-        aliases = [column._replace(array=kept.alias) for kept, column in pairs]
+        self._aliases = [column._replace(array=kept.alias) for kept, column in pairs]
         self._changes = {change for kept in self._kept for change in kept.changes()}
+        tensors = [kept.alias for kept in self._kept if isinstance(kept.alias, Tensor)]
+        self._counting = [tensor for tensor in tensors if not tensor.is_inference()]
         self._owner = get_ident()
         self._gatherer: Any  # None: item by item
         self._slots: Slots | DeviceMemory = slots
         device = find_device(columns)
         if device.type == "cpu":
-            self._gatherer = _ops.host_ops().gatherer(aliases, self._depth)
+            self._gatherer = _ops.host_ops().gatherer(self._aliases, self._depth)
         else:
-            self._gatherer, self._depth = DeviceGatherer(aliases), 1
-            self._slots = DeviceMemory(device)
+            self._gatherer, self._depth = DeviceGatherer(self._aliases), 1
+            self._slots, self._counting = DeviceMemory(device), []  # nothing is gathered ahead
+        self._versions = self._count_writes()
         self._indices, self._stats, self._make = indices, stats, make
         self._max_bytes = max_bytes
         # A batch's indices, keys and rows that there is no room for yet.
         self._drawn: tuple[Any, Tensor | None, Tensor | None] | None = None
-        # Indices or an error, keys; what they are gathered into, and its bytes.
-        self._under_way: deque[tuple[Any, Tensor | None, list[Tensor], int]] = deque()
+        # Indices or an error, keys; what is gathered into what, and its bytes.
+        self._under_way: deque[tuple[Any, Tensor | None, Any, list[Tensor], int]] = deque()
         self._held_nbytes = 0
 
     def __next__(self) -> Any:
         self._look()
+        if self._under_way and self._versions != self._count_writes():
+            self._gather_again()
         self._submit_ahead()
         if not self._under_way:
             raise StopIteration
-        indices, keys, outputs, nbytes = self._under_way[0]
+        indices, keys, _, outputs, nbytes = self._under_way[0]
         error = indices if isinstance(indices, Exception) else None
         if outputs and self._gatherer is not None:
             try:
@@ -242,7 +252,7 @@ class GatherSource(Iterator[Any]):
 
     def is_next_ready(self) -> bool:
         """Say whether the next batch is gathered, or will be in no time."""
-        is_under_way = self._under_way and self._gatherer is not None and self._under_way[0][2]
+        is_under_way = self._under_way and self._gatherer is not None and self._under_way[0][3]
         return bool(is_under_way) and bool(self._gatherer.is_ready())
 
     def _look(self) -> None:
@@ -251,16 +261,30 @@ class GatherSource(Iterator[Any]):
             if has_changed():
                 self._gatherer = None  # when the copies that run have ended
 
+    def _count_writes(self) -> list[int]:
+        return [tensor._version for tensor in self._counting]
+
+    def _gather_again(self) -> None:
+        """Gather what is under way once more, since somebody has written into the dataset."""
+        if self._gatherer is None:
+            return
+        self._gatherer = None  # when the copies that run have ended
+        self._gatherer = _ops.host_ops().gatherer(self._aliases, self._depth)
+        for _, keys, rows, outputs, _ in self._under_way:
+            if outputs:
+                self._gatherer.submit(rows, outputs, keys)
+
     def _submit_ahead(self) -> None:
         """Start as many batches as may be under way."""
         under_way, limit = self._under_way, self._max_bytes or DEFAULT_MAX_BYTES
+        self._versions = self._count_writes()
         while len(under_way) < self._depth:
             indices, keys, rows = self._draw() if self._drawn is None else self._drawn
             self._drawn = None
             if indices is None:
                 return
             if rows is None:
-                under_way.append((indices, keys, [], 0))
+                under_way.append((indices, keys, None, [], 0))
                 continue
             count = rows.numel()
             nbytes = sum(self._slots.size(count * row_nbytes) for row_nbytes in self._row_nbytes)
@@ -269,7 +293,7 @@ class GatherSource(Iterator[Any]):
                 return
             outputs = [self._slots.allocate((count, *shape), dtype) for shape, dtype in self._rows]
             self._gatherer.submit(rows, outputs, keys)
-            under_way.append((indices, keys, outputs, nbytes))
+            under_way.append((indices, keys, rows, outputs, nbytes))
             self._held_nbytes += nbytes
 
     def _draw(self) -> tuple[Any, Tensor | None, Tensor | None]:

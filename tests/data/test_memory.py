@@ -6,7 +6,12 @@ import functools
 import json
 
 import pytest
+import torch
 from support.loading import HOST, check
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import TensorDataset
+
+import fastamp
 
 # Each case runs in a child of one process, which a read of freed memory would end.
 CASES = """
@@ -229,6 +234,20 @@ def results(backend):
 @pytest.mark.parametrize("change", OF_TENSORS)
 def test_a_tensor_that_gets_other_memory_gives_what_torch_gives(change, backend):
     assert results(backend)[change] == 0
+
+
+@pytest.mark.parametrize("width", [10, 100_000])
+def test_what_is_written_into_a_tensor_is_in_the_next_batch(width, backend):
+    """Also in a column that is small beside the others, and what others have begun before."""
+
+    def read(loader_type):
+        x, y, seen = torch.zeros(12, width), torch.zeros(12), []
+        for rows, labels in loader_type(TensorDataset(x, y), 2):
+            seen.append((rows.unique().tolist(), labels.tolist()))
+            (x if len(seen) % 2 else y).add_(1)
+        return seen
+
+    assert read(fastamp.DataLoader) == read(TorchDataLoader)
 
 
 def test_an_array_cannot_be_resized_during_a_pass(backend):
