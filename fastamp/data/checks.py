@@ -4,7 +4,7 @@ from numbers import Integral
 from typing import Any
 
 import torch
-from torch.utils.data import IterDataPipe
+from torch.utils.data import IterableDataset, IterDataPipe
 
 
 def check_integer(name: str, value: Any, *, least: int, optional: bool = True) -> None:
@@ -43,5 +43,9 @@ def check_worker(worker: str | None, dataset: Any, context: Any) -> str | None:
         raise ValueError(msg)
     if worker == "thread" and isinstance(dataset, IterDataPipe):
         msg = f"worker='thread': {type(dataset).__name__} is a data pipe, which needs processes"
+        raise TypeError(msg)
+    of_hugging_face = type(dataset).__module__.startswith("datasets.")
+    if worker == "thread" and of_hugging_face and isinstance(dataset, IterableDataset):
+        msg = "worker='thread': a Hugging Face stream has parts for processes only"
         raise TypeError(msg)
     return worker

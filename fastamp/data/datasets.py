@@ -50,7 +50,7 @@ class ArrayDataset(Dataset[Any]):
         self, *arrays: Any, augment: Augmentations | None = None, channels_last: bool | None = None
     ) -> None:
         alone = len(arrays) == 1 and type(arrays[0]) is dict
-        self.arrays: Any = arrays[0] if alone else arrays
+        self.arrays: Any = {**arrays[0]} if alone else arrays
         self._length = count_rows(self.arrays, "arrays")
         self._augmented = read_augment(augment or [], self.arrays, channels_last=channels_last)
 

@@ -54,7 +54,8 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
 
     Args:
         dataset: and all the others up to `in_order`: as in torch.utils.data.DataLoader.
-        device: where batches shall be. For CUDA they are gathered into pinned memory and copied on
+        device: where batches shall be: their tensors, in any nesting of dicts, lists, tuples and
+            dataclasses. For CUDA they are gathered into pinned memory and copied on
             a side stream, ahead of the consumer (see `fastamp.prefetch`). None leaves them on the
             CPU.
         seed: shuffles epoch n with the seed `seed + n`, so that it can be repeated and resumed by
@@ -145,7 +146,8 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         self.worker = check_worker(worker, dataset, multiprocessing_context)
         check_generator(generator)
         check_device(device, resident=resident)
-        if type(dataset) is dict and is_arrays(dataset):
+        by_name = type(dataset) is dict and all(type(key) is str for key in dataset)
+        if by_name and is_arrays(dataset):
             count_rows(dataset, "dataset")  # raises an error with this argument's name
             dataset = ArrayDataset(dataset)
         if shard or rank is not None or world_size is not None:
@@ -228,7 +230,8 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         self._last = None
         self._told_epoch = epoch
         inside = getattr(self._batches, "batch_sampler", None)  # Accelerate's has the user's
-        told = (self.sampler, self.batch_sampler, inside, self._served and self.dataset)
+        own = getattr(self.batch_sampler, "sampler", None)
+        told = (self.sampler, self.batch_sampler, own, inside, self._served and self.dataset)
         for sampler in told:
             tell = getattr(sampler, "set_epoch", None)
             if tell is not None:

@@ -6,11 +6,13 @@ times as long for a small batch.
 
 import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 
 def contents_of(value: Any) -> dict[Any, Any] | None:
@@ -55,14 +57,26 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     contents = contents_of(batch)
     if contents is None:
         return batch
-    return rebuild(batch, {key: map_tensors(function, value) for key, value in contents.items()})
+    stays = "batch_sizes" if isinstance(batch, PackedSequence) else None  # on the host
+    return rebuild(
+        batch, {k: v if k == stays else map_tensors(function, v) for k, v in contents.items()}
+    )
 
 
 def count_nbytes(batch: Any) -> int:
-    """Return the bytes of all tensors in a batch."""
+    """Return the bytes of all tensors in a batch; 0 for what cannot be looked through."""
+    try:
+        return _count_nbytes(batch)
+    except Exception:  # noqa: BLE001 - a container of the user's own: nobody has asked for its bytes
+        return 0
+
+
+def _count_nbytes(batch: Any) -> int:
     if isinstance(batch, Tensor):
         return batch.nbytes if batch.layout is torch.strided else 0
     if type(batch) is list and batch and type(batch[0]) is str:  # one for each sample
         return 0
+    if isinstance(batch, Mapping) and not isinstance(batch, dict | UserDict):
+        return 0  # may make what it holds when it is asked
     contents = contents_of(batch)
-    return 0 if contents is None else sum(map(count_nbytes, contents.values()))
+    return 0 if contents is None else sum(map(_count_nbytes, contents.values()))

@@ -13,6 +13,7 @@ from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
@@ -24,6 +25,16 @@ from fastamp.data.sample_rng import Placed, draw_seed
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots, too_large
 from fastamp.data.states import Measured, WorkerStream
 from fastamp.data.workers import Team, WorkerInfo, become_worker
+
+_COPY: dict[type, Callable[[Any], Any]] = {
+    list: list.copy,
+    torch.Tensor: torch.Tensor.clone,
+    np.ndarray: np.ndarray.copy,
+}
+
+
+def _leave(indices: Any) -> Any:
+    return indices
 
 
 class ThreadLoader:
@@ -111,10 +122,9 @@ class ThreadBatches(Iterator[Measured]):
     def _draw(self) -> None:
         try:
             for drawn in islice(self._indices, 1):
-                # A sampler may yield the same list again and again.
-                is_list = type(drawn.indices) is list
-                copied = drawn._replace(indices=[*drawn.indices]) if is_list else drawn
-                self._drawn.append(copied)
+                # A sampler may yield the same list, tensor or array again and again.
+                copy_of = _COPY.get(type(drawn.indices), _leave)
+                self._drawn.append(drawn._replace(indices=copy_of(drawn.indices)))
         except Exception as error:  # noqa: BLE001 - raised where the batch would come
             # Its frames refer to this pass, which until then must not live by them.
             told = "".join(traceback.format_exception(error))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
+import typing
 import warnings
 
 import numpy as np
@@ -279,6 +282,41 @@ def test_a_bare_tuple_is_a_dataset_of_two_samples(backend):
         loader = fastamp.DataLoader(pair, 2)
         assert len(loader) == 1
         assert_same(next(iter(loader)), torch.stack((X, X + 1)))
+
+
+def test_a_dict_by_number_is_a_dataset_of_samples(backend):
+    samples = {index: X[index] for index in range(5)}
+    assert_same([*fastamp.DataLoader(samples, 2)], [*TorchDataLoader(samples, 2)])
+
+
+def test_a_function_that_somebody_has_registered_is_called_where_rows_would_be_gathered(
+    backend, monkeypatch
+):
+    registered = torch.utils.data._utils.collate.default_collate_fn_map
+    monkeypatch.setitem(registered, torch.Tensor, lambda samples, **_: -torch.stack(samples))
+    assert_same([*fastamp.DataLoader(X, 2)], [*TorchDataLoader(X, 2)])
+
+
+@dataclasses.dataclass
+class Node:
+    parent: typing.Any
+    children: typing.Any = dataclasses.field(init=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "worker": "thread"}], ids=str)
+def test_a_batch_of_any_kind_is_handed_on(options):
+    def make(samples):
+        node = Node(None)
+        node.parent = node
+        return node
+
+    class Lazy(dict, collections.abc.Mapping):
+        def __getitem__(self, key):
+            raise KeyError(key)
+
+    for collate_fn in (make, lambda samples: Lazy(x=1)):
+        batches = [*fastamp.DataLoader(range(4), 2, collate_fn=collate_fn, **options)]
+        assert len(batches) == 2
 
 
 def test_indices_that_are_no_integers_give_what_torch_gives(backend):

@@ -11,8 +11,8 @@ import pytest
 import torch
 from support.loading import Rows, Squares, assert_same, check
 from support.streams import Stream
+from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler, TensorDataset
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import DistributedSampler, SequentialSampler, TensorDataset
 
 import fastamp
 from fastamp.data import shuffle as shuffle_module
@@ -65,6 +65,11 @@ def test_the_batches_are_those_of_a_distributed_sampler(
             sampler.set_epoch(epoch)
             ours.set_epoch(epoch)
             assert_same(list(ours), list(theirs))
+            batches = BatchSampler(sampler, BATCH, drop_last)
+            sampler.set_epoch(99)
+            told = fastamp.DataLoader(ours.dataset, batch_sampler=batches)
+            told.set_epoch(epoch)
+            assert_same(list(told), list(theirs))
             ours.sampler.set_epoch(epoch)  # as loops that were written for DistributedSampler do
             assert list(ours.sampler) == list(sampler)
             assert_same(list(ours), list(theirs))

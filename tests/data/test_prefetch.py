@@ -78,6 +78,14 @@ def test_dataclasses_stay_dataclasses(device):
     assert_same(batch.x, torch.ones(3, device=device or "cpu"))
 
 
+@pytest.mark.parametrize("device", [*DEVICES, "meta"])
+def test_the_sizes_of_a_packed_sequence_stay_on_the_host(device):
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    (batch,) = fastamp.prefetch([packed], device)
+    assert batch.data.device.type == (device or "cpu")
+    assert batch.batch_sizes.tolist() == [2, 2, 1]
+
+
 def test_a_batch_on_the_cpu_is_the_producers_own():
     batch = {"x": torch.ones(2)}
     (same,) = fastamp.prefetch([batch])

@@ -7,6 +7,7 @@ import json
 import random
 import threading
 
+import numpy as np
 import pytest
 import torch
 from support.loading import Rows, Squares, Stateful, assert_same, ends, make_array
@@ -203,6 +204,10 @@ def test_what_threads_cannot_do_is_refused():
             fastamp.DataLoader(Squares(3), worker=worker)
     with pytest.raises(ValueError, match="multiprocessing_context: expected None"):
         in_threads(Squares(3), multiprocessing_context="fork")
+    datasets = pytest.importorskip("datasets")
+    stream = datasets.Dataset.from_dict({"x": [1, 2]}).to_iterable_dataset()
+    with pytest.raises(TypeError, match="worker='thread': a Hugging Face stream"):
+        in_threads(stream)
 
 
 def test_a_prefetch_factor_of_zero_is_refused_as_by_torch():
@@ -211,10 +216,11 @@ def test_a_prefetch_factor_of_zero_is_refused_as_by_torch():
             [*fastamp.DataLoader(range(5), num_workers=2, worker=worker, prefetch_factor=0)]
 
 
-def test_a_batch_sampler_may_yield_the_same_list_again():
+@pytest.mark.parametrize("kind", [list, torch.tensor, np.array])
+def test_a_batch_sampler_may_yield_the_same_indices_again(kind):
     class Same:
         def __iter__(self):
-            batch = [0, 1]
+            batch = kind([0, 1])
             for batch[0] in range(5):
                 yield batch
 

@@ -124,7 +124,7 @@ def whole(tensor):
 
 
 def step(layout, name):
-    """Unscale, clip and step in each way; return gradients and parameters of both, spread and not."""
+    """Unscale, clip and step in each way, spread and not; return what both have then."""
     wholes, grads = grads_on(layout)
     return [step_in(how, name, wholes, grads) for how in HOWS]
 
