@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+# pip has compiled nothing: what is imported is compiled once, and kept for all processes.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Before torch is imported: here and in all processes that tests start, torch computes on one
 # thread, unless a test says otherwise. Threads that wait for each other in a busy machine took
 # twice as long.
