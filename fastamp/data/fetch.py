@@ -147,7 +147,7 @@ def make_inner(
         worker_init_fn=watched.init_worker,
         multiprocessing_context=loader.multiprocessing_context,
         generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
+        prefetch_factor=loader.prefetch_factor if loader.num_workers else None,
         persistent_workers=loader.persistent_workers,
         pin_memory_device=loader.pin_memory_device,
         in_order=loader.in_order,

@@ -157,7 +157,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             shuffle = None
         # The seeds of workers differ from rank to rank: they are the program's.
         if seed is not None and generator is None and not isinstance(sampler, ShardSampler):
-            generator = torch.Generator()
+            generator = torch.Generator().manual_seed(seed)  # what others draw from it, too
             if shuffle and sampler is None and batch_sampler is None and is_long(dataset):
                 sampler, shuffle = FeistelSampler(dataset, generator=generator), None
         if collate_fn is None and (batch_size is not None or batch_sampler is not None):

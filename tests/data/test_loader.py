@@ -284,6 +284,19 @@ def test_a_bare_tuple_is_a_dataset_of_two_samples(backend):
         assert_same(next(iter(loader)), torch.stack((X, X + 1)))
 
 
+def test_workers_may_be_taken_away(backend):
+    loader = fastamp.DataLoader(Squares(9), 2, num_workers=1)
+    loader.num_workers = 0
+    assert_same([*loader], [*TorchDataLoader(Squares(9), 2)])
+
+
+def test_a_loader_of_anothers_making_draws_the_same_first_order():
+    """As Accelerate's skip_first_batches makes one."""
+    loader = fastamp.DataLoader(X, 2, shuffle=True, seed=1)
+    other = TorchDataLoader(X, batch_sampler=loader.batch_sampler)
+    assert_same([*other], [*fastamp.DataLoader(X, 2, shuffle=True, seed=1)])
+
+
 def test_a_dict_by_number_is_a_dataset_of_samples(backend):
     samples = {index: X[index] for index in range(5)}
     assert_same([*fastamp.DataLoader(samples, 2)], [*TorchDataLoader(samples, 2)])
