@@ -76,10 +76,13 @@ class Batches:
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch delivered."""
         loader = self.loader.state_dict() if self._has_state else None
+        rng = self._rng_at_start
+        if not (self._has_state or self._n_consumed):  # the next pass begins as they are now
+            rng = rng_state([self._device], self._own_generators())
         return {
             "n_consumed": self._n_consumed,
             "n_ranks": self._n_ranks,
-            "rng": self._rng_at_start,
+            "rng": rng,
             "loader": loader,
         }
 
@@ -95,7 +98,7 @@ class Batches:
             msg = f"{self._name} {kinds[not self._has_state]}, and {kinds[self._has_state]} there"
             raise ValueError(msg)
         if state["rng"] is not None or (state["n_consumed"] and not self._has_state):
-            own = self._own_generator()
+            own = self._own_generators()
             attempt(lambda: check_rng_state(state["rng"], [self._device], own), "['rng']")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -104,19 +107,25 @@ class Batches:
             self.loader.load_state_dict(state["loader"])
         self._n_consumed, self._rng_at_start = state["n_consumed"], state["rng"]
         self._is_resumed = self._n_consumed > 0
+        if self._rng_at_start is not None and state["n_ranks"] == self._n_ranks:
+            for i, own in enumerate(self._own_generators()):
+                own.set_state(self._rng_at_start["own"][i])
 
-    def _own_generator(self) -> torch.Generator | None:
-        own = getattr(self.loader, "generator", None)
-        return own if isinstance(own, torch.Generator) else None
+    def _own_generators(self) -> list[torch.Generator]:
+        """Return what the loader and its samplers draw from, beside the default generators."""
+        sampler = getattr(self.loader, "sampler", None)
+        batches = getattr(self.loader, "batch_sampler", None)
+        drawing = (self.loader, sampler, batches, getattr(batches, "sampler", None))
+        found = (getattr(one, "generator", None) for one in drawing)
+        return [*{id(one): one for one in found if isinstance(one, torch.Generator)}.values()]
 
     def _start(self) -> Iterator[Any]:
-        own = self._own_generator()
-        now = rng_state([self._device], own)
+        now = rng_state([self._device], self._own_generators())
         if not self._is_resumed or self._rng_at_start is None:
             self._rng_at_start = now
             return iter(self.loader)
         self._is_resumed = False
-        set_rng_state(self._rng_at_start, [self._device], own)
+        set_rng_state(self._rng_at_start, [self._device])
         batches: Iterator[Any] = iter(self.loader)
         n_skipped = sum(1 for _ in islice(batches, self._n_consumed))
         set_rng_state(now, [self._device])

@@ -30,9 +30,9 @@ def all_devices(*, begins: bool = False) -> list[torch.device]:
 
 
 def rng_state(
-    devices: Sequence[torch.device], own: torch.Generator | None = None
+    devices: Sequence[torch.device], own: Sequence[torch.Generator] = ()
 ) -> dict[str, Any]:
-    """Return the generators' states, with those of accelerators, and that of `own`, a generator."""
+    """Return the generators' states, with those of accelerators, and of `own`, other generators."""
     numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - the program's generator
     numpy["state"]["key"] = numpy["state"]["key"].tolist()
     return {
@@ -40,17 +40,17 @@ def rng_state(
         "devices": [_generator(device).get_state() for device in devices if device.type != "cpu"],
         "numpy": numpy,
         "python": random.getstate(),
-        "own": own and own.get_state(),
+        "own": [generator.get_state() for generator in own] or None,
     }
 
 
 def check_rng_state(
-    state: Any, devices: Sequence[torch.device], own: torch.Generator | None = None
+    state: Any, devices: Sequence[torch.device], own: Sequence[torch.Generator] = ()
 ) -> None:
     """Raise an error unless `set_rng_state` can restore a state; nothing changes."""
     numpy = {"bit_generator": "", "state": {"key": ANY, "pos": 0}, "has_gauss": 0, "gauss": ANY}
-    parts = {"torch": ANY, "devices": ANY, "numpy": numpy, "python": ANY, "own": ANY}
-    check(state, parts, "state")
+    parts = {"torch": ANY, "devices": ANY, "numpy": numpy, "python": ANY}
+    check(state, parts | {"own": [ANY] * len(own) or None}, "state")
     torch.Generator().set_state(state["torch"])
     np.random.RandomState().set_state(state["numpy"])
     random.Random().setstate(state["python"])  # noqa: S311 - the program's generator
@@ -65,27 +65,19 @@ def check_rng_state(
     if not is_list or not all(isinstance(one, torch.Tensor) for one in of_devices):
         msg = f"devices is {of_devices!r}"
         raise TypeError(msg)
-    if not isinstance(state["own"], (torch.Tensor, type(None))):
-        msg = f"own is {state['own']!r}"
-        raise TypeError(msg)
     for device, one in _pairs(state, devices):
         torch.Generator(device).set_state(one)
-    if own is not None:
-        kept_own: Any = state["own"]  # None is refused
-        torch.Generator(own.device).set_state(kept_own)
+    for i, generator in enumerate(own):
+        torch.Generator(generator.device).set_state(state["own"][i])
 
 
-def set_rng_state(
-    state: dict[str, Any], devices: Sequence[torch.device], own: torch.Generator | None = None
-) -> None:
-    """Restore what `rng_state` returned; accelerators of which it knows nothing stay."""
+def set_rng_state(state: dict[str, Any], devices: Sequence[torch.device]) -> None:
+    """Restore what `rng_state` returned, but not `own`; accelerators that it lacks stay."""
     torch.set_rng_state(state["torch"])
     for device, one in _pairs(state, devices):
         _generator(device).set_state(one)
     np.random.set_state(state["numpy"])  # noqa: NPY002
     random.setstate(state["python"])
-    if own is not None:
-        own.set_state(state["own"])
 
 
 def _pairs(

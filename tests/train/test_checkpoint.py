@@ -29,7 +29,7 @@ from support.trainable import (
     run,
     train_to_the_end,
 )
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import fastamp
 from fastamp.train import CheckpointError
@@ -81,6 +81,9 @@ DATA = {
     "loader of fastamp": lambda: fastamp.DataLoader(DATASET, 8, shuffle=True),
     "loader of torch": lambda: DataLoader(DATASET, 8, shuffle=True),
     "loader with a generator": lambda: DataLoader(DATASET, 8, shuffle=True, generator=generator()),
+    "sampler with a generator": lambda: DataLoader(
+        DATASET, 8, sampler=RandomSampler(DATASET, generator=generator())
+    ),
     "iterable dataset": lambda: Stream([*zip(*make_data(), strict=True)]),
     "list of batches": lambda: list(DataLoader(DATASET, 7)),
 }
@@ -114,6 +117,16 @@ def test_an_epoch_is_counted_once_and_a_finished_run_stays(tmp_path):
     written = (tmp_path / "step-00000018.pt").stat().st_mtime_ns
     assert outcome(*run(tmp_path, **fields)) == expected
     assert (tmp_path / "step-00000018.pt").stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize("kind", ["loader with a generator", "sampler with a generator"])
+def test_a_generator_of_a_loaders_own_goes_on_after_an_epoch(kind, tmp_path):
+    fields = {"max_steps": None, "epochs": 3, "checkpoint_every": None}
+    expected = outcome(*run(data=DATA[kind](), **fields))
+    with pytest.raises(CrashError):
+        run(tmp_path, DATA[kind](), loss_fn=act_at(8, crash), **fields)
+    assert names(tmp_path) == ["step-00000006.pt"]
+    assert outcome(*run(tmp_path, DATA[kind](), **fields)) == expected
 
 
 def test_an_epoch_whose_last_step_is_short_is_counted_once(tmp_path):

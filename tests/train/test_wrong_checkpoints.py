@@ -105,7 +105,6 @@ def test_every_entry_is_checked_before_anything_is_loaded(entry, whole, tmp_path
             error = refusal(tmp_path, changed(state, at, value))
             may_stand = at[:2] == ("loader", "loader") or is_same_kind(old, value)
             may_stand |= entry == "tracker" and value in (GONE, {})  # shorter curves are curves
-            may_stand |= at[-1] == "own" and isinstance(value, torch.Tensor)
             may_stand |= at[-1] == "devices" and isinstance(value, list)
             assert may_stand or error, (at, value)
             names_it = [entry, str(at[-1])]
@@ -131,6 +130,9 @@ def test_the_position_of_a_loader_of_torch_is_checked(tmp_path):
     for name, value in [("n_consumed", -1), ("rng", None), ("rng", {}), ("loader", {}), ("rng", 5)]:
         error = refusal(tmp_path, changed(state, ("loader", name), value), data=data)
         assert name in error or name == "loader"
+    for own in (torch.zeros(3), [state["rng"]["torch"]]):
+        error = refusal(tmp_path, changed(state, ("loader", "rng", "own"), own), data=data)
+        assert "['own'] is" in error
     error = refusal(tmp_path, state)  # with tensors, whose loader has a state
     assert "train_data resumes by itself" in error
 
