@@ -23,6 +23,7 @@ from fastamp.train.state_file import (
     Check,
     CheckpointError,
     DamagedError,
+    find_kinds,
     find_strange,
     is_ours,
     read_file,
@@ -63,7 +64,7 @@ class Checkpoints:
     ) -> None:
         self._argument, self._anew = argument, anew
         self._folder, self._keep, self._ranks = Path(folder).absolute(), keep, ranks
-        self._is_tested = False  # whether a checkpoint of this run has been read again
+        self._tested: set[type] = set()  # of what was in checkpoints that were read again
         found = ranks.first(self._prepare)
         self._mine: list[Path] = found if resume else []
         self._known = {*found}  # what this run may remove
@@ -85,7 +86,7 @@ class Checkpoints:
 
         Raises:
             OSError: it cannot be written; the other checkpoints are unchanged.
-            CheckpointError: it is the first one, and could not be read again.
+            CheckpointError: it could not be read again; the other checkpoints are unchanged.
         """
         path = self.path_of(step)
         try:
@@ -95,9 +96,10 @@ class Checkpoints:
         part = path.with_name(f".{path.name}.{token}.part")
         try:
             self._write(part, state)
-            if not self._is_tested:
+            kinds = find_kinds(state)
+            if self._ranks.first(lambda: not kinds <= self._tested):
                 self._test(part, state)
-                self._is_tested = True
+                self._tested |= kinds
             self._mine = [*(mine for mine in self._mine if _step_of(mine) != step), path]
             self._ranks.first(lambda: self._publish(part, path, kept_step))
         except OSError as error:
@@ -191,7 +193,7 @@ class Checkpoints:
     def _enter(self, path: Path) -> str:
         """Lock the folder, tidy it up, and return a name that nobody can have foreseen."""
         lock(self._folder)
-        if not self._is_tested:
+        if not self._tested:
             for new in filter(is_ours, {*self._list()} - self._known):
                 msg = f"another process has saved {new.name} since this run began: run it again"
                 raise FileExistsError(errno.EEXIST, msg)

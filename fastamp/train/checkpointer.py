@@ -131,7 +131,8 @@ class Checkpointer:
         Raises:
             OSError: it cannot be written, or that of the call before, in a thread, could not; the
                 other checkpoints are unchanged.
-            CheckpointError: it is the first one, and could not be read again.
+            CheckpointError: it holds an object that could not be read again: what is neither a
+                tensor nor a plain value. The other checkpoints are unchanged.
             ValueError: the folder has a checkpoint of a later step, which was not restored.
         """
         step = operator.index(step)

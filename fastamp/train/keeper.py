@@ -24,7 +24,7 @@ from fastamp.train.check import (
 from fastamp.train.checkpoint import Checkpoints
 from fastamp.train.random_state import all_devices, check_rng_state, rng_state, set_rng_state
 from fastamp.train.ranks import Ranks
-from fastamp.train.state_file import CheckpointError
+from fastamp.train.state_file import CheckpointError, find_kinds
 
 SIGNS = {None: 0, "min": 1, "max": -1}  # of a metric that is better when it is lower
 OWN_NAMES = {"best", "files", "format", "kinds", "n_with_state", "ranks", "rng", "step"}
@@ -98,7 +98,7 @@ class Keeper:
         self._best_before = self.best
         if self.is_better(metric):
             self.best = [step, metric]
-        own = own or self.own_state()
+        own = _without_numpy(own or self.own_state())
         shared = {n: p.state_dict() for n, p in self.parts.items() if n not in own}
         shared = _without_numpy(shared)
         for name, kept in shared.items():
@@ -107,10 +107,9 @@ class Keeper:
                 raise ValueError(msg)
         state = {"step": step, **own, **shared, "kinds": self._kinds(), "best": self.best}
         state["model"] = self.model.state_dict()
+        state["model"].update(_without_numpy({**state["model"]}))  # which keeps its versions
         if self.optimizer is not None:
-            kept = self.optimizer.state_dict()
-            groups = _without_numpy(kept["param_groups"])
-            state["optimizer"] = {**kept, "param_groups": groups}
+            state["optimizer"] = _without_numpy(self.optimizer.state_dict())
             state["n_with_state"] = len(state["optimizer"]["state"])
         if self.ranks.mode is not None:
             state["ranks"] = self.ranks.gather(own)
@@ -225,4 +224,6 @@ def _without_numpy(state: Any) -> Any:
 
     A scheduler may have one as its metric, and a group as its learning rate.
     """
+    if not any(issubclass(kind, np.generic) for kind in find_kinds(state)):
+        return state
     return tree_map_only(np.generic, np.generic.item, state)

@@ -64,8 +64,8 @@ def fine_tune(
     Raises:
         CheckpointError: the newest whole checkpoint is of another model, optimizer, data or config,
             or something in it is wrong; the message names the file and the entry, and only the
-            model's device has changed by then. Or all are damaged. Or the first checkpoint that is
-            written cannot be read again.
+            model's device has changed by then. Or all are damaged. Or one that is written could not
+            be read again.
         OSError: a checkpoint cannot be written; the model and older checkpoints are unchanged.
         TypeError: the data, or the model's output, cannot be trained on.
         ValueError: there is no batch or no parameter to train, or shapes do not match.

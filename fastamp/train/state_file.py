@@ -51,6 +51,18 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
+def find_kinds(state: Any) -> set[type]:
+    """Return the types of all that is in a state."""
+    found: set[type] = set()
+    containers = [state]
+    while containers:
+        one = containers.pop()
+        inside = [*one, *one.values()] if isinstance(one, dict) else one
+        found |= {*map(type, inside)}
+        containers += [x for x in inside if isinstance(x, (dict, list, tuple, set))]
+    return found
+
+
 def find_strange(state: dict[str, Any]) -> str | None:
     """Return the name of an entry that `read_file` would refuse, because of what it holds."""
     for name, entry in state.items():

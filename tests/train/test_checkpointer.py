@@ -263,12 +263,44 @@ class Meter:
         self.value = state["value"]
 
 
-def test_numbers_of_numpy_are_kept_as_numbers(tmp_path):
+@pytest.mark.parametrize("name", ["meter", "loader"])
+def test_numbers_of_numpy_are_kept_as_numbers(name, tmp_path):
     model, meter = make_model(), Meter()
-    fastamp.Checkpointer(tmp_path, model=model, meter=meter).save(1)
+    fastamp.Checkpointer(tmp_path, model=model, **{name: meter}).save(1)
     meter.value = 0
-    assert fastamp.Checkpointer(tmp_path, model=model, meter=meter).restore() == 1
+    assert fastamp.Checkpointer(tmp_path, model=model, **{name: meter}).restore() == 1
     assert (meter.value, type(meter.value)) == (0.5, float)
+
+
+@pytest.mark.parametrize("value", [np.zeros(3), {"best": Path("a path")}, {1: {Path("key"): 2}}])
+def test_what_could_not_be_read_again_is_refused_at_the_save_where_it_appears(value, tmp_path):
+    meter = Meter()
+    checkpointer = fastamp.Checkpointer(tmp_path, model=make_model(), meter=meter, keep=1)
+    checkpointer.save(1)
+    meter.value = value
+    with pytest.raises(fastamp.CheckpointError, match=r"saved: its \['meter'\] holds an object of"):
+        checkpointer.save(2)
+    assert names(tmp_path) == ["step-00000001.pt"]
+    assert checkpointer.restore() == 1
+    assert meter.value == 0.5
+    checkpointer.save(2)
+    assert names(tmp_path) == ["step-00000002.pt"]
+
+
+def test_a_models_versions_are_kept_beside_numbers_of_numpy(tmp_path):
+    class Counting(torch.nn.BatchNorm1d):
+        def get_extra_state(self):
+            return np.int64(3)
+
+        def set_extra_state(self, state):
+            self.count = state
+
+    model = Counting(2)
+    fastamp.Checkpointer(tmp_path, model=model).save(1)
+    assert fastamp.Checkpointer(tmp_path, model=model).restore() == 1
+    assert type(model.count) is int
+    state = torch.load(tmp_path / "step-00000001.pt", weights_only=True)["model"]
+    assert state._metadata == model.state_dict()._metadata
 
 
 def test_learning_rates_of_numpy_are_kept_as_numbers(tmp_path):
