@@ -24,6 +24,8 @@ _LARGEST = 2**63 - 1
 _ADAM = {"step", "exp_avg", "exp_avg_sq"}
 _KEPT: dict[type, set[str]] = {AdamW: _ADAM, Adam: _ADAM, Adagrad: {"step", "sum"}, SGD: set()}
 _MAY_BE_OPEN = {"foreach", "fused"}
+# What torch's schedulers, which a run may make later, add to groups.
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
 _MAY_KEEP = {"max_exp_avg_sq", "momentum_buffer"}
 
 
@@ -96,6 +98,9 @@ def check_optimizer(
         # Flags come and go with torch's versions, and may be chosen anew.
         flags = {k: None for k, v in theirs.items() if v is None or isinstance(v, bool)}
         like = {k: v for k, v in tree_map(_widen, ours).items() if v is not None or k in theirs}
+        like = dict.fromkeys(_OF_SCHEDULERS & theirs.keys(), 0.0) | like
+        if not type(optimizer).__module__.startswith("torch."):  # its options are its own business
+            flags, like = dict.fromkeys(theirs, ANY), dict.fromkeys(ours, ANY)
         check(theirs, {**flags, **like, "params": ours["params"]}, f"{at}[{i}]")
         for name in theirs.keys() & ours.keys() - _MAY_BE_OPEN:
             fine = theirs[name] is not None or not isinstance(ours[name], bool)

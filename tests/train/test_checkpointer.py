@@ -65,7 +65,7 @@ OTHERS = {
     "it has optimizer='AdamW', this run 'SGD'": {
         "optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     },
-    r"it has \['optimizer'\]\['param_groups'\]\[0\]\['initial_lr'\], which this run does not": {
+    r"its \['optimizer'\]\['param_groups'\]\[0\]\['params'\] is a list of 4, expected": {
         "optimizer": torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
     },
     "it has scaler='GradScaler', this run None": {"scaler": None},
@@ -321,6 +321,35 @@ def test_learning_rates_of_numpy_are_kept_as_numbers(tmp_path):
     assert type(optimizer.param_groups[0]["lr"]) is np.float64
     assert checkpointer.restore() == 1
     assert optimizer.param_groups[0]["lr"] == rate
+
+
+@pytest.mark.parametrize("name", ["StepLR", "OneCycleLR"])
+def test_the_schedule_may_be_made_after_the_restore(name, tmp_path):
+    """As torch has it with `last_epoch=`; a schedule puts options into the groups."""
+    model, make = make_model(), getattr(torch.optim.lr_scheduler, name)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for _ in range(2)]
+    make(optimizers[0], 3, **{"total_steps": 9} if name == "OneCycleLR" else {})
+    fastamp.Checkpointer(tmp_path, model=model, optimizer=optimizers[0]).save(1)
+    assert fastamp.Checkpointer(tmp_path, model=model, optimizer=optimizers[1]).restore() == 1
+    assert optimizers[0].param_groups[0].keys() == optimizers[1].param_groups[0].keys()
+
+
+class Drifting(torch.optim.SGD):
+    """An optimizer whose options are its own business."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.param_groups[0] |= {"drift": 0.0, "best": None}
+
+
+def test_an_optimizer_of_ones_own_may_keep_any_options(tmp_path):
+    model = make_model()
+    optimizer, other = Drifting(model.parameters()), Drifting(model.parameters())
+    optimizer.param_groups[0] |= {"drift": -0.5, "best": 3, "more": [-1]}
+    fastamp.Checkpointer(tmp_path, model=model, optimizer=optimizer).save(1)
+    assert fastamp.Checkpointer(tmp_path, model=model, optimizer=other).restore() == 1
+    options = other.param_groups[0]
+    assert (options["drift"], options["best"], options["more"]) == (-0.5, 3, [-1])
 
 
 def test_a_schedule_that_waits_for_a_metric_is_restored(tmp_path):
