@@ -334,6 +334,27 @@ def test_the_schedule_may_be_made_after_the_restore(name, tmp_path):
     assert optimizers[0].param_groups[0].keys() == optimizers[1].param_groups[0].keys()
 
 
+def step_sparsely(model, optimizer):
+    model(torch.tensor([1, 2])).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_sparse_momentum_is_restored(in_thread, tmp_path):
+    model, other = (torch.nn.Embedding(10, 4, sparse=True) for _ in range(2))
+    pairs = [(m, torch.optim.SGD(m.parameters(), 0.1, momentum=0.9)) for m in (model, other)]
+    step_sparsely(*pairs[0])
+    with fastamp.Checkpointer(
+        tmp_path, model=model, optimizer=pairs[0][1], in_thread=in_thread
+    ) as checkpointer:
+        checkpointer.save(1)
+    assert fastamp.Checkpointer(tmp_path, model=other, optimizer=pairs[1][1]).restore() == 1
+    for pair in pairs:
+        step_sparsely(*pair)
+    assert torch.equal(model.weight, other.weight)
+
+
 class Drifting(torch.optim.SGD):
     """An optimizer whose options are its own business."""
 
