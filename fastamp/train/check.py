@@ -80,10 +80,11 @@ def check_equal(saved: Any, like: dict[str, Any], at: str, may_differ: set[str])
 
 
 def check_model(saved: Any, own: dict[str, Any], at: str = "['model']") -> None:
-    """Check that a model's state has the tensors of another one."""
+    """Check that a model's state has the tensors of another one, and the names of all else."""
     _expect(isinstance(saved, dict), "a dict", saved, at)
     theirs, ours = ({k: _describe_entry(k, v) for k, v in each.items()} for each in (saved, own))
-    check_equal(theirs, ours, at, set())
+    tensors = {k for each in (saved, own) for k, v in each.items() if isinstance(v, Tensor)}
+    check_equal(theirs, ours, at, (saved.keys() & own.keys()) - tensors)
 
 
 def check_optimizer(

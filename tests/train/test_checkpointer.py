@@ -334,6 +334,31 @@ def test_the_schedule_may_be_made_after_the_restore(name, tmp_path):
     assert optimizers[0].param_groups[0].keys() == optimizers[1].param_groups[0].keys()
 
 
+class Counted(torch.nn.Linear):
+    """Keeps a plain number in its state."""
+
+    count = 0
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "count"] = self.count
+
+    def _load_from_state_dict(self, state, prefix, *args):
+        self.count = state.pop(prefix + "count")
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+def test_a_number_in_the_state_of_a_model_is_restored(tmp_path):
+    model, other = Counted(2, 1), Counted(2, 1)
+    model.count = -5
+    fastamp.Checkpointer(tmp_path, model=model).save(1)
+    assert fastamp.Checkpointer(tmp_path, model=other).restore() == 1
+    assert other.count == -5
+    other.count = torch.zeros(1)
+    with pytest.raises(fastamp.CheckpointError, match=r"it has count='-5', this run 'torch\."):
+        fastamp.Checkpointer(tmp_path, model=other).restore()
+
+
 def step_sparsely(model, optimizer):
     model(torch.tensor([1, 2])).square().sum().backward()
     optimizer.step()
