@@ -54,7 +54,7 @@ class Batches:
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         """Start a pass, or continue the one of a loaded state."""
         n_left = self._n_own
-        for batch in iter(self.loader) if self._has_state else self._start():
+        for batch in self._start():
             self._n_consumed += 1
             lengths: list[int] = []
 
@@ -77,7 +77,7 @@ class Batches:
         """Return the position after the last batch delivered."""
         loader = self.loader.state_dict() if self._has_state else None
         rng = self._rng_at_start
-        if not (self._has_state or self._n_consumed):  # the next pass begins as they are now
+        if not self._n_consumed:  # the next pass begins with what they are now
             rng = rng_state([self._device], self._own_generators())
         return {
             "n_consumed": self._n_consumed,
@@ -120,14 +120,17 @@ class Batches:
         return [*{id(one): one for one in found if isinstance(one, torch.Generator)}.values()]
 
     def _start(self) -> Iterator[Any]:
+        """Begin a pass, or begin it again as it began; the draws that are repeated do not count."""
         now = rng_state([self._device], self._own_generators())
-        if not self._is_resumed or self._rng_at_start is None:
+        if not self._is_resumed:
             self._rng_at_start = now
             return iter(self.loader)
         self._is_resumed = False
-        set_rng_state(self._rng_at_start, [self._device])
+        set_rng_state(self._rng_at_start or now, [self._device])
         batches: Iterator[Any] = iter(self.loader)
-        n_skipped = sum(1 for _ in islice(batches, self._n_consumed))
+        n_skipped = self._n_consumed
+        if not self._has_state:
+            n_skipped = sum(1 for _ in islice(batches, self._n_consumed))
         set_rng_state(now, [self._device])
         if n_skipped < self._n_consumed:
             wanted = f"the checkpoint was written after {self._n_consumed}"

@@ -1,9 +1,12 @@
-"""An iterable dataset for the tests of every loader."""
+"""Iterable datasets for the tests of every loader."""
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
 from torch.utils.data import IterableDataset
 
 if TYPE_CHECKING:
@@ -20,3 +23,12 @@ class Stream(IterableDataset):
         yield from self.items
         if self.error is not None:
             raise self.error
+
+
+class NoisyStream(Stream):
+    """Pairs of a tensor, with noise from every generator of the process, and a target."""
+
+    def __iter__(self):
+        for x, y in self.items:
+            noise = random.random() + np.random.rand()  # noqa: NPY002 - the program's
+            yield x + torch.randn(()) + noise, y
