@@ -105,6 +105,8 @@ class Batches:
         """Let the next pass start at a position."""
         if self._has_state:
             self.loader.load_state_dict(state["loader"])
+            if not state["n_consumed"]:  # torchdata's draws here for the pass that has ended
+                self.loader.state_dict()
         self._n_consumed, self._rng_at_start = state["n_consumed"], state["rng"]
         self._is_resumed = self._n_consumed > 0
         if self._rng_at_start is not None and state["n_ranks"] == self._n_ranks:

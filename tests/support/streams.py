@@ -1,4 +1,4 @@
-"""Iterable datasets for the tests of every loader."""
+"""Iterable datasets, and a loader with a state, for the tests of every loader."""
 
 from __future__ import annotations
 
@@ -32,3 +32,39 @@ class NoisyStream(Stream):
         for x, y in self.items:
             noise = random.random() + np.random.rand()  # noqa: NPY002 - the program's
             yield x + torch.randn(()) + noise, y
+
+
+class DrawingLoader:
+    """Makes its iterator when it begins, or is asked for its state, and draws then.
+
+    As the StatefulDataLoader of torchdata does.
+    """
+
+    def __init__(self, batches: list[object]) -> None:
+        self.batches, self.begun = batches, False
+        self.place, self.ended = 0, False
+
+    def _begin(self) -> None:
+        if not self.begun:
+            torch.rand(1)
+        self.begun = True
+
+    def __iter__(self):
+        self._begin()
+        if self.ended:
+            self.place, self.ended, self.begun = 0, False, False
+            self._begin()
+        return self._rest()
+
+    def _rest(self):
+        while self.place < len(self.batches):
+            self.place += 1
+            yield self.batches[self.place - 1]
+        self.ended = True
+
+    def state_dict(self):
+        self._begin()
+        return {"place": self.place, "ended": self.ended}
+
+    def load_state_dict(self, state):
+        self.place, self.ended, self.begun = state["place"], state["ended"], False

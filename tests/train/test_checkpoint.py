@@ -16,7 +16,7 @@ import pytest
 import torch
 from support import trainable as training
 from support.processes import CONTEXT
-from support.streams import NoisyStream, Stream
+from support.streams import DrawingLoader, NoisyStream, Stream
 from support.trainable import (
     CrashError,
     act_at,
@@ -89,6 +89,7 @@ DATA = {
     "loader of a stream": lambda: fastamp.DataLoader(
         NoisyStream([*zip(*make_data(), strict=True)]), 8
     ),
+    "loader that draws": lambda: DrawingLoader([*DataLoader(DATASET, 8)]),
     "list of batches": lambda: list(DataLoader(DATASET, 7)),
 }
 
