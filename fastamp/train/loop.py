@@ -184,7 +184,7 @@ class _Loop(Run):
 
     def _accumulate(self, batches: Iterator[tuple[Any, int]]) -> tuple[int, int, torch.Tensor]:
         """Return the samples of a step, those of a full one, and the loss divided by the latter."""
-        timer, mean = self.timer, torch.zeros((), device=self.device)
+        timer, mean = self.timer, torch.zeros((), dtype=torch.float32, device=self.device)
         batch, n = self._fetch(batches)
         n_full, n_samples = n * self.config.accumulate, 0
         for n_left in reversed(range(self.config.accumulate)):
@@ -197,7 +197,7 @@ class _Loop(Run):
                     loss = self.model_call(self.trained, batch) * (n / n_full)
                 with timer("backward"):
                     torch.autograd.backward(self.scaler.scale(loss))
-            mean += loss.detach()
+            mean = mean + loss.detach()
             batch, n = following
         return n_samples, n_full, mean
 

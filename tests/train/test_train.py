@@ -176,6 +176,22 @@ def test_accumulation_is_the_big_batch(n_samples):
         np.testing.assert_allclose(one, many, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("default", [torch.float32, torch.float16])
+def test_the_loss_is_summed_in_its_own_dtype(dtype, default):
+    """Also where it is beyond what torch's default dtype holds."""
+    model = torch.nn.Linear(4, 1, dtype=dtype)
+    x, y = torch.rand(8, 4, dtype=dtype), 1000 * torch.rand(8, 1, dtype=dtype)
+    expected = functional.mse_loss(model(x), y).item()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        result = fine_tune(model, [(x, y)], config=TrainConfig(epochs=1, use_amp=False))
+    finally:
+        torch.set_default_dtype(before)
+    assert result.train_loss.values.tolist() == [expected]
+
+
 def test_everything_is_left_as_it_was_found(tmp_path):
     model = make_model()
     model[1].eval()
