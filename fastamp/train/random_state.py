@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map, tree_map_only
 
 from fastamp.train.check import ANY, check
 
@@ -34,11 +35,10 @@ def rng_state(
 ) -> dict[str, Any]:
     """Return the generators' states, with those of accelerators, and of `own`, other generators."""
     numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - the program's generator
-    numpy["state"]["key"] = numpy["state"]["key"].tolist()
     return {
         "torch": torch.get_rng_state(),
         "devices": [_generator(device).get_state() for device in devices if device.type != "cpu"],
-        "numpy": numpy,
+        "numpy": tree_map_only(np.ndarray, np.ndarray.tolist, numpy),
         "python": random.getstate(),
         "own": [generator.get_state() for generator in own] or None,
     }
@@ -48,16 +48,17 @@ def check_rng_state(
     state: Any, devices: Sequence[torch.device], own: Sequence[torch.Generator] = ()
 ) -> None:
     """Raise an error unless `set_rng_state` can restore a state; nothing changes."""
-    numpy = {"bit_generator": "", "state": {"key": ANY, "pos": 0}, "has_gauss": 0, "gauss": ANY}
+    numpy = tree_map(lambda _: ANY, np.random.get_state(legacy=False))  # noqa: NPY002
     parts = {"torch": ANY, "devices": ANY, "numpy": numpy, "python": ANY}
     check(state, parts | {"own": [ANY] * len(own) or None}, "state")
     torch.Generator().set_state(state["torch"])
-    np.random.RandomState().set_state(state["numpy"])
+    make_bits = type(np.random.get_bit_generator())  # type: ignore[attr-defined]
+    np.random.RandomState(make_bits()).set_state(state["numpy"])
     random.Random().setstate(state["python"])  # noqa: S311 - the program's generator
     # They do not look at a place in NumPy's key, and at numbers kept for the next draw.
-    pos, gauss = state["numpy"]["state"]["pos"], state["python"][2]
+    pos, gauss = state["numpy"]["state"].get("pos", 0), state["python"][2]
     kept = [state["numpy"]["gauss"], 0.0 if gauss is None else gauss]
-    if pos > 624 or not all(type(x) is float and math.isfinite(x) for x in kept):
+    if not 0 <= pos <= 624 or not all(type(x) is float and math.isfinite(x) for x in kept):
         msg = f"NumPy's pos is {pos}, numbers kept for the next draw {kept}"
         raise ValueError(msg)
     of_devices = state["devices"]

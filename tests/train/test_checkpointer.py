@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.trainable import CrashError, Loop, crash, make_model, names
+from support.trainable import CrashError, Loop, crash, make_model, names, run
 
 import fastamp
 from fastamp import _files as files
@@ -416,6 +416,23 @@ def test_compiled_and_wrapped_models_have_the_keys_of_the_model_inside(tmp_path)
     torch.nn.init.zeros_(other[0].weight)
     assert fastamp.Checkpointer(tmp_path, model=other).restore() == 1
     assert torch.equal(other[0].weight, model[0].weight)
+
+
+@pytest.mark.parametrize("kind", [np.random.PCG64, np.random.Philox, np.random.SFC64])
+def test_a_generator_that_the_program_gives_numpy_is_kept(kind, tmp_path):
+    checkpointer = fastamp.Checkpointer(tmp_path, model=make_model())
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(kind(1))
+    try:
+        run(max_steps=1)
+        checkpointer.save(1)
+        drawn = np.random.rand(3).tolist()  # noqa: NPY002 - the program's
+        checkpointer.restore()
+        assert np.random.rand(3).tolist() == drawn  # noqa: NPY002
+    finally:
+        np.random.set_bit_generator(before)
+    with pytest.raises(fastamp.CheckpointError, match=r"its \['rng'\] cannot be loaded"):
+        checkpointer.restore()
 
 
 def test_every_devices_random_numbers_are_kept(monkeypatch):
