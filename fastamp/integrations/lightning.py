@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,16 +115,7 @@ class AmpPrecision(OfLightning):
         if refused := names.intersection(SCALED_BY_STRATEGY):
             msg = f"{refused.pop()} scales by itself: use Trainer(precision=...) without a plugin"
             raise TypeError(msg)
-        lr_scheduler_step = module.lr_scheduler_step
-
-        @wraps(lr_scheduler_step)  # Lightning asks whether the module's own is overridden
-        def step_if_taken(scheduler: Any, metric: Any) -> None:
-            configs = module.trainer.lr_scheduler_configs
-            by_epoch = any(c.scheduler is scheduler and c.interval == "epoch" for c in configs)
-            if by_epoch or not (self._report and self._report.skipped):
-                lr_scheduler_step(scheduler, metric)
-
-        module.lr_scheduler_step, self._module = step_if_taken, module
+        module.lr_scheduler_step, self._module = _StepIfTaken(self, module), module
         return super().convert_module(module)  # type: ignore[misc]
 
     def teardown(self) -> None:
@@ -223,6 +214,23 @@ class AmpPrecision(OfLightning):
         )
 
 
+class _StepIfTaken:
+    """A module's hook that steps schedulers; its pickle and its copy are the module's own hook."""
+
+    def __init__(self, plugin: AmpPrecision, module: Any) -> None:
+        self._plugin, self._module = plugin, module
+        self.__wrapped__ = module.lr_scheduler_step  # Lightning asks whether it is overridden
+
+    def __call__(self, scheduler: Any, metric: Any) -> None:
+        configs, report = self._module.trainer.lr_scheduler_configs, self._plugin._report
+        by_epoch = any(c.scheduler is scheduler and c.interval == "epoch" for c in configs)
+        if by_epoch or not (report and report.skipped):
+            self.__wrapped__(scheduler, metric)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, "lr_scheduler_step")
+
+
 def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
@@ -271,6 +279,10 @@ class AmpCallback(OfLightning):
     tracker: MetricsTracker
     """Holds what was logged; made when training starts."""
     _start_s = 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the tracker, whose loggers stay with the original."""
+        return {name: value for name, value in vars(self).items() if name != "tracker"}
 
     def on_train_start(self, trainer: Any, _module: Any) -> None:
         """Watch the scaler."""

@@ -357,6 +357,26 @@ def test_plugins_callbacks_and_modules_are_pickled_and_copied(pl):
             assert set(vars(again)) == set(vars(made))
 
 
+def test_a_module_and_callbacks_are_pickled_and_copied_while_they_train(pl, batches):
+    copies, callback = [], AmpCallback()
+
+    class Exports(pl.Callback):
+        def on_train_end(self, _trainer, module):
+            for made in (module, callback):
+                copies.extend([pickle.loads(pickle.dumps(made)), copy.deepcopy(made)])
+
+    module = to_lightning_module(make_model(), optimizer=FUSED, package=pl.__name__)
+    options = {"val": batches[:1], "callbacks": [callback, Exports()]}
+    fit(pl, module, batches, plugins=[make_plugin(pl)], **options)
+    for again in copies[:2]:
+        assert all(map(torch.equal, again.parameters(), module.parameters()))
+        assert again.lr_scheduler_step == type(again).lr_scheduler_step.__get__(again)
+    for again in copies[2:]:
+        assert not hasattr(again, "tracker")
+        fit(pl, make_module(pl), batches, plugins=[make_plugin(pl)], callbacks=[again])
+        assert again.tracker.history("train/skipped_steps")[1][-1] == len(OVERFLOWS)
+
+
 def test_any_model_is_adapted(pl, batches):
     finite = [batch for i, batch in enumerate(batches) if i not in OVERFLOWS]
     recorder = Recorder(pl)
