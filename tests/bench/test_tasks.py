@@ -262,7 +262,7 @@ def test_tensors_in_a_tuple_and_arrays_in_a_dict_are_columns():
         assert isinstance(batch, dict) == isinstance(data, dict)
 
 
-def test_batches_come_pass_after_pass_and_only_whole_ones():
+def test_batches_of_a_list_of_samples_come_pass_after_pass_and_only_whole_ones():
     training = tasks.Training(model=nn.Linear(1, 1), data=[*range(10)], loss=None, batch_size=4)
     batches = tasks.draw(tasks.make_loader(training, 0, device="cpu"), "cpu")
     drawn = [next(batches).tolist() for _ in range(4)]
