@@ -235,6 +235,25 @@ def test_optimizers_are_torchs_fused_ones(name, monkeypatch):
     assert defaults["weight_decay"] == 0.03
 
 
+class Spectral(torch.nn.Module):
+    """A model with a complex parameter and a real output."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+    def forward(self, x):
+        return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=4)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "adagrad"])
+def test_complex_parameters_are_trained(name):
+    x, model = torch.randn(8, 4), Spectral()
+    config = TrainConfig(optimizer=name, epochs=4, lr=0.1, schedule="constant")
+    result = fine_tune(model, [(x, 2 * x)], config=config)
+    assert result.train_loss.values[-1] < result.train_loss.values[0]
+
+
 def test_sgd_trains_every_element_of_a_bf16_model():
     model = torch.nn.Linear(100, 10, bias=False).to(torch.bfloat16)
     before = model.weight.detach().clone()
