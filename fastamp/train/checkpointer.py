@@ -233,6 +233,8 @@ class Checkpointer:
 
     def _save(self, step: int, metric: float | Tensor | None) -> None:
         self.wait()
+        if isinstance(metric, Tensor):
+            metric = metric.detach()
         state = self._keeper.state(step, metric=math.nan if metric is None else float(metric))
         if not self._in_thread:
             self._keeper.write(state)

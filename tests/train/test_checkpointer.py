@@ -189,6 +189,12 @@ def test_the_best_one_is_kept_and_can_be_restored(tmp_path):
         Loop(tmp_path / "none").checkpointer.restore(best=True)
 
 
+def test_the_metric_may_be_a_loss_with_its_graph(tmp_path):
+    loop = Loop(tmp_path, best="min")
+    loop.checkpointer.save(1, metric=loop.model[0].weight.sum())
+    assert torch.load(tmp_path / "step-00000001.pt", weights_only=True)["best"][0] == 1
+
+
 def test_a_thread_writes_a_copy_of_the_moment_and_never_two_at_once(tmp_path, monkeypatch):
     loop = Loop(tmp_path, in_thread=True)
     inside, may_write, most, save = [], threading.Event(), [0], Checkpoints.save
