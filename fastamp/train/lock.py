@@ -51,6 +51,18 @@ def lock(folder: Path) -> None:
         time.sleep(_POLL_S)
 
 
+def _forget() -> None:
+    """Leave the locks to the parent: they would last as long as a forked process."""
+    for descriptor in _held.values():
+        if descriptor is not None:
+            os.close(descriptor)
+    _held.clear()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_forget)
+
+
 def _try(folder: Path) -> tuple[bool, int | None]:
     """Try to take the lock; return whether it is taken, and its descriptor."""
     if sys.platform == "win32":

@@ -86,6 +86,22 @@ def test_a_file_stands_for_a_lock_where_there_are_none(tmp_path, monkeypatch, ho
         assert json.loads((tmp_path / ".lease").read_text()) == holder
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_does_not_hold_the_lock(tmp_path, monkeypatch):
+    """Nor does it have it: the lock is its parent's, and ends with that."""
+    monkeypatch.setattr(lock, "WAIT_S", -1)
+    lock.lock(tmp_path)
+    pid = os.fork()
+    if not pid:
+        try:
+            lock.lock(tmp_path)
+        except OSError:
+            os._exit(len(lock._held))
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
 def test_what_others_have_left_in_the_folder_stays(tmp_path):
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001" / "results").write_text("mine")
