@@ -234,13 +234,18 @@ class Checkpoints:
         self._known |= {path, aside}
         kept = {*self._mine[-self._keep :]}
         kept |= {mine for mine in self._mine if _step_of(mine) == kept_step}
-        for old in filter(is_ours, self._known - kept):
+        for old in filter(self._may_go, self._known - kept):
             gone = old.with_name(f".{old.name}.part")  # half a folder is none of ours
             _remove(gone)
             old.replace(gone)
             if gone.is_dir():  # else a loss of power may leave half of it under its old name
                 sync_folder(self._folder)
             _remove(gone)
+
+    def _may_go(self, path: Path) -> bool:
+        """Say whether a checkpoint is ours, or an empty file that has been passed over."""
+        is_empty = path in self._damaged and path.is_file() and not path.stat().st_size
+        return is_empty or is_ours(path)
 
     def _read(self, path: Path, check: Check) -> dict[str, Any]:
         state: dict[str, Any] = self._ranks.together(lambda: self._read_own(path, check))

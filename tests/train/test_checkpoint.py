@@ -290,6 +290,7 @@ def test_damaged_checkpoints_are_passed_over_with_one_warning(problem, tmp_path)
 def test_what_was_passed_over_is_no_longer_kept(tmp_path):
     """If it is ours; what is not, and in the way, is set aside."""
     run(tmp_path, max_steps=9, keep=9)
+    (tmp_path / "step-00000012.pt").touch()
     flip_a_bit(tmp_path / "step-00000009.pt")
     (tmp_path / "step-00000006.pt").write_text("text")
     with pytest.warns(UserWarning, match="resumed from"), pytest.raises(CrashError):
