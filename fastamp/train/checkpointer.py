@@ -109,6 +109,7 @@ class Checkpointer:
         self._ranks, self._in_thread = ranks, in_thread
         self._signals: Signals | None = None
         self._thread: threading.Thread | None = None
+        self._thread_step = -1  # that it writes
         self._error: BaseException | None = None  # of the thread
 
     def save(
@@ -136,7 +137,8 @@ class Checkpointer:
             ValueError: the folder has a checkpoint of a later step, which was not restored.
         """
         step = operator.index(step)
-        newest, expected = self._files.newest_step, "an integer of at least 0"
+        newest = max(self._files.newest_step, self._thread_step)
+        expected = "an integer of at least 0"
         if newest > step >= 0:
             expected = f"at least {newest}, the newest checkpoint's, which restore() resumes"
         _expect("step", step, expected, fine=step >= max(newest, 0))
@@ -188,7 +190,7 @@ class Checkpointer:
         """
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
+            self._thread, self._thread_step = None, -1
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -242,7 +244,7 @@ class Checkpointer:
         thread = threading.Thread(target=self._write_in_thread, args=(copied(state),))
         thread.name, thread.daemon = "fastamp-checkpoint", False
         start(thread)
-        self._thread = thread
+        self._thread, self._thread_step = thread, step
 
     def _write_in_thread(self, state: dict[str, Any]) -> None:
         """Write a copy; the next call raises the error."""

@@ -212,6 +212,8 @@ def test_a_thread_writes_a_copy_of_the_moment_and_never_two_at_once(tmp_path, mo
     with torch.no_grad():
         loop.model[0].weight.zero_()
     assert names(tmp_path) == []
+    with pytest.raises(ValueError, match="step: expected at least 1, the newest checkpoint's"):
+        loop.checkpointer.save(0)
     threading.Timer(0.05, may_write.set).start()
     loop.checkpointer.save(2)
     loop.checkpointer.close()
