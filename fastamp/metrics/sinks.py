@@ -132,7 +132,12 @@ class Csv(_Lines):
     def __call__(self, scalars: list[Scalar]) -> None:
         """Append one line for each (name, step, value)."""
         rows = io.StringIO()
-        csv.writer(rows, lineterminator="\n").writerows(scalars)
+        has_return = any("\r" in name for name, _, _ in scalars)  # quoted from Python 3.13 on
+        csv.writer(
+            rows,
+            lineterminator="\n",
+            quoting=csv.QUOTE_NONNUMERIC if has_return else csv.QUOTE_MINIMAL,
+        ).writerows(scalars)
         self._append(rows.getvalue())
 
     def _is_whole(self, row: bytes) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import os
@@ -112,7 +113,10 @@ def test_only_the_first_rank_has_sinks(monkeypatch):
 @pytest.mark.parametrize("kind", [JsonLines, Csv])
 def test_files_hold_what_was_logged_and_are_continued(tmp_path, kind):
     path = tmp_path / "new" / "run"
-    names, values = ['a "b"', "c,d", "é"], [0.1, math.inf, -math.inf, 1e-300, math.nan, 3]
+    names, values = (
+        ['a "b"', "c,d", "é", "e\rf", "g\nh"],
+        [0.1, math.inf, -math.inf, 1e-300, math.nan, 3],
+    )
     expected = []
     for run in range(2):
         for name in names:
@@ -121,12 +125,12 @@ def test_files_hold_what_was_logged_and_are_continued(tmp_path, kind):
         if run == 0:
             with path.open("ab") as file:
                 file.write(b'{"name": "a", "st')  # killed in the middle of a line
-    text = path.read_text(encoding="utf-8")
+    text = path.read_bytes().decode()
     if kind is JsonLines:
         rows = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
         rows = [(row["name"], row["step"], row["value"]) for row in rows]
     else:
-        header, *rows = csv.reader(text.splitlines())
+        header, *rows = csv.reader(io.StringIO(text, newline=""))
         assert header == ["name", "step", "value"]
     assert [(name, int(step), repr(float(value))) for name, step, value in rows] == expected
 
