@@ -2,6 +2,7 @@
 
 import atexit
 import logging
+import operator
 import os
 import threading
 from collections import defaultdict, deque
@@ -100,8 +101,9 @@ class MetricsTracker:
             RuntimeError: the value is on a device and a CUDA graph is being captured.
             TypeError: the value is not one real number, the step no integer, the name no string.
         """
-        if type(step) is not int and hasattr(step, "__index__"):
-            step = int(step)
+        if type(step) is not int:
+            with suppress(TypeError):
+                step = int(operator.index(step))
         if type(name) is not str or type(step) is not int or not -LIMIT <= step < LIMIT:
             msg = f"expected a string and an integer of 64 bits, got {name=}, {step=}"
             raise TypeError(msg)
@@ -340,6 +342,8 @@ def _to_scalar(name: object, value: Any) -> float | OnDevice:
         stream = torch.cuda.current_stream(value.device) if value.is_cuda else None
         return value.detach().reshape(()).to(dtype, copy=True), stream
     with suppress(TypeError, ValueError, OverflowError, RuntimeError):
-        return float(value.item() if hasattr(value, "item") else value)
+        number = value.item() if hasattr(value, "item") else value
+        if not isinstance(number, (str, bytes, bytearray)):  # in which float() reads a number
+            return float(number)
     msg = f"value of {name!r}: expected one real number, got {value!r}"
     raise TypeError(msg)

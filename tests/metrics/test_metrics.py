@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -68,11 +69,13 @@ def test_numbers_of_every_kind_are_taken():
 def test_what_is_no_scalar_is_refused_and_leaves_nothing():
     made = fastamp.MetricsTracker()
     tensors = [torch.ones(2, 3), torch.tensor(1j), torch.ones((), device="meta")]
-    for value in (1j, None, 10**400, np.ones(2), *tensors):
+    texts = ["1.5", b"2", np.array("3")]
+    for value in (1j, None, 10**400, np.ones(2), *texts, *tensors):
         with pytest.raises(TypeError, match="value of 'loss': expected one real number, got"):
             made.log_scalar("loss", value, 0)
-    for name, step in (("loss", 0.5), ("loss", 2**70), (b"loss", 1)):
-        with pytest.raises(TypeError, match=f"integer of 64 bits, got name={name!r}, step={step}"):
+    for name, step in (("loss", 0.5), ("loss", 2**70), (b"loss", 1), ("loss", torch.tensor(1.7))):
+        text = f"integer of 64 bits, got name={name!r}, step={step!r}"
+        with pytest.raises(TypeError, match=re.escape(text)):
             made.log_scalar(name, 1.0, step)
     assert made.summary() == {}
 
