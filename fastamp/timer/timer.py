@@ -227,7 +227,8 @@ class Timer:
         def decorate(function: _F) -> _F:
             is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
             if is_async or inspect.isgeneratorfunction(function):
-                msg = f"wrap({name!r}): {function.__qualname__} is a generator or asynchronous"
+                called = getattr(function, "__qualname__", function)  # a partial has none
+                msg = f"wrap({name!r}): {called} is a generator or asynchronous"
                 raise TypeError(msg)
 
             @functools.wraps(function)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 import sys
@@ -104,7 +105,7 @@ def test_functions_that_run_in_pieces_are_refused(timer):
     async def both():
         yield
 
-    for function in (coroutine, generator, both):
+    for function in (coroutine, generator, both, functools.partial(coroutine)):
         with pytest.raises(TypeError, match=r"wrap\('x'\): .*generator or asynchronous"):
             timer.wrap("x")(function)
 
