@@ -126,7 +126,7 @@ def _read(output: Any) -> tuple[Any, Any]:
     """Return the loss and the predictions in an output, or None for each that is missing."""
     if isinstance(output, Mapping):
         return output.get("loss"), output.get("logits")
-    first, *rest = output if isinstance(output, (tuple, list)) else (output,)
+    first, *rest = (output or [None]) if isinstance(output, (tuple, list)) else (output,)
     if not isinstance(first, torch.Tensor):
         return getattr(output, "loss", None), getattr(output, "logits", None)
     return (None, first) if first.ndim else (first, next(iter(rest), None))

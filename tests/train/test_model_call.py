@@ -92,6 +92,7 @@ def test_several_inputs_and_other_dimensions():
         (torch.ones(4, 3), None, TypeError, "target: expected a tensor, got NoneType"),
         ({"scores": 1}, torch.ones(4), TypeError, r"got dict with \['scores'\]"),
         ("text", torch.ones(4), TypeError, "output: expected a tensor, .* got str"),
+        ((), torch.ones(4), TypeError, "output: expected a tensor, .* got tuple"),
     ],
 )
 def test_an_output_without_a_loss_is_refused(output, target, error, message):
