@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_map
@@ -84,7 +85,8 @@ def check_model(saved: Any, own: dict[str, Any], at: str = "['model']") -> None:
     _expect(isinstance(saved, dict), "a dict", saved, at)
     theirs, ours = ({k: _describe_entry(k, v) for k, v in each.items()} for each in (saved, own))
     tensors = {k for each in (saved, own) for k, v in each.items() if isinstance(v, Tensor)}
-    check_equal(theirs, ours, at, (saved.keys() & own.keys()) - tensors)
+    lazy = {k for k, v in own.items() if is_lazy(v) and isinstance(saved.get(k), Tensor)}
+    check_equal(theirs, ours, at, (saved.keys() & own.keys()) - tensors | lazy)
 
 
 def check_optimizer(
@@ -191,7 +193,7 @@ def describe(value: Any) -> str:
     """Return a tensor's dtype and shape, the length of what holds others, else the value."""
     if isinstance(value, (dict, list, tuple)):
         return f"a {type(value).__name__} of {len(value)}"
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or is_lazy(value):
         return short(value)
     layout = "" if value.layout is torch.strided else f" {value.layout}"
     return f"{value.dtype} {[*value.shape]}{layout}"

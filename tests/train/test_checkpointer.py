@@ -367,6 +367,16 @@ def test_a_number_in_the_state_of_a_model_is_restored(tmp_path):
         fastamp.Checkpointer(tmp_path, model=other).restore()
 
 
+def test_a_module_without_shapes_yet_takes_those_of_its_checkpoint(tmp_path):
+    model, other = torch.nn.LazyLinear(3), torch.nn.LazyLinear(3)
+    model(torch.ones(2, 4))
+    fastamp.Checkpointer(tmp_path, model=model).save(1)
+    assert fastamp.Checkpointer(tmp_path, model=other).restore() == 1
+    assert torch.equal(other.weight, model.weight)
+    with pytest.raises(fastamp.CheckpointError, match=r"it has bias='torch.*', this run None"):
+        fastamp.Checkpointer(tmp_path, model=torch.nn.LazyLinear(3, bias=False)).restore()
+
+
 def step_sparsely(model, optimizer):
     model(torch.tensor([1, 2])).square().sum().backward()
     optimizer.step()
