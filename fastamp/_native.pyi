@@ -61,7 +61,7 @@ class Ops:
         write_grads: bool,
         slots: Tensor | None,
         num_threads: int,
-    ) -> None: ...
+    ) -> tuple[bool, bool]: ...
 
 class Region:
     path: str

@@ -93,7 +93,9 @@ class Update {
     }
   }
 
-  void apply(const OpTable& ops, const UpdateSpec& spec, const py::object& slots, int num_threads) {
+  /// Returns whether parameters and gradients are written, as far as the host knows.
+  std::pair<bool, bool> apply(const OpTable& ops, const UpdateSpec& spec, const py::object& slots,
+                              int num_threads) {
     if (counts_.size() > 0) {
       const auto size = static_cast<std::int64_t>(counts_.size());
       counts_.attach(list_, static_cast<float*>(data_of(slots, kFloat32, size, "slots")));
@@ -104,6 +106,9 @@ class Update {
       ops.update(list_, spec, launch);
     }
     counts_.advance();
+    const bool written = host_is_apart_ || spec.found_inf == nullptr || *spec.found_inf == 0;
+    const bool scaled = spec.factor != nullptr && (host_is_apart_ || *spec.factor != 1);
+    return {written, written && scaled && spec.write_grads};
   }
 
   HostCounts& counts() { return counts_; }
@@ -277,10 +282,11 @@ void define_update(py::module_& module, py::class_<OpTable>& ops) {
          const py::object& found_inf, bool write_grads, const py::object& slots, int num_threads) {
         const UpdateSpec spec{optional_float(factor, "factor"),
                               optional_float(found_inf, "found_inf"), write_grads};
-        update.apply(table, spec, slots, num_threads);
+        return update.apply(table, spec, slots, num_threads);
       },
       py::arg("update"), py::arg("factor"), py::arg("found_inf"), py::arg("write_grads"),
-      py::arg("slots"), py::arg("num_threads"), "Make the update, in one pass.");
+      py::arg("slots"), py::arg("num_threads"),
+      "Make the update, in one pass; say whether parameters and gradients are written.");
 }
 
 }  // namespace fastamp

@@ -26,6 +26,7 @@ from fastamp._ops.types import (
     RegionMaker,
     Rule,
     Update,
+    clones_what_is_written,
     local_of,
 )
 
@@ -53,6 +54,7 @@ __all__ = [
     "apart_from_captures",
     "backends",
     "check_rows",
+    "clones_what_is_written",
     "hold",
     "host_ops",
     "index_error",

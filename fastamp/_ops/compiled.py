@@ -78,7 +78,7 @@ class CompiledPack:
         """Multiply in place, on CUDA in one launch."""
         if not torch.is_inference_mode_enabled():
             torch.autograd.graph.increment_version(self._packed.tensors)
-        self._table.rescale(self._packed, factor, torch.get_num_threads())
+        self._table.rescale(self._packed, factor.to(torch.float32), torch.get_num_threads())
 
 
 _RULES = {
@@ -123,13 +123,16 @@ class CompiledUpdate:
         self, factor: Tensor | None, found_inf: Tensor | None, *, zero_grad: bool = False
     ) -> None:
         """Update parameters and states in one pass."""
-        if not torch.is_inference_mode_enabled():
-            torch.autograd.graph.increment_version(self._update.params)
-            if not zero_grad:
-                torch.autograd.graph.increment_version(self._grads)
         threads = torch.get_num_threads()
         slots = self._slots_for(self._update.num_slots)
-        self._table.update(self._update, factor, found_inf, not zero_grad, slots, threads)
+        updates, rescales = self._table.update(
+            self._update, factor, found_inf, not zero_grad, slots, threads
+        )
+        counts = not torch.is_inference_mode_enabled()
+        if updates and counts:
+            torch.autograd.graph.increment_version(self._update.params)
+        if rescales and counts:
+            torch.autograd.graph.increment_version(self._grads)
         self._may_have_skipped |= found_inf is not None
         if zero_grad:
             self._update.drop_grads()

@@ -75,8 +75,7 @@ def finish(
         clip_coef = (torch.full_like(norm, clip.max_norm) / (norm + 1e-6)).clamp(max=1.0)
         if clip.only_finite:
             clip_coef = torch.where(found_inf == 0, clip_coef, 1.0)
-    clip_coef = clip_coef.to(torch.float32)
-    grad_scale = scale / clip_coef
+    grad_scale = (scale / clip_coef).to(torch.float32)
     if clip.skipped is not None:
         too_large = (clip_coef > 0).logical_and_(grad_scale.isinf())
         found_inf = torch.where(too_large, 1.0, found_inf)
@@ -197,7 +196,11 @@ class TensorPack:
         """Multiply in place; on the CPU, where a look costs little, not by 1."""
         if factor.device.type == "cpu" and factor.item() == 1.0:
             return
-        torch._foreach_mul_([_in_place(tensor) for tensor in self._tensors], factor)
+        for dtype in (torch.float32, torch.float64):  # that of the factor, for tensors of either
+            is_wide = dtype == torch.float64
+            tensors = [_in_place(t) for t in self._tensors if (t.dtype in _WIDE) == is_wide]
+            if tensors:
+                torch._foreach_mul_(tensors, factor.to(dtype))
 
 
 class FallbackOps:

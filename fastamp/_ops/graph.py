@@ -80,7 +80,7 @@ def _(tensors: list[Tensor], *_: object) -> list[Tensor]:
     device = tensors[0].device
     double = torch.float32 if device.type == "mps" else torch.float64
     norm = double if any(t.dtype in (torch.float64, torch.complex128) for t in tensors) else None
-    dtypes = (double, norm, *[None] * 5)
+    dtypes = (double, norm, None, norm, norm, None, None)
     return [torch.empty((), dtype=dtype or torch.float32, device=device) for dtype in dtypes]
 
 

@@ -25,12 +25,15 @@ class Rule(Enum):
 
 
 class GradStats(NamedTuple):
-    """What one read of the gradients tells: 0-dim tensors, made without a wait."""
+    """What one read of the gradients tells: 0-dim tensors, made without a wait.
+
+    `norm`, `clip_coef` and `factor` are float64 where a gradient has 64 bits, else float32.
+    """
 
     reduced: Tensor
     """float64: the sum of squares (norm_type 2), of magnitudes (1), or the largest one (inf)."""
     norm: Tensor
-    """Norm of the unscaled gradients, float32, or float64 where a gradient has 64 bits."""
+    """Norm of the unscaled gradients."""
     found_inf: Tensor
     """1.0 where any element is inf or NaN, else 0.0."""
     clip_coef: Tensor
@@ -84,7 +87,7 @@ class Packed(Protocol):
         """
 
     def rescale_(self, factor: Tensor) -> None:
-        """Multiply every element by a 0-dim float32 tensor, rounding once; 1 writes nothing."""
+        """Multiply every element by a 0-dim tensor, rounding once; 1 writes nothing."""
 
 
 class Region(Protocol):
@@ -180,9 +183,14 @@ def is_plain(tensors: Sequence[Tensor]) -> bool:
     """Say whether backends take the tensors: no subclasses, such as DTensor, and no torch.func."""
     if torch.compiler.is_compiling():  # dynamo does not know the questions below
         return all(type(tensor) in _PLAIN_TYPES for tensor in tensors)
-    if not {*map(type, tensors)}.issubset(_PLAIN_TYPES):
+    if not {*map(type, tensors)}.issubset(_PLAIN_TYPES) or clones_what_is_written():
         return False
     return torch._C._functorch.peek_interpreter_stack() is None
+
+
+def clones_what_is_written() -> bool:
+    """Say whether torch watches its operators for writes, in order to clone saved tensors."""
+    return getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False)
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from fastamp.step.fused import (
     call_step,
     has_pre_hook,
     is_fused,
+    parameters_of,
     share_parameters,
     takes_scaler,
     why_in_place,
@@ -39,10 +40,12 @@ def step_by_torch(
     grads = scaler._hold(optimizers)
     if grads is not None and not any(takes_scaler(type(each)) for each in optimizers):  # type: ignore[arg-type]
         return _step_together(scaler, optimizers, states, grads, max_norm, why, *args, **kwargs)
-    if len(optimizers) > 1:
+    has_grads = any(parameter.grad is not None for parameter in parameters_of(optimizers))
+    if len(optimizers) > 1 and has_grads:
         msg = "optimizer: of several, all need gradients that are plain tensors or DTensors"
         raise TypeError(msg)
-    return [_step_as_torch(scaler, optimizers[0], states[0], max_norm, *args, **kwargs)]
+    pairs = zip(optimizers, states, strict=True)
+    return [_step_as_torch(scaler, each, state, max_norm, *args, **kwargs) for each, state in pairs]
 
 
 def _step_together(

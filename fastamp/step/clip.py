@@ -63,7 +63,11 @@ def clip_grad_norm_(
         >>> weight.grad
         tensor([0.6000, 0.8000])
     """
+    is_generator = isinstance(parameters, types.GeneratorType)
     parameters = _as_list(parameters)
+    if is_generator and not parameters:
+        message = "`parameters` is an empty generator, no gradient clipping will occur."
+        warnings.warn(message, stacklevel=3)
     grads = _grads_of(parameters)
     max_norm = as_bound("max_norm", max_norm)
     norm_type = float(norm_type)
@@ -160,9 +164,10 @@ def clip_grads_with_norm_(
         _torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
         return
     _refuse_inference_tensors(held.held)
-    clip_coef = torch.full_like(total_norm, max_norm) / (total_norm + 1e-6)
+    longer = total_norm + 1e-6
+    clip_coef = torch.full_like(longer, max_norm) / longer
     packed = held.pack()
-    packed.rescale_(clip_coef.clamp(max=1.0).to(packed.device, torch.float32))
+    packed.rescale_(clip_coef.clamp(max=1.0).to(packed.device))
 
 
 def clip_grad_value_(
@@ -207,11 +212,7 @@ def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """Return what torch.nn.utils takes for a list of tensors as one."""
     if isinstance(tensors, torch.Tensor):
         return [tensors]
-    listed = list(tensors)
-    if not listed and isinstance(tensors, types.GeneratorType):
-        message = "`parameters` is an empty generator, no gradient clipping will occur."
-        warnings.warn(message, stacklevel=4)
-    return listed
+    return list(tensors)
 
 
 def _grads_of(parameters: Iterable[Tensor]) -> list[Tensor]:

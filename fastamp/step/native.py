@@ -107,6 +107,8 @@ def _update_of(optimizer: Optimizer, rule: Rule) -> Update | str:
     params = next(iter(optimizer.param_groups), {"params": ()})["params"]
     device = params[0].device if params else torch.device("cpu")
     ops = _ops.ops_for(device)
+    if _ops.clones_what_is_written():
+        return "saved tensors may be mutated"
     if device.type != "cpu":
         if ops is _ops.FALLBACK:  # it would wait
             return f"torch's kernels update on {device.type}"
@@ -155,7 +157,7 @@ def _make_state(optimizer: Optimizer, rule: Rule) -> str | None:
 def _is_torchs(step: Any) -> bool:
     """Say whether a class's `step` is torch's own, in nothing but torch's own wrappers."""
     while inspect.isfunction(step):
-        if not step.__globals__["__name__"].startswith("torch.optim."):
+        if not step.__globals__.get("__name__", "").startswith("torch.optim."):
             return False
         wrapped = getattr(step, "__wrapped__", None)
         if wrapped is None:

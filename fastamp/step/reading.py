@@ -184,6 +184,8 @@ class Reading(torch.amp.GradScaler):
 
     def _counter(self, device: torch.device) -> Tensor:
         """Return the device's count of skipped steps."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return torch.zeros((), dtype=torch.float32, device=device)  # of the transform, not ours
         if device not in self._skipped:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 msg = (

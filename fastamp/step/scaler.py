@@ -88,8 +88,8 @@ class GradScaler(Reading):
         if not low <= above_zero("init_scale", init_scale) <= high:
             msg = f"init_scale: expected {min_scale=} <= {init_scale} <= {max_scale=}"
             raise ValueError(msg)
-        self._min_scale = min_scale
-        self._max_scale = max_scale
+        self._min_scale = None if min_scale is None else low
+        self._max_scale = None if max_scale is None else high
         self.process_group = process_group
         self._skipped: dict[torch.device, Tensor] = {}
         self._skipped_before = 0  # by the instance that this one was unpickled from
@@ -163,6 +163,8 @@ class GradScaler(Reading):
             raise RuntimeError(msg)
         schedulers = check_schedulers(scheduler)
         states = self._states_of(optimizers)
+        if self._enabled:
+            self._unscale_as_replaced(optimizers, states)
         settle(optimizers)
         self._dropped = zero_grad
         steps = self._read_natively(optimizers, *args, **kwargs)
@@ -258,6 +260,8 @@ class GradScaler(Reading):
         """
         if self._enabled and state_dict != {}:
             check_state(state_dict)
+            least, most = self._min_scale or 0.0, self._max_scale or math.inf
+            state_dict = {**state_dict, "scale": min(max(state_dict["scale"], least), most)}
         super().load_state_dict(state_dict)
 
     def nonfinite_parameters(self, module: torch.nn.Module) -> list[NonFinite]:
@@ -300,11 +304,24 @@ class GradScaler(Reading):
         super().__setstate__(state)
         self.last_step = unmeasured("no step yet")
 
+    def _unscale_as_replaced(
+        self, optimizers: list[Optimizer], states: list[dict[str, Any]]
+    ) -> None:
+        """Unscale now where somebody has replaced torch's `unscale_`, or the hook behind it."""
+        own, replaced = type(self), vars(self).keys() & {"unscale_", "_unscale_grads_"}
+        if own.unscale_ is not torch.amp.GradScaler.unscale_:
+            replaced.add("unscale_")
+        if own._unscale_grads_ is not Reading._unscale_grads_ or replaced:
+            for each, state in zip(optimizers, states, strict=True):
+                if state["stage"] is OptState.READY:
+                    self.unscale_(each)
+
     def _read_natively(
         self, optimizers: list[Optimizer], *args: Any, **kwargs: Any
     ) -> list[native.NativeStep] | str:
         """Read the gradients of optimizers that fastamp steps itself; or say why torch has to."""
-        if any(given is not None for given in (*args, *kwargs.values())):
+        is_asked = kwargs.keys() - {"closure"} or kwargs.get("closure") is not None
+        if is_asked or any(given is not None for given in args):
             return "the step has arguments"
         steps: list[native.NativeStep] = []
         for optimizer in optimizers:

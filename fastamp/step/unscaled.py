@@ -47,8 +47,10 @@ def optimizer_step(
         >>> report.norm
         tensor(4.4721)
     """
-    if not hasattr(_own, "scaler"):
-        _own.scaler = GradScaler(enabled=False)
-    scaler: GradScaler = _own.scaler
-    scaler.step(optimizer, max_norm=max_norm, zero_grad=zero_grad, scheduler=scheduler)
-    return scaler.last_step
+    # Taken away meanwhile: a hook may make the step of another optimizer.
+    scaler: GradScaler = vars(_own).pop("scaler", None) or GradScaler(enabled=False)
+    try:
+        scaler.step(optimizer, max_norm=max_norm, zero_grad=zero_grad, scheduler=scheduler)
+        return scaler.last_step
+    finally:
+        _own.scaler = scaler

@@ -290,6 +290,25 @@ def test_one_tensor_instead_of_a_list(backend, device):
     assert fastamp.clip_grad_norm_(parameter, 1.0).item() == 5.0
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_a_norm_of_any_dtype_clips_as_in_torch(dtype, backend):
+    results = []
+    for clip in (torch.nn.utils.clip_grads_with_norm_, fastamp.clip_grads_with_norm_):
+        parameters = parameters_with(torch.tensor([3.0, 4.0]))
+        clip(parameters, 0.5, torch.tensor(5, dtype=dtype))
+        results.append(parameters[0].grad.tolist())
+    assert results[0] == pytest.approx(results[1])
+
+
+@pytest.mark.parametrize("size", [1.0, 1e42, 1e60])
+def test_gradients_of_64_bits_are_clipped_in_64_bits(size, backend):
+    parameters = parameters_with(torch.tensor([3.0, 4.0], dtype=torch.float64) * size)
+    fastamp.clip_grad_norm_(parameters, 1e-9)
+    assert parameters[0].grad.tolist() == pytest.approx(
+        [6e-10, 8e-10], rel=1e-6 if size == 1 else 1e-15
+    )
+
+
 def test_an_exhausted_generator_warns_as_torch_does(backend):
     with pytest.warns(UserWarning, match="empty generator"):
         fastamp.clip_grad_norm_((p for p in []), 1.0)

@@ -141,15 +141,15 @@ def parts(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def multiplied(raw: np.ndarray, dtype: torch.dtype, factor: np.float32) -> np.ndarray:
+def multiplied(raw: np.ndarray, dtype: torch.dtype, factor: np.floating) -> np.ndarray:
     """Return the bits of factor times the elements; a factor of 1 writes nothing."""
     real = REAL.get(dtype, dtype)
     if real is torch.float64:
         return (raw.view(np.float64) * np.float64(factor)).view(np.uint64)
-    return reference.rescale(raw, str(real).removeprefix("torch."), float(factor))
+    return reference.rescale(raw, str(real).removeprefix("torch."), float(np.float32(factor)))
 
 
-def assert_multiplied(got: torch.Tensor, placed: Placed, *factors: np.float32) -> None:
+def assert_multiplied(got: torch.Tensor, placed: Placed, *factors: np.floating) -> None:
     """Compare a gradient's bits with those of a product; any NaN equals any other."""
     assert placed.gaps.isnan().all()
     raw = placed.before
@@ -174,11 +174,11 @@ def is_finite(placed: list[Placed]) -> bool:
     return all(bool(p.tensor.isfinite().all()) for p in placed)
 
 
-def clip_coef(norm: np.floating, max_norm: float) -> np.float32:
+def clip_coef(norm: np.floating, max_norm: float) -> np.floating:
     """Return torch.nn.utils' coefficient, in the norm's precision."""
     precise = type(norm)
     coef = precise(max_norm) / (norm + precise(1e-6))
-    return np.float32(coef if np.isnan(coef) else min(coef, precise(1)))
+    return coef if np.isnan(coef) else min(coef, precise(1))
 
 
 def oracle_norm(tensors: list[torch.Tensor], norm_type: float) -> np.floating:
@@ -278,7 +278,7 @@ def test_a_step_unscales_clips_and_skips(backend, device, drawn, scale, max_norm
     scaler.step(optimizer, max_norm=None if how == "clip, step" else max_norm)
     report = scaler.last_step
     assert report.skipped is not finite
-    coef = np.float32(report.clip_coef.item())
+    coef = report.clip_coef.cpu().numpy()[()]
     if finite and max_norm is not None:
         assert coef == clip_coef(report.norm.cpu().numpy()[()], max_norm)
     inverse = np.float32(1 / np.float64(scale))

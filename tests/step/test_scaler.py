@@ -207,6 +207,8 @@ def test_the_scale_stays_within_its_bounds(backend, device):
         scaler.update()
         seen.append(scaler.get_scale())
     assert seen == [4.0, 4.0, 8.0, 16.0, 16.0, 16.0]
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 0.5})
+    assert scaler.get_scale() == 4.0
 
 
 @pytest.mark.parametrize("name", ["sgd fused", "sgd momentum"])
