@@ -189,7 +189,7 @@ def _fetched(loader: Any, position: Position, states: deque[Any], *, ahead: bool
 @contextmanager
 def _put_back() -> Iterator[None]:
     """Leave the program's generators as they were, whatever a dataset draws from them."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the program's
+    python, numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002
     try:
         with torch.random.fork_rng(devices=[]):
             yield
