@@ -204,7 +204,7 @@ class GatherSource(Iterator[Any]):
         else:
             self._gatherer, self._depth = DeviceGatherer(self._aliases), 1
             self._slots, self._counting = DeviceMemory(device), []  # nothing is gathered ahead
-        self._versions = self._count_writes()
+        self._versions = [tensor._version for tensor in self._counting]
         self._indices, self._stats, self._make = indices, stats, make
         self._max_bytes = max_bytes
         # A batch's indices, keys and rows that there is no room for yet.
@@ -215,8 +215,7 @@ class GatherSource(Iterator[Any]):
 
     def __next__(self) -> Any:
         self._look()
-        if self._under_way and self._versions != self._count_writes():
-            self._gather_again()
+        self._look_for_writes()
         self._submit_ahead()
         if not self._under_way:
             raise StopIteration
@@ -261,12 +260,13 @@ class GatherSource(Iterator[Any]):
             if has_changed():
                 self._gatherer = None  # when the copies that run have ended
 
-    def _count_writes(self) -> list[int]:
-        return [tensor._version for tensor in self._counting]
-
-    def _gather_again(self) -> None:
-        """Gather what is under way once more, since somebody has written into the dataset."""
-        if self._gatherer is None:
+    def _look_for_writes(self) -> None:
+        """Gather what is under way once more where somebody has written into the dataset."""
+        versions = [tensor._version for tensor in self._counting]
+        if versions == self._versions:
+            return
+        self._versions = versions
+        if self._gatherer is None or not self._under_way:
             return
         self._gatherer = None  # when the copies that run have ended
         self._gatherer = _ops.host_ops().gatherer(self._aliases, self._depth)
@@ -277,7 +277,6 @@ class GatherSource(Iterator[Any]):
     def _submit_ahead(self) -> None:
         """Start as many batches as may be under way."""
         under_way, limit = self._under_way, self._max_bytes or DEFAULT_MAX_BYTES
-        self._versions = self._count_writes()
         while len(under_way) < self._depth:
             indices, keys, rows = self._draw() if self._drawn is None else self._drawn
             self._drawn = None

@@ -24,11 +24,18 @@ _DRAWN = 4096  # indices at once, with replacement
 _BOOLEANS = (bool, np.dtype(bool), torch.bool)
 
 
+def find_samplers(loader: Any) -> list[Any]:
+    """Return the samplers of a loader, of anybody's, also those inside of others."""
+    own = getattr(loader, "batch_sampler", None)
+    outer = getattr(loader, "_batches", own)
+    batches = getattr(outer, "batch_sampler", outer)  # in Accelerate's
+    found = (batches, getattr(batches, "sampler", None), getattr(loader, "sampler", None), own)
+    return [*{id(sampler): sampler for sampler in found if sampler is not None}.values()]
+
+
 def find_generator(loader: Any) -> torch.Generator | None:
     """Return what the sampler of a loader draws from; None for torch's default generator."""
-    batches = getattr(loader._batches, "batch_sampler", loader._batches)  # in Accelerate's
-    samplers = (batches, getattr(batches, "sampler", None), loader.sampler)
-    found = (getattr(sampler, "generator", None) for sampler in samplers)
+    found = (getattr(sampler, "generator", None) for sampler in find_samplers(loader))
     return next((generator for generator in found if generator is not None), None)
 
 

@@ -14,7 +14,7 @@ from fastamp.data.checks import check_device, check_generator, check_integer, ch
 from fastamp.data.collate import BatchCollator
 from fastamp.data.datasets import ArrayDataset, count_rows, is_arrays
 from fastamp.data.gather import find_path
-from fastamp.data.indices import Indices
+from fastamp.data.indices import Indices, find_samplers
 from fastamp.data.passes import LoaderPass
 from fastamp.data.position import Position
 from fastamp.data.resume import load, save
@@ -229,11 +229,8 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         self._begin_at(self._next if self._next.epoch == epoch else Position(epoch=epoch))
         self._last = None
         self._told_epoch = epoch
-        inside = getattr(self._batches, "batch_sampler", None)  # Accelerate's has the user's
-        own = getattr(self.batch_sampler, "sampler", None)
-        told = (self.sampler, self.batch_sampler, own, inside, self._served and self.dataset)
-        for sampler in told:
-            tell = getattr(sampler, "set_epoch", None)
+        for told in (*find_samplers(self), self._served and self.dataset):
+            tell = getattr(told, "set_epoch", None)
             if tell is not None:
                 tell(epoch)
 

@@ -33,10 +33,6 @@ _COPY: dict[type, Callable[[Any], Any]] = {
 }
 
 
-def _leave(indices: Any) -> Any:
-    return indices
-
-
 class ThreadLoader:
     """Makes the passes of a loader with thread workers, as torch's own loader makes others."""
 
@@ -123,8 +119,9 @@ class ThreadBatches(Iterator[Measured]):
         try:
             for drawn in islice(self._indices, 1):
                 # A sampler may yield the same list, tensor or array again and again.
-                copy_of = _COPY.get(type(drawn.indices), _leave)
-                self._drawn.append(drawn._replace(indices=copy_of(drawn.indices)))
+                copied = _COPY.get(type(drawn.indices))
+                kept = drawn._replace(indices=copied(drawn.indices)) if copied else drawn
+                self._drawn.append(kept)
         except Exception as error:  # noqa: BLE001 - raised where the batch would come
             # Its frames refer to this pass, which until then must not live by them.
             told = "".join(traceback.format_exception(error))

@@ -40,8 +40,7 @@ def step_by_torch(
     grads = scaler._hold(optimizers)
     if grads is not None and not any(takes_scaler(type(each)) for each in optimizers):  # type: ignore[arg-type]
         return _step_together(scaler, optimizers, states, grads, max_norm, why, *args, **kwargs)
-    has_grads = any(parameter.grad is not None for parameter in parameters_of(optimizers))
-    if len(optimizers) > 1 and has_grads:
+    if len(optimizers) > 1 and any(p.grad is not None for p in parameters_of(optimizers)):
         msg = "optimizer: of several, all need gradients that are plain tensors or DTensors"
         raise TypeError(msg)
     pairs = zip(optimizers, states, strict=True)

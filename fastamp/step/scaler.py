@@ -308,10 +308,8 @@ class GradScaler(Reading):
         self, optimizers: list[Optimizer], states: list[dict[str, Any]]
     ) -> None:
         """Unscale now where somebody has replaced torch's `unscale_`, or the hook behind it."""
-        own, replaced = type(self), vars(self).keys() & {"unscale_", "_unscale_grads_"}
-        if own.unscale_ is not torch.amp.GradScaler.unscale_:
-            replaced.add("unscale_")
-        if own._unscale_grads_ is not Reading._unscale_grads_ or replaced:
+        own, names = type(self), ("unscale_", "_unscale_grads_")
+        if any(n in vars(self) or getattr(own, n) is not getattr(Reading, n) for n in names):
             for each, state in zip(optimizers, states, strict=True):
                 if state["stage"] is OptState.READY:
                     self.unscale_(each)

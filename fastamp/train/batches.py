@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from fastamp.data import ArrayDataset, DataLoader, ShardSampler, map_tensors
+from fastamp.data.indices import find_samplers
 from fastamp.train.check import ANY, attempt, check
 from fastamp.train.config import TrainConfig
 from fastamp.train.random_state import check_rng_state, rng_state, set_rng_state
@@ -115,9 +116,7 @@ class Batches:
 
     def _own_generators(self) -> list[torch.Generator]:
         """Return what the loader and its samplers draw from, beside the default generators."""
-        sampler = getattr(self.loader, "sampler", None)
-        batches = getattr(self.loader, "batch_sampler", None)
-        drawing = (self.loader, sampler, batches, getattr(batches, "sampler", None))
+        drawing = (self.loader, *find_samplers(self.loader))
         found = (getattr(one, "generator", None) for one in drawing)
         return [*{id(one): one for one in found if isinstance(one, torch.Generator)}.values()]
 

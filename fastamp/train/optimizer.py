@@ -37,11 +37,10 @@ def make_optimizer(
         msg = f"model: {type(model).__name__} has no parameter that requires a gradient"
         raise ValueError(msg)
     if isinstance(kind, str):
-        fused = options.pop("fused", True)
-        if any(p.is_complex() for p in parameters):  # which torch refuses in the step only
-            fused = None
+        # Complex ones torch refuses in the step only.
+        fused = {"fused": not any(p.is_complex() for p in parameters) or None}
         try:
-            return OPTIMIZERS[kind](parameters, fused=fused, **options)  # type: ignore[no-any-return]
+            return OPTIMIZERS[kind](parameters, **fused | options)  # type: ignore[no-any-return]
         except RuntimeError:  # not fused for this device or dtype
             return OPTIMIZERS[kind](parameters, **options)  # type: ignore[no-any-return]
     made: Any = kind(parameters)

@@ -54,9 +54,12 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
 def find_kinds(state: Any) -> set[type]:
     """Return the types of all that is in a state."""
     found: set[type] = set()
-    containers = [state]
+    containers, seen = [state], set[int]()
     while containers:
         one = containers.pop()
+        if id(one) in seen:  # which may hold itself
+            continue
+        seen.add(id(one))
         inside = [*one, *one.values()] if isinstance(one, dict) else one
         found |= {*map(type, inside)}
         containers += [x for x in inside if isinstance(x, (dict, list, tuple, set))]

@@ -295,6 +295,14 @@ def test_what_could_not_be_read_again_is_refused_at_the_save_where_it_appears(va
     assert names(tmp_path) == ["step-00000002.pt"]
 
 
+def test_a_state_that_holds_itself_is_an_error_and_no_hang(tmp_path):
+    meter = Meter()
+    meter.value = [meter]
+    meter.value[0] = meter.value
+    with pytest.raises(RecursionError):
+        fastamp.Checkpointer(tmp_path, model=make_model(), meter=meter).save(1)
+
+
 def test_a_models_versions_are_kept_beside_numbers_of_numpy(tmp_path):
     class Counting(torch.nn.BatchNorm1d):
         def get_extra_state(self):
