@@ -6,7 +6,6 @@
 #include <cuda_fp16.h>
 
 #include "step/convert.h"
-#include "tensor/view.h"
 
 namespace fastamp {
 
@@ -16,7 +15,7 @@ __device__ inline float to_float(__half x) { return __half2float(x); }
 __device__ inline void from_float(float x, __nv_bfloat16* out) { *out = __float2bfloat16_rn(x); }
 __device__ inline void from_float(float x, __half* out) { *out = __float2half_rn(x); }
 
-/// The one place that turns a DType into a type.
+/// The one place that turns a DType into a type of the device's.
 template <typename Fn>
 __device__ auto visit_dtype(DType dtype, Fn fn) {
   switch (dtype) {

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "support/macros.h"
+#include "tensor/view.h"
 
 namespace fastamp {
 
@@ -16,23 +17,25 @@ struct Float16 {
   std::uint16_t bits;
 };
 
-inline float float_of(std::uint32_t bits) {
+FASTAMP_INLINE float float_of(std::uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
 
-inline std::uint32_t bits_of(float value) {
+FASTAMP_INLINE std::uint32_t bits_of(float value) {
   std::uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   return bits;
 }
 
-FASTAMP_HD inline float to_float(float x) { return x; }
+FASTAMP_HD FASTAMP_INLINE float to_float(float x) { return x; }
 
-inline float to_float(BFloat16 x) { return float_of(static_cast<std::uint32_t>(x.bits) << 16); }
+FASTAMP_INLINE float to_float(BFloat16 x) {
+  return float_of(static_cast<std::uint32_t>(x.bits) << 16);
+}
 
-inline float to_float(Float16 x) {
+FASTAMP_INLINE float to_float(Float16 x) {
   const std::uint32_t sign = (x.bits & 0x8000U) << 16;
   const std::uint32_t magnitude = (x.bits & 0x7fffU) << 13;  // exponent still biased by 15
   const std::uint32_t normal = magnitude + (112U << 23);
@@ -45,16 +48,16 @@ inline float to_float(Float16 x) {
   return float_of(bits | sign);
 }
 
-FASTAMP_HD inline void from_float(float x, float* out) { *out = x; }
+FASTAMP_HD FASTAMP_INLINE void from_float(float x, float* out) { *out = x; }
 
-inline void from_float(float x, BFloat16* out) {
+FASTAMP_INLINE void from_float(float x, BFloat16* out) {
   const std::uint32_t bits = bits_of(x);
   const std::uint32_t rounded = (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16;
   const bool nan = (bits & 0x7fffffffU) > 0x7f800000U;
   out->bits = static_cast<std::uint16_t>(nan ? (bits >> 16) | 0x40U : rounded);
 }
 
-inline void from_float(float x, Float16* out) {
+FASTAMP_INLINE void from_float(float x, Float16* out) {
   const std::uint32_t sign = (bits_of(x) >> 16) & 0x8000U;
   const std::uint32_t bits = bits_of(x) & 0x7fffffffU;
   const std::uint32_t infinite_or_nan = bits > 0x7f800000U ? 0x7e00U : 0x7c00U;
@@ -65,6 +68,20 @@ inline void from_float(float x, Float16* out) {
                                   : bits < (113U << 23) ? denormal
                                                         : normal;
   out->bits = static_cast<std::uint16_t>(sign | magnitude);
+}
+
+/// The one place that turns a DType into a type of the host's.
+template <typename Fn>
+FASTAMP_INLINE auto visit_host_dtype(DType dtype, Fn fn) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return fn(BFloat16{});
+    case DType::kFloat16:
+      return fn(Float16{});
+    case DType::kFloat32:
+      break;
+  }
+  return fn(float{});
 }
 
 }  // namespace fastamp

@@ -53,30 +53,16 @@ FASTAMP_INLINE void rescale_chunk(void* data, std::int64_t numel, float factor) 
   for (std::int64_t i = 0; i < numel; ++i) from_float(to_float(elements[i]) * factor, &elements[i]);
 }
 
-/// The one place that turns a DType into a type.
-template <typename Fn>
-FASTAMP_INLINE auto visit_dtype(DType dtype, Fn fn) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      return fn(BFloat16{});
-    case DType::kFloat16:
-      return fn(Float16{});
-    case DType::kFloat32:
-      break;
-  }
-  return fn(float{});
-}
-
 FASTAMP_SIMD_CLONES double reduce(const TensorView& chunk, NormType norm_type) {
   return visit_norm(norm_type, [&](auto norm) FASTAMP_INLINE_LAMBDA {
-    return visit_dtype(chunk.dtype, [&](auto tag) FASTAMP_INLINE_LAMBDA {
+    return visit_host_dtype(chunk.dtype, [&](auto tag) FASTAMP_INLINE_LAMBDA {
       return reduce_chunk<decltype(norm), decltype(tag)>(chunk.data, chunk.numel);
     });
   });
 }
 
 FASTAMP_SIMD_CLONES void rescale(const TensorView& chunk, float factor) {
-  visit_dtype(chunk.dtype, [&](auto tag) FASTAMP_INLINE_LAMBDA {
+  visit_host_dtype(chunk.dtype, [&](auto tag) FASTAMP_INLINE_LAMBDA {
     rescale_chunk<decltype(tag)>(chunk.data, chunk.numel, factor);
   });
 }

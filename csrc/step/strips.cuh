@@ -58,7 +58,7 @@ FASTAMP_INLINE __device__ void visit_strip(const T* data, int numel, int head, c
 #pragma unroll
     for (int i = 0; i < kSize; ++i) add(i, to_float(row.values[i]));
   }
-  for (; start < numel; start += kLanes)
+  if (start < numel)
 #pragma unroll
     for (int i = 0; i < kSize; ++i)
       if (start + first + i < numel) add(i, to_float(data[start + first + i]));
@@ -94,6 +94,7 @@ __device__ __attribute__((noinline)) double reduce_in_order(const T* data, int n
     lanes[lane] = Norm::join(lanes[lane], Norm::term(x));
   });
   rotate<kSize>(lanes, head);
+#pragma unroll 1  // once a strip
   for (int offset = kWarp / 2; offset > 0; offset /= 2)
 #pragma unroll
     for (int i = 0; i < kSize; ++i)
@@ -112,6 +113,7 @@ __device__ __attribute__((noinline)) double reduce_in_pairs(const T* data, int n
     largest = fmaxf(largest, fabsf(x));
   });
   Pair sum = join_halves<Pair, kSize>(lanes);
+#pragma unroll 1  // once a strip
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {
     sum = Pair::join(sum, {__shfl_down_sync(kWholeWarp, sum.high, offset),
                            __shfl_down_sync(kWholeWarp, sum.low, offset)});

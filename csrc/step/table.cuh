@@ -20,11 +20,11 @@ struct Table {
   std::uint32_t num_chunks;
 };
 
-/// How many entries the tables of for_each_table take.
+/// How many entries the tables of for_each_table take: most programs' tensors, in less than 4 KB,
+/// or all that a launch can.
+constexpr int kFew = 240;
 template <int kLargest>
-constexpr int kMiddle = kLargest > 256 ? 256 : 64;
-template <int kLargest>
-using TableSizes = std::integer_sequence<int, 16, kMiddle<kLargest>, kLargest>;
+using TableSizes = std::integer_sequence<int, kFew, kLargest>;
 
 /// Returns the index of the entry that a chunk belongs to: the last that begins at or before it.
 template <typename Entry>
@@ -53,10 +53,8 @@ void for_each_table(std::size_t count, const Fill& fill, const Use& use) {
     use(table);
   };
   while (next < count) {
-    if (count - next <= 16)
-      use_table(std::integral_constant<std::uint32_t, 16>{});
-    else if (count - next <= kMiddle<kLargest>)
-      use_table(std::integral_constant<std::uint32_t, kMiddle<kLargest>>{});
+    if (count - next <= kFew)
+      use_table(std::integral_constant<std::uint32_t, kFew>{});
     else
       use_table(std::integral_constant<std::uint32_t, kLargest>{});
   }

@@ -53,7 +53,7 @@ struct UpdateTable {
   }
 };
 constexpr std::size_t kLargest = 32720;
-using Sizes = std::integer_sequence<std::size_t, 1024, 8192, kLargest>;  // a launch copies it all
+using Sizes = std::integer_sequence<std::size_t, 4000, kLargest>;  // a launch copies it all
 static_assert(sizeof(UpdateTable<Entry<3>, kLargest>) + sizeof(UpdateSpec) <= kMaxArguments);
 static_assert(kLargest / sizeof(Row) < 1U << 9);
 static_assert(600 * sizeof(Entry<2>) + 40 * sizeof(Row) <= kLargest);  // 600 of Adam's in a launch

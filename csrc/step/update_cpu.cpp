@@ -47,17 +47,19 @@ struct Tasks {
   }
 };
 
-/// Converts elements to or from float32.
-template <typename T>
-FASTAMP_INLINE void widen(const void* from, std::int64_t numel, float* to) {
-  const T* elements = static_cast<const T*>(from);
-  for (std::int64_t i = 0; i < numel; ++i) to[i] = to_float(elements[i]);
+/// Converts elements of 16 bits to float32.
+FASTAMP_SIMD_CLONES void widen(const void* from, DType dtype, std::int64_t numel, float* to) {
+  visit_host_dtype(dtype, [&](auto tag) FASTAMP_INLINE_LAMBDA {
+    const auto* elements = static_cast<const decltype(tag)*>(from);
+    for (std::int64_t i = 0; i < numel; ++i) to[i] = to_float(elements[i]);
+  });
 }
 
-template <typename T>
-FASTAMP_INLINE void narrow(const float* from, std::int64_t numel, void* to) {
-  T* elements = static_cast<T*>(to);
-  for (std::int64_t i = 0; i < numel; ++i) from_float(from[i], &elements[i]);
+FASTAMP_SIMD_CLONES void narrow(const float* from, std::int64_t numel, DType dtype, void* to) {
+  visit_host_dtype(dtype, [&](auto tag) FASTAMP_INLINE_LAMBDA {
+    auto* elements = static_cast<decltype(tag)*>(to);
+    for (std::int64_t i = 0; i < numel; ++i) from_float(from[i], &elements[i]);
+  });
 }
 
 /// One tensor's elements as float32: its own memory, or a buffer with copies.
@@ -66,17 +68,16 @@ struct Floats {
   DType dtype;
   float* values;
 
-  FASTAMP_INLINE Floats(void* data, DType type, std::int64_t start, std::int64_t numel,
-                        float* buffer)
+  Floats(void* data, DType type, std::int64_t start, std::int64_t numel, float* buffer)
       : place(static_cast<char*>(data) + start * size_of(type)), dtype(type), values(buffer) {
-    if (dtype == DType::kFloat32) values = static_cast<float*>(place);
-    if (dtype == DType::kBFloat16) widen<BFloat16>(place, numel, values);
-    if (dtype == DType::kFloat16) widen<Float16>(place, numel, values);
+    if (dtype == DType::kFloat32)
+      values = static_cast<float*>(place);
+    else
+      widen(place, dtype, numel, values);
   }
 
-  FASTAMP_INLINE void write(std::int64_t numel) const {
-    if (dtype == DType::kBFloat16) narrow<BFloat16>(values, numel, place);
-    if (dtype == DType::kFloat16) narrow<Float16>(values, numel, place);
+  void write(std::int64_t numel) const {
+    if (dtype != DType::kFloat32) narrow(values, numel, dtype, place);
   }
 };
 
