@@ -16,6 +16,7 @@ class Shapes(NamedTuple):
     text: str
     sizes: list[tuple[int, ...]]
     grouped: bool = False  # each parameter is a group of its own
+    dtype: torch.dtype = torch.float32
 
 
 _BLOCK = [(768,)] * 6 + [(2304, 768), (2304,), (768, 768), (3072, 768), (3072,), (768, 3072)]
@@ -29,6 +30,7 @@ NAMED = {
 ROWS = {  # the work that is done unless --work asks for other
     "gpt2": "norm clip adamw adamw-zero-grad adamw-open adamw-open-zero-grad",
     "192x130208": "adamw adamw-open",
+    "192x130208-bf16": "adamw adamw-open",
     "465gx60000": "adamw adamw-open",
     "2000x1000": "norm adamw adamw-open",
     "465gx1000": "adamw adamw-open",
@@ -42,7 +44,7 @@ def parse_shapes(text: str) -> dict[str, Shapes]:
     """Return what is asked for by name, for argparse."""
     shapes: dict[str, Shapes] = {}
     for item in text.split(","):
-        match = re.fullmatch(r"([1-9]\d*)(g?)x([1-9]\d*)", item)
+        match = re.fullmatch(r"([1-9]\d*)(g?)x([1-9]\d*)(-bf16)?", item)
         if match is None and item not in NAMED:
             message = f"{item!r} is not a number of tensors and of elements, as in 2000x1000"
             raise ArgumentTypeError(message)
@@ -50,9 +52,10 @@ def parse_shapes(text: str) -> dict[str, Shapes]:
     return shapes
 
 
-def _make_shapes(count: str, grouped: str, size: str) -> Shapes:
+def _make_shapes(count: str, grouped: str, size: str, bf16: str | None) -> Shapes:
     text = f"{int(count):,} {'groups' if grouped else 'tensors'} of {int(size):,}"
-    return Shapes(text, [(int(size),)] * int(count), grouped == "g")
+    shapes = Shapes(text, [(int(size),)] * int(count), grouped == "g")
+    return shapes._replace(text=f"{text}, bfloat16", dtype=torch.bfloat16) if bf16 else shapes
 
 
 def _adamw(start: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:

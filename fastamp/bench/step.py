@@ -33,7 +33,8 @@ METRICS = "speedup/ or of_plain/, the shape and the work, as in speedup/gpt2/ada
 def add_options(add: Callable[..., object]) -> None:
     """Add the options of this command alone."""
     shapes = "; ".join(f"{name} ({each.text})" for name, each in NAMED.items())
-    shapes += "; 2000x1000 is tensors and the elements of each; 465gx1000 makes each a group; "
+    shapes += "; 2000x1000 is tensors and the elements of each; 465gx1000 makes each a group, "
+    shapes += "2000x1000-bf16 all of them bfloat16; "
     shapes += f"separated by commas (default: {','.join(ROWS)}; with --ranks {SHARDED_SHAPES})"
     add("--shapes", type=parse_shapes, metavar="LIST", help=shapes)
     work = "; ".join(f"{name} ({each.text})" for name, each in WORK.items())
@@ -107,7 +108,8 @@ def _make_case(args: argparse.Namespace, missing: dict[str, dict[str, str]], nam
     first, _, second = name.partition("/")
     shape, work = args.shapes[first], WORK[second]
     generator = torch.Generator(args.device).manual_seed(args.seed)
-    grads = [torch.randn(size, device=args.device, generator=generator) for size in shape.sizes]
+    drawn = [torch.randn(size, device=args.device, generator=generator) for size in shape.sizes]
+    grads = [grad.to(shape.dtype) for grad in drawn]
     norm = math.sqrt(math.fsum(grad.double().square().sum().item() for grad in grads))
     if args.ranks:
         from fastamp.bench import local_ranks  # noqa: PLC0415 - see prepare
@@ -165,7 +167,7 @@ def _make_plain(side: "Side") -> tuple[Callable[[], object], Callable[[], object
     """Return passes over as many bytes as the work has to move at least, and their number."""
     reads, updates = side.work.reads, side.work.updates
     numel = sum(grad.numel() for grad in side.drawn)
-    tensors = [torch.ones(numel, device=side.drawn[0].device) for _ in range(max(updates, 1))]
+    tensors = [side.drawn[0].new_ones(numel) for _ in range(max(updates, 1))]
 
     def move() -> None:
         for _ in range(reads):
@@ -238,8 +240,9 @@ class Side:
         """Do the work once, and compare with plain float64 arithmetic.
 
         Raises:
-            AssertionError: a figure differs by more than float32 allows.
+            AssertionError: a figure differs by more than its dtype allows.
         """
+        rtol = max(rtol, 2 * torch.finfo(self.drawn[0].dtype).eps)
         close = partial(torch.testing.assert_close, rtol=rtol, atol=0, check_dtype=False)
         self.restore()
         total = do()

@@ -52,6 +52,7 @@ def test_the_rows_that_the_readme_shows_are_raced_unless_others_are_asked_for():
     for shape, with_what in (
         ("gpt2", ("", "-zero-grad")),
         *((shape, ("",)) for shape in ("192x130208", "465gx60000", "2000x1000", "465gx1000")),
+        ("192x130208-bf16", ("",)),
         ("network", ("-no-scaler",)),
         ("lora", ("-no-scaler",)),
     ):
@@ -65,6 +66,7 @@ def test_the_rows_that_the_readme_shows_are_raced_unless_others_are_asked_for():
     [
         ("gpt2", 148, 124_439_808, "GPT-2, 124 M in 148 tensors"),
         ("192x130208", 192, 24_999_936, "192 tensors of 130,208"),
+        ("192x130208-bf16", 192, 24_999_936, "192 tensors of 130,208, bfloat16"),
         ("465gx60000", 465, 27_900_000, "465 groups of 60,000"),
         ("2000x1000", 2000, 2_000_000, "2,000 tensors of 1,000"),
         ("465gx1000", 465, 465_000, "465 groups of 1,000"),
@@ -77,6 +79,7 @@ def test_a_shape_is_what_its_text_says(name, count, numel, text):
     shape = parse_shapes(name)[name]
     assert (len(shape.sizes), sum(map(math.prod, shape.sizes)), shape.text) == (count, numel, text)
     assert shape.grouped == ("group" in text)
+    assert shape.dtype == (torch.bfloat16 if "bfloat16" in text else torch.float32)
 
 
 def test_groups_have_one_parameter_each():
@@ -122,6 +125,17 @@ def test_both_sides_of_a_step_agree_with_plain_arithmetic_and_not_with_another_n
         side, norm = make_side(WORK[work], grouped=grouped)
         with pytest.raises(AssertionError) if factor > 1 else nullcontext():
             side.check(getattr(side, way), norm * factor, rtol=1e-4)
+
+
+def test_tensors_of_16_bits_are_held_to_what_they_can_say(run):
+    (row,) = run("--shapes", "3x1000-bf16", "--work", "adamw")["table"]
+    assert row["gradients"] == "3 tensors of 1,000, bfloat16"
+    side, norm = make_side(WORK["adamw"])
+    side = step.Side(WORK["adamw"], [grad.bfloat16() for grad in side.drawn])
+    side.check(side.fastamp, norm, rtol=1e-4)
+    assert {p.dtype for p in side.parameters} == {torch.bfloat16}
+    with pytest.raises(AssertionError, match="not close"):
+        side.check(side.fastamp, norm * 1.1, rtol=1e-4)
 
 
 def test_gradients_that_are_left_where_they_should_be_consumed_are_an_error(monkeypatch):
