@@ -71,7 +71,8 @@ def test_with(session: nox.Session, torch: str) -> None:
     pins = Path("constraints.txt").read_text().splitlines()
     constraints = Path(session.create_tmp(), "constraints.txt")
     constraints.write_text("\n".join(pin for pin in pins if not pin.startswith("torch==")))
-    session.install("-c", str(constraints), torch, ".[test]", env={"FASTAMP_CUDA": "OFF"})
+    package, env = ".[test,frameworks]", {"FASTAMP_CUDA": "OFF"}
+    session.install("-c", str(constraints), torch, package, env=env)
     session.run("python", "-c", "import torch; print('torch', torch.__version__)")
     session.run("python", "-I", "-m", "pytest", *session.posargs)
 

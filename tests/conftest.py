@@ -47,6 +47,8 @@ AT_LARGE = "FASTAMP_AT_LARGE" in os.environ
 LONGEST = ["test_parallel.py", "test_shards.py", "test_examples.py", "test_train.py"]
 LONGEST += ["test_resume.py", "test_loader.py", "test_bench.py", "test_slots.py", "test_faults.py"]
 """The files to start with, so that no worker is left with a long one at the end."""
+SKIPPED = os.environ.get("FASTAMP_SKIPPED")
+"""A file for the names of tests that are skipped for want of a package: CI runs them next."""
 
 installed = Path(str(importlib.metadata.distribution("fastamp").locate_file("fastamp")))
 if (installed / "__init__.py").exists() and installed != Path(fastamp.__file__).parent:
@@ -121,6 +123,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.user_properties += [("counted", name) for name in marks]
         if "cuda" in marks and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collectreport(report: pytest.CollectReport | pytest.TestReport) -> None:
+    """Note what is skipped for want of a package."""
+    reason = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else ""
+    if SKIPPED and report.skipped and "could not import" in reason:
+        with Path(SKIPPED).open("a") as file:
+            file.write(f"{report.nodeid}\n")
+
+
+pytest_runtest_logreport = pytest_collectreport
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

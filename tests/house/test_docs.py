@@ -27,7 +27,7 @@ PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.par
 # What a block may be called that does not run; a directive's name stands in braces.
 OTHERS = {"sh", "diff", "text", "json", "yaml", "toml"}
 INTEGRATIONS = "fastamp.integrations."
-EXTRAS = ("accelerate", "lightning", "transformers", "wandb")
+EXTRAS = ("accelerate", "lightning", "tensorboard", "transformers", "wandb")
 REFERENCE = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
 DESCRIBED = re.findall(r"^\.\. (?:auto|py:)(?!module)\w+:: (\w[\w.]*)", REFERENCE, re.MULTILINE)
 
@@ -109,7 +109,7 @@ def test_the_programs_of_a_page_run_in_silence(page, tmp_path):
     programs = PROGRAMS[page]
     for package in re.findall(r"^(?:from|import) (\w+)", "".join(programs), re.MULTILINE):
         if find_spec(package) is None:
-            pytest.skip(f"needs {package}")
+            pytest.skip(f"could not import {package!r}")
     if page.name in {"ranks.md", "recipes.md"} and torch.__version__ < (2, 10):
         pytest.skip("FSDP2 on the CPU and torch.compile need a newer torch here")
     code = RUN_PAGE.format(programs=programs, page=name_of(page))
@@ -161,7 +161,8 @@ def test_every_public_name_has_an_example_that_runs(needs, tmp_path):
     for package in needs:
         pytest.importorskip(package)
     described = sorted({*DESCRIBED} - {"fastamp.__version__"})
-    names = [name for name in described if name.startswith(INTEGRATIONS) == bool(needs)]
+    more = (INTEGRATIONS, "fastamp.TensorBoard")
+    names = [name for name in described if name.startswith(more) == bool(needs)]
     done = run_python(STRICTLY + RUN_EXAMPLES, *names, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 

@@ -15,7 +15,7 @@ from support.training import assert_same_bits, assert_same_but_for_rounding
 from fastamp.integrations.fabric import prepare
 
 if find_spec("lightning") is None:
-    pytest.skip("needs lightning", allow_module_level=True)
+    pytest.skip("could not import 'lightning'", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
