@@ -38,6 +38,9 @@ struct Torch {
   PyTypeObject* parameter = nullptr;
   const PyGetSetDef* requires_grad = nullptr;
   const PyGetSetDef* grad = nullptr;
+  const PyGetSetDef* layout = nullptr;
+  PyObject* strided = nullptr;
+  bool met_others = false;  // layouts whose refusal takes a millisecond: from then on it is asked
   PyObject* is_zero = nullptr;  // methods of torch.Tensor
   PyObject* is_neg = nullptr;
   PyObject* is_conj = nullptr;
@@ -61,13 +64,22 @@ bool calls(PyObject* method, PyObject* self) {
   return !answer.is(py::handle(Py_False));
 }
 
+bool is_strided(PyObject* tensor) {
+  const auto layout =
+      py::reinterpret_steal<py::object>(torch.layout->get(tensor, torch.layout->closure));
+  if (!layout) PyErr_Clear();
+  return layout.ptr() == torch.strided;
+}
+
 /// Reads a plain tensor that has an address: sparse ones, those on meta, torch's zero tensors and
 /// the like have none.
 FASTAMP_INLINE bool read(py::handle object, dlpack::Tensor& found) {
   const PyTypeObject* type = Py_TYPE(object.ptr());
   if ((type != torch.tensor && type != torch.parameter) || torch.api == nullptr) return false;
+  if (torch.met_others && !is_strided(object.ptr())) return false;
   if (torch.api->tensor_from_py_object(object.ptr(), &found) != 0) {
     PyErr_Clear();
+    torch.met_others = true;
     return false;
   }
   if (may_be_offset(found.data) && calls(torch.is_zero, object.ptr())) return false;
@@ -161,7 +173,10 @@ bool attach_torch() {
   torch.parameter = reinterpret_cast<PyTypeObject*>(keep(module.attr("nn").attr("Parameter")));
   torch.requires_grad = getter(tensor, "requires_grad");
   torch.grad = getter(tensor, "grad");
-  if (torch.requires_grad == nullptr || torch.grad == nullptr) return false;
+  torch.layout = getter(tensor, "layout");
+  torch.strided = keep(module.attr("strided"));
+  if (torch.requires_grad == nullptr || torch.grad == nullptr || torch.layout == nullptr)
+    return false;
   torch.low_heap = find_low_heap();
   torch.is_zero = keep(tensor.attr("_is_zerotensor"));
   torch.is_neg = keep(tensor.attr("is_neg"));

@@ -21,6 +21,7 @@ from fastamp.data.states import Skip
 _Begin: TypeAlias = Callable[[Iterable[Any], int], Iterator[tuple[Any, int]]]
 _COMPUTED = (SequentialSampler, FeistelSampler)  # of which nothing before a place is drawn
 _DRAWN = 4096  # indices at once, with replacement
+_SPLIT = 256  # batches at once, of indices that are there
 _BOOLEANS = (bool, np.dtype(bool), torch.bool)
 
 
@@ -203,8 +204,10 @@ def _index_batches(sampler: Any, skip: int) -> Iterator[tuple[Any, int]]:
         return
     for chunk in chunks:
         rest = len(chunk) % sampler.batch_size if sampler.drop_last else 0
-        if len(chunk) > rest:
-            for batch in torch.split(chunk[: len(chunk) - rest], sampler.batch_size):
+        # Some batches at a time: a pass may be left after the first one.
+        for part in range(0, len(chunk) - rest, _SPLIT * sampler.batch_size):
+            end = min(len(chunk) - rest, part + _SPLIT * sampler.batch_size)
+            for batch in torch.split(chunk[part:end], sampler.batch_size):
                 yield batch, number
                 number += sampler.batch_size
 

@@ -15,6 +15,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+_FEW = 16
+
+
 def contents_of(value: Any) -> dict[Any, Any] | None:
     """Return what a container holds by key, index or name; None for anything else."""
     if isinstance(value, Mapping):
@@ -72,10 +76,17 @@ def count_nbytes(batch: Any) -> int:
 
 
 def _count_nbytes(batch: Any) -> int:
+    kind = type(batch)
+    if kind in _PLAIN:
+        return 0
     if isinstance(batch, Tensor):
         return batch.nbytes if batch.layout is torch.strided else 0
-    if type(batch) is list and batch and type(batch[0]) is str:  # one for each sample
-        return 0
+    if kind is list or kind is tuple:
+        # Where there are many, one for each sample or for each of its tokens, they are alike.
+        many_plain = len(batch) > _FEW and {type(batch[0]), type(batch[-1])} <= _PLAIN
+        return 0 if many_plain else sum(map(_count_nbytes, batch))
+    if kind is dict:
+        return sum(map(_count_nbytes, batch.values()))
     if isinstance(batch, Mapping) and not isinstance(batch, dict | UserDict):
         return 0  # may make what it holds when it is asked
     contents = contents_of(batch)

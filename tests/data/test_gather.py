@@ -7,6 +7,7 @@ import pytest
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
+import fastamp
 from fastamp import _ops
 from fastamp._ops import Column, Windows
 
@@ -244,3 +245,19 @@ def test_batches_after_an_error_are_right(backend):
     gatherer.wait()
     check(column, *jobs[0])
     check(column, *jobs[2])
+
+
+def test_a_pass_that_is_left_early_has_split_few_of_its_batches(monkeypatch):
+    """All 100,000 at once took 20 ms, and an object for each."""
+    split, made = torch.split, []
+    monkeypatch.setattr(torch, "split", lambda *args: made.append(split(*args)) or made[-1])
+    data = torch.utils.data.TensorDataset(torch.arange(100_000))
+    for options in ({}, {"shuffle": True}):
+        next(iter(fastamp.DataLoader(data, 1, **options)))
+    assert 2 <= sum(map(len, made)) <= 1000
+    monkeypatch.undo()
+    data = torch.utils.data.TensorDataset(torch.arange(1034))
+    for drop_last in (False, True):
+        batches = fastamp.DataLoader(data, 3, drop_last=drop_last)
+        expected = [[*range(i, min(i + 3, 1034))] for i in range(0, 1034, 3)]
+        assert [b.tolist() for (b,) in batches] == expected[: len(expected) - drop_last]
