@@ -80,6 +80,9 @@ class ImageFile(NamedTuple):
 
 def resize(part: Tensor, row: Tensor) -> None:
     """Write uint8 pixels of (height, width, 3) into a tensor of (3, height, width)."""
+    if part.shape[:2] == row.shape[1:]:
+        row.copy_(part.permute(2, 0, 1))
+        return
     torch.ops.aten._upsample_bilinear2d_aa.out(  # interpolate() has no out=
         part.permute(2, 0, 1)[None], row.shape[1:], False, None, None, out=row[None]
     )
@@ -87,7 +90,7 @@ def resize(part: Tensor, row: Tensor) -> None:
 
 def open_image(data: bytes) -> ImageFile:
     """Read the size of an image."""
-    found = None if find_simplejpeg() is None else _open_jpeg(data)
+    found = _open_jpeg(data) if data[:2] == b"\xff\xd8" and find_simplejpeg() else None
     if found is not None:
         return found
     image = find_pillow().open(BytesIO(data))

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _FEW = 16
 
