@@ -88,6 +88,7 @@ class AmpPrecision(OfLightning):
         self.precision = precision
         self.scaler = scaler or GradScaler(device, enabled=False)
         self._max_norms: dict[int, float] = {}
+        self._clips_in_step: bool | None = None  # nobody looks between; None outside of a step
         self._report: StepReport | None = None  # of the latest batch's step, if it took one
         self._is_left_out = False
         self._module: Any = None
@@ -144,7 +145,11 @@ class AmpPrecision(OfLightning):
         self._is_left_out = is_none and not (is_done and _has_grads(optimizer))
         if is_scaling and not self._is_left_out and self._has_hook_before_step(model):
             self._unscale(optimizer)
-        self._after_closure(model, optimizer)  # type: ignore[attr-defined]
+        self._clips_in_step = not self._has_own_clipping(model)
+        try:
+            self._after_closure(model, optimizer)  # type: ignore[attr-defined]
+        finally:
+            self._clips_in_step = None
         if self._is_left_out:
             return None
         unclipped = None if is_scaling else math.inf  # inf makes the step check
@@ -182,13 +187,21 @@ class AmpPrecision(OfLightning):
     def clip_gradients(
         self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm"
     ) -> None:
-        """Clip to a value now, or to a norm in the step that follows."""
+        """Clip now; to a norm in the step that follows where nothing comes between.
+
+        With a loss scale that is also where the module clips by hand: until the step gradients are
+        scaled.
+        """
         if clip_val <= 0 or self._is_left_out:
             return
         if isinstance(optimizer, self._lightning.core.optimizer.LightningOptimizer):
             optimizer = optimizer.optimizer  # `optimizer_step` is given this one
+        by_hand = self._clips_in_step is None
         if gradient_clip_algorithm == "norm":
-            self._max_norms[id(optimizer)] = float(clip_val)
+            if self._clips_in_step or (by_hand and self.scaler.is_enabled()):
+                self._max_norms[id(optimizer)] = float(clip_val)
+            elif _has_grads(optimizer):
+                self.scaler.clip_grad_norm_(optimizer, float(clip_val))
         elif _has_grads(optimizer):  # the scaler remembers an overflow, and skips the step
             self._unscale(optimizer)
             self.clip_grad_by_value(optimizer, clip_val)  # type: ignore[attr-defined]
@@ -205,13 +218,17 @@ class AmpPrecision(OfLightning):
 
     def _has_hook_before_step(self, model: Any) -> bool:
         is_overridden = self._lightning.utilities.model_helpers.is_overridden
-        step, clip = "on_before_optimizer_step", "configure_gradient_clipping"
+        step = "on_before_optimizer_step"
         callbacks, base = model.trainer.callbacks, self._lightning.Callback
         return (
             is_overridden(step, model)
-            or is_overridden(clip, model)
+            or self._has_own_clipping(model)
             or any(is_overridden(step, callback, base) for callback in callbacks)
         )
+
+    def _has_own_clipping(self, model: Any) -> bool:
+        is_overridden = self._lightning.utilities.model_helpers.is_overridden
+        return bool(is_overridden("configure_gradient_clipping", model))
 
 
 class _StepIfTaken:

@@ -47,7 +47,8 @@ class WandbSink:
             rows[step][name] = value
             if name not in self._known:
                 self._known.add(name)
-                self._run.define_metric(name, step_metric=STEP)
+                if name and "*" not in name:  # W&B defines neither: they get its own steps
+                    self._run.define_metric(name, step_metric=STEP)
         for step, row in rows.items():
             self._run.log({STEP: step, **row})
 

@@ -175,6 +175,38 @@ def test_manual_optimization_clips_each_optimizer(pl, batches):
     assert_same_bits(module.model.state_dict(), model.state_dict())
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_what_comes_between_clip_and_step_sees_clipped_gradients(pl, batches, by_hand, precision):
+    found = []
+
+    def make_noise(self):
+        found.append(torch.nn.utils.get_total_norm(p.grad for p in self.parameters()).item())
+        for parameter in self.parameters():
+            parameter.grad += 0.5
+
+    def clip(self, optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm"):
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        make_noise(self)
+
+    def step_by_hand(self, batch, _):
+        optimizer = self.optimizers()
+        self.manual_backward(LOSS(self.model(batch[0]), batch[1]))
+        clip(self, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    members = {"training_step": step_by_hand} if by_hand else {"configure_gradient_clipping": clip}
+    trained = []
+    for options in ({"precision": precision}, {"plugins": [make_plugin(pl, precision)]}):
+        module = make_module(pl, SGD, **members)
+        module.automatic_optimization = not by_hand
+        fit(pl, module, batches[:3], **options, **({} if by_hand else {"gradient_clip_val": 0.1}))
+        trained.append(module.model.state_dict())
+    assert found == pytest.approx([0.1] * 6, rel=1e-4)
+    torch.testing.assert_close(*trained)
+
+
 def test_a_scheduler_of_epochs_goes_on_and_one_of_steps_waits(pl, batches):
     for interval, n in {"step": N_BATCHES - 2, "epoch": 1}.items():
         module = make_module(pl, interval=interval)

@@ -106,7 +106,7 @@ def test_the_runs_file_holds_the_loss_scale_and_the_overflows(run):
 def test_the_steps_of_the_tracker_are_the_x_axis_of_its_names_alone(run):
     sink = WandbSink(run.run)
     sink([("loss", 7, 1.0), ("norm", 7, 2.0)])
-    sink([("loss", 8, 3.0)])
+    sink([("loss", 8, 3.0), ("attn*mlp", 8, 4.0)])  # which W&B does not define
     run.run.log({"own": 1})
     metrics = [r.metric for r in run.records() if r.HasField("metric")]
     assert {m.name: m.step_metric for m in metrics} == {
