@@ -104,8 +104,10 @@ class Advice:
         """Return the advice in a line."""
         if self.part == "nothing":
             return f"{self.what}: {self.why}"
-        ends = dict.fromkeys(f"{end:.2f}x" for end in (self.gain.low, self.gain.high))
-        return f"{self.what}: {' to '.join(ends)} as fast; {self.why}"
+        low, high = (f"{end:.2f}x" for end in (self.gain.low, self.gain.high))
+        ends = low if low == high else f"{low} to {high}"
+        ends = f"{low} or more" if math.isinf(self.gain.high) else ends
+        return f"{self.what}: {ends} as fast; {self.why}"
 
 
 def read_profile(

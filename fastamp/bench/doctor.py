@@ -72,7 +72,7 @@ def _read(text: str) -> _TimerFile:
         return _TimerFile(text, _parse(content))
     except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
         missing = "it has no " if isinstance(error, LookupError) else ""
-        message = f"{text!r} is no file of Timer.to_json that says it: {missing}{error}"
+        message = f"{text!r} is no file of Timer.to_json with a step's parts: {missing}{error}"
         raise argparse.ArgumentTypeError(message) from error
 
 

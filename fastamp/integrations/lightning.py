@@ -21,6 +21,7 @@ from fastamp.train import ModelCall
 __all__ = ["AmpCallback", "AmpPrecision", "to_lightning_module"]
 
 SCALED_BY_STRATEGY = ("FSDPStrategy", "DeepSpeedStrategy")
+_PRECISIONS = ("16-mixed", "bf16-mixed", "32-true")
 EVENTS = ("train/loss_scale", "train/gradient_overflow", "train/skipped_steps")
 
 
@@ -77,6 +78,9 @@ class AmpPrecision(OfLightning):
         package: str | None = None,  # noqa: ARG002 - __new__ has read it
     ) -> None:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if precision not in _PRECISIONS:
+            msg = f"precision: expected one of {_PRECISIONS}, got {precision!r}"
+            raise ValueError(msg)
         if scaler is not None and not isinstance(scaler, GradScaler):
             msg = f"scaler: expected a fastamp.GradScaler, got {scaler!r}"
             raise TypeError(msg)

@@ -137,8 +137,13 @@ class MetricsTracker:
             self._stops.append(ScalerWatch(self._put, source, first_step, known).stop)
         elif isinstance(source, str | torch.device):
             has_nvml = torch.cuda.is_available() and torch.version.cuda is not None
-            if torch.device(source).type == "cuda" and has_nvml:
-                self._gpus.add(torch.device(source))
+            try:
+                device = torch.device(source)
+            except RuntimeError as error:
+                msg = f"source: expected a CUDA device, got {source!r}"
+                raise TypeError(msg) from error
+            if device.type == "cuda" and has_nvml:
+                self._gpus.add(device)
         elif hasattr(source, "summary") or hasattr(source, "stats"):
             self._samples.append(watch_means(self._put, source))
         else:

@@ -86,6 +86,7 @@ def test_a_part_that_vanishes_is_the_most_that_waiting_can_bring():
         assert advise(waiting)[0].what.startswith(remedy)
     all_data = Profile(device="cpu", steps=9, parts=exact(data=0.3))
     assert advise(all_data)[0].gain.high == math.inf
+    assert "1.00x or more as fast" in advise(all_data)[0].text()
 
 
 @pytest.mark.parametrize(("data_s", "low"), [(0.3, 1 / 0.7), (0.7, 1 / 0.7), (0.5, 2.0)])

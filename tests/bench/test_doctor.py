@@ -293,7 +293,7 @@ def test_what_is_no_file_of_a_timer_is_refused_with_status_2(content, said, tmp_
         main([*LOOK, "--timer", str(path)])
     assert ended.value.code == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert f"argument --timer: '{path}' is no file of Timer.to_json that says it: " in error
+    assert f"--timer: '{path}' is no file of Timer.to_json with a step's parts: " in error
     assert said in error
 
 

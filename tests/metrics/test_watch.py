@@ -215,6 +215,11 @@ def test_a_driver_that_refuses_is_told_of_in_the_log(nvml, monkeypatch, caplog, 
     made.close()
 
 
+def test_what_is_no_device_is_refused_by_name():
+    with pytest.raises(TypeError, match="source: expected a CUDA device, got 'gpu0'"):
+        fastamp.MetricsTracker().watch("gpu0")
+
+
 def test_without_a_gpu_there_is_nothing_to_watch(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
