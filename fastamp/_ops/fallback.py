@@ -184,10 +184,10 @@ class TensorPack:
         reduced = _reduce(self._tensors, norm_type)
         found_inf = reduced.isfinite().logical_not()
         wide = [tensor for tensor in self._tensors if tensor.dtype in _WIDE]
+        # Finite 64-bit values, and powers other than 1 and 2, can overflow the reduction.
+        may_overflow = wide or norm_type not in COMPILED_NORMS
         # What is not finite shows in norms of positive orders. A device would be waited for.
-        are_finite = norm_type > 0 and self.device.type == "cpu" and not found_inf
-        if not are_finite and (wide or norm_type not in COMPILED_NORMS):
-            # Finite 64-bit values, and powers other than 1 and 2, can overflow the reduction.
+        if may_overflow and (norm_type <= 0 or self.device.type != "cpu" or found_inf):
             bad = [_values(t).isfinite().logical_not().any() for t in self._tensors]
             found_inf = torch.stack(bad).any()
         dtype = torch.float64 if wide else torch.float32
