@@ -38,8 +38,8 @@ def make_loop(dtype=None):
 
 @pytest.mark.parametrize("name", job_peers.PEERS)
 def test_a_peer_takes_the_steps_of_the_stock_loop(name):
-    by_hand = None if name in {"Accelerate", "Lightning"} else "no extra installs it"
-    pytest.importorskip(MODULES[name], reason=by_hand)
+    reason = None if name in {"Accelerate", "Lightning"} else "no extra installs it"
+    pytest.importorskip(MODULES[name], reason=reason)
     before = threading.active_count()
     for dtype in (None, torch.bfloat16):
         expected, loop = make_loop(dtype), make_loop(dtype)

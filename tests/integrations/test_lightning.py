@@ -207,6 +207,18 @@ def test_what_comes_between_clip_and_step_sees_clipped_gradients(pl, batches, by
     torch.testing.assert_close(*trained)
 
 
+def test_with_a_loss_scale_an_own_clipping_unscales_and_clips_at_once(pl, batches):
+    found = []
+
+    def clip(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        found.append(torch.nn.utils.get_total_norm(p.grad for p in self.parameters()).item())
+
+    module = make_module(pl, configure_gradient_clipping=clip)
+    fit(pl, module, batches[:3], plugins=[make_plugin(pl)], gradient_clip_val=0.1)
+    assert found == pytest.approx([0.1] * 3, rel=1e-4)
+
+
 def test_a_scheduler_of_epochs_goes_on_and_one_of_steps_waits(pl, batches):
     for interval, n in {"step": N_BATCHES - 2, "epoch": 1}.items():
         module = make_module(pl, interval=interval)
