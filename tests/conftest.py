@@ -115,6 +115,7 @@ def _pairwise(items: list[pytest.Item]) -> list[pytest.Item]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the reports that are counted, and skip GPU tests where there is no GPU."""
+    items[:] = [item for item in items if AT_LARGE or not item.get_closest_marker("at_large")]
     items[:] = _pairwise(_to_emulate(items))
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))

@@ -21,7 +21,7 @@ from support.fault_trials import (
 )
 from support.faults import Fault, Server
 
-WANTED = {"loops": 6}  # that strike, else 3; `nox -s faults` wants hundreds
+WANTED = {"loops": 4}  # that strike, else 2; `nox -s faults` wants hundreds
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which(os.environ.get("CXX") or "g++") is None,
@@ -44,7 +44,7 @@ def trials(server):
 def test_nothing_is_lost_that_was_reported_as_saved(group, trials):
     tally = Tally()
     numbers = itertools.count()
-    while sum(tally.struck.values()) < WANTED.get(group, 3):
+    while sum(tally.struck.values()) < WANTED.get(group, 2):
         tally.add(*trials.run(group, next(numbers)))
     assert not tally.problems
 
@@ -64,7 +64,9 @@ def two_ranks(server, tmp_path_factory):
     return run(server, "fine_tune, 2 ranks", tmp_path_factory.mktemp("two") / "expected").last
 
 
-@pytest.mark.parametrize(("last", "call"), [(1, "remove"), (11, "rename")])
+@pytest.mark.parametrize(
+    ("last", "call"), [(1, "remove"), pytest.param(11, "rename", marks=pytest.mark.at_large)]
+)
 def test_a_checkpoint_of_ranks_outlives_a_loss_of_power(last, call, server, two_ranks, tmp_path):
     """At the end, and after the step's former checkpoint has been moved out of the way."""
     expected = two_ranks

@@ -51,6 +51,10 @@ needs_fsdp2 = pytest.mark.skipif(
 MODES = pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 
 
+def at_large(*values):
+    return pytest.param(*values, marks=pytest.mark.at_large)
+
+
 @pytest.fixture(scope="module")
 def four():
     with ranks.start(4) as started:
@@ -109,7 +113,7 @@ def test_every_optimizer_takes_shards(four, optimizer, max_norm, tmp_path):
     assert bits(run(four, 2, tmp_path, parallel="fsdp", batch_size=4, **fields)[0]) == bits(ours)
 
 
-@pytest.mark.parametrize(("mode", "count"), [("ddp", 2), ("ddp", 4), ("fsdp", 2)])
+@pytest.mark.parametrize(("mode", "count"), [("ddp", 2), at_large("ddp", 4), ("fsdp", 2)])
 def test_as_many_ranks_resume_to_the_bit(four, mode, count, tmp_path):
     """DDP sums in another order in its first backward pass: two ranks do not see it."""
     fields = {"parallel": mode, "dropout": 0.2, "precision": "16-mixed", "accumulate": 2}
@@ -126,7 +130,7 @@ def test_as_many_ranks_resume_to_the_bit(four, mode, count, tmp_path):
         assert bits(resumed) == bits(expected)
 
 
-@pytest.mark.parametrize("modes", [("fsdp",) * 3, ("ddp", "fsdp", "ddp")], ids=str)
+@pytest.mark.parametrize("modes", [at_large(("fsdp",) * 3), ("ddp", "fsdp", "ddp")], ids=str)
 def test_other_numbers_of_ranks_go_on_with_every_sample_once(four, modes, tmp_path):
     """2, then 4, then 1, with as many samples in a step: the run is that of one process."""
     same = {"checkpoint_every": 4, "max_steps": 16}
@@ -143,7 +147,7 @@ def test_other_numbers_of_ranks_go_on_with_every_sample_once(four, modes, tmp_pa
     assert sorted(itertools.chain(*epochs[:12])) == list(range(N))
 
 
-@MODES
+@pytest.mark.parametrize("mode", [at_large("ddp"), "fsdp"])
 def test_a_loop_of_ones_own_resumes_over_ranks(four, mode, tmp_path):
     """On as many to the bit, on others too, and after a signal to one of them."""
     expected = four.run(2, train_by_hand, tmp_path / "whole", mode)
@@ -170,7 +174,7 @@ def test_loaders_of_the_users_own_resume_with_as_many_ranks_only(four, tmp_path)
     assert [r["seen"] for r in resumed] == [r["seen"][3:] for r in expected]
 
 
-@MODES
+@pytest.mark.parametrize("mode", ["ddp", at_large("fsdp")])
 def test_the_schedule_keeps_its_place_where_the_steps_get_fewer(four, mode, tmp_path):
     fields = {"parallel": mode, "schedule": "linear", "warmup_steps": 0, "lr": 0.012}
     fields |= {"checkpoint_every": 6}
@@ -250,35 +254,46 @@ def of_bytes(folder):
     return Metadata(dict.fromkeys(names, BytesStorageMetadata()), None, kept.storage_data)
 
 
-DAMAGE = {
+FEW = {
     "/.metadata: names posix.mkdir": lambda folder: replace_index(
         folder, Hostile(folder / "code has run")
     ),
+    "is damaged in __1_0.distcp": lambda folder: flip(folder / "__1_0.distcp"),
+    "is damaged or no checkpoint: .*regular file": lambda folder: pipe(folder / "run.pt"),
+}
+MORE = {
     "/.metadata: names .*BytesStorageMetadata": lambda folder: replace_index(
         folder, of_bytes(folder)
     ),
-    "is damaged in __1_0.distcp": lambda folder: flip(folder / "__1_0.distcp"),
     "is damaged in .metadata": lambda folder: flip(folder / ".metadata"),
     "is damaged in __0_0.distcp": lambda folder: pipe(folder / "__0_0.distcp"),
     "is damaged or no checkpoint": lambda folder: (folder / "run.pt").unlink(),
-    "is damaged or no checkpoint: .*regular file": lambda folder: pipe(folder / "run.pt"),
 }
+TWO_STEPS = {"parallel": "fsdp", "max_steps": 2, "checkpoint_every": 1}
 
 
-def test_a_damaged_checkpoint_is_passed_over_by_all_with_one_warning(four, tmp_path):
-    fields = {"parallel": "fsdp", "max_steps": 2, "checkpoint_every": 1}
-    expected, _ = run(four, 2, tmp_path / "whole", **fields)
-    for i, (problem, damage) in enumerate(DAMAGE.items()):
-        folder = tmp_path / str(i)
-        shutil.copytree(tmp_path / "whole", folder)
-        damage(folder / "step-00000002")
-        (first, warned), (second, silent) = four.run(2, call_for_warnings, (folder,), fields)
-        assert bits(first) == bits(second) == bits(expected)
-        assert silent == []
-        assert len(warned) == 1
-        assert not [*folder.rglob("code has run")]
-        text = f"step-00000002(/run.pt: |: )?{problem}.*; resumed from {folder}/step-00000001$"
-        assert re.search(text, warned[0])
+@pytest.fixture(scope="module")
+def two_steps(four, tmp_path_factory):
+    """Return a folder with both checkpoints of a run over two ranks, and its result."""
+    folder = tmp_path_factory.mktemp("two steps")
+    return folder, run(four, 2, folder, **TWO_STEPS)[0]
+
+
+@pytest.mark.parametrize("problem", [*FEW, *map(at_large, MORE)])
+def test_a_damaged_checkpoint_is_passed_over_by_all_with_one_warning(
+    four, problem, two_steps, tmp_path
+):
+    whole, expected = two_steps
+    folder = tmp_path / "damaged"
+    shutil.copytree(whole, folder)
+    (FEW | MORE)[problem](folder / "step-00000002")
+    (first, warned), (second, silent) = four.run(2, call_for_warnings, (folder,), TWO_STEPS)
+    assert bits(first) == bits(second) == bits(expected)
+    assert silent == []
+    assert len(warned) == 1
+    assert not [*folder.rglob("code has run")]
+    text = f"step-00000002(/run.pt: |: )?{problem}.*; resumed from {folder}/step-00000001$"
+    assert re.search(text, warned[0])
 
 
 @pytest.fixture(scope="module")
@@ -319,7 +334,7 @@ def test_processes_and_ranks_refuse_each_others_checkpoints_and_other_runs(four,
         assert "it has lr=0.01, this run 0.5" in text
 
 
-@MODES
+@pytest.mark.parametrize("mode", [at_large("ddp"), "fsdp"])
 def test_a_rank_that_cannot_write_is_an_error_on_all(four, mode, tmp_path):
     run(four, 2, tmp_path, parallel=mode, max_steps=7, stop_at=4)
     for where in ("its part", "the rest"):
@@ -380,7 +395,9 @@ def wait_for(condition, processes):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=needs_fsdp2)])
+@pytest.mark.parametrize(
+    "mode", ["ddp", pytest.param("fsdp", marks=[needs_fsdp2, pytest.mark.at_large])]
+)
 def test_a_killed_rank_ends_the_others_and_a_signal_to_one_saves_on_all(mode, launch, tmp_path):
     folder = tmp_path / "run"
     fields = {"parallel": mode, "schedule": "constant", "max_steps": 100_000, "keep": 2}

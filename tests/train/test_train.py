@@ -28,7 +28,7 @@ def last(curve):
     return curve.values[-10:].mean()
 
 
-def test_a_small_gpt_learns_the_interpreters_sources(backend):
+def test_a_small_gpt_learns_the_interpreters_sources():
     """In nats for a byte: 5.5 is knowing nothing, 3.3 knowing how frequent each byte is."""
     corpus = load_corpus(None, block_size=32)
     torch.manual_seed(0)
