@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Sampler
+from torch.utils.data import Sampler, SequentialSampler
 
 from fastamp._ops import Column
 from fastamp.data.accelerated import Preparable
@@ -151,10 +151,14 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             count_rows(dataset, "dataset")  # raises an error with this argument's name
             dataset = ArrayDataset(dataset)
         if shard or rank is not None or world_size is not None:
-            check_shardable(dataset, sampler=sampler, batch_sampler=batch_sampler)
-            ranks = find_ranks(rank, world_size)
-            sampler = ShardSampler(dataset, *ranks, bool(shuffle), seed or 0, drop_last)
-            shuffle = None
+            if type(sampler) is SequentialSampler:  # Lightning's, to overfit
+                sampler, shuffle = None, False
+            # To predict, Lightning makes a loader again, around the sampler that this one made.
+            if not isinstance(getattr(batch_sampler, "sampler", sampler), ShardSampler):
+                check_shardable(dataset, sampler=sampler, batch_sampler=batch_sampler)
+                ranks = find_ranks(rank, world_size)
+                sampler = ShardSampler(dataset, *ranks, bool(shuffle), seed or 0, drop_last)
+                shuffle = None
         # The seeds of workers differ from rank to rank: they are the program's.
         if seed is not None and generator is None and not isinstance(sampler, ShardSampler):
             generator = torch.Generator().manual_seed(seed)  # what others draw from it, too

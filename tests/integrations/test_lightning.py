@@ -219,6 +219,31 @@ def test_with_a_loss_scale_an_own_clipping_unscales_and_clips_at_once(pl, batche
     assert found == pytest.approx([0.1] * 3, rel=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:You requested to overfit but enabled")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_sharded_loader_made_in_a_hook_overfits_and_predicts(pl, rank):
+    """For both, Lightning makes the loader again, with a sampler."""
+    rows, seen = fastamp.ArrayDataset(torch.arange(10)), []
+
+    def make_loader(shuffle):
+        options = {"shuffle": shuffle, "seed": 3, "rank": rank, "world_size": 2}
+        return fastamp.DataLoader(rows, batch_size=2, **options)
+
+    def training_step(self, batch, _):
+        seen.append(batch[0].tolist())
+        return sum(parameter.sum() for parameter in self.parameters())
+
+    members = {"training_step": training_step, "predict_step": lambda _self, batch, _: batch[0]}
+    members["train_dataloader"] = lambda _self: make_loader(shuffle=True)
+    members["predict_dataloader"] = lambda _self: make_loader(shuffle=False)
+    module = make_module(pl, **members)
+    fit(pl, module, None, overfit_batches=1, max_epochs=2)
+    assert seen == [[rank, rank + 2]] * 2
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    predicted = pl.Trainer(accelerator="cpu", **quiet).predict(module)
+    assert torch.cat(predicted).tolist() == [*range(rank, 10, 2)]
+
+
 def test_a_scheduler_of_epochs_goes_on_and_one_of_steps_waits(pl, batches):
     for interval, n in {"step": N_BATCHES - 2, "epoch": 1}.items():
         module = make_module(pl, interval=interval)
