@@ -1,4 +1,4 @@
-"""Arguments and saved states, refused by their names before anything is touched."""
+"""Checks of arguments and saved states, made before anything changes; errors name the argument."""
 
 import math
 import sys
@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-# What a scaler's state holds, and the most of each: the scale is a float32, the tracker an int32.
+# A scaler's state: the type and largest value of each entry. The scale is a float32, the tracker an
+# int32.
 _STATE: dict[str, tuple[Any, float]] = {
     "scale": (Real, torch.finfo(torch.float32).max),
     "growth_factor": (Real, sys.float_info.max),
@@ -18,14 +19,14 @@ _STATE: dict[str, tuple[Any, float]] = {
 
 
 def check_optimizer(optimizer: Any, name: str, needed: str) -> None:
-    """Refuse an argument that is no optimizer, by its name."""
+    """Raise a TypeError that names the argument if it is not an optimizer."""
     if not hasattr(optimizer, needed):
         msg = f"{name}: expected an optimizer, got a {type(optimizer).__name__}"
         raise TypeError(msg)
 
 
 def as_bound(name: str, value: float) -> float:
-    """Return an argument that bounds gradients as a float of at least 0."""
+    """Return a bound such as `max_norm` as a float of at least 0, or raise an error naming it."""
     try:
         bound = float(value)
     except (TypeError, ValueError) as error:
@@ -38,7 +39,7 @@ def as_bound(name: str, value: float) -> float:
 
 
 def above_zero(name: str, value: float) -> float:
-    """Return an argument as a float, or raise an error that names it."""
+    """Return an argument as a float above 0, or raise an error that names it."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -50,10 +51,10 @@ def above_zero(name: str, value: float) -> float:
 
 
 def check_state(state: Any) -> None:
-    """Refuse what is not the state of a scaler, before any of it is loaded."""
+    """Raise a ValueError if this is not the state of a scaler, before any of it is loaded."""
     if not isinstance(state, dict):
         msg = f"state_dict: expected what GradScaler.state_dict returns, got {state!r:.200}"
-        raise ValueError(msg)  # noqa: TRY004 - one kind of error for all that is no state
+        raise ValueError(msg)  # noqa: TRY004 - the same error for every invalid state
     for name, (kind, most) in _STATE.items():
         value = state.get(name)
         if not isinstance(value, kind) or isinstance(value, bool) or not 0 <= value <= most:

@@ -1,4 +1,4 @@
-"""Steps that torch's optimizers make: unscaled and clipped in their kernels, or in place."""
+"""Steps of torch's optimizers: gradients are unscaled and clipped in their kernels, or in place."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -41,7 +41,10 @@ def step_by_torch(
     if grads is not None and not any(takes_scaler(type(each)) for each in optimizers):  # type: ignore[arg-type]
         return _step_together(scaler, optimizers, states, grads, max_norm, why, *args, **kwargs)
     if len(optimizers) > 1 and any(p.grad is not None for p in parameters_of(optimizers)):
-        msg = "optimizer: of several, all need gradients that are plain tensors or DTensors"
+        msg = (
+            "optimizer: several can step together only if all gradients are plain tensors or "
+            "DTensors, and no optimizer's step() has the argument grad_scaler"
+        )
         raise TypeError(msg)
     pairs = zip(optimizers, states, strict=True)
     return [_step_as_torch(scaler, each, state, max_norm, *args, **kwargs) for each, state in pairs]
@@ -60,11 +63,11 @@ def _step_together(
 ) -> list[float | None]:
     """Read all gradients once; unscale and clip in torch's kernels, or in place."""
     reasons = {each: why_in_place(each) for each in optimizers}
-    waits = any(reasons.values())  # an optimizer without such a kernel has to be told to skip
+    waits = any(reasons.values())  # without such a kernel, the host decides whether to skip
     hooked = [] if max_norm is None else [each for each in optimizers if has_pre_hook(each)]
     shared = share_parameters(optimizers)
     in_place = [each for each in optimizers if shared or reasons[each] or each in hooked]
-    # The user's own scale is taken out as well.
+    # The gradients are also divided by a grad_scale that the user has set on the optimizer.
     given: Tensor | None = None if waits else getattr(optimizers[0], "grad_scale", None)
     is_ready = states[0]["stage"] is OptState.READY
     whole, packed, grad_scale = None, None, given
@@ -79,7 +82,7 @@ def _step_together(
         stats = scaler._record(states, whole.device, scaler._measure(whole, clip), clip)
         grad_scale = stats.grad_scale
     found_inf = join_flags_of(states)
-    told = [*reasons.values()] + ["a step_pre_hook looks on"] * bool(hooked) + [_SHARED] * shared
+    told = [*reasons.values()] + ["there is a step_pre_hook"] * bool(hooked) + [_SHARED] * shared
     report = scaler._report(states[0], found_inf, _way(told, whole, why))
     if waits and report.skipped:
         scaler._skipped_before += 1
@@ -91,7 +94,7 @@ def _step_together(
     results = []
     for each, state in zip(optimizers, states, strict=True):
         if packed is not None and each in in_place:
-            state["stage"] = OptState.UNSCALED  # should the optimizer raise
+            state["stage"] = OptState.UNSCALED  # in case the optimizer raises
         if reasons[each]:
             results.append(call_step(each, each.step, *args, **kwargs))
         else:
@@ -109,7 +112,7 @@ def _step_as_torch(
     *args: Any,
     **kwargs: Any,
 ) -> float | None:
-    """Take torch's own sequence: no gradients, subclasses, optimizers that take the scaler."""
+    """Step as torch's scaler: no gradients, tensor subclasses, or a `step` with `grad_scaler`."""
     norm = None
     if max_norm is not None:
         norm = scaler.clip_grad_norm_(optimizer, max_norm)
@@ -120,7 +123,7 @@ def _step_as_torch(
         found = [] if norm is None else [norm.isfinite().logical_not().to(torch.float32)]
         retval = None if found and found[0].item() else optimizer.step(*args, **kwargs)
     found_inf = join_flags(found) if found else torch.zeros(())
-    report = scaler._report(state, found_inf, "as torch: no gradient, or one of another kind")
+    report = scaler._report(state, found_inf, "as torch: no gradient that fastamp can read")
     if norm is not None and max_norm is not None and "stats" not in state:
         coef = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's
         scaler.last_step = report = replace(report, norm=norm, clip_coef=coef)

@@ -12,7 +12,7 @@ from torch.nn import utils
 from fastamp import _ops
 from fastamp.step.arguments import as_bound
 
-# Under names of our own: people replace torch's functions by ours.
+# Kept under names of our own: users replace torch's functions by ours.
 torch_clip_grad_norm_ = utils.clip_grad_norm_
 _torch_clip_grad_value_ = utils.clip_grad_value_
 _torch_clip_grads_with_norm_ = utils.clip_grads_with_norm_
@@ -29,20 +29,20 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip the norm of all gradients together, in place, as `torch.nn.utils.clip_grad_norm_`.
 
-    The gradients are read once, and written once only if they are too long. The norm differs from
-    torch's on purpose where torch's is inexact: squares are summed in float64, so it cannot
-    overflow and is exact to the last float32 bit. DTensors may have any meshes and placements, and
-    plain tensors may stand among them, the same on all ranks of the largest mesh: it takes one
-    all-reduce for each process group, and all ranks get the same norm. In a graph of
-    torch.compile DTensors go torch's way.
+    The gradients are read once, and written once only if their norm is too large. The norm differs
+    from torch's on purpose where torch's is inexact: squares are summed in float64, so it cannot
+    overflow and is exact to the last float32 bit. DTensors may have any meshes and placements,
+    mixed with plain tensors that are the same on all ranks of the largest mesh. They cost one
+    all-reduce for each process group; all ranks get the same norm. In a graph of torch.compile,
+    torch's function handles DTensors.
 
     Args:
         parameters: a tensor or an iterable of tensors whose `.grad` is clipped; any shapes, dtypes,
-            layouts and devices. Those without a gradient are passed over.
-        max_norm: the norm that the gradients have at most afterwards.
+            layouts and devices. Those without a gradient are skipped.
+        max_norm: largest norm of the gradients afterwards.
         norm_type: order of the norm, `inf` included; for 0 torch counts the tensors that are not 0.
         error_if_nonfinite: raise where the norm is inf or NaN; costs a wait for the device.
-        foreach: taken for compatibility; fastamp always handles the list as a whole.
+        foreach: accepted for compatibility; fastamp always handles the list as a whole.
 
     Returns:
         The norm before clipping, a 0-dim tensor on the first gradient's device; float64 where a
@@ -50,8 +50,8 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set. The message names the
-            index of the first such parameter; the gradients are as they were. Or a gradient was
-            made in inference mode, and this is called outside of it.
+            index of the first such parameter; the gradients are unchanged. Or a gradient was made
+            in inference mode, and this is called outside of it.
         TypeError: `max_norm` is not a number.
         ValueError: `max_norm` is NaN or below 0.
 
@@ -98,7 +98,7 @@ def get_total_norm(
         tensors: a tensor or an iterable of tensors; any shapes, dtypes, layouts and devices.
         norm_type: order of the norm, `inf` included; for 0 torch counts the tensors that are not 0.
         error_if_nonfinite: raise where the norm is inf or NaN; costs a wait for the device.
-        foreach: taken for compatibility; fastamp always handles the list as a whole.
+        foreach: accepted for compatibility; fastamp always handles the list as a whole.
 
     Returns:
         A 0-dim tensor, no DTensor, on the first tensor's device; float64 where a tensor has 64
@@ -136,9 +136,9 @@ def clip_grads_with_norm_(
 
     Args:
         parameters: a tensor or an iterable of tensors whose `.grad` is scaled.
-        max_norm: the norm that the gradients have at most afterwards.
+        max_norm: largest norm of the gradients afterwards.
         total_norm: their norm, a 0-dim tensor, as from `get_total_norm`.
-        foreach: taken for compatibility; fastamp always handles the list as a whole.
+        foreach: accepted for compatibility; fastamp always handles the list as a whole.
 
     Raises:
         RuntimeError: `total_norm` is not 0-dim, or a gradient was made in inference mode and this
@@ -158,7 +158,7 @@ def clip_grads_with_norm_(
     if not grads:
         return
     held = _ops.hold(grads, owners=parameters)
-    if hasattr(total_norm, "full_tensor"):  # torch's own norm of DTensors is one
+    if hasattr(total_norm, "full_tensor"):  # torch's norm of DTensors is a DTensor
         total_norm = total_norm.full_tensor()
     if held is None or type(total_norm) is not torch.Tensor or total_norm.dim() > 0:
         _torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
@@ -177,7 +177,7 @@ def clip_grad_value_(
 ) -> None:
     """Clip every element of the gradients to [-clip_value, clip_value], in place.
 
-    This is torch's own function, which also takes sparse gradients here.
+    It calls torch's function, and also handles sparse gradients.
 
     Args:
         parameters: a tensor or an iterable of tensors whose `.grad` is clipped.
@@ -199,7 +199,7 @@ def clip_grad_value_(
     dense = []
     for parameter in _as_list(parameters):
         if parameter.grad is not None and parameter.grad.is_sparse:
-            # Clipping is not linear: entries of the same place have to be added up before.
+            # Clipping is not linear: entries with the same index have to be added up first.
             parameter.grad = parameter.grad.coalesce()
             parameter.grad._values().clamp_(-clip_value, clip_value)
         else:
@@ -209,22 +209,22 @@ def clip_grad_value_(
 
 
 def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Return what torch.nn.utils takes for a list of tensors as one."""
+    """Return one tensor or an iterable of them, as torch.nn.utils takes them, as a list."""
     if isinstance(tensors, torch.Tensor):
         return [tensors]
     return list(tensors)
 
 
 def _grads_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the gradients that are there."""
+    """Return the gradients that are not None."""
     grads = [parameter.grad for parameter in parameters]
     return [grad for grad in grads if grad is not None]
 
 
 def _refuse_inference_tensors(grads: list[Tensor]) -> None:
-    """Refuse what torch's in-place operators refuse, before anything is written."""
+    """Raise torch's error for in-place writes to inference tensors, before any is written."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
-        return  # dynamo cannot ask whether it is inference mode
+        return  # dynamo cannot trace this check
     if any(map(torch.Tensor.is_inference, grads)):
         msg = "Inplace update to inference tensor outside InferenceMode is not allowed."
         raise RuntimeError(msg)

@@ -1,8 +1,9 @@
-"""Counts of steps that lie on the host while a device updates: who asks for them.
+"""Step counts that are on the host while a device updates: corrected before they are read.
 
 torch keeps `state["step"]` of an optimizer that is not fused on the host. A native step adds 1
-there and waits for nothing; the device counts the steps that it skipped. They are taken out, with a
-wait, when `state_dict`, `load_state_dict`, torch's own step, a copy or a pickle asks.
+there without a wait; the device counts the steps that it skipped. Before `state_dict`,
+`load_state_dict`, torch's own step, a copy or a pickle, the skipped steps are subtracted, which
+waits for the device.
 """
 
 import copyreg
@@ -19,12 +20,12 @@ _watched: "WeakKeyDictionary[Optimizer, Update]" = WeakKeyDictionary()
 
 
 def watch(optimizer: Optimizer, update: Update) -> None:
-    """Have the counts of an optimizer that `update` steps brought up to date for all who ask."""
+    """Register hooks that settle the counts of an optimizer, which `update` steps."""
     known = _watched.get(optimizer)
     if known is update:
         return
     _watched[optimizer] = update
-    if known is not None:  # the hooks are there
+    if known is not None:  # the hooks are registered
         return
     optimizer.register_state_dict_pre_hook(settle)
     optimizer.register_load_state_dict_pre_hook(settle)
@@ -34,7 +35,7 @@ def watch(optimizer: Optimizer, update: Update) -> None:
 
 @_disable_dynamo
 def settle(optimizer: Optimizer, *_: Any) -> None:
-    """Bring the counts up to date; waits for the device if a step may have been skipped."""
+    """Subtract the skipped steps; waits for the device if there may be any."""
     update = _watched.get(optimizer)
     if update is not None:
         update.settle(optimizer.state)

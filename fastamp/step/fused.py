@@ -1,4 +1,4 @@
-"""What an optimizer lets its kernel do, and where torch's own fused kernels may not be used."""
+"""What an optimizer's fused kernel can do, and where torch's fused kernels must not be used."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,7 +41,7 @@ def is_fused(optimizer: Optimizer) -> bool:
     """Say whether the optimizer's kernel can unscale, clip and skip."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    # torch's own step asks the groups, and a state_dict of one that was not fused says fused=None.
+    # torch's step goes by the groups, in which a loaded state_dict may have set fused=None.
     if type(optimizer).step.__module__.startswith("torch.optim."):
         for group in optimizer.param_groups:
             if not group.get("fused"):
@@ -63,13 +63,13 @@ def why_in_place(optimizer: Optimizer) -> str | None:
 
 
 def why_unfused(optimizer: Optimizer) -> str | None:
-    """Say where torch's fused SGD is wrong for the next step, and None where it can be used.
+    """Say why torch's fused SGD would be wrong in the next step; None where it can be used.
 
-    1. On the CPU it updates 8 elements of a 16-bit parameter (https://github.com/pytorch/pytorch
-       issue 191763).
-    2. It allocates its momentum buffers before it skips, and the next step takes what lies in them
-       for momentum. Buffers of zeros, as `call_folded` makes them, mean the same as none, except
-       with dampening.
+    1. On the CPU it updates only 8 elements of a 16-bit parameter
+       (https://github.com/pytorch/pytorch issue 191763).
+    2. It allocates its momentum buffers before it skips and leaves them uninitialized; the next
+       step reads them. Buffers of zeros, as `call_folded` makes them, are equivalent to none,
+       except with dampening.
     """
     if isinstance(optimizer, SGD):
         for group in optimizer.param_groups:
@@ -78,7 +78,7 @@ def why_unfused(optimizer: Optimizer) -> str | None:
             if any(p.dtype in _SHORT and p.device.type == "cpu" for p in group["params"]):
                 return "torch's fused SGD is wrong for 16-bit parameters on the CPU"
             if group["dampening"] and next(_without_momentum(optimizer, group), None) is not None:
-                return "the first step of SGD with dampening may not be skipped by its kernel"
+                return "torch's fused SGD must not skip its first step with dampening"
     return None
 
 
@@ -97,7 +97,7 @@ def call_folded(
     *args: Any,
     **kwargs: Any,
 ) -> float | None:
-    """Call the optimizer's step, whose kernel divides by `grad_scale` and skips by `found_inf`."""
+    """Call the optimizer's step, whose kernel divides by `grad_scale` and skips if `found_inf`."""
     for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
         for parameter in _without_momentum(optimizer, group):
             buffer = torch.zeros_like(parameter.grad)
@@ -106,7 +106,7 @@ def call_folded(
     optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
     try:
         result = step(*args, **kwargs)
-        given = None  # it has had its effect, and goes as it does in torch
+        given = None  # used up: a step of torch's scaler deletes it, too
     finally:
         del optimizer.grad_scale, optimizer.found_inf
         if given is not None:
@@ -137,6 +137,6 @@ def _unfused(optimizer: Optimizer) -> Iterator[None]:
 
 
 def has_pre_hook(optimizer: Optimizer) -> bool:
-    """Say whether a hook looks at the gradients before the kernel does."""
+    """Say whether a hook runs before the kernel, and may read the gradients."""
     own = getattr(optimizer, "_optimizer_step_pre_hooks", {})
     return bool(_global_optimizer_pre_hooks) or counts.others_in(own)

@@ -1,4 +1,4 @@
-"""The whole step in one call: which optimizers fastamp updates itself, and all around an update.
+"""The native step: which optimizers fastamp updates itself, their state, and whom to notify.
 
 The optimizer's state stays torch's own, so that anyone can call `optimizer.step()` at any time.
 """
@@ -21,7 +21,7 @@ from fastamp.step import counts
 if TYPE_CHECKING:
     from fastamp._ops.parts import Parts
 
-_Told: TypeAlias = Callable[[Tensor | None], None] | None
+_Notify: TypeAlias = Callable[[Tensor | None], None] | None
 _RULES = {Adam: Rule.ADAM, AdamW: Rule.ADAMW, SGD: Rule.SGD, Adagrad: Rule.ADAGRAD}
 _updates: "WeakKeyDictionary[Optimizer, tuple[_ops.Ops, torch.device, Update]]" = (
     WeakKeyDictionary()
@@ -29,25 +29,25 @@ _updates: "WeakKeyDictionary[Optimizer, tuple[_ops.Ops, torch.device, Update]]" 
 
 
 class NativeStep(NamedTuple):
-    """One optimizer's step, its gradients read and its update still to be made."""
+    """One optimizer's step, with its gradients collected and its update still to be made."""
 
     grads: Packed
-    """What this rank holds of them."""
+    """The gradients, or this rank's shards of them."""
     is_spread: bool
-    """Whether other ranks hold more of them."""
+    """Whether other ranks hold other shards of them."""
     apply: Callable[..., None]
     """`Update.apply_`, in the range that torch's step opens while a profiler runs."""
     forget: Callable[[], None]
-    """Lets go of what was read, in place of `apply`."""
-    told: _Told
-    """Is called with found_inf after the update."""
+    """Releases the gradients, in place of `apply`."""
+    notify: _Notify
+    """Called with found_inf after the update."""
 
 
 def read(optimizer: Optimizer) -> NativeStep | str:
-    """Read an optimizer's gradients for a step; or say why torch has to make this step."""
-    told = _why_torchs(optimizer)
-    if isinstance(told, str):
-        return told
+    """Collect an optimizer's gradients for a step; or say why torch has to make this step."""
+    notify = _check(optimizer)
+    if isinstance(notify, str):
+        return notify
     rule = _RULES[type(optimizer)]
     update = _update_of(optimizer, rule)
     if isinstance(update, str):
@@ -66,11 +66,11 @@ def read(optimizer: Optimizer) -> NativeStep | str:
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         name = f"Optimizer.step#{type(optimizer).__name__}.step"
         apply = torch.autograd.profiler.record_function(name)(apply)
-    return NativeStep(grads, parts is not None, apply, forget, told)
+    return NativeStep(grads, parts is not None, apply, forget, notify)
 
 
 def _read(optimizer: Optimizer, update: Update) -> "tuple[Packed | str, Parts | None]":
-    """Read the gradients, of DTensors what this rank holds; or say why torch has to step."""
+    """Collect the gradients, of DTensors this rank's shards; or say why torch has to step."""
     grads = update.read(optimizer.param_groups, optimizer.state)
     if grads != _ops.OTHER_TYPE:
         return grads, None
@@ -83,8 +83,8 @@ def _read(optimizer: Optimizer, update: Update) -> "tuple[Packed | str, Parts | 
     return grads, parts
 
 
-def _why_torchs(optimizer: Optimizer) -> _Told | str:
-    """Say what of the optimizer only torch's step respects; or return whom to tell of a step."""
+def _check(optimizer: Optimizer) -> _Notify | str:
+    """Return what to call after a native step; or say what only torch's step would respect."""
     if type(optimizer) not in _RULES:  # a subclass may do anything
         kind, name = type(optimizer), type(optimizer).__name__
         if getattr(torch.optim, name, None) is kind:
@@ -93,24 +93,24 @@ def _why_torchs(optimizer: Optimizer) -> _Told | str:
     own = vars(optimizer)
     hooks = own["_optimizer_step_pre_hooks"], own["_optimizer_step_post_hooks"]
     if counts.others_in(*hooks) or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
-        return "a hook looks on"
+        return "there is a step hook"
     if "grad_scale" in own or "found_inf" in own:
         return "the optimizer has a grad_scale of its own"
     step = type(optimizer).step
-    if not inspect.isfunction(step) or not _is_torchs(step):  # a mock counts what it is asked
+    if not inspect.isfunction(step) or not _is_torchs(step):  # a mock would record the reads
         return f"{type(optimizer).__name__}.step is patched"
-    return _told(optimizer, own["step"]) if "step" in own else None
+    return _notifier(optimizer, own["step"]) if "step" in own else None
 
 
 def _update_of(optimizer: Optimizer, rule: Rule) -> Update | str:
-    """Return what updates the optimizer on its first parameter's device, kept between steps."""
+    """Return the optimizer's `Update`, kept between steps; or say why torch has to step."""
     params = next(iter(optimizer.param_groups), {"params": ()})["params"]
     device = params[0].device if params else torch.device("cpu")
     ops = _ops.ops_for(device)
     if _ops.clones_what_is_written():
-        return "saved tensors may be mutated"
+        return "allow_mutation_on_saved_tensors is on"
     if device.type != "cpu":
-        if ops is _ops.FALLBACK:  # it would wait
+        if ops is _ops.FALLBACK:  # it would wait for the device
             return f"torch's kernels update on {device.type}"
         if torch.cuda.is_current_stream_capturing():
             return "a graph captures the step"
@@ -126,14 +126,14 @@ def _update_of(optimizer: Optimizer, rule: Rule) -> Update | str:
 def _make_state(optimizer: Optimizer, rule: Rule) -> str | None:
     """Make the state of parameters that have none, as torch's step does; or say why torch has to.
 
-    SGD's buffers of zeros mean the same as none, except with dampening: it keeps no count, and a
-    step that is skipped may leave no buffer behind.
+    For SGD, buffers of zeros are equivalent to none, except with dampening: SGD keeps no count of
+    steps, so a skipped first step must leave no buffer behind.
     """
     for group in optimizer.param_groups:
         if rule is Rule.ADAGRAD or (rule is Rule.SGD and not group["momentum"]):
-            continue  # made by the optimizer itself; or there is none
+            continue  # Adagrad makes its state itself; SGD without momentum has none
         if rule is Rule.SGD and len({*map(id, group["params"])}) < len(group["params"]):
-            return "a parameter stands twice in a group"  # for which torch makes two buffers
+            return "a parameter is twice in a group"  # for which torch makes two buffers
         for param in group["params"]:
             if param.grad is None:
                 continue
@@ -155,7 +155,7 @@ def _make_state(optimizer: Optimizer, rule: Rule) -> str | None:
 
 @cache
 def _is_torchs(step: Any) -> bool:
-    """Say whether a class's `step` is torch's own, in nothing but torch's own wrappers."""
+    """Say whether a class's `step` is torch's own, wrapped by nothing but torch's decorators."""
     while inspect.isfunction(step):
         if not step.__globals__.get("__name__", "").startswith("torch.optim."):
             return False
@@ -166,11 +166,11 @@ def _is_torchs(step: Any) -> bool:
     return False
 
 
-def _told(optimizer: Optimizer, step: Any) -> _Told | str:
-    """Return what tells those who patched `optimizer.step` that a step was made.
+def _notifier(optimizer: Optimizer, step: Any) -> _Notify | str:
+    """Return a function that does what the known patches of `optimizer.step` do in a step.
 
-    torch's schedulers learn that it was called. Accelerate learns whether a step was taken, and is
-    not told of one that was skipped unless the optimizer is fused, as with torch's scaler.
+    torch's schedulers note that `step` was called. So does Accelerate, which takes a step without a
+    call for skipped: as with torch's scaler, a skipped step counts as called only if it is fused.
     """
     accelerated = None
     if (
@@ -190,7 +190,7 @@ def _told(optimizer: Optimizer, step: Any) -> _Told | str:
     if not (is_bound or is_scheduled):
         return "optimizer.step is patched"
 
-    def tell(found_inf: Tensor | None) -> None:
+    def notify(found_inf: Tensor | None) -> None:
         if is_scheduled:
             optimizer._opt_called = True  # type: ignore[attr-defined]
         if accelerated is not None:
@@ -198,4 +198,4 @@ def _told(optimizer: Optimizer, step: Any) -> _Told | str:
             if fused or found_inf is None or not found_inf.item():
                 accelerated._accelerate_step_called = True
 
-    return tell
+    return notify

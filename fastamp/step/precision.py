@@ -2,7 +2,7 @@
 
 import torch
 
-# What automatic mixed precision makes of each precision where it can run.
+# The precision that replaces each one where mixed precision is switched on and can run.
 MIXED = {
     "64-true": "16-mixed",
     "32-true": "16-mixed",
@@ -22,13 +22,13 @@ def compute_effective_precision(
     cuda_available: bool | None = None,  # noqa: FBT001
     use_gpu: bool = True,  # noqa: FBT001, FBT002
 ) -> str:
-    """Decide between the precision that was asked for and a switch for mixed precision.
+    """Combine a requested precision with a switch for mixed precision.
 
     ================  ===========================================================================
-    `use_amp`         answer
+    `use_amp`         result
     ================  ===========================================================================
-    None              `requested`, whatever the device: Lightning makes bf16 of "16-mixed" on a
-                      CPU itself
+    None              `requested`, on every device: Lightning itself replaces "16-mixed" by bf16
+                      on a CPU
     True, with a GPU  `requested` made mixed: bf16 stays bf16, anything else is "16-mixed"
     True, without     full precision: the CPU's autocast is slower than FP32 on most processors
     False             full precision
@@ -42,8 +42,8 @@ def compute_effective_precision(
             "transformer-engine" or "transformer-engine-float16"; or Lightning's old names 64, 32,
             16 ("16-mixed") and "bf16" ("bf16-mixed"), as numbers or strings.
         use_amp: switches mixed precision on or off; None leaves it to `requested`.
-        cuda_available: whether there is a GPU; None asks torch, where the answer depends on it.
-        use_gpu: whether the run would use one.
+        cuda_available: whether there is a GPU; None asks torch, if the result depends on it.
+        use_gpu: whether the run would use a GPU.
 
     Returns:
         One of the full names above, for `Trainer(precision=...)`.

@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 class Reading(torch.amp.GradScaler):
-    """What fastamp.GradScaler does with gradients, below its public methods."""
+    """The private base of fastamp.GradScaler, which reads, unscales and clips gradients."""
 
     process_group: "ProcessGroup | None"
     last_step: StepReport
     clip_grad_norm_: Callable[[Optimizer, float], Tensor]
     _skipped: dict[torch.device, Tensor]
     _skipped_before: int
-    _known: _ops.GradStats | None = None  # what the next read would find; see `split`
+    _known: _ops.GradStats | None = None  # used in place of the next read; see `split`
 
     def _measure(self, packed: _ops.Packed, clip: Clip) -> _ops.GradStats:
-        """Read every gradient once, unless somebody has done so."""
+        """Read every gradient once, unless `split` has done so before."""
         known, self._known = self._known, None
         if known is None:
             return packed.grad_stats(2.0, clip)
@@ -41,7 +41,7 @@ class Reading(torch.amp.GradScaler):
     def _state_of(
         self, optimizer: Optimizer, caller: str, name: str = "optimizer"
     ) -> dict[str, Any]:
-        """Return the optimizer's state in this iteration; without scaling, all is unscaled."""
+        """Return the optimizer's state in this iteration, which without scaling is UNSCALED."""
         check_optimizer(optimizer, name, "param_groups" if self._enabled else "step")
         if not self._enabled:
             return _refresh_per_optimizer_state() | {"stage": OptState.UNSCALED}
@@ -67,13 +67,13 @@ class Reading(torch.amp.GradScaler):
         places = {id(each): place for place, each in enumerate(optimizers)}
         for place, each in enumerate(optimizers):
             if (again := places[id(each)]) != place:
-                msg = f"optimizer[{again}]: expected each once, it is optimizer[{place}]"
+                msg = f"optimizer[{again}]: the same as optimizer[{place}]; expected each once"
                 raise ValueError(msg)
         if len({state["stage"] for state in states}) > 1:
-            msg = "optimizer: of several, all have to be unscaled before, or none"
+            msg = "optimizer: of several, some were unscaled by unscale_() and some were not"
             raise RuntimeError(msg)
         if any(hasattr(each, "grad_scale") for each in optimizers):
-            msg = "optimizer: of several, none may have a grad_scale of its own"
+            msg = "optimizer: several cannot step together if one has its own grad_scale attribute"
             raise RuntimeError(msg)
         return states
 
@@ -118,8 +118,8 @@ class Reading(torch.amp.GradScaler):
     def _record(
         self, states: list[dict[str, Any]], device: torch.device, stats: _ops.GradStats, clip: Clip
     ) -> _ops.GradStats:
-        """Keep what the gradients hold in the states of their optimizers."""
-        # By unscale_, and the gradients may have changed since.
+        """Store the statistics in the states of the optimizers."""
+        # The flags of unscale_ still count: the gradients may have changed since.
         before = [flag for state in states for flag in state["found_inf_per_device"].values()]
         if before:
             stats = stats._replace(found_inf=join_flags([stats.found_inf, *before]))
@@ -131,8 +131,8 @@ class Reading(torch.amp.GradScaler):
         return stats
 
     def _rescale_(self, packed: _ops.Packed, factor: Tensor, found_inf: Tensor) -> None:
-        """Unscale and clip in place; the clip of a norm that is not finite would leave NaN."""
-        if not self._enabled:  # else it has been left out
+        """Unscale and clip in place, but never clip by a norm that is not finite: it leaves NaN."""
+        if not self._enabled:  # else `Clip.only_finite` has left the clip out
             factor = torch.where(found_inf == 0, factor, 1.0)
         packed.rescale_(factor)
 
@@ -144,7 +144,7 @@ class Reading(torch.amp.GradScaler):
     def _hold(self, optimizers: list[Optimizer]) -> "Held | None":
         """Return what this rank holds of the gradients; None where torch has to handle them."""
         parameters = parameters_of(optimizers)
-        if len(optimizers) > 1:  # which may hold the same ones
+        if len(optimizers) > 1:  # which may share parameters
             parameters = [*{id(parameter): parameter for parameter in parameters}.values()]
         grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
         if not grads and self.process_group is None:
@@ -155,8 +155,8 @@ class Reading(torch.amp.GradScaler):
     def _pack(self, optimizers: list[Optimizer], grads: "Held | None" = None) -> _ops.Packed | None:
         """Hand the optimizers' gradients to their backends; None where torch has to handle them.
 
-        torch's fused kernels take gradients with gaps or sharing in their memory for contiguous
-        ones, and read past their end: they get copies.
+        torch's fused kernels treat gradients with gaps or overlaps in their memory as contiguous,
+        and read past their end. Such gradients are replaced by copies.
         """
         grads = self._hold(optimizers) if grads is None else grads
         packed = None if grads is None else grads.pack()
@@ -185,12 +185,12 @@ class Reading(torch.amp.GradScaler):
     def _counter(self, device: torch.device) -> Tensor:
         """Return the device's count of skipped steps."""
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            return torch.zeros((), dtype=torch.float32, device=device)  # of the transform, not ours
+            return torch.zeros((), dtype=torch.float32, device=device)  # inside torch.func
         if device not in self._skipped:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 msg = (
                     f"the first step on {device} is in the capture of a CUDA graph, whose replays "
-                    "would forget how many steps were skipped: make one step before"
+                    "would reset the count of skipped steps: make one step before the capture"
                 )
                 raise RuntimeError(msg)
             self._skipped[device] = torch.zeros((), dtype=torch.float32, device=device)
@@ -198,20 +198,20 @@ class Reading(torch.amp.GradScaler):
 
 
 def refuse_float16(packed: _ops.Packed) -> None:
-    """Refuse what torch refuses where no fused optimizer takes it."""
+    """Raise torch's error for float16 gradients, which only fused optimizers support."""
     if packed.has_float16:
         msg = "Attempting to unscale FP16 gradients."
         raise ValueError(msg)
 
 
 def join_flags_of(states: Iterable[dict[str, Any]]) -> Tensor:
-    """Join what optimizers that step together have found, also each by its own `unscale_`."""
+    """Join the flags of optimizers that step together, also those of separate `unscale_` calls."""
     flags = (flag for state in states for flag in state["found_inf_per_device"].values())
     return join_flags({id(flag): flag for flag in flags}.values())
 
 
 def join_flags(flags: Iterable[Tensor]) -> Tensor:
-    """Join flags of 0 and 1 on the first one's device; the fused optimizers test for 1."""
+    """Join flags of 0 and 1 by their maximum, since fused optimizers test for 1, on one device."""
     flags = list(flags)
     if not flags:
         msg = "No inf checks were recorded for this optimizer."

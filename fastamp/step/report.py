@@ -20,13 +20,13 @@ class StepReport:
     Attributes:
         norm: of the unscaled gradients before clipping, NaN where the step did not read them.
         clip_coef: what clipping multiplied the gradients by, 1 without clipping.
-        found_inf: 1.0 where the step was skipped, else 0.0: a gradient held inf or NaN, or a fused
-            kernel would have had to divide by more than float32 holds, scale / clip_coef.
+        found_inf: 1.0 if the step was skipped, else 0.0. It is skipped if a gradient holds inf or
+            NaN, or if scale / clip_coef, by which a fused kernel divides, overflows float32.
         scale: the loss scale of this step; 1 without scaling.
         way: how the step was made, and why not faster: "native", in one pass of fastamp's own;
             "folded" into torch's fused kernels; or "in place: AdamW is not fused (foreach=True)".
-            It tells where Python had to read gradients, as on a GPU that this build has no code
-            for, and where nothing was read: "native, bare: neither scaling nor max_norm".
+            It also says if the fallback read gradients, as on a GPU that this build has no code
+            for, and if nothing was read: "native, bare: neither scaling nor max_norm".
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -58,7 +58,8 @@ class _Counts(NamedTuple):
 class NonFinite(_Counts):
     """One gradient with values that are not finite: name, n_nan, n_inf, first_index.
 
-    `first_index` counts in the flattened gradient; torch.unravel_index makes it a position.
+    `first_index` is an index of the flattened gradient; for one index per dimension, use
+    torch.unravel_index.
 
     Example:
         >>> found = fastamp.step.NonFinite("weight", n_nan=0, n_inf=1, first_index=5)
@@ -90,13 +91,13 @@ def nonfinite_parameters(
     the same list.
 
     Args:
-        module: its named parameters are looked at; those without a gradient are left out.
-        process_group: whose ranks hold other parameters, as in GradScaler; needless for DTensors.
+        module: its named parameters are checked; those without a gradient are left out.
+        process_group: its ranks hold other parameters, as in GradScaler; not needed for DTensors.
 
     Returns:
-        One entry for each such parameter, and for each rank that holds such values. It has the
-        name, the number of NaN, the number of inf, and the index of the first of either in the
-        flattened gradient, which is the whole one of a DTensor; `rank` tells whose it is.
+        One entry for each such parameter and each rank that holds such values: the name, the number
+        of NaN, the number of inf, and the index of the first of either in the flattened gradient
+        (the whole gradient, also for a DTensor). `rank` is the rank that holds the values.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -129,7 +130,7 @@ def _count_nonfinite(name: str, whole: Tensor) -> NonFinite:
     bad = values.isfinite().logical_not()
     first = int(bad.reshape(-1).to(torch.uint8).argmax().item())
     if grad.is_sparse:
-        # Entries are sorted by place; what follows the sparse dimensions lies inside an entry.
+        # Entries are sorted by index; the dense dimensions lie inside an entry.
         entry, inside = divmod(first, max(values[0].numel(), 1))
         place = 0
         for size, i in zip(grad.shape, grad.coalesce().indices()[:, entry].tolist(), strict=False):

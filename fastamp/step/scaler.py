@@ -27,15 +27,16 @@ if TYPE_CHECKING:
 class GradScaler(Reading):
     """torch.amp.GradScaler that unscales, checks, clips and steps with one read of the gradients.
 
-    torch's Adam, AdamW, SGD and Adagrad on the CPU and CUDA are updated by fastamp itself, in the
-    same pass, if they are fused or left open (neither `fused` nor `foreach` given); the state stays
-    torch's. For other fused optimizers, unscaling and clipping are folded into their kernels.
-    Nothing waits for the device. Any other optimizer costs one in-place multiply, left out when the
-    factor is 1, and one read of a flag.
+    On the CPU and CUDA, fastamp itself updates the parameters of torch's Adam, AdamW, SGD and
+    Adagrad, in the pass that unscales and clips, if the optimizer is fused or was given neither
+    `fused` nor `foreach`; the optimizer state stays torch's. For other fused optimizers, unscaling
+    and clipping are folded into their kernels. Nothing waits for the device. Any other optimizer
+    costs one in-place multiply, left out when the factor is 1, and one read of a flag.
 
-    DTensors, of any meshes and placements, cost one all-reduce for each process group, and all
-    ranks find the same norm, verdict and scale; each updates the parts that it holds. So do plain
-    gradients with a `process_group`; with DDP, where all ranks have the same ones, leave it out.
+    DTensors may have any meshes and placements. They cost one all-reduce for each process group;
+    all ranks get the same norm, found_inf and scale, and each updates the shards that it holds. The
+    same goes for plain gradients with a `process_group`. With DDP leave it out: all ranks have the
+    same gradients.
 
     Args:
         device: type of the device that the losses are on.
@@ -47,9 +48,9 @@ class GradScaler(Reading):
             skips the step when a gradient is not finite.
         min_scale: the scale never falls below this.
         max_scale: the scale never grows above this.
-        process_group: ranks that hold other gradients than this one: the parts of FSDP1, or the
-            stages of a pipeline. DTensors on a mesh inside of it count once. A pickled or copied
-            scaler has none.
+        process_group: ranks that hold different gradients: the shards of FSDP1, or the stages of a
+            pipeline. DTensors on a mesh inside it are counted once. A pickled or copied scaler has
+            none.
 
     Raises:
         ValueError: a scale is not a number above 0, or `init_scale` not between the two bounds.
@@ -93,9 +94,9 @@ class GradScaler(Reading):
         self.process_group = process_group
         self._skipped: dict[torch.device, Tensor] = {}
         self._skipped_before = 0  # by the instance that this one was unpickled from
-        # Weak references to what is told of every step and update; see fastamp.metrics.
+        # Weak references to objects to notify after every step and update; see fastamp.metrics.
         self._observers: list[Callable[[], Any]] = []
-        self._dropped = False  # the last step's gradients
+        self._dropped = False  # whether the last step had zero_grad=True
         self.last_step: StepReport = unmeasured("no step yet")
         """What the last call of `step` found."""
 
@@ -116,28 +117,28 @@ class GradScaler(Reading):
     ) -> Any:
         """Unscale the gradients, check them, clip them to `max_norm`, and step if all are finite.
 
-        A gradient that is not finite skips the step wherever the gradients are read before it: with
-        scaling, and with `max_norm`. Without both this is the optimizer's bare step, as in torch.
+        A gradient that is not finite skips the step if the scaler is enabled or `max_norm` is set.
+        Otherwise the step does not read the gradients first, as in torch.
 
-        Afterwards `last_step` tells what happened, and `.grad` is unscaled and clipped, as after
+        Afterwards `last_step` says what happened, and `.grad` is unscaled and clipped, as after
         torch's `unscale_`, `clip_grad_norm_` and `step`. After a skipped step `.grad` still holds
         every inf and NaN, for `nonfinite_parameters`. With `max_norm` a `step_pre_hook` of the
         optimizer sees unscaled, clipped gradients.
 
         Args:
-            optimizer: applies the gradients. Of several optimizers in a list or tuple, all
-                gradients together are clipped to one norm, and one that is not finite skips all.
+            optimizer: applies the gradients. Several optimizers in a list or tuple are clipped to
+                one norm of all their gradients; one that is not finite skips all their steps.
             *args: handed on to `optimizer.step`.
-            max_norm: longest norm of all unscaled gradients together; None does not clip. It
-                counts the gradients of this call's optimizers only.
+            max_norm: largest norm of all unscaled gradients of these optimizers together; None does
+                not clip.
             zero_grad: set the optimizers' gradients to None afterwards, also after a skipped step.
-                Then they are not written back unscaled and clipped, which takes memory's time.
-            scheduler: stepped after a step that was taken, in place of `scheduler.step()`; several
-                in a list or tuple. On CUDA it learns of that without a wait: it steps when the next
-                step begins, or when it is asked for anything (`get_last_lr()`, `state_dict()`), or
-                an optimizer for its `state_dict()`. Until then `optimizer.param_groups` holds the
-                rate of the last step: set no rate of your own there. Do not call `scheduler.step()`
-                as well.
+                This saves writing them back unscaled and clipped.
+            scheduler: one or, in a list or tuple, several learning rate schedulers to step unless
+                the optimizer's step is skipped. Do not call `scheduler.step()` as well. On CUDA
+                they do not wait for the device: they step when the next step begins, when they are
+                used (`get_last_lr()`, `state_dict()`), or when an optimizer's state is saved or
+                loaded. Until then `optimizer.param_groups` holds the learning rate of the last
+                step: do not change it there.
             **kwargs: handed on to `optimizer.step`.
 
         Returns:
@@ -146,9 +147,10 @@ class GradScaler(Reading):
         Raises:
             RuntimeError: a closure was given, or `step` was called twice since the last `update`,
                 or some optimizers of a list have been unscaled and others not.
-            TypeError: `optimizer` is none, or `max_norm` is not a number, or an optimizer of a list
-                needs torch's own way, as for tensor subclasses that are no DTensors; or `scheduler`
-                is none, or a ReduceLROnPlateau, which needs a metric.
+            TypeError: `optimizer` is not an optimizer, or `max_norm` is not a number; or torch has
+                to step one of several optimizers, e.g. because its gradients are of a tensor
+                subclass other than DTensor; or `scheduler` is not a scheduler, or is a
+                ReduceLROnPlateau, which needs a metric.
             ValueError: `max_norm` is NaN or below 0; a list is empty or has an optimizer twice; or
                 a gradient is float16 and the optimizer is not fused.
         """
@@ -159,7 +161,7 @@ class GradScaler(Reading):
             msg = "Closure use is not currently supported if GradScaler is enabled."
             raise RuntimeError(msg)
         if max_norm is not None and (args[0] if args else kwargs.get("closure")) is not None:
-            msg = f"{max_norm=} cannot clip what a closure computes anew in the optimizer's step"
+            msg = f"{max_norm=} cannot clip gradients that a closure recomputes inside the step"
             raise RuntimeError(msg)
         schedulers = check_schedulers(scheduler)
         states = self._states_of(optimizers)
@@ -192,18 +194,18 @@ class GradScaler(Reading):
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """Unscale the gradients, check them and clip them, in place, for use before the step.
 
-        Where a gradient is not finite they are only unscaled: `step` will skip.
+        If a gradient is not finite they are only unscaled, and `step` will skip.
 
         Args:
             optimizer: owns the gradients; they may have been unscaled already.
-            max_norm: longest norm of all unscaled gradients together.
+            max_norm: largest norm of all unscaled gradients together.
 
         Returns:
             The norm of the unscaled gradients before clipping, a 0-dim tensor.
 
         Raises:
             RuntimeError: `step` has been called since the last `update`.
-            TypeError: `optimizer` is none, or `max_norm` is not a number.
+            TypeError: `optimizer` is not an optimizer, or `max_norm` is not a number.
             ValueError: `max_norm` is NaN or below 0, or a gradient is float16.
         """
         max_norm = as_bound("max_norm", max_norm)
@@ -252,11 +254,13 @@ class GradScaler(Reading):
                 observer.updated()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, of this class or of torch's; see there.
+        """Load what `state_dict` of this class or of torch's scaler returned.
+
+        A scale outside of `min_scale` and `max_scale` becomes the nearer one.
 
         Raises:
-            RuntimeError: it is empty, as a scaler's that is not enabled.
-            ValueError: it is no such state; the scaler is as it was.
+            RuntimeError: it is empty, as that of a scaler that is not enabled.
+            ValueError: it is not such a state; the scaler is unchanged.
         """
         if self._enabled and state_dict != {}:
             check_state(state_dict)
@@ -267,7 +271,7 @@ class GradScaler(Reading):
     def nonfinite_parameters(self, module: torch.nn.Module) -> list[NonFinite]:
         """Name the parameters of a module whose gradients hold inf or NaN.
 
-        As `fastamp.nonfinite_parameters` does, with the scaler's `process_group`.
+        Like `fastamp.nonfinite_parameters`, with the scaler's `process_group`.
 
         Raises:
             RuntimeError: the last step was made with zero_grad=True, and no gradient is left.
@@ -282,7 +286,7 @@ class GradScaler(Reading):
             [NonFinite(name='weight', n_nan=0, n_inf=1, first_index=1, rank=None)]
         """
         if self._dropped and all(parameter.grad is None for parameter in module.parameters()):
-            msg = "zero_grad=True: the last step left no gradients to look at; leave it out"
+            msg = "zero_grad=True: the last step set all gradients to None; leave it out"
             raise RuntimeError(msg)
         return nonfinite_parameters(module, self.process_group)
 
@@ -293,21 +297,21 @@ class GradScaler(Reading):
             self._counter(dev)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Keep the number of skipped steps, and drop tensors, ranks and observers."""
+        """Keep the number of skipped steps; drop tensors, the process group and observers."""
         count = {"_skipped_before": self.skipped_steps, "_skipped": {}}
         state = super().__getstate__() | count | {"_observers": [], "process_group": None}
         del state["last_step"]  # tensors made here would be gone before a spawned process gets them
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Begin without a report."""
+        """Load the state, with no report of a last step."""
         super().__setstate__(state)
         self.last_step = unmeasured("no step yet")
 
     def _unscale_as_replaced(
         self, optimizers: list[Optimizer], states: list[dict[str, Any]]
     ) -> None:
-        """Unscale now where somebody has replaced torch's `unscale_`, or the hook behind it."""
+        """Call `unscale_` first if somebody has replaced it, or the `_unscale_grads_` it calls."""
         own, names = type(self), ("unscale_", "_unscale_grads_")
         if any(n in vars(self) or getattr(own, n) is not getattr(Reading, n) for n in names):
             for each, state in zip(optimizers, states, strict=True):
@@ -317,9 +321,9 @@ class GradScaler(Reading):
     def _read_natively(
         self, optimizers: list[Optimizer], *args: Any, **kwargs: Any
     ) -> list[native.NativeStep] | str:
-        """Read the gradients of optimizers that fastamp steps itself; or say why torch has to."""
-        is_asked = kwargs.keys() - {"closure"} or kwargs.get("closure") is not None
-        if is_asked or any(given is not None for given in args):
+        """Prepare the steps that fastamp makes itself, or return the reason why torch has to."""
+        has_arguments = kwargs.keys() - {"closure"} or kwargs.get("closure") is not None
+        if has_arguments or any(given is not None for given in args):
             return "the step has arguments"
         steps: list[native.NativeStep] = []
         for optimizer in optimizers:
@@ -354,7 +358,7 @@ class GradScaler(Reading):
                 for step in steps:
                     step.forget()
                 refuse_float16(grads)
-            reads_all = is_ready or not self._enabled  # else `unscale_` may have found more
+            reads_all = is_ready or not self._enabled  # else `unscale_` may have found an inf, too
             skipped = self._counter(grads.device) if reads_all else None
             clip = self._clip(grads.device, states[0], max_norm, skipped=skipped)
             stats = self._record(states, grads.device, self._measure(grads, clip), clip)
@@ -369,8 +373,8 @@ class GradScaler(Reading):
             self._counter(found_inf.device).add_(found_inf)
         for step in steps:
             step.apply(factor, found_inf, zero_grad=zero_grad)
-            if step.told is not None:
-                step.told(found_inf)
+            if step.notify is not None:
+                step.notify(found_inf)
         return [None] * len(steps)
 
 
@@ -381,7 +385,7 @@ def _step_bare(
     *args: Any,
     **kwargs: Any,
 ) -> list[float | None]:
-    """Step without a look at the gradients before."""
+    """Step without reading the gradients first."""
     if isinstance(steps, str):
         results = [call_step(each, each.step, *args, **kwargs) for each in optimizers]
         for each in optimizers if zero_grad else ():
@@ -389,6 +393,6 @@ def _step_bare(
         return results
     for step in steps:
         step.apply(None, None, zero_grad=zero_grad)
-        if step.told is not None:
-            step.told(None)
+        if step.notify is not None:
+            step.notify(None)
     return [None] * len(steps)

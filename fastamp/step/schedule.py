@@ -15,7 +15,7 @@ _KEY = "_fastamp_pending"
 
 
 def check_schedulers(scheduler: Schedulers) -> list[LRScheduler]:
-    """Return the schedulers that step after a step, or raise an error that names the argument."""
+    """Return the schedulers as a list, or raise an error that names the argument."""
     if scheduler is None:
         return []
     several = isinstance(scheduler, list | tuple)
@@ -38,7 +38,7 @@ def check_schedulers(scheduler: Schedulers) -> list[LRScheduler]:
 
 
 def settle(optimizers: Sequence[Optimizer]) -> None:
-    """Let schedules that wait for an earlier step of these optimizers advance."""
+    """Step the schedulers that still wait for an earlier step of these optimizers."""
     for optimizer in optimizers:
         hooks = getattr(optimizer, "__dict__", {}).get("_optimizer_step_pre_hooks")
         for hook in [*hooks.values()] if hooks else ():
@@ -49,10 +49,10 @@ def settle(optimizers: Sequence[Optimizer]) -> None:
 def advance(
     schedulers: Sequence[LRScheduler], optimizers: Sequence[Optimizer], found_inf: Tensor
 ) -> None:
-    """Step the schedulers if the optimizers' step was taken; on CUDA as soon as that is known.
+    """Step the schedulers if the optimizers' step was taken: on the CPU now, on CUDA later.
 
-    The CPU knows at once. From CUDA the flag is copied while the device works, and is read when the
-    next step begins, or somebody asks a scheduler for anything.
+    From CUDA the flag is copied to the host while the device works, and is read when the next step
+    begins or a scheduler is used.
     """
     if schedulers and found_inf.is_cuda:
         _Pending(schedulers, optimizers, found_inf)
@@ -64,8 +64,8 @@ def advance(
 class _Pending:
     """A flag that is being copied to the host, and the schedulers that wait for it.
 
-    Until it is read, a scheduler is of a class that reads it first, whatever it is asked; and the
-    optimizers have hooks that read it before they step, or save or load their state.
+    Until the flag is read, each scheduler has a class that reads it at any access to an attribute,
+    and each optimizer has hooks that read it before it steps, or saves or loads its state.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class _Pending:
             for scheduler, cls in zip(schedulers, self._classes, strict=True):
                 scheduler.__dict__[_KEY] = self
                 scheduler.__class__ = _waiting(cls)
-        except (AttributeError, TypeError):  # of classes of their own kind: nobody would notice
+        except (AttributeError, TypeError):  # an unusual class: read the flag now
             self.remove()
 
     def __call__(self, *_: object) -> None:
-        """Read the flag. As a hook it stays where it is, since the hooks are being gone through."""
+        """Read the flag. As a hook it stays registered, since torch is iterating over the hooks."""
         with self._lock:
             schedulers, self._schedulers = self._schedulers, ()
             for scheduler, cls in zip(schedulers, self._classes, strict=False):
@@ -103,7 +103,7 @@ class _Pending:
                         scheduler.step()
 
     def remove(self) -> None:
-        """Read the flag, and take the hooks away."""
+        """Remove the hooks and read the flag."""
         for handle in self._handles:
             handle.remove()
         self()
@@ -111,7 +111,7 @@ class _Pending:
 
 @lru_cache(maxsize=64)
 def _waiting(cls: Any) -> Any:
-    """Return a class of schedulers that first read a flag, and then are of their own class."""
+    """Return a subclass that, at any access, reads the flag and restores the class `cls`."""
 
     def read(self: object) -> None:
         pending = object.__getattribute__(self, "__dict__").get(_KEY)

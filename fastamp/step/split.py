@@ -1,7 +1,7 @@
-"""A step in two calls, as frameworks have it: the first one clips, the second one updates.
+"""A step in two calls, as frameworks make it: the first one clips, the second one updates.
 
-The first call reads the gradients and returns their norm. Unscaling and clipping wait for the
-second one, which does them in the update's own pass.
+The first call only reads the gradients and returns their norm. The second one unscales and clips
+them in the pass of the update.
 """
 
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ from fastamp.step.reading import refuse_float16
 from fastamp.step.scaler import GradScaler
 
 _WRITTEN = (
-    "the gradients were changed between clip_grad_norm_() and step(), while their unscaling and "
-    "clipping waited for the step: change them before, or call prepare(..., fold=False), which "
+    "the gradients were changed between clip_grad_norm_() and step(), and are unscaled and clipped "
+    "only in step(): change them before clip_grad_norm_(), or call prepare(..., fold=False), which "
     "clips at once"
 )
 
 
 class _Now(Enum):
-    """What has become of gradients since they were read."""
+    """How gradients have changed since they were read."""
 
     SAME = "the same tensors, unchanged"
     WRITTEN = "written, or some replaced"
@@ -43,7 +43,7 @@ class _Now(Enum):
 
 
 class _Ahead:
-    """What the gradients of an optimizer held when they were read."""
+    """The gradients of one optimizer that were read before its step, and their statistics."""
 
     def __init__(self, optimizer: Optimizer, max_norm: float, stats: _ops.GradStats) -> None:
         self.max_norm, self.stats, self.is_clipped = max_norm, stats, False
@@ -66,19 +66,19 @@ class _Ahead:
         return _Now.CLEARED if all(new is None for new in now) else _Now.REPLACED
 
     def clipped(self) -> None:
-        """Note that the gradients are unscaled and clipped: only the verdict is left to use."""
+        """Note that the gradients are unscaled and clipped: of the read only found_inf counts."""
         one = torch.ones_like(self.stats.factor)
         self.stats, self.is_clipped = self.stats._replace(factor=one, grad_scale=one), True
 
 
 def _is_plain(optimizer: Any) -> bool:
-    """Say whether nobody but fastamp tells the optimizer how to unscale."""
+    """Say whether only fastamp unscales: no `grad_scale` of the user, no `grad_scaler` argument."""
     cls: Any = type(optimizer)
     return not (takes_scaler(cls) or hasattr(optimizer, "grad_scale"))
 
 
 def _may_share(optimizers: list[Optimizer]) -> bool:
-    """Say whether optimizers that step one by one may use what one read has found."""
+    """Say whether optimizers that step one by one may use the statistics of one read."""
     if len(optimizers) == 1:
         return True
     devices = {parameter.device for parameter in parameters_of(optimizers)}
@@ -89,7 +89,7 @@ class SplitStep:
     """`clip_grad_norm_` and `step` of a scaler, sharing one read of the gradients.
 
     Args:
-        scaler: makes the steps; one that is not enabled where nothing is scaled.
+        scaler: makes the steps; not enabled if the loss is not scaled.
     """
 
     def __init__(self, scaler: GradScaler) -> None:
@@ -97,7 +97,7 @@ class SplitStep:
         self._ahead: WeakKeyDictionary[Optimizer, _Ahead] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave gradients out of copies."""
+        """Copy and pickle without the gradients."""
         return SplitStep, (self.scaler,)
 
     @_ops.outside_graphs
@@ -106,15 +106,15 @@ class SplitStep:
     ) -> Tensor | None:
         """Clip the gradients of optimizers to one norm: in the steps that follow, or now.
 
-        They are clipped now without `fold`, and where a step could not fold it.
+        They are clipped now if `fold` is False, or if a step cannot fold the clip into its pass.
 
         Returns:
-            The norm of the unscaled gradients, a 0-dim tensor, without a wait; None where torch has
-            to clip them, and nothing was done.
+            The norm of the unscaled gradients, a 0-dim tensor, without a wait; None if torch has to
+            clip them, and nothing was done.
 
         Raises:
             RuntimeError: the gradients have been unscaled since the last update, or written to
-                since an earlier call whose clip still waits for its step.
+                since an earlier call whose clip is still pending.
             TypeError: `max_norm` is not a number.
             ValueError: `max_norm` is NaN or below 0, or a gradient to unscale is float16.
         """
@@ -165,10 +165,10 @@ class SplitStep:
                 step.forget()
 
     def settle(self, optimizer: Optimizer) -> bool:
-        """Unscale and clip now what waits for the optimizer's step; say whether it is clipped.
+        """Make a pending clip of the optimizer's gradients now; say whether they are clipped.
 
         Raises:
-            RuntimeError: the gradients have been written to meanwhile.
+            RuntimeError: the gradients have been written to since they were read.
         """
         ahead = self._ahead.get(optimizer)
         now = None if ahead is None else ahead.look()
@@ -189,13 +189,13 @@ class SplitStep:
         return True
 
     def forget(self, optimizer: Optimizer) -> None:
-        """Let go of gradients that were cleared."""
+        """Drop the pending clip and the gradients that were read."""
         self._ahead.pop(optimizer, None)
 
     def before_backward(self) -> None:
-        """Clip what no step has followed, since a backward pass adds to it; not with scaling.
+        """Make all pending clips, since a backward pass adds to the gradients; not with scaling.
 
-        There the next call raises an error, as torch's scaler does.
+        With scaling the next call raises an error, as torch's scaler does.
         """
         for optimizer in [*self._ahead]:
             if not self.scaler.is_enabled():
@@ -205,7 +205,7 @@ class SplitStep:
                 self.forget(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step as `GradScaler.step`, with the clip that waits for it, and update the scale.
+        """Step as `GradScaler.step`, with the pending clip, and update the scale.
 
         Raises:
             RuntimeError: the gradients have been written to between clip and step.

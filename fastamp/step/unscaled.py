@@ -22,21 +22,22 @@ def optimizer_step(
 ) -> StepReport:
     """Clip the gradients to `max_norm`, check them, and step if all are finite, in one call.
 
-    It is what `GradScaler(enabled=False).step` does: in place of `clip_grad_norm_`,
-    `optimizer.step()` and, if asked for, `optimizer.zero_grad()`.
+    It does the same as `GradScaler(enabled=False).step`, and replaces `clip_grad_norm_`,
+    `optimizer.step()` and, with `zero_grad`, `optimizer.zero_grad()`.
 
     Args:
         optimizer: applies the gradients; several in a list or tuple are clipped to one norm.
-        max_norm: longest norm of all gradients together. Without it they are neither clipped nor
+        max_norm: largest norm of all gradients together. Without it they are neither clipped nor
             checked, as in torch.
         zero_grad: set the gradients to None afterwards, also after a skipped step.
-        scheduler: stepped after a step that was taken; see `GradScaler.step`.
+        scheduler: stepped unless the step is skipped; see `GradScaler.step`.
 
     Returns:
         What the step found and did; reading it waits for the device.
 
     Raises:
-        TypeError: `optimizer` or `scheduler` is none, or `max_norm` is not a number.
+        TypeError: `optimizer` is not an optimizer, `scheduler` not a scheduler, or `max_norm` not a
+            number.
         ValueError: `max_norm` is NaN or below 0; a list is empty or has an optimizer twice.
 
     Example:
@@ -47,7 +48,7 @@ def optimizer_step(
         >>> report.norm
         tensor(4.4721)
     """
-    # Taken away meanwhile: a hook may make the step of another optimizer.
+    # Removed during the step: a hook may call this function for another optimizer.
     scaler: GradScaler = vars(_own).pop("scaler", None) or GradScaler(enabled=False)
     try:
         scaler.step(optimizer, max_norm=max_norm, zero_grad=zero_grad, scheduler=scheduler)

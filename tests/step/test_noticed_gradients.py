@@ -34,7 +34,7 @@ def hook(optimizer, wanted):
         (asked_for(foreach=False), "foreach=False"),
         (asked_for(fused=False), "fused=False"),
         (asked_for(differentiable=True), "differentiable=True"),
-        (hook, "a hook looks on"),
+        (hook, "there is a step hook"),
     ],
 )
 def test_what_is_asked_for_in_mid_run_counts_at_once_and_no_longer(change, reason, backend):

@@ -84,13 +84,13 @@ def test_a_list_of_optimizers_is_checked():
     scaler.scale(torch.ones(()))
     with pytest.raises(ValueError, match="optimizer: expected at least one"):
         scaler.step([], max_norm=1.0)
-    twice = r"^optimizer\[2\]: expected each once, it is optimizer\[0\]$"
+    twice = r"^optimizer\[2\]: the same as optimizer\[0\]; expected each once$"
     with pytest.raises(ValueError, match=twice):
         scaler.step([*optimizers, optimizers[0]], max_norm=1.0)
     with pytest.raises(TypeError, match=r"optimizer\[2\]: expected an optimizer, got a Linear"):
         scaler.step([*optimizers, torch.nn.Linear(1, 1)], max_norm=1.0)
     scaler.unscale_(optimizers[0])
-    with pytest.raises(RuntimeError, match="optimizer: of several, all have to be unscaled"):
+    with pytest.raises(RuntimeError, match="optimizer: of several, some were unscaled"):
         scaler.step(optimizers, max_norm=1.0)
     assert [p.grad.item() for p in parameters] == [3.0, 4096.0]
 

@@ -211,7 +211,7 @@ def test_a_hooked_step_still_skips_without_a_wait(name, backend, device):
     scaler = make_scaler(fastamp.GradScaler, device)
     one_step(scaler, optimizer, device, max_norm=1.0)
     assert torch.equal(parameters[0], before)
-    assert scaler.last_step.way.startswith("in place: a step_pre_hook looks on")
+    assert scaler.last_step.way.startswith("in place: there is a step_pre_hook")
     assert scaler.skipped_steps == 1
 
 
