@@ -16,8 +16,8 @@ _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 def apart_from_captures() -> Iterator[None]:
     """Let this thread allocate and query while another one captures a CUDA graph.
 
-    torch captures in global mode, in which such a call of any thread breaks the capture, unless the
-    thread has said that only its own captures concern it. torch's NCCL watchdog does the same.
+    torch captures in global mode, in which such a call of any thread breaks the capture, unless
+    that thread is in thread-local mode. This sets the mode, as torch's NCCL watchdog does.
     """
     exchange = _exchange() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     mode = ctypes.c_int(_THREAD_LOCAL)
@@ -31,8 +31,8 @@ def apart_from_captures() -> Iterator[None]:
 
 @cache
 def _exchange() -> Callable[..., Any] | None:
-    """Return the driver's function that sets a thread's mode, and gets the one that it had."""
-    with suppress(OSError, AttributeError):  # a driver of another kind, which has it not
+    """Return the driver's function that swaps a thread's capture mode for another one."""
+    with suppress(OSError, AttributeError):  # no driver, or one without this function
         driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
         return cast("Callable[..., Any]", driver.cuThreadExchangeStreamCaptureMode)
     return None

@@ -1,8 +1,8 @@
 """Which backend serves which tensor.
 
 The choice follows the tensor's device: compiled CUDA code for CUDA, compiled CPU code for the CPU,
-the pure-Python fallback for every other device and for every tensor that compiled code does not
-take (float64, complex, sparse, with gaps in its memory). `FASTAMP_BACKEND` narrows the choice to
+the pure-Python fallback for every other device and for every tensor that compiled code cannot
+handle (float64, complex, sparse, with gaps in its memory). `FASTAMP_BACKEND` narrows the choice to
 one backend and the fallback.
 """
 
@@ -66,7 +66,7 @@ if os.environ.get("FASTAMP_BACKEND"):
     try:
         _only = _check_available(os.environ["FASTAMP_BACKEND"], "FASTAMP_BACKEND")
     except RuntimeError as error:
-        if sys.argv[:1] != ["-m"]:  # as long as `python -m` looks for the module of a command
+        if sys.argv[:1] != ["-m"]:  # "-m" while `python -m` imports the package: no traceback
             raise
         print(error, file=sys.stderr)  # noqa: T201
         raise SystemExit(2) from None
@@ -74,7 +74,7 @@ if os.environ.get("FASTAMP_BACKEND"):
 
 @contextmanager
 def use_only(name: str) -> Iterator[None]:
-    """Narrow the choice to one backend and the fallback, as FASTAMP_BACKEND does, for a while."""
+    """Narrow the choice to one backend and the fallback, as FASTAMP_BACKEND does, in a block."""
     global _only  # noqa: PLW0603 - one setting for the process, like the environment variable
     before, _only = _only, _check_available(name, "backend")
     try:
@@ -98,7 +98,7 @@ def backends() -> list[str]:
 
 
 def why_fallback(device: torch.device) -> str | None:
-    """Return why the fallback serves a device, and what helps; None where compiled code does."""
+    """Say why the fallback serves a device, and how to change that; None if compiled code does."""
     if _only not in (None, device.type):
         return f"FASTAMP_BACKEND={_only} is set"
     if device.type not in {"cpu", "cuda"}:
@@ -117,12 +117,12 @@ def why_fallback(device: torch.device) -> str | None:
 
 @cache
 def _cuda_ops(index: int) -> Ops:
-    """Return the backend that serves a CUDA device; say why, once, where that is the fallback."""
+    """Return the backend that serves a CUDA device; warn once if that is the fallback."""
     found = _backends()
     why = why_fallback(torch.device("cuda", index))
     if why is None:
         return found.get("cuda", FALLBACK)
-    if "cpu" in found or not _is_installed():  # else it has been said
+    if "cpu" in found or not _is_installed():  # else `_backends` has warned
         message = (
             f"gradients on cuda:{index} get the slower pure-Python fallback: {why}. "
             "(FASTAMP_BACKEND=fallback chooses it without this warning.)"

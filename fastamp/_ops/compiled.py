@@ -38,22 +38,22 @@ class CompiledOps:
         self._host_is_apart = host_is_apart
 
     def pack(self, tensors: Sequence[Tensor]) -> "CompiledPack":
-        """Take the dense float32, bfloat16 and float16 tensors on the first one's device."""
+        """Pack the dense float32, bfloat16 and float16 tensors on the first one's device."""
         device = tensors[0].device
         return CompiledPack(self._table, device, _native.pack(tensors, _index_of(device)))
 
     def update(self, rule: Rule, device: torch.device) -> "CompiledUpdate":
-        """Return what updates an optimizer that follows the rule, with parameters on a device."""
+        """Return the update of one optimizer that follows the rule, on one device."""
         update = _native.Update(*_RULES[rule], _index_of(device), self._host_is_apart)
         return CompiledUpdate(self._table, update, device)
 
     def region_maker(self) -> RegionMaker:
-        """Return what makes the regions of one timer."""
+        """Return the function that makes the regions of one timer."""
         return _native.make_region
 
 
 class CompiledPack:
-    """Tensors whose memory the core has read; see `fastamp._ops.Packed`."""
+    """Tensors whose addresses the core has read; see `fastamp._ops.Packed`."""
 
     has_fallback = False
 
@@ -90,7 +90,7 @@ _RULES = {
 
 
 class CompiledUpdate:
-    """An optimizer on one device, whose memory the core reads; see `fastamp._ops.Update`."""
+    """The update of one optimizer on one device by the core; see `fastamp._ops.Update`."""
 
     def __init__(self, table: _native.Ops, update: _native.Update, device: torch.device) -> None:
         self._table = table
@@ -110,11 +110,11 @@ class CompiledUpdate:
 
     @property
     def counts_on_host(self) -> bool:
-        """Whether counts of steps lie on the host while a device updates."""
+        """Whether step counts are on the host while a device updates."""
         return self._update.num_slots > 0
 
     def settle(self, states: dict[Tensor, Any]) -> None:
-        """Take the steps that the device has skipped out of the counts on the host."""
+        """Subtract the steps that the device has skipped from the counts on the host."""
         if self._may_have_skipped and self._slots is not None:
             self._update.settle(self._slots.tolist(), states)
         self._may_have_skipped = False
@@ -139,12 +139,12 @@ class CompiledUpdate:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of what was read."""
+        """Release the tensors that were read."""
         self._grads = ()
         self._update.clear()
 
     def _slots_for(self, count: int) -> Tensor | None:
-        """Return room on the device for what it counts; the kernels fill it."""
+        """Return at least `count` counters on the device; the kernels set new ones."""
         before = self._slots
         if count > (0 if before is None else len(before)):
             self._slots = torch.empty(2 * count, dtype=torch.float32, device=self._device)
@@ -180,15 +180,16 @@ class CompiledHost:
 
     def gatherer(self, columns: Sequence[Column], depth: int) -> _native.Gatherer:
         """Gather on threads of the core; see `fastamp._ops.HostOps`."""
-        # The consumer copies too, rather than sleep, so that one thread less does it.
+        # One thread less, since the consumer copies, too, while it waits.
         threads = max(1, torch.get_num_threads() - 1)
         return _native.Gatherer([_memory(column) for column in columns], depth, threads, columns)
 
 
 def _memory(column: Column) -> tuple[list[tuple[int, int]], int, int, int, int, Any]:
-    """Return where a column's rows lie, in bytes, the size of what is widened, and its images.
+    """Return a column's parts (address, nbytes), rows, stride, row size, `widened` and images.
 
-    The size of signed integers is negative.
+    All sizes are in bytes. `widened` is the item size of integers that become int64, negative if
+    they are signed; 0 copies the rows as they are.
     """
     array, images = column.array, column.images
     if isinstance(array, torch.Tensor):
@@ -220,7 +221,7 @@ def available() -> dict[str, CompiledOps]:
 
 
 def fault_of(cuda_device: int) -> str | None:
-    """Return why the CUDA kernels cannot run on a device, and what helps; None where they can."""
+    """Say why the CUDA kernels cannot run on a device, and what helps; None if they can."""
     if torch.version.hip is not None:
         return "the compiled code is for NVIDIA GPUs"
     try:

@@ -144,7 +144,7 @@ def _pad(
     pad: Tensor,
     multiple: int,
 ) -> Tensor | None:
-    """Copy tensors, with their gradients, to the start of rows that are padding elsewhere."""
+    """Copy tensors to the start of padded rows; gradients flow through the copies."""
     shapes = [row.shape for row in rows]
     if len({*map(len, shapes)}) > 1:
         return None
@@ -186,7 +186,7 @@ class TensorPack:
         wide = [tensor for tensor in self._tensors if tensor.dtype in _WIDE]
         # Finite 64-bit values, and powers other than 1 and 2, can overflow the reduction.
         may_overflow = wide or norm_type not in COMPILED_NORMS
-        # What is not finite shows in norms of positive orders. A device would be waited for.
+        # A finite norm of positive order holds no inf or NaN. On a device, asking would wait.
         if may_overflow and (norm_type <= 0 or self.device.type != "cpu" or found_inf):
             bad = [_values(t).isfinite().logical_not().any() for t in self._tensors]
             found_inf = torch.stack(bad).any()
@@ -195,10 +195,10 @@ class TensorPack:
 
     @torch.no_grad()
     def rescale_(self, factor: Tensor) -> None:
-        """Multiply in place; on the CPU, where a look costs little, not by 1."""
+        """Multiply in place; skip a factor of 1 if it is on the CPU, where reading it is cheap."""
         if factor.device.type == "cpu" and factor.item() == 1.0:
             return
-        for dtype in (torch.float32, torch.float64):  # that of the factor, for tensors of either
+        for dtype in (torch.float32, torch.float64):  # of the factor: as wide as the tensors
             is_wide = dtype == torch.float64
             tensors = [_in_place(t) for t in self._tensors if (t.dtype in _WIDE) == is_wide]
             if tensors:
@@ -206,20 +206,20 @@ class TensorPack:
 
 
 class FallbackOps:
-    """The op table in torch's operators."""
+    """The op table, made of torch's operators."""
 
     name = "fallback"
 
     def pack(self, tensors: Sequence[Tensor]) -> TensorPack:
-        """Take every tensor on the device of the first one."""
+        """Pack all tensors on the device of the first one."""
         return TensorPack(tensors)
 
     def update(self, rule: Rule, device: torch.device) -> TorchUpdate:
-        """Return what updates an optimizer that follows the rule, with parameters on a device."""
+        """Return the update of one optimizer that follows the rule, on one device."""
         return TorchUpdate(rule, device, self.pack)
 
     def region_maker(self) -> RegionMaker:
-        """Return what makes the regions of one timer."""
+        """Return the function that makes the regions of one timer."""
         return functools.partial(FallbackRegion, threading.local())
 
     def columns(self, samples: tuple[Any, ...], keys: tuple[Any, ...]) -> Iterable[Sequence[Any]]:
@@ -253,13 +253,13 @@ class FallbackOps:
     augment_image = staticmethod(augment_image)
 
     def gatherer(self, columns: Sequence[Column], depth: int) -> "TorchGatherer":
-        """Copy a batch when it is waited for; see `fastamp._ops.HostOps`."""
+        """Copy a batch in `wait`; see `fastamp._ops.HostOps`."""
         del depth
         return TorchGatherer(columns)
 
 
 class TorchGatherer:
-    """Batches copied when they are waited for; see `fastamp._ops.Gatherer`."""
+    """Batches that are copied in `wait`; see `fastamp._ops.Gatherer`."""
 
     def __init__(self, columns: Sequence[Column]) -> None:
         self._columns = columns
@@ -272,7 +272,7 @@ class TorchGatherer:
         self._in_flight.append((indices, outputs, keys))
 
     def is_ready(self) -> bool:
-        """Say that nothing is copied before it is waited for."""
+        """Return False: a batch is copied in `wait`, not before."""
         return False
 
     def wait(self) -> float:

@@ -1,4 +1,4 @@
-"""The op table in graphs of torch.compile, which cannot look into it: as torch's own operators."""
+"""The op table as custom operators, for graphs of torch.compile, which cannot trace it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -14,25 +14,25 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 
 def outside_graphs(function: C) -> C:
-    """Have torch.compile break its graph once where a function is called, and not look inside.
+    """Have torch.compile break its graph once where a function is called, and not trace it.
 
-    It is what torch.compiler.disable does, without the import of dynamo and without a wrapper,
-    which would be a frame more in every step.
+    It does what torch.compiler.disable does, without importing dynamo and without a wrapper, which
+    would add a frame to every step.
     """
     try:
         hooks: Any = torch._C._dynamo.eval_frame
         skip = hooks._FrameAction.SKIP
         hooks.set_code_exec_strategy(function.__code__, hooks._FrameExecStrategy(skip, skip))
-    except AttributeError:  # torch 2.6 has no such hook, and another release may have another one
+    except AttributeError:  # torch 2.6 has no such hook; other releases may differ
         return _disable_dynamo(function)  # type: ignore[return-value]
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
 
 class GraphPack:
-    """Tensors that are looked at when the graph runs; see `fastamp._ops.Packed`."""
+    """Tensors that are packed when the graph runs; see `fastamp._ops.Packed`."""
 
-    has_fallback = True  # nobody knows yet which backends serve them
+    has_fallback = True  # which backends serve them is not known yet
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.device = tensors[0].device
@@ -57,7 +57,7 @@ class GraphPack:
         _rescale_(self._tensors, factor)
 
 
-# With the schemas written out: torch 2.6 does not read them from today's annotations.
+# The schemas are written out because torch 2.6 cannot infer them from these annotations.
 @library.custom_op(
     "fastamp::grad_stats",
     mutates_args=(),
@@ -72,7 +72,7 @@ def _grad_stats(
     only_finite: bool,  # noqa: FBT001 - an operator's schema
 ) -> list[Tensor]:
     stats = pack(tensors, norm_type).grad_stats(norm_type, Clip(scale, max_norm, only_finite))
-    return [value.clone() for value in stats]  # an operator's results share no memory
+    return [value.clone() for value in stats]  # an operator's results must not share memory
 
 
 @_grad_stats.register_fake

@@ -20,7 +20,7 @@ class Groups:
         self.has_fallback = any(pack.has_fallback for pack in packs)
 
     def grad_stats(self, norm_type: float, clip: Clip) -> GradStats:
-        """Read every element once; the statistics over all of them lie on the first device."""
+        """Read every element once; the statistics over all of them are on the first device."""
         parts = [pack.grad_stats(norm_type, Clip()) for pack in self._packs]
         return fallback.combine(parts, norm_type, clip)
 
@@ -28,8 +28,8 @@ class Groups:
         """Multiply every element by a 0-dim tensor, rounding once to its dtype.
 
         Raises:
-            RuntimeError: where a tensor cannot be written in place. The fallback's, the only ones
-                that can refuse, come before the compiled ones.
+            RuntimeError: a tensor cannot be written in place. Only the fallback's tensors can raise
+                this, so they are written before the compiled backends'.
         """
         for pack in sorted(self._packs, key=lambda pack: not pack.has_fallback):
             pack.rescale_(factor.to(pack.device, non_blocking=True))
@@ -42,14 +42,14 @@ def pack(tensors: Sequence[Tensor], norm_type: float) -> Packed:
 
 
 def pack_by_backend(tensors: Sequence[Tensor], norm_type: float) -> list[Packed]:
-    """Look at the tensors once and hand each to a backend.
+    """Hand each tensor to a backend.
 
     Args:
         tensors: at least one plain tensor; any devices, dtypes and layouts.
-        norm_type: order of the norm that will be asked for.
+        norm_type: order of the norm that will be computed.
 
     Returns:
-        One pack for each device, and one for what the fallback takes of it.
+        One pack for each device, and one more for those of its tensors that need the fallback.
     """
     device = tensors[0].device
     ops: Ops = choose.ops_for(device) if norm_type in COMPILED_NORMS else choose.FALLBACK

@@ -1,4 +1,4 @@
-"""What this rank holds of a list of tensors: all of plain ones, its part of those over ranks."""
+"""This rank's parts of a list of tensors: all of a plain one, the local tensor of a DTensor."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -32,11 +32,11 @@ class Tensors:
         return GraphPack(self.held) if is_compiling() else pack(self.held, norm_type)
 
     def on_parts(self, step: Callable[P, T]) -> Callable[P, T]:
-        """Return a function in which torch's fused optimizers work on what this rank holds."""
+        """Return a step in which torch's fused kernels work on this rank's parts."""
         return step
 
     def gather(self, found: list[T]) -> list[T]:
-        """Return the lists of all ranks that hold parts, in rank order."""
+        """Join the lists of all ranks that hold parts, in rank order."""
         return found
 
 
@@ -50,34 +50,34 @@ def hold(
     owners: Sequence[Tensor] = (),
     align: bool = False,
 ) -> "Held | None":
-    """Return what this rank holds of tensors; None where they have to go torch's own way.
+    """Return this rank's parts of tensors; None where torch has to handle them.
 
     Args:
         tensors: of any types.
-        process_group: over which plain tensors are spread, if they are.
-        owners: parameters whose gradients the tensors are, where those will be written.
-        align: bring the gradients to the placements of their owners.
+        process_group: ranks that hold different plain tensors, if any.
+        owners: the parameters of these gradients, if the gradients will be written.
+        align: redistribute the gradients to the placements of their parameters.
     """
     if process_group is None and is_plain(tensors):
         return Tensors(tensors)
     if process_group is None and (is_compiling() or "torch.distributed.tensor" not in sys.modules):
-        return None  # dynamo cannot trace what DTensors take; without the module there are none
-    from fastamp._ops import sharded  # noqa: PLC0415 - it costs half a second
+        return None  # dynamo cannot trace `sharded`; without the module there are no DTensors
+    from fastamp._ops import sharded  # noqa: PLC0415 - takes half a second
 
     return sharded.shards_of(tensors, process_group, owners, align=align)
 
 
 def parts_of(groups: list[dict[str, Any]], states: dict[Tensor, Any]) -> "Parts | str":
-    """Return what this rank holds of an optimizer with DTensors; or say why it takes torch."""
+    """Return this rank's parts of an optimizer with DTensors; or say why torch has to step."""
     if "torch.distributed.tensor" not in sys.modules:
         return OTHER_TYPE
-    from fastamp._ops import parts  # noqa: PLC0415 - it costs half a second
+    from fastamp._ops import parts  # noqa: PLC0415 - takes half a second
 
     return parts.parts_of(groups, states)
 
 
 def index_in_whole(tensor: Tensor, index: int) -> int:
-    """Return where an element of this rank's part of a DTensor lies in the flattened whole."""
+    """Turn an index of this rank's flattened part of a DTensor into one of the flattened whole."""
     from fastamp._ops import sharded  # noqa: PLC0415 - it is loaded by now
 
     return sharded.index_in_whole(tensor, index)

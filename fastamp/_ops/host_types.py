@@ -1,4 +1,4 @@
-"""What the host's backends do with rows and samples (`HostOps`), and what they take and give."""
+"""The interface of the host's backends for rows and samples (`HostOps`), with its data types."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -39,7 +39,7 @@ class AugmentStep(NamedTuple):
 
 
 class Images(NamedTuple):
-    """How the rows of a column, which are images, are augmented: planes of pixels."""
+    """How to augment the rows of a column that are images: planes of pixels."""
 
     planes: int
     height: int
@@ -59,7 +59,7 @@ class Windows:
     Args:
         parts: the sequence, end to end: one-dimensional arrays of one dtype, none of them empty.
         step: elements from the beginning of a window to that of the next.
-        shape: how many windows, and how many elements in each. All of them lie in the sequence.
+        shape: number of windows, and of elements in each. All of them lie in the sequence.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Windows:
             window = self._rows[row]
             return window
         window, done = np.empty(self.shape[1], self.dtype), 0
-        while done < len(window):  # which may begin in one part and end in another
+        while done < len(window):  # it may begin in one part and end in another
             place = row * self.step + done
             number = bisect_right(self._begins, place) - 1
             begin = place - self._begins[number]
@@ -120,11 +120,11 @@ class Gatherer(Protocol):
     ) -> None:
         """Add a batch: int64 indices of rows, and one contiguous tensor to fill for each column.
 
-        `keys`, one int64 for each row, are what augmented images draw from.
+        `keys`, one int64 for each row, seed the random numbers of its augmentation.
         """
 
     def is_ready(self) -> bool:
-        """Say whether the oldest batch is there, or too small to be worth a wait."""
+        """Say whether the oldest batch is copied, or so small that `wait` copies it at once."""
 
     def wait(self) -> float:
         """Wait for the oldest batch and return the seconds that its copy took.
@@ -144,7 +144,7 @@ class HostOps(Protocol):
     def columns(
         self, samples: tuple[Any, ...], keys: tuple[Any, ...]
     ) -> Iterable[Sequence[Any]] | None:
-        """Return, for each key, sample[key] of every sample; None as from `stack`."""
+        """Return, for each key, sample[key] of every sample; None if it cannot handle them."""
 
     def stack(
         self,
@@ -154,25 +154,25 @@ class HostOps(Protocol):
         pad: Tensor | None = None,
         multiple: int = 1,
     ) -> Tensor | None:
-        """Copy samples into one tensor; None where the backend does not take them.
+        """Copy samples into one tensor; None where the backend cannot handle them.
 
         Args:
             samples: at least one; all tensors or all arrays, of any shapes.
             dtype: the batch's, which is that of the first sample.
-            allocate: gives memory for a shape and a dtype; called once, when all is checked.
+            allocate: gives memory for a shape and a dtype; called once, after all checks.
             pad: the element that fills ragged dimensions, 0-dim on the CPU; None refuses them.
-            multiple: ragged dimensions, and the only one of vectors, are rounded up to it.
+            multiple: ragged dimensions, and that of vectors, are rounded up to a multiple of this.
         """
 
     def augment_image(self, images: Images, row: Tensor | npt.NDArray[Any], key: int) -> Tensor:
-        """Return the bytes of what an image becomes with a sample's key, in new memory."""
+        """Return the bytes of the augmented image, in new memory; `key` is that of `submit`."""
 
     def gatherer(self, columns: Sequence[Column], depth: int) -> Gatherer:
-        """Return what gathers batches out of at least one column, which it keeps alive.
+        """Return a gatherer of batches, which keeps the columns alive.
 
         Args:
-            columns: arrays with the same number of rows.
-            depth: batches that may be under way.
+            columns: at least one array; all have the same number of rows.
+            depth: batches that may be in flight.
         """
 
 

@@ -1,4 +1,4 @@
-"""Images augmented one by one in pure Python, with the draws of csrc/data/augment.h."""
+"""Images augmented one by one in pure Python, with the random numbers of csrc/data/augment.h."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 
 def augment_image(images: Images, row: Tensor | npt.NDArray[np.generic], key: int) -> Tensor:
-    """Return the bytes of what an image becomes with a sample's key, in new memory."""
+    """Return the bytes of the augmented image, in new memory; `key` seeds its random numbers."""
     if isinstance(row, torch.Tensor):
         row = row.contiguous().view(-1).view(torch.uint8).numpy()
     pixel = np.dtype(_UNSIGNED.get(images.pixel_nbytes, f"V{images.pixel_nbytes}"))

@@ -17,8 +17,8 @@ _GRADIENT = "a gradient's dtype, layout or device"
 class Parts:
     """Groups and states with DTensors replaced by this rank's parts, whose `.grad` is set.
 
-    Kernels work element by element, so the result is that of the whole tensors. It holds for one
-    step: nothing can be stale in the next.
+    Kernels work element by element, so the result is that of the whole tensors. It is made anew for
+    each step, so that nothing can be stale.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Parts:
         self._locals: list[Tensor] = []
 
     def add(self, param: DTensor, grad: Any, state: dict[str, Any] | None) -> str | None:
-        """Give this rank's part of a parameter those of its gradient and states; or say why not."""
+        """Add this rank's part of a parameter, of its gradient and its states; or say why not."""
         if type(grad) is not DTensor:
             return _GRADIENT
         spec = param._spec
@@ -53,7 +53,7 @@ class Parts:
                 if type(value) is DTensor:
                     own = value._spec
                     if own is not spec and not _is_alike(own, spec):
-                        return "a state is spread over ranks in another way"
+                        return "a state has another mesh or other placements than its parameter"
                     held[name] = value._local_tensor
                 else:
                     held[name] = value
@@ -62,7 +62,7 @@ class Parts:
     def wrap(
         self, apply: Callable[..., None], forget: Callable[[], None]
     ) -> tuple[Callable[..., None], Callable[[], None]]:
-        """Return an update and its `forget` that do for DTensors what is due after their parts."""
+        """Return both functions so that they also update the DTensors' versions and `.grad`."""
 
         def apply_(
             factor: Tensor | None, found_inf: Tensor | None, *, zero_grad: bool = False
@@ -83,14 +83,14 @@ class Parts:
         return apply_, forget_
 
     def forget(self) -> None:
-        """Let go of the gradients."""
+        """Release the gradients."""
         for local in self._locals:
             local.grad = None
         self._parameters, self._grads, self._locals = [], [], []
 
 
 def _is_alike(one: Any, other: Any) -> bool:
-    """Say whether two tensors are spread alike; a mesh that was copied is another object."""
+    """Say whether two specs have the same mesh, which may be a copy, and the same placements."""
     is_same_mesh = one.mesh is other.mesh or one.mesh == other.mesh
     return is_same_mesh and bool(one.placements == other.placements)
 

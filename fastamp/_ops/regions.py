@@ -29,8 +29,9 @@ os.register_at_fork(
 class FallbackRegion:
     """One path of nested regions; see `fastamp._ops.Region`.
 
-    `local` is of one timer. Its `stack`, for each thread, holds the innermost open region: that
-    itself, what ends with it, its start, and what was innermost before. Lists would cost more.
+    `local` belongs to one timer. Its `stack`, one for each thread, is a list of one frame, that of
+    the innermost open region: the region, the function to call at its end, its start, and the frame
+    around it. A list of all frames would be slower.
     """
 
     __slots__ = ("_always", "_begin", "_exact", "_hits", "_local", "_pending", "children", "path")
@@ -70,7 +71,7 @@ class FallbackRegion:
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        """Close it, and what was opened inside and left open, except by other asyncio tasks."""
+        """Close it and the regions left open inside it, except those of other asyncio tasks."""
         end_ns = perf_counter_ns()
         try:
             stack: list[_Frame] = self._local.stack
@@ -92,13 +93,13 @@ class FallbackRegion:
             end(start_ns, end_ns)
 
     def _take(self, stack: list[Any]) -> _Frame | None:
-        """Remove this region from the stack, and close or keep what was opened inside."""
+        """Remove this region from the stack, and close or keep the regions inside it."""
         inner: list[_Frame] = []  # from the innermost one
         frame: _Frame | None = stack[0]
         while frame and frame[0] is not self:
             inner.append(frame)
             frame = frame[3]
-        if frame is None:  # it ended with a region around it
+        if frame is None:  # closed with a region around it
             return None
         if _runs_event_loop():
             stack[0] = frame[3]
@@ -142,7 +143,7 @@ class FallbackRegion:
             return (*self._exact, self._hits.tobytes())
 
     def reset(self) -> None:
-        """Forget all figures."""
+        """Reset all figures."""
         with _lock:
             self._pending.clear()
             self._exact = (0, 0, 0, 0)

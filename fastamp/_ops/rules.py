@@ -16,7 +16,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Parameter(NamedTuple):
-    """What one parameter's update reads and writes."""
+    """The tensors that one parameter's update reads and writes."""
 
     group: dict[str, Any]
     param: Tensor
@@ -70,7 +70,7 @@ class TorchUpdate:
         """Do nothing: the counts include no skipped step."""
 
     def forget(self) -> None:
-        """Let go of what was read."""
+        """Release the tensors that were read."""
         self._parameters = []
 
     @torch.no_grad()
@@ -105,7 +105,7 @@ def _refuse(reason: str) -> NoReturn:
 
 
 def _check_options(rule: Rule, group: dict[str, Any]) -> None:
-    """Refuse options that ask for torch's own implementations, or are no numbers."""
+    """Refuse options that ask for torch's own implementations, or are not numbers."""
     fused, foreach = group.get("fused"), group.get("foreach")
     if fused is False:
         _refuse("fused=False")
@@ -133,9 +133,9 @@ def _check_options(rule: Rule, group: dict[str, Any]) -> None:
 def _read(
     rule: Rule, group: dict[str, Any], param: Tensor, states: dict[Tensor, Any]
 ) -> _Parameter:
-    """Look at one parameter."""
+    """Check one parameter, its gradient and its states."""
     grad = param.grad
-    assert grad is not None  # noqa: S101 - the caller has looked
+    assert grad is not None  # noqa: S101 - the caller has checked
     if not is_plain([param, grad]):
         _refuse(OTHER_TYPE)
     if param.is_neg() or grad.is_neg():
@@ -156,7 +156,7 @@ def _read(
 
 
 def _read_state(name: str, tensor: Any, param: Tensor | None) -> Tensor:
-    """Look at a state of a parameter, or at the count of steps."""
+    """Check a state of a parameter or, without a parameter, the count of steps."""
     if tensor is None:
         _refuse(NO_STATE)
     if isinstance(tensor, Tensor) and is_plain([tensor]):
@@ -175,7 +175,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _is_like(tensor: Tensor, param: Tensor) -> bool:
-    """Say whether a tensor lies in memory as a parameter does."""
+    """Say whether a tensor has the shape, strides and device of a parameter."""
     if tensor.layout is not torch.strided:
         return False
     strides = zip(tensor.shape, tensor.stride(), param.stride(), strict=False)
@@ -199,7 +199,7 @@ def _power(base: float, exponent: int) -> float:
 
 
 def _root(values: Tensor) -> Tensor:
-    """Return roots that are rounded once: MKL's float32 ones are off by a bit now and then."""
+    """Return correctly rounded roots: the last bit of MKL's float32 ones is sometimes wrong."""
     return values.double().sqrt().float()
 
 

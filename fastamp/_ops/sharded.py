@@ -27,14 +27,14 @@ T = TypeVar("T")
 
 
 class Layout(NamedTuple):
-    """Which other ranks hold more of the same tensors, and which of them count what they share."""
+    """Which ranks hold parts of the same tensors, and whether this rank's elements count."""
 
     groups: tuple[ProcessGroup, ...] = ()
-    """Reduced over one after the other, they make every mesh whole."""
+    """Of the mesh: reduced over one after the other, they cover it."""
     counts: bool = True
-    """Whether this rank is the first one that holds its elements."""
+    """Whether this rank is the first one that holds its elements; only that one counts them."""
     process_group: ProcessGroup | None = None
-    """The last to reduce over, given by the user."""
+    """The user's, reduced over last."""
     leads: bool = True
     """Whether this rank is the first one of its mesh in that group."""
 
@@ -56,7 +56,7 @@ class Shards:
         return ShardedGroups(packs)
 
     def on_parts(self, step: Callable[P, T]) -> Callable[P, T]:
-        """Return a function in which torch's fused optimizers work on what this rank holds."""
+        """Return a step in which torch's fused kernels work on this rank's parts."""
 
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             with FusedOnParts():
@@ -65,7 +65,7 @@ class Shards:
         return call
 
     def gather(self, found: list[T]) -> list[T]:
-        """Return the lists of all ranks that hold parts, in rank order."""
+        """Join the lists of all ranks that hold parts, in rank order."""
         known = {dist.get_rank(): found}
         groups = _mesh_groups(self._parts)
         process_group = next(iter(self._parts)).process_group
@@ -85,9 +85,9 @@ def shards_of(
     *,
     align: bool = False,
 ) -> Shards | None:
-    """Sort this rank's parts of the tensors by layout; None where torch has to take them.
+    """Sort this rank's parts of the tensors by layout; None where torch has to handle them.
 
-    Partial DTensors are added up first: in `owners`, or else into copies.
+    Partial DTensors are reduced first: in the `.grad` of `owners`, or else into copies.
     """
     plain, dtensors = _sort(_align(owners) if align else tensors)
     found: dict[Layout, list[Tensor]] = {}
@@ -100,7 +100,7 @@ def shards_of(
         parts = found.setdefault(_layout(mesh, summed, process_group), [])
         parts += [tensor._local_tensor for tensor in alike]
     if process_group is not None and not found:
-        plain = plain or [torch.empty(0)]  # the other ranks wait for this one
+        plain = plain or [torch.empty(0)]  # this rank has to join the all-reduce
     if plain:  # the same on all ranks of the largest mesh, and counted on the first one
         largest = max(found, key=_num_ranks, default=Layout(process_group=process_group))
         counts = all(one.rank() == 0 for one in largest.groups)
@@ -112,7 +112,7 @@ def shards_of(
 
 
 class ShardedGroups(Groups):
-    """Parts on their backends; what they find is reduced over all ranks."""
+    """Parts on their backends; their statistics are reduced over all ranks."""
 
     def __init__(self, packs: dict[Layout, list[Packed]]) -> None:
         super().__init__([*itertools.chain(*packs.values())])
@@ -133,14 +133,14 @@ class ShardedGroups(Groups):
         parts = [pack.grad_stats(norm_type, Clip()) for pack in self._packs]
         like = parts[0].reduced
         found = _join([part.found_inf.to(like) for part in parts], math.inf)
-        # Of the orders that have no sum, the fallback returns the norm.
+        # For other orders the fallback returns the norm itself, of which the power is summed.
         power = 1.0 if norm_type in (0.0, *COMPILED_NORMS) else norm_type
         held: dict[Layout, list[Tensor]] = {}
         for layout, part in zip(self._layouts, parts, strict=True):
             value = part.reduced.to(like)
             if power != 1:
                 value = value.pow(power)
-            if norm_type == math.inf:  # a maximum may lose NaN: the flag tells of it, as 2
+            if norm_type == math.inf:  # a maximum may lose NaN: a flag of 2 stands for it
                 found = torch.where(value.isnan(), 2.0, found)
                 value = value.nan_to_num(0.0, math.inf)
             counted = value if layout.counts else torch.zeros_like(value)
@@ -159,7 +159,7 @@ class ShardedGroups(Groups):
 def _sort(
     tensors: Iterable[Tensor],
 ) -> tuple[list[Tensor], dict[tuple[DeviceMesh, tuple[Placement, ...]], list[DTensor]]]:
-    """Part tensors into plain ones, and DTensors by mesh and placements."""
+    """Split tensors into plain ones, and DTensors by mesh and placements."""
     plain: list[Tensor] = []
     dtensors: dict[tuple[DeviceMesh, tuple[Placement, ...]], list[DTensor]] = {}
     mesh, placements, alike = None, None, []
@@ -168,7 +168,7 @@ def _sort(
             plain.append(tensor)
             continue
         spec = tensor._spec
-        if spec.mesh is not mesh or spec.placements != placements:  # neighbours are mostly alike
+        if spec.mesh is not mesh or spec.placements != placements:  # mostly the same as before
             mesh, placements = spec.mesh, spec.placements
             alike = dtensors.setdefault((mesh, placements), [])
         alike.append(tensor)
@@ -176,7 +176,7 @@ def _sort(
 
 
 def _align(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Bring gradients to their parameters' placements, as optimizers do, and return them."""
+    """Redistribute gradients to their parameters' placements, as optimizers do; return them."""
     grads = []
     for parameter in parameters:
         grad = parameter.grad
@@ -192,8 +192,8 @@ def _align(parameters: Iterable[Tensor]) -> list[Tensor]:
 class FusedOnParts(TorchFunctionMode):
     """Runs torch's fused optimizers on this rank's parts of DTensors.
 
-    Fused kernels work element by element, so the result is the same. torch itself has no rule for
-    some of them, refuses plain tensors beside DTensors, and is slow for many.
+    Fused kernels work element by element, so the result is the same. torch has no sharding rule for
+    some of them, rejects plain tensors beside DTensors, and is slow for many tensors.
     """
 
     def __torch_function__(
@@ -225,7 +225,7 @@ def _num_ranks(layout: Layout) -> int:
 def _layout(
     mesh: DeviceMesh, placements: tuple[Placement, ...], process_group: ProcessGroup | None
 ) -> Layout:
-    """Say over which groups to reduce, and count every element on one rank."""
+    """Return the groups to reduce over; each element counts on one rank only."""
     place = cast("tuple[int, ...]", mesh.get_coordinate())
     counts = all(i == 0 for i, p in zip(place, placements, strict=True) if p.is_replicate())
     groups = mesh.get_all_groups()
@@ -237,7 +237,7 @@ def _layout(
         shared = ranks & {*dist.get_process_group_ranks(process_group)}
         leads = dist.get_rank() == min(shared)
         if shared == ranks:
-            groups, leads = [], True  # the process group is all that it takes
+            groups, leads = [], True  # the process group covers the mesh
     return Layout(tuple(g for g in groups if g.size() > 1), counts, process_group, leads)
 
 
@@ -248,8 +248,8 @@ def _reduce(found: Tensor, sums: dict[Layout, Tensor], norm_type: float) -> tupl
         held = (sums[layout] for layout in layouts)
         found, *reduced = _all_reduce([found, *held], norm_type, group)
         sums |= zip(layouts, reduced, strict=True)
-    led = [part if layout.leads else torch.zeros_like(part) for layout, part in sums.items()]
-    total = _join(led, norm_type)
+    leading = [part if layout.leads else torch.zeros_like(part) for layout, part in sums.items()]
+    total = _join(leading, norm_type)
     process_group = next(iter(sums)).process_group
     if process_group is None:
         return found, total
@@ -282,13 +282,13 @@ def _all_reduce(
 
 
 def index_in_whole(tensor: Any, index: int) -> int:
-    """Return where an element of this rank's part of a DTensor lies in the flattened whole."""
+    """Turn an index of this rank's flattened part of a DTensor into one of the flattened whole."""
     place = torch.unravel_index(torch.tensor(index), local_of(tensor).shape)
     whole = 0
     for dim, (size, i) in enumerate(zip(tensor.shape, place, strict=True)):
-        # Whatever the placements make of this dimension, they make of its indices.
+        # Distribute the dimension's indices as the placements distribute the dimension.
         rows = [_along(placement, dim) for placement in tensor.placements]
-        # From replicas, which takes no collective: other ranks may not call this.
+        # Redistributing replicas takes no collective: other ranks may not call this.
         indices = DTensor.from_local(torch.arange(size), tensor.device_mesh)
         held = indices.redistribute(placements=rows)
         whole = whole * size + int(local_of(held)[i].item())
@@ -296,7 +296,7 @@ def index_in_whole(tensor: Any, index: int) -> int:
 
 
 def _along(placement: Any, dim: int) -> Placement:
-    """Return what a placement does to one dimension, for a tensor that has no other."""
+    """Return the placement of a 1-dim tensor that does the same as this one does to `dim`."""
     if getattr(placement, "dim", None) != dim:
         return Replicate()
     if type(placement) is Shard:

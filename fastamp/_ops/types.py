@@ -1,4 +1,4 @@
-"""What every backend does with lists of tensors (`Ops`), and what it takes and gives."""
+"""The interface of the backends for lists of tensors (`Ops`), its arguments and results."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ class Rule(Enum):
 
 
 class GradStats(NamedTuple):
-    """What one read of the gradients tells: 0-dim tensors, made without a wait.
+    """The statistics of one read of the gradients: 0-dim tensors, made without a wait.
 
     `norm`, `clip_coef` and `factor` are float64 where a gradient has 64 bits, else float32.
     """
@@ -43,7 +43,7 @@ class GradStats(NamedTuple):
     grad_scale: Tensor
     """scale / clip_coef: or divide them by this."""
     scale: Tensor
-    """The loss scale as it was read."""
+    """The loss scale at the time of the read."""
 
 
 class Clip(NamedTuple):
@@ -52,31 +52,31 @@ class Clip(NamedTuple):
     scale: Tensor | None = None
     """Loss scale; None is 1."""
     max_norm: float | None = None
-    """Longest norm of the unscaled gradients; None does not clip."""
+    """Largest norm of the unscaled gradients; None does not clip."""
     only_finite: bool = False
     """Leave the clip out where found_inf is 1, so that inf does not become NaN."""
     skipped: Tensor | None = None
-    """Counter to add found_inf to, which then is 1, too, where grad_scale is infinite."""
+    """Counter to add found_inf to. With it, found_inf is also 1 where grad_scale is infinite."""
 
 
 class Packed(Protocol):
-    """A list of tensors that a backend has looked at once, and what it does with them."""
+    """A list of tensors that a backend has checked once, with the operations on it."""
 
     @property
     def device(self) -> torch.device:
-        """The first tensor's, on which results lie."""
+        """The first tensor's device, which the results are on."""
 
     @property
     def rest(self) -> list[int]:
-        """Indices of the tensors that this backend does not take."""
+        """Indices of the tensors that this backend does not handle."""
 
     @property
     def has_float16(self) -> bool:
-        """Whether any tensor that it takes is float16."""
+        """Whether any tensor that it handles is float16."""
 
     @property
     def has_fallback(self) -> bool:
-        """Whether the fallback serves any of them."""
+        """Whether the fallback handles any of them."""
 
     def grad_stats(self, norm_type: float, clip: Clip) -> GradStats:
         """Read every element once; compiled backends take a norm_type of 1, 2 or inf.
@@ -111,9 +111,9 @@ class Region(Protocol):
         """Open the region in this thread."""
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        """Close it, and what was opened inside and left open, except by other asyncio tasks.
+        """Close it and the regions left open inside it, except those of other asyncio tasks.
 
-        Nothing happens if it has ended with a region around it.
+        Nothing happens if it has been closed with a region around it.
         """
 
     def add(self, duration_ns: int) -> None:
@@ -123,7 +123,7 @@ class Region(Protocol):
         """Return count, sum, minimum and maximum, and the histogram as a buffer of int64."""
 
     def reset(self) -> None:
-        """Forget all figures; where it is open, it counts when it ends."""
+        """Reset all figures; if the region is open, it is counted when it ends."""
 
 
 class Update(Protocol):
@@ -132,29 +132,29 @@ class Update(Protocol):
     def read(self, groups: list[dict[str, Any]], states: dict[Tensor, Any]) -> Packed | str:
         """Return the gradients, or say why torch has to make this step.
 
-        NO_STATE says that a parameter with a gradient has none, OTHER_TYPE that it is no plain
-        tensor.
+        NO_STATE: a parameter with a gradient has no state. OTHER_TYPE: a parameter or its gradient
+        is not a plain tensor.
         """
 
     @property
     def counts_on_host(self) -> bool:
-        """Whether counts lie on the host and may include steps that the device has skipped."""
+        """Whether step counts are on the host and may include steps that the device skipped."""
 
     def settle(self, states: dict[Tensor, Any]) -> None:
-        """Take the skipped steps out of those counts; waits for the device if there may be any."""
+        """Subtract the skipped steps from those counts; may wait for the device."""
 
     def forget(self) -> None:
-        """Let go of what was read."""
+        """Release the tensors that were read."""
 
     def apply_(
         self, factor: Tensor | None, found_inf: Tensor | None, *, zero_grad: bool = False
     ) -> None:
-        """Update parameters and states in one pass, and let go of what was read.
+        """Update parameters and states in one pass, and release the tensors that were read.
 
         Args:
-            factor: multiplies the gradients before, 0-dim float32; None is 1.
+            factor: multiplies the gradients before the update, 0-dim float32; None is 1.
             found_inf: where this is 1.0, nothing is written.
-            zero_grad: set the gradients to None, rather than to what they are multiplied to.
+            zero_grad: set the gradients to None, rather than write the multiplied ones back.
         """
 
 
@@ -166,22 +166,23 @@ class Ops(Protocol):
         """The backend's name, as in `fastamp.backends()`."""
 
     def pack(self, tensors: Sequence[Tensor]) -> Packed:
-        """Look at the tensors, which lie on the device of the first one, or are left in `rest`."""
+        """Pack the tensors on the first one's device; all that it cannot handle are in `rest`."""
 
     def update(self, rule: Rule, device: torch.device) -> Update:
-        """Return what updates an optimizer that follows the rule, with parameters on a device."""
+        """Return the update of one optimizer that follows the rule, on one device."""
 
     def region_maker(self) -> RegionMaker:
-        """Return what makes the regions of one timer from path, `begin`, `always`.
+        """Return a function that makes the regions of one timer from path, `begin`, `always`.
 
-        `begin`, the same for all, is called with the region that opens, if `always` or if torch's
-        profiler is on; what it returns is called with the start and the end, in nanoseconds.
+        `begin`, the same for all regions, is called with a region that opens, if `always` is set or
+        torch's profiler is on. It returns a function that is called when the region closes, with
+        the start and the end in nanoseconds.
         """
 
 
 def is_plain(tensors: Sequence[Tensor]) -> bool:
-    """Say whether backends take the tensors: no subclasses, such as DTensor, and no torch.func."""
-    if torch.compiler.is_compiling():  # dynamo does not know the questions below
+    """Say whether backends can handle the tensors: no subclasses, as DTensor, and no torch.func."""
+    if torch.compiler.is_compiling():  # dynamo cannot trace the checks below
         return all(type(tensor) in _PLAIN_TYPES for tensor in tensors)
     if not {*map(type, tensors)}.issubset(_PLAIN_TYPES) or clones_what_is_written():
         return False
@@ -189,10 +190,10 @@ def is_plain(tensors: Sequence[Tensor]) -> bool:
 
 
 def clones_what_is_written() -> bool:
-    """Say whether torch watches its operators for writes, in order to clone saved tensors."""
+    """Say whether allow_mutation_on_saved_tensors is on: only torch's operators respect it."""
     return getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor: a DTensor's part, and all of any other."""
+    """Return this rank's part of a DTensor, or any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
