@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside the old one, then renamed over it."""
+"""Files that are written whole or not at all: beside the old one, then renamed over it."""
 
 import errno
 import os
@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 @contextmanager
 def create(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file, never through a link; what the block writes is then on the disk."""
+    """Open a new file, never through a link; at the end of the block it is synced to the disk."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
     with os.fdopen(os.open(path, flags, 0o666), "wb") as file:
         yield file
@@ -21,10 +21,12 @@ def create(path: Path) -> Iterator[BinaryIO]:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file: beside the old one, at the end of links; into devices and pipes directly.
+    """Write a file beside the one that the path leads to, and rename it over that one.
+
+    Devices and pipes are written directly, and so are files in a folder that is not writable.
 
     Raises:
-        OSError: it cannot be written; a regular file is as it was.
+        OSError: it cannot be written; a regular file that was not written directly is unchanged.
     """
     target = Path(os.path.realpath(path))
     # As /dev/stdout, which may lead to a file that somebody has open.
@@ -47,16 +49,16 @@ def write(path: Path, content: bytes) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read it; raise an OSError for anything else, as a pipe, which would block."""
+    """Open a regular file for reading; raise an OSError for others, as a pipe, which may block."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "is no regular file")
+        raise OSError(errno.EINVAL, "is not a regular file")
     return os.fdopen(descriptor, "rb")
 
 
 def sync_folder(folder: Path) -> None:
-    """Let the names in a folder reach the disk."""
+    """Sync the entries of a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -10,7 +10,7 @@ from fastamp.metrics.sinks import require
 
 
 def plot_curves(path: str | os.PathLike[str], curves: dict[str, Any]) -> None:
-    """Draw one panel for each name, of its steps and values; the file is whole or not there."""
+    """Draw one panel for each name, of its steps and values; write the file whole or not at all."""
     figures = require("matplotlib.figure", "plot")
     figure = figures.Figure(figsize=(8, 2.5 * len(curves)), layout="constrained")
     for index, (name, curve) in enumerate(curves.items()):

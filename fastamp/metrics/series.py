@@ -89,13 +89,14 @@ class Series:
         made = cls(capacity)
         made._steps, made._values = array("q", state["steps"]), array("d", state["values"])
         made._stride, made._count = stride, count
-        made._last = (array("q", [step])[0], float(state["at"][-1]))  # of 64 bits
+        made._last = (array("q", [step])[0], float(state["at"][-1]))  # raises beyond 64 bits
         n_finite, *sums = state["sums"]
         made._n_finite = operator.index(n_finite)
         made._sum, made._min, made._max = map(float, sums)
         n_kept = -(-count // stride) if stride > 0 else -1
         if not (len(made._steps) == len(made._values) == n_kept <= capacity):
-            msg = f"{len(made._steps)} steps, {len(made._values)} values, of {count} by {stride}"
+            lengths = f"{len(made._steps)} steps, {len(made._values)} values"
+            msg = f"{lengths}, {count=}, {stride=}, {capacity=}"
             raise ValueError(msg)
         if not (0 <= made._n_finite <= count and count > 0):
             msg = f"{n_finite} finite values of {count}"

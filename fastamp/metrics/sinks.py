@@ -33,7 +33,7 @@ class _Lines:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
-        self._half_at: int | None = None  # where half a batch begins
+        self._half_at: int | None = None  # where a batch that was written in part begins
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a+b") as file:
             file.seek(0)
@@ -47,8 +47,8 @@ class _Lines:
                 file.write(self.header)
 
     def _append(self, text: str) -> None:
-        """Write rows. If the disk refuses some, the next call removes what it has taken of them."""
-        # Python's names for bytes that are no text are written as escapes.
+        """Write rows. If only a part could be written, the next call removes it first."""
+        # Surrogates, which stand for bytes that are not text, are written as escapes.
         rows = memoryview(text.encode(errors="backslashreplace"))
         with self._path.open("ab", buffering=0) as file:
             if self._half_at is not None and self._half_at < file.tell():
@@ -59,7 +59,7 @@ class _Lines:
             self._half_at = None
 
     def _measure(self, file: Iterable[bytes]) -> tuple[int, bytes]:
-        """Return the length of the rows that are ours, and what follows them."""
+        """Return the length in bytes of the rows that this class wrote, and what follows them."""
         nbytes, row = 0, b""
         for line in file:
             row += line

@@ -38,16 +38,17 @@ class MetricsTracker:
 
     `log_scalar` puts a value into a queue. `flush`, and every 4,096th value, empties the queue into
     the histories and the sinks, in order; values on a device follow once they have been copied.
-    Only `flush`, `summary`, `history`, `plot` and `close` wait for them, and so does a queue whose
-    device is 30,000 values behind. Any thread may log. A tracker with sinks is closed at exit. The
-    first 10,000 names have histories; others go to the sinks only, and the log says so once.
+    Only `flush`, `summary`, `history`, `plot`, `state_dict`, `load_state_dict` and `close` wait for
+    them, and so does `log_scalar` when the device is 30,000 values behind. Any thread may log. A
+    tracker with sinks is closed at exit. The first 10,000 names have histories; others go to the
+    sinks only, and the log says so once.
 
-    Each sink is called in a thread of its own, which the thread that logs waits for, at most 30 s
-    for one call. After that nothing waits for it until it returns: 64 calls are kept for it, and
-    what comes then is counted in `dropped`.
+    Each sink is called in a thread of its own. The thread that logs waits for it, at most 30 s for
+    one call. After that nothing waits for the sink until it returns: 64 calls are queued for it,
+    and the values of further ones are counted in `dropped`.
 
     Args:
-        capacity: the longest history to keep of one name; at least 2.
+        capacity: number of values in the history of one name at most; at least 2.
         sinks: callables that accept a list of (name, step, value), as `fastamp.JsonLines`. A sink
             that raises an error is reported once, in the log, and called again with the next batch.
             Of the ranks of torch.distributed only the first calls its sinks; all keep histories.
@@ -99,7 +100,8 @@ class MetricsTracker:
 
         Raises:
             RuntimeError: the value is on a device and a CUDA graph is being captured.
-            TypeError: the value is not one real number, the step no integer, the name no string.
+            TypeError: the value is not one real number, the step not an integer, or the name not a
+                string.
         """
         if type(step) is not int:
             with suppress(TypeError):
@@ -119,8 +121,8 @@ class MetricsTracker:
         - `fastamp.Timer`, `fastamp.DataLoader`: "timer/<region>" and "loader/wait_s" and the like,
           at every `flush` the mean seconds per call or batch since the last one.
         - a CUDA device, as "cuda": "gpu0/utilization_pct", "gpu0/memory_nbytes" (in use by all
-          processes) and "gpu0/power_w", once a second. Nothing without a GPU; where its driver
-          refuses, the log says so.
+          processes) and "gpu0/power_w", once a second. Nothing without a GPU; if its driver
+          refuses, a warning is logged.
 
         Args:
             source: one of these; a second call with the same one has no effect.
@@ -196,13 +198,13 @@ class MetricsTracker:
         Call `watch` for a scaler afterwards.
 
         Raises:
-            ValueError: it is no such state; the histories are as they were.
+            ValueError: it is not such a state; the histories are unchanged.
         """
         if not isinstance(state, dict) or not all(type(name) is str for name in state):
             msg = f"state: expected a dict whose keys are the names of scalars, got {state!r:.200}"
             raise ValueError(msg)
         loaded = {name: _restore(name, kept) for name, kept in state.items()}
-        self._drain(wait=True)  # the sinks get it
+        self._drain(wait=True)  # what was logged before still goes to the sinks
         with self._lock:
             self._series.clear()
             self._series.update(loaded)
@@ -231,7 +233,7 @@ class MetricsTracker:
         atexit.unregister(self.close)
 
     def _put(self, name: Name, value: Any, step: int | None = None) -> None:
-        """Queue a value of a step, or of the latest step, which stays as it is."""
+        """Queue a value of a step, or else of `last_step`, which it does not change."""
         step = self.last_step if step is None else step
         self._queue.append((name, step, value if type(value) is float else _to_scalar(name, value)))
         if len(self._queue) >= QUEUE:
@@ -239,7 +241,7 @@ class MetricsTracker:
 
     def _drain(self, *, wait: bool) -> None:
         """Empty the queue, and record the batches whose values are on the host, or all of them."""
-        if any(writer.is_current() for writer in self._writers):  # what a sink logs can wait
+        if any(writer.is_current() for writer in self._writers):  # the next call does it
             return
         with self._lock, apart_from_captures():
             if self._is_draining or _is_capturing():
@@ -289,10 +291,10 @@ class Transfer:
     def __init__(self, stream: Any, places: list[int], values: list[Tensor]) -> None:
         self.places = places
         self._event: Any = None
-        if stream is None:  # without CUDA's events `read` copies it
+        if stream is None:  # not CUDA: `read` copies and waits
             self._values = torch.stack(values)
             return
-        # To leave a stream of another device makes a context on the thread's own one.
+        # Leaving the stream would make a context on the thread's device if that were another one.
         with torch.cuda.device(stream.device), torch.cuda.stream(stream):
             self._values = torch.stack(values).to("cpu", non_blocking=True)  # into pinned memory
             self._event = stream.record_event()

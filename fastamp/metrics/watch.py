@@ -1,7 +1,7 @@
 """Sources that a tracker watches: scalers report every step, timers, loaders and GPUs are polled.
 
 Each is given `log(name, value, step=None)`, where None is the loop's latest step. In place of a
-name it may pass a function that makes scalars of the step and the value, once that is known.
+name it may pass a function that makes scalars of the step and the value, once the value is known.
 """
 
 import logging
@@ -34,12 +34,12 @@ class ScalerWatch:
         scale, skipped = (known.get(f"train/{name}") for name in ("loss_scale", "skipped_steps"))
         self._scale = scale.last if scale else math.nan
         self._n_skipped = int(skipped.last) if skipped and math.isfinite(skipped.last) else 0
-        # The scaler forgets it with its tracker.
+        # When the tracker is gone, the scaler drops the reference.
         self._reference = weakref.ref(self, partial(_forget, scaler._observers))
         scaler._observers.append(self._reference)
 
     def stop(self) -> None:
-        """Leave the scaler."""
+        """Stop watching the scaler."""
         _forget(self._scaler._observers, self._reference)
 
     def stepped(self) -> None:

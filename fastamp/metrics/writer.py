@@ -31,9 +31,9 @@ class Writer:
         self._thread: threading.Thread | None = None
 
     def put(self, batch: list[Scalar]) -> None:
-        """Let the thread write a batch; a sink that is stuck with many does not get it."""
+        """Queue a batch for the thread; if too many are waiting, count it as dropped."""
         if self._pid != os.getpid():
-            self._begin()  # the parent writes what waits there
+            self._begin()  # in a forked child: the parent writes its own batches
         with self._changed:
             if self._is_closed:
                 return
@@ -47,7 +47,7 @@ class Writer:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Wait until all is written, or for one batch too long; then no more while it is stuck."""
+        """Wait until all is written, for one batch at most WAIT_S; do not wait for a stuck sink."""
         if self._pid != os.getpid():
             return
         with self._changed:
@@ -64,7 +64,7 @@ class Writer:
         return not self._batches or self._batches[0] is not batch
 
     def is_current(self) -> bool:
-        """Say whether this is the thread that runs."""
+        """Say whether the caller runs in this thread."""
         return self._thread is threading.current_thread()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""What goes along with a region of the timer: CUDA events, a range of the profiler, the trace.
+"""What accompanies a region of the timer: CUDA events, a range of the profiler, the trace.
 
-Events are pooled and recorded on the current stream. Those that have happened are read when the
-pool is empty, the others when results are asked for.
+Events are pooled and recorded on the current stream. Completed ones are read when the pool is
+empty, all others when the results are read.
 """
 
 import threading
@@ -16,22 +16,22 @@ from torch.autograd import profiler
 
 from fastamp._ops import Region, RegionMaker, apart_from_captures
 
-_MAX_EVENTS = 4096  # under way
-_HARVEST_LIMIT = 32  # bounds what one region pays for reading the events of those before it
+_MAX_EVENTS = 4096  # in flight
+_HARVEST_LIMIT = 32  # bounds the time that one region spends on reading earlier events
 
 
-# One region that ended, for a trace: path, "threads" or "streams", which one, start, duration.
+# A region that ended, for a trace: path, "threads" or "streams", which one, start_ns, duration_ns.
 Span = tuple[str, str, int, int, int]
 
 
 class Extras(NamedTuple):
-    """What begins and ends with the regions of one timer, where there is anything."""
+    """Begins and ends the events, the profiler's range and the trace of each region of a timer."""
 
     clock: "DeviceClock | None"
     spans: deque[Span]
 
     def begin(self, region: Region) -> Callable[[int, int], None]:
-        """Return what is to be called when the region ends, with the host's start and end."""
+        """Begin them; return the function to call when the region ends, with the host's times."""
         opened = None
         if profiler._is_profiler_enabled:
             opened = torch._C._profiler._RecordFunctionFast(region.path)
@@ -50,7 +50,7 @@ class Extras(NamedTuple):
 
 
 class DeviceFigures:
-    """What one path adds up to on the device."""
+    """The figures of one path on the device."""
 
     def __init__(self, series: Region) -> None:
         self.series = series
@@ -67,15 +67,15 @@ class _Interval:
 
 
 class _Lane:
-    """A stream. Its events happen in order, so the time between neighbours adds up to a clock."""
+    """A stream's clock: its events complete in order, so the times between them add up."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        # Under way: the event, what it begins or ends, and when it was recorded.
+        # In flight: the event, the interval that it begins or ends, and the host's time then.
         self.marks: deque[tuple[torch.cuda.Event, _Interval, DeviceFigures, int]] = deque()
-        self.last: torch.cuda.Event | None = None  # the newest that has happened
-        self.clock_ns = 0  # when it did, since the lane's first one
-        self.behind_ns = 0  # host's clock - lane's; no event happens before it is recorded
+        self.last: torch.cuda.Event | None = None  # the newest completed one
+        self.clock_ns = 0  # its time, since the lane's first one
+        self.behind_ns = 0  # host's clock - lane's; no event completes before it is recorded
 
 
 class DeviceClock:
@@ -92,14 +92,14 @@ class DeviceClock:
         self._num_events = 0
 
     def begin(self, path: str) -> _Interval | None:
-        """Start a region's clock on the current stream, or count why not."""
+        """Record a region's first event on the current stream, or count why not."""
         if torch.cuda._is_in_bad_fork():
             return None
         interval = _Interval(path, torch.cuda.current_stream(self._device))
         return interval if self.record(interval) else None
 
     def figures_of(self, path: str) -> DeviceFigures:
-        """Return what a path adds up to; `wait` completes it."""
+        """Return a path's figures, which `wait` completes."""
         with self._lock:
             if path not in self._figures:
                 self._figures[path] = DeviceFigures(self._make_region(path, None, False))
@@ -132,7 +132,7 @@ class DeviceClock:
 
     @apart_from_captures()
     def _harvest(self, limit: int) -> None:
-        """Read what has happened by now, at most `limit` events of each lane."""
+        """Read the completed events, at most `limit` of each lane."""
         for lane in self._lanes.values():
             for event, interval, figures, host_ns in list(islice(lane.marks, limit)):
                 if not event.query():  # type: ignore[no-untyped-call]
@@ -165,13 +165,13 @@ class DeviceClock:
             raise RuntimeError(msg)
         with self._lock:
             last = [lane.marks[-1][0] for lane in self._lanes.values() if lane.marks]
-        with apart_from_captures():  # which a wait for the whole device would break
+        with apart_from_captures():  # a wait for the whole device would break captures
             for event in last:
                 event.synchronize()
         with self._lock:
             self._harvest(_MAX_EVENTS)
 
     def reset(self) -> None:
-        """Forget all figures, also those of events under way."""
+        """Forget all figures, also those of events in flight."""
         with self._lock:
             self._figures = {}

@@ -1,4 +1,4 @@
-"""What a script trains with, as its timer's file says it for `python -m fastamp.bench doctor`."""
+"""Facts about a training loop, in its timer's file for `python -m fastamp.bench doctor`."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ class Facts:
     """Every group has `fused=True`."""
     groups: int | None = None
     sizes: tuple[tuple[int, int], ...] | None = None
-    """(elements, how many parameters have as many)."""
+    """(elements, number of parameters with as many elements)."""
     loader: str | None = None
     """Its class with its package, as "torch.DataLoader"."""
     dataset: str | None = None
@@ -38,10 +38,10 @@ def describe(
     scaler: torch.amp.GradScaler | None = None,
     dtype: torch.dtype | None = None,
 ) -> Facts:
-    """Return the facts of what is given; one optimizer or several.
+    """Return the facts about the arguments; `optimizer` may be several.
 
     Raises:
-        TypeError: the optimizer is none.
+        TypeError: `optimizer` is not an optimizer, nor several.
     """
     given: Any = [] if optimizer is None else optimizer
     optimizers = [given] if hasattr(given, "param_groups") else list(given)

@@ -66,12 +66,12 @@ class RegionStats(NamedTuple):
     gap: float = 0.0
     """Total on the GPU between the event before the region, in its stream, and the region."""
     dropped: int = 0
-    """How often it was not timed on the GPU: 4,096 events were under way."""
+    """How often it was not timed on the GPU, because 4,096 events were in flight."""
     captured: int = 0
-    """How often it was not timed on the GPU: a CUDA graph was being captured."""
+    """How often it was not timed on the GPU, because a CUDA graph was being captured."""
     histogram: tuple[tuple[int, int], ...] = ()
-    """(bucket, count), for `Timer.merge`; nanoseconds below 64 are their own bucket, and every
-    doubling above has 32."""
+    """(bucket, count), for `Timer.merge`. Each nanosecond below 64 has its own bucket, and each
+    doubling above has 32 buckets."""
 
 
 class RankStats(NamedTuple):
@@ -96,10 +96,10 @@ class Timer:
 
     `with timer("forward"): ...` costs less than three times two reads of a clock. On CUDA an
     event is recorded on the current stream when the region begins and when it ends; only
-    `summary()` waits for them. Regions that are opened inside another one are named by their path,
-    "outer/inner", per thread, also where asyncio tasks interleave in one. A region counts also when
-    an exception leaves it, and until a region around it ends. 1,000 paths are kept apart; further
-    ones are counted together as "(other)".
+    `summary()` waits for them. A region that is opened inside another one is named by its path,
+    "outer/inner". Nesting is per thread, also where asyncio tasks interleave in one. A region that
+    an exception ends is counted, too; one that is left open ends with the region around it. 1,000
+    paths are kept apart; further ones are counted together as "(other)".
 
     Inside `torch.compile` regions are left out of the graph. While a CUDA graph is captured they
     are not timed on the GPU, and counted in `captured`. torch's profiler shows them as ranges.
@@ -111,7 +111,7 @@ class Timer:
 
     Raises:
         ValueError: the device is neither "cpu" nor a CUDA device.
-        RuntimeError: the device is not there.
+        RuntimeError: the device is not available.
 
     Example:
         >>> timer = fastamp.Timer("cpu")
@@ -146,7 +146,7 @@ class Timer:
         self._make: Callable[[str], Region] = lambda path: make_region(path, begin, always)
         self._root = self._make("")
         self._regions: dict[str, Region] = {}
-        self._depths: dict[str, int] = {}  # regions around each path, and itself
+        self._depths: dict[str, int] = {}  # number of regions around each path, plus 1
 
     def __call__(self, name: str) -> Region | contextlib.nullcontext[None]:
         """Return the region of this name inside the innermost open one, for a `with` statement.
@@ -190,7 +190,8 @@ class Timer:
         """Close the region, which is the innermost open one of this thread.
 
         Raises:
-            RuntimeError: it is not; the message names the one that is, if any, and nothing changes.
+            RuntimeError: another region is the innermost one, which the message names, or none is
+                open; nothing changes.
         """
         if is_dynamo_compiling():
             return
@@ -204,7 +205,7 @@ class Timer:
         inner.__exit__(None, None, None)
 
     def each(self, name: str, iterable: Iterable[_T]) -> Iterator[_T]:
-        """Yield what an iterable does, such as a loader, and time each wait for it as a region.
+        """Yield the items of an iterable, such as a loader; each wait for one is a region.
 
         The last wait, which finds the end, counts too.
         """
@@ -321,13 +322,13 @@ class Timer:
     ) -> None:
         """Write `summary()` to a file, in seconds, for `python -m fastamp.bench doctor --timer`.
 
-        The file is written whole or stays as it was. That command says what would help, and is the
-        more certain, the more it is told here: the optimizer or several, the loader, the scaler,
-        and the dtype of autocast (torch.float32 without it).
+        The file is written whole or stays as it was. That command says what would help. It is more
+        certain if it knows the optimizer or several, the loader, the scaler, and the dtype of
+        autocast (torch.float32 without it).
 
         Raises:
             OSError: the file cannot be written.
-            TypeError: the optimizer is none.
+            TypeError: `optimizer` is not an optimizer, nor several.
         """
         facts = describe(optimizer, loader, scaler, dtype)
         regions = {name: stats._asdict() for name, stats in self.summary().items()}
@@ -338,8 +339,8 @@ class Timer:
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the newest 65,536 regions as a trace for chrome://tracing or Perfetto.
 
-        On CUDA each region is there twice, for its thread and for its stream. The GPU's clock is
-        placed by the host's: each stream is as early as its events allow.
+        On CUDA each region appears twice, for its thread and for its stream. The GPU's times are
+        moved to the host's clock: each stream is as early as its events allow.
 
         Raises:
             OSError: the file cannot be written.
@@ -367,7 +368,7 @@ class Timer:
 
 
 def _device(device: str | torch.device | None) -> torch.device:
-    """Return the device whose clock is asked for, with its index."""
+    """Return the device to time, with its index."""
     has_cuda = torch.cuda.is_available()
     chosen = torch.device(device or ("cuda" if has_cuda else "cpu"))
     if chosen.type == "cpu":

@@ -265,7 +265,7 @@ DAMAGE = {
     "the sum of .* is wrong": flip_a_bit,
     "no checkpoint: File is not": lambda path: path.write_text("text"),
     "no checkpoint: its .* larger than the file": zip_bomb,
-    "is no regular file": pipe,
+    "is not a regular file": pipe,
     "No such file": dangling,
     "expected 'fastamp.train 4', got None": lambda path: torch.save({"a": 1}, path),
     "expected 'fastamp.train 4', got 7": lambda path: torch.save({"format": 7}, path),
