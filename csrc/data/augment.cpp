@@ -1,6 +1,6 @@
-// All augmentations of an image become one map from the result's pixels to the image's, and what is
-// painted over it. The pass goes plane by plane, so that what is painted over still lies in the
-// cache.
+// All augmentations of an image become one map from the result's pixels to the image's, and
+// rectangles to paint over it. The pass goes plane by plane, so that pixels to paint over are still
+// in the cache.
 #include "data/augment.h"
 
 #include <cstddef>
@@ -27,7 +27,7 @@ struct Paint {
 };
 
 /// Pixel (y, x) of the result is (top + y, left + x) of the image, or (top + y, left - x) where it
-/// is flipped, if it lies in `valid`; and then what the paints make of it, one after the other.
+/// is flipped, if it lies in `valid`. Then the paints are applied, one after the other.
 struct Placement {
   std::int64_t height;
   std::int64_t width;
@@ -56,7 +56,7 @@ void clip(Rect& rect, std::int64_t height, std::int64_t width) {
           clamp(rect.right, width)};
 }
 
-/// Lets the result begin at (y, x) of what it was.
+/// Moves the upper left corner of the result to its pixel (y, x).
 void shift(Placement& placed, std::int64_t y, std::int64_t x) {
   placed.top += y;
   placed.left += placed.flipped ? -x : x;
@@ -75,7 +75,7 @@ void flip(Placement& placed) {
   }
 }
 
-/// Draws what becomes of the image of a sample.
+/// Draws the augmentations of a sample's image.
 Placement place(const Images& images, std::uint64_t key) {
   Placement placed;
   placed.height = images.height;
@@ -167,7 +167,7 @@ struct Plane {
     return output + pixels.nbytes(y * placed.width + x);
   }
 
-  /// Copies all that is valid, and perhaps more, which will be painted over.
+  /// Copies the valid pixels, and perhaps others, which will be painted over.
   FASTAMP_INLINE void copy() const {
     const auto& [top, left, bottom, right] = placed.valid;
     const std::int64_t count = right - left;

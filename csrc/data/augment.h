@@ -15,7 +15,7 @@ struct AugmentStep {
   StepKind kind;
   std::int64_t y_bound;  ///< of a flip: its probability, times 2^32
   std::int64_t x_bound;
-  std::int64_t top;     ///< padding of a crop, or what lies above the centre of a hole: its upper
+  std::int64_t top;     ///< padding of a crop, or rows of a hole above its center: the upper
   std::int64_t left;    ///<   left corner lies at (y - top, x - left)
   std::int64_t height;  ///< of the crop or the hole
   std::int64_t width;
@@ -33,7 +33,7 @@ struct Images {
   const char* fills;  ///< a pixel for each step and plane
 };
 
-/// Draw `n` of a sample, 32 bits of it.
+/// Random number `n` of a sample, of 32 bits.
 std::int64_t draw(std::uint64_t key, int n);
 
 /// The same below `bound`, which is less than 2^31.

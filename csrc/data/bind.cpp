@@ -20,7 +20,7 @@
 namespace fastamp {
 namespace {
 
-// Bytes of a batch from which on other Python threads, and more than one thread here, are worth it.
+// Bytes of a batch from which on it pays to drop the GIL and to copy with more than one thread.
 constexpr std::int64_t kReleaseBytes = 256 * 1024;
 
 /// Adds a row, unless its shape does not go with the rows before: padding allows lengths to differ.
@@ -74,7 +74,7 @@ bool read_tensors(const py::tuple& samples, StackSpec& spec) {
   return true;
 }
 
-/// Takes arrays of one type and one dtype, which is known to be one of torch's.
+/// Reads arrays of one type and one dtype, which is known to be one of torch's.
 bool read_arrays(const py::tuple& samples, StackSpec& spec) {
   const py::handle type = py::type::handle_of(samples[0]);
   const py::object dtype = py::getattr(samples[0], "dtype");
@@ -96,7 +96,7 @@ bool read_arrays(const py::tuple& samples, StackSpec& spec) {
   return true;
 }
 
-/// Returns the address of the batch's memory, after a look at its size.
+/// Returns the address of the batch's memory, after a check of its size.
 void* check_out(const py::object& out, const StackSpec& spec) {
   const std::int64_t nbytes = static_cast<std::int64_t>(spec.rows.size()) * row_nbytes(spec);
   HostTensor tensor;
@@ -108,7 +108,7 @@ void* check_out(const py::object& out, const StackSpec& spec) {
 
 py::object stack(const py::object& samples, const py::object& dtype, const py::object& allocate,
                  const py::object& pad, std::int64_t multiple) {
-  // Other Python threads may change the list; nobody takes the samples from the tuple.
+  // Other Python threads may change the list, but not the tuple.
   const auto owned = py::reinterpret_steal<py::tuple>(PySequence_Tuple(samples.ptr()));
   if (!owned) throw py::error_already_set();
   StackSpec spec;
@@ -250,7 +250,7 @@ class Gatherer {
   }
 
  private:
-  /// Says for its lifetime that a thread waits. The GIL guards what it says.
+  /// Sets a flag while a thread waits. The GIL guards the flag.
   struct Waiting {
     explicit Waiting(bool& flag) : flag_(flag) { flag_ = true; }
     ~Waiting() { flag_ = false; }
@@ -285,7 +285,7 @@ void define_data(py::module_& module) {
            "Add a batch: int64 indices, a contiguous tensor to fill for each column, and the "
            "samples' keys, as int64, where images are augmented.")
       .def("is_ready", &Gatherer::is_ready,
-           "Say whether the oldest batch is there, or too small to be worth a wait.")
+           "Say whether the oldest batch is copied, or so small that wait copies it at once.")
       .def("wait", &Gatherer::wait,
            "Wait for the oldest batch and return the seconds that its copy took.");
 }

@@ -1,4 +1,4 @@
-// Copies the samples of a batch into one block of memory, and pads what is shorter.
+// Copies the samples of a batch into one block of memory, and pads shorter ones.
 #include "data/collate.h"
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace fastamp {
 namespace {
 
-// Bytes that are worth a thread's while.
+// Bytes that a thread copies at a time.
 constexpr std::int64_t kTaskBytes = 128 * 1024;
 
 /// Repeats an element, in copies that double.
@@ -27,7 +27,7 @@ struct PaddedCopy {
   const StackSpec& spec;
   const std::int64_t* strides;  ///< bytes of the batch that one index of a dimension spans
   const std::int64_t* shape;
-  std::size_t last;  ///< behind this dimension the row is as long as the batch's
+  std::size_t last;  ///< in the dimensions after this one the row is as long as the batch's
   const char* row;
   char* out;
 

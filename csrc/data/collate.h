@@ -1,4 +1,4 @@
-// The stack of samples into a batch, as the bindings hand it to the CPU. Host memory only.
+// Stacks samples into a batch, in host memory.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ struct StackSpec {
   std::vector<std::int64_t> row_shape;  ///< of one row of the batch
   std::vector<std::int64_t> shapes;     ///< of each row, one after the other; none: all row_shape
   std::int64_t itemsize = 0;
-  const void* pad = nullptr;  ///< the element that fills what a row lacks at the end of a dimension
+  const void* pad = nullptr;  ///< the element that fills the end of shorter dimensions
 };
 
 /// Bytes of one row of the batch.

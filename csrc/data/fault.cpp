@@ -1,4 +1,4 @@
-// The handlers of SIGSEGV and SIGBUS. Outside of a guarded read they hand on to those before them.
+// The handlers of SIGSEGV and SIGBUS. Outside of a guarded read they call the earlier handlers.
 #include "data/fault.h"
 
 #include <atomic>
@@ -11,8 +11,8 @@ namespace {
 constexpr int kSignals[] = {SIGSEGV, SIGBUS};
 struct sigaction before[2];
 
-// Where this thread goes on. The count spares other threads, which may have failed anywhere, the
-// first look at the variable of a thread, which allocates.
+// Where this thread resumes after a fault. Without a read in progress the handler does not access
+// it: the first access of a thread allocates, and the thread may have failed anywhere.
 thread_local sigjmp_buf* resume = nullptr;
 std::atomic<int> num_reads{0};
 
@@ -22,7 +22,7 @@ void on_fault(int signal, siginfo_t* info, void* context) {
   if ((other.sa_flags & SA_SIGINFO) != 0) return other.sa_sigaction(signal, info, context);
   if (other.sa_handler != SIG_DFL && other.sa_handler != SIG_IGN) return other.sa_handler(signal);
   sigaction(signal, &other, nullptr);
-  raise(signal);  // comes when this handler has returned
+  raise(signal);  // not blocked, because of SA_NODEFER
 }
 
 bool install() {

@@ -1,10 +1,10 @@
-// Reads of memory that its owner may free, or whose file another process may cut, meanwhile.
+// Reads of memory that its owner may free meanwhile, or whose file another process may truncate.
 #pragma once
 
 namespace fastamp {
 
-/// Calls `read(argument)`; returns false where it met memory that is not there. Then the call was
-/// left in the middle, without a destructor: `read` owns nothing and holds no lock.
+/// Calls `read(argument)`; returns false if it read memory that no longer exists. Then the call was
+/// left in the middle, without destructors: `read` must own nothing and hold no lock.
 bool read_guarded(void (*read)(void* argument), void* argument);
 
 }  // namespace fastamp

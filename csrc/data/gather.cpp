@@ -11,15 +11,15 @@
 namespace fastamp {
 namespace {
 
-// Rows lie anywhere, so that the processor does not foresee the next ones: they are fetched into
-// the second-level cache while others are copied, of short rows more. In a long row the processor's
-// own prefetcher soon takes over.
+// Rows lie anywhere, so that the processor cannot predict the next ones: they are prefetched into
+// the second-level cache while others are copied, more of them if they are short. In a long row the
+// processor's own prefetcher soon takes over.
 constexpr std::int64_t rows_ahead(std::int64_t row_nbytes) { return row_nbytes < 1024 ? 8 : 2; }
 constexpr std::int64_t kPrefetchBytes = 4096;
 constexpr std::int64_t kLine = 64;
 
-// Batches from this size on push each other out of the caches before anybody reads them. Their long
-// rows are written past the caches, which spares the memory a read of what is overwritten.
+// Batches from this size on evict each other from the caches before they are read. Their long rows
+// are written past the caches, which saves reading the memory that is overwritten.
 constexpr std::int64_t kStreamBytes = 4 << 20;
 typedef long long Block __attribute__((vector_size(16), may_alias));
 

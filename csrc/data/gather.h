@@ -15,8 +15,8 @@ struct Part {
   std::int64_t end;
 };
 
-/// An array whose rows become the rows of one tensor of the batch. Rows may overlap, and go on in
-/// the next part.
+/// An array whose rows become the rows of one tensor of the batch. Rows may overlap, and continue
+/// in the next part.
 struct Column {
   std::vector<Part> parts;  ///< at least one, end to end
   std::int64_t num_rows;
@@ -39,7 +39,7 @@ struct GatherResult {
   double elapsed_s;
   std::int64_t bad_position;  ///< of the first index that is out of bounds, or -1
   std::int64_t num_rows;      ///< of the column that has no such row
-  bool is_lost;               ///< whether memory of a column is no longer there
+  bool is_lost;               ///< whether memory of a column no longer exists
 };
 
 /// Bytes of all outputs of a job.

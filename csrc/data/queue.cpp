@@ -16,7 +16,7 @@
 namespace fastamp {
 namespace {
 
-// What is copied in the time that it takes to wake a thread is left to the consumer.
+// Smaller batches take less time than waking a thread: the consumer copies them.
 constexpr std::int64_t kWakeBytes = 64 << 10;
 
 using Clock = std::chrono::steady_clock;
@@ -150,7 +150,7 @@ std::optional<GatherResult> GatherQueue::wait(double timeout_s) {
   if (shared.delivered == shared.submitted)
     throw std::runtime_error("gather queue: no job to wait for");
   const Slot& slot = shared.slot_of(shared.delivered);
-  // To help costs less than to sleep until another thread has done it.
+  // Helping costs less than sleeping until another thread is done.
   while (!slot.done && shared.started < shared.submitted) shared.run_next(lock);
   const auto timeout = std::chrono::duration<double>(timeout_s);
   if (!shared.is_done.wait_for(lock, timeout, [&] { return slot.done; })) return std::nullopt;

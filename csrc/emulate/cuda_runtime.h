@@ -1,6 +1,6 @@
-// What the kernels use of CUDA, on the host: found instead of CUDA's own header where the kernels
-// are compiled as C++ for tests. It proves tables, tails, alignment, barriers and the order of
-// addition; neither speed nor the memory model.
+// The part of CUDA that the kernels use, on the host: included instead of CUDA's own header when
+// the kernels are compiled as C++ for tests. These test tables, tails, alignment, barriers and the
+// order of addition, but neither speed nor the memory model.
 #pragma once
 
 #include <atomic>
@@ -21,7 +21,7 @@
 inline void __syncthreads() { fastamp::emulate::wait_for_block(); }
 inline void __syncwarp() { fastamp::emulate::wait_for_warp(); }
 
-/// All shuffles are of whole warps; a source outside is the thread itself, as on the device.
+/// All shuffles are of whole warps; a source outside of it returns the thread's own value.
 template <typename T>
 T __shfl_sync(unsigned, T value, int source) {
   static_assert(sizeof(T) <= sizeof(std::uint64_t) && std::is_trivially_copyable_v<T>);
@@ -49,7 +49,7 @@ T __shfl_xor_sync(unsigned mask, T value, int lanes) {
   return __shfl_sync(mask, value, static_cast<int>(threadIdx.x % 32) ^ lanes);
 }
 
-/// Blocks run one after the other, so that nothing is between the two.
+/// Not atomic: blocks run one after the other, and one thread of a block calls it.
 inline double atomicAdd(double* address, double value) {
   const double old = *address;
   *address += value;

@@ -1,4 +1,4 @@
-// The threads of a block as fibers of one thread: they change at barriers and shuffles, so that a
+// The threads of a block as fibers of one thread: they switch at barriers and shuffles, so that a
 // grid runs the same way each time. Every other block begins with its last thread.
 #undef _FORTIFY_SOURCE  // its longjmp takes a jump to another stack for an error
 #include <setjmp.h>
@@ -37,7 +37,7 @@ struct Block {
   std::vector<unsigned> ready;  // as a ring: no fiber is in it twice
   unsigned first = 0, count = 0;
   Barrier block, warps[kMaxThreads / kWarp];
-  std::uint64_t given[2][kMaxThreads];  // of two shuffles in turn: a slow thread reads the former
+  std::uint64_t given[2][kMaxThreads];  // two shuffles alternate: a slow thread reads the earlier
   void (*thread)(const void*) = nullptr;
   const void* data = nullptr;
   unsigned running = 0;
@@ -46,7 +46,7 @@ Block now;
 
 void make_ready(unsigned fiber) { now.ready[(now.first + now.count++) % kMaxThreads] = fiber; }
 
-/// Goes on with the next fiber that can, or with the caller.
+/// Resumes the next fiber that is ready, or else the caller.
 [[noreturn]] void run_next() {
   if (now.count == 0) _longjmp(now.caller, 1);
   now.current = now.ready[now.first];
@@ -83,7 +83,7 @@ void live() {
   }
 }
 
-/// Makes the fibers, each of which runs until it has a place to be called at.
+/// Makes the fibers, each of which runs until it can be resumed.
 void start_fibers() {
   now.ready.resize(kMaxThreads);
   now.fibers = std::vector<Fiber>(kMaxThreads);
@@ -124,7 +124,7 @@ bool run_grid(unsigned blocks, unsigned threads, void (*thread)(const void*), co
   for (unsigned block = 0; block < blocks; ++block) {
     blockIdx = {block, 0, 0};
     if (run_block(threads, block % 2 != 0)) continue;
-    now.fibers.clear();  // they stand where they wait
+    now.fibers.clear();  // they are stuck at their barriers
     now.block.waiting.clear();
     for (Barrier& warp : now.warps) warp.waiting.clear();
     return false;

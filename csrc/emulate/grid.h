@@ -18,7 +18,7 @@ struct Index {
 };
 
 /// Calls thread(data) once for every thread. Returns false, and leaves the rest of the grid undone,
-/// if threads wait where the others will never come. An exited thread is not waited for.
+/// if threads wait at a barrier that others never reach. An exited thread is not waited for.
 bool run_grid(unsigned blocks, unsigned threads, void (*thread)(const void*), const void* data);
 
 /// Waits for all threads of the block, or of the warp.
@@ -30,5 +30,5 @@ std::uint64_t exchange(std::uint64_t bits, unsigned source);
 
 }  // namespace fastamp::emulate
 
-// Where the running thread is; grids have one dimension.
+// The indices of the running thread; grids have one dimension.
 inline thread_local fastamp::emulate::Index threadIdx, blockIdx, blockDim, gridDim;

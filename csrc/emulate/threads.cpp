@@ -1,4 +1,4 @@
-// The threads of a block as threads, so that a sanitizer sees which of them meet without a barrier.
+// The threads of a block as threads, so that a sanitizer finds races between them.
 #include <array>
 #include <condition_variable>
 #include <memory>
@@ -11,7 +11,7 @@
 namespace fastamp::emulate {
 namespace {
 
-/// Lets threads go on when all that are expected wait.
+/// Releases its threads when all that are expected wait.
 class Barrier {
  public:
   void expect(unsigned threads) { expected_ = threads; }
@@ -44,7 +44,7 @@ class Barrier {
   unsigned expected_ = 0, waiting_ = 0, round_ = 0;
 };
 
-/// What the 32 threads of a warp share. Two shuffles take turns: a slow thread reads the former.
+/// What the 32 threads of a warp share. Two shuffles alternate: a slow thread reads the earlier.
 struct Warp {
   Barrier barrier;
   std::array<std::uint64_t, kWarp> given[2];

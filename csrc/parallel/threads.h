@@ -9,12 +9,12 @@
 namespace fastamp {
 
 /// Calls work(data) on `num_threads` threads, the caller's among them, and returns when all calls
-/// have. Runs it once, here, where the process has no OpenMP runtime and in a forked child, which
-/// has none of its threads.
+/// have. Calls it once, on the caller's thread, if the process has no OpenMP runtime and in a
+/// forked child, which has none of the runtime's threads.
 void run_team(int num_threads, void (*work)(void*), void* data);
 
 /// Calls body(i) once for each i in [0, count), on at most `num_threads` threads. body must not
-/// throw. Threads take one index at a time, so that one that the machine delays takes fewer.
+/// throw. Threads take one index at a time, so that a thread that is delayed takes fewer.
 template <typename Body>
 void parallel_for(std::int64_t count, int num_threads, const Body& body) {
   struct Job {

@@ -71,10 +71,10 @@ void define_step(py::module_& module) {
       .def_readonly("num_chunks", &PackedTensors::num_chunks)
       .def_readonly("tensors", &PackedTensors::tensors);
   module.def("pack", &pack, py::arg("tensors"), py::arg("cuda_device"),
-             "Read the memory of a list of tensors; no cuda_device is the CPU.");
+             "Read the addresses of a list of tensors; without cuda_device, on the CPU.");
   py::class_<OpTable> ops(module, "Ops", "The op table of one backend.");
   ops.def(py::init(&table_at), py::arg("address"), py::arg("size"),
-          "Take the table that a library holds: that of the CUDA kernels, emulated for tests.")
+          "Use the table of another library: that of the CUDA kernels, emulated for tests.")
       .def("grad_stats", &grad_stats, py::arg("tensors"), py::arg("norm_type"), py::arg("scale"),
            py::arg("max_norm"), py::arg("only_finite"), py::arg("skipped"), py::arg("work"),
            py::arg("stats"), py::arg("num_threads"), "Read the gradients once.")

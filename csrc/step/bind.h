@@ -18,12 +18,12 @@ struct PackedTensors {
   py::object tensors;              ///< a tuple or list of all of them, `rest` included
   std::optional<int> cuda_device;  ///< none: the CPU
   TensorList views;
-  std::vector<std::int64_t> rest;  ///< indices of what the core does not take
+  std::vector<std::int64_t> rest;  ///< indices of the tensors that the core does not handle
   std::int64_t num_chunks = 0;
-  bool has_float16 = false;  ///< in what the core takes
+  bool has_float16 = false;  ///< among those that it handles
 };
 
-/// Says whether an address came before, so that no two threads write the same memory.
+/// Finds addresses that occur twice, so that no two threads write the same memory.
 class AddressSet {
  public:
   explicit AddressSet(std::size_t expected) {
@@ -46,7 +46,7 @@ class AddressSet {
   std::vector<const void*> slots_;
 };
 
-/// Adds a view of one of the packed tensors; an empty one takes no part.
+/// Adds a view of one of the packed tensors; skips an empty one.
 inline void add_view(PackedTensors& packed, const TensorView& view) {
   if (view.numel == 0) return;
   packed.views.push_back(view);

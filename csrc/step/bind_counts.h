@@ -1,6 +1,6 @@
-// Counts of steps that lie on the host while a device updates. So that nothing waits, the host
-// counts every step, and the device counts those that it skips, in a slot for each parameter, until
-// somebody asks for the counts.
+// Step counts that are on the host while a device updates. So that nothing waits, the host counts
+// every step, and the device counts those that it skips, in a slot for each parameter. They are
+// subtracted before the counts are read.
 #pragma once
 
 #include <cstddef>
@@ -20,8 +20,8 @@ class HostCounts {
     next_ = 0;
   }
 
-  /// Notes the count of a parameter that takes part in the next step. A count that is not as it was
-  /// left has been set by somebody else, and no skipped step is taken out of it.
+  /// Adds the count of a parameter to the next step. A count that has changed since the last step
+  /// was set by somebody else: no skipped step is subtracted from it.
   void add(py::handle param, float* place, std::size_t index, ParameterView& view) {
     const std::size_t slot = slot_of(param.ptr());
     Count& count = counts_[slot];
@@ -31,7 +31,7 @@ class HostCounts {
     taking_part_.emplace_back(index, slot);
   }
 
-  /// Gives the parameters that take part their slots, `size()` floats on the device.
+  /// Gives the added parameters their slots; `slots` has `size()` floats on the device.
   void attach(UpdateList& list, float* slots) const {
     for (const auto& [index, slot] : taking_part_) list.parameters[index].step = slots + slot;
   }
@@ -46,8 +46,8 @@ class HostCounts {
     taking_part_.clear();
   }
 
-  /// Takes the skipped steps out of the counts in an optimizer's states; `slots` is what the device
-  /// holds, and `name` the key of a count. A count that lies elsewhere by now is left as it is.
+  /// Subtracts the skipped steps from the counts in an optimizer's states; `slots` is a copy of the
+  /// device's, and `name` the key of a count. A count whose address has changed is left as it is.
   void settle(const std::vector<float>& slots, const py::dict& states, py::handle name) {
     std::unordered_map<const void*, std::size_t> by_place;
     for (std::size_t slot = 0; slot < counts_.size() && slot < slots.size(); ++slot)
@@ -69,9 +69,9 @@ class HostCounts {
 
  private:
   struct Count {
-    float* place;  ///< never read as it stands here: it may be gone
+    float* place;  ///< read only if a state still has it: the tensor may be gone
     float left;    ///< at the end of the last step
-    bool is_new;   ///< the device has nothing in the slot
+    bool is_new;   ///< the device has not set the slot yet
   };
 
   /// Parameters mostly come in the order of the step before.
@@ -87,7 +87,7 @@ class HostCounts {
   }
 
   std::vector<Count> counts_;      // by slot
-  std::vector<PyObject*> params_;  // by slot; never looked into: one may be gone
+  std::vector<PyObject*> params_;  // by slot; never dereferenced: one may be gone
   std::unordered_map<PyObject*, std::size_t> slots_;
   std::vector<std::pair<std::size_t, std::size_t>> taking_part_;  // parameter of the list, slot
   std::size_t next_ = 0;

@@ -26,14 +26,14 @@ bool is_true(PyObject* group, PyObject* name, bool otherwise) {
 
 namespace {
 
-/// Reads a number; a tensor, which a learning rate may be, waits if it is on a device.
+/// Reads a number. A learning rate may be a tensor; reading one on a device waits.
 double number(PyObject* value, PyObject* name, bool may_be_tensor = false) {
   if (value == nullptr || (!PyFloat_Check(value) && !PyLong_Check(value) && !may_be_tensor))
     throw Refusal{text(name) + " is not a number"};
   const double found = PyFloat_AsDouble(value);
   if (found != -1 || !PyErr_Occurred()) return found;
   if (!PyErr_ExceptionMatches(PyExc_Exception)) throw py::error_already_set();
-  PyErr_Clear();  // torch's step raises its own
+  PyErr_Clear();  // torch's step raises its own error
   throw Refusal{text(name) + " is not a number"};
 }
 
@@ -49,7 +49,7 @@ void check_implementation(PyObject* group) {
     if (is_true(group, name)) throw Refusal{text(name) + "=True"};
 }
 
-/// Leaves a learning rate that lies on the tensors' device there, so that nothing waits for it.
+/// Returns the address of a learning rate on the tensors' device, so that nothing waits for it.
 const float* rate_on_device(PyObject* lr, dlpack::Device device) {
   if (lr == nullptr || PyFloat_Check(lr) || PyLong_Check(lr)) return nullptr;
   const auto found = read_dense(lr, device);

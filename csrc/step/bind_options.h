@@ -1,4 +1,4 @@
-// What an optimizer's groups say: the options of one, as torch names them.
+// The options of an optimizer's parameter group, as torch names them.
 #pragma once
 
 #include <optional>
@@ -52,8 +52,8 @@ bool is_true(PyObject* group, PyObject* name, bool otherwise = false);
 
 std::string text(PyObject* object);
 
-/// Reads the options of a group, or throws a Refusal. A learning rate that lies on a device apart
-/// from the host stays there. `decoupled` is what the class of the optimizer means by weight decay.
+/// Reads the options of a group, or throws a Refusal. A learning rate on the device `apart` is not
+/// copied to the host. `decoupled` is the default of the optimizer's class.
 GroupOptions read_options(Rule rule, bool decoupled, PyObject* group,
                           std::optional<dlpack::Device> apart);
 

@@ -44,9 +44,9 @@ class StateReader {
   Py_ssize_t place_ = 0;
 };
 
-/// Asks for memory some time before it is read, as the last step's reader met it. With thousands of
-/// tensors that reader mostly waits for memory, since an update has filled the caches in between.
-/// An address that is wrong by now does no harm.
+/// Prefetches memory in the order in which the last step read it. With thousands of tensors, the
+/// read mostly waits for memory, since the update in between has filled the caches. Prefetching a
+/// stale address does no harm.
 class Ahead {
  public:
   void begin() {
@@ -59,7 +59,7 @@ class Ahead {
     now_.push_back(address);
     if (next_ < last_.size()) fetch();
   }
-  /// torch keeps a tensor's sizes among the rest of what it says of the tensor.
+  /// torch keeps a tensor's sizes beside its other fields.
   void met(const Layout& layout) {
     const char* sizes = reinterpret_cast<const char*>(layout.shape);
     for (const int offset : {-2, -1, 0, 1}) met(sizes + offset * kLineBytes);
@@ -67,7 +67,7 @@ class Ahead {
 
  private:
   static constexpr int kLineBytes = 64;
-  static constexpr std::size_t kLines = 128;  // of some five parameters
+  static constexpr std::size_t kLines = 128;  // about five parameters
 
   void fetch() { __builtin_prefetch(last_[next_++]); }
 
@@ -76,7 +76,7 @@ class Ahead {
   std::size_t next_ = 0;
 };
 
-/// One optimizer's update, between the reading of its gradients and its end.
+/// One optimizer's update: `read` collects its tensors, `apply` updates them.
 class Update {
  public:
   Update(Rule rule, bool decoupled, std::optional<int> cuda_device, bool host_is_apart)
@@ -246,7 +246,7 @@ class Update {
   bool decoupled_;
   std::optional<int> cuda_device_;
   bool host_is_apart_;
-  bool host_counts_ = false;  // the steps of the group that is read
+  bool host_counts_ = false;  // of the group that is being read
 };
 
 }  // namespace
@@ -256,23 +256,23 @@ void define_update(py::module_& module, py::class_<OpTable>& ops) {
       .value("ADAM", Rule::kAdam)
       .value("SGD", Rule::kSgd)
       .value("ADAGRAD", Rule::kAdagrad);
-  py::class_<Update>(module, "Update", "One optimizer's update, of its parameters' states as well.")
+  py::class_<Update>(module, "Update", "One optimizer's update, of parameters and states.")
       .def(py::init<Rule, bool, std::optional<int>, bool>(), py::arg("rule"), py::arg("decoupled"),
            py::arg("cuda_device"), py::arg("host_is_apart"),
-           "Take tensors on a CUDA device, or on the CPU, which then may play a device.")
+           "For tensors on a CUDA device, or on the CPU; host_is_apart treats that as a device.")
       .def("read", &Update::read, py::arg("groups"), py::arg("states"),
            "Return the gradients, or why torch has to make this step.")
       .def_property_readonly(
           "num_slots", [](Update& update) { return update.counts().size(); },
-          "How many counts that lie on the host the device needs a slot for.")
+          "Number of step counts on the host that need a slot on the device.")
       .def(
           "settle",
           [](Update& update, const std::vector<float>& slots, const py::dict& states) {
             update.counts().settle(slots, states, keys().step);
           },
           py::arg("slots"), py::arg("states"),
-          "Take the steps that the device has skipped out of those counts.")
-      .def("clear", &Update::clear, "Let go of what was read.")
+          "Subtract the steps that the device has skipped from those counts.")
+      .def("clear", &Update::clear, "Release what was read.")
       .def("drop_grads", &Update::drop_grads, "Set the gradients that were read to None.")
       .def_property_readonly("params", &Update::params);
   module.attr("NO_STATE") = kNoState;

@@ -1,5 +1,4 @@
-// The device's types of elements, and its own conversions of the 16-bit ones. They round as those
-// of the host do.
+// The device's element types, and its conversions of the 16-bit ones, which round as the host's do.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,7 +14,7 @@ __device__ inline float to_float(__half x) { return __half2float(x); }
 __device__ inline void from_float(float x, __nv_bfloat16* out) { *out = __float2bfloat16_rn(x); }
 __device__ inline void from_float(float x, __half* out) { *out = __float2half_rn(x); }
 
-/// The one place that turns a DType into a type of the device's.
+/// The one place that turns a DType into a device type.
 template <typename Fn>
 __device__ auto visit_dtype(DType dtype, Fn fn) {
   switch (dtype) {

@@ -70,7 +70,7 @@ FASTAMP_INLINE void from_float(float x, Float16* out) {
   out->bits = static_cast<std::uint16_t>(sign | magnitude);
 }
 
-/// The one place that turns a DType into a type of the host's.
+/// The one place that turns a DType into a host type.
 template <typename Fn>
 FASTAMP_INLINE auto visit_host_dtype(DType dtype, Fn fn) {
   switch (dtype) {

@@ -11,9 +11,9 @@
 namespace fastamp {
 namespace {
 
-// A small tensor costs a page walk and a miss that no hardware prefetcher foresees: the first line
-// of a chunk is fetched this many chunks before it is read. Within a chunk the hardware does better
-// alone: a prefetch of every line costs a tenth of the time.
+// A small tensor costs a page walk and a cache miss that no hardware prefetcher predicts: the first
+// line of a chunk is prefetched this many chunks before it is read. Within a chunk the hardware is
+// better alone: prefetching every line costs a tenth of the time.
 constexpr std::size_t kPrefetchChunks = 6;
 
 template <typename Norm, int kLanes, typename Sum>

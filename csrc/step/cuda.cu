@@ -1,7 +1,6 @@
 // The GPU's passes over the gradients. Launches on the caller's stream only, allocates nothing, and
-// reads nothing back; the order of addition is that of step/math.h. Where float64 is slow, sums are
-// made of pairs of float32 instead, and anew in that order where the norm's last bit may depend on
-// it.
+// reads nothing back; the order of addition is that of step/math.h. Where float64 is slow, pairs of
+// float32 are summed instead, and again in that order if the norm's last bit may depend on it.
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -102,8 +101,8 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
-/// One block of kFinalLanes threads joins the chunks and computes what the step needs. Where
-/// chunks in pairs leave the norm uncertain, it asks for them again: work[0] becomes negative.
+/// One block of kFinalLanes threads joins the chunks and computes what the step needs. If chunks in
+/// pairs leave the norm uncertain, it sets work[0] to -1, which requests them again.
 template <typename Norm, Sums kSums>
 __global__ void __launch_bounds__(kFinalLanes)
     finish_kernel(double* work, std::int64_t num_chunks, ClipSpec clip, GradStats* stats) {
@@ -118,8 +117,8 @@ __global__ void __launch_bounds__(kFinalLanes)
   *stats = finish<Norm>(reduced, clip);
 }
 
-/// Does nothing unless finish_kernel asks. Then one block reduces one chunk in order, and counts it
-/// in work[0], from -1 down; the last of all tables' finishes.
+/// Does nothing unless finish_kernel requests it. Then each block reduces one chunk in order and
+/// counts work[0] down, from -1; the last block of all tables finishes.
 template <typename Norm, int kMax>
 __global__ void __launch_bounds__(kThreads)
     again_kernel(const Table<Entry, kMax> __grid_constant__ table, std::int64_t first, double* work,
@@ -172,7 +171,7 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-/// Calls use(table) for tables that hold all tensors: one up to kMaxEntries.
+/// Calls use(table) for tables that hold all tensors: one table for up to kMaxEntries.
 template <typename Use>
 void for_each_table(const TensorList& tensors, const Use& use) {
   const auto add = [&](std::size_t i, auto* table) {

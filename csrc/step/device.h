@@ -12,12 +12,12 @@ namespace fastamp {
 
 inline void check_cuda(cudaError_t status, const std::string& what) {
   if (status == cudaSuccess) return;
-  static_cast<void>(cudaGetLastError());  // or the next one who asks gets this error again
+  static_cast<void>(cudaGetLastError());  // resets it, else the next call would return it again
   throw std::runtime_error("CUDA error in " + what + ": " + cudaGetErrorName(status) + ": " +
                            cudaGetErrorString(status));
 }
 
-/// Launches a kernel, whose name errors tell, on one-dimensional blocks. Every launch goes through
+/// Launches a kernel on one-dimensional blocks; an error has its name. Every launch goes through
 /// here.
 template <typename... Params, typename... Args>
 void launch(const char* name, void (*kernel)(Params...), std::int64_t blocks, int threads,

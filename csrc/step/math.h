@@ -28,7 +28,7 @@ FASTAMP_HD constexpr std::int64_t chunks_of(std::int64_t numel) {
   return (numel + kChunk - 1) / kChunk;
 }
 
-// Sums without float64, for GPUs that have next to none of it.
+// Sums without float64, for GPUs with few float64 units.
 
 /// The sum of two float32 numbers, `low` small beside `high`.
 struct Pair {
@@ -52,9 +52,10 @@ struct Pair {
   }
 };
 
-/// A norm is what each element adds (`term`: x is exact in Sum, and so is its square), how two
-/// reductions join (NaN stays), and what makes the norm of the whole reduction. One that adds also
-/// has the term as a pair, and the smallest sum of a strip's pairs that is accurate, except 0.
+/// A norm has the term that each element adds (x is exact in Sum, and so is its square), the join
+/// of two reductions (NaN stays), and the root, which turns the whole reduction into the norm. One
+/// that adds also has the term as a pair, and kSmallest, below which a sum of a strip's pairs is
+/// not accurate, except 0.
 struct L1 {
   using Sum = double;
   static constexpr float kSmallest = 0;  // sums of float32 numbers do not underflow
@@ -127,15 +128,15 @@ FASTAMP_HD GradStats finish(double reduced, const ClipSpec& clip) {
   stats.grad_scale = scale / stats.clip_coef;
   stats.scale = scale;
   if (clip.skipped != nullptr) {
-    // Where a kernel divides by an infinite scale every gradient is 0: such a scale has to fall.
+    // Divided by an infinite scale, every gradient would be 0: skip, so that the scale falls.
     if (stats.clip_coef > 0 && stats.grad_scale > FLT_MAX) stats.found_inf = 1.0F;
     *clip.skipped += stats.found_inf;
   }
   return stats;
 }
 
-/// Says whether the pairs of a strip add up to its sum but for kPairsError. What is infinite, NaN
-/// or near it is not below 2^127; `largest` is the largest magnitude of what is not NaN.
+/// Says whether the pairs of a strip add up to its sum, within kPairsError. A sum that is NaN,
+/// infinite or nearly so is not below 2^127; `largest` is the largest magnitude that is not NaN.
 template <typename Norm>
 FASTAMP_HD bool is_accurate(Pair sum, float largest) {
   return sum.high < 0x1p127F && (sum.high >= Norm::kSmallest || largest == 0);
@@ -155,8 +156,9 @@ FASTAMP_HD bool is_accurate(Pair sum, float largest) {
 // 2^-36 + 2 * 2^-38 is well below the bound.
 constexpr double kPairsError = 0x1p-35;
 
-/// Says whether a reduction in pairs gives the norm that float64 gives: where all numbers within
-/// the bound do, since every step to the norm is monotone. What is not finite comes from float64.
+/// Says whether a reduction in pairs gives the norm that float64 gives: if both ends of the error
+/// bound give one norm, since every step to the norm is monotone. What is not finite comes from
+/// float64.
 template <typename Norm>
 FASTAMP_HD bool is_certain(double reduced, const ClipSpec& clip) {
   const float inv_scale = inverse(scale_of(clip));

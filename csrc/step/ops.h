@@ -7,7 +7,7 @@
 namespace fastamp {
 
 struct OpTable {
-  /// Reads every element once. `work` has 1 + count_chunks(tensors) slots on the tensors' device;
+  /// Reads every element once. `work` has 1 + (chunks of all tensors) slots on the tensors' device;
   /// work[0] becomes the float64 reduction in the fixed order of step/math.h (on GPUs with slow
   /// float64, within kPairsError of it, and the norm the same); the rest is scratch.
   void (*grad_stats)(const TensorList& tensors, NormType norm_type, const ClipSpec& clip,
@@ -24,7 +24,7 @@ const OpTable& cpu_ops();
 void update_on_cpu(const UpdateList& list, const UpdateSpec& spec, const Launch& launch);
 void update_on_cuda(const UpdateList& list, const UpdateSpec& spec, const Launch& launch);
 
-/// Without CUDA code in the module every entry throws (csrc/no_cuda).
+/// Without CUDA code in the module every entry throws (no_cuda.cpp).
 const OpTable& cuda_ops();
 bool built_with_cuda();
 

@@ -21,7 +21,7 @@ FASTAMP_HD inline double power(double base, std::uint64_t exponent) {
   return result;
 }
 
-/// Adds coupled weight decay to a gradient; `maximize` turns it round before.
+/// Adds coupled weight decay to a gradient; `sign` is -1 with `maximize`.
 FASTAMP_HD inline float decayed(float grad, float param, float sign, float decay) {
   grad *= sign;
   return decay != 0 ? grad + product(decay, param) : grad;
@@ -37,8 +37,8 @@ struct Adam {
     float weight1;   ///< of grad - exp_avg
     float beta2;
     float weight2;
-    float step_size;  ///< lr / (1 - beta1^t), and the root below
-    float eps;        ///< times sqrt(1 - beta2^t), rather than the second moment by its inverse
+    float step_size;  ///< lr / (1 - beta1^t) * sqrt(1 - beta2^t)
+    float eps;        ///< eps * sqrt(1 - beta2^t), which spares the second moment's correction
     float sign;
     float decay;
     float keep;  ///< what decoupled decay leaves of the parameter
@@ -79,8 +79,8 @@ struct Adam {
   }
 };
 
-/// torch.optim.SGD: momentum_buffer, if there is momentum. A buffer of zeros is the first step's,
-/// except with dampening, whose first step is torch's.
+/// torch.optim.SGD: momentum_buffer, if there is momentum. In the first step it is zeros, except
+/// with dampening, where torch makes that step.
 template <bool kMomentum>
 struct Sgd {
   static constexpr int kStates = kMomentum ? 1 : 0;

@@ -1,5 +1,5 @@
-// How a warp reduces a strip: the order of step/math.h, in vectors wherever the strip begins; or
-// pairs of float32, in whatever order is fastest.
+// How a warp reduces a strip: in the order of step/math.h, with aligned vectors wherever the strip
+// begins; or in pairs of float32, in the order that is fastest.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct alignas(kVectorBytes) Vector {
   T values[kSize];
 };
 
-/// Returns how many elements lie before the first that a vector can begin with.
+/// Returns the number of elements before the first aligned vector.
 template <typename T>
 __device__ int count_head(const T* data, int numel) {
   constexpr int kSize = Vector<T>::kSize;
@@ -64,7 +64,7 @@ FASTAMP_INLINE __device__ void visit_strip(const T* data, int numel, int head, c
       if (start + first + i < numel) add(i, to_float(data[start + first + i]));
 }
 
-/// Moves lanes, of which each thread of a warp has kSize, up by `count` < kSize in a circle.
+/// Rotates the lanes of a warp, kSize in each thread, up by `count` < kSize.
 template <int kSize, typename Sum>
 __device__ void rotate(Sum* lanes, int count) {
   const int before = static_cast<int>(threadIdx.x + kWarp - 1) % kWarp;
@@ -81,10 +81,11 @@ __device__ void rotate(Sum* lanes, int count) {
   }
 }
 
-/// Reduces one strip with one warp; thread t holds the lanes t * kSize to (t + 1) * kSize - 1, in
-/// the end. Where vectors begin `head` elements into the strip, it holds those `head` further until
-/// then. The result is thread 0's. This function and the next are calls, which cost nothing beside
-/// a strip, so that they are compiled once for all sizes of tables.
+/// Reduces one strip with one warp. Where vectors begin `head` elements into the strip, thread t
+/// adds to the lanes from t * kSize + head on; then the lanes are rotated, and it holds those from
+/// t * kSize to (t + 1) * kSize - 1. The result is thread 0's. This function and the next are not
+/// inlined, so that they are compiled once for all sizes of tables: a call costs nothing beside a
+/// strip.
 template <typename Norm, int kRows, typename T>
 __device__ __attribute__((noinline)) double reduce_in_order(const T* data, int numel) {
   constexpr int kSize = Vector<T>::kSize;
@@ -102,7 +103,7 @@ __device__ __attribute__((noinline)) double reduce_in_order(const T* data, int n
   return static_cast<double>(join_halves<Norm, kSize>(lanes));
 }
 
-/// Reduces one strip with one warp in pairs of float32, and where they do not hold it as above.
+/// Reduces one strip with one warp in pairs of float32; where they are not accurate, as above.
 template <typename Norm, typename T>
 __device__ __attribute__((noinline)) double reduce_in_pairs(const T* data, int numel) {
   constexpr int kSize = Vector<T>::kSize;

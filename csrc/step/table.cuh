@@ -1,5 +1,5 @@
-// Tables of tensors that travel as a kernel's argument, so that nothing is copied to the device and
-// a captured graph holds its own.
+// Tables of tensors that are passed as a kernel's argument, so that nothing is copied to the device
+// and a captured graph holds its own copy.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace fastamp {
 
-constexpr std::size_t kMaxArguments = 32764;  // bytes that a kernel takes
+constexpr std::size_t kMaxArguments = 32764;  // bytes, of one kernel
 
 /// Entries, each with the number of its first chunk, and how many chunks they have together.
 template <typename Entry, int kMax>
@@ -20,8 +20,8 @@ struct Table {
   std::uint32_t num_chunks;
 };
 
-/// How many entries the tables of for_each_table take: most programs' tensors, in less than 4 KB,
-/// or all that a launch can.
+/// Sizes of the tables of for_each_table: kFew entries hold most programs' tensors in less than 4
+/// KB, kLargest are as many as a launch can hold.
 constexpr int kFew = 240;
 template <int kLargest>
 using TableSizes = std::integer_sequence<int, kFew, kLargest>;
@@ -40,8 +40,8 @@ __device__ std::uint32_t find_entry(const Entry* entries, std::uint32_t count,
 }
 
 /// Calls use(table) for tables that hold entries 0 to count - 1 in order, each filled by
-/// fill(index, &table): all in one table as long as kLargest take them, which is no larger than it
-/// has to be, since a launch copies the whole of it.
+/// fill(index, &table). One table holds up to kLargest entries; a smaller size is used if it is
+/// enough, since a launch copies the whole table.
 template <typename Entry, int kLargest, typename Fill, typename Use>
 void for_each_table(std::size_t count, const Fill& fill, const Use& use) {
   std::size_t next = 0;

@@ -19,14 +19,14 @@ struct ClipSpec {
   float* skipped;  ///< counts the steps with found_inf, or nullptr
 };
 
-/// What one read of the gradients tells, as consecutive floats on the tensors' device.
+/// The statistics of one read of the gradients: consecutive floats on the tensors' device.
 struct GradStats {
   float norm;        ///< of the unscaled gradients
   float found_inf;   ///< 1 if any element is inf or NaN, else 0
   float clip_coef;   ///< min(1, max_norm / (norm + 1e-6))
   float factor;      ///< clip_coef / scale: multiply the gradients by this
   float grad_scale;  ///< scale / clip_coef: or divide them by this
-  float scale;       ///< the loss scale as it was read
+  float scale;       ///< the loss scale at the time of the read
 };
 
 /// Where an op runs.

@@ -20,7 +20,7 @@ constexpr int kThreads = 256;
 
 constexpr int kBlocksPerProcessor = 4;  // 1,024 threads; see vectors.cuh
 
-/// What parameters that follow each other mostly share.
+/// Values that neighboring parameters mostly share.
 struct Row {
   GroupOptions options;
   float counted;
@@ -71,14 +71,14 @@ __device__ float count_of(const Row& row, const float* step) {
   return row.counted + (counts ? *step : 0.0F) + 1;
 }
 
-/// Takes a step that the host has counted and that is skipped out of its count. If none is, nobody
-/// writes what all blocks of the parameter read; else nobody reads what is written.
+/// Subtracts a skipped step from the count, since the host has counted it. Nothing races: other
+/// blocks read a count only in a step that is not skipped, which does not write it.
 __device__ void count_skipped(const Row& row, float* step, bool skipped) {
   if (row.counting == Counting::kHostAnew) *step = skipped ? -1.0F : 0.0F;
   if (row.counting == Counting::kHost && skipped) *step -= 1;
 }
 
-/// Updates one chunk. Neighbouring threads have neighbouring vectors.
+/// Updates one chunk. Neighboring threads have neighboring vectors.
 template <typename Kind>
 __device__ void update_chunk(const Entry<Kind::kStates>& entry, std::int64_t start, int numel,
                              const typename Kind::Terms& terms, const UpdateSpec& spec) {
@@ -94,7 +94,7 @@ __device__ void update_chunk(const Entry<Kind::kStates>& entry, std::int64_t sta
     param.load(i, count, raws[0]);
 #pragma unroll
     for (int s = 0; s < Kind::kStates; ++s) state(s).load(i, count, raws[1 + s]);
-    grad.load(i, count, raws[kGrad]);  // the last: views of buckets are not aligned
+    grad.load(i, count, raws[kGrad]);  // last: DDP's views of buckets may be misaligned
     float values[2 + Kind::kStates][kVector];
     param.widen(raws[0], values[0]);
 #pragma unroll
@@ -144,8 +144,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
   update_chunk<Kind>(entry, start, numel, own, spec);
 }
 
-/// Counts the step where the counts lie on the device, once all chunks have read the count before:
-/// one launch for up to 4,000 parameters takes less than a ticket for each of their blocks.
+/// Counts the step where the counts are on the device, after all chunks have read the old count:
+/// one launch for up to 4,000 parameters costs less than an atomic counter for each block.
 template <int kMax>
 __global__ void __launch_bounds__(kThreads)
     count_kernel(const Table<float*, kMax> __grid_constant__ table, UpdateSpec spec) {
@@ -153,8 +153,7 @@ __global__ void __launch_bounds__(kThreads)
   if (i < table.count && !is_skipped(spec)) *table.entries[i] += 1;
 }
 
-/// The parameters whose groups follow one kind of rule, as Adam with amsgrad or without, on their
-/// way into launches.
+/// Packs the parameters of one kind of rule, such as Adam with amsgrad or without, into launches.
 template <typename Kind>
 class Launcher {
  public:
@@ -170,7 +169,7 @@ class Launcher {
     }
     if (is_new) rows_.push_back({list.groups[view.group], view.counted, view.counting});
     group_ = view.group;
-    // An empty parameter has a block as well, which counts.
+    // An empty parameter has a block, too, which counts the step.
     const std::int64_t chunks = view.numel > 0 ? chunks_of(view.numel) : 1;
     Item item{};
     item.tensors[0] = view.param;

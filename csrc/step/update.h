@@ -1,5 +1,4 @@
-// The plain data of an optimizer's update: its groups' options, and where each parameter's tensors
-// lie.
+// The plain data of an optimizer's update: its groups' options and the addresses of its tensors.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +13,7 @@ enum class Rule : std::uint8_t { kAdam, kSgd, kAdagrad };
 
 /// The options of one parameter group; those of other optimizers stay 0.
 struct GroupOptions {
-  const float* lr_on_device;  ///< where the learning rate lies on the tensors' device; null: `lr`
+  const float* lr_on_device;  ///< address of a learning rate on the tensors' device; null: `lr`
   double lr;
   double weight_decay;
   double eps;
@@ -31,8 +30,8 @@ struct GroupOptions {
 
 constexpr int kMaxStates = 3;
 
-/// What a parameter's `step` holds. Where the host counts the steps, also those that the device
-/// then skips, it is the number of these, below 0; `kHostAnew` says that it holds nothing yet.
+/// What a parameter's `step` holds: the count of steps (kDevice); or, where the host counts all
+/// steps, minus the number of those that the device skipped (kHost), or nothing yet (kHostAnew).
 enum class Counting : std::uint8_t { kDevice, kHost, kHostAnew };
 
 /// One parameter with everything that its update reads and writes, all in the same order of memory.
@@ -40,9 +39,9 @@ struct ParameterView {
   std::int64_t numel;
   void* param;
   void* grad;
-  void* states[kMaxStates];  ///< null from the first one that the optimizer does not have
+  void* states[kMaxStates];  ///< those that the optimizer has, then null
   float* step;               ///< the count of steps taken; null where the optimizer keeps none
-  float counted;             ///< by the host before this step
+  float counted;             ///< by the host, before this step
   Counting counting;
   std::uint32_t group;
   DType param_dtype;

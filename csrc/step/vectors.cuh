@@ -1,5 +1,5 @@
-// Parts of tensors in vectors: a thread reads four neighbouring elements of each tensor that an
-// update needs, all before it looks at the first.
+// Parts of tensors in vectors: a thread loads four neighboring elements of each tensor that an
+// update needs, all of them before it uses the first.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace fastamp {
 
-// A thread has four neighbouring elements of each tensor under way, the 16 bytes of a float32
-// vector or 8. Memory that gives 5 TB/s after 0.7 us to 132 multiprocessors needs 27 KB under way
+// A thread has four neighboring elements of each tensor in flight, the 16 bytes of a float32
+// vector or 8. Memory that gives 5 TB/s after 0.7 us to 132 multiprocessors needs 27 KB in flight
 // on each. Adam's four tensors have 64 or 32 bytes a thread, so 1,024 threads ask for 64 or 32 KB.
 constexpr int kVector = 4;
 
@@ -44,7 +44,7 @@ struct Part {
                 0) {}
 
   /// Reads `count` elements. Nothing is computed with them here, so that the reads of other tensors
-  /// need not wait. Misaligned ones are read one by one; their neighbours come out of the cache.
+  /// need not wait. Misaligned ones are read one by one; the next ones come from the cache.
   __device__ void load(int i, int count, Raw& raw) const {
     visit_dtype(dtype, [&](auto tag) {
       using T = decltype(tag);

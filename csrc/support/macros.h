@@ -16,8 +16,8 @@
 
 namespace fastamp {
 
-/// A product that no compiler joins with the sum that follows. On the host the files that need it
-/// are compiled with -ffp-contract=off; emulated kernels are contracted, to show what it is for.
+/// A product that no compiler contracts with the sum that follows. On the host the files that need
+/// it are compiled with -ffp-contract=off; emulated kernels are contracted, which tests it.
 #ifdef __CUDA_ARCH__
 #define FASTAMP_MULTIPLY(a, b, suffix) suffix(a, b)
 #else

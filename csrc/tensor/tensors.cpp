@@ -40,7 +40,7 @@ struct Torch {
   const PyGetSetDef* grad = nullptr;
   const PyGetSetDef* layout = nullptr;
   PyObject* strided = nullptr;
-  bool met_others = false;  // layouts whose refusal takes a millisecond: from then on it is asked
+  bool met_others = false;  // layouts, whose refusal takes 1 ms: from then on, checks the layout
   PyObject* is_zero = nullptr;  // methods of torch.Tensor
   PyObject* is_neg = nullptr;
   PyObject* is_conj = nullptr;
@@ -50,8 +50,8 @@ struct Torch {
 
 Torch torch;
 
-/// Whether an address may be such an offset. What lies in the heap is taken for memory unasked: a
-/// question takes longer than the rest of a read, and an offset as large is not met in practice.
+/// Whether an address may be such an offset. Addresses in the heap count as memory, unchecked: the
+/// check takes longer than the rest of a read, and offsets as large do not occur in practice.
 bool may_be_offset(const void* data) {
   const auto address = reinterpret_cast<std::uintptr_t>(data);
   return address < kLowAddress &&
@@ -117,7 +117,7 @@ bool is_dense(const dlpack::Tensor& tensor) {
   return true;
 }
 
-/// Views what the passes over gradients take: floats of 32 or 16 bits.
+/// Returns a view of the dtypes that the passes handle: floats of 32 or 16 bits.
 std::optional<TensorView> view_of(const dlpack::Tensor& found) {
   TensorView view{found.data, count(found), DType::kFloat32};
   if (found.dtype == kBFloat16)
@@ -143,20 +143,19 @@ bool requires_grad(PyObject* tensor) {
   return answer != Py_False;
 }
 
-/// Whether tensors of a type may be followed by autograd, or have values that are not what their
-/// memory says: integers have neither.
+/// Whether tensors of a dtype may require grad, or be negated or conjugated views; integers cannot.
 bool may_have_flags(DataType dtype) {
   return dtype.code != dlpack::kInt && dtype.code != dlpack::kUInt && dtype.code != dlpack::kBool;
 }
 
-/// Whether such a tensor is.
+/// Whether a tensor of such a dtype requires grad, or is such a view.
 bool has_flags(PyObject* tensor, DataType dtype, std::int64_t numel) {
   return requires_grad(tensor) || is_negated(tensor, numel) ||
          (dtype.code == dlpack::kComplex &&
           (calls(torch.is_conj, tensor) || calls(torch.is_neg, tensor)));
 }
 
-/// Returns a property's own function: a call through its descriptor takes three times as long.
+/// Returns the functions of a property: a call through its descriptor takes three times as long.
 const PyGetSetDef* getter(const py::object& type, const char* name) {
   PyObject* property = py::object(type.attr(name)).release().ptr();
   if (Py_TYPE(property) != &PyGetSetDescr_Type) return nullptr;

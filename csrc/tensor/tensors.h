@@ -27,8 +27,8 @@ struct HostTensor {
   dlpack::DataType dtype;
 };
 
-/// Looks torch's types and its exchange table up. Without the table no tensor can be read; returns
-/// whether it is there.
+/// Looks up torch's types and its exchange table. Returns whether the table exists; without it no
+/// tensor can be read.
 bool attach_torch();
 
 /// Reads a float32, bfloat16 or float16 tensor on a device whose elements fill its memory without
@@ -42,28 +42,28 @@ struct Layout {
   const std::int64_t* strides;
 };
 
-/// Reads a dense tensor, as above, and says how it lies in memory.
+/// Reads a dense tensor, as above, and its layout.
 std::optional<TensorView> read_dense(py::handle object, dlpack::Device device, Layout& layout);
 
 /// Whether two dense tensors have the same shape, and their elements the same order in memory.
 bool is_alike(const Layout& one, const Layout& other);
 
-/// Whether a dense tensor's values are its memory's negated: torch's negated views are imaginary
-/// parts of conjugates, so two elements leave a gap.
+/// Whether a dense tensor is a negated view. torch's are imaginary parts of conjugates, which have
+/// gaps between elements, so that a dense one has at most one element.
 bool is_negated(py::handle tensor, std::int64_t numel);
 
-/// Returns a plain tensor's gradient, or None; null for what is no plain tensor.
+/// Returns a plain tensor's gradient, or None; null if this is not a plain tensor.
 py::object grad_of(py::handle tensor);
 
 /// Sets a plain tensor's gradient to None.
 void drop_grad(py::handle tensor);
 
-/// Reads a tensor whose bytes are its values: a plain one without gradient, conjugation or
-/// negation. Says no to every other.
+/// Reads a contiguous tensor whose bytes are its values: a plain one that does not require grad and
+/// is no conjugated or negated view. Returns false for every other.
 bool read_host_tensor(py::handle object, HostTensor& tensor);
 
-/// Writes the addresses of all samples but the first into `rows`. Says no unless each is such a
-/// tensor, of the shape and dtype of `first`, and not empty.
+/// Writes the addresses of all samples but the first into `rows`. Returns false unless each is such
+/// a tensor, of the shape and dtype of `first`, and not empty.
 bool read_alike(const py::tuple& samples, const HostTensor& first, const void** rows);
 
 /// Returns the address of a dense tensor of the given type that has at least `numel` elements, and

@@ -31,8 +31,8 @@ struct Frame {
   std::int64_t start_ns;
 };
 
-// Plain arrays, so that reaching them needs no check. All timers share them: most often the last
-// frame is of the timer that asks.
+// Plain arrays, so that access needs no check whether they are initialized. All timers share them:
+// most often the last frame belongs to the timer that looks for its own.
 constexpr std::size_t kMaxDepth = 1000;
 thread_local Frame frames[kMaxDepth];
 thread_local std::size_t depth = 0;
@@ -74,7 +74,7 @@ bool close_frame(std::size_t index, std::int64_t end_ns) {
   return succeeds;
 }
 
-/// Say whether this thread runs an asyncio loop, whose tasks end their regions in any order.
+/// Says whether this thread runs an asyncio loop, whose tasks end their regions in any order.
 bool runs_event_loop() {
   PyObject* asyncio = PyImport_GetModule(py::str("asyncio").ptr());
   PyObject* loop =
@@ -91,7 +91,7 @@ PyObject* region_exit(PyObject* self, PyObject* const*, Py_ssize_t) {
   const Region* region = as_region(self);
   std::size_t own = depth;
   while (own > 0 && frames[own - 1].region != region) --own;
-  if (own == 0) Py_RETURN_NONE;  // it ended with a region around it
+  if (own == 0) Py_RETURN_NONE;  // closed with a region around it
   const std::size_t last = own < depth && runs_event_loop() ? own : depth;
   for (std::size_t i = last; i >= own; --i)
     if (frames[i - 1].region->begin == region->begin && !close_frame(i - 1, end_ns)) return nullptr;

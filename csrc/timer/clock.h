@@ -1,4 +1,4 @@
-// What the durations of one region of the timer add up to, on the host's monotonic clock.
+// The statistics of one region's durations, on the host's monotonic clock.
 #pragma once
 
 #include <array>
@@ -15,13 +15,13 @@ inline std::int64_t now_ns() {
 }
 
 // Durations go into a log-linear histogram: exact below 64 ns, then 32 buckets for every doubling,
-// so that no bucket is wider than 1/32 (3.125 %) of what it holds. fastamp/timer/timer.py has the
-// way back, fastamp/_ops/regions.py does the same.
+// so that no bucket is wider than 1/32 (3.125 %) of its durations. fastamp/timer/timer.py turns
+// buckets into durations again; fastamp/_ops/regions.py makes the same histogram.
 constexpr int kSubBits = 5;
 constexpr std::size_t kBuckets = std::size_t{44} << kSubBits;
 constexpr std::int64_t kLongestNs = (std::int64_t{1} << 48) - 1;  // 3.3 days
 
-/// The bucket of a duration; the last one takes whatever is longer.
+/// The bucket of a duration; the last one takes all longer ones.
 inline std::size_t bucket_of(std::int64_t duration_ns) {
   if (duration_ns <= 0) return 0;
   const auto ns = static_cast<std::uint64_t>(duration_ns < kLongestNs ? duration_ns : kLongestNs);
