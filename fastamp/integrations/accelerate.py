@@ -30,30 +30,31 @@ def prepare(accelerator: Any, *, fold: bool = True) -> GradScaler:
 
     What differs from Accelerate alone:
 
-    - Between the two calls `.grad` is as backward left it: not clipped, in fp16 not unscaled. After
-      the step it is. To look at it before, or to change it, call `accelerator.unscale_gradients()`
+    - Between the two calls `.grad` is as backward left it: not clipped and, in fp16, not unscaled.
+      After the step it is both. To read or change it before, call `accelerator.unscale_gradients()`
       after the clip, or pass `fold=False`. A change that would be lost raises a RuntimeError in
-      `optimizer.step()`. `accelerator.clip_grad_value_`, a hook of the optimizer, a closure, more
-      backward passes and a step that is left out need neither.
-    - The clip is Accelerate's, in its order, where a fold cannot be right: for another norm than 2,
-      for gradients that are not those of whole prepared optimizers, and while gradients are
-      accumulated. It is `fastamp.clip_grad_norm_` then: the norm is exact, never a DTensor.
+      `optimizer.step()`. Neither is needed for `accelerator.clip_grad_value_`, a hook of the
+      optimizer, a closure, more backward passes, or if the step is left out.
+    - Gradients are clipped at once, as by Accelerate, where the step cannot clip them: to another
+      norm than 2, if they are not those of whole prepared optimizers, and while they are
+      accumulated. `fastamp.clip_grad_norm_` does it: the norm is exact, never a DTensor.
     - A norm that is not finite skips the step, without a scaler too, and
-      `accelerator.optimizer_step_was_skipped` says so. Asking for it waits for the device; prepared
-      schedulers ask in every step, in order not to advance. Without a scaler and without a clip
+      `accelerator.optimizer_step_was_skipped` says so. Reading it waits for the device; prepared
+      schedulers read it in every step, in order not to advance. Without a scaler and without a clip
       nothing is checked.
     - Several optimizers may be clipped and stepped in fp16: Accelerate alone unscales the second
       one's gradients twice.
 
     Args:
         accelerator: an `accelerate.Accelerator`.
-        fold: False clips at once, for programs that look at `.grad` before the step; it costs one
-            more pass over the gradients.
+        fold: False clips at once, for programs that read `.grad` before the step; it costs one more
+            pass over the gradients.
 
     Returns:
-        What makes the steps, for its `last_step` and `skipped_steps`, or a tracker's `watch`: the
-        Accelerator's new scaler in the state of the old one, or where it has none one that is not
-        enabled. A scaler that a program puts in later, before its optimizers, is taken over too.
+        The scaler that makes the steps, for its `last_step` and `skipped_steps`, or a tracker's
+        `watch`: the Accelerator's new scaler with the state of the old one or, if it has none, a
+        scaler that is not enabled. If a program sets `accelerator.scaler` later, before it prepares
+        optimizers, that one is replaced, too.
 
     Raises:
         RuntimeError: a scheduler was made on a prepared optimizer before.
@@ -90,7 +91,7 @@ def _check(optimizer: Any) -> None:
 
 
 class _Accelerator:
-    """What is other in an Accelerator."""
+    """The methods that replace those of an Accelerator."""
 
     scaler: GradScaler | None
     sync_gradients: bool
@@ -106,7 +107,7 @@ class _Accelerator:
         return made
 
     def _take_scaler(self) -> None:
-        """Take over a scaler that a program has put in since `prepare`, before its optimizers."""
+        """Replace a scaler that a program has set since `prepare`, before its optimizers."""
         if self.scaler is None or self.scaler is self._split.scaler:
             return
         if any(has_methods_of(each, _Optimizer) for each in self._optimizers):
@@ -116,7 +117,7 @@ class _Accelerator:
 
     def _adopt(self, optimizer: Any) -> None:
         if type(optimizer.optimizer).__module__.startswith("lomo_optim"):
-            return  # has stepped in the backward pass
+            return  # it steps in the backward pass
         _check(optimizer)
         put_before(optimizer, _Optimizer)
         optimizer._split = self._split
@@ -132,7 +133,7 @@ class _Accelerator:
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor:
-        """Return the norm of gradients, which the step that follows clips: see `prepare`."""
+        """Return the norm of gradients; the step that follows clips them, see `prepare`."""
         parameters = list(parameters)
         if self.sync_gradients and norm_type == 2:
             owners = self._find_owners(parameters)
@@ -145,7 +146,7 @@ class _Accelerator:
         return clip_grad_norm_(parameters, max_norm, norm_type)
 
     def _find_owners(self, parameters: list[Tensor]) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that together have exactly these gradients; none where some do."""
+        """Return the optimizers that together have exactly these gradients, or an empty list."""
         known = [each.optimizer for each in self._optimizers if has_methods_of(each, _Optimizer)]
         if len(known) == 1 and list(map(id, parameters)) == list(map(id, parameters_of(known))):
             return known
@@ -160,7 +161,7 @@ class _Accelerator:
         return owners if held == given else []
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Unscale gradients in fp16, and clip those whose clip waits for the step."""
+        """Unscale gradients in fp16, and make the clips that are pending."""
         several = isinstance(optimizer, list | tuple)
         given: list[Any] = [*optimizer] if several else [optimizer]
         if optimizer is None:
@@ -171,12 +172,12 @@ class _Accelerator:
 
 
 class _Optimizer:
-    """What is other in an optimizer that an Accelerator has prepared."""
+    """The methods that replace those of an optimizer that an Accelerator has prepared."""
 
     optimizer: torch.optim.Optimizer
     gradient_state: Any
     _split: SplitStep
-    _is_overflow: bool  # Accelerate's, which programs set to hold schedulers
+    _is_overflow: bool  # Accelerate's; programs set it to hold schedulers back
     _report: StepReport | None = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -187,7 +188,7 @@ class _Optimizer:
             self._report = self._split.scaler.last_step
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # noqa: FBT001 - its signature
-        """Clear the gradients, unless more are to be added."""
+        """Clear the gradients, unless they are being accumulated."""
         stock(self).zero_grad(set_to_none)
         if self.gradient_state.sync_gradients:
             self._split.forget(self.optimizer)

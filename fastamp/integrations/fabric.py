@@ -24,15 +24,15 @@ def prepare(fabric: Any, *, fold: bool = True) -> GradScaler:
     calls `.grad` is as backward left it, unless `fold` is False; a change that would be lost raises
     a RuntimeError in the step. `error_if_nonfinite`, which Fabric sets unless told otherwise, waits
     for the device and raises before anything is clipped; without it a norm that is not finite
-    skips the step. With `clip_val` and other norms than 2 gradients are clipped at once.
+    skips the step. With `clip_val`, or to norms other than 2, gradients are clipped at once.
 
     Args:
         fabric: a `lightning.fabric.Fabric`, before or after its `setup`.
-        fold: False clips at once, for programs that look at `.grad` before the step.
+        fold: False clips at once, for programs that read `.grad` before the step.
 
     Returns:
-        What makes the steps, for its `last_step` and `skipped_steps`: the precision plugin's new
-        scaler, or where it has none one that is not enabled.
+        The scaler that makes the steps, for its `last_step` and `skipped_steps`: the precision
+        plugin's new scaler or, if it has none, one that is not enabled.
 
     Raises:
         TypeError: the scaler is not torch's own.
@@ -64,7 +64,7 @@ def prepare(fabric: Any, *, fold: bool = True) -> GradScaler:
 
 
 class _Strategy:
-    """What is other in a strategy of Fabric's."""
+    """The methods that replace those of a Fabric strategy."""
 
     _split: SplitStep
     _fold: bool
@@ -88,7 +88,7 @@ class _Strategy:
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,  # noqa: FBT001, FBT002 - its signature
     ) -> Tensor:
-        """Return the norm of an optimizer's gradients, which its step clips: see `prepare`."""
+        """Return the norm of an optimizer's gradients; its step clips them, see `prepare`."""
         norm = None
         if norm_type == 2:
             norm = self._split.clip_grad_norm_([optimizer], max_norm)

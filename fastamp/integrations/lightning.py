@@ -1,4 +1,4 @@
-"""Lightning: a precision plugin with fastamp's step, a callback that logs, any model as module."""
+"""Lightning: a precision plugin, a callback that logs, and a LightningModule of any model."""
 
 import math
 import sys
@@ -92,13 +92,13 @@ class AmpPrecision(OfLightning):
         self.precision = precision
         self.scaler = scaler or GradScaler(device, enabled=False)
         self._max_norms: dict[int, float] = {}
-        self._clips_in_step: bool | None = None  # nobody looks between; None outside of a step
+        self._clips_in_step: bool | None = None  # False: the module clips; None: outside of a step
         self._report: StepReport | None = None  # of the latest batch's step, if it took one
         self._is_left_out = False
         self._module: Any = None
 
     def __bool__(self) -> bool:
-        """Refuse Fabric: the only call that it makes before it sets a model up."""
+        """Raise an error in Fabric, whose only call this is before it sets a model up."""
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if caller.endswith("fabric.connector"):
             msg = (
@@ -170,7 +170,7 @@ class AmpPrecision(OfLightning):
     def _replay(
         self, optimizer: Any, model: Any, closure: Callable[[], Any], result: Any
     ) -> Callable[[], Any]:
-        """Return a closure for the optimizer: its first call has been made, with this result."""
+        """Return a closure whose first call returns `result`, which has been computed before."""
 
         def state() -> list[tuple[int, int]]:
             return [(p._version, id(p.grad)) for p in _parameters(optimizer)]
@@ -191,10 +191,10 @@ class AmpPrecision(OfLightning):
     def clip_gradients(
         self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm"
     ) -> None:
-        """Clip now; to a norm in the step that follows where nothing comes between.
+        """Clip now, or to a norm in the step that follows if the module does not clip by itself.
 
-        With a loss scale that is also where the module clips by hand: until the step gradients are
-        scaled.
+        With a loss scale, a clip by hand to a norm is also made in the step: until then gradients
+        are scaled.
         """
         if clip_val <= 0 or self._is_left_out:
             return
@@ -217,7 +217,7 @@ class AmpPrecision(OfLightning):
         return sys.modules[name]
 
     def _unscale(self, optimizer: Any) -> None:
-        """Unscale the gradients unless that is done; without scaling, inf becomes NaN."""
+        """Unscale the gradients unless they are unscaled; without scaling, inf becomes NaN."""
         self.scaler.clip_grad_norm_(optimizer, math.inf)
 
     def _has_hook_before_step(self, model: Any) -> bool:
@@ -236,11 +236,14 @@ class AmpPrecision(OfLightning):
 
 
 class _StepIfTaken:
-    """A module's hook that steps schedulers; its pickle and its copy are the module's own hook."""
+    """A module's `lr_scheduler_step`, which steps per-step schedulers only after a step was taken.
+
+    Its pickle and its copy are the module's own hook.
+    """
 
     def __init__(self, plugin: AmpPrecision, module: Any) -> None:
         self._plugin, self._module = plugin, module
-        self.__wrapped__ = module.lr_scheduler_step  # Lightning asks whether it is overridden
+        self.__wrapped__ = module.lr_scheduler_step  # Lightning checks whether it is overridden
 
     def __call__(self, scheduler: Any, metric: Any) -> None:
         configs, report = self._module.trainer.lr_scheduler_configs, self._plugin._report
@@ -268,7 +271,7 @@ def _needs_closure(optimizer: Any) -> bool:
 
 @contextmanager
 def _given(optimizer: Any, closure: Callable[[], Any]) -> Iterator[None]:
-    """Let `optimizer.step` be called with a closure by a scaler, which takes none."""
+    """Bind a closure to `optimizer.step`, since a scaler that clips refuses closures."""
     own = vars(optimizer).get("step")  # schedulers set one
     optimizer.step = partial(optimizer.step, closure=closure)
     try:
@@ -282,10 +285,13 @@ def _given(optimizer: Any, closure: Callable[[], Any]) -> Iterator[None]:
 class AmpCallback(OfLightning):
     """Log overflows, the loss scale, norms and the throughput to the loggers of a Trainer.
 
-    "train/loss_scale" when it changes, "train/gradient_overflow" and "train/skipped_steps" at every
-    overflow, with their steps; every `log_every_n_steps` batches "train/batches_per_s", if a batch
-    holds tensors "train/samples_per_s", and "train/grad_norm", the last that was finite. Only then
-    does it wait for the device and call the loggers.
+    - When it changes: "train/loss_scale".
+    - At every overflow: "train/gradient_overflow" and "train/skipped_steps".
+    - Every `log_every_n_steps` batches: "train/batches_per_s", "train/samples_per_s" if a batch
+      holds tensors, and "train/grad_norm", the last finite one.
+
+    All are logged with their steps. Only every `log_every_n_steps` batches does the callback wait
+    for the device and call the loggers.
 
     Raises:
         ImportError: Lightning is not installed; it comes with the extra `lightning`.
@@ -362,7 +368,7 @@ def _log(loggers: Iterable[Any], scalars: list[Scalar]) -> None:
 
 
 class _Module(OfLightning):
-    """A model, how to call it, and what makes its optimizer."""
+    """A model, how to call it, and the function that makes its optimizer."""
 
     base = "LightningModule"
 
@@ -396,13 +402,13 @@ def to_lightning_module(
     model_call: ModelCall | None = None,
     package: str | None = None,
 ) -> Any:
-    """Make a LightningModule of any model, with the loss that `fastamp.fine_tune` computes.
+    """Make a LightningModule from any model, with the loss that `fastamp.fine_tune` computes.
 
     It logs "train/loss" and "val/loss".
 
     Args:
         model: any module.
-        optimizer: makes of the parameters what `configure_optimizers` returns.
+        optimizer: a function of the parameters; `configure_optimizers` returns its result.
         loss_fn: `loss_fn(output, target)`; None chooses by the target, see `ModelCall.loss`.
         model_call: how to call the model and compute its loss, in place of `loss_fn`.
         package: "lightning.pytorch" or "pytorch_lightning", if both are imported.

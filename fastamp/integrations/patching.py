@@ -1,4 +1,4 @@
-"""What is changed in a framework's objects: our methods in front of their own, and their scaler."""
+"""Changes to a framework's objects: methods of ours in front of their own, and our scaler."""
 
 from functools import cache
 from typing import Any
@@ -32,9 +32,9 @@ def has_methods_of(instance: Any, ours: Any) -> bool:
 
 
 def put_before(instance: Any, ours: Any) -> None:
-    """Give the methods of a class to an object, once; its class becomes a subclass of what it was.
+    """Put the methods of a class in front of an object's own, once: its class becomes a subclass.
 
-    They reach those that they replace by `stock(self)`.
+    They call the methods that they replace by `stock(self)`.
     """
     if not has_methods_of(instance, ours):
         cls: Any = type(instance)

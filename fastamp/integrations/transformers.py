@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer, with fastamp's fused step and what it found in the Trainer's logs."""
+"""The Hugging Face Trainer with fastamp's fused step, and skipped steps in the Trainer's logs."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ class AmpTrainer:
 
     `class Trainer(AmpTrainer, transformers.Trainer): pass` is all that it takes; see
     `fastamp.integrations.accelerate.prepare` for what differs. The rows of the Trainer's log have
-    its own "grad_norm", "skipped_steps", how many steps an overflow has skipped since the start or
-    the resume, and with scaling "loss_scale". Checkpoints are the Trainer's own; either Trainer
-    resumes from them. Callbacks with an `on_pre_optimizer_step` see unscaled and clipped gradients,
-    as without it.
-    A `get_train_dataloader` may return `self.accelerator.prepare(fastamp.DataLoader(...))`.
+    its own "grad_norm"; "skipped_steps", the number of steps that an overflow has skipped since the
+    start or the resume; and with scaling "loss_scale". Checkpoints are the Trainer's own; either
+    Trainer resumes from them. Callbacks with an `on_pre_optimizer_step` see unscaled and clipped
+    gradients, as in a plain Trainer. A `get_train_dataloader` may return
+    `self.accelerator.prepare(fastamp.DataLoader(...))`.
 
     Raises:
         ValueError: FSDP1, DeepSpeed, Megatron-LM or XLA clip and step by themselves.
@@ -36,7 +36,7 @@ class AmpTrainer:
 
     @property
     def scaler(self) -> GradScaler:
-        """Makes the steps: `scaler.last_step` tells of the latest one."""
+        """The scaler that makes the steps; its `last_step` reports the latest one."""
         return self.accelerator._split.scaler  # type: ignore[no-any-return]
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -51,7 +51,7 @@ class AmpTrainer:
         return all(hook.__module__ == "transformers.trainer_callback" for hook in hooks)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log a row; with the loss, what the steps found."""
+        """Log a row; one with the loss gets the skipped steps and the loss scale."""
         if "loss" in logs:
             logs["skipped_steps"] = self.scaler.skipped_steps
             if self.scaler.is_enabled():

@@ -47,7 +47,7 @@ class WandbSink:
             rows[step][name] = value
             if name not in self._known:
                 self._known.add(name)
-                if name and "*" not in name:  # W&B defines neither: they get its own steps
+                if name and "*" not in name:  # W&B cannot define these: they get its own steps
                     self._run.define_metric(name, step_metric=STEP)
         for step, row in rows.items():
             self._run.log({STEP: step, **row})
