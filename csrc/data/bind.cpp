@@ -260,7 +260,7 @@ class Gatherer {
   py::object columns_owner_;
   std::deque<py::tuple> jobs_;  // indices, outputs and keys
   bool is_waiting_ = false;
-  GatherQueue queue_;  // last, so that it goes first: its threads read the memory
+  GatherQueue queue_;  // last, so that it is destroyed first: its threads read the memory
 };
 
 }  // namespace

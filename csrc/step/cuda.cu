@@ -32,7 +32,7 @@ struct Entry {
   std::uint32_t dtype : 8;
 };
 constexpr int kMaxEntries = 2000;
-constexpr int kOldestDriver = 12010;  // takes more than 4 KiB of arguments
+constexpr int kOldestDriver = 12010;  // the first for more than 4 KiB of arguments
 static_assert(sizeof(Table<Entry, kMaxEntries>) + 64 <= kMaxArguments);
 
 struct Chunk {

@@ -17,8 +17,7 @@ inline void check_cuda(cudaError_t status, const std::string& what) {
                            cudaGetErrorString(status));
 }
 
-/// Launches a kernel on one-dimensional blocks; an error has its name. Every launch goes through
-/// here.
+/// Launches a kernel on one-dimensional blocks; errors name it. Every launch goes through here.
 template <typename... Params, typename... Args>
 void launch(const char* name, void (*kernel)(Params...), std::int64_t blocks, int threads,
             cudaStream_t stream, Args&&... args) {

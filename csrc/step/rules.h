@@ -41,7 +41,7 @@ struct Adam {
     float eps;        ///< eps * sqrt(1 - beta2^t), which spares the second moment's correction
     float sign;
     float decay;
-    float keep;  ///< what decoupled decay leaves of the parameter
+    float keep;  ///< multiplies the parameter: 1 - lr * weight_decay if decoupled, else 1
   };
 
   FASTAMP_HD static Terms terms(const GroupOptions& group, float step) {

@@ -15,7 +15,7 @@ namespace {
 // 16-bit tensors are updated in float32, in blocks that stay in the first-level cache.
 constexpr std::int64_t kBlock = 512;
 constexpr int kMaxTensors = 2 + kMaxStates;  // of one parameter, its gradient and itself included
-constexpr std::size_t kPrefetchChunks = 2;   // fewer than a norm: an update of one takes longer
+constexpr std::size_t kPrefetchChunks = 2;   // fewer than for a norm: updates take longer
 
 /// At most kChunk elements of one parameter.
 struct Chunk {

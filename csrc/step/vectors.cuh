@@ -34,7 +34,7 @@ union Raw {
 struct Part {
   void* data;
   DType dtype;
-  bool aligned;  // takes vectors
+  bool aligned;  // for loads and stores of vectors
 
   __device__ Part(void* tensor, std::uint32_t type, std::int64_t start)
       : data(static_cast<char*>(tensor) + start * size_of(static_cast<DType>(type))),

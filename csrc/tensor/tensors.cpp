@@ -40,7 +40,7 @@ struct Torch {
   const PyGetSetDef* grad = nullptr;
   const PyGetSetDef* layout = nullptr;
   PyObject* strided = nullptr;
-  bool met_others = false;  // layouts, whose refusal takes 1 ms: from then on, checks the layout
+  bool met_others = false;      // a refused layout, which costs 1 ms: now the layout is read first
   PyObject* is_zero = nullptr;  // methods of torch.Tensor
   PyObject* is_neg = nullptr;
   PyObject* is_conj = nullptr;

@@ -70,7 +70,7 @@ bool read_alike(const py::tuple& samples, const HostTensor& first, const void** 
 /// raises a TypeError that names `argument` otherwise.
 void* data_of(py::handle tensor, dlpack::DataType dtype, std::int64_t numel, const char* argument);
 
-/// Returns the current stream of a CUDA device, as torch's exchange table tells it.
+/// Returns the current stream of a CUDA device, from torch's exchange table.
 void* current_stream(int device_index);
 
 }  // namespace fastamp

@@ -186,7 +186,7 @@ class TensorPack:
         wide = [tensor for tensor in self._tensors if tensor.dtype in _WIDE]
         # Finite 64-bit values, and powers other than 1 and 2, can overflow the reduction.
         may_overflow = wide or norm_type not in COMPILED_NORMS
-        # A finite norm of positive order holds no inf or NaN. On a device, asking would wait.
+        # A finite norm of positive order holds no inf or NaN. On a device, reading it would wait.
         if may_overflow and (norm_type <= 0 or self.device.type != "cpu" or found_inf):
             bad = [_values(t).isfinite().logical_not().any() for t in self._tensors]
             found_inf = torch.stack(bad).any()

@@ -71,7 +71,7 @@ class FallbackRegion:
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        """Close it and the regions left open inside it, except those of other asyncio tasks."""
+        """Close it and, without an asyncio loop, the regions left open inside it."""
         end_ns = perf_counter_ns()
         try:
             stack: list[_Frame] = self._local.stack

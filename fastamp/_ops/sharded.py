@@ -133,7 +133,7 @@ class ShardedGroups(Groups):
         parts = [pack.grad_stats(norm_type, Clip()) for pack in self._packs]
         like = parts[0].reduced
         found = _join([part.found_inf.to(like) for part in parts], math.inf)
-        # For other orders the fallback returns the norm itself, of which the power is summed.
+        # For other orders `reduced` is the norm itself: its powers are summed.
         power = 1.0 if norm_type in (0.0, *COMPILED_NORMS) else norm_type
         held: dict[Layout, list[Tensor]] = {}
         for layout, part in zip(self._layouts, parts, strict=True):

@@ -111,9 +111,10 @@ class Region(Protocol):
         """Open the region in this thread."""
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        """Close it and the regions left open inside it, except those of other asyncio tasks.
+        """Close it and the regions left open inside it.
 
-        Nothing happens if it has been closed with a region around it.
+        Nothing happens if it has been closed with a region around it. In a thread that runs an
+        asyncio loop it closes only itself: the regions inside may belong to other tasks.
         """
 
     def add(self, duration_ns: int) -> None:
@@ -181,7 +182,7 @@ class Ops(Protocol):
 
 
 def is_plain(tensors: Sequence[Tensor]) -> bool:
-    """Say whether backends can handle the tensors: no subclasses, as DTensor, and no torch.func."""
+    """Say whether backends can handle the tensors: no subclasses like DTensor, no torch.func."""
     if torch.compiler.is_compiling():  # dynamo cannot trace the checks below
         return all(type(tensor) in _PLAIN_TYPES for tensor in tensors)
     if not {*map(type, tensors)}.issubset(_PLAIN_TYPES) or clones_what_is_written():

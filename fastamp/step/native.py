@@ -169,8 +169,8 @@ def _is_torchs(step: Any) -> bool:
 def _notifier(optimizer: Optimizer, step: Any) -> _Notify | str:
     """Return a function that does what the known patches of `optimizer.step` do in a step.
 
-    torch's schedulers note that `step` was called. So does Accelerate, which takes a step without a
-    call for skipped: as with torch's scaler, a skipped step counts as called only if it is fused.
+    torch's schedulers note that `step` was called. Accelerate takes a step for skipped if `step`
+    was not called: it is told of a skipped one only for fused optimizers, as by torch's scaler.
     """
     accelerated = None
     if (
