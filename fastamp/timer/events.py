@@ -152,7 +152,8 @@ class DeviceClock:
                 ns = lane.clock_ns - interval.start_ns
                 figures.series.add(ns)
                 start_ns = interval.start_ns + lane.behind_ns
-                self._spans.append((interval.path, "streams", lane.number, start_ns, ns))
+                if figures is self._figures.get(interval.path):  # else it was reset meanwhile
+                    self._spans.append((interval.path, "streams", lane.number, start_ns, ns))
 
     def wait(self) -> None:
         """Wait for the last event of each stream and read them all.

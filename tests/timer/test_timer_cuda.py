@@ -152,8 +152,8 @@ def test_a_graph_capture_is_left_alone_and_named_in_the_table(gpu):
     assert timer.summary()["x"].captured == 1
 
 
-def test_what_was_recorded_before_a_reset_does_not_count(gpu):
-    timer = fastamp.Timer("cuda:0")
+def test_what_was_recorded_before_a_reset_does_not_count(gpu, tmp_path):
+    timer = fastamp.Timer("cuda:0", trace=True)
     with timer("x"):
         gpu.work(1.0)
     timer.start("open")
@@ -163,6 +163,9 @@ def test_what_was_recorded_before_a_reset_does_not_count(gpu):
     summary = timer.summary()
     assert list(summary) == ["open"]
     assert summary["open"].total == pytest.approx(0.002)
+    timer.to_chrome_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["name"] for event in events} == {"open"}
 
 
 def test_the_trace_has_both_clocks(gpu, tmp_path):
