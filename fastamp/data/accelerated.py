@@ -1,6 +1,6 @@
-"""What `accelerator.prepare(loader)` of Hugging Face's Accelerate does to a loader of ours.
+"""Support for `accelerator.prepare(loader)` of Hugging Face's Accelerate, which keeps our loader.
 
-The loader stays what it is. Accelerate is never imported here: it is there when it asks.
+Nothing here imports Accelerate before the program has.
 """
 
 import contextlib
@@ -22,15 +22,16 @@ _END = object()
 
 
 class Preparable:
-    """A loader that Accelerate takes as it is."""
+    """A loader that `accelerator.prepare` returns as it is, in place of rebuilding it."""
 
     _served: "Served | None" = None
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Say yes to Accelerate, which wraps every loader that says no, and serve it from now on.
+        """Whether Accelerate leaves this loader alone: it wraps every loader that says False.
 
-        It asks without a word about its options: the Accelerator is found in the frame that asks.
+        The first read sets the loader up for the Accelerator. Reading an attribute passes no
+        options, so the Accelerator is taken from the local variables of the calling frame.
         """
         if self._served is None and "accelerate" in sys.modules:
             names = sys._getframe(1).f_locals
@@ -40,30 +41,30 @@ class Preparable:
                     if _is_dispatched(self, accelerator):
                         return False
                     self._served = Served(self, accelerator, names.get("device_placement"))
-                except AttributeError as error:  # which would be taken for a no
+                except AttributeError as error:  # Accelerate's getattr would turn it into False
                     msg = "this version of Accelerate is not known to fastamp.DataLoader"
                     raise RuntimeError(msg) from error
         return self._served is not None
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, value: bool) -> None:
-        """Take what Accelerate repeats."""
+        """Ignore the True that Accelerate sets on every loader it has prepared."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """Pass for Accelerate's own loader once prepared, for its `skip_first_batches`."""
+        """Once prepared, a subclass of Accelerate's own loader too, for `skip_first_batches`."""
         return type(self) if self._served is None else _face(type(self))  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Travel as what it is."""
+        """Pickle as the real type, not as `__class__`."""
         return object.__new__, (type(self),), self.__getstate__()
 
     def __getattr__(self, name: str) -> Any:
-        """Tell Accelerate what its own loaders have told it."""
-        if name not in _TOLD or self._served is None:
+        """Return what Accelerate reads from its own loaders."""
+        if name not in _READ_BY_ACCELERATE or self._served is None:
             msg = f"{type(self).__name__!r} object has no attribute {name!r}"
             raise AttributeError(msg)
-        return operator.attrgetter(_TOLD[name])(self)
+        return operator.attrgetter(_READ_BY_ACCELERATE[name])(self)
 
     @property
     def _total_length(self) -> Any:
@@ -71,7 +72,7 @@ class Preparable:
         return dataset.total_length if hasattr(dataset, "total_length") else len(dataset)
 
 
-_TOLD = {
+_READ_BY_ACCELERATE = {
     "iteration": "_next.epoch",  # of the next pass
     "gradient_state": "_served.gradient_state",
     "end_of_dataloader": "_served.end_of_dataloader",
@@ -90,7 +91,7 @@ def _accelerates(name: str) -> Any:
 
 
 def _ranks(accelerator: Any) -> tuple[int, int]:
-    """Return into how many parts data is shared out, and this process's part."""
+    """Return the number of parts that the data is shared out in, and this process's part."""
     count, rank = accelerator.num_processes, accelerator.process_index
     mesh = accelerator._prepare_device_mesh() if hasattr(accelerator, "torch_device_mesh") else None
     if mesh is not None:  # the ranks of one model, or of one sequence, share a part
@@ -101,14 +102,14 @@ def _ranks(accelerator: Any) -> tuple[int, int]:
 
 
 def _is_dispatched(loader: Any, accelerator: Any) -> bool:
-    """Say whether Accelerate's default is that one process reads a stream for all of them."""
+    """Say whether Accelerate, by default, lets one process read this stream for all of them."""
     undecided = accelerator.dataloader_config.dispatch_batches is None
     several = accelerator.num_processes > 1
     return several and undecided and isinstance(loader.dataset, IterableDataset)
 
 
 def _own_order(loader: Any) -> tuple[bool, int | None] | None:
-    """Return whether a loader shuffles, and its seed; None for samplers of the user's."""
+    """Return whether a loader shuffles, and its seed; None if the sampler is the user's."""
     if type(loader.batch_sampler) is not BatchSampler:
         return None
     sampler: Any = loader.batch_sampler.sampler
@@ -131,7 +132,7 @@ def _face(kind: Any) -> type:
 
 
 class Served:
-    """What an Accelerator has asked of a loader, and where the loader is in its pass.
+    """The options of the Accelerator that prepared a loader, and where the loader is in its pass.
 
     Raises:
         ValueError: the loader cannot do what the Accelerator's options say.
@@ -185,14 +186,14 @@ class Served:
             object.__setattr__(loader, "batch_size", self._size)
 
     def _share_rows(self, loader: Any, config: Any, rank: int) -> bool:
-        """Share out the order that the loader makes itself, if it does."""
+        """Share out the order if the loader makes it itself; say whether it was shared out."""
         order = _own_order(loader)
         if order is None:
             return False
         shuffle, seed = order
         if seed is None and shuffle:
             if not config.use_seedable_sampler:
-                return False  # one process draws as ever, several as Accelerate's
+                return False  # one process draws as before, several as Accelerate's loaders do
             own = torch.initial_seed() if config.data_seed is None else config.data_seed
             seed = _accelerates("utils").broadcast_object_list([own])[0]
         drop_last = loader.batch_sampler.drop_last
@@ -205,7 +206,7 @@ class Served:
         return True
 
     def _share_batches(self, loader: Any, config: Any, rank: int) -> None:
-        """Share out the batches of a sampler of the user's as Accelerate does."""
+        """Share out the batches of the user's sampler, as Accelerate does."""
         accelerate = _accelerates("data_loader")
         name = "sampler" if isinstance(loader.sampler, BatchSampler) else "batch_sampler"
         batches = getattr(loader, name)
@@ -223,16 +224,16 @@ class Served:
 
     @property
     def total_batch_size(self) -> int:
-        """Samples that all processes get at once."""
+        """Samples in one batch of each process, over all processes."""
         return int(self._size) * self._count
 
     @property
     def gradient_state(self) -> Any:
-        """What an Accelerator's processes know of their loaders."""
+        """Accelerate's record of the loaders in use."""
         return _accelerates("state").GradientState()
 
     def synchronize(self) -> None:
-        """Give all processes the generators of the first one, as the Accelerator is told to."""
+        """Copy the first process's generators to all others, as the Accelerator's options say."""
         if self._count > 1:
             synchronize = _accelerates("utils").synchronize_rng_states
             synchronize(self.rng_types, self.synchronized_generator)
@@ -244,7 +245,7 @@ class Served:
             with contextlib.suppress(TypeError):  # without a length or a batch size
                 self.remainder = (len(loader.dataset) - consumed) % self.total_batch_size
         state = self.gradient_state
-        state._remove_dataloader(loader)  # of an earlier pass that was left
+        state._remove_dataloader(loader)  # of an earlier pass that did not end
         state._add_dataloader(loader)
         self._turn += 1
         return self._turn
@@ -291,7 +292,7 @@ class ServedPass(Iterator[Any]):
             return None, error
 
     def close(self) -> None:
-        """Leave Accelerate's state, also where the loop was left with `break`."""
+        """Remove the loader from Accelerate's record, also after a `break`."""
         turn, self._turn, self._ended = self._turn, 0, True
         if turn:
             self._served.end(self._loader, turn)

@@ -1,4 +1,4 @@
-"""Random crops, flips and holes of images, made while the loader copies them into the batch."""
+"""Random crops, flips and cutouts of images, made while the loader copies them into the batch."""
 
 import math
 import operator
@@ -18,7 +18,7 @@ from fastamp.data.leaves import plain_dtype
 
 _MAX_STEPS = 8
 _CHANNELS = (1, 3, 4)
-_END = 2**31  # of sizes: a draw of 32 bits times a bound has 63
+_END = 2**31  # sizes are below it, so that a draw of 32 bits times a size fits into 63
 Sizes: TypeAlias = int | Sequence[int]
 Fill: TypeAlias = float | Sequence[float]
 
@@ -32,7 +32,7 @@ class RandomCrop:
             the images have.
         padding: pixels to add first: on each side, or (left and right, top and bottom), or (left,
             top, right, bottom).
-        fill: what they are filled with: a number, or one for each channel.
+        fill: the value of the added pixels: a number, or one for each channel.
 
     Raises:
         ValueError: a size is below 1, a padding below 0, or there are too many numbers.
@@ -56,7 +56,7 @@ class RandomCrop:
         _set(self, fill=_read_fill(self.fill))
 
     def step(self, height: int, width: int) -> AugmentStep:
-        """Return what is done with images of a size."""
+        """Return the crop for images of this size."""
         size: Any = (height, width) if self.size is None else self.size
         padding: Any = self.padding
         left, top, right, bottom = padding
@@ -70,7 +70,7 @@ class RandomCrop:
 
 @dataclass(frozen=True)
 class RandomHorizontalFlip:
-    """Turn left to right with probability `p`, as torchvision's RandomHorizontalFlip.
+    """Flip left to right with probability `p`, as torchvision's RandomHorizontalFlip.
 
     Raises:
         ValueError: `p` is not between 0 and 1.
@@ -91,14 +91,14 @@ class RandomHorizontalFlip:
             raise ValueError(msg)
 
     def step(self, height: int, width: int) -> AugmentStep:
-        """Return what is done with images of a size."""
+        """Return the flip, the same for images of any size."""
         del height, width
         return AugmentStep(StepKind.FLIP, round(self.p * 2**32))
 
 
 @dataclass(frozen=True)
 class Cutout:
-    """Fill a rectangle whose centre is any pixel of the image, which cuts off what lies outside.
+    """Fill a rectangle centred on a random pixel; parts outside of the image are cut off.
 
     It is the regularisation of DeVries and Taylor (2017).
 
@@ -124,7 +124,7 @@ class Cutout:
         _set(self, fill=_read_fill(self.fill))
 
     def step(self, height: int, width: int) -> AugmentStep:
-        """Return what is done with images of a size."""
+        """Return the cutout for images of this size."""
         size: Any = self.size
         return AugmentStep(
             StepKind.CUTOUT, height, width, size[0] // 2, size[1] // 2, size[0], size[1]
@@ -141,7 +141,7 @@ def _set(frozen: object, **values: object) -> None:
 
 
 def _read_sizes(name: str, value: Any, count: int, *, least: int) -> tuple[int, ...]:
-    """Return as many integers as wanted, made of one, of two, or of all of them."""
+    """Return `count` integers: one or two of them repeated, or all as given."""
     parts = tuple(value) if isinstance(value, Sequence) else (value,)
     whole = all(isinstance(part, Integral) and not isinstance(part, bool) for part in parts)
     if len(parts) not in {1, 2, count} or not whole or not all(least <= p < _END for p in parts):
@@ -165,13 +165,13 @@ class Augmented(NamedTuple):
     augmentations: tuple[Augmentation, ...]
     channels_last: bool | None
     name: str
-    """Of the augmentations, in errors."""
+    """What errors call the augmentations."""
 
     def images(self, array: Tensor | npt.NDArray[Any]) -> Images:
         """Return how the core reads and augments the rows of an array.
 
         Raises:
-            TypeError: they are no images in plain memory on the CPU.
+            TypeError: the array does not hold images in plain memory on the CPU.
             ValueError: the augmentations do not fit them.
         """
         dtype = plain_dtype(array)
@@ -192,10 +192,10 @@ class Augmented(NamedTuple):
 
 
 def read_augment(augment: Any, arrays: Any, *, channels_last: bool | None) -> dict[Any, Augmented]:
-    """Return the augmentations by the key or the place of their array.
+    """Return the augmentations by the key or the position of their array.
 
     Raises:
-        TypeError: there is something else, or their array has no images.
+        TypeError: an entry is no augmentation, or its array does not hold images.
         ValueError: they do not fit the images, are too many, or there is no such array.
     """
     parts = arrays if isinstance(arrays, dict) else dict(enumerate(arrays))
@@ -240,7 +240,7 @@ def _plan(augmented: Augmented, shape: tuple[int, ...], dtype: torch.dtype) -> I
         msg = f"channels_last: expected True or False for images of shape {shape[1:]}, got None"
         raise ValueError(msg)
     last = bool(augmented.channels_last) and coloured
-    end = len(shape) - last  # of the height and the width
+    end = len(shape) - last  # the dimension after height and width
     lead, (height, width), tail = shape[1 : end - 2], shape[end - 2 : end], shape[end:]
     channels = (tail or lead[-1:] or (1,))[0]
     planes, pixel_nbytes = math.prod(lead), math.prod(tail) * dtype.itemsize

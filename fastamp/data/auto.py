@@ -14,21 +14,21 @@ from fastamp.data.position import Position
 from fastamp.data.states import find_save
 
 _MEASURE_S = 1.0
-_SHARE = 0.05  # of an epoch, at most, to measure in
-_LEAST = 4  # batches for each worker: those of processes come in bursts
-_KEEPS_UP = 0.05  # of the loop's time is spent waiting
+_SHARE = 0.05  # of an epoch: a measurement takes no more
+_LEAST = 4  # batches for each worker in a measurement: processes deliver in bursts
+_KEEPS_UP = 0.05  # threads keep up if the loop waits for less than this share of its time
 _BUSY = 0.9  # of all cores
-_GAIN = 1.1  # that processes must bring
+_GAIN = 1.1  # processes have to be this many times as fast
 
 
 def choose(loader: Any, worker: str, reason: str) -> None:
-    """Let a loader keep to a kind of workers from now on."""
+    """Make a loader use this kind of workers from now on."""
     loader._chosen, loader._trying = worker, None
     loader._stats.workers = f"{worker}s: {reason}".replace("processs", "processes")
 
 
 def choose_at_once(loader: Any) -> bool:
-    """Choose without a measurement, where only one kind of workers will do; say whether it does."""
+    """Choose processes without a measurement for some loaders; say whether this is one."""
     dataset = loader.dataset
     name = type(dataset).__name__
     if isinstance(dataset, IterableDataset | MapDataPipe):
@@ -46,10 +46,10 @@ def choose_at_once(loader: Any) -> bool:
 class TrialPass(Iterator[Any]):
     """The batches of a pass in which a loader finds out which workers make them faster.
 
-    1. Threads begin. After a second, or a twentieth of the epoch, it is over if they keep up with
-       the loop, or keep all cores busy, as processes could not do better.
-    2. Otherwise processes make the batches that come then, for as long.
-    3. The faster ones make the rest, threads if processes bring less than a tenth.
+    1. Threads begin. After a second, or a twentieth of the epoch, they are chosen if they keep up
+       with the loop, or keep all cores busy: processes could do no better.
+    2. Otherwise processes make the next batches, for as long.
+    3. The faster kind makes the rest: threads, unless processes are over a tenth faster.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class TrialPass(Iterator[Any]):
     ) -> None:
         self._loader, self._position, self._fetch = loader, position, fetch
         self._drawn = position.drawn = Drawn()
-        self._before = position.batch  # what was delivered before this pass
+        self._before = position.batch  # batches delivered before this pass
         self._made = 0
         self._thread_rate = 0.0
         try:
@@ -69,7 +69,7 @@ class TrialPass(Iterator[Any]):
     def _begin(self, worker: str, position: Position) -> None:
         loader = self._loader
         loader._trying, loader._inner = worker, None
-        self._counted = -1 if worker == "thread" else -loader.num_workers  # until all are at work
+        self._counted = -1 if worker == "thread" else -loader.num_workers  # below 0: all begin
         self._begin_s = self._begin_cpu_s = self._wait_s = 0.0
         self._source = self._fetch(position)
 
@@ -110,7 +110,7 @@ class TrialPass(Iterator[Any]):
             self._look_at_processes(rate)
 
     def _look_at_threads(self, rate: float, elapsed_s: float) -> None:
-        if self._thread_rate:  # they only finish what they have begun
+        if self._thread_rate:  # measured already: they only finish the batches that they have begun
             return
         cores = min(count_cores(), self._loader.num_workers)
         busy = (time.process_time() - self._begin_cpu_s) / elapsed_s
@@ -132,7 +132,7 @@ class TrialPass(Iterator[Any]):
         position = self._next_position(self._source.late)
         choose(self._loader, "thread", rates)
         self._loader._inner = None
-        del self._source  # and the processes end
+        del self._source  # ends the processes
         self._source = self._fetch(position)
 
     def _try_processes(self) -> None:

@@ -20,7 +20,7 @@ from fastamp.data.structure import count_nbytes
 
 
 class Maker(NamedTuple):
-    """What the threads of a pass share. None of it refers to the pass, whose end ends them."""
+    """What the threads of a pass share. It holds no reference to the pass, whose end stops them."""
 
     get: Callable[[Any], Any]
     whole: bool
@@ -31,15 +31,16 @@ class Maker(NamedTuple):
     pins: bool
     lock: Lock
     ready: SimpleQueue[int]
-    """Gets the numbers of batches that are done."""
+    """Receives the numbers of batches that are done."""
     dropped: list[Any]
-    """Has something in it when nobody wants batches any more."""
+    """Not empty once no more batches are wanted."""
     ended: "weakref.ref[Any]"
-    """Is put into it at the end of the pass, without a line of Python, in which Ctrl-C may come."""
+    """Refers to the pass. At its end `dropped.append` is called: no Python code, which Ctrl-C
+    could interrupt."""
 
 
 def find_maker(loader: Any, slots: Slots, batches: Any) -> Maker:
-    """Return what makes the samples and batches of a pass, at whose end it stops."""
+    """Return what the threads of a pass need to make its samples and batches."""
     dropped: list[Any] = []
     dataset, collate_fn = loader.dataset, loader.collate_fn
     together = None if loader.batch_sampler is None else find_together(dataset)
@@ -60,7 +61,7 @@ def find_maker(loader: Any, slots: Slots, batches: Any) -> Maker:
 
 
 class BatchTask:
-    """One batch on its way: threads make its samples, the one that makes the last collates."""
+    """One batch: several threads make its samples, and the one that makes the last collates."""
 
     def __init__(self, number: int, placed: Placed, maker: Maker) -> None:
         self.number, self._maker = number, maker
@@ -77,9 +78,9 @@ class BatchTask:
         self.nbytes = 0
 
     def __call__(self, failed: BaseException | None) -> bool:
-        """Make samples until all are begun; say whether the thread's failure was one of them."""
+        """Make samples until all are begun; say whether the thread's own error was handed on."""
         maker = self._maker
-        torch.set_grad_enabled(maker.grad)  # of this thread
+        torch.set_grad_enabled(maker.grad)  # for this thread
         place = self.count
         while not maker.dropped:
             with maker.lock:
@@ -97,7 +98,7 @@ class BatchTask:
         return failed is not None and place < self.count
 
     def _make(self, place: int, failed: BaseException | None) -> tuple[BaseException | None, float]:
-        """Make one sample; return an error, and the seconds that it took."""
+        """Make one sample; return its error or None, and the seconds that it took."""
         index, start_s = self._indices[place], time.perf_counter()
         current.sample = self._order, self._first + place
         if failed is not None:
@@ -112,14 +113,14 @@ class BatchTask:
         return None, time.perf_counter() - start_s
 
     def _note(self, place: int, error: BaseException | None, elapsed_s: float) -> bool:
-        """Say whether this was the last sample that was missing."""
+        """Note that a sample is done; say whether it was the last one of the batch."""
         with self._maker.lock:
             self.getitem_s += elapsed_s
             self._left -= 1
             if error is not None:
                 if place < self._failed_at:
                     self._failed_at, self.error = place, error
-                # As in a loop, the samples after it are not asked for.
+                # As in a loop, no sample after the failed one is made.
                 self._left -= self.count - min(self._claimed, self.count)
                 self._claimed = max(self._claimed, self.count)
             return self._left == 0

@@ -1,4 +1,4 @@
-"""What arguments of a loader and its datasets have to be."""
+"""Checks of the arguments of a loader and its datasets."""
 
 from numbers import Integral
 from typing import Any
@@ -8,7 +8,7 @@ from torch.utils.data import IterableDataset, IterDataPipe
 
 
 def check_integer(name: str, value: Any, *, least: int, optional: bool = True) -> None:
-    """Refuse what is neither an integer of 64 bits from `least` on nor, if `optional`, None."""
+    """Raise an error unless it is a 64-bit integer from `least` on or, if `optional`, None."""
     if value is None and optional:
         return
     whole = isinstance(value, Integral) and not isinstance(value, bool)
@@ -18,23 +18,23 @@ def check_integer(name: str, value: Any, *, least: int, optional: bool = True) -
 
 
 def check_generator(generator: Any) -> None:
-    """Refuse what is no generator."""
+    """Raise an error unless it is a torch.Generator or None."""
     if not isinstance(generator, torch.Generator | None):
         msg = f"generator: expected a torch.Generator or None, got {generator!r}"
         raise TypeError(msg)
 
 
 def check_device(device: torch.device | str | int | None, *, resident: bool) -> None:
-    """Refuse what is no device, with torch's error, and none for a dataset to live on."""
+    """Raise torch's error for an invalid device, and a ValueError if `resident` has none."""
     if device is not None:
         torch.device(device)
     elif resident:
-        msg = "resident=True: device: expected where the dataset shall live, got None"
+        msg = "resident=True: device: expected the device to keep the dataset on, got None"
         raise ValueError(msg)
 
 
 def check_worker(worker: str | None, dataset: Any, context: Any) -> str | None:
-    """Refuse what is no kind of workers, and what threads cannot do."""
+    """Raise an error for an unknown kind of workers, and for what threads cannot load."""
     if worker not in (None, "process", "thread", "auto"):
         msg = f"worker: expected None, 'process', 'thread' or 'auto', got {worker!r}"
         raise ValueError(msg)
@@ -46,6 +46,6 @@ def check_worker(worker: str | None, dataset: Any, context: Any) -> str | None:
         raise TypeError(msg)
     of_hugging_face = type(dataset).__module__.startswith("datasets.")
     if worker == "thread" and of_hugging_face and isinstance(dataset, IterableDataset):
-        msg = "worker='thread': a Hugging Face stream has parts for processes only"
+        msg = "worker='thread': a Hugging Face stream can be shared out among processes only"
         raise TypeError(msg)
     return worker

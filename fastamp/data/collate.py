@@ -19,7 +19,7 @@ from fastamp.data.leaves import NUMBERS, Keys, Leaf, NumberLeaf, TensorLeaf, hin
 from fastamp.data.slots import Slots
 from fastamp.data.structure import contents_of, rebuild
 
-# What backends stack, by the function that torch has for it.
+# The types that backends stack, by torch's collate function for them.
 _STACKED: dict[Callable[..., Any], tuple[type, ...]] = {
     torch_collate.collate_tensor_fn: (torch.Tensor, torch.nn.Parameter),
     torch_collate.collate_numpy_array_fn: (np.ndarray, np.memmap),
@@ -40,8 +40,8 @@ class BatchCollator:
     is allocated once for a leaf and every byte copied once; in a worker it is shared memory.
 
     Args:
-        pad: what fills up leaves whose samples differ in shape, in the structure of a sample:
-            `{"input_ids": 0, "labels": -100}`, `{"text": {"ids": 0}}`, the index as key for
+        pad: the padding values of leaves whose samples differ in shape, in the structure of a
+            sample: `{"input_ids": 0, "labels": -100}`, `{"text": {"ids": 0}}`, the index as key for
             sequences, the name for fields, or a number where a sample is itself the leaf. Such a
             leaf is a tensor, an array, or a list of numbers, which becomes int64, float64 or bool.
             Dimensions are padded at their end to the longest sample.
@@ -49,10 +49,10 @@ class BatchCollator:
             the batch, and the only dimension of a vector.
 
     Raises:
-        TypeError: `pad` has something else than a number for a leaf, or a number for what cannot
-            be padded.
+        TypeError: `pad` has something other than a number for a leaf, or a number for a leaf that
+            cannot be padded.
         ValueError: `pad_multiple` is below 1; at the first batch, `pad` has a key that the samples
-            lack, or a number that the dtype does not hold.
+            lack, or a number that the dtype cannot hold.
         RuntimeError: samples differ in shape and `pad` has no number for them: the message names
             the keys, the index of the sample and both shapes. Or they are nested tensors.
 
@@ -74,7 +74,7 @@ class BatchCollator:
         self.lease_from(Slots())
 
     def lease_from(self, slots: Slots) -> None:
-        """Take the memory of batches from these slots from now on."""
+        """Allocate batches from these slots from now on."""
         self.slots, self._plan = slots, None
 
     def __call__(self, samples: Sequence[Any]) -> Any:
@@ -109,7 +109,7 @@ class BatchCollator:
         return NumberLeaf(first, keys) if plain else Leaf(first, keys)
 
     def __reduce__(self) -> "tuple[Callable[[], BatchCollator], tuple[()]]":
-        """Leave the structure out, whose types need not be picklable, and the memory."""
+        """Pickle without the plan, whose types may not be picklable, and without the slots."""
         return functools.partial(type(self), self.pad, pad_multiple=self.pad_multiple), ()
 
 
@@ -149,14 +149,14 @@ class _Container:
             columns = self._columns(samples)
         batch = {}
         for (name, child), column in zip(self._children.items(), columns, strict=False):
-            # Functions that others have registered get lists of a mapping's values, as from torch.
+            # As in torch, functions that the user has registered get a mapping's values as a list.
             as_list = self._is_mapping and type(child) is Leaf
             batch[name] = child.collate([*column] if as_list else column, ops)
         return list(batch.values()) if self._is_list else rebuild(samples[0], batch)
 
     def _columns(self, samples: Sequence[Any]) -> Iterable[Sequence[Any]]:
-        """Return the values of all samples for each child, as torch hands them on."""
-        if not issubclass(self._type, Sequence):  # but dataclasses
+        """Return the values of all samples for each child, in torch's containers."""
+        if not issubclass(self._type, Sequence):  # a dataclass
             return [list(map(operator.attrgetter(name), samples)) for name in self._names]
         length = len(self._names)
         for index, sample in enumerate(() if self._is_named else samples):
@@ -176,7 +176,7 @@ def _items_of(sample: Any) -> dict[Any, Any] | None:
 
 
 def _check_pad(pad: Any, name: str) -> None:
-    """Refuse what is neither a number nor a mapping with numbers at its ends."""
+    """Raise an error unless it is a number, None, or a mapping of these, nested or not."""
     if isinstance(pad, Mapping):
         for key, value in pad.items():
             _check_pad(value, f"{name}[{key!r}]")

@@ -1,4 +1,4 @@
-"""Batches on their way to a device: by the thread that consumes them, or by one that runs ahead."""
+"""Copies batches to a device, in the consumer's thread or in a thread that runs ahead."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ _AHEAD = 2  # batches whose copy has begun before the consumer asks for them
 def copy_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     """Return the batches on a device, copied ahead of their consumer.
 
-    What the core gathers by itself needs no thread of Python beside the consumer's.
+    Batches that the core gathers need no Python thread beside the consumer's.
     """
     if device.type != "cuda" or not (isinstance(batches, GatherSource) and batches.has_threads):
         return iter(prefetch(batches, device, _AHEAD))
@@ -27,14 +27,14 @@ def copy_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 class CopiedBatches(Iterator[Any]):
     """Gathered batches, copied to a CUDA device on a side stream.
 
-    Whenever the consumer asks for a batch, the copies of those begin that are gathered by now. It
-    waits only where the batch that it asks for is not gathered yet, and never for a copy.
+    Each request for a batch starts the copies of all batches that are gathered by then. The
+    consumer waits only if its own batch is not gathered yet, and never for a copy.
     """
 
     def __init__(self, source: GatherSource, device: torch.device) -> None:
         self._source, self._device = source, device
         self._copies = CudaCopies(device, _AHEAD, keeps=False)
-        self._begun: deque[Any] = deque()  # batches with what says when they are there, and errors
+        self._begun: deque[Any] = deque()  # batches with the events of their copies, or errors
 
     def __next__(self) -> Any:
         begun = self._begun

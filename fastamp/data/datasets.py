@@ -14,29 +14,28 @@ from fastamp.data.sample_rng import sample_rng
 
 
 class ArrayDataset(Dataset[Any]):
-    """Rows of tensors, NumPy arrays or memmaps, as TensorDataset has those of tensors.
+    """Rows of tensors, NumPy arrays or memmaps: a TensorDataset for all of these.
 
-    `ArrayDataset(x, y)` has the samples `(x[i], y[i])`, and batches as TensorDataset has them.
+    `ArrayDataset(x, y)` has the samples `(x[i], y[i])`, and the batches of a TensorDataset.
     `ArrayDataset({"x": x, "y": y})` has the samples `{"x": x[i], "y": y[i]}`, and dicts as batches.
     The arrays may be nested in dicts, lists and tuples. They are shared, not copied.
 
     Args:
         arrays: with the same first dimension, of any dtype.
-        augment: what is done with each image while it is copied, in this order:
-            `fastamp.RandomCrop`, `fastamp.RandomHorizontalFlip` and `fastamp.Cutout`, at most 8. A
-            list is for the first array; a dict says which array has which list, by its key or its
-            place.
-        channels_last: images to augment have the shape (height, width, channels), rather than
-            (channels, height, width); with neither, (height, width). Has to be said where the last
-            dimension is the smallest and 1, 3 or 4.
+        augment: a list of augmentations, made in its order while an image is copied: at most 8 of
+            `fastamp.RandomCrop`, `fastamp.RandomHorizontalFlip` and `fastamp.Cutout`. A list is for
+            the first array; a dict has a list for each array to augment, by its key or position.
+        channels_last: True if images to augment have the shape (height, width, channels), False
+            for (channels, height, width). Images without channels have (height, width). It must be
+            given where the last dimension is the smallest and 1, 3 or 4.
 
-    What is drawn depends on the loader's `seed`, the epoch and the sample's place in it, as in
+    The random draws depend on the loader's `seed`, the epoch and the sample's place in it, as in
     `fastamp.sample_rng`: not on the batch, the workers or the ranks. Arrays of one sample with the
     same augmentations are augmented alike, such as images and their masks.
 
     Raises:
-        TypeError: there is something else than an array with at least one dimension, or than
-            augmentations; or an array to augment has no images in plain memory on the CPU.
+        TypeError: an array is no tensor or NumPy array with a first dimension, an augmentation is
+            none of these, or an array to augment does not hold images in plain memory on the CPU.
         ValueError: there is no array, or they differ in length; or the augmentations do not fit.
 
     Example:
@@ -73,7 +72,7 @@ class ArrayDataset(Dataset[Any]):
         return self.arrays.items() if isinstance(self.arrays, dict) else enumerate(self.arrays)
 
     def images(self) -> list[Images | None]:
-        """Return how each of the arrays, with those in containers, is augmented."""
+        """Return how each array is augmented, or None, one by one also for those in containers."""
         found: list[Images | None] = []
         for name, part in self._parts():
             augmented = self._augmented.get(name)
@@ -83,7 +82,7 @@ class ArrayDataset(Dataset[Any]):
 
 
 def is_arrays(tree: object) -> bool:
-    """Say whether there are only arrays in a dict or another container, and at least one."""
+    """Say whether a container holds arrays only, and at least one."""
     leaves = tree_leaves(tree)
     return bool(leaves) and all(map(_has_rows, leaves))
 

@@ -34,9 +34,9 @@ from fastamp.data.threads import ThreadLoader
 
 
 class _Watched(Dataset[Any]):
-    """A loader's dataset and functions, which take their own time in each worker.
+    """A loader's dataset and collate function, timed in each worker.
 
-    An item that fails is named by its index.
+    The error of an item names its index.
     """
 
     def __init__(self, loader: Any, records: list[Record | None] | None) -> None:
@@ -48,7 +48,7 @@ class _Watched(Dataset[Any]):
         self._worker = 0
         self._collate_fn, self._worker_init_fn = loader.collate_fn, loader.worker_init_fn
         self._getitem_s = 0.0  # since the last batch
-        self._batch_sample: Any = None  # what a collate function draws for the batch
+        self._batch_sample: Any = None  # whose random numbers the collate function draws
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -85,7 +85,7 @@ class _Watched(Dataset[Any]):
         return items
 
     def collate(self, samples: Any) -> Measured:
-        """Return the batch of what the dataset gave."""
+        """Return the batch of the dataset's samples."""
         if type(samples) is Skip:
             return Measured(None, is_batch=False)
         getitem_s, self._getitem_s = self._getitem_s, 0.0
@@ -103,10 +103,11 @@ class _Watched(Dataset[Any]):
         return Measured(batch, getitem_s, collate_s, note)
 
     def init_worker(self, worker_id: int) -> None:
-        """Show the user's code in a worker the user's dataset."""
-        # A collection over all that was there before the fork takes 100 ms, in every worker.
+        """Let the user's code in a worker see the user's dataset; load the worker's state."""
+        # Without it a garbage collection of all that was made before the fork takes 100 ms, in
+        # every worker.
         gc.freeze()
-        object.__setattr__(get_worker_info(), "dataset", self.dataset)  # it is frozen
+        object.__setattr__(get_worker_info(), "dataset", self.dataset)  # a frozen dataclass
         if self._worker_init_fn is not None:
             self._worker_init_fn(worker_id)
         if self._copied:
@@ -119,7 +120,7 @@ class _Watched(Dataset[Any]):
 def make_inner(
     loader: Any, indices: Indices, position: Position, slots: Slots
 ) -> DataLoader[Measured] | ThreadLoader:
-    """Return torch's loader of the same batches, from a position on, measured."""
+    """Return a loader of torch's, or of threads, that times the same batches from a position on."""
     if loader._in_threads:
         return ThreadLoader(loader, indices, slots)
     stream = isinstance(loader.dataset, IterableDataset)
@@ -136,7 +137,7 @@ def make_inner(
     if stream and has_copies(loader):
         parts = WorkerStream(loader, position.workers, position.turn, position.epoch)
         own, collate = {"dataset": parts, "batch_size": None}, _hand_on
-        if counted is not None:  # with what is no batch: turns, and the ends of workers
+        if counted is not None:  # torch also counts skipped turns and the workers' last notes
             counted += position.turn + loader.num_workers
     inner: DataLoader[Measured] = DataLoader(
         **own,
@@ -152,7 +153,7 @@ def make_inner(
         pin_memory_device=loader.pin_memory_device,
         in_order=loader.in_order,
     )
-    # What len(loader) said, about which torch's iterator warns when more samples come.
+    # torch's iterator warns when more samples come than len(loader) said.
     inner._IterableDataset_len_called = counted
     return inner
 
@@ -162,7 +163,7 @@ def _hand_on(measured: Measured) -> Measured:
 
 
 def _bury(workers: Sequence[Any]) -> bool:
-    """Wait for a worker that may be dying, so that torch's handler does not tell of it again."""
+    """Wait for a worker that may be dying, so that torch's signal handler does not report it."""
     sentinels = {worker.sentinel: worker for worker in workers}
     dead = wait(sentinels, timeout=1.0) if sentinels else []
     for sentinel in dead:
@@ -178,20 +179,20 @@ class FetchSource(Iterator[Any]):
     _stats: LoaderStats
     _dataset: Any
     _states: deque[Any]
-    """Gets what each batch tells of its worker, or the dataset's state after it."""
+    """Receives each batch's note on its worker, or the dataset's state after the batch."""
     _ahead: bool
     """Whether batches are made before they are delivered, so that states are taken at once."""
     _passed: tuple[Position, int] | None = None
-    """Where batches come or came in any order: the pass's beginning, and the turns left out."""
+    """If batches come or came in any order: where the pass began, and how many turns it skips."""
     _in_order: bool = True
     _taken: int = 0
     _order: Order | None = None
-    """Of an iterable dataset without workers, which draws for each batch."""
+    """The keys of the batches of an iterable dataset without workers."""
     _number: int = 0
     _notes: list[Any] = field(default_factory=list)
     _save: Callable[[], dict[str, Any]] | None = None
     makes_fresh: bool = False
-    """Whether nobody writes into the memory of a batch when it is delivered."""
+    """Whether nothing writes into the memory of a batch after it is delivered."""
 
     def __post_init__(self) -> None:
         self._fetcher = getattr(self._iterator, "_dataset_fetcher", None)  # without workers
@@ -201,7 +202,7 @@ class FetchSource(Iterator[Any]):
 
     @property
     def position(self) -> dict[str, Any]:
-        """What is new in the loader's position before the first batch."""
+        """The fields of the loader's position to set before the first batch."""
         if self._save is None or hasattr(self._iterator, "_workers"):
             return {}
         return self.ask() if self._ahead else {"dataset": self.ask}
@@ -218,15 +219,15 @@ class FetchSource(Iterator[Any]):
             self._states.append(self._notes)
             raise
         except (ConnectionError, EOFError) as error:
-            # So torch tells of a worker that died after it had announced a batch.
+            # torch raises these for a worker that died after it had announced a batch.
             if _bury(workers):
                 msg = "DataLoader worker exited unexpectedly: its last batch is lost"
                 raise RuntimeError(msg) from error
             raise
         except Exception as error:
             if workers:
-                # The message has the worker's traceback. torch's frames refer to the error, and
-                # would keep the workers until the garbage collector finds them.
+                # The message has the worker's traceback. torch's frames, which refer to the error,
+                # would keep the workers alive until the next garbage collection.
                 raise error.with_traceback(None)  # noqa: B904 - the same error
             raise
         self._stats.getitem_s += getitem_s
@@ -262,16 +263,16 @@ class FetchSource(Iterator[Any]):
             current.sample = before
 
     def finish(self) -> bool:
-        """Let threads begin no more batches; say whether any are left for others."""
+        """Let threads begin no more batches; say whether any are left to make."""
         return bool(self._iterator.finish())  # type: ignore[attr-defined]
 
     @property
     def late(self) -> list[int]:
-        """The places of the batches that are not delivered yet, with later ones delivered."""
+        """The places of undelivered batches that later ones have overtaken."""
         if self._passed is None:
             return []
         begin, skips = self._passed
-        if self._in_order:  # those that were late come first
+        if self._in_order:  # late batches come first
             return begin.late[self._taken :]
         iterator: Any = self._iterator
         sent, under_way = iterator._send_idx, iterator._task_info
@@ -287,12 +288,12 @@ class FetchSource(Iterator[Any]):
         return [*still, *(begin.batch + number - skips for number in new if number in under_way)]
 
     def ask(self) -> dict[str, Any]:
-        """Return the state of the dataset and of its iterator, and whether that has ended."""
+        """Return the states of the dataset and its iterator, and whether the iterator has ended."""
         states = self._save() if self._save else {}
         return {**states, "exhausted": bool(getattr(self._fetcher, "ended", False))}
 
     def forward(self, position: Position) -> None:
-        """Bring an iterator without workers to a position: by its state, or batch by batch."""
+        """Move an iterator without workers to a position: load its state, or skip batches."""
         if position.iterator is not None:
             if not hasattr(self._inner, "load_state_dict"):
                 msg = f"state: its iterator: {type(self._inner).__name__} has no load_state_dict"

@@ -34,19 +34,19 @@ _IN_MEMORY = (Subset, TensorDataset, ArrayDataset, *_ARRAYS)
 
 
 class Gatherable(NamedTuple):
-    """A dataset as columns, out of which the core gathers batches."""
+    """The columns of a dataset, out of which the core gathers batches."""
 
     columns: list[Column]
     build: Callable[[list[Tensor]], Any]
     """Makes the batch, as default_collate would, out of one tensor for each column."""
     rows: Tensor | None = None
-    """int64: the row that an index means, for a subset."""
+    """For a subset: the row of each index, int64."""
     find: Callable[[Tensor, Any], Tensor] | None = None
-    """Gives the rows to gather for rows that exist, and the keys of their samples."""
+    """For random offsets: returns the rows to gather for indices and the keys of their samples."""
 
 
 def find_path(loader: DataLoader[Any]) -> tuple[Gatherable | None, str]:
-    """Return a loader's columns if its batches can be gathered, and the way they are made."""
+    """Return a loader's columns if its batches can be gathered, and how batches are made."""
     gatherable, reason = None, _find_reason(loader)
     if not reason:
         gatherable, reason = _find_columns(loader)
@@ -63,7 +63,7 @@ def find_path(loader: DataLoader[Any]) -> tuple[Gatherable | None, str]:
 
 
 def _find_reason(loader: DataLoader[Any]) -> str:
-    """Say why a loader gathers no dataset whatsoever; nothing if it does."""
+    """Return why a loader cannot gather any dataset; an empty string if it can."""
     collate_fn = loader.collate_fn
     if loader.batch_sampler is None:
         return "the loader makes no batches"
@@ -94,7 +94,7 @@ def _find_columns(loader: DataLoader[Any]) -> tuple[Gatherable | None, str]:
 
 
 def _may_stay(loader: Any, device: torch.device) -> bool:
-    """Say whether a loader's batches are to be where its dataset is, or that is the host."""
+    """Say whether the dataset is on the host, or else where the loader's batches are to be."""
     if device.type == "cpu" or loader.pin_memory:
         return device.type == "cpu"
     wanted = getattr(loader, "device", None)
@@ -136,7 +136,7 @@ def _from_arrays(tree: Any, images: Iterable[Images | None] = ()) -> Gatherable 
         return None
     if type(tree) is tuple and len(tree) == len(arrays) == spec.num_leaves == spec.num_children:
         return Gatherable(columns, list)
-    # default_collate makes lists of tuples, here too.
+    # Tuples become lists, as in default_collate.
     _, spec = tree_flatten(default_collate([tree_map(lambda _: 0, tree)]))
     return Gatherable(columns, lambda tensors: tree_unflatten(tensors, spec))
 
@@ -147,7 +147,7 @@ def _device(column: Column) -> torch.device:
 
 
 def find_device(columns: list[Column]) -> torch.device:
-    """Return where all the columns lie."""
+    """Return the device of the columns."""
     return _device(columns[0])
 
 
@@ -158,7 +158,7 @@ def _column(array: Any) -> Column | None:
         return None
     if isinstance(array, Tensor):
         return Column(array, dtype) if array[:1].is_contiguous() else None
-    try:  # as the rows are collated
+    try:  # whether default_collate gives rows this dtype
         fits = default_collate([np.ones((1, *array.shape[1:]), array.dtype)[0]]).dtype == dtype
     except TypeError:  # a dtype that torch does not have
         return None
@@ -166,14 +166,14 @@ def _column(array: Any) -> Column | None:
 
 
 class GatherSource(Iterator[Any]):
-    """The batches of the rows at the indices, with others under way, up to `max_bytes`.
+    """Gathers batches of rows, some ahead of the consumer, up to `max_bytes`.
 
-    `indices` yields int64 tensors, or lists where Python has to find the rows, each with the keys
-    of its samples, or None: `make` returns the batch of such a list and keys. It makes the rest of
-    the batches, too, where the dataset is given other memory in the middle of the pass.
+    `indices` yields pairs: the indices of a batch, as an int64 tensor, or as a list where Python
+    has to find the rows; and the keys of its samples, or None. `make` makes the batch of a list. It
+    also makes the rest of the batches if the dataset gets other memory in the middle of the pass.
     """
 
-    makes_fresh = True  # batches: nobody writes into their memory when they are delivered
+    makes_fresh = True  # nothing writes into the memory of a batch after it is delivered
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class GatherSource(Iterator[Any]):
         columns, self._build, self._subset, self._find = gatherable
         self._rows = [(column.row_shape, column.dtype) for column in columns]
         self._row_nbytes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._rows]
-        # Beside a GPU two more are copied, or their copy has begun: to pin memory takes time.
+        # For a GPU only two, since pinning memory takes time; two more batches are being copied.
         self._depth = 2 if slots.pinned else torch.get_num_threads() + 1
         self._kept = [keep(column.array) for column in columns]
         pairs = zip(self._kept, columns, strict=True)
@@ -207,14 +207,14 @@ class GatherSource(Iterator[Any]):
         self._versions = [tensor._version for tensor in self._counting]
         self._indices, self._stats, self._make = indices, stats, make
         self._max_bytes = max_bytes
-        # A batch's indices, keys and rows that there is no room for yet.
+        # The next batch, while there is no room for it: its indices, keys and rows.
         self._drawn: tuple[Any, Tensor | None, Tensor | None] | None = None
-        # Indices or an error, keys; what is gathered into what, and its bytes.
+        # Indices or an error, keys, rows, the tensors to gather into, and their bytes.
         self._under_way: deque[tuple[Any, Tensor | None, Any, list[Tensor], int]] = deque()
         self._held_nbytes = 0
 
     def __next__(self) -> Any:
-        self._look()
+        self._look_for_moves()
         self._look_for_writes()
         self._submit_ahead()
         if not self._under_way:
@@ -226,8 +226,8 @@ class GatherSource(Iterator[Any]):
                 self._stats.copy_s += self._gatherer.wait()
             except (BufferError, IndexError) as refused:
                 error = refused
-            if get_ident() != self._owner:  # whose thread may have changed the memory meanwhile
-                self._look()
+            if get_ident() != self._owner:  # the loop's thread may have moved the memory meanwhile
+                self._look_for_moves()
         self._under_way.popleft()
         self._held_nbytes -= nbytes
         if self._gatherer is None and type(indices) is torch.Tensor:
@@ -246,7 +246,7 @@ class GatherSource(Iterator[Any]):
 
     @property
     def has_threads(self) -> bool:
-        """Whether batches are gathered while nobody waits for them."""
+        """Whether threads gather batches while the consumer does other work."""
         return _ops.host_ops() is not _ops.FALLBACK
 
     def is_next_ready(self) -> bool:
@@ -254,21 +254,21 @@ class GatherSource(Iterator[Any]):
         is_under_way = self._under_way and self._gatherer is not None and self._under_way[0][3]
         return bool(is_under_way) and bool(self._gatherer.is_ready())
 
-    def _look(self) -> None:
-        """Leave the rest to Python where the dataset has other memory, or its file is cut."""
+    def _look_for_moves(self) -> None:
+        """Leave the rest to Python if the dataset has other memory, or its file was cut short."""
         for has_changed in self._changes:
             if has_changed():
-                self._gatherer = None  # when the copies that run have ended
+                self._gatherer = None  # its end waits for copies that run
 
     def _look_for_writes(self) -> None:
-        """Gather what is under way once more where somebody has written into the dataset."""
+        """Gather the batches under way again if somebody has written into the dataset."""
         versions = [tensor._version for tensor in self._counting]
         if versions == self._versions:
             return
         self._versions = versions
         if self._gatherer is None or not self._under_way:
             return
-        self._gatherer = None  # when the copies that run have ended
+        self._gatherer = None  # its end waits for copies that run
         self._gatherer = _ops.host_ops().gatherer(self._aliases, self._depth)
         for _, keys, rows, outputs, _ in self._under_way:
             if outputs:
@@ -296,7 +296,7 @@ class GatherSource(Iterator[Any]):
             self._held_nbytes += nbytes
 
     def _draw(self) -> tuple[Any, Tensor | None, Tensor | None]:
-        """Return a batch's indices, an error or None at the end; its keys; the rows to gather."""
+        """Return a batch's indices (or an error, or None at the end), keys, and rows to gather."""
         try:
             indices, keys = next(self._indices, (None, None))
             if type(indices) is not torch.Tensor:
@@ -309,7 +309,7 @@ class GatherSource(Iterator[Any]):
             try:
                 rows = indices if self._subset is None else self._subset[indices]
                 return indices, keys, rows if self._find is None else self._find(rows, keys)
-            except IndexError:  # the dataset says it in its own words
+            except IndexError:  # raised by the dataset instead, in its own words
                 return indices.tolist(), keys, None
         except Exception as error:  # noqa: BLE001 - raised where the batch would come
             return error, None, None

@@ -28,30 +28,31 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
     blue, and the number of the class. Batches are uint8 of (batch, 3, height, width) and int64.
 
     The classes are the sorted names of the folders, hidden ones too; images lie in them at any
-    depth, and links are followed. The mode of an image is changed as by Pillow's `convert("RGB")`,
-    and its EXIF orientation is ignored, as by torchvision.
+    depth, and links are followed. Images are converted to RGB as by Pillow's `convert("RGB")`, and
+    their EXIF orientation is ignored, as by torchvision.
 
-    The image is the largest centered part that has the shape of `size`, in whole pixels, resized
-    to `size` with torch's antialiased bilinear filter, which differs from Pillow's by at most 1. Of
-    a JPEG that is at least twice as large, a half, a quarter or an eighth of the resolution is
-    decoded, the smallest that `size` needs. simplejpeg decodes JPEGs where it is installed, else
-    Pillow, to the same pixels: see `decoder`. All of it runs outside the GIL, so that threads help.
+    An image is cropped to the largest centered part with the aspect ratio of `size`, in whole
+    pixels, and resized to `size` with torch's antialiased bilinear filter, which differs from
+    Pillow's by at most 1. A JPEG that is at least twice as large is decoded at a half, a quarter or
+    an eighth of its resolution, the lowest that is enough for `size`. simplejpeg decodes JPEGs
+    where it is installed, else Pillow, to the same pixels: see `decoder`. All of this releases the
+    GIL, so that threads help.
 
     Args:
         path: the folder of the class folders.
         size: height and width of the images, or one number for both.
-        resize: crop as after a resize of the shorter side to this number of pixels, of which `size`
-            is the center, as torchvision's `Resize(256)` and `CenterCrop(224)` with `size=224,
-            resize=256`; but here whole pixels of the file are cropped first, and then resized.
+        resize: resize the shorter side to this number of pixels, and crop the center: `size=224,
+            resize=256` is torchvision's `Resize(256)` and `CenterCrop(224)`; but here whole pixels
+            of the file are cropped first, and then resized.
         random_crop: the least and the largest share of the image's area, as (0.08, 1.0), for a
             random part in place of the centered one: torchvision's RandomResizedCrop.
         ratio: the least and the largest width / height of a random part.
-        flip: turn half of the images, at random, left to right. Random numbers are those of
+        flip: flip half of the images left to right, at random. Random numbers are those of
             `fastamp.sample_rng()`.
         damaged: "raise" an error that names the file, or "skip" a file that is damaged or gone. The
             next readable file of `samples` then takes its place, label included, so that the
             length, the order and the size of batches stay; `skipped` lists these files.
-        allow_empty: let a class have no image.
+        allow_empty: allow classes without an image.
 
     Attributes:
         classes: the names of the classes.
@@ -122,7 +123,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             msg = f"Found no valid file for the classes {', '.join(empty)}. "
             msg += f"Supported extensions are: {', '.join(EXTENSIONS)}"
             raise FileNotFoundError(msg)
-        # Shared, so that what worker processes skip is known here.
+        # In shared memory, where worker processes mark what they skip.
         skips: Any = torch.zeros(len(self.samples), dtype=torch.bool, device="cpu")
         self._skips = skips.share_memory_() if damaged == "skip" else None
 
@@ -133,7 +134,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return self.read(index)
 
     def read(self, index: int, out: Tensor | None = None) -> tuple[Tensor, int]:
-        """Return a sample, the image in the memory of `out` if it is given."""
+        """Return a sample, with the image written into `out` if it is given."""
         length, first = len(self.samples), operator.index(index)
         if not -length <= first < length:
             raise index_error(first, length)
@@ -208,7 +209,7 @@ def _check_size(size: Any) -> tuple[int, int]:
 
 
 def _check_range(name: str, value: Any, most: float) -> None:
-    """Refuse what is not a pair of growing numbers above 0."""
+    """Raise an error unless it is a pair of numbers above 0, the smaller one first."""
     pair = tuple(value) if isinstance(value, Sequence) else ()
     numbers = all(isinstance(each, int | float) for each in pair)
     if len(pair) != 2 or not numbers or not 0 < pair[0] <= pair[1] <= most:

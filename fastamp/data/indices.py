@@ -1,4 +1,4 @@
-"""The indices of a pass from a position on, as a sampler itself, and in tensors."""
+"""The indices of a pass from a position on, as a sampler or in tensors."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -19,14 +19,14 @@ from fastamp.data.shuffle import FeistelSampler, ranges
 from fastamp.data.states import Skip
 
 _Begin: TypeAlias = Callable[[Iterable[Any], int], Iterator[tuple[Any, int]]]
-_COMPUTED = (SequentialSampler, FeistelSampler)  # of which nothing before a place is drawn
-_DRAWN = 4096  # indices at once, with replacement
-_SPLIT = 256  # batches at once, of indices that are there
+_COMPUTED = (SequentialSampler, FeistelSampler)  # begin anywhere, without the indices before
+_DRAWN = 4096  # indices drawn at once, with replacement
+_SPLIT = 256  # batches split off a chunk of indices at once
 _BOOLEANS = (bool, np.dtype(bool), torch.bool)
 
 
 def find_samplers(loader: Any) -> list[Any]:
-    """Return the samplers of a loader, of anybody's, also those inside of others."""
+    """Return the samplers of any loader, also those inside of other samplers."""
     own = getattr(loader, "batch_sampler", None)
     outer = getattr(loader, "_batches", own)
     batches = getattr(outer, "batch_sampler", outer)  # in Accelerate's
@@ -41,7 +41,7 @@ def find_generator(loader: Any) -> torch.Generator | None:
 
 
 class Drawn:
-    """What a pass's sampler has yielded, for workers that go on with it: it is asked once."""
+    """What a pass's sampler has yielded, kept for other workers: it is iterated only once."""
 
     def __init__(self) -> None:
         self._rest: Iterator[tuple[int, tuple[Any, int]]] | None = None
@@ -49,7 +49,7 @@ class Drawn:
         self.keeps = True  # until it is known who makes the rest
 
     def at(self, position: Position, numbered: Iterator[Any]) -> Iterator[tuple[Any, int]]:
-        """Yield what is not delivered at a position; `numbered` begins at the first one."""
+        """Yield what is undelivered at a position; `numbered` begins with the first of it."""
         late, seen = position.late, 0
         passed = position.batch + len(late)
         if self._rest is None:
@@ -78,11 +78,11 @@ class Indices:
     generator: torch.Generator | None
     """What the sampler draws from, None for torch's default generator."""
     seed: int | None
-    """Seeds the generator anew for each epoch, together with the epoch; None does not."""
+    """The generator is seeded with seed + epoch at each epoch; None does not seed it."""
     position: Position
-    """Where to begin. Not yet there, the state of the generator is put into it."""
+    """Where to begin. If it has no state of the generator, that state is stored in it."""
     skips: int = 0
-    """Turns to leave out, before the worker whose turn it is."""
+    """Turns of workers to skip, before the worker whose turn it is."""
     single: bool = False
     """Whether the sampler yields single indices."""
     plain: bool = False
@@ -115,7 +115,7 @@ class Indices:
 
     @property
     def order(self) -> Order:
-        """The keys of the pass's samples, for which the position has a seed."""
+        """The keys of the pass's samples, by the position's seed."""
         position = self.position
         key = find_pass_key(position.sample_seed or 0, position.epoch)
         samplers = (self.sampler, getattr(self.sampler, "sampler", None))
@@ -151,7 +151,7 @@ class Indices:
         yield from self._rest(begin, self.sampler)
 
     def _rest(self, begin: _Begin, sampler: Iterable[Any]) -> Iterator[tuple[Any, int]]:
-        """Leave out what was delivered: the first batches, except for those that were late."""
+        """Skip the delivered batches: the first ones, except those that were late."""
         late, delivered = self.position.late, self.position.batch
         if not late:
             return begin(sampler, delivered)
@@ -161,7 +161,7 @@ class Indices:
 
 
 def _place_shard(sampler: Any, position: Position) -> Iterable[Any] | None:
-    """Return a rank's sampler, or the one of its batches, for what is left of the epoch."""
+    """Return a rank's sampler, of samples or batches, for the rest of the epoch; None without."""
     if isinstance(sampler, ShardSampler):
         return sampler.at(position.epoch, position.consumed)
     inner = sampler.sampler if type(sampler) in (BatchSampler, RankBatches) else None
@@ -219,10 +219,10 @@ def _to_rows(batch: Iterable[Any]) -> Any:
 
 
 def as_rows(indices: Any) -> Tensor | None:
-    """Return integers as an int64 tensor; None where anything else is among them, also booleans."""
+    """Return integers as an int64 tensor; None if anything else, such as a bool, is among them."""
     if isinstance(indices, list | tuple) and set(map(type, indices)) != {int}:
         dtypes = [getattr(index, "dtype", type(index)) for index in indices]
-        if any(dtype in _BOOLEANS for dtype in dtypes):  # which NumPy takes for 0 and 1
+        if any(dtype in _BOOLEANS for dtype in dtypes):  # NumPy would convert them to 0 and 1
             return None
     try:
         rows = np.asarray(indices)
@@ -234,7 +234,7 @@ def as_rows(indices: Any) -> Tensor | None:
 
 
 def _chunks(sampler: Any, start: int, size: int) -> Iterator[Tensor] | None:
-    """Return the indices of torch's own samplers, in torch's order, many batches at a time."""
+    """Return the indices of torch's samplers and ours, many batches at a time; None of others."""
     if type(sampler) is SequentialSampler:
         return ranges(start, len(sampler), size)
     if isinstance(sampler, ShardSampler | FeistelSampler):
@@ -266,7 +266,7 @@ def _with_replacement(sampler: RandomSampler, start: int, size: int) -> Iterator
 
 
 def _permutation(sampler: RandomSampler, start: int) -> Iterator[Tensor]:
-    """Draw as RandomSampler does: a generator that is kept draws another permutation in vain."""
+    """Draw as RandomSampler does, which after a whole epoch draws one more, unused permutation."""
     total, generator = len(sampler.data_source), _generator_of(sampler)
     yield torch.randperm(total, generator=generator, device="cpu")[start : sampler.num_samples]
     if sampler.num_samples == total and sampler.generator is not None:

@@ -1,6 +1,6 @@
 """The leaves of a batch: how tensors, arrays and lists of numbers become one tensor.
 
-What the backend does not take goes to the function that torch has for it.
+Leaves that the backend does not support go to torch's own collate function.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ Keys = tuple[Any, ...]
 
 _CPU = torch.device("cpu")
 
-# What NumPy makes of plain numbers, by the function that torch has for them.
+# The NumPy type of plain numbers, by torch's collate function for them.
 NUMBERS: dict[Callable[..., Any], type] = {
     torch_collate.collate_int_fn: np.int64,
     torch_collate.collate_float_fn: np.float64,
@@ -39,7 +39,7 @@ def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
 
 
 def plain_dtype(array: Any, *, on_host: bool = True) -> torch.dtype | None:
-    """Return torch's dtype of a tensor or array; None if its memory is not plain, or not here."""
+    """Return torch's dtype of an array in plain memory, `on_host` only on the CPU; else None."""
     if isinstance(array, np.ndarray):
         return torch_dtype(array.dtype)
     if type(array) is not Tensor or array.requires_grad or array.is_meta:
@@ -64,7 +64,7 @@ def hint(keys: Keys) -> str:
 
 
 def registered(sample: Any) -> Callable[..., Any] | None:
-    """Return the function that torch has for a sample, found as torch finds it."""
+    """Return torch's collate function for a sample, found as torch finds it."""
     functions = torch_collate.default_collate_fn_map
     own = functions.get(type(sample))
     return own or next((f for types, f in functions.items() if isinstance(sample, types)), None)
@@ -88,13 +88,13 @@ class Leaf:
 
 
 class NumberLeaf(Leaf):
-    """Plain integers or floats, each of which torch converts by itself."""
+    """Plain integers or floats, which torch would convert one by one."""
 
     def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
         """Return a tensor of them, as `default_collate`: int64 or float64."""
-        # An empty tensor tells the default device in a quarter of the time of get_default_device.
+        # The device of an empty tensor takes a quarter of the time of get_default_device.
         if {*map(type, samples)} == {self._type} and torch.empty(0).device == _CPU:
-            with contextlib.suppress(OverflowError):  # torch says so in its own words
+            with contextlib.suppress(OverflowError):  # raised by torch below, in its own words
                 return torch.from_numpy(np.array(samples, NUMBERS[self._function]))
         return super().collate(samples, ops)
 
@@ -145,7 +145,7 @@ class TensorLeaf(Leaf):
             raise RuntimeError(msg) from error
 
     def _arrays(self, samples: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
-        """Turn lists of numbers into arrays of one dtype; an empty list has any."""
+        """Turn lists of numbers into arrays of one dtype; an empty list fits any."""
         try:
             arrays = [np.asarray(sample) for sample in samples]
             dtype = np.result_type(*[a for a in arrays if a.size] or [np.asarray(self._pad)])

@@ -34,68 +34,69 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
     the consumer: TensorDataset, `fastamp.ArrayDataset`, `fastamp.TokenDataset`, a tensor, a NumPy
     array or memmap, a dict of these (which is an ArrayDataset), a Hugging Face dataset (format
     "torch", "numpy" or none) of integers, floats and lists of one length, and a Subset of any.
-    Their batches are those of `default_collate`; worker processes are not started for them. Every
-    other dataset, and every dataset with a `collate_fn` or a `worker_init_fn` of the user's, goes
-    through torch's own iterators and workers, or threads if `worker` says so, with
-    `fastamp.BatchCollator` where no `collate_fn` is given.
+    Their batches are those of `default_collate`, and no worker processes are started. Every other
+    dataset, and every dataset with a `collate_fn` or a `worker_init_fn` of the user's, goes through
+    torch's own iterators and workers, or threads if `worker` says so, with `fastamp.BatchCollator`
+    where no `collate_fn` is given.
 
     A batch that the user keeps is never overwritten.
 
-    Where a tensor of the dataset is resized, shared or given other memory during a pass, the rest
-    of the pass goes item by item, as in torch; NumPy refuses to resize an array meanwhile. A mapped
-    file that is cut raises a RuntimeError (Arrow's, a BufferError). Two things go unnoticed: a file
-    that another process changes in place, or cuts while a batch is copied out of its last page, and
-    an address that is freed and used again by somebody else while a batch is copied.
+    If a tensor of the dataset is resized, shared or given other memory during a pass, the rest of
+    the pass is read item by item, as in torch; NumPy refuses to resize an array during a pass. A
+    mapped file that is cut short raises a RuntimeError (Arrow's, a BufferError). Two things go
+    unnoticed: a file that another process changes in place, or cuts short while a batch is copied
+    out of its last page, and memory that is freed and used again while a batch is copied from it.
 
     `accelerator.prepare(loader)` of Hugging Face's Accelerate returns this loader, which from then
-    on gives this process's batches, on the Accelerator's device. They are those that Accelerate
-    deals out: it honours `split_batches`, `even_batches` and the other options, but reads in every
-    process (`dispatch_batches` is refused).
+    on gives this process's batches, on the Accelerator's device. They are those of Accelerate's own
+    loaders, also with `split_batches`, `even_batches` and other options, but every process reads
+    its own (`dispatch_batches` is refused).
 
     Args:
-        dataset: and all the others up to `in_order`: as in torch.utils.data.DataLoader.
-        device: where batches shall be: their tensors, in any nesting of dicts, lists, tuples and
-            dataclasses. For CUDA they are gathered into pinned memory and copied on
-            a side stream, ahead of the consumer (see `fastamp.prefetch`). None leaves them on the
-            CPU.
+        dataset: this and all arguments up to `in_order` are torch.utils.data.DataLoader's.
+        device: the device of the batches' tensors, in any nesting of dicts, lists, tuples and
+            dataclasses. For CUDA they are gathered into pinned memory and copied on a side stream,
+            ahead of the consumer (see `fastamp.prefetch`). None leaves them on the CPU.
         seed: shuffles epoch n with the seed `seed + n`, so that it can be repeated and resumed by
-            itself. The order is torch's. That of more than 2^28 rows, which would take over 2 GB,
-            is computed instead: a Feistel network permutes the row numbers, so that nothing is kept
-            and a pass resumes at once. With a `generator` the order is torch's at any length.
+            itself. The order is torch's. For more than 2^28 rows, whose order would take over 2 GB,
+            it is computed instead: a Feistel network permutes the row numbers, so that nothing is
+            kept and a pass resumes at once. With a `generator` the order is torch's at any length.
         shard: load this rank's part of the dataset. The parts are those of DistributedSampler with
             this `shuffle`, `drop_last` and `seed` (or 0), whatever the `generator`: padded to the
             same length with the order's first samples, or cut if `drop_last`. More than 2^28 rows
-            are shuffled as with `seed`. The ranks are those of torch.distributed, or one where it
-            is not in use.
-        rank: with `world_size`, the part in place of torch.distributed's; both imply `shard`.
-        world_size: the number of parts.
+            are shuffled as with `seed`. The ranks are those of torch.distributed; if it is not
+            initialized, there is one.
+        rank: used with `world_size` in place of torch.distributed's; both imply `shard`.
+        world_size: the number of ranks, and of parts.
         worker: what `num_workers` counts. None and "process": processes, as torch has them.
             "thread": threads of this process, which start at once and share the dataset. Each makes
-            one sample after the other, of the oldest batch first, and copies it into its row of the
-            batch where it is large; `collate_fn` runs in a thread. Their number changes no result,
-            if random numbers come from `fastamp.sample_rng()`: what draws from global generators
-            is not repeatable. `fastamp.get_worker_info()` and `worker_init_fn` know the threads; an
-            iterable dataset is copied for each. Batches are made ahead as by processes, but no more
-            than `max_bytes`. A `__getitem__` that computes in Python needs processes.
-            "auto" measures in the first pass which of them is faster, and keeps to it, also in the
-            state; `stats().workers` says why. Either may then make the first batches. Iterable
-            datasets, those with a `state_dict` and a `worker_init_fn` get processes.
-        resident: the dataset is one that is gathered, and is moved to the device, all of it, by the
-            first pass. Batches are gathered there: the rows' numbers alone travel, and nothing
-            waits for them. Batches and states are the same as without it. What is written into the
-            dataset later is not seen. Tensors that are on the device are gathered there anyway.
-            Images are not augmented there.
-        max_bytes: the most that the loader itself holds: batches gathered ahead, and slots for
-            large ones. None is 1 GiB, or one batch if that is larger. torch's workers hold what
-            `prefetch_factor` says.
+            one sample after the other, of the oldest batch first, and copies large ones into their
+            row of the batch; `collate_fn` runs in a thread. The number of threads changes no result
+            if random numbers come from `fastamp.sample_rng()`; draws from global generators are not
+            repeatable. `fastamp.get_worker_info()` and `worker_init_fn` work in threads; each gets
+            a copy of an iterable dataset. Batches are made ahead as by processes, but no more than
+            `max_bytes`. A `__getitem__` that computes in Python needs processes.
+            "auto" measures in the first pass which of the two is faster and keeps the choice, also
+            in the state; `stats().workers` says why. In that pass both may make batches. Iterable
+            datasets, datasets with a `state_dict`, and a `worker_init_fn` get processes.
+        resident: keep the dataset, which must be one that is gathered, on the device: the first
+            pass moves all of it. Batches are gathered there, so only row numbers are copied, and
+            nothing waits for them. Batches and states are the same as without it. Later writes into
+            the dataset are not seen. Tensors that are on the device already are gathered there
+            anyway. Images cannot be augmented there.
+        max_bytes: the most memory that the loader itself holds: batches gathered ahead, and slots
+            for large ones. None is 1 GiB, or one batch if that is larger. torch's workers hold as
+            many batches as `prefetch_factor` says.
 
     Raises:
         ValueError: as torch's; `max_bytes` is not positive, or, when a pass begins, less than one
             batch; `resident` without a device, or, when a pass begins, with a dataset that is not
             gathered, or does not fit there; the arrays of a dict differ in length; a sharded loader
-            has a sampler of the user's; `rank` and `world_size` do not go together.
+            has a sampler of the user's; only one of `rank` and `world_size` is given, or `rank` is
+            too large.
         TypeError: a sharded loader has an iterable dataset.
-        RuntimeError: `shard`, a launcher has set WORLD_SIZE, and torch.distributed is not in use.
+        RuntimeError: `shard` is set and a launcher has set WORLD_SIZE, but torch.distributed is not
+            initialized.
 
     Example:
         >>> dataset = torch.utils.data.TensorDataset(torch.randn(6, 2), torch.arange(6))
@@ -159,9 +160,9 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
                 ranks = find_ranks(rank, world_size)
                 sampler = ShardSampler(dataset, *ranks, bool(shuffle), seed or 0, drop_last)
                 shuffle = None
-        # The seeds of workers differ from rank to rank: they are the program's.
+        # A sharded loader gets none: its workers' seeds are the program's, and differ by rank.
         if seed is not None and generator is None and not isinstance(sampler, ShardSampler):
-            generator = torch.Generator().manual_seed(seed)  # what others draw from it, too
+            generator = torch.Generator().manual_seed(seed)  # also for the workers' seeds
             if shuffle and sampler is None and batch_sampler is None and is_long(dataset):
                 sampler, shuffle = FeistelSampler(dataset, generator=generator), None
         if collate_fn is None and (batch_size is not None or batch_sampler is not None):
@@ -186,7 +187,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             in_order=in_order,
         )
         self.device, self.resident = device, resident
-        self._moved: list[Column] | None = None  # to where they are resident
+        self._moved: list[Column] | None = None  # to the device, if `resident`
         self.seed = None if seed is None else int(seed)
         self.max_bytes = max_bytes
         self._shard = sampler if isinstance(sampler, ShardSampler) else None
@@ -207,7 +208,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             msg = f"timeout: expected 0 without workers, got {self.timeout}"
             raise AssertionError(msg)  # as torch's
         shard, gatherable = self._shard, find_columns(self)
-        if shard is not None and shard.epoch != self._next.epoch:  # somebody told the sampler
+        if shard is not None and shard.epoch != self._next.epoch:  # by the sampler's own set_epoch
             self.set_epoch(shard.epoch)
         if self._served is not None:
             self._served.synchronize()
@@ -222,9 +223,9 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         return begin(self, position, gatherable)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next pass is: for `seed`, and for a sampler that has `set_epoch`.
+        """Set the epoch of the next pass, for `seed`, and for samplers that have `set_epoch`.
 
-        A loaded state stays in force if it stopped in this epoch. Without a call passes count up.
+        A loaded state of this epoch stays in force. Without a call each pass is the next epoch.
 
         Raises:
             ValueError: `epoch` is not an integer of at least 0.
@@ -239,53 +240,52 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
                 tell(epoch)
 
     def _begin_at(self, position: Position) -> None:
-        """Begin the next pass there."""
+        """Let the next pass begin at this position."""
         self._next = position
         if self._shard is not None:
             self._shard.set_epoch(position.epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loader is, as a small dict, at any time.
+        """Return the position of the loader as a small dict; may be called at any time.
 
-        The batches after it are those that would have come after the last one delivered; what was
-        made ahead counts as undelivered. After the last batch of an epoch, its end is the state;
-        once the loop has ended, the start of the next one is. With neither `seed` nor `generator`,
-        the epochs after this one draw from torch's default generator, which is the program's to
-        restore.
+        A loader that loads it resumes after the last batch delivered; batches made ahead count as
+        undelivered. After the last batch of an epoch the state is the end of that epoch; once the
+        loop has ended, it is the start of the next one. With neither `seed` nor `generator`, later
+        epochs draw from torch's default generator, whose state the program has to keep.
 
-        The state of a sharded loader is that of all ranks, and each of them may load it, whatever
-        their number and their batch size: it says how many samples of the epoch all of them have
-        had, if each has had as many batches as this one.
+        The state of a sharded loader holds for all ranks, and any number of ranks may load it, with
+        any batch size: it says how many samples of the epoch all of them have had, if each has had
+        as many batches as this one.
 
-        A dataset with `state_dict` and `load_state_dict` is saved with it: where it is iterable,
-        its iterator too, and with workers each worker's copy, which then asks after every batch.
-        Inside an epoch such a state needs the same number of workers. A stream with neither is read
-        again up to the place.
+        A dataset with `state_dict` and `load_state_dict` is saved with it, and so is its iterator
+        if it is iterable. With workers that is each worker's copy, whose `state_dict` is called
+        after every batch; in the middle of an epoch such a state needs the same number of workers.
+        An iterable dataset without these methods is read again up to the position.
 
         Raises:
             TypeError: the dataset is iterable and its `state_dict` needs arguments, or it is a data
                 pipe that workers read; or the loader is sharded and `in_order` is False.
-            RuntimeError: the dataset is iterable and Ctrl-C came while it was read.
+            RuntimeError: the dataset is iterable, and Ctrl-C interrupted reading it.
         """
         return save(self)
 
     def load_state_dict(self, state: Any) -> None:
-        """Let the next pass begin where `state_dict` was called.
+        """Let the next pass resume where `state_dict` was called.
 
-        With any number of workers, unless each has a copy of its own: of an iterable dataset, or of
-        one with a `state_dict`.
+        The number of workers may differ, unless each has a copy of its own of the dataset: an
+        iterable one, or one with a `state_dict`.
 
         Raises:
             ValueError: the state is another version's, or of a loader with another sampler, batch
                 size, `drop_last`, length of the dataset, seed or source of randomness; or one of
-                its keys is missing or has another kind of value, or is of other workers. Nothing is
-                changed then.
+                its keys is missing, has another kind of value, or is of another number of workers.
+                Nothing is changed then.
             TypeError: see `state_dict`.
         """
         load(self, state)
 
     def stats(self) -> LoaderStats:
-        """Return what the loader has done since it was made; `str` of it is the verdict."""
+        """Return counts and times since the loader was made; `str` of them is the verdict."""
         slot_wait_s = self._slots.wait_s if self._slots else 0.0
         return replace(self._stats, slot_wait_s=slot_wait_s, path=find_path(self)[1])
 
@@ -294,7 +294,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         return f"fastamp.DataLoader: {find_path(self)[1]}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what a copy counts anew, and the workers, which stay with the original."""
+        """Leave out the statistics and slots, which a copy begins anew, and the workers."""
         last = self._last and self._last.now()
         new = {"_stats": LoaderStats(), "_slots": None, "_inner": None, "_last": last}
         return {**vars(self), **new, "_moved": None}
@@ -312,5 +312,5 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
 
     @property
     def _batches(self) -> Any:
-        """What yields the indices of batches, or single ones where the loader does not batch."""
+        """The sampler of batches, or of single indices where the loader does not batch."""
         return self.sampler if self.batch_sampler is None else self.batch_sampler

@@ -1,4 +1,4 @@
-"""The memory of a dataset during a pass: kept, and looked at for what others do with it."""
+"""Keeps a dataset's memory alive during a pass, and notices when others move it or cut its file."""
 
 import mmap
 import weakref
@@ -18,19 +18,19 @@ class Kept(NamedTuple):
     """The memory that an array had when a pass began."""
 
     alias: Tensor | npt.NDArray[Any] | Windows
-    """The same rows, whatever becomes of the array."""
+    """A view of the same rows, which stays as it is whatever is done to the array."""
     has_changed: Callable[[], bool] | None = None
     """Says whether the rows lie elsewhere now, or in a file that is too short. None: they cannot
     change."""
     path: str = ""
     """The file that is mapped."""
     owners: tuple[weakref.ref[Any], ...] = ()
-    """While there are weak references to them, NumPy refuses to resize arrays."""
+    """Weak references, because of which NumPy refuses to resize the arrays."""
     parts: "tuple[Kept, ...]" = ()
-    """Of windows: what they lie in."""
+    """For windows: the arrays that they lie in."""
 
     def changes(self) -> list[Callable[[], bool]]:
-        """Return what says whether any of it has changed; equal where it says the same."""
+        """Return the functions that say whether any of it has changed; two that agree are equal."""
         return [kept.has_changed for kept in (self, *self.parts) if kept.has_changed]
 
     def check_file(self) -> None:
@@ -55,7 +55,7 @@ def _keep_tensor(tensor: Tensor) -> Kept:
     address, nbytes = address_of(), nbytes_of()
 
     def has_changed() -> bool:
-        # The storage is resized and shared in place; the tensor may look into another one.
+        # A storage is resized and shared in place; `set_` gives the tensor another storage.
         return address_of() != address or nbytes_of() != nbytes or not looks_into(alias)
 
     return Kept(alias, has_changed)

@@ -1,4 +1,4 @@
-"""How the library's threads begin and end, also where Ctrl-C comes in between."""
+"""Starts and ends the library's threads, also when Ctrl-C comes in between."""
 
 import _thread
 import atexit
@@ -9,15 +9,15 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-live: "weakref.WeakSet[Any]" = weakref.WeakSet()  # what has threads, with `close`
+live: "weakref.WeakSet[Any]" = weakref.WeakSet()  # owners of threads; each has `close`
 _JOIN_S = 2.0  # a thread that hangs in the user's code is left behind, as a daemon
 
 
 def start(*threads: threading.Thread) -> None:
-    """Start threads from a thread of its own, which Ctrl-C never interrupts.
+    """Start threads from a helper thread, which Ctrl-C never interrupts.
 
-    `Thread.start` waits for the new thread on a condition. Ctrl-C may break this off with the
-    condition's lock held, for which the new thread then waits forever, with all that it refers to.
+    `Thread.start` waits for the new thread on a condition. Ctrl-C may interrupt the wait with the
+    condition's lock held; the new thread would wait for the lock forever, and keep its memory.
 
     Raises:
         RuntimeError: the system has no more threads.
@@ -40,13 +40,13 @@ def _start(threads: tuple[threading.Thread, ...], tell: Callable[[Exception | No
 
 
 def join(thread: threading.Thread) -> None:
-    """Wait for a thread's end, if it began: Ctrl-C may have come in between."""
+    """Wait for a thread's end; return at once if Ctrl-C kept it from starting."""
     with contextlib.suppress(RuntimeError):
         thread.join(_JOIN_S)
 
 
 @atexit.register
 def _close_live() -> None:
-    """End all passes before the interpreter ends, which aborts on a thread that computes."""
+    """End all passes before the interpreter does, which aborts if a thread still computes."""
     for owner in list(live):
         owner.close()

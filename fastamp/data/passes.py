@@ -13,16 +13,16 @@ from fastamp.data.stats import LoaderStats
 
 @dataclass(eq=False, repr=False)
 class LoaderPass(Iterator[Any]):
-    """What `iter(loader)` returns. A batch that raises counts as one; the next can be taken."""
+    """What `iter(loader)` returns. A batch that raises counts as delivered; the next may follow."""
 
     _batches: Iterator[Any]
     _position: Position
     _stats: LoaderStats
-    _states: deque[Any]  # what each batch made tells of the dataset
+    _states: deque[Any]  # of the dataset or its workers, after each batch made
     _length: Callable[[], int]
     _ended: bool = False
     _interrupted: bool = False
-    _left_s: float = 0.0  # when the consumer went off with a batch
+    _left_s: float = 0.0  # when the last batch was delivered
 
     def __len__(self) -> int:
         return self._length()
@@ -72,7 +72,7 @@ class LoaderPass(Iterator[Any]):
         self._ended = True
 
     def _refuse_state(self) -> Any:
-        """Tell that nobody knows where an iterable dataset was after the last batch."""
+        """Raise an error: where an iterable dataset was after the last batch is unknown."""
         msg = "the pass was interrupted while the dataset was read: its position is unknown"
         raise RuntimeError(msg)
 

@@ -1,4 +1,4 @@
-"""The pixels of an image file: decoded at the scale that is needed, cropped and resized."""
+"""The pixels of an image file: decoded at the resolution that is needed, cropped and resized."""
 
 import importlib
 import math
@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_SCALES = (8, 4, 2, 1)  # of the decoders' compiled code
+_SCALES = (8, 4, 2, 1)  # that JPEG decoders divide by
 _TRIES = 10  # of a random crop that does not fit, as torchvision's
 
 
@@ -39,10 +39,10 @@ class ImageFile(NamedTuple):
     width: int
     height: int
     decode: Callable[[int], npt.NDArray[np.uint8]]
-    """Gives pixels of shape (height, width, 3); of a JPEG divided by a scale and rounded up."""
+    """Returns pixels of shape (height, width, 3); a JPEG's are divided by a scale, rounded up."""
 
     def center(self, height: int, width: int, resize: int | None) -> Box:
-        """Return the largest part of this shape, or the one after a resize of the shorter side."""
+        """Return the centered part: the largest of this aspect ratio, or what a `resize` leaves."""
         unit = min(self.width / width, self.height / height)
         if resize is not None:
             unit = min(self.width, self.height) / resize
@@ -67,9 +67,9 @@ class ImageFile(NamedTuple):
         return Box((self.width - width) // 2, (self.height - height) // 2, width, height)
 
     def cut(self, box: Box, height: int, width: int) -> Tensor:
-        """Return the pixels of a part, as (height, width, 3), at a scale that is enough for this.
+        """Return the pixels of a part, to be resized to this height and width, channels last.
 
-        Of a JPEG the fewest are decoded from which nothing has to be enlarged.
+        A JPEG is decoded at the lowest resolution that need not be enlarged.
         """
         fits = (s for s in _SCALES if box.width // s >= width and box.height // s >= height)
         scale = next(fits, 1)
@@ -115,7 +115,7 @@ def _decode_by_simplejpeg(
     least = {"min_width": -(-width // scale), "min_height": -(-height // scale)}
     try:
         pixels: npt.NDArray[np.uint8] = find_simplejpeg().decode_jpeg(data, **least)
-    except ValueError:  # what is damaged is Pillow's to say, with or without simplejpeg
+    except ValueError:  # Pillow decides what is damaged, with or without simplejpeg
         return _decode_by_pillow(find_pillow().open(BytesIO(data)), scale)
     return pixels
 

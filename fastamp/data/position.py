@@ -1,4 +1,4 @@
-"""Where a loader is in its epoch, and how a state tells it."""
+"""Where a loader is in its epoch, and how a state stores it."""
 
 from base64 import b64decode, b64encode
 from dataclasses import dataclass, field, fields, replace
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastamp.data.checks import check_integer
-from fastamp.data.states import Record, of_pass_before, read_records
+from fastamp.data.states import Record, as_of_pass_before, read_records
 
 _GENERATORS = ("rng", "generator", "workers_rng")
 
@@ -20,25 +20,25 @@ class Position:
 
     epoch: int
     batch: int = 0
-    """Delivered to the consumer."""
+    """Batches delivered to the consumer."""
     late: list[int] = field(default_factory=list)
-    """With `in_order=False`: the batches that were passed by others, by their place in order."""
+    """With `in_order=False`: the batches that others have overtaken, by their place in order."""
     consumed: int = 0
-    """Samples that the ranks of a sharded loader had had before the first of these batches."""
+    """Of a sharded loader: samples that all ranks have had before the first of these batches."""
     rng: Tensor | None = None
     """State of the generator before the sampler drew from it."""
     generator: Tensor | None = None
     """State of the loader's generator when the pass began."""
     dataset: Any = None
     """State of a dataset after the last batch delivered, or when the pass began if its copies in
-    workers have their own. While no batch is made ahead: the method that asks for it, and for
-    `iterator` and `exhausted`."""
+    workers have their own. If no batches are made ahead: a method that returns it, with `iterator`
+    and `exhausted`."""
     iterator: Any = None
     """State of an iterable dataset's iterator, where the iterator has it."""
     exhausted: bool = False
     """Whether an iterable dataset had ended with that batch."""
     workers: list[Record | None] | None = None
-    """What each worker's copy of the dataset was after its last batch delivered."""
+    """State of each worker's copy of the dataset after its last batch delivered."""
     turn: int = 0
     """The worker that makes the next batch."""
     workers_rng: Tensor | None = None
@@ -49,12 +49,12 @@ class Position:
     """Seed of the samples' random numbers: the loader's, or the one that torch's iterators draw."""
 
     persist = False  # whether the copies in workers live on when the epoch ends
-    drawn = cast("Any", None)  # what the sampler has yielded, where other workers may go on
+    drawn = cast("Any", None)  # what the sampler has yielded, if other workers may take over
 
     def end_epoch(self) -> None:
-        """Become the start of the next epoch."""
+        """Move to the start of the next epoch."""
         kept = self if self.persist else Position(0)
-        following = replace(Position(self.epoch + 1), workers=of_pass_before(kept.workers))
+        following = replace(Position(self.epoch + 1), workers=as_of_pass_before(kept.workers))
         vars(self).update(vars(replace(following, sample_seed=kept.sample_seed)))
 
     def take(self, news: Any) -> None:
@@ -67,24 +67,24 @@ class Position:
                 vars(self).update(note)
             elif note is not None and self.workers is not None:
                 worker, record = note
-                self.workers = [*self.workers]  # that of a state stays
+                self.workers = [*self.workers]  # a state keeps the old list
                 self.workers[worker] = record
                 self.turn = (worker + 1) % len(self.workers)
 
     def now(self) -> "Position":
-        """Return a copy that stays where it is."""
+        """Return a copy that does not move with the pass."""
         if isinstance(self.dataset, MethodType):
             return replace(self, **self.dataset())
         return replace(self)
 
     @property
     def resumed(self) -> bool:
-        """Whether the pass began earlier, with the draws of its beginning."""
+        """Whether the pass has delivered batches before, so that its first draws are made."""
         return self.batch + self.consumed > 0
 
 
 def read_position(state: dict[str, Any]) -> tuple[Position, int | None]:
-    """Return the position that a loader's state tells, and the epoch that its user told it.
+    """Return the position in a loader's state, and the epoch that its user has set.
 
     Raises:
         ValueError: a key is missing or has another kind of value.
@@ -123,7 +123,7 @@ def _check_late(late: Any, batch: int) -> None:
 
 
 def encode(position: Position) -> dict[str, Any]:
-    """Return a position as JSON knows it, except for the states that datasets have."""
+    """Return a position in the types of JSON, except for a dataset's own states."""
     state = vars(position).copy()
     for name in _GENERATORS:
         if state[name] is not None:
@@ -132,7 +132,7 @@ def encode(position: Position) -> dict[str, Any]:
 
 
 def decode(text: Any) -> Tensor:
-    """Return a generator's state, which may also be a tensor."""
+    """Return a generator's state out of its text; a tensor is returned as it is."""
     if isinstance(text, Tensor):
         return text
     return torch.frombuffer(bytearray(b64decode(text, validate=True)), dtype=torch.uint8)

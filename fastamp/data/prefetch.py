@@ -23,7 +23,7 @@ FORKED = (
     "this iterator was made before the process forked and its thread stayed behind: "
     "call iter() in the child"
 )
-_LATE = 32  # batches that a consumer takes before its stream computes with the first of them
+_LATE = 32  # batches that a consumer may be ahead of its stream
 
 
 def prefetch(
@@ -32,21 +32,21 @@ def prefetch(
     """Make the batches of an iterable ahead of the loop that consumes them.
 
     1. A thread takes batches from the iterable, at most `depth` ahead.
-    2. For a CUDA device it pins the tensors that are not, and starts their copy on a side stream,
-       whose memory they get. The copy waits for nothing that the consumer's stream has to do.
-       Before the iterable goes on, the thread waits for copies out of memory that the iterable has
-       pinned, and may fill again.
-    3. The stream that is current where the consumer asks for the batch waits for the copy; the
-       consumer does not. The batch is recorded on this stream (`Tensor.record_stream`), so that it
-       may be dropped at any time. On any other stream it is used as a tensor of this one. Where
-       this stream is 32 batches behind, the thread waits for it.
+    2. For a CUDA device it pins the tensors that are not pinned, and starts their copy on a side
+       stream, which also allocates their memory. The copy does not wait for the consumer's stream.
+       Memory that the iterable itself has pinned may be filled again: before the thread takes the
+       next batch, it waits for copies out of it.
+    3. When the consumer asks for the batch, its current stream waits for the copy; the consumer
+       does not. The batch is recorded on this stream (`Tensor.record_stream`), so that it may be
+       dropped at any time. To use it on another stream, treat it as a tensor made on this one. If
+       this stream falls 32 batches behind, the thread waits for it.
 
     Without a device, or with the CPU, only step 1 happens.
 
     Args:
         iterable: of batches: tensors, in any nesting of dicts, lists, tuples and dataclasses. It is
             consumed in the thread.
-        device: where the batches shall be; None leaves them where they are.
+        device: of the batches; None leaves them where they are.
         depth: batches to have ready, at least 1.
 
     Returns:
@@ -112,15 +112,15 @@ class Pass(Iterator[T], Generic[T]):
             self._copies = CudaCopies(device, depth, keeps=keeps)
         # Batches with the event of their copy's end or None, and errors in place of batches.
         self._ready: SimpleQueue[tuple[Any, Any] | BaseException] = SimpleQueue()
-        # Nothing for each batch that there is room for, and anything else at the end.
+        # None for each batch that there is room for, and anything else at the end.
         self._room: SimpleQueue[Any] = SimpleQueue()
         for _ in range(depth):
             self._room.put(None)
         self._stopped: list[bool] = []  # is empty until the end
         self._owner_pid = os.getpid()
-        # The thread holds no reference to this object, whose end is what ends the thread.
+        # The thread holds no reference to this object, whose end ends the thread.
         grad = torch.is_grad_enabled()
-        ended = weakref.ref(self, self._room.put)  # no Python, in which Ctrl-C may come
+        ended = weakref.ref(self, self._room.put)  # no Python code, which Ctrl-C could interrupt
         shared = (source, self._copies, self._ready, self._room, self._stopped, grad, told, ended)
         self._thread = threading.Thread(target=_produce, args=shared, name="fastamp", daemon=True)
         start(self._thread)
@@ -158,7 +158,7 @@ class Pass(Iterator[T], Generic[T]):
 
 
 def is_last(error: BaseException) -> bool:
-    """Say whether the pass ends with it, as it does not with a batch that cannot be made."""
+    """Say whether an error ends the pass; a batch that cannot be made does not."""
     return isinstance(error, StopIteration) or not isinstance(error, Exception)
 
 
@@ -195,7 +195,7 @@ def _produce(
             close = getattr(iterator, "close", None)  # a generator ends in the thread that ran it
             if close is not None:
                 close()
-            # Errors in `ready` refer to this frame: they would keep each other, and the iterator.
+            # Errors in `ready` refer to this frame: a cycle, which would keep the iterator alive.
             del ready, iterator, close
 
 
@@ -221,33 +221,34 @@ class _Moves:
 
 
 class _Copied(NamedTuple):
-    """What is copied to the device, and the event of its end."""
+    """A batch that is copied to the device, and its events."""
 
     done: torch.cuda.Event
     tensors: list[Tensor]
     left: list[Tensor]
-    """Those of other layouts, which are still where they were."""
+    """Tensors of other layouts, which are not copied yet."""
     taken: torch.cuda.Event
-    """To be recorded where the consumer takes it."""
+    """Recorded on the consumer's stream when it takes the batch."""
 
 
 class CudaCopies:
     """Copies batches to a CUDA device on a stream of its own.
 
-    1. `keeps` says that the memory of a batch may be filled again once the next one is asked for.
-    2. Memory that the consumer drops is free when its stream has come so far. Where that is many
-       batches behind, the thread waits for it, else they would fill the device.
+    1. `keeps` says that the source keeps the memory of a batch, and may fill it again once the next
+       batch is requested.
+    2. Memory that the consumer drops is free only when its stream gets there. If the stream is many
+       batches behind, the copying thread waits for it: else these batches would fill the device.
     """
 
     def __init__(self, device: torch.device, depth: int, *, keeps: bool) -> None:
         self._device, self._keeps, self._most = device, keeps, depth + _LATE
-        self._taken: deque[torch.cuda.Event] = deque()  # of the last batches, when they are
+        self._taken: deque[torch.cuda.Event] = deque()  # of the last batches
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._reading: torch.cuda.Event | None = None  # ends the copies out of memory that is kept
+        self._reading: torch.cuda.Event | None = None  # ends copies out of kept memory
 
     @contextmanager
     def thread(self) -> Iterator[None]:
-        """Keep the thread that copies on its device, and out of captures in other threads."""
+        """Set the copying thread's device, and keep it out of CUDA graph captures of others."""
         torch.cuda.set_device(self._device)
         with apart_from_captures():
             yield
@@ -293,7 +294,7 @@ class CudaCopies:
         return moved, copied
 
     def deliver(self, batch: Any, copied: _Copied) -> Any:
-        """Let the current stream wait for the copy, and the memory of the batch for the stream."""
+        """Let the current stream wait for the copy; keep the batch's memory until it is done."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(copied.done)
         copied.taken.record(stream)

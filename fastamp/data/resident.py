@@ -1,4 +1,4 @@
-"""Data that lives on a device: its batches are gathered there, in the order of the host."""
+"""Datasets kept on a device: batches are gathered there, by row numbers from the host."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from fastamp.data.leaves import torch_dtype
 
 _CHUNK_NBYTES = 1 << 26  # of an array on its way to the device
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""Of the same size: not every device gathers the unsigned ones."""
+"""Signed dtypes of the same size: not every device gathers the unsigned ones."""
 
 
 class DeviceMemory:
@@ -40,7 +40,7 @@ def _signed(tensor: Tensor) -> Tensor:
 class DeviceGatherer:
     """Batches gathered on the device of their columns; see `fastamp._ops.Gatherer`.
 
-    The rows travel there, 8 bytes a sample; nothing waits for them.
+    Only row numbers are copied there, 8 bytes a sample; nothing waits for them.
     """
 
     def __init__(self, columns: Sequence[Column]) -> None:
@@ -73,7 +73,7 @@ class DeviceGatherer:
                 output.bitwise_and_((1 << 8 * array.itemsize) - 1)
 
     def is_ready(self) -> bool:
-        """Say that no host has to wait."""
+        """Return True: the host never waits."""
         return True
 
     def wait(self) -> float:
@@ -88,7 +88,7 @@ def move(columns: Sequence[Column], device: torch.device) -> list[Column]:
     """Return columns with all their rows on a device.
 
     Raises:
-        ValueError: they do not fit, or are augmented, which the host does.
+        ValueError: they do not fit, or have augmentations, which are made on the host.
     """
     if any(column.images is not None for column in columns):
         msg = "resident=True: images are augmented on the host: leave out resident, or augment"
@@ -107,7 +107,7 @@ def move(columns: Sequence[Column], device: torch.device) -> list[Column]:
 
 
 def _end(array: Any) -> Any:
-    """Return what two columns have in common that are windows of one sequence, from its end."""
+    """Return a key that columns share if they are windows of one sequence: they end together."""
     if not isinstance(array, Windows):
         return id(array)
     last = array.parts[-1]
@@ -130,7 +130,7 @@ def _move(array: Any, device: torch.device, moved: dict[Any, Tensor]) -> Tensor:
 
 
 def _copy(parts: Sequence[Any], shape: Sequence[int], device: torch.device) -> Tensor:
-    """Copy arrays end to end, by pieces: a mapped file may be larger than the host's memory."""
+    """Copy arrays end to end, in pieces: a mapped file may be larger than the host's memory."""
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.empty(shape, dtype=first.dtype, device=device).copy_(first)

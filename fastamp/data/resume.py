@@ -1,4 +1,4 @@
-"""What a loader's state holds of the loader and its dataset, and whether it fits another loader."""
+"""Saves and loads the state of a loader and its dataset, and checks that it fits the loader."""
 
 from dataclasses import replace
 from inspect import isgeneratorfunction
@@ -17,7 +17,7 @@ _STATE_VERSION = 1
 
 
 def _check_resumable(loader: Any) -> None:
-    """Refuse a dataset that nobody but its owner can ask where it is."""
+    """Raise an error for a dataset whose position the loader cannot know."""
     dataset, num_workers = loader.dataset, loader.num_workers
     name = type(dataset).__name__
     if not isinstance(dataset, IterableDataset):
@@ -71,7 +71,7 @@ def save(loader: Any) -> dict[str, Any]:
 
 
 def load(loader: Any, state: Any) -> None:
-    """Let a loader go on from a state: see `DataLoader.load_state_dict`."""
+    """Let a loader resume from a state: see `DataLoader.load_state_dict`."""
     version = state.get("version") if isinstance(state, dict) else None
     if type(version) is not int or version != _STATE_VERSION:
         msg = f"state: expected what DataLoader.state_dict returns, version {_STATE_VERSION}"
@@ -99,11 +99,11 @@ def load(loader: Any, state: Any) -> None:
     if position.generator is not None and loader.generator is not None:
         loader.generator.set_state(position.generator)
     loader._begin_at(replace(position, generator=None))
-    loader._last = loader._inner = None  # workers have gone on
+    loader._last = loader._inner = None  # workers have moved on
 
 
 def _ask_dataset(loader: Any, position: Position) -> None:
-    """Put the state of a dataset that waits for its next pass into its position."""
+    """Add the dataset's state to a position at which no batch is delivered yet."""
     has_drawn = position.resumed or position.begun or position.rng is not None
     if loader.persistent_workers and loader._began and not has_drawn:
         # Workers that persist are not seeded anew: the sampler draws first.
@@ -119,7 +119,7 @@ def _ask_dataset(loader: Any, position: Position) -> None:
 
 
 def _identity(loader: Any) -> dict[str, Any]:
-    """Return what two loaders have in common whose states are the same."""
+    """Return what two loaders must have in common for one to load the other's state."""
     batches, shard, data = loader._batches, loader._shard, loader.dataset
     size, seed = getattr(batches, "batch_size", None), loader.seed
     source = "torch's default generator" if find_generator(loader) is None else "a generator"
@@ -138,7 +138,7 @@ def _identity(loader: Any) -> dict[str, Any]:
 
 
 def _check_workers(loader: Any, position: Position) -> None:
-    """Refuse a place in an epoch where other workers have their own states of the dataset."""
+    """Raise an error if, in the middle of an epoch, another number of workers has own states."""
     count, dataset = len(position.workers or ()), loader.dataset
     begin = getattr(type(dataset), "__iter__", None)
     if position.iterator is not None and (begin is None or isgeneratorfunction(begin)):

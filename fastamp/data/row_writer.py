@@ -1,4 +1,4 @@
-"""The rows of a batch, each of which is filled as soon as its sample is there."""
+"""The rows of a batch, each filled as soon as its sample is made."""
 
 from collections.abc import Callable, Iterable
 from threading import Lock
@@ -23,13 +23,13 @@ _Spec = tuple[type, tuple[int, ...], torch.dtype]
 
 
 def fills_rows(collate_fn: Any) -> bool:
-    """Say whether batches may be filled row by row, with what a collate function promises."""
+    """Say whether batches filled row by row are those that a collate function would return."""
     plain = type(collate_fn) is BatchCollator and collate_fn.pad is None
     return plain or collate_fn is default_collate
 
 
 def find_get(dataset: Any) -> Get:
-    """Return what makes a sample; an ImageFolder decodes into the row of its first leaf."""
+    """Return the function that makes a sample; an ImageFolder's decodes into the image's row."""
     if type(dataset) is Subset:
         get, rows = find_get(dataset.dataset), dataset.indices
         return lambda index, row: get(rows[index], row)
@@ -39,9 +39,9 @@ def find_get(dataset: Any) -> Get:
 class Rows:
     """The tensors of one batch, for the large leaves of its samples.
 
-    A sample is a tensor, an array, or a tuple, list or dict with some of them. The first sample
-    that is there decides where the large leaves are, and of what shape. From each sample that has
-    the same they are copied, and a 0 is left in their place.
+    A sample is a tensor, an array, or a tuple, list or dict with some of them. The first sample to
+    be made decides where the large leaves are, and of what shape. If a sample has the same, they
+    are copied out of it, and replaced by a 0.
     """
 
     def __init__(self, get: Get, slots: Slots, count: int) -> None:
@@ -51,7 +51,7 @@ class Rows:
         self._written = [False] * count
 
     def make(self, place: int, index: Any, lock: Lock) -> Any:
-        """Return what is left of a sample when its large leaves were copied."""
+        """Make a sample, copy its large leaves into their rows, and return the rest."""
         rows = self._rows_at(place) if self._specs else {}
         sample = self._get(index, rows.get(0))
         items = dict(_items(sample))
@@ -85,13 +85,13 @@ class Rows:
         return specs
 
     def collate(self, samples: list[Any], collate_fn: Callable[[list[Any]], Any]) -> Any:
-        """Return the batch of what is left of the samples, and of the rows."""
+        """Return the batch made of the rows and the rest of the samples."""
         if all(self._written):
             if _WHOLE in self._outputs:
                 return self._outputs[_WHOLE]
             return _with(collate_fn(samples), self._outputs)
         for place, written in enumerate(self._written):
-            if written:  # and others could not be
+            if written:  # others were not: undo it, and collate whole samples
                 rows: dict[Any, Any] = self._rows_at(place)
                 for key, (kind, *_) in (self._specs or {}).items():
                     rows[key] = rows[key] if kind is Tensor else rows[key].numpy()

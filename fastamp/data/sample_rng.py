@@ -1,4 +1,4 @@
-"""Random numbers of one sample: of its place in the epoch, whoever makes it, and when."""
+"""Random numbers of one sample, by its place in the epoch, whoever makes it, and when."""
 
 import random
 import threading
@@ -29,16 +29,16 @@ def _signed(value: int) -> int:
 
 
 class Order(NamedTuple):
-    """What the samples of a pass draw: their keys, by their numbers on this rank."""
+    """The keys that the samples of a pass draw from, by their numbers on this rank."""
 
     key: int
-    """Of the pass: see `find_pass_key`."""
+    """The key of the pass: see `find_pass_key`."""
     first: int = 0
     """The place of this rank's first sample in the epoch's order over all ranks."""
     block: int = 1
     """Samples that a rank takes at once."""
     others: int = 0
-    """Samples that the other ranks take then."""
+    """Samples that all other ranks together take in between."""
 
     def places(self, numbers: _Number) -> _Number:
         """Return the places in the epoch's order over all ranks; also of a tensor of numbers."""
@@ -46,7 +46,7 @@ class Order(NamedTuple):
         return placed + numbers // self.block * self.others if self.others else placed
 
     def find_key(self, number: int) -> int:
-        """Return the key of a sample as an unsigned number of 64 bits; of its batch: ~number."""
+        """Return a sample's key as an unsigned number of 64 bits; for its batch's, give ~number."""
         place = self.places(number) if number >= 0 else ~self.places(~number)
         return mix(self.key ^ (place & _MASK))
 
@@ -83,7 +83,7 @@ class SampleRng:
         return f"SampleRng({self._key:#x})"
 
     def take_key(self) -> int:
-        """Return the sample's key, to draw from by itself; another one each time that it asks."""
+        """Return a key for draws of the caller's own, another one at each call."""
         key, self._next = self._next, mix(self._next)
         return key
 
@@ -99,13 +99,13 @@ class SampleRng:
 
     @cached_property
     def torch(self) -> torch.Generator:
-        """A generator of torch, on the CPU. Of its seed torch takes 32 bits."""
+        """A generator of torch, on the CPU. torch uses 32 bits of its seed."""
         return torch.Generator("cpu").manual_seed(self._key)
 
 
 class _Current(threading.local):
     sample: tuple[Order, int] | SampleRng | None = None
-    """What the thread makes: a sample by its number, or its generators once it has asked."""
+    """The sample that the thread makes: its number, or its generators once they are used."""
 
 
 current = _Current()
@@ -114,16 +114,16 @@ current = _Current()
 def sample_rng() -> SampleRng:
     """Return the random generators of the sample that is being made: `.torch`, `.numpy`, `.python`.
 
-    For a dataset's `__getitem__`: what it draws from them depends on the loader's `seed`, the epoch
-    and the sample's place in the epoch, over all ranks. It does not depend on the kind of workers
-    and their number, or on where a pass was stopped and resumed. A sample that comes twice in an
-    epoch draws twice. All calls for one sample return the same generators, which go on.
+    For a dataset's `__getitem__`: the draws depend on the loader's `seed`, the epoch and the
+    sample's place in the epoch, over all ranks. They do not depend on the kind of workers and their
+    number, or on where a pass was stopped and resumed. A sample that comes twice in an epoch gets
+    two different draws. All calls for one sample return the same generators, which continue.
 
     `__getitems__` has one set of generators for each batch, and a `collate_fn` another one. Each
-    worker's copy of an iterable dataset has one for each of its batches, with the `collate_fn`.
-    Where nothing is loaded by a `fastamp.DataLoader`, each call returns new ones, seeded from
-    torch's default generator. What draws from the global generators of torch, NumPy or Python is
-    not repeatable where threads make the samples.
+    worker's copy of an iterable dataset has one for each of its batches, shared with the
+    `collate_fn`. Outside of a `fastamp.DataLoader` each call returns new ones, seeded from torch's
+    default generator. Draws from the global generators of torch, NumPy or Python are not repeatable
+    if threads make the samples.
 
     Example:
         >>> class Noise(torch.utils.data.Dataset):

@@ -15,16 +15,16 @@ from fastamp.data.shuffle import make_order, ranges
 
 
 class ShardSampler(DistributedSampler[Any]):
-    """Yields what DistributedSampler yields, or what is left of it when it is shared out anew.
+    """Yields what DistributedSampler yields, or the rest of an epoch, shared out anew.
 
-    All ranks together go through one order of the dataset, a permutation seeded with `seed + epoch`
-    or the rows in sequence: sample i is that of rank `i % world_size`. From `consumed` samples of
-    this order on, the rest is shared out in the same way, padded with the order's first samples, or
-    cut, so that each rank has as many. The permutation of a long dataset is computed, not torch's.
+    All ranks share one order of the dataset, a permutation seeded with `seed + epoch` or the rows
+    in sequence: sample i belongs to rank `i % world_size`. The samples after the first `consumed`
+    ones are shared out in the same way, padded with the order's first samples, or cut, so that each
+    rank has as many. The permutation of a long dataset is computed, not torch's.
     """
 
     consumed = 0
-    """Samples of the epoch's order that all ranks have had before."""
+    """Samples of the epoch's order that all ranks together have had before."""
     block = 1
     """Samples that a rank takes at once: its batch, where batches are shared out, not samples. The
     last one is then padded, or cut, to a whole batch."""
@@ -35,7 +35,7 @@ class ShardSampler(DistributedSampler[Any]):
         return self._count(0)
 
     def _count(self, consumed: int) -> int:
-        """Return how many samples this rank has from there on."""
+        """Return how many samples this rank has after the first `consumed` of all ranks."""
         left, block = len(self.dataset) - consumed, self.block  # type: ignore[arg-type]
         rounds, rest = divmod(left, self.num_replicas * block)
         if self.drop_last or not rest:
@@ -45,13 +45,13 @@ class ShardSampler(DistributedSampler[Any]):
         return rounds * block + min(max(rest - self.rank * block, 0), block)
 
     def at(self, epoch: int, consumed: int) -> Self:
-        """Return the sampler of a place in an epoch."""
+        """Return the sampler of an epoch's samples after the first `consumed` ones."""
         placed = copy.copy(self)
         placed.epoch, placed.consumed = epoch, consumed
         return placed
 
     def order(self, key: int) -> Order:
-        """Return where this rank's samples have their places, with the key of a pass."""
+        """Return the places of this rank's samples in the epoch, with the key of a pass."""
         first, others = self.rank * self.block, (self.num_replicas - 1) * self.block
         return Order(key, self.consumed + first, self.block, others)
 
@@ -70,7 +70,7 @@ class ShardSampler(DistributedSampler[Any]):
 
 
 class RankBatches(BatchSampler):
-    """A rank's batches of a ShardSampler, with the name that Accelerate has for its `even`."""
+    """A rank's batches of a ShardSampler, whose `even` Accelerate knows as `even_batches`."""
 
     sampler: ShardSampler
 
@@ -85,7 +85,7 @@ class RankBatches(BatchSampler):
 
 
 def check_shardable(dataset: Any, **samplers: Any) -> None:
-    """Refuse an iterable dataset, and samplers of the user's."""
+    """Raise an error for an iterable dataset, and for samplers of the user's."""
     if isinstance(dataset, IterableDataset):
         name = type(dataset).__name__
         msg = f"dataset: {name} is iterable: it has no indices to share out among ranks"

@@ -1,4 +1,4 @@
-"""The order of a shuffled epoch: kept, or for a long dataset computed from the place."""
+"""The order of a shuffled epoch: stored, or for a long dataset computed place by place."""
 
 import math
 from collections.abc import Iterator
@@ -27,9 +27,9 @@ class Permutation:
     It is a Feistel network on pairs (left, right) of numbers below `rows` and `columns`, the
     square root of the length each: place = left * columns + right. A round adds a hash of `right`
     to `left`, modulo its size, and swaps the two; it can be undone whatever the hash (Black and
-    Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Where a pair comes out that is not
-    below the length, one in about `rows`, the rounds are repeated until one is: a walk along a
-    cycle, which leads back below the length.
+    Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). If the result is not below the length,
+    as for one pair in about `rows`, the rounds are repeated until it is: this walks along a cycle
+    of the network, which leads back below the length.
     """
 
     def __init__(self, length: int, seed: int) -> None:
@@ -68,7 +68,7 @@ def _hash(numbers: _Numbers, key: np.uint64, size: np.uint64) -> _Numbers:
 
 
 class FeistelSampler(RandomSampler):
-    """The order of a plain loader with `seed=` whose dataset is long.
+    """The shuffled order of a long dataset in a loader with `seed=` that is not sharded.
 
     The permutation's seed is the one that the generator was last given.
     """
@@ -90,7 +90,7 @@ def is_long(dataset: Any) -> bool:
 
 
 def make_order(dataset: Any, seed: int) -> Tensor | Permutation:
-    """Return what has the indices of a shuffled epoch at its places: torch's, or computed."""
+    """Return a shuffled epoch's permutation: torch's, or for a long dataset a computed one."""
     if is_long(dataset):
         return Permutation(len(dataset), seed)
     generator = torch.Generator().manual_seed(seed)

@@ -15,10 +15,10 @@ from torch.utils.data import get_worker_info
 
 from fastamp._ops import apart_from_captures
 
-# From here on fresh memory costs more than a lease: the C library gives freed pages back, and the
-# next batch faults them in again, as the images of `bench loader` do.
+# From this size on fresh memory costs more than a lease: the C library gives freed pages back to
+# the system, and the next batch faults them in again, as the images of `bench loader` show.
 _REUSE_NBYTES = 1 << 20
-_KNOWN_SHAPES = 64  # of small tensors: those of ragged batches do not end
+_KNOWN_SHAPES = 64  # of small tensors: ragged batches bring new ones without end
 _KEPT_FREE = 4  # of each size
 DEFAULT_MAX_BYTES = 1 << 30
 _CPU = torch.device("cpu")
@@ -36,10 +36,9 @@ class Slots:
        functions do it, so that a batch is not copied on its way.
     2. Pinned memory, for batches that go to an accelerator, is torch's: its allocator keeps a
        freed block until the copies from it are done.
-    3. Large batches are leased: a slot is free again when the last tensor that looks into it, or
-       the last autograd graph that saved one, has died; never earlier. When no slot is free,
-       another is made, up to `max_bytes` in all; beyond that memory is fresh, and the caller's
-       alone.
+    3. Large batches are leased: a slot is free again when the last tensor in it, or the last
+       autograd graph that saved one, has died; never earlier. When no slot is free, another is
+       made, up to `max_bytes` in all; beyond that memory is fresh, and the caller's alone.
     4. Everything else is fresh: the allocator is faster than any ring.
     """
 
@@ -47,8 +46,8 @@ class Slots:
         self.pinned = pinned
         self._max_bytes = max_bytes
         self._lock = Lock()  # several threads may make batches
-        self.owner_pid = os.getpid()  # in a child somebody may have left with the lock
-        # Of each size: the slots that came back, and references to the memory of all slots.
+        self.owner_pid = os.getpid()  # in a forked child the lock may be held forever
+        # By size: the slots that came back, and weak references to the memory of all slots.
         self._rings: dict[int, tuple[deque[_Lease], list[weakref.ref[torch.Tensor]]]] = {}
         self._small: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
         self.wait_s = 0.0
@@ -57,7 +56,7 @@ class Slots:
         """Return an uninitialised, contiguous tensor on the CPU."""
         like = self._small.get((shape, dtype))
         if like is not None and get_worker_info() is None:
-            # torch makes a tensor like another in half the time of one from a shape and a dtype.
+            # empty_like takes half the time of empty with a shape and a dtype.
             return torch.empty_like(like)
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < _REUSE_NBYTES and not self.pinned and len(self._small) < _KNOWN_SHAPES:
@@ -93,19 +92,19 @@ class Slots:
         return sum(nbytes * len(slots) for nbytes, (_, slots) in self._rings.items())
 
     def _lease(self, nbytes: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a tensor in a slot, which comes back when nobody looks into it any more."""
+        """Return a tensor in a slot, which comes back when nothing refers to its memory."""
         # Four sizes for each power of two, so that ragged batches share slots.
         step = 1 << (nbytes.bit_length() - 3)
         size = -(-nbytes // step) * step
         free, slots = self._rings.setdefault(size, (deque(maxlen=_KEPT_FREE), []))
         try:
-            memory = free.pop().memory  # the last one, which may be in the caches yet
+            memory = free.pop().memory  # the last one, which may still be in the caches
         except IndexError:
             if self.held_nbytes + size > self._max_bytes:
                 return None
             memory = torch.empty(size, dtype=torch.uint8, device=_CPU)
             slots.append(weakref.ref(memory))
-        # torch keeps the buffer's owner until the storage dies, whoever looks into it last.
+        # torch keeps the buffer's owner alive as long as the storage.
         owner: Any = (ctypes.c_char * nbytes).from_address(memory.data_ptr())
         owner.lease = lease = _Lease(owner, free.append)
         lease.memory = memory
@@ -113,9 +112,9 @@ class Slots:
 
 
 class _Lease(weakref.ref[Any]):
-    """Holds a slot's memory. Its owner holds it, and hands it to `free.append` when it dies.
+    """Holds a slot's memory. The buffer's owner holds it, and at its death calls `free.append`.
 
-    No Python runs then, in any thread: what Ctrl-C raises there would be lost.
+    No Python code runs then, in any thread: a KeyboardInterrupt raised there would be lost.
     """
 
     __slots__ = ("memory",)

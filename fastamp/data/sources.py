@@ -1,4 +1,4 @@
-"""What begins a pass: the source of its batches, gathered or fetched, and the way to the loop."""
+"""Begins a pass: finds the source of its batches, gathered or fetched, and how they are copied."""
 
 import os
 import random
@@ -28,7 +28,7 @@ from fastamp.data.position import Position
 from fastamp.data.resident import move
 from fastamp.data.sample_rng import SampleRng, current, draw_seed
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
-from fastamp.data.states import Measured, has_copies, of_pass_before
+from fastamp.data.states import Measured, as_of_pass_before, has_copies
 
 
 def find_columns(loader: Any) -> Gatherable | None:
@@ -116,13 +116,13 @@ def _with_keys(indices: Indices, *, keyed: bool) -> Iterator[tuple[Any, Tensor |
 
 
 def _would_persist(loader: Any, position: Position) -> bool:
-    """Say whether a new pass follows the state of workers that persist: they draw no seed."""
+    """Say whether a new pass follows a loaded state of persistent workers, which draw no seed."""
     is_new = not (position.resumed or position.begun)
     return is_new and position.rng is not None and find_generator(loader) is None
 
 
 def _gathered(loader: Any, gatherable: Gatherable, position: Position) -> GatherSource:
-    """Warn and draw as torch's iterators do at first, and return the gathered batches."""
+    """Return the gathered batches, after the warning and draws of torch's iterators."""
     _warn_unpinned(loader)
     workers = loader.num_workers > 0
     again = workers and loader.persistent_workers and loader._began
@@ -135,7 +135,7 @@ def _gathered(loader: Any, gatherable: Gatherable, position: Position) -> Gather
     position.begun = loader._began = True
     keyed = gatherable.find is not None or any(column.images for column in gatherable.columns)
     indices = _with_keys(_indices(loader, position), keyed=keyed)
-    if workers:  # which ask for indices before the consumer does
+    if workers:  # torch's ask for indices before the consumer does
         indices = chain(list(islice(indices, 1)), indices)
 
     def make(rows: list[Any], keys: Tensor | None) -> Any:
@@ -153,7 +153,7 @@ def _gathered(loader: Any, gatherable: Gatherable, position: Position) -> Gather
 
 
 def _fetched(loader: Any, position: Position, states: deque[Any], *, ahead: bool) -> Any:
-    """Return the batches that torch's iterators make, and put the dataset's states aside."""
+    """Return the batches that torch's iterators make; put the dataset's states into `states`."""
     if position.exhausted:
         if position.dataset is not None:
             loader.dataset.load_state_dict(position.dataset)
@@ -172,7 +172,7 @@ def _fetched(loader: Any, position: Position, states: deque[Any], *, ahead: bool
         indices = _indices(loader, position)
         loader._inner = make_inner(loader, indices, position, loader._slots), indices
     elif copies and loader._left is not None:
-        position.workers = of_pass_before(loader._left.workers)
+        position.workers = as_of_pass_before(loader._left.workers)
     inner, indices = loader._inner
     indices.position, indices.skips, inner.generator = position, turn, loader.generator
     if loader.generator is None and _would_persist(loader, position):
@@ -187,8 +187,8 @@ def _fetched(loader: Any, position: Position, states: deque[Any], *, ahead: bool
 
 
 @contextmanager
-def _put_back() -> Iterator[None]:
-    """Leave the program's generators as they were, whatever a dataset draws from them."""
+def _generators_kept() -> Iterator[None]:
+    """Restore the program's generators at the end, whatever a dataset draws from them."""
     python, numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002
     try:
         with torch.random.fork_rng(devices=[]):
@@ -211,7 +211,7 @@ def _start(
     later = position.begun and not stream and loader.num_workers == 0
     order = loader._inner[1].order if stream and loader.num_workers == 0 else None
     before, current.sample = current.sample, None if order is None else (order, 0)
-    with _put_back() if alone else nullcontext():
+    with _generators_kept() if alone else nullcontext():
         if own is not None and not later:
             dataset.load_state_dict(own)
         if default is not None:
@@ -229,7 +229,7 @@ def _start(
     )
     source.makes_fresh = type(loader.collate_fn) is BatchCollator
     if stream and loader.num_workers == 0:
-        with _put_back():
+        with _generators_kept():
             source.forward(position)
     if copies and not stream:
         position.dataset = source.ask()["dataset"]

@@ -15,9 +15,9 @@ from fastamp.data.sample_rng import Order, current, find_pass_key
 from fastamp.data.workers import get_worker_info
 
 Record = dict[str, Any]
-"""What a copy of a dataset in a worker was after its last batch delivered: "dataset" and
-"iterator", their states or None; "samples", of an iterator without state; "ended", which is None
-where that was in the pass before."""
+"""The state of a worker's copy of a dataset after its last batch delivered: "dataset" and
+"iterator", their states or None; "samples", how many an iterator without a state has had; "ended",
+whether it has ended, or None if the record is of the pass before."""
 
 
 class Measured(NamedTuple):
@@ -29,18 +29,18 @@ class Measured(NamedTuple):
     note: tuple[int, Record] | None = None
     """The worker that made it, and its record."""
     is_batch: bool = True
-    """False: it only brings the note, or takes a worker's turn."""
+    """False: it brings the note only, or fills a worker's turn."""
 
 
 class Failed(NamedTuple):
-    """In place of a batch: the error that a stream has raised, which may go on after it."""
+    """In place of a batch: an error of a stream, which may continue after it."""
 
     error: Any
     """An exception, or torch's wrapper of one that comes from another process."""
 
 
 class Skip(list[Any]):
-    """An index in place of a batch's, for a worker whose turn is over."""
+    """In place of a batch's indices, for a worker whose turn is skipped."""
 
 
 def find_save(dataset: Any) -> Callable[[], Any] | None:
@@ -64,7 +64,7 @@ def has_copies(loader: Any) -> bool:
 
 
 def find_together(dataset: Any) -> Callable[[list[Any]], Any] | None:
-    """Return the `__getitems__` of a dataset; a Subset's may only ask for one item at a time."""
+    """Return a dataset's `__getitems__`; not a Subset's that only calls `__getitem__` in a loop."""
     inner = dataset
     while type(inner) is Subset:
         inner = inner.dataset
@@ -72,7 +72,7 @@ def find_together(dataset: Any) -> Callable[[list[Any]], Any] | None:
 
 
 def note_index(error: BaseException, index: Any) -> BaseException:
-    """Tell which item has raised an error."""
+    """Add to an error which item has raised it."""
     if isinstance(error, Exception) and hasattr(error, "add_note"):  # Python 3.11
         error.add_note(f"fastamp.DataLoader: raised by dataset[{index}]")
     return error
@@ -93,7 +93,7 @@ def read_records(state: Any) -> list[Record | None] | None:
 class WorkerStream(IterableDataset[Measured]):
     """The batches of an iterable dataset, made in workers, each with the state after it.
 
-    As torch makes them: `get` samples, and what the collate function makes of them.
+    Samples are taken and collated as by torch's workers.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class WorkerStream(IterableDataset[Measured]):
             else:
                 failed = []
             if failed:
-                # Not held here: its traceback leads to the consumer, whose end ends this.
+                # Not kept in this frame: its traceback would keep the consumer, and so this, alive.
                 yield failed.pop()
                 continue
             end_s = time.perf_counter()
@@ -162,22 +162,22 @@ class WorkerStream(IterableDataset[Measured]):
 
 
 def _portable(error: Exception, worker: int) -> Any:
-    """Return what brings an error to the consumer, from a process as torch brings it."""
+    """Return an error as the consumer can get it: from a process in torch's wrapper."""
     if torch_worker_info() is None:
         return error
     where = f"in DataLoader worker process {worker}"
     return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
 
 
-def of_pass_before(records: list[Record | None] | None) -> list[Record | None] | None:
-    """Return records of workers as those of a pass that is over."""
+def as_of_pass_before(records: list[Record | None] | None) -> list[Record | None] | None:
+    """Return the records of workers, marked as those of the pass before."""
     return records and [record and {**record, "ended": None} for record in records]
 
 
 def begin(dataset: Any, record: Record | None) -> Iterator[Any]:
-    """Return the iterator of a dataset where a record was made, or of the pass after it.
+    """Return the iterator of a dataset as of a record, or of the pass after it.
 
-    Where there is no state to load, its samples are yet to be left out.
+    If there is no state to load, the caller has to skip the record's samples.
     """
     if record is None:
         return iter(dataset)
@@ -191,12 +191,12 @@ def begin(dataset: Any, record: Record | None) -> Iterator[Any]:
 
 
 def is_skipped(record: Record | None) -> bool:
-    """Say whether there is no state in a record, so that samples are counted."""
+    """Say whether a record has no state, so that its samples have to be skipped."""
     return record is not None and record["dataset"] is None and record["iterator"] is None
 
 
 def take(iterator: Iterator[Any], count: int) -> Iterator[Any]:
-    """Yield at most so many items; `islice` asks for an iterator anew, which may begin again."""
+    """Yield at most `count` items. `islice` would call `iter` again, which may begin anew."""
     end = object()
     for _ in range(count):
         item = next(iterator, end)
@@ -206,8 +206,8 @@ def take(iterator: Iterator[Any], count: int) -> Iterator[Any]:
 
 
 def find_both(dataset: Any, iterator: Any) -> Callable[[], dict[str, Any]]:
-    """Return what asks a dataset and its iterator, which may be the same, for their states."""
+    """Return a function that returns the states of a dataset and its iterator, if they have one."""
     own = None if iterator is dataset else find_save(dataset)
     its = find_save(iterator)
-    # Copies: the dataset goes on, and a worker's queue is read later.
+    # Copies, since the dataset goes on before a worker's queue is read.
     return lambda: deepcopy({"dataset": own and own(), "iterator": its and its()})

@@ -23,21 +23,21 @@ class LoaderStats:
     """
 
     batches: int = 0
-    """Delivered to the consumer."""
+    """Batches delivered to the consumer."""
     nbytes: int = 0
-    """Of the tensors in them."""
+    """Bytes of the tensors in them."""
     elapsed_s: float = 0.0
-    """In the consumer's loop: waiting for a batch and working on it."""
+    """Time in the consumer's loop: waiting for a batch and working on it."""
     wait_s: float = 0.0
-    """Of that, waiting for a batch."""
+    """The part of it spent waiting for a batch."""
     getitem_s: float = 0.0
-    """In the dataset: reading and transforming items."""
+    """Time in the dataset: reading and transforming items."""
     collate_s: float = 0.0
-    """In the collate function: making a batch of them."""
+    """Time in the collate function: making batches of them."""
     copy_s: float = 0.0
-    """Gathering rows, and starting copies to the device."""
+    """Time gathering rows, and starting copies to the device."""
     slot_wait_s: float = 0.0
-    """Until there was memory for a batch."""
+    """Time getting memory for batches."""
     path: str = ""
     """How batches are made: "gathered by the compiled core", or "item by item: " and the reason."""
 
@@ -53,9 +53,9 @@ class LoaderStats:
     def verdict(self) -> str:
         """One word: "compute-bound", or "starved 18 %: getitem", the share and its cause.
 
-        "compute-bound" is less than 5 % of waiting. The causes are "getitem", "collate", "copy" and
-        "slot-wait": the largest of the times above. It is named if it is at least three quarters of
-        the waiting; otherwise no single one explains it, and none is named: "starved 18 %".
+        "compute-bound": the loop waits for less than 5 % of its time. Otherwise the cause is the
+        largest of the times above, "getitem", "collate", "copy" or "slot-wait". It is named only if
+        it is at least three quarters of the waiting, and so explains it; else: "starved 18 %".
         Before the first batch: "nothing measured yet".
         """
         if not self.batches:

@@ -67,7 +67,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
 
 
 def count_nbytes(batch: Any) -> int:
-    """Return the bytes of all tensors in a batch; 0 for what cannot be looked through."""
+    """Return the bytes of all tensors in a batch; 0 if a container of it cannot be read."""
     try:
         return _count_nbytes(batch)
     except Exception:  # noqa: BLE001 - a container of the user's own: nobody has asked for its bytes
@@ -81,12 +81,12 @@ def _count_nbytes(batch: Any) -> int:
     if isinstance(batch, Tensor):
         return batch.nbytes if batch.layout is torch.strided else 0
     if kind is list or kind is tuple:
-        # Where there are many, one for each sample or for each of its tokens, they are alike.
+        # In a long list, such as one entry for each sample or token, all entries are alike.
         many_plain = len(batch) > _FEW and {type(batch[0]), type(batch[-1])} <= _PLAIN
         return 0 if many_plain else sum(map(_count_nbytes, batch))
     if kind is dict:
         return sum(map(_count_nbytes, batch.values()))
     if isinstance(batch, Mapping) and not isinstance(batch, dict | UserDict):
-        return 0  # may make what it holds when it is asked
+        return 0  # it may compute its values when they are read
     contents = contents_of(batch)
     return 0 if contents is None else sum(map(_count_nbytes, contents.values()))

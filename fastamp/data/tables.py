@@ -1,9 +1,10 @@
 """Hugging Face datasets: their columns of numbers, gathered from where Arrow keeps them.
 
-An Arrow column lies in pieces, of 1,000 rows in a file of `save_to_disk`, and cannot be changed.
-Each piece is a view of its memory, or of the mapped file. What the dataset makes of a few rows says
-which dtype a batch has, and whether the views have the same values. The bits are those of torch's
-loader, but for signalling NaNs, which NumPy makes quiet in the format "numpy".
+An Arrow column is immutable, and lies in chunks, of 1,000 rows in a file of `save_to_disk`. Each
+chunk is read through a view of its memory, or of the mapped file. A few rows are also read by the
+dataset itself: they show which dtype a batch has, and whether the views have the same values.
+Batches are bit-identical to those of torch's loader, except for signalling NaNs, which NumPy makes
+quiet in the format "numpy".
 """
 
 import math
@@ -30,7 +31,7 @@ _TO_FLOATS = (torch.float32, torch.float64)
 
 Table: TypeAlias = tuple[list[Column], Callable[[list[Tensor]], dict[str, Tensor]]]
 
-# What a dataset was found to be, after the state of it and of torch that it was looked at in.
+# What each dataset was found to be, after the state of it and of torch for which that holds.
 _known: "weakref.WeakKeyDictionary[Any, tuple[Any, ...]]" = weakref.WeakKeyDictionary()
 
 
@@ -49,7 +50,7 @@ def is_table(dataset: object) -> bool:
 
 
 def read_table(dataset: Any) -> Table | str:
-    """Return a dataset's columns and what makes a batch of them, or why it has to do so itself."""
+    """Return a dataset's columns and the function that makes a batch, or why it has none."""
     like = torch.empty(0)  # of the default dtype, on the default device
     state = dataset.data, dataset._indices is None, dataset.format, like.dtype, like.device
     known = _known.get(dataset)
@@ -96,7 +97,7 @@ def _read(dataset: Any) -> Table:
 def _check(
     name: str, column: Column, shape: tuple[int, ...], rows: list[int], expected: Any
 ) -> Column:
-    """Compare rows of a column with the dataset's own, and return it as the core is to take it."""
+    """Compare rows of a column with the dataset's own; return the column as the core gathers it."""
     if type(expected) is not torch.Tensor:
         raise _unfit(name, "of lists and no format: see with_format('torch')")
     dtype, to = column.dtype, expected.dtype

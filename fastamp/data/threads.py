@@ -109,7 +109,7 @@ class ThreadBatches(Iterator[Measured]):
         self._maker = find_maker(loader, slots, self)
         self._drawn: deque[Placed | BaseException] = deque()
         self._done: set[int] = set()
-        # The names that torch's iterators have for what is submitted, and not delivered.
+        # Named as in torch's iterators: batches submitted, and those of them not delivered yet.
         self._send_idx, self._task_info = 0, dict[int, BatchTask | BaseException]()
         for _ in range(loader.prefetch_factor * loader.num_workers):  # as far ahead as torch's
             self._draw()
@@ -123,13 +123,13 @@ class ThreadBatches(Iterator[Measured]):
                 kept = drawn._replace(indices=copied(drawn.indices)) if copied else drawn
                 self._drawn.append(kept)
         except Exception as error:  # noqa: BLE001 - raised where the batch would come
-            # Its frames refer to this pass, which until then must not live by them.
+            # Its traceback refers to this pass, and would keep it alive until the error is raised.
             told = "".join(traceback.format_exception(error))
-            error.__cause__ = RuntimeError(f"a sampler was asked ahead:\n\n{told}")
+            error.__cause__ = RuntimeError(f"raised by the sampler, ahead of the loop:\n\n{told}")
             self._drawn.append(error.with_traceback(None))
 
     def _submit(self) -> None:
-        """Let threads make what was drawn, as far as there is room for it."""
+        """Let threads make the batches that were drawn, as far as there is room for them."""
         loader, under_way = self._loader, self._task_info
         limit = loader.max_bytes or DEFAULT_MAX_BYTES
         while self._drawn and self._team:
@@ -147,7 +147,7 @@ class ThreadBatches(Iterator[Measured]):
             self._team.submit(task, min(max(task.count, 1), loader.num_workers))
 
     def _leaves_idle(self) -> bool:
-        """Say whether first batches have fewer samples than there are threads, which may wait."""
+        """Say whether the first batches have too few samples to keep all threads busy."""
         loader = self._loader
         if loader._batch_nbytes is not None or loader.max_bytes is not None:
             return False
@@ -173,7 +173,7 @@ class ThreadBatches(Iterator[Measured]):
             del error, task  # whose traceback refers to this frame
 
     def _check(self, task: BatchTask) -> BaseException | None:
-        """Note how large a batch is; return its error."""
+        """Note how large a batch is; return its error or None."""
         loader, error = self._loader, task.error
         task.error = None
         loader._batch_nbytes = max(loader._batch_nbytes or 0, task.nbytes)
@@ -197,7 +197,7 @@ class ThreadBatches(Iterator[Measured]):
         return self._task_info.pop(number)
 
     def finish(self) -> bool:
-        """Begin no more batches; say whether there are any."""
+        """Begin no more batches; say whether any are left to make."""
         self._draw()
         has_more = bool(self._drawn)
         self._drawn.clear()
@@ -205,7 +205,7 @@ class ThreadBatches(Iterator[Measured]):
         return has_more
 
     def close(self) -> None:
-        """Leave what is under way, and the threads if they do not persist."""
+        """Drop the batches under way, and the threads unless they persist."""
         self._maker.dropped.append(True)
         self._task_info, self._team = {}, None
 
@@ -217,7 +217,7 @@ class StreamBatches(Iterator[Measured]):
 
     def __init__(self, parts: list[Iterator[Measured]], loader: Any, turn: int) -> None:
         depth, timeout_s = loader.prefetch_factor, loader.timeout
-        # Gets a worker's number for each of its batches, where they come in any order.
+        # Receives a worker's number for each of its batches, if they come in any order.
         ready: SimpleQueue[int] | None = None if loader.in_order else SimpleQueue()
         self._ready = ready
         self._parts: list[Pass[Measured] | None] = [
@@ -248,7 +248,7 @@ class StreamBatches(Iterator[Measured]):
         raise StopIteration
 
     def _count(self, measured: Measured) -> Measured:
-        """Warn as torch does of more batches than `len(loader)` has told."""
+        """Warn, as torch does, of more batches than `len(loader)` has said."""
         self._counted += measured.is_batch
         if self._length is not None and measured.is_batch and self._counted > self._length:
             warnings.warn(

@@ -32,7 +32,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         path_or_array: a file of raw tokens or a `.npy` file, which is mapped, not read; or a
             one-dimensional array or tensor on the CPU, which is shared, not copied, unless it has
             strides. A list of these is one sequence: a window may begin in one and end in the next.
-            Each file stays open, and travels to other processes as its path.
+            Each file stays open; other processes open it again by its path.
         block_size: tokens in a window.
         dtype: of the tokens in a raw file: uint8, uint16 (the default), uint32, int32 or int64. An
             array and a `.npy` file have their own.
@@ -47,7 +47,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         OSError: the file cannot be read.
         ValueError: the tokens are too few for one window, of another dtype, or not one-dimensional;
             `block_size` is below 1; a `.npy` file is damaged; or `header` is more than a file has,
-            or is given for what is no raw file.
+            or is given for anything but raw files.
 
     Example:
         >>> dataset = fastamp.TokenDataset(np.arange(10, dtype=np.uint16), block_size=4)
@@ -110,7 +110,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         return torch.from_numpy(drawn.astype(np.int64))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Travel to another process as a path, which is mapped there, where there is one."""
+        """Pickle without the windows: a file as its path, which is mapped again when loaded."""
         return {name: value for name, value in vars(self).items() if name not in ("x", "y")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
 
 
 def _portable(source: Any) -> Any:
-    """Return a path as it is from any folder; an array not as a tensor, which may not pickle."""
+    """Return an absolute path, or an array in place of a tensor, which may not be picklable."""
     if isinstance(source, str | os.PathLike):
         return Path(source).absolute()
     return np.asarray(source) if isinstance(source, Tensor) else source
@@ -181,7 +181,7 @@ def _map(path: Path, dtype: np.dtype[Any] | None, header: int) -> npt.NDArray[An
 
 
 def _read(name: str, read: Callable[..., Any], source: Any, **options: Any) -> Any:
-    """Let NumPy read something, and name it where NumPy cannot, for whatever reason."""
+    """Read something with NumPy; a ValueError names it if NumPy cannot, for whatever reason."""
     try:
         return read(source, **options)
     except OSError:

@@ -1,4 +1,4 @@
-"""Threads that do a loader's tasks, and what each of them knows of itself."""
+"""Threads that do a loader's tasks, and `get_worker_info`, which says which one runs."""
 
 import contextlib
 import ctypes
@@ -23,7 +23,7 @@ Task: TypeAlias = Callable[[BaseException | None], bool]
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What `get_worker_info` returns in a thread; in a process it is torch's, with the same.
+    """What `get_worker_info` returns in a thread; in a process torch's own, with the same fields.
 
     Example:
         >>> def fetch(index):
@@ -37,13 +37,13 @@ class WorkerInfo:
     """From 0 to `num_workers - 1`."""
     num_workers: int
     seed: int
-    """The pass's base seed and the id, as in torch's workers; nothing is seeded with it."""
+    """The pass's base seed plus the id, as in torch's workers; nothing is seeded with it."""
     dataset: Any
     """The loader's dataset; an iterable one is copied for each worker."""
     rng: None = None
     """As in torch's workers; `fastamp.sample_rng()` has generators."""
     worker_method: str = "thread"
-    """What torch 2.13 tells of its workers: "multiprocessing"."""
+    """As in torch 2.13, where it is "multiprocessing"."""
 
 
 class _Own(threading.local):
@@ -84,18 +84,18 @@ def become_worker(info: WorkerInfo, init_fn: Callable[[int], None] | None) -> No
 
 
 class Team:
-    """A number of threads that do tasks in the order in which they were put in.
+    """Threads that do tasks in the order in which they were submitted.
 
     A task is called with the error that `init_fn` has raised in the thread, or None, and returns
-    whether it handed that on. The threads end when the team is closed or forgotten.
+    whether it handed the error on. The threads end when the team is closed or dropped.
     """
 
     def __init__(self, infos: list[WorkerInfo], init_fn: Callable[[int], None] | None) -> None:
         self._tasks: SimpleQueue[Any] = SimpleQueue()
-        # Put in at the end, without a line of Python, in which Ctrl-C may come.
+        # Put into the queue when the team dies, by no Python code, which Ctrl-C could interrupt.
         self._ended = weakref.ref(self, self._tasks.put)
         self._owner_pid = os.getpid()
-        # None of them refers to the team.
+        # The threads hold no reference to the team.
         self._threads = [
             threading.Thread(
                 target=_serve,
@@ -114,13 +114,13 @@ class Team:
         return self._owner_pid == os.getpid()
 
     def submit(self, task: Task, count: int) -> None:
-        """Let so many threads call the task, as soon as they have called what came before."""
+        """Let `count` threads call the task, after all tasks submitted before it."""
         for _ in range(count):
             self._tasks.put(task)
 
     def close(self) -> None:
         """End the threads when they have called all tasks."""
-        threads, self._threads = self._threads, []  # at the end of Python there is no more to do
+        threads, self._threads = self._threads, []  # a second call does nothing
         if not threads or not self.is_here:
             return
         self._tasks.put(self._ended)
@@ -129,8 +129,8 @@ class Team:
             return
         for thread in threads:
             join(thread)
-        # Python's threads have ended, the system's may yet tidy up. A process that is forked then,
-        # as torch's workers are, waits forever for a lock that such a thread has: MKL has one.
+        # Python's threads have ended, but the system's may still clean up. A process forked now, as
+        # torch's workers are, would wait forever for a lock that such a thread holds: MKL has one.
         own = [Path(f"/proc/self/task/{thread.native_id}") for thread in threads]
         deadline_s = time.monotonic() + 1.0
         while any(path.exists() for path in own) and time.monotonic() < deadline_s:

@@ -134,7 +134,7 @@ def test_data_that_is_on_the_device_is_gathered_there(model):
 
 
 def test_what_cannot_be_resident_is_refused_and_nothing_has_begun(model, monkeypatch):
-    with pytest.raises(ValueError, match="resident=True: device: expected where the dataset shall"):
+    with pytest.raises(ValueError, match="resident=True: device: expected the device to keep"):
         fastamp.DataLoader(X, resident=True)
     images = fastamp.ArrayDataset(X, augment=[fastamp.RandomHorizontalFlip()], channels_last=True)
     for dataset, error in (
