@@ -25,7 +25,7 @@ from fastamp.train.text import load_corpus
 VALIDATION_WINDOWS = 64
 _MANY = 10**9
 _STEPS = 500
-_COUNTS = {  # with their defaults, and the most that is sensible
+_COUNTS = {  # name: default, the most that is accepted, help
     "block-size": (128, _MANY, "bytes in a window"),
     "layers": (4, 10_000, "of the model"),
     "heads": (4, 10_000, "in a layer"),
@@ -69,8 +69,8 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fastamp.train",
         description="Train a small GPT on the bytes of your text; the last tenth is held out.",
-        epilog="Exit status: 0; 1 if a checkpoint cannot be resumed or written, or the result not "
-        "be printed; 2 for a bad argument; 130 after Ctrl-C and 143 after SIGTERM, with a "
+        epilog="Exit status: 0; 1 if a checkpoint cannot be resumed or written, or the result "
+        "cannot be printed; 2 for a bad argument; 130 after Ctrl-C and 143 after SIGTERM, with a "
         "checkpoint written first.",
         allow_abbrev=False,
     )
@@ -87,7 +87,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _add_field(group: Any, name: str, default: Any, text: str) -> None:
-    """Add the option of a field of TrainConfig; "none" is None where the field may be that."""
+    """Add the option of a field of TrainConfig; "none" stands for None if the field allows it."""
     kinds = get_args(get_type_hints(TrainConfig)[name]) or (get_type_hints(TrainConfig)[name],)
     options: dict[str, Any] = {"default": default, "dest": name}
     option = name.replace("_", "-")
@@ -157,10 +157,10 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _check_sizes(args: argparse.Namespace, n_windows: int, device: torch.device) -> None:
-    """Refuse what cannot fit into memory, before it is allocated.
+    """Refuse sizes that cannot fit into memory, before anything is allocated.
 
-    That is float32 parameters, gradients and two moments, and for each token and layer the inputs
-    of linear layers, of 10 widths in 16 bits. Shards of FSDP count the whole parameters alone.
+    Counted are float32 parameters, gradients and two moments, and for each token and layer the
+    inputs of its linear layers: 10 widths in 16 bits. With FSDP only the whole parameters count.
     """
     shape = Shape(**_options_of(Shape, args))
     n_tokens = min(args.batch_size, n_windows) * args.block_size
@@ -180,7 +180,7 @@ def _check_sizes(args: argparse.Namespace, n_windows: int, device: torch.device)
 
 
 def _options_of(kind: type, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that are called as a field of a dataclass."""
+    """Return the options that have the name of a field of a dataclass."""
     return {field.name: vars(args)[field.name] for field in fields(kind) if field.name in args}
 
 

@@ -43,10 +43,10 @@ class Batches:
             raise TypeError(msg)
         sampler = getattr(self.loader, "sampler", None)
         self.is_shared, self._n_own = isinstance(sampler, ShardSampler), sys.maxsize
-        if isinstance(sampler, ShardSampler) and not shuffle:  # without what pads its share
+        if isinstance(sampler, ShardSampler) and not shuffle:  # without the padding of its share
             self._n_own = len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # type: ignore[arg-type]
         self._has_state = False
-        with suppress(AttributeError, TypeError):  # of a loader whose dataset has none
+        with suppress(AttributeError, TypeError):  # a loader without a state, or its dataset
             self._has_state = self.loader.state_dict() is not None
         self._n_consumed = 0  # in this pass
         self._rng_at_start: dict[str, Any] | None = None  # of this pass
@@ -78,7 +78,7 @@ class Batches:
         """Return the position after the last batch delivered."""
         loader = self.loader.state_dict() if self._has_state else None
         rng = self._rng_at_start
-        if not self._n_consumed:  # the next pass begins with what they are now
+        if not self._n_consumed:  # the next pass begins with the generators as they are now
             rng = rng_state([self._device], self._own_generators())
         return {
             "n_consumed": self._n_consumed,
@@ -95,8 +95,10 @@ class Batches:
             msg = f"{n_ranks} ranks wrote it within a pass over loaders of their own"
             raise ValueError(msg)
         if (state["loader"] is None) is self._has_state:
-            kinds = "resumes by itself", "has no state"
-            msg = f"{self._name} {kinds[not self._has_state]}, and {kinds[self._has_state]} there"
+            here, there = "has no state", "has one"
+            if self._has_state:
+                here, there = "resumes by itself", "has no state of it"
+            msg = f"{self._name} {here}, and the checkpoint {there}"
             raise ValueError(msg)
         if state["rng"] is not None or (state["n_consumed"] and not self._has_state):
             own = self._own_generators()
@@ -106,7 +108,7 @@ class Batches:
         """Let the next pass start at a position."""
         if self._has_state:
             self.loader.load_state_dict(state["loader"])
-            if not state["n_consumed"]:  # torchdata's draws here for the pass that has ended
+            if not state["n_consumed"]:  # torchdata's loader draws here for the pass that has ended
                 self.loader.state_dict()
         self._n_consumed, self._rng_at_start = state["n_consumed"], state["rng"]
         self._is_resumed = self._n_consumed > 0
@@ -121,7 +123,7 @@ class Batches:
         return [*{id(one): one for one in found if isinstance(one, torch.Generator)}.values()]
 
     def _start(self) -> Iterator[Any]:
-        """Begin a pass, or begin it again as it began; the draws that are repeated do not count."""
+        """Begin a pass; a resumed one begins as it did at first, and undoes the repeated draws."""
         now = rng_state([self._device], self._own_generators())
         if not self._is_resumed:
             self._rng_at_start = now
@@ -146,7 +148,7 @@ def _first(n: int, tensor: torch.Tensor) -> torch.Tensor:
 
 def _make_loader(data: Any, config: TrainConfig, ranks: Ranks, *, shuffle: bool) -> Any:
     if isinstance(data, (tuple, dict)):
-        with suppress(TypeError):  # of what are not arrays
+        with suppress(TypeError):  # if some of them are no arrays
             data = ArrayDataset(*data) if isinstance(data, tuple) else ArrayDataset(data)
     is_sized = hasattr(data, "__getitem__") and not isinstance(data, (list, tuple, dict))
     if not (is_sized or isinstance(data, Dataset)):

@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits a run: all of it is checked before anything of it is loaded.
+"""Checks that a checkpoint fits a run: all of it, before anything of it is loaded.
 
 Each function raises a ValueError that names the entry, and changes nothing.
 """
@@ -19,13 +19,13 @@ from fastamp.metrics import MetricsTracker
 from fastamp.step import GradScaler
 
 ANY: Any = object()
-"""In place of what `check` leaves to another check."""
+"""Stands for an entry that `check` leaves to another check."""
 _LARGEST = 2**63 - 1
 # What torch's optimizers keep for each parameter: tensors of its shape and dtype, and a "step".
 _ADAM = {"step", "exp_avg", "exp_avg_sq"}
 _KEPT: dict[type, set[str]] = {AdamW: _ADAM, Adam: _ADAM, Adagrad: {"step", "sum"}, SGD: set()}
 _MAY_BE_OPEN = {"foreach", "fused"}
-# What torch's schedulers, which a run may make later, add to groups.
+# What torch's schedulers, which a run may make later, add to parameter groups.
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
 _MAY_KEEP = {"max_exp_avg_sq", "momentum_buffer"}
 
@@ -33,8 +33,8 @@ _MAY_KEEP = {"max_exp_avg_sq", "momentum_buffer"}
 def check(saved: Any, like: Any, at: str) -> None:
     """Check that a tree has the keys, lengths, kinds, shapes and dtypes of another one.
 
-    Numbers are finite and not negative, unless those of the other tree are; None stands for True
-    and False, too.
+    Numbers are finite and not negative, unless those of the other tree are not; None in the other
+    tree also allows True and False.
     """
     if isinstance(like, dict):
         _expect(isinstance(saved, dict), "a dict", saved, at)
@@ -81,7 +81,7 @@ def check_equal(saved: Any, like: dict[str, Any], at: str, may_differ: set[str])
 
 
 def check_model(saved: Any, own: dict[str, Any], at: str = "['model']") -> None:
-    """Check that a model's state has the tensors of another one, and the names of all else."""
+    """Check that a model's state has the tensors of another one, and the same other names."""
     _expect(isinstance(saved, dict), "a dict", saved, at)
     theirs, ours = ({k: _describe_entry(k, v) for k, v in each.items()} for each in (saved, own))
     tensors = {k for each in (saved, own) for k, v in each.items() if isinstance(v, Tensor)}
@@ -92,7 +92,7 @@ def check_model(saved: Any, own: dict[str, Any], at: str = "['model']") -> None:
 def check_optimizer(
     saved: Any, optimizer: Optimizer, n_with_state: int | None = None, place: str = "['optimizer']"
 ) -> None:
-    """Check the options of every group, and what is kept for each of so many parameters."""
+    """Check the options of every group, and the state of every parameter that has one."""
     check(saved, {"state": ANY, "param_groups": ANY}, place)
     groups, at = optimizer.state_dict()["param_groups"], f"{place}['param_groups']"
     check(saved["param_groups"], [ANY] * len(groups), at)
@@ -125,7 +125,7 @@ def check_optimizer(
 
 
 def _check_kept(entries: dict[str, Any], names: set[str], parameter: Tensor, at: str) -> None:
-    """Check what one of torch's optimizers keeps for a parameter."""
+    """Check the state that one of torch's optimizers keeps for a parameter."""
     check(entries, dict.fromkeys(names, ANY), at)
     for name, value in entries.items():
         if name != "step":
@@ -142,9 +142,9 @@ def _check_kept(entries: dict[str, Any], names: set[str], parameter: Tensor, at:
 
 
 def check_part(saved: Any, part: Any, at: str) -> None:
-    """Check the state of a part that is neither model nor optimizer, as far as it is known.
+    """Check the state of one of a checkpoint's other parts, as far as its kind is known.
 
-    A part with `check_state_dict(state)` is asked.
+    A part with `check_state_dict(state)` checks it itself.
     """
     own_check = getattr(part, "check_state_dict", None)
     if own_check is not None:
@@ -178,7 +178,7 @@ def _check_scheduler(saved: Any, like: dict[str, Any], at: str) -> None:
 
 
 def attempt(action: Callable[[], object], at: str) -> None:
-    """Call what raises an error if an entry is not as it should be."""
+    """Call a function that checks an entry; make its error a ValueError that names the entry."""
     try:
         action()
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
@@ -190,7 +190,7 @@ def attempt(action: Callable[[], object], at: str) -> None:
 
 
 def describe(value: Any) -> str:
-    """Return a tensor's dtype and shape, the length of what holds others, else the value."""
+    """Return a tensor's dtype and shape, a container's type and length, else the value."""
     if isinstance(value, (dict, list, tuple)):
         return f"a {type(value).__name__} of {len(value)}"
     if not isinstance(value, Tensor) or is_lazy(value):
@@ -200,13 +200,13 @@ def describe(value: Any) -> str:
 
 
 def _describe_entry(name: Any, value: Any) -> str:
-    """Return what an entry of a model's state is; extra states are the model's own business."""
+    """Describe an entry of a model's state; extra states, the model's own business, all alike."""
     is_extra = str(name).endswith("_extra_state")
     return "an extra state" if is_extra else describe(value)
 
 
 def _widen(value: Any) -> Any:
-    """Return the kind of an option: None for a flag, and a float for every number."""
+    """Return what `check` compares an option with: None for a flag, a float for every number."""
     if isinstance(value, bool):
         return None
     return float(value) if isinstance(value, numbers.Real) else value  # NumPy's are, too

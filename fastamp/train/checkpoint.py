@@ -30,7 +30,7 @@ from fastamp.train.state_file import (
     write_file,
 )
 
-# A folder where several ranks wrote it; one that ends with ".old" is about to be replaced.
+# A checkpoint of several ranks is a folder; one that ends with ".old" is about to be replaced.
 _NAME = re.compile(r"step-[0-9]{8,}(\.pt)?|\.step-[0-9]{8,}\.old")
 
 
@@ -38,13 +38,13 @@ class Checkpoints:
     """The checkpoints of one run in one folder, `step-00000123.pt` and the like.
 
     Args:
-        folder: is made if needed. From the first save on it is locked for this process; then files
-            that killed runs left half-written are removed, and files of anybody else never.
+        folder: is made if needed. The first save locks it for this process, and removes files that
+            killed runs left half-written. Files of anybody else are never removed.
         keep: how many of the newest checkpoints to keep.
         resume: False starts anew: older checkpoints are removed when the first one is written.
         ranks: of the run. An error on one rank is raised on all.
-        argument: what the caller calls the folder, for errors.
-        anew: how the caller starts anew, for errors.
+        argument: what errors call the folder.
+        anew: what errors say about starting anew.
 
     Raises:
         OSError: the folder cannot be made or written to.
@@ -64,11 +64,11 @@ class Checkpoints:
     ) -> None:
         self._argument, self._anew = argument, anew
         self._folder, self._keep, self._ranks = Path(folder).absolute(), keep, ranks
-        self._tested: set[type] = set()  # of what was in checkpoints that were read again
+        self._tested: set[type] = set()  # in checkpoints that were read back
         found = ranks.first(self._prepare)
         self._mine: list[Path] = found if resume else []
-        self._known = {*found}  # what this run may remove
-        self._damaged: set[Path] = set()  # what it has passed over
+        self._known = {*found}  # checkpoints that this run may remove
+        self._damaged: set[Path] = set()  # and those that it has passed over
 
     @property
     def newest_step(self) -> int:
@@ -82,11 +82,11 @@ class Checkpoints:
     def save(self, step: int, state: dict[str, Any], kept_step: int | None = None) -> None:
         """Write a checkpoint under a temporary name, then rename it.
 
-        That of `kept_step` is kept beside the newest ones.
+        The checkpoint of `kept_step` is kept beside the newest ones.
 
         Raises:
             OSError: it cannot be written; the other checkpoints are unchanged.
-            CheckpointError: it could not be read again; the other checkpoints are unchanged.
+            CheckpointError: it could not be read back; the other checkpoints are unchanged.
         """
         path = self.path_of(step)
         try:
@@ -110,8 +110,8 @@ class Checkpoints:
     def load(self, check: Check, stacklevel: int = 2) -> dict[str, Any] | None:
         """Return the state of the newest checkpoint, None if there is none.
 
-        Damaged ones are passed over, with one warning, and removed after the next is saved. The
-        warning is that of a caller so many levels up.
+        Damaged ones are passed over, with one warning, and removed after the next is saved.
+        `stacklevel` is the warning's.
 
         Raises:
             CheckpointError: all are damaged, or the newest whole one does not pass the check.
@@ -137,7 +137,7 @@ class Checkpoints:
         return None
 
     def go_back(self, step: int) -> None:
-        """Let `load` return an earlier checkpoint; the later ones go when the next one is saved."""
+        """Let `load` return an earlier checkpoint; the next save removes the later ones."""
         earlier = [path for path in self._mine if _step_of(path) <= step]
         if not earlier or _step_of(earlier[-1]) != step:
             msg = f"{self._folder}: the checkpoint of step {step} is gone"
@@ -154,7 +154,7 @@ class Checkpoints:
         """Load what `load` returned: parts by name, with their states; then optimizer and model.
 
         Raises:
-            CheckpointError: one of them, being of the user's own class, refuses it.
+            CheckpointError: a part of the user's own class refuses its state.
         """
         for name, (part, kept) in parts.items():
             self._attempt(name, partial(part.load_state_dict, kept))
@@ -191,7 +191,7 @@ class Checkpoints:
         return self._list()
 
     def _enter(self, path: Path) -> str:
-        """Lock the folder, tidy it up, and return a name that nobody can have foreseen."""
+        """Lock the folder, tidy it up, and return a token for a name that nobody can foresee."""
         lock(self._folder)
         if not self._tested:
             for new in filter(is_ours, {*self._list()} - self._known):
@@ -211,7 +211,7 @@ class Checkpoints:
         write_file(part, state)
 
     def _test(self, part: Path, state: dict[str, Any]) -> None:
-        """Read a file again; name what of the state cannot be."""
+        """Read a file back; raise an error that names an entry that cannot be."""
         try:
             self._read(part, lambda _: None)
         except DamagedError as error:
@@ -235,7 +235,7 @@ class Checkpoints:
         kept = {*self._mine[-self._keep :]}
         kept |= {mine for mine in self._mine if _step_of(mine) == kept_step}
         for old in filter(self._may_go, self._known - kept):
-            gone = old.with_name(f".{old.name}.part")  # half a folder is none of ours
+            gone = old.with_name(f".{old.name}.part")  # may be left in half
             _remove(gone)
             old.replace(gone)
             if gone.is_dir():  # else a loss of power may leave half of it under its old name
@@ -243,7 +243,7 @@ class Checkpoints:
             _remove(gone)
 
     def _may_go(self, path: Path) -> bool:
-        """Say whether a checkpoint is ours, or an empty file that has been passed over."""
+        """Say whether a file or folder is ours, or an empty file that has been passed over."""
         is_empty = path in self._damaged and path.is_file() and not path.stat().st_size
         return is_empty or is_ours(path)
 

@@ -1,4 +1,4 @@
-"""`fastamp.Checkpointer`: checkpoints for a loop of one's own, as `fine_tune` writes them."""
+"""`fastamp.Checkpointer`: checkpoints as `fine_tune` writes them, for loops of the user's own."""
 
 import logging
 import math
@@ -30,11 +30,11 @@ class Checkpointer:
     kill or a loss of power. It holds the states of all that is given here, and of the random number
     generators of Python, NumPy, torch and every device.
 
-    Where torch.distributed is initialized, every rank makes one and calls the same methods. A
-    checkpoint is then a folder, which all ranks must be able to reach, written by
+    If torch.distributed is initialized, every rank makes a Checkpointer and calls the same methods.
+    A checkpoint is then a folder, which all ranks must be able to reach, written by
     `torch.distributed.checkpoint`: shards of FSDP2 are written by their ranks. Any number of ranks
-    can restore it; as many get their random numbers back. Of `loader` each rank keeps its own
-    state, of the other parts the first rank's counts.
+    can restore it; only the same number gets its random numbers back. `loader` is saved for each
+    rank, the other parts as on the first rank.
 
     From the first save on the folder belongs to this process until it ends. Files of others in it
     stay as they are.
@@ -45,22 +45,22 @@ class Checkpointer:
             inside.
         optimizer: None if nothing is trained.
         scaler: a `torch.amp.GradScaler`, such as `fastamp.GradScaler`.
-        loader: one with a state, such as `fastamp.DataLoader`, so that batches go on after the last
-            one delivered.
+        loader: one with a state, such as `fastamp.DataLoader`, so that it resumes after the last
+            batch delivered.
         scheduler: of the learning rate.
         keep: how many of the newest checkpoints to keep.
         best: "min" or "max" keeps, beside them, the one with the lowest or highest `metric` of
             `save`.
-        in_thread: whether `save` copies everything to the host's memory, and a thread writes the
-            copy. Not over ranks.
-        parts: anything else with `state_dict` and `load_state_dict`, by a name of your choice. One
-            that also has `check_state_dict(state)`, which raises a ValueError, is asked before
-            anything is restored.
+        in_thread: let `save` copy everything to the host's memory, and a thread write the copy. Not
+            over ranks.
+        parts: anything else with `state_dict` and `load_state_dict`, by a name of your choice. If
+            it also has `check_state_dict(state)`, this is called before anything is restored, and
+            raises a ValueError for a wrong state.
 
     Raises:
         OSError: the folder cannot be made or written to.
         TypeError: a part has no `state_dict` or `load_state_dict`.
-        ValueError: `keep`, `best`, `in_thread` or a name is none that is possible.
+        ValueError: `keep`, `best` or `in_thread` is wrong, or the name of a part is taken.
 
     Example:
         >>> model = torch.nn.Linear(4, 1)
@@ -115,25 +115,25 @@ class Checkpointer:
     def save(
         self, step: int, *, every: int | None = None, metric: float | Tensor | None = None
     ) -> None:
-        """Write a checkpoint after a step; of the same step it replaces the former one.
+        """Write a checkpoint after a step; it replaces an earlier one of the same step.
 
-        1. Without `every` always; with it, if `step` is a multiple of it, or a signal has come.
+        1. With `every`, return unless `step` is a multiple of it, or a signal has come.
         2. Wait for the thread that writes the checkpoint before, if there is one.
         3. Write to a temporary file, sync it, rename it, sync the folder; then remove older ones.
-           With `in_thread` from a copy, in a thread: the call returns when the copy is made.
+           With `in_thread` a thread does so from a copy: the call returns when the copy is made.
         4. After `on_signal`, if a signal has come: do what it does, such as exit.
 
         Args:
             step: how many steps are done, at least 0, and no less than before.
-            every: see above; call it at the end of every step then.
+            every: steps between checkpoints; then call `save` at the end of every step.
             metric: what `best` compares: a number, waited for if it is on a device. A save without
-                it is never the best; without `best` it is kept, and compared with nothing.
+                it is never the best. Without `best` it is ignored.
 
         Raises:
-            OSError: it cannot be written, or that of the call before, in a thread, could not; the
-                other checkpoints are unchanged.
-            CheckpointError: it holds an object that could not be read again: what is neither a
-                tensor nor a plain value. The other checkpoints are unchanged.
+            OSError: the checkpoint cannot be written, or the one before could not be, in a thread;
+                the other checkpoints are unchanged.
+            CheckpointError: a state holds an object that could not be read back, since it is
+                neither a tensor nor a plain value. The other checkpoints are unchanged.
             ValueError: the folder has a checkpoint of a later step, which was not restored.
         """
         step = operator.index(step)
@@ -173,17 +173,17 @@ class Checkpointer:
     def on_signal(self) -> Self:
         """Defer SIGTERM and Ctrl-C until the next `save`, which then writes a checkpoint.
 
-        Call `save(step, every=...)` at the end of every step, so that it is the next step's end. A
-        second signal acts at once. `with checkpointer.on_signal():` puts the handlers back at the
-        end, as `close` does. In other threads than the main one it does nothing. Over ranks a
-        signal to one is a signal to all, within 10 steps, and all have to call this.
+        Call `save(step, every=...)` at the end of every step, so that a signal waits for one step
+        at most. A second signal acts at once. `with checkpointer.on_signal():` restores the
+        handlers at the end, as `close` does. In any thread but the main one it does nothing. Over
+        ranks all have to call this; a signal to one is then a signal to all, within 10 steps.
         """
         if self._signals is None:
             self._signals = Signals(enabled=True).__enter__()
         return self
 
     def wait(self) -> None:
-        """Wait until what `save` has begun in a thread is written.
+        """Wait until the checkpoint that `save` has begun in a thread is written.
 
         Raises:
             OSError: it could not be written.
@@ -196,7 +196,7 @@ class Checkpointer:
             raise error
 
     def close(self) -> None:
-        """Wait for the thread, and put the handlers of signals back."""
+        """Wait for the thread, and restore the handlers of signals."""
         try:
             self.wait()
         finally:
@@ -211,7 +211,7 @@ class Checkpointer:
         self.close()
 
     def save_weights(self, path: str | os.PathLike[str]) -> None:
-        """Write the model's tensors alone, as safetensors; the file is whole or as it was.
+        """Write only the model's tensors, as safetensors; the file is written whole or not at all.
 
         `safetensors.torch.load_model(model, path)` reads it. Over ranks all have to call this, and
         the first one writes whole tensors.

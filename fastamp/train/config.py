@@ -46,20 +46,21 @@ class TrainConfig:
     epochs: int = 3
     """Passes over the data."""
     max_steps: int | None = None
-    """Ends training, in place of `epochs`. With more of either a run goes on that has ended, or was
-    interrupted: the learning rate follows the longer schedule from there on, and may rise."""
+    """Steps to train, in place of `epochs`. With more of either, a run that has ended or was
+    interrupted continues: the learning rate follows the longer schedule from there on, and may
+    rise."""
     batch_size: int = 32
-    """Of a Dataset or tensors, on every rank; a loader or an iterable has its own."""
+    """Samples in a batch, on every rank; a loader or an iterable has its own."""
     lr: float = 1e-3
-    """The highest of the schedule."""
+    """The highest learning rate of the schedule."""
     weight_decay: float = 0.01
     """Of the optimizer."""
     optimizer: str | Callable[[list[nn.Parameter]], Optimizer] = "adamw"
     """"adamw", "adam", "sgd" or "adagrad", fused where torch supports it; or a callable that makes
     an optimizer of the parameters, and ignores `lr` and `weight_decay`."""
     schedule: str = "cosine"
-    """Of the learning rate: "cosine" and "linear" end at 0, or "constant". Skipped steps do not
-    count."""
+    """Of the learning rate: "cosine" or "linear", which end at 0, or "constant". Skipped steps do
+    not count."""
     warmup_steps: int = 0
     """Steps in which the learning rate grows from near 0."""
     use_amp: bool | None = None
@@ -71,7 +72,7 @@ class TrainConfig:
     max_norm: float | None = 1.0
     """Largest norm of all gradients together; None does not clip."""
     accumulate: int = 1
-    """Batches in a step. The last step of an epoch has those that are left."""
+    """Batches in a step. The last step of an epoch has the remaining ones."""
     compile: bool = False
     """Runs the model through `torch.compile`."""
     device: str | torch.device | None = None
@@ -81,24 +82,25 @@ class TrainConfig:
     """"ddp" or "fsdp", for the ranks of torchrun or of an initialized torch.distributed; None is
     "ddp" if there are ranks, else a single process."""
     seed: int = 0
-    """Of all random numbers, together with the rank; the program's own generators are restored
+    """Seeds all random numbers, together with the rank; the program's own generators are restored
     at the end."""
     num_workers: int = 0
     """Processes that load a Dataset which is not in memory."""
     eval_every: int | None = None
-    """Steps between evaluations; None evaluates after every epoch. Both evaluate at the end."""
+    """Steps between evaluations; None evaluates after every epoch. The end is always evaluated."""
     log_every: int = 10
     """Steps between flushes to `tracker`, which wait for the device. At the same steps ranks
     exchange their losses, and whether one of them has received a signal."""
     checkpoint_dir: str | os.PathLike[str] | None = None
     """Folder of this run's checkpoints; None writes none."""
     checkpoint_every: int | None = None
-    """Steps between checkpoints; None writes one after every epoch. Both write one at the end."""
+    """Steps between checkpoints; None writes one after every epoch. One is always written at the
+    end."""
     keep: int = 3
     """How many of the newest checkpoints to keep."""
     keep_best: bool = False
-    """Keeps, beside the newest ones, the checkpoint with the lowest validation loss, and writes it
-    when that is found; waits for the device at each evaluation."""
+    """Writes a checkpoint at each new lowest validation loss, and keeps the best one beside the
+    newest; waits for the device at each evaluation."""
     resume: bool = True
     """Resumes from the newest checkpoint. False starts anew, and removes the checkpoints in
     `checkpoint_dir` once it has written one of its own."""
@@ -108,7 +110,7 @@ class TrainConfig:
     """Receives every scalar: "train/loss", "train/lr", "val/loss", and those of a scaler that it
     watches. Steps count from 1."""
     loss_fn: Callable[[Tensor, Any], Tensor] | None = None
-    """Of predictions and target, see `ModelCall.loss`."""
+    """The loss of predictions and target, see `ModelCall.loss`."""
     model_call: ModelCall | None = None
     """How to call the model and compute its loss, in place of `loss_fn`."""
 
@@ -150,7 +152,7 @@ class TrainConfig:
 
     @property
     def chosen_device(self) -> torch.device:
-        """Where training takes place."""
+        """The device to train on."""
         default = "cuda" if torch.cuda.is_available() else "cpu"
         device = torch.device(default if self.device is None else self.device)
         if str(device) == "cuda" and "LOCAL_RANK" in os.environ:

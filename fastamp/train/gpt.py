@@ -21,7 +21,7 @@ class Shape:
 
     @property
     def n_parameters(self) -> int:
-        """Of a GPT of this shape."""
+        """The number of parameters of a GPT of this shape."""
         block = 12 * self.width + 13  # of two norms, four linear layers and their biases
         return (2 * VOCABULARY + self.block_size + 2 + self.layers * block) * self.width
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: collected from a run's parts, held against another run's, applied."""
+"""A checkpoint's content: collected from a run's parts, checked against another run's, applied."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from fastamp.train.state_file import CheckpointError, find_kinds
 
 SIGNS = {None: 0, "min": 1, "max": -1}  # of a metric that is better when it is lower
 OWN_NAMES = {"best", "files", "format", "kinds", "n_with_state", "ranks", "rng", "step"}
-"""Entries of a checkpoint that no part may be called as."""
+"""A checkpoint's own entries: no part may have such a name."""
 
 
 def open_folder(folder: Any, ranks: Ranks, **options: Any) -> Checkpoints:
@@ -42,17 +42,17 @@ def open_folder(folder: Any, ranks: Ranks, **options: Any) -> Checkpoints:
 
 
 class Keeper:
-    """Knows all that a run consists of.
+    """Saves and restores all parts of a run.
 
     Args:
-        checkpoints: where it is kept.
+        checkpoints: where they are saved.
         model: its state is that of the first rank, or sharded.
         optimizer: None without one.
-        parts: what else has `state_dict` and `load_state_dict`, by name. "loader" is each rank's
-            own, the others are the same on all. One with `check_state_dict(state)`, which raises a
-            ValueError, is asked before anything is changed.
+        parts: anything else with `state_dict` and `load_state_dict`, by name. "loader" is each
+            rank's own, the others are the same on all. If one has `check_state_dict(state)`, which
+            raises a ValueError, this is called before anything is changed.
         ranks: of the run.
-        devices: whose random numbers are kept, None for all.
+        devices: whose random numbers are saved, None for all.
         best: "min" or "max" keeps the checkpoint with the lowest or highest metric.
     """
 
@@ -73,7 +73,7 @@ class Keeper:
         """The step of the best checkpoint and its metric."""
         self._best_before: list[Any] | None = None
         self.as_many = True
-        """Whether as many ranks wrote what is checked or was restored."""
+        """Whether as many ranks wrote the checkpoint that is being checked, or was restored."""
 
     def own_state(self) -> dict[str, Any]:
         """Return what differs between the ranks."""
@@ -94,7 +94,7 @@ class Keeper:
     def state(
         self, step: int, own: dict[str, Any] | None = None, metric: float = math.nan
     ) -> dict[str, Any]:
-        """Return all of it, to be written; `own` is a former state of this rank."""
+        """Return the states of all parts, to be written; `own` may be an earlier `own_state`."""
         self._best_before = self.best
         if self.is_better(metric):
             self.best = [step, metric]
@@ -107,7 +107,7 @@ class Keeper:
                 raise ValueError(msg)
         state = {"step": step, **own, **shared, "kinds": self._kinds(), "best": self.best}
         state["model"] = self.model.state_dict()
-        state["model"].update(_without_numpy({**state["model"]}))  # which keeps its versions
+        state["model"].update(_without_numpy({**state["model"]}))  # keeps its _metadata
         if self.optimizer is not None:
             state["optimizer"] = _without_numpy(self.optimizer.state_dict())
             state["n_with_state"] = len(state["optimizer"]["state"])
@@ -145,7 +145,7 @@ class Keeper:
         if state is None:
             return None
         own = self._own(state)
-        # First what may still refuse its state: a loader, which is unchanged then.
+        # First the loader: it may still refuse its state, and nothing has changed then.
         names = sorted(self.parts, key=lambda name: name != "loader")
         parts = {name: (self.parts[name], {**state, **own}[name]) for name in names}
         self.checkpoints.restore(state, parts, self.model, self.optimizer)
@@ -158,7 +158,7 @@ class Keeper:
         return [name for name in self.parts if name == "loader"]
 
     def _kinds(self) -> dict[str, str]:
-        """Return the classes of the parts, but of those that are fine_tune's own."""
+        """Return the classes of the parts, except those that are fine_tune's own."""
         optimizer = {} if self.optimizer is None else {"optimizer": self.optimizer}
         kinds = {name: type(part) for name, part in {**optimizer, **self.parts}.items()}
         own = "fastamp.train."
@@ -222,7 +222,7 @@ class Keeper:
 def _without_numpy(state: Any) -> Any:
     """Return a state with Python's numbers in place of NumPy's, which a checkpoint cannot hold.
 
-    A scheduler may have one as its metric, and a group as its learning rate.
+    A scheduler's metric may be one, and a group's learning rate.
     """
     if not any(issubclass(kind, np.generic) for kind in find_kinds(state)):
         return state

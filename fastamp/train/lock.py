@@ -26,8 +26,8 @@ _held: dict[tuple[int, int], int | None] = {}  # folders, with the descriptors o
 def lock(folder: Path) -> None:
     """Lock a folder for this process, or return at once if it holds the lock.
 
-    Waits up to a minute for another process, and says so in the log. Where the file system has no
-    locks, a file with host, process and start time stands for one.
+    Waits up to a minute for another process, and says so in the log. If the file system has no
+    locks, a file with host, process and start time takes the place of one.
 
     Raises:
         OSError: another process holds the lock.
@@ -52,7 +52,7 @@ def lock(folder: Path) -> None:
 
 
 def _forget() -> None:
-    """Leave the locks to the parent: they would last as long as a forked process."""
+    """Leave the locks to the parent: a forked process would hold them until its own end."""
     for descriptor in _held.values():
         if descriptor is not None:
             os.close(descriptor)
@@ -77,7 +77,7 @@ def _try(folder: Path) -> tuple[bool, int | None]:
 
 
 def _lease(folder: Path) -> bool:
-    """Make the file that stands for a lock; take it over from a process of this host that ended."""
+    """Make the file in place of a lock; remove it first if its process, on this host, has ended."""
     path, mine = folder / ".lease", {"host": socket.gethostname(), **_describe(os.getpid())}
     with suppress(FileExistsError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -94,7 +94,7 @@ def _lease(folder: Path) -> bool:
 
 
 def _describe(pid: int) -> dict[str, Any]:
-    """Return what tells a process from a later one with its number; None where it has ended."""
+    """Return a process's number and start time, None if it has ended: numbers are used again."""
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return {"pid": pid, "start": int(fields[19])}  # in ticks since the machine's start

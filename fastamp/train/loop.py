@@ -31,11 +31,11 @@ def fine_tune(
     3. After every epoch, or as often as the config says: evaluation in the same precision, and a
        checkpoint.
 
-    With a checkpoint folder, SIGTERM and Ctrl-C let the current step and its evaluation finish, and
-    write a checkpoint first; where a step never ends, as when the data hang, a second one acts at
-    once. A damaged checkpoint is passed over with one warning. On a CPU a run that is interrupted
-    or killed, and resumed, is bit-identical, except for random numbers that worker processes draw
-    within an epoch.
+    With a checkpoint folder, after SIGTERM or Ctrl-C the current step and its evaluation finish,
+    and a checkpoint is written. A second signal acts at once, for a step that never ends, as when
+    the data hang. A damaged checkpoint is passed over with one warning. On a CPU a run that is
+    interrupted or killed, and resumed, is bit-identical, except for random numbers that worker
+    processes draw within an epoch.
 
     Under torchrun, or where torch.distributed is initialized, every rank calls this with the same
     arguments, and trains on its part of a Dataset or tensors, with DDP or FSDP2. A loader or an
@@ -44,18 +44,19 @@ def fine_tune(
     then no longer be called. Losses are means over the ranks; only the first rank logs to
     `config.tracker`; a signal to one rank is a signal to all.
 
-    Checkpoints of ranks are folders that all ranks must be able to reach. As many ranks resume
-    bit-identically, except for buffers, of which the first rank's are kept, and for DDP on more
-    than two ranks, whose first sum may be rounded differently. Any other number of ranks can
-    resume, with another batch size too: with the rest of the epoch, at the same share of the
+    Checkpoints of ranks are folders that all ranks must be able to reach. The same number of ranks
+    resumes bit-identically, except for buffers, of which the first rank's are kept, and for DDP on
+    more than two ranks, whose first sum may be rounded differently. Any other number of ranks can
+    resume too, also with another batch size: with the rest of the epoch, at the same share of the
     schedule, and with new random numbers.
 
     Args:
         model: its modules keep their training or evaluation mode; if the model itself is in
             evaluation mode, all modules train. Afterwards all have the mode they had before.
         train_data: a Dataset or tensors (one, or a tuple or dict of them), which are shuffled; a
-            DataLoader; or any iterable of batches, as a list. See `ModelCall.split` on batches.
-        val_data: the same, in its order; None evaluates nothing.
+            DataLoader; or any iterable of batches, such as a list. See `ModelCall.split` on
+            batches.
+        val_data: as `train_data`, but not shuffled; None evaluates nothing.
         config: None is `TrainConfig()`.
 
     Returns:
@@ -65,7 +66,7 @@ def fine_tune(
         CheckpointError: the newest whole checkpoint is of another model, optimizer, data or config,
             or something in it is wrong; the message names the file and the entry, and only the
             model's device has changed by then. Or all are damaged. Or one that is written could not
-            be read again.
+            be read back.
         OSError: a checkpoint cannot be written; the model and older checkpoints are unchanged.
         TypeError: the data, or the model's output, cannot be trained on.
         ValueError: there is no batch or no parameter to train, or shapes do not match.
@@ -263,7 +264,7 @@ class _Loop(Run):
 
 @contextmanager
 def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Put every module back into its mode, training or evaluation, at the end."""
+    """Restore the mode of every module, training or evaluation, at the end."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield

@@ -28,7 +28,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {  # by the share of the steps 
 def make_optimizer(
     model: nn.Module, kind: str | Callable[[list[nn.Parameter]], Optimizer], **options: Any
 ) -> Optimizer:
-    """Return the optimizer of the parameters that require a gradient; the options go with a name.
+    """Return the optimizer of the parameters that require a gradient; a callable gets no options.
 
     Without `fused=` it is fused if torch supports that for the parameters.
     """
@@ -37,7 +37,7 @@ def make_optimizer(
         msg = f"model: {type(model).__name__} has no parameter that requires a gradient"
         raise ValueError(msg)
     if isinstance(kind, str):
-        # Complex ones torch refuses in the step only.
+        # torch refuses complex ones only in the step.
         fused = {"fused": not any(p.is_complex() for p in parameters) or None}
         try:
             return OPTIMIZERS[kind](parameters, **fused | options)  # type: ignore[no-any-return]
@@ -67,7 +67,7 @@ class Schedule:
     @property
     def lr(self) -> float:
         """The next step's rate, of the first group."""
-        optimizer = self.scheduler.optimizer  # asked, the scheduler learns of the last step first
+        optimizer = self.scheduler.optimizer  # reading it makes the scheduler settle the last step
         return float(optimizer.param_groups[0]["lr"])
 
     def rescale(self, old_total: int, total: int) -> None:
@@ -75,7 +75,7 @@ class Schedule:
         self.scheduler.last_epoch = round(self.scheduler.last_epoch / max(old_total, 1) * total)
 
     def set_lr(self) -> None:
-        """Set the rates of a schedule that another length has been given."""
+        """Set the learning rates of a schedule whose length has changed."""
         groups = self.scheduler.optimizer.param_groups
         factors = zip(self.scheduler.lr_lambdas, self.scheduler.base_lrs, strict=True)
         for group, (factor, base_lr) in zip(groups, factors, strict=True):

@@ -51,7 +51,7 @@ def say(text: str) -> None:
 def progress(
     total: int | None, first: int = 0, *, shows: bool = True
 ) -> Iterator[Callable[..., object]]:
-    """Show a progress bar on a terminal if tqdm is installed; yield what adds 1 to it."""
+    """Show a progress bar on a terminal if tqdm is installed; yield a function that advances it."""
     if not shows or not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
         yield lambda _=1: None
         return

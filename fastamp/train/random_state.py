@@ -22,7 +22,7 @@ def seed_all(seed: int, rank: int, step: int = 0) -> None:
 
 
 def all_devices(*, begins: bool = False) -> list[torch.device]:
-    """Return every accelerator, none where the process has not begun to use one, unless it does."""
+    """Return every accelerator; none if the process has not used one yet, unless it `begins` to."""
     for module in (torch.cuda, torch.xpu):
         if module.is_initialized() or (begins and module.is_available()):
             kind = module.__name__.rpartition(".")[2]
@@ -55,7 +55,7 @@ def check_rng_state(
     make_bits = type(np.random.get_bit_generator())  # type: ignore[attr-defined]
     np.random.RandomState(make_bits()).set_state(state["numpy"])
     random.Random().setstate(state["python"])  # noqa: S311 - the program's generator
-    # They do not look at a place in NumPy's key, and at numbers kept for the next draw.
+    # They do not check the position in NumPy's key, and numbers kept for the next draw.
     pos, gauss = state["numpy"]["state"].get("pos", 0), state["python"][2]
     kept = [state["numpy"]["gauss"], 0.0 if gauss is None else gauss]
     if not 0 <= pos <= 624 or not all(type(x) is float and math.isfinite(x) for x in kept):
@@ -73,7 +73,7 @@ def check_rng_state(
 
 
 def set_rng_state(state: dict[str, Any], devices: Sequence[torch.device]) -> None:
-    """Restore what `rng_state` returned, but not `own`; accelerators that it lacks stay."""
+    """Restore what `rng_state` returned, but not `own`; accelerators without a state stay."""
     torch.set_rng_state(state["torch"])
     for device, one in _pairs(state, devices):
         _generator(device).set_state(one)

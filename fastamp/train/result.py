@@ -59,18 +59,18 @@ class TrainResult:
     """A point for every change; empty without loss scaling."""
     lr: Curve
     steps: int
-    """Of the optimizer, including skipped ones."""
+    """Steps of the optimizer, including skipped ones."""
     skipped_steps: int
-    """Because a gradient was not finite."""
+    """Steps skipped because a gradient was not finite."""
     best_checkpoint: Path | None
-    """With `TrainConfig.keep_best`: that of the lowest validation loss. Its "model" holds the
-    weights."""
+    """With `TrainConfig.keep_best`: the checkpoint with the lowest validation loss. Its "model"
+    holds the weights."""
     precision: str
     """Of the run, as `fastamp.compute_effective_precision` names it."""
     samples_per_s: float
     """In training, without evaluations and checkpoints."""
     peak_memory_nbytes: int | None
-    """Allocated by torch on a GPU; None on a CPU."""
+    """The most that torch has allocated on a GPU; None on a CPU."""
     phase_s: dict[str, float]
     """Seconds in "data", "forward", "backward", "step", "evaluate" and "checkpoint", as far as they
     occurred; of the GPU if there is one."""

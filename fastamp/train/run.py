@@ -19,11 +19,11 @@ from fastamp.train.optimizer import Schedule, make_optimizer
 from fastamp.train.random_state import seed_all
 from fastamp.train.ranks import Ranks
 
-# Two runs are the same if these agree, and the precision.
+# A run resumes only if these agree with the checkpoint's, and the precision does.
 _FIXED = ["batch_size", "accumulate", "seed", "lr", "weight_decay", "max_norm", "schedule"]
 _FIXED += ["warmup_steps"]
 _OF_RANKS = {"batch_size", "accumulate", "total_steps"}  # another number of ranks may change them
-_OF_LENGTH = {"total_steps", "warmup_steps"}  # a run that is made longer may
+_OF_LENGTH = {"total_steps", "warmup_steps"}  # a longer run may change them
 _LOG = logging.getLogger(__name__)
 
 
@@ -57,9 +57,9 @@ class Run:
         self.timer = Timer(self.device)
         self.tracker = MetricsTracker(sinks=[] if config.tracker is None else [self._hand_on])
         self.step = self.epoch = self.evaluated_at = 0
-        self.has_ended = False  # the pass over the data; its last step may not be done yet
+        self.has_ended = False  # no batch is left in the pass; its last step may not be done yet
         self.saved_at: tuple[int, ...] = ()
-        self.val_loss = math.nan  # of this step, if it has been asked for
+        self.val_loss = math.nan  # of this step, with `keep_best`
         self.keeper: Keeper | None = None
         if checkpoints is not None:
             parts = {"run": self, "loader": self.data, "scaler": self.scaler}
@@ -83,7 +83,7 @@ class Run:
         return self.step, self.epoch, self.evaluated_at
 
     def save(self, own: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint unless this step has one; `own` is a former state of this rank."""
+        """Write a checkpoint unless this step has one; `own` may be an earlier `own_state`."""
         if self.keeper is None or self.saved_at == self.place:
             return
         with self.timer("checkpoint"):

@@ -31,7 +31,7 @@ _CHUNK_NBYTES = 1 << 22
 _INDEX = ".metadata"  # where each tensor lies, as torch writes it
 _DCP = "torch.distributed.checkpoint."
 # What an index may name, beside dtypes: nothing that runs code. Values that are no tensors, which
-# torch would unpickle as well, are not among it: those of ours are in RUN.
+# torch would unpickle too, are not allowed: ours are in RUN.
 _NAMES = {
     _DCP + "metadata": {
         "ChunkStorageMetadata",
@@ -47,7 +47,7 @@ _NAMES = {
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
 }
-_NONE: dict[str, Any] = {"state": {}, "param_groups": []}  # in place of an optimizer
+_NONE: dict[str, Any] = {"state": {}, "param_groups": []}  # where there is no optimizer
 
 
 class ShardedCheckpoints(Checkpoints):
@@ -118,11 +118,11 @@ class ShardedCheckpoints(Checkpoints):
 
 
 class _Index(pickle.Unpickler):
-    """Reads an index, which torch would read with whatever it names."""
+    """Reads an index, with the names above only; torch's would run whatever an index names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what the index names, if it may."""
-        if (module, name) == ("builtins", "getattr"):  # before Python 3.11.4, of an enumeration
+        """Return a class or function that the index names, if it is an allowed one."""
+        if (module, name) == ("builtins", "getattr"):  # for enumerations, before Python 3.11.4
             return _member_of
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         is_path = module.startswith("pathlib") and name in {"PosixPath", "WindowsPath"}

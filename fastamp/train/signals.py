@@ -34,13 +34,13 @@ class Signals:
     def __exit__(self, *_: object) -> None:
         if self.received is None:
             self._put_back()
-        else:  # during the last checkpoint, or the program has raised an error
+        else:  # received during the last checkpoint, or before an error
             self._act(self.received)
 
     def deliver(self, number: int) -> None:
         """Do what a signal, received here or on another rank, does without this object."""
         self._act(number)
-        self.__enter__()  # the program's own handler lets training continue
+        self.__enter__()  # unless the program's own handler has ended training
 
     def _act(self, number: int) -> None:
         self.received = None

@@ -20,9 +20,9 @@ Check: TypeAlias = Callable[[dict[str, Any]], object]
 _FORMAT = "fastamp.train 4"
 _OURS = _FORMAT.rpartition(" ")[0].encode()  # near the start of every file, of any version
 RUN = "run.pt"  # in a folder: everything except the tensors of model and optimizer
-# Of a path that is damaged, or no file; others, as a missing permission, are the machine's.
+# Errors of a damaged path, or of none; others, such as a missing permission, are the machine's.
 _DAMAGED = {errno.ENOENT, errno.EINVAL, errno.EIO, errno.ELOOP, errno.ENOTDIR, errno.ENXIO}
-_ENTRY_NBYTES = 30  # an archive's, at least, beside its content
+_ENTRY_NBYTES = 30  # the least that an archive's entry takes beside its content
 
 
 class CheckpointError(RuntimeError):
@@ -57,7 +57,7 @@ def find_kinds(state: Any) -> set[type]:
     containers, seen = [state], set[int]()
     while containers:
         one = containers.pop()
-        if id(one) in seen:  # which may hold itself
+        if id(one) in seen:  # a container may hold itself
             continue
         seen.add(id(one))
         inside = [*one, *one.values()] if isinstance(one, dict) else one
@@ -84,7 +84,7 @@ def read_file(path: Path, check: Check) -> dict[str, Any]:
 
     Raises:
         CheckpointError: it is of another version, or does not pass; a DamagedError if it is not
-            whole, or nothing that `write_file` has written.
+            whole, or was not written by `write_file`.
     """
     try:
         with open_regular(path) as file:
@@ -117,7 +117,7 @@ def read_file(path: Path, check: Check) -> dict[str, Any]:
 
 
 def _check_archive(file: BinaryIO) -> None:
-    """Check the sums, which torch.load does not do, and that nothing in it expands."""
+    """Compare the checksums, which torch.load does not, and check that nothing in it expands."""
     nbytes = os.fstat(file.fileno()).st_size
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()

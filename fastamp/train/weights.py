@@ -13,7 +13,7 @@ from fastamp.train.ranks import Ranks
 
 
 def save_weights(model: nn.Module, path: Path, ranks: Ranks) -> None:
-    """Write the tensors of a model, whole ones of shards, once for those that are the same.
+    """Write a model's tensors: shards as whole tensors, and tied ones once.
 
     Raises:
         ImportError: safetensors is not installed; it comes with the extra `safetensors`.
@@ -34,7 +34,7 @@ def save_weights(model: nn.Module, path: Path, ranks: Ranks) -> None:
         if ranks.rank != 0:
             continue
         first = names.setdefault(_key(tensor.to_local() if is_shard else tensor), name)
-        if first == name:  # a copy: parts of one memory are refused
+        if first == name:  # a copy: safetensors refuses tensors that share memory
             tensors[name] = whole.to("cpu", copy=True).contiguous()
         else:
             left_out[name] = first
@@ -42,7 +42,7 @@ def save_weights(model: nn.Module, path: Path, ranks: Ranks) -> None:
 
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy on the host, in which tensors that are the same stay the same."""
+    """Return a copy on the host, in which tensors that are the same memory still are."""
     copies: dict[Any, Tensor] = {}
     memo: dict[int, Any] = {}
     for leaf in tree_leaves(state):
@@ -55,7 +55,7 @@ def copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _key(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what two tensors have in common that are the same memory."""
+    """Return a key that is equal for tensors that are the same memory."""
     layout = (tensor.dtype, tensor.device, tensor.shape)
     if tensor.layout is not torch.strided or not tensor.numel():
         return (id(tensor), *layout)
