@@ -149,8 +149,8 @@ def _check_workers(loader: Any, position: Position) -> None:
         return
     if position.resumed:
         msg = (
-            f"state: it is of num_workers={count}, the loader's is {loader.num_workers}: each "
-            f"worker has its own part of {type(dataset).__name__}"
+            f"state: it was saved with num_workers={count}, the loader's is {loader.num_workers}: "
+            f"each worker has its own part of {type(dataset).__name__}"
         )
         raise ValueError(msg)
     position.workers = None

@@ -113,7 +113,7 @@ def find_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if launched != "1":
         msg = (
             f"shard=True with WORLD_SIZE={launched}: call torch.distributed.init_process_group "
-            "before, or give rank and world_size"
+            "first, or give rank and world_size"
         )
         raise RuntimeError(msg)
     return 1, 0

@@ -117,7 +117,7 @@ def check_optimizer(
     for index, entries in kept.items():
         if type(index) is int or type(optimizer) in _KEPT:
             fine = type(index) is int and 0 <= index < len(parameters)
-            _expect(fine, f"numbers of {len(parameters)} parameters", index, f"{at}, as a key,")
+            _expect(fine, f"an index of {len(parameters)} parameters", index, f"{at}: a key")
             _expect(isinstance(entries, dict), "a dict", entries, f"{at}[{index}]")
         if type(optimizer) in _KEPT:
             names = _KEPT[type(optimizer)] | (_MAY_KEEP & entries.keys())

@@ -144,6 +144,6 @@ class Run:
         try:
             return config.epochs * math.ceil(len(self.data.loader) / config.accumulate)
         except TypeError:
-            problem = "needs max_steps for data without a length"
-            msg = f"schedule: {config.schedule!r} {problem}, or be 'constant'"
+            problem = "needs max_steps for data without a length; 'constant' does not"
+            msg = f"schedule: {config.schedule!r} {problem}"
             raise ValueError(msg) from None

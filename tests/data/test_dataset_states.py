@@ -126,7 +126,7 @@ def test_a_dataset_with_a_state_of_its_own_resumes_with_the_loader(kind, device,
 def test_a_state_of_other_workers_is_refused_inside_an_epoch(backend):
     loader = fastamp.DataLoader(Drawing(30), 4)
     next(iter(loader))
-    with pytest.raises(ValueError, match="state: it is of num_workers=0, the loader's is 2"):
+    with pytest.raises(ValueError, match="saved with num_workers=0, the loader's is 2"):
         fastamp.DataLoader(Drawing(30), 4, num_workers=2).load_state_dict(loader.state_dict())
 
 
