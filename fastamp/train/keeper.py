@@ -138,7 +138,8 @@ class Keeper:
         state = self.checkpoints.load(self._check, stacklevel + 1)
         if state is not None and best:
             if state["best"] is None:
-                msg = f"best: no checkpoint until step {state['step']} was saved with a metric"
+                needs = "Checkpointer(best=...) and save(metric=...)"
+                msg = f"best: there is none until step {state['step']}: it needs {needs}"
                 raise CheckpointError(msg)
             self.checkpoints.go_back(state["best"][0])
             state = self.checkpoints.load(self._check, stacklevel + 1)

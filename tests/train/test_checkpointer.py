@@ -185,7 +185,7 @@ def test_the_best_one_is_kept_and_can_be_restored(tmp_path):
     again.checkpointer.save(4, metric=-1)
     assert names(tmp_path) == ["step-00000004.pt"]
     Loop(tmp_path / "none").checkpointer.save(1)
-    with pytest.raises(fastamp.CheckpointError, match="no checkpoint until step 1 was saved with"):
+    with pytest.raises(fastamp.CheckpointError, match="best: there is none until step 1: it needs"):
         Loop(tmp_path / "none").checkpointer.restore(best=True)
 
 
