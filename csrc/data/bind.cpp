@@ -242,7 +242,7 @@ class Gatherer {
     jobs_.pop_front();
     if (result->is_lost)
       throw py::buffer_error(
-          "dataset: its memory is gone: it was freed, or its file was cut, during the pass");
+          "dataset: its memory is gone: it was freed, or its file was truncated, during the pass");
     if (result->bad_position < 0) return result->elapsed_s;
     throw py::index_error(
         "index " + std::to_string(address_of<std::int64_t>(job[0])[result->bad_position]) +

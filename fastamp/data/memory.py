@@ -38,7 +38,7 @@ class Kept(NamedTuple):
         for part in self.parts:
             part.check_file()
         if self.path and self.has_changed and self.has_changed():
-            msg = f"dataset: {self.path} was cut while it is mapped: rows are lost"
+            msg = f"dataset: {self.path} was truncated while it is mapped: rows are lost"
             raise RuntimeError(msg)
 
 

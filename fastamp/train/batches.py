@@ -92,7 +92,7 @@ class Batches:
         check(state, {"n_consumed": 0, "n_ranks": 0, "rng": ANY, "loader": ANY}, "state")
         n_ranks = state["n_ranks"]
         if n_ranks != self._n_ranks and state["n_consumed"] and not self.is_shared:
-            msg = f"{n_ranks} ranks wrote it within a pass over loaders of their own"
+            msg = f"{n_ranks} ranks wrote it within a pass over loaders of their own: use as many"
             raise ValueError(msg)
         if (state["loader"] is None) is self._has_state:
             here, there = "has no state", "has one"

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader as TorchDataLoader, Subset, TensorDatase
 import fastamp
 from support.loading import assert_same
 
-N, BATCH, CUT = 64, 4, "was cut while it is mapped"
+N, BATCH, CUT = 64, 4, "was truncated while it is mapped"
 torch.set_num_threads(3)
 
 def rows(seed):  # 64 KB each: freed memory of this size is given back to the system
@@ -148,7 +148,7 @@ def cut_tokens(random_offsets):
                 found.append(next(iterator))
             except (RuntimeError, BufferError) as error:
                 found.append(str(error))
-        assert any(f"{paths[1]} was cut" in str(error) for error in found), found
+        assert any(f"{paths[1]} was truncated" in str(error) for error in found), found
         assert not any("cut" in str(error) and paths[2] in str(error) for error in found)
         os.truncate(paths[1], os.path.getsize(paths[0]))  # the rest is made item by item
         last = list(iterator)
@@ -179,7 +179,7 @@ cases["ndarray.resize"] = resize_array
 cases["file is emptied"] = lambda: cut(0)
 cases["file is cut"] = lambda: cut(4096 * 40 + 100)
 cases["file of a view"] = lambda: cut(0, view=lambda mapped: np.asarray(mapped)[1:])
-cases["file of a tensor"] = lambda: cut(0, view=as_tensor, message="its file was cut")
+cases["file of a tensor"] = lambda: cut(0, view=as_tensor, message="its file was truncated")
 cases["tokens"] = lambda: cut(0, view=lambda m: fastamp.ArrayDataset({"a": m.reshape(N, -1)}))
 cases["token files"] = lambda: cut_tokens(False)
 cases["random token files"] = lambda: cut_tokens(True)
