@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Sampler, SequentialSampler
 
-from fastamp._ops import Column
+from fastamp._ops import Column, outside_graphs
 from fastamp.data.accelerated import Preparable
 from fastamp.data.checks import check_device, check_generator, check_integer, check_worker
 from fastamp.data.collate import BatchCollator
@@ -202,6 +202,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         self._stats = LoaderStats()
         self._inner: tuple[TorchDataLoader[Any], Indices] | None = None  # whose workers persist
 
+    @outside_graphs
     def __iter__(self) -> LoaderPass:  # type: ignore[override]  # torch's class cannot be made
         """Begin a pass: at the start of an epoch, or where a loaded state stopped."""
         if self.timeout and not self.num_workers:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastamp._ops.captures import apart_from_captures
+from fastamp._ops import apart_from_captures, outside_graphs
 from fastamp.metrics.plot import plot_curves
 from fastamp.metrics.series import ScalarStats, Series
 from fastamp.metrics.sinks import Scalar, Sink
@@ -89,6 +89,7 @@ class MetricsTracker:
         if sinks:
             atexit.register(self.close)
 
+    @outside_graphs
     def log_scalar(self, name: str, value: Any, step: int) -> None:
         """Record a value; costs well under a microsecond for a Python number.
 
