@@ -22,6 +22,7 @@ from fastamp.step.fused import (
     why_in_place,
 )
 from fastamp.step.reading import Reading, join_flags, join_flags_of, refuse_float16
+from fastamp.step.report import is_set
 
 _SHARED = "optimizers share a parameter"
 
@@ -121,7 +122,7 @@ def _step_as_torch(
         found = list(state["found_inf_per_device"].values())
     else:
         found = [] if norm is None else [norm.isfinite().logical_not().to(torch.float32)]
-        retval = None if found and found[0].item() else optimizer.step(*args, **kwargs)
+        retval = None if found and is_set(found[0]) else optimizer.step(*args, **kwargs)
     found_inf = join_flags(found) if found else torch.zeros(())
     report = scaler._report(state, found_inf, "as torch: no gradient that fastamp can read")
     if norm is not None and max_norm is not None and "stats" not in state:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fastamp._ops.parts import Parts
 
 _Notify: TypeAlias = Callable[[Tensor | None], None] | None
+_ZERO_GRAD = Optimizer.zero_grad
 _RULES = {Adam: Rule.ADAM, AdamW: Rule.ADAMW, SGD: Rule.SGD, Adagrad: Rule.ADAGRAD}
 _updates: "WeakKeyDictionary[Optimizer, tuple[_ops.Ops, torch.device, Update]]" = (
     WeakKeyDictionary()
@@ -63,10 +64,23 @@ def read(optimizer: Optimizer) -> NativeStep | str:
     apply, forget = update.apply_, update.forget
     if parts is not None:
         apply, forget = parts.wrap(apply, forget)
+    if "zero_grad" in vars(optimizer) or type(optimizer).zero_grad is not _ZERO_GRAD:
+        apply = _with_own_zero_grad(apply, optimizer)
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         name = f"Optimizer.step#{type(optimizer).__name__}.step"
         apply = torch.autograd.profiler.record_function(name)(apply)
     return NativeStep(grads, parts is not None, apply, forget, notify)
+
+
+def _with_own_zero_grad(apply: Callable[..., None], optimizer: Optimizer) -> Callable[..., None]:
+    """Return an update that calls the optimizer's `zero_grad`, which somebody has replaced."""
+
+    def apply_and_call(*args: Tensor | None, zero_grad: bool) -> None:
+        apply(*args)
+        if zero_grad:
+            optimizer.zero_grad()
+
+    return apply_and_call
 
 
 def _read(optimizer: Optimizer, update: Update) -> "tuple[Packed | str, Parts | None]":

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
 class Reading(torch.amp.GradScaler):
     """The private base of fastamp.GradScaler, which reads, unscales and clips gradients."""
 
@@ -184,8 +187,9 @@ class Reading(torch.amp.GradScaler):
 
     def _counter(self, device: torch.device) -> Tensor:
         """Return the device's count of skipped steps."""
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            return torch.zeros((), dtype=torch.float32, device=device)  # inside torch.func
+        in_transform = torch._C._functorch.peek_interpreter_stack() is not None
+        if in_transform or torch._C._get_dispatch_mode(_FAKE) is not None:
+            return torch.zeros((), dtype=torch.float32, device=device)  # not kept
         if device not in self._skipped:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 msg = (

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fastamp import _ops
 
@@ -45,7 +46,12 @@ class StepReport:
     @property
     def skipped(self) -> bool:
         """Whether the optimizer left the parameters as they were; waits for the device."""
-        return bool(self.found_inf.item())
+        return is_set(self.found_inf)
+
+
+def is_set(flag: Tensor) -> bool:
+    """Return the value of a flag; False for a meta or fake tensor, which has none."""
+    return not (flag.is_meta or isinstance(flag, FakeTensor)) and bool(flag.item())
 
 
 class _Counts(NamedTuple):

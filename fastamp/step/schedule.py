@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from fastamp.step.report import is_set
+
 Schedulers: TypeAlias = "LRScheduler | Sequence[LRScheduler] | None"
 _KEY = "_fastamp_pending"
 
@@ -56,7 +58,7 @@ def advance(
     """
     if schedulers and found_inf.is_cuda:
         _Pending(schedulers, optimizers, found_inf)
-    elif schedulers and not found_inf.item():
+    elif schedulers and not is_set(found_inf):
         for scheduler in schedulers:
             scheduler.step()
 

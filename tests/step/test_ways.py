@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.gradients import parameters_with
 from support.updates import RULES, SIZES, everything, give, make, scaler_of
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastamp
 
@@ -306,3 +307,36 @@ def test_a_bare_step_is_native_too(name, backend):
             assert "native" in way or "dampening" in way
         found.append(everything(parameters, optimizer))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("on_class", [True, False])
+def test_a_zero_grad_that_is_patched_is_called_with_gradients(
+    on_class, max_norm, backend, monkeypatch
+):
+    parameters, optimizer = make("adamw", sizes=SIZES[:2])
+    seen, own = [], optimizer.zero_grad
+
+    def zero_grad(*_):
+        seen.append([parameter.grad is not None for parameter in parameters])
+        own()
+
+    monkeypatch.setattr(torch.optim.AdamW if on_class else optimizer, "zero_grad", zero_grad)
+    give(parameters)
+    report = fastamp.optimizer_step(optimizer, max_norm=max_norm, zero_grad=True)
+    assert report.way.startswith("native")
+    assert seen == [[True, True]]
+    assert [parameter.grad for parameter in parameters] == [None, None]
+
+
+@pytest.mark.parametrize("is_fake", [True, False])
+def test_a_step_without_values_is_taken(is_fake):
+    """Under FakeTensorMode and on the meta device, as to find out how much memory a step takes."""
+    with FakeTensorMode() if is_fake else torch.device("meta"):
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.AdamW([weight])
+        weight.grad = torch.ones(3)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        fastamp.optimizer_step(optimizer, max_norm=1.0, zero_grad=True, scheduler=scheduler)
+    assert optimizer.state[weight]["exp_avg"].shape == (3,)
+    assert scheduler.last_epoch == 1
