@@ -28,8 +28,6 @@ class NormType:
 
 class PackedTensors:
     @property
-    def cuda_device(self) -> int | None: ...
-    @property
     def has_float16(self) -> bool: ...
     @property
     def num_chunks(self) -> int: ...
@@ -92,7 +90,6 @@ class Update:
     ) -> PackedTensors | str: ...
     def settle(self, slots: list[float], states: dict[Tensor, Any]) -> None: ...
 
-NO_STATE: str
 NUM_STATS: int
 built_with_cuda: bool
 cpu_ops: Ops

@@ -19,7 +19,6 @@
 #define __grid_constant__ &  // `const Table __grid_constant__ table`: one for all threads
 
 inline void __syncthreads() { fastamp::emulate::wait_for_block(); }
-inline void __syncwarp() { fastamp::emulate::wait_for_warp(); }
 
 /// All shuffles are of whole warps; a source outside of it returns the thread's own value.
 template <typename T>
@@ -38,17 +37,6 @@ T __shfl_down_sync(unsigned mask, T value, int offset) {
   return __shfl_sync(mask, value, lane + offset < 32 ? lane + offset : lane);
 }
 
-template <typename T>
-T __shfl_up_sync(unsigned mask, T value, int offset) {
-  const int lane = static_cast<int>(threadIdx.x % fastamp::emulate::kWarp);
-  return __shfl_sync(mask, value, lane >= offset ? lane - offset : lane);
-}
-
-template <typename T>
-T __shfl_xor_sync(unsigned mask, T value, int lanes) {
-  return __shfl_sync(mask, value, static_cast<int>(threadIdx.x % 32) ^ lanes);
-}
-
 /// Not atomic: blocks run one after the other, and one thread of a block calls it.
 inline double atomicAdd(double* address, double value) {
   const double old = *address;
@@ -59,7 +47,6 @@ inline void __threadfence() {}
 
 enum cudaError_t {
   cudaSuccess = 0,
-  cudaErrorInvalidValue = 1,
   cudaErrorInvalidConfiguration = 9,
   cudaErrorInvalidDevice = 101,
   cudaErrorLaunchTimeout = 702,
@@ -68,8 +55,6 @@ using cudaStream_t = struct CUstream_st*;  // all work is done when a call retur
 
 inline const char* cudaGetErrorName(cudaError_t error) {
   switch (error) {
-    case cudaErrorInvalidValue:
-      return "cudaErrorInvalidValue";
     case cudaErrorInvalidConfiguration:
       return "cudaErrorInvalidConfiguration";
     case cudaErrorInvalidDevice:

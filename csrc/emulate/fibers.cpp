@@ -134,12 +134,10 @@ bool run_grid(unsigned blocks, unsigned threads, void (*thread)(const void*), co
 
 void wait_for_block() { wait(now.block); }
 
-void wait_for_warp() { wait(now.warps[now.current / kWarp]); }
-
 std::uint64_t exchange(std::uint64_t bits, unsigned source) {
   std::uint64_t* given = now.given[now.fibers[now.current].shuffles++ % 2];
   given[now.current] = bits;
-  wait_for_warp();
+  wait(now.warps[now.current / kWarp]);
   return given[now.current / kWarp * kWarp + source];
 }
 

@@ -21,9 +21,8 @@ struct Index {
 /// if threads wait at a barrier that others never reach. An exited thread is not waited for.
 bool run_grid(unsigned blocks, unsigned threads, void (*thread)(const void*), const void* data);
 
-/// Waits for all threads of the block, or of the warp.
+/// Waits for all threads of the block.
 void wait_for_block();
-void wait_for_warp();
 
 /// Gives `bits` to the warp and returns what its thread `source` gave; all 32 threads must call.
 std::uint64_t exchange(std::uint64_t bits, unsigned source);

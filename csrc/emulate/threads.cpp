@@ -89,12 +89,10 @@ bool run_grid(unsigned blocks, unsigned threads, void (*thread)(const void*), co
 
 void wait_for_block() { block->barrier.wait(); }
 
-void wait_for_warp() { warp().barrier.wait(); }
-
 std::uint64_t exchange(std::uint64_t bits, unsigned source) {
   std::array<std::uint64_t, kWarp>& given = warp().given[shuffles++ % 2];
   given[threadIdx.x % kWarp] = bits;
-  wait_for_warp();
+  warp().barrier.wait();
   return given[source];
 }
 

@@ -66,7 +66,6 @@ void define_step(py::module_& module) {
   py::class_<PackedTensors>(module, "PackedTensors",
                             "A list of tensors of one device, read once for several ops.")
       .def_readonly("rest", &PackedTensors::rest)
-      .def_readonly("cuda_device", &PackedTensors::cuda_device)
       .def_readonly("has_float16", &PackedTensors::has_float16)
       .def_readonly("num_chunks", &PackedTensors::num_chunks)
       .def_readonly("tensors", &PackedTensors::tensors);

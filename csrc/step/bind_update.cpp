@@ -275,7 +275,6 @@ void define_update(py::module_& module, py::class_<OpTable>& ops) {
       .def("clear", &Update::clear, "Release what was read.")
       .def("drop_grads", &Update::drop_grads, "Set the gradients that were read to None.")
       .def_property_readonly("params", &Update::params);
-  module.attr("NO_STATE") = kNoState;
   ops.def(
       "update",
       [](const OpTable& table, Update& update, const py::object& factor,
