@@ -162,10 +162,10 @@ class Update {
     const GroupOptions& group = list_.groups.back();
     Layout layout;
     Layout other;
-    const auto own = read_dense(param, device, layout);
+    const auto own = read_dense(param, device, &layout);
     if (!own) throw Refusal{"a parameter's dtype, layout or device"};
     meet(param, layout);
-    const auto its_grad = read_dense(grad, device, other);
+    const auto its_grad = read_dense(grad, device, &other);
     if (!its_grad || !is_alike(other, layout))
       throw Refusal{"a gradient's dtype, layout or device"};
     meet(grad, other);
@@ -186,7 +186,7 @@ class Update {
     const auto add_state = [&](PyObject* state, PyObject* name) {
       PyObject* tensor = find(state, name);
       if (tensor == nullptr || tensor == Py_None) throw Refusal{kNoState};
-      const auto found = read_dense(tensor, device, other);
+      const auto found = read_dense(tensor, device, &other);
       if (!found || !is_alike(other, layout))
         throw Refusal{text(name) + ": its dtype, layout or device"};
       if (count > 0 && found->dtype != view.state_dtype) throw Refusal{"the states' dtypes differ"};
@@ -197,8 +197,8 @@ class Update {
     const auto add_step = [&](PyObject* state) {
       PyObject* tensor = find(state, k.step);
       if (tensor == nullptr) throw Refusal{kNoState};
-      const auto on_host = host_counts_ ? read_dense(tensor, kHost, other) : std::nullopt;
-      const auto found = on_host ? on_host : read_dense(tensor, device, other);
+      const auto on_host = host_counts_ ? read_dense(tensor, kHost, &other) : std::nullopt;
+      const auto found = on_host ? on_host : read_dense(tensor, device, &other);
       if (!found || found->dtype != DType::kFloat32 || found->numel != 1)
         throw Refusal{"step: its dtype, layout or device"};
       meet(tensor, other);

@@ -191,15 +191,10 @@ bool attach_torch() {
   return true;
 }
 
-std::optional<TensorView> read_dense(py::handle object, dlpack::Device device) {
-  Layout layout;
-  return read_dense(object, device, layout);
-}
-
-std::optional<TensorView> read_dense(py::handle object, dlpack::Device device, Layout& layout) {
+std::optional<TensorView> read_dense(py::handle object, dlpack::Device device, Layout* layout) {
   dlpack::Tensor found;
   if (!read(object, found) || !is_on(found.device, device) || !is_dense(found)) return std::nullopt;
-  layout = {found.ndim, found.shape, found.strides};
+  if (layout != nullptr) *layout = {found.ndim, found.shape, found.strides};
   return view_of(found);
 }
 

@@ -31,10 +31,6 @@ struct HostTensor {
 /// tensor can be read.
 bool attach_torch();
 
-/// Reads a float32, bfloat16 or float16 tensor on a device whose elements fill its memory without
-/// gaps, in any order of dimensions; nothing for every other tensor, subclasses included.
-std::optional<TensorView> read_dense(py::handle object, dlpack::Device device);
-
 /// The order in which a tensor's elements lie in memory; it lives as long as the tensor.
 struct Layout {
   int ndim;
@@ -42,8 +38,11 @@ struct Layout {
   const std::int64_t* strides;
 };
 
-/// Reads a dense tensor, as above, and its layout.
-std::optional<TensorView> read_dense(py::handle object, dlpack::Device device, Layout& layout);
+/// Reads a float32, bfloat16 or float16 tensor on a device whose elements fill its memory without
+/// gaps, in any order of dimensions, and says in which; nothing for every other tensor, subclasses
+/// included.
+std::optional<TensorView> read_dense(py::handle object, dlpack::Device device,
+                                     Layout* layout = nullptr);
 
 /// Whether two dense tensors have the same shape, and their elements the same order in memory.
 bool is_alike(const Layout& one, const Layout& other);
