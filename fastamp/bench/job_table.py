@@ -99,9 +99,11 @@ def _run(args: argparse.Namespace, names: list[str]) -> Report:
             tick()
     metrics = {key: ratio for name in names for key, ratio in _ratios(name, found[name])}
     rows = [_row(name, each, metrics) for name, each in found.items()]
-    rows += [_repair(name, part, metrics) for name, part in product(names, PARTS)]
-    peers = [(name, peer) for name, peer in product(names, PEERS) if _key(name, peer) in metrics]
-    rows += [_line(f"{name}: {peer}", metrics, _key(name, peer)) for name, peer in peers]
+    for name, part in product(names, PARTS):
+        rows.append({"job": f"{name}: {part}"} | _over_naive(f"{name}/{part}", metrics))
+    for name, peer in product(names, PEERS):
+        if (key := _key(name, peer)) in metrics:
+            rows.append({"job": f"{name}: {peer}", "over stock": _cell(metrics, key)})
     races = {name: each.main for name, each in found.items()}
     with_peers = {f"{name}, peers": each.peers for name, each in found.items() if each.peers}
     notes = [
@@ -259,27 +261,14 @@ def _key(name: str, arm: str) -> str:
 
 def _row(name: str, found: Found, metrics: dict[str, Interval]) -> dict[str, str]:
     times_ms = {arm: 1e3 * found.main.quartiles_s(arm)[1] / found.steps for arm in ARMS}
-    times = {f"{arm} ms": show(time_ms, ".3f") for arm, time_ms in times_ms.items()}
-    return _line(name, metrics, _key(name, "fastamp"), f"over_naive/{name}") | times
+    row = {"job": name, **{f"{arm} ms": show(time, ".3f") for arm, time in times_ms.items()}}
+    row["over stock"] = _cell(metrics, _key(name, "fastamp"))
+    return row | _over_naive(name, metrics)
 
 
-def _repair(name: str, part: str, metrics: dict[str, Interval]) -> dict[str, str]:
-    return _line(f"{name}: {part}", metrics, over_naive=f"over_naive/{name}/{part}")
-
-
-def _line(
-    first: str, metrics: dict[str, Interval], over_stock: str = "", over_naive: str = ""
-) -> dict[str, str]:
-    """Return a row of the table, without times."""
-    return {
-        "job": first,
-        **{f"{arm} ms": "" for arm in ARMS},
-        "over stock": _cell(metrics, over_stock) if over_stock else "",
-        **{
-            f"{arm} over naive": _cell(metrics, f"{over_naive}/{arm}") if over_naive else ""
-            for arm in ("stock", "fastamp")
-        },
-    }
+def _over_naive(name: str, metrics: dict[str, Interval]) -> dict[str, str]:
+    arms = ("stock", "fastamp")
+    return {f"{arm} over naive": _cell(metrics, f"over_naive/{name}/{arm}") for arm in arms}
 
 
 def _cell(metrics: dict[str, Interval], key: str) -> str:

@@ -46,7 +46,7 @@ class Verdict:
 class Report:
     """What a command measured; the races hold every sample, `details` what only it knows."""
 
-    table: list[dict[str, str]]  # a row for each arm: its cells by column
+    table: list[dict[str, str]]  # rows: their cells by column; one that a row lacks is empty
     races: dict[str, Race]
     metrics: dict[str, Interval]  # the figures that a later run may be held to, with --fail-on
     verdicts: list[Verdict] = field(default_factory=list)
@@ -113,9 +113,7 @@ def run_cases(
                 metrics[f"of_plain/{name}"] = race.ratio(judged, PLAIN)
             rows += [_row(name, arm, race, details[name]) for arm in race.arms if arm != AGAIN]
             tick()
-    columns = dict.fromkeys(column for row in rows for column in row)
-    table = [{column: row.get(column, "") for column in columns} for row in rows]
-    return Report(table=table, races=races, metrics=metrics, notes=notes, details=details)
+    return Report(table=rows, races=races, metrics=metrics, notes=notes, details=details)
 
 
 def _row(name: str, arm: str, race: Race, details: Details) -> dict[str, str]:
@@ -139,11 +137,12 @@ def make_record(report: Report, run: dict[str, Any]) -> dict[str, Any]:
         f"placebo, {name}: {race.arms[0]} against itself {race.placebo().text('.4f', 'x')}"
         for name, race in report.races.items()
     ]
+    columns = dict.fromkeys(column for row in report.table for column in row)
     record = {
         "schema_version": SCHEMA_VERSION,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **run,
-        "table": report.table,
+        "table": [{column: row.get(column, "") for column in columns} for row in report.table],
         "notes": report.notes + placebos,
         "verdicts": [asdict(verdict) | {"text": verdict.text()} for verdict in report.verdicts],
         "closing": report.closing,
