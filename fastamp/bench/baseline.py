@@ -4,40 +4,27 @@ import argparse
 import json
 import math
 import re
-from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
 from fastamp.bench.race import Interval
-from fastamp.bench.record import SCHEMA_VERSION, Verdict
+from fastamp.bench.record import SCHEMA_VERSION, Verdict, check_kinds, read_json
 
 MACHINE = ("device", "device_name", "threads")
-_LARGEST_NBYTES = 2**28  # of a file that is read
 _LARGEST_LOG = 709.0  # of a float
 
 
 def read(text: str) -> dict[str, Any]:
     """Return the record of a file that --json wrote, for argparse."""
-    try:
-        with Path(text).open("rb") as file:
-            record: dict[str, Any] = json.loads(file.read(_LARGEST_NBYTES))
-        _check(record)
-    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
-        missing = "it has no " if isinstance(error, LookupError) else ""
-        message = f"{text!r} cannot be read: {missing}{error}"
-        raise argparse.ArgumentTypeError(message) from error
-    return record
+    return read_json(text, _check, "cannot be read")
 
 
-def _check(record: dict[str, Any]) -> None:
+def _check(record: dict[str, Any]) -> dict[str, Any]:
     """Raise an error unless a record holds what `differences` and `hold` look at."""
     kinds = {"command": str, "job": dict, "environment": dict, "metrics": dict}
     if record["schema_version"] != SCHEMA_VERSION:
         kinds = {"metrics": dict}
-    for name, kind in kinds.items():
-        if not isinstance(record[name], kind):
-            msg = f"its {name} is {short(record[name])}, expected a {kind.__name__}"
-            raise TypeError(msg)
+    check_kinds(record, kinds)
     for name in MACHINE if "environment" in kinds else ():
         record["environment"][name]
     for name, figure in record["metrics"].items() if "job" in kinds else ():
@@ -46,6 +33,7 @@ def _check(record: dict[str, Any]) -> None:
             msg = f"its metric {name!r} is {short(figure)}, expected numbers"
             raise TypeError(msg)
         figure.update({end: x if x is None else float(x) for end, x in ends.items()})
+    return record
 
 
 def bound(text: str) -> tuple[str, float]:

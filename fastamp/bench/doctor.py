@@ -4,22 +4,20 @@ It exits with 0 when it could look, whatever it finds.
 """
 
 import argparse
-import json
 import math
 import re
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from reprlib import repr as short
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 
 from fastamp.bench import installation
 from fastamp.bench.advice import PARTS, Profile, advise, read_profile
 from fastamp.bench.race import Interval, Plan, run_race
-from fastamp.bench.record import Report, Task
+from fastamp.bench.record import Report, Task, check_kinds, read_json
 from fastamp.bench.rows import SGD, WORK
 from fastamp.bench.step import CALLS, SMALL, STOCK_RTOL, Side
 from fastamp.timer import RegionStats
@@ -33,12 +31,6 @@ KINDS = {
 }  # which work of `bench step` moves as much
 MOST_NUMEL = 2**24  # of the parameters of a race, of which there are up to three sides
 PLAN = Plan(rounds=400, half_width=0.02, limit_s=2.0)
-_LARGEST_NBYTES = 2**28  # of a file that is read
-
-
-class _TimerFile(NamedTuple):
-    path: str
-    profile: Profile
 
 
 def add_options(add: Callable[..., object]) -> None:
@@ -52,7 +44,8 @@ def prepare(args: argparse.Namespace) -> Task:
     """Return the job and what does it."""
     if args.timer is None:
         return {}, _look
-    return {"timer": args.timer.path}, partial(_judge, args, args.timer.profile)
+    path, profile = args.timer
+    return {"timer": path}, partial(_judge, args, profile)
 
 
 def _look() -> Report:
@@ -64,36 +57,24 @@ def _look() -> Report:
     return Report(table=rows, races={}, metrics={}, notes=notes, details=details)
 
 
-def _read(text: str) -> _TimerFile:
-    """Return where the time goes by a file of `Timer.to_json`, for argparse."""
-    try:
-        with Path(text).open("rb") as file:
-            content = json.loads(file.read(_LARGEST_NBYTES))
-        return _TimerFile(text, _parse(content))
-    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
-        missing = "it has no " if isinstance(error, LookupError) else ""
-        message = f"{text!r} is no file of Timer.to_json with a step's parts: {missing}{error}"
-        raise argparse.ArgumentTypeError(message) from error
+def _read(text: str) -> tuple[str, Profile]:
+    """Return a file of `Timer.to_json` and where the time goes by it, for argparse."""
+    problem = "is no file of Timer.to_json with a step's parts"
+    return text, read_json(text, _parse, problem)
 
 
 def _parse(content: Any) -> Profile:
     if not isinstance(content, dict) or (content["schema"], content["unit"]) != (1, "s"):
         msg = f"expected an object of schema 1 in seconds, got {short(content)}"
         raise ValueError(msg)
-    device, facts = content["device"], content.get("facts", {})  # older files have none
-    for name, value, kind in (
-        ("device", device, str),
-        ("facts", facts, dict),
-        ("regions", content["regions"], dict),
-    ):
-        if not isinstance(value, kind):
-            msg = f"its {name} is {short(value)}, expected a {kind.__name__}"
-            raise TypeError(msg)
+    content.setdefault("facts", {})  # older files have none
+    check_kinds(content, {"device": str, "facts": dict, "regions": dict})
+    device = content["device"]
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         msg = f"its device is {short(device)}, expected cpu or cuda"
         raise ValueError(msg)
     regions = {path: _parse_region(path, saved) for path, saved in content["regions"].items()}
-    return read_profile(regions, device, _parse_facts(facts))
+    return read_profile(regions, device, _parse_facts(content["facts"]))
 
 
 def _parse_facts(facts: dict[str, Any]) -> Facts:

@@ -4,11 +4,14 @@ The text on the terminal, the JSON file and the page are made from the record.
 """
 
 import argparse
+import json
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
-from typing import Any, TypeAlias
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any, TypeAlias, TypeVar
 
 from torch.utils._pytree import tree_map
 
@@ -19,6 +22,8 @@ SCHEMA_VERSION = 5  # of the record: a field that comes, goes or changes its mea
 Details = dict[str, dict[str, float]]  # more figures of each arm, by name
 
 PLAIN = "plain"  # the arm that does the same work in the plainest way
+_LARGEST_NBYTES = 2**28  # of a file that is read
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +182,25 @@ def _describe(race: Race) -> dict[str, Any]:
         "arms": arms,
         "rounds": [[{"arm": a, **v._asdict()} for a, v in r.items()] for r in race.rounds],
     }
+
+
+def read_json(text: str, parse: Callable[[Any], _T], problem: str) -> _T:
+    """Return what `parse` makes of a JSON file, for argparse; `problem` says that it cannot."""
+    try:
+        with Path(text).open("rb") as file:
+            return parse(json.loads(file.read(_LARGEST_NBYTES)))
+    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
+        missing = "it has no " if isinstance(error, LookupError) else ""
+        message = f"{text!r} {problem}: {missing}{error}"
+        raise argparse.ArgumentTypeError(message) from error
+
+
+def check_kinds(content: dict[str, Any], kinds: Mapping[str, type]) -> None:
+    """Raise an error unless some entries of a JSON object are of these kinds."""
+    for name, kind in kinds.items():
+        if not isinstance(content[name], kind):
+            msg = f"its {name} is {short(content[name])}, expected a {kind.__name__}"
+            raise TypeError(msg)
 
 
 def render(record: dict[str, Any]) -> str:
