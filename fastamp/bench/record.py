@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 from torch.utils._pytree import tree_map
 
 from fastamp.bench.race import AGAIN, Interval, Plan, Race, run_race, show, verdict_on
+from fastamp.timer.timer import align
 from fastamp.train.options import progress
 
 SCHEMA_VERSION = 5  # of the record: a field that comes, goes or changes its meaning is a new one
@@ -206,10 +207,6 @@ def check_kinds(content: dict[str, Any], kinds: Mapping[str, type]) -> None:
 def render(record: dict[str, Any]) -> str:
     """Return the table, the environment, the notes, and one line per target."""
     rows = [list(record["table"][0]), *(list(row.values()) for row in record["table"])]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
-    ]
     env = record["environment"]
     machine = (
         f"torch {env['torch']}, {env['device']} ({env['device_name']}), {env['threads']} threads, "
@@ -217,4 +214,4 @@ def render(record: dict[str, Any]) -> str:
     )
     targets = (verdict["text"] for verdict in record["verdicts"])
     closing = [*targets, *record["closing"], record["sentence"]]
-    return "\n".join([*lines, "", machine, *record["notes"], *filter(None, closing)])
+    return "\n".join([*align(rows), "", machine, *record["notes"], *filter(None, closing)])

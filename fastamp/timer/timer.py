@@ -304,12 +304,7 @@ class Timer:
                 notes.append(f"{path}: {stats.dropped:,} not timed, too many events were under way")
             if stats.captured:
                 notes.append(f"{path}: {stats.captured:,} not timed in the capture of a CUDA graph")
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-            for row in rows
-        ]
-        return "\n".join(lines + notes)
+        return "\n".join(align(rows) + notes)
 
     def to_json(
         self,
@@ -408,6 +403,14 @@ def _join(a: RegionStats, b: RegionStats) -> RegionStats:
     hits = Counter(dict(a.histogram)) + Counter(dict(b.histogram))
     others = (a.host + b.host, a.gap + b.gap, a.dropped + b.dropped, a.captured + b.captured)
     return _region_stats(a.count + b.count, times, others, tuple(sorted(hits.items())))
+
+
+def align(rows: list[list[str]]) -> list[str]:
+    """Return the lines of a table: its first column is aligned to the left, all others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+    ]
 
 
 def _duration(seconds: float) -> str:
