@@ -111,11 +111,7 @@ class Advice:
 
 
 def read_profile(
-    regions: Mapping[str, RegionStats],
-    device: str,
-    facts: Facts | None = None,
-    *,
-    syncs: float | None = None,
+    regions: Mapping[str, RegionStats], device: str, facts: Facts | None = None
 ) -> Profile:
     """Sort the regions of a `Timer.summary()` into the parts of a step.
 
@@ -145,7 +141,7 @@ def read_profile(
                 time_s = _less(time_s, _time_s(regions[child], counts[child] / steps))
         parts[kind] = _plus(parts[kind], time_s)
     found = {part: time_s for part, time_s in parts.items() if time_s.high > 0}
-    return Profile(device=device, steps=steps, parts=found, facts=facts or Facts(), syncs=syncs)
+    return Profile(device=device, steps=steps, parts=found, facts=facts or Facts())
 
 
 def _word_of(path: str) -> str | None:

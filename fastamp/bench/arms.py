@@ -75,10 +75,6 @@ def make_arms(job: Job) -> list[Arm]:
     return [*fp32, Arm(name="amp", dtype=job.dtype), ours]
 
 
-def _untimed(_: str) -> AbstractContextManager[object]:
-    return nullcontext()
-
-
 _MOVE = Part("model", "its move to the device")
 _BACKWARD = Part("loss", "its backward pass")
 _STEP = Part("options['optimizer']", "its step")
@@ -107,7 +103,9 @@ class Run:
         return torch.autocast(self.device, dtype=dtype, enabled=dtype is not None)
 
     def train_step(
-        self, batch: Any, region: Callable[[str], AbstractContextManager[object]] = _untimed
+        self,
+        batch: Any,
+        region: Callable[[str], AbstractContextManager[object]] = lambda _: nullcontext(),
     ) -> None:
         """Take one optimizer step; without loss scaling the scaler passes everything through."""
         with region("step"):
