@@ -22,7 +22,7 @@ from fastamp.data.datasets import ArrayDataset
 from fastamp.data.indices import as_rows
 from fastamp.data.leaves import plain_dtype
 from fastamp.data.memory import keep
-from fastamp.data.resident import DeviceGatherer, DeviceMemory
+from fastamp.data.resident import DeviceGatherer
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots, too_large
 from fastamp.data.stats import LoaderStats
 from fastamp.data.tables import is_table, read_table
@@ -132,7 +132,7 @@ def _from_arrays(tree: Any, images: Iterable[Images | None] = ()) -> Gatherable 
     arrays, spec = tree_flatten(tree)
     found = zip_longest(map(_column, arrays), images)
     columns = [column._replace(images=how) for column, how in found if column is not None]
-    if len(columns) < len(arrays) or len({_device(column) for column in columns}) > 1:
+    if len(columns) < len(arrays) or len({find_device([column]) for column in columns}) > 1:
         return None
     if type(tree) is tuple and len(tree) == len(arrays) == spec.num_leaves == spec.num_children:
         return Gatherable(columns, list)
@@ -141,14 +141,10 @@ def _from_arrays(tree: Any, images: Iterable[Images | None] = ()) -> Gatherable 
     return Gatherable(columns, lambda tensors: tree_unflatten(tensors, spec))
 
 
-def _device(column: Column) -> torch.device:
-    array = column.array
-    return array.device if isinstance(array, Tensor) else torch.device("cpu")
-
-
 def find_device(columns: list[Column]) -> torch.device:
     """Return the device of the columns."""
-    return _device(columns[0])
+    array = columns[0].array
+    return array.device if isinstance(array, Tensor) else torch.device("cpu")
 
 
 def _column(array: Any) -> Column | None:
@@ -197,13 +193,12 @@ class GatherSource(Iterator[Any]):
         self._counting = [tensor for tensor in tensors if not tensor.is_inference()]
         self._owner = get_ident()
         self._gatherer: Any  # None: item by item
-        self._slots: Slots | DeviceMemory = slots
-        device = find_device(columns)
-        if device.type == "cpu":
+        self._slots: Slots | DeviceGatherer = slots
+        if find_device(columns).type == "cpu":
             self._gatherer = _ops.host_ops().gatherer(self._aliases, self._depth)
         else:
-            self._gatherer, self._depth = DeviceGatherer(self._aliases), 1
-            self._slots, self._counting = DeviceMemory(device), []  # nothing is gathered ahead
+            self._gatherer = self._slots = DeviceGatherer(self._aliases)
+            self._depth, self._counting = 1, []  # nothing is gathered ahead
         self._versions = [tensor._version for tensor in self._counting]
         self._indices, self._stats, self._make = indices, stats, make
         self._max_bytes = max_bytes

@@ -16,13 +16,22 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 """Signed dtypes of the same size: not every device gathers the unsigned ones."""
 
 
-class DeviceMemory:
-    """Gives out memory on a device for the tensors of batches, in place of `Slots`."""
+def _signed(tensor: Tensor) -> Tensor:
+    return tensor.view(_SIGNED.get(tensor.dtype, tensor.dtype))
 
-    pinned = False
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+class DeviceGatherer:
+    """Batches gathered on the device of their columns; see `fastamp._ops.Gatherer`.
+
+    Only row numbers are copied there, 8 bytes a sample; nothing waits for them. In place of `Slots`
+    it also allocates the batches' memory.
+    """
+
+    def __init__(self, columns: Sequence[Column]) -> None:
+        self._columns: list[tuple[Any, torch.dtype]] = [(c.array, c.dtype) for c in columns]
+        first = self._columns[0][0]
+        self._device, self._num_rows = first.device, first.shape[0]
+        self._error: IndexError | None = None
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised, contiguous tensor on the device."""
@@ -31,23 +40,6 @@ class DeviceMemory:
     def size(self, nbytes: int) -> int:
         """Return the bytes that an allocation takes."""
         return nbytes
-
-
-def _signed(tensor: Tensor) -> Tensor:
-    return tensor.view(_SIGNED.get(tensor.dtype, tensor.dtype))
-
-
-class DeviceGatherer:
-    """Batches gathered on the device of their columns; see `fastamp._ops.Gatherer`.
-
-    Only row numbers are copied there, 8 bytes a sample; nothing waits for them.
-    """
-
-    def __init__(self, columns: Sequence[Column]) -> None:
-        self._columns: list[tuple[Any, torch.dtype]] = [(c.array, c.dtype) for c in columns]
-        first = self._columns[0][0]
-        self._device, self._num_rows = first.device, first.shape[0]
-        self._error: IndexError | None = None
 
     def submit(
         self, indices: Tensor, outputs: Sequence[Tensor], keys: Tensor | None = None
