@@ -1,6 +1,6 @@
 """Schedules that advance only after steps that were taken, without a wait for the device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from threading import RLock
 from typing import Any, TypeAlias
@@ -115,23 +115,17 @@ class _Pending:
 def _waiting(cls: Any) -> Any:
     """Return a subclass that, at any access, reads the flag and restores the class `cls`."""
 
-    def read(self: object) -> None:
-        pending = object.__getattribute__(self, "__dict__").get(_KEY)
-        if pending is not None:  # else another thread has read it by now
-            pending()
+    def after_reading(access: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: object, *args: Any) -> Any:
+            pending = object.__getattribute__(self, "__dict__").get(_KEY)
+            if pending is not None:  # else another thread has read it by now
+                pending()
+            return access(self, *args)
 
-    def get(self: object, name: str) -> Any:
-        read(self)
-        return getattr(self, name)
+        return method
 
-    def put(self: object, name: str, value: Any) -> None:
-        read(self)
-        setattr(self, name, value)
-
-    def drop(self: object, name: str) -> None:
-        read(self)
-        delattr(self, name)
-
-    methods = {"__getattribute__": get, "__setattr__": put, "__delattr__": drop}
+    accesses: dict[str, Callable[..., Any]]
+    accesses = {"__getattribute__": getattr, "__setattr__": setattr, "__delattr__": delattr}
+    methods = {name: after_reading(access) for name, access in accesses.items()}
     own = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (cls,), methods | own)

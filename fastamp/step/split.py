@@ -71,12 +71,6 @@ class _Ahead:
         self.stats, self.is_clipped = self.stats._replace(factor=one, grad_scale=one), True
 
 
-def _is_plain(optimizer: Any) -> bool:
-    """Say whether only fastamp unscales: no `grad_scale` of the user, no `grad_scaler` argument."""
-    cls: Any = type(optimizer)
-    return not (takes_scaler(cls) or hasattr(optimizer, "grad_scale"))
-
-
 def _may_share(optimizers: list[Optimizer]) -> bool:
     """Say whether optimizers that step one by one may use the statistics of one read."""
     if len(optimizers) == 1:
@@ -140,7 +134,9 @@ class SplitStep:
         is_ready = states[0]["stage"] is OptState.READY
         if scaler.is_enabled() and not is_ready:
             scaler.unscale_(optimizers[0])  # raises torch's error
-        if not all(map(_is_plain, optimizers)) or not _may_share(optimizers):
+        if any(takes_scaler(type(each)) or hasattr(each, "grad_scale") for each in optimizers):  # type: ignore[arg-type]
+            return None  # somebody else tells an optimizer how to unscale
+        if not _may_share(optimizers):
             return None
         steps = scaler._read_natively(optimizers)
         if isinstance(steps, str):
