@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fastamp._files import write
+from fastamp.metrics.sinks import require
 from fastamp.train.ranks import Ranks
 
 
@@ -19,11 +20,7 @@ def save_weights(model: nn.Module, path: Path, ranks: Ranks) -> None:
         ImportError: safetensors is not installed; it comes with the extra `safetensors`.
         OSError: it cannot be written.
     """
-    try:
-        import safetensors.torch  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        msg = "safetensors is not installed: pip install 'fastamp[safetensors]'"
-        raise ImportError(msg) from error
+    safetensors = require("safetensors.torch", "safetensors")
     names: dict[Any, str] = {}
     tensors, left_out = {}, {}
     named = model.state_dict().items()
@@ -38,7 +35,7 @@ def save_weights(model: nn.Module, path: Path, ranks: Ranks) -> None:
             tensors[name] = whole.to("cpu", copy=True).contiguous()
         else:
             left_out[name] = first
-    ranks.first(lambda: write(path, safetensors.torch.save(tensors, left_out)))
+    ranks.first(lambda: write(path, safetensors.save(tensors, left_out)))
 
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:
