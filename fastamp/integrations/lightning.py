@@ -16,6 +16,7 @@ from fastamp.integrations.of_lightning import OfLightning
 from fastamp.metrics import MetricsTracker
 from fastamp.metrics.sinks import Scalar
 from fastamp.step import GradScaler, StepReport
+from fastamp.step.fused import parameters_of
 from fastamp.train import ModelCall
 
 __all__ = ["AmpCallback", "AmpPrecision", "to_lightning_module"]
@@ -173,7 +174,7 @@ class AmpPrecision(OfLightning):
         """Return a closure whose first call returns `result`, which has been computed before."""
 
         def state() -> list[tuple[int, int]]:
-            return [(p._version, id(p.grad)) for p in _parameters(optimizer)]
+            return [(p._version, id(p.grad)) for p in parameters_of([optimizer])]
 
         results, before = [result], state()
 
@@ -255,12 +256,8 @@ class _StepIfTaken:
         return getattr, (self._module, "lr_scheduler_step")
 
 
-def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
 def _has_grads(optimizer: Any) -> bool:
-    return any(parameter.grad is not None for parameter in _parameters(optimizer))
+    return any(parameter.grad is not None for parameter in parameters_of([optimizer]))
 
 
 def _needs_closure(optimizer: Any) -> bool:
