@@ -265,29 +265,20 @@ class Gatherer {
 
 }  // namespace
 
+// Documented in fastamp/_ops/host_types.py.
 void define_data(py::module_& module) {
   module.def("augment_image", &augment_image, py::arg("images"), py::arg("key"), py::arg("source"),
-             py::arg("output"), "Write the image of the sample with this key, between addresses.");
-  module.def("columns", &columns, py::arg("samples"), py::arg("keys"),
-             "Return the values of dicts, a tuple for each key, or None.");
+             py::arg("output"));
+  module.def("columns", &columns, py::arg("samples"), py::arg("keys"));
   module.def("stack", &stack, py::arg("samples"), py::arg("dtype"), py::arg("allocate"),
-             py::arg("pad") = py::none(), py::arg("multiple") = 1,
-             "Copy contiguous tensors or arrays into a batch, or return None.");
-  py::class_<Gatherer>(module, "Gatherer",
-                       "Gathers batches on threads of its own, in the order of submission.")
-      .def(
-          py::init<const std::vector<ColumnArguments>&, int, int, py::object>(), py::arg("columns"),
-          py::arg("depth"), py::arg("num_threads"), py::arg("owner"),
-          "Columns are (parts, num_rows, row_stride, row_nbytes, widened, images), parts (address, "
-          "nbytes); owner keeps their memory alive.")
+             py::arg("pad") = py::none(), py::arg("multiple") = 1);
+  py::class_<Gatherer>(module, "Gatherer")
+      .def(py::init<const std::vector<ColumnArguments>&, int, int, py::object>(),
+           py::arg("columns"), py::arg("depth"), py::arg("num_threads"), py::arg("owner"))
       .def("submit", &Gatherer::submit, py::arg("indices"), py::arg("outputs"),
-           py::arg("keys") = py::none(),
-           "Add a batch: int64 indices, a contiguous tensor to fill for each column, and the "
-           "samples' keys, as int64, where images are augmented.")
-      .def("is_ready", &Gatherer::is_ready,
-           "Say whether the oldest batch is copied, or so small that wait copies it at once.")
-      .def("wait", &Gatherer::wait,
-           "Wait for the oldest batch and return the seconds that its copy took.");
+           py::arg("keys") = py::none())
+      .def("is_ready", &Gatherer::is_ready)
+      .def("wait", &Gatherer::wait);
 }
 
 }  // namespace fastamp

@@ -58,29 +58,26 @@ OpTable table_at(std::uintptr_t address, std::size_t size) {
 
 }  // namespace
 
+// What they promise stands in step/ops.h and fastamp/_ops/types.py.
 void define_step(py::module_& module) {
   py::enum_<NormType>(module, "NormType")
       .value("L1", NormType::kL1)
       .value("L2", NormType::kL2)
       .value("INF", NormType::kInf);
-  py::class_<PackedTensors>(module, "PackedTensors",
-                            "A list of tensors of one device, read once for several ops.")
+  py::class_<PackedTensors>(module, "PackedTensors")
       .def_readonly("rest", &PackedTensors::rest)
       .def_readonly("has_float16", &PackedTensors::has_float16)
       .def_readonly("num_chunks", &PackedTensors::num_chunks)
       .def_readonly("tensors", &PackedTensors::tensors);
-  module.def("pack", &pack, py::arg("tensors"), py::arg("cuda_device"),
-             "Read the addresses of a list of tensors; without cuda_device, on the CPU.");
-  py::class_<OpTable> ops(module, "Ops", "The op table of one backend.");
+  module.def("pack", &pack, py::arg("tensors"), py::arg("cuda_device"));
+  py::class_<OpTable> ops(module, "Ops");
   ops.def(py::init(&table_at), py::arg("address"), py::arg("size"),
           "Use the table of another library: that of the CUDA kernels, emulated for tests.")
       .def("grad_stats", &grad_stats, py::arg("tensors"), py::arg("norm_type"), py::arg("scale"),
            py::arg("max_norm"), py::arg("only_finite"), py::arg("skipped"), py::arg("work"),
-           py::arg("stats"), py::arg("num_threads"), "Read the gradients once.")
-      .def("rescale", &rescale, py::arg("tensors"), py::arg("factor"), py::arg("num_threads"),
-           "Multiply the gradients in place by a 0-dim tensor.");
-  module.def("check_device", &check_device, py::arg("device_index"),
-             "Raise a RuntimeError where the CUDA kernels cannot run on a device.");
+           py::arg("stats"), py::arg("num_threads"))
+      .def("rescale", &rescale, py::arg("tensors"), py::arg("factor"), py::arg("num_threads"));
+  module.def("check_device", &check_device, py::arg("device_index"));
   define_update(module, ops);
   module.attr("NUM_STATS") = kNumStats;
   module.attr("cpu_ops") = cpu_ops();

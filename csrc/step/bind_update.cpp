@@ -256,24 +256,19 @@ void define_update(py::module_& module, py::class_<OpTable>& ops) {
       .value("ADAM", Rule::kAdam)
       .value("SGD", Rule::kSgd)
       .value("ADAGRAD", Rule::kAdagrad);
-  py::class_<Update>(module, "Update", "One optimizer's update, of parameters and states.")
+  py::class_<Update>(module, "Update")
       .def(py::init<Rule, bool, std::optional<int>, bool>(), py::arg("rule"), py::arg("decoupled"),
-           py::arg("cuda_device"), py::arg("host_is_apart"),
-           "For tensors on a CUDA device, or on the CPU; host_is_apart treats that as a device.")
-      .def("read", &Update::read, py::arg("groups"), py::arg("states"),
-           "Return the gradients, or why torch has to make this step.")
-      .def_property_readonly(
-          "num_slots", [](Update& update) { return update.counts().size(); },
-          "Number of step counts on the host that need a slot on the device.")
+           py::arg("cuda_device"), py::arg("host_is_apart"))
+      .def("read", &Update::read, py::arg("groups"), py::arg("states"))
+      .def_property_readonly("num_slots", [](Update& update) { return update.counts().size(); })
       .def(
           "settle",
           [](Update& update, const std::vector<float>& slots, const py::dict& states) {
             update.counts().settle(slots, states, keys().step);
           },
-          py::arg("slots"), py::arg("states"),
-          "Subtract the steps that the device has skipped from those counts.")
-      .def("clear", &Update::clear, "Release what was read.")
-      .def("drop_grads", &Update::drop_grads, "Set the gradients that were read to None.")
+          py::arg("slots"), py::arg("states"))
+      .def("clear", &Update::clear)
+      .def("drop_grads", &Update::drop_grads)
       .def_property_readonly("params", &Update::params);
   ops.def(
       "update",
@@ -284,8 +279,7 @@ void define_update(py::module_& module, py::class_<OpTable>& ops) {
         return update.apply(table, spec, slots, num_threads);
       },
       py::arg("update"), py::arg("factor"), py::arg("found_inf"), py::arg("write_grads"),
-      py::arg("slots"), py::arg("num_threads"),
-      "Make the update, in one pass; say whether parameters and gradients are written.");
+      py::arg("slots"), py::arg("num_threads"));
 }
 
 }  // namespace fastamp

@@ -188,8 +188,7 @@ void define_timer(py::module_& module) {
   profiler_globals = globals.inc_ref().ptr();
   profiler_flag = py::str("_is_profiler_enabled").release().ptr();
   module.add_object("Region", reinterpret_cast<PyObject*>(region_type));
-  module.def("make_region", &make_region, py::arg("path"), py::arg("begin"), py::arg("always"),
-             "Return a region; see fastamp._ops.Region.");
+  module.def("make_region", &make_region, py::arg("path"), py::arg("begin"), py::arg("always"));
 }
 
 }  // namespace fastamp
