@@ -58,7 +58,7 @@ OpTable table_at(std::uintptr_t address, std::size_t size) {
 
 }  // namespace
 
-// What they promise stands in step/ops.h and fastamp/_ops/types.py.
+// Documented in step/ops.h and fastamp/_ops/types.py.
 void define_step(py::module_& module) {
   py::enum_<NormType>(module, "NormType")
       .value("L1", NormType::kL1)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, library
 from torch._compile import _disable_dynamo
 
+from fastamp._ops.fallback import TensorPack
 from fastamp._ops.groups import pack
 from fastamp._ops.types import Clip, GradStats
 
@@ -29,20 +30,11 @@ def outside_graphs(function: C) -> C:
     return function
 
 
-class GraphPack:
-    """Tensors that are packed when the graph runs; see `fastamp._ops.Packed`."""
-
-    has_fallback = True  # which backends serve them is not known yet
+class GraphPack(TensorPack):
+    """Tensors that are packed when the graph runs; until then nobody knows which backends."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.device = tensors[0].device
-        self.rest: list[int] = []
-        self._tensors = list(tensors)
-
-    @property
-    def has_float16(self) -> bool:
-        """Whether any tensor is float16."""
-        return any(tensor.dtype == torch.float16 for tensor in self._tensors)
+        self.device, self.rest, self._tensors = tensors[0].device, [], list(tensors)
 
     def grad_stats(self, norm_type: float, clip: Clip) -> GradStats:
         """Read every element once."""
