@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -120,17 +119,11 @@ def call_step(
     """Call the optimizer's step, without its fused kernel where that is wrong."""
     if why_unfused(optimizer) is None:
         return step(*args, **kwargs)
-    with _unfused(optimizer):
-        return step(*args, **kwargs)
-
-
-@contextmanager
-def _unfused(optimizer: Optimizer) -> Iterator[None]:
     before = [group.get("fused") for group in optimizer.param_groups]
     try:
         for group in optimizer.param_groups:
             group["fused"] = None
-        yield
+        return step(*args, **kwargs)
     finally:
         for group, fused in zip(optimizer.param_groups, before, strict=True):
             group["fused"] = fused
