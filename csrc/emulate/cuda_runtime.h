@@ -46,25 +46,17 @@ inline double atomicAdd(double* address, double value) {
 inline void __threadfence() {}
 
 enum cudaError_t {
-  cudaSuccess = 0,
-  cudaErrorInvalidConfiguration = 9,
-  cudaErrorInvalidDevice = 101,
-  cudaErrorLaunchTimeout = 702,
+  cudaSuccess,
+  cudaErrorInvalidConfiguration,
+  cudaErrorInvalidDevice,
+  cudaErrorLaunchTimeout
 };
 using cudaStream_t = struct CUstream_st*;  // all work is done when a call returns
 
 inline const char* cudaGetErrorName(cudaError_t error) {
-  switch (error) {
-    case cudaErrorInvalidConfiguration:
-      return "cudaErrorInvalidConfiguration";
-    case cudaErrorInvalidDevice:
-      return "cudaErrorInvalidDevice";
-    case cudaErrorLaunchTimeout:
-      return "cudaErrorLaunchTimeout";
-    case cudaSuccess:
-      break;
-  }
-  return "cudaSuccess";
+  constexpr const char* kNames[] = {"cudaSuccess", "cudaErrorInvalidConfiguration",
+                                    "cudaErrorInvalidDevice", "cudaErrorLaunchTimeout"};
+  return kNames[error];
 }
 
 inline const char* cudaGetErrorString(cudaError_t error) {
