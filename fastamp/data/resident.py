@@ -1,6 +1,5 @@
 """Datasets kept on a device: batches are gathered there, by row numbers from the host."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,8 +85,8 @@ def move(columns: Sequence[Column], device: torch.device) -> list[Column]:
         msg = "resident=True: images are augmented on the host: leave out resident, or augment"
         raise ValueError(msg)
     arrays = [column.array for column in columns]
-    sizes = {_end(array): _count_nbytes(array) for array in reversed(arrays)}
-    needed = sum(sizes.values())
+    parts = {_end(array): getattr(array, "parts", [array]) for array in reversed(arrays)}
+    needed = sum(part.nbytes for each in parts.values() for part in each)
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -104,11 +103,6 @@ def _end(array: Any) -> Any:
         return id(array)
     last = array.parts[-1]
     return last.ctypes.data + last.nbytes, last.dtype
-
-
-def _count_nbytes(array: Any) -> int:
-    parts = array.parts if isinstance(array, Windows) else [array]
-    return sum(math.prod(part.shape) * part.itemsize for part in parts)
 
 
 def _move(array: Any, device: torch.device, moved: dict[Any, Tensor]) -> Tensor:
