@@ -75,7 +75,7 @@ def _writable_file(text: str) -> Path:
 
 
 def _page_file(text: str) -> Path:
-    """Return the file of a page: what draws it is looked for before anything is measured."""
+    """Return the file of a page; refuse it before anything is measured if matplotlib is missing."""
     try:
         require("matplotlib.figure", "bench")
     except ImportError as error:
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse(args: argparse.Namespace, error: BrokenTask | OutputError) -> int:
-    """Say what is wrong with the task, or cannot be written, and return the exit status."""
+    """Print why the task is broken or what cannot be written; return the exit status."""
     if isinstance(error, BrokenTask):
         task = f"argument --task: {args.task!r}" if "task" in args else "a task"
         problem = f"{task} breaks its contract: {error}"
@@ -129,7 +129,7 @@ def _refuse(args: argparse.Namespace, error: BrokenTask | OutputError) -> int:
 
 
 def _write(record: dict[str, Any], args: argparse.Namespace) -> list[str]:
-    """Show a record, and write the files that are asked for; return what could not be written."""
+    """Print a record and write the requested files; return what could not be written."""
     problems = []
     pages: dict[str, Callable[[], str]] = {
         "json": lambda: json.dumps(record, indent=1, allow_nan=False) + "\n",
@@ -150,7 +150,7 @@ def _write(record: dict[str, Any], args: argparse.Namespace) -> list[str]:
 
 
 def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
-    """Return the options and what they ask for; exits with 2 for a bad argument."""
+    """Return the options, and the job with its function; exit with 2 for a bad argument."""
     if not words or (words[0].startswith("-") and words[0] not in {"-h", "--help"}):
         words.insert(0, "amp")
     parser = argparse.ArgumentParser(
@@ -163,7 +163,7 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
         added = subparsers.add_parser(
             name,
             allow_abbrev=False,
-            conflict_handler="resolve",  # a command may narrow an option that all have
+            conflict_handler="resolve",  # a command may redefine a shared option
             help=command.__doc__,
             description=command.__doc__,
             epilog=f"Metrics for --fail-on: {command.METRICS}. {STATUS}",
@@ -190,11 +190,11 @@ def _add_shared_options(add: Callable[..., object]) -> None:
     here = "cuda" if torch.cuda.is_available() else "cpu"
     where = "(default: cuda where torch finds a GPU)"
     add("--device", type=_device, choices=("cpu", "cuda"), default=here, help=where)
-    add("--seed", type=number(int, 0, 2**32), default=0, help=f"of all that is drawn {DEFAULT}")
+    add("--seed", type=number(int, 0, 2**32), default=0, help=f"of all random numbers {DEFAULT}")
     add("--json", type=_writable_file, metavar="FILE", help="write all that was measured to FILE")
-    page_file = "write a page to FILE, in HTML; it is drawn by matplotlib"
+    page_file = "write an HTML page to FILE; needs matplotlib"
     add("--report", type=_page_file, metavar="FILE", help=page_file)
-    add("--baseline", type=baseline.read, metavar="FILE", help="a file that --json wrote before")
+    add("--baseline", type=baseline.read, metavar="FILE", help="a file written by --json before")
     bound = baseline.bound
     add("--fail-on", type=bound, action="append", default=[], metavar="BOUND", help=MOVES)
     add("--check", action="store_true", help="exit with 1 if a target is missed")

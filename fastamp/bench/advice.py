@@ -1,18 +1,18 @@
 """What would make a training step faster, and by how much at most, from where its time goes.
 
 `read_profile` sorts the regions of a timer into the parts of a step; `advise` says what would help,
-best first. Every gain is of the whole step, as times as fast, and an interval:
+best first. A gain is how many times as fast the whole step becomes, as an interval:
 
-- What a race of this very job has measured (`gains`) is given as it is.
-- A part of p seconds that becomes r times as fast in a step of t seconds brings t / (t - p + p/r).
-  `ratios` has the r of the step alone, as `bench step` measures it for its kind: the optimizer, its
-  sizes and groups.
-- Where no r is known, the part can at most vanish: from 1 to t / (t - p). So it is for waiting,
-  unless a GPU's loop makes its batches itself: made beside it, batches and the rest overlap, and
-  the step takes the longer of the two. That is the lower end.
-- Precision's r is at most what the main job has measured for its own GPT: 1 to that.
+- A gain that a race of this very job has measured (`gains`) is given unchanged.
+- A part of p seconds that becomes r times as fast in a step of t seconds gives t / (t - p + p/r).
+  `ratios` holds the r of clip and optimizer step, as `bench step` measures it for the same kind of
+  optimizer, sizes and groups.
+- Where r is unknown, as for waiting, the part can at most vanish: from 1 to t / (t - p). If a
+  GPU's loop makes its own batches, they can be made in parallel: the step then takes the longer
+  of the two, which gives the lower end.
+- The r of precision lies between 1 and what the main job has measured for its own GPT.
 
-An interval that has only bounds gets their geometric middle as its value: it sorts, no more.
+Where only bounds are known, the value is their geometric mean, used for sorting alone.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from fastamp.timer import RegionStats
 from fastamp.timer.facts import Facts
 from fastamp.timer.timer import middles_ns
 
-# The parts of a step, and the words by which a region's name tells its part.
+# The parts of a step, and the words in a region's name that stand for each.
 PARTS = {
     "data": {"data", "dataloader", "load", "loader", "loading", "batch", "fetch", "copy", "input"},
     "forward": {"forward", "fwd", "loss", "model"},
@@ -40,9 +40,9 @@ PARTS = {
     "other": set(),
 }
 OUTSIDE = {"eval", "evaluate", "evaluation", "val", "validate", "validation", "test", "checkpoint"}
-LEAST_GAIN = 1.02  # less is no advice
+LEAST_GAIN = 1.02  # smaller gains are left out
 RACED = "raced on this job"
-NATIVE = {"Adam", "AdamW", "SGD", "Adagrad"}  # torch's, which fastamp updates by itself
+NATIVE = {"Adam", "AdamW", "SGD", "Adagrad"}  # torch's optimizers that fastamp updates itself
 UNSCALED = "fastamp.optimizer_step(optimizer, max_norm=..., zero_grad=True)"
 IN_MEMORY = {"TensorDataset", "ArrayDataset", "TokenDataset", "ndarray", "memmap", "Tensor", "dict"}
 # AMP with fastamp against FP32, by the main job: two cores of an AMD EPYC (docs/how/measured.md),
@@ -56,9 +56,9 @@ class Profile:
 
     device: str
     steps: int
-    parts: Mapping[str, Interval]  # "waits" of host and device for each other
+    parts: Mapping[str, Interval]  # "waits": host and device for each other
     facts: Facts = field(default_factory=Facts)
-    syncs: float | None = None  # waits of the host for the device, a step; None: nobody counted
+    syncs: float | None = None  # the host's waits for the device, per step; None: not counted
 
     @property
     def total_s(self) -> float:
@@ -71,7 +71,7 @@ class Profile:
         return part_s / self.total_s if self.total_s else 0.0
 
     def gain(self, ratio: Interval, *parts: str) -> Interval:
-        """Return how many times as fast a step becomes by parts that are `ratio` times as fast."""
+        """Return how many times as fast a step becomes if parts become `ratio` times as fast."""
         p = [self.parts[part] for part in parts if part in self.parts]
         rest_s = self.total_s - math.fsum(each.value for each in p)
 
@@ -88,12 +88,12 @@ class Profile:
         return Interval(value=value, low=low, high=high)
 
 
-VANISHES = Interval(value=math.nan, low=1.0, high=math.inf)  # at most; nobody knows how far
+VANISHES = Interval(value=math.nan, low=1.0, high=math.inf)  # an unknown r
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """One thing to change: its kind, what to write, times as fast, and where that comes from."""
+    """One change: its kind, what to write, how many times as fast a step becomes, and why."""
 
     part: str  # "fused", "step", "loader", "resident", "precision", "waits" or "nothing"
     what: str
@@ -115,20 +115,21 @@ def read_profile(
 ) -> Profile:
     """Sort the regions of a `Timer.summary()` into the parts of a step.
 
-    A region is named by a word of PARTS, as "forward" or "optimizer step", or belongs to the part
-    of the region around it; its time is that without the regions inside. A "step" that has a
-    forward or a backward pass inside, or none beside it, is the whole step. Evaluation and
-    checkpoints are left out, and so is the longest visit of each region, which is mostly the first.
+    A word of PARTS in a region's name tells its part, as in "forward" or "optimizer step"; any
+    other region has the part of the region around it. A region's time excludes the regions inside
+    it. A "step" that encloses data, a forward or a backward pass is the whole step, and so is one
+    without any forward or backward region. Evaluation and checkpoints are left out, and so is the
+    longest visit of each region, which is mostly the first.
 
     Raises:
-        ValueError: no region is named as a part of a step.
+        ValueError: no region is named after a part of a step.
     """
     kinds = _kinds_of(regions)
     counts = {path: s.count + s.dropped + s.captured for path, s in regions.items()}
     whole = [path for path, kind in kinds.items() if kind == "other" and _word_of(path) == "step"]
     if not whole and not {*kinds.values()} - {"other"}:
         known = ", ".join(repr(part) for part in PARTS if part != "other")
-        msg = f"no region is named as a part of a step is: {known}"
+        msg = f"no region is named after a part of a step: {known}"
         raise ValueError(msg)
     taken = [[path for path, kind in kinds.items() if kind == part] for part in PARTS]
     order = (taken[3], whole, *taken)
@@ -145,7 +146,7 @@ def read_profile(
 
 
 def _word_of(path: str) -> str | None:
-    """Return the part that a region's own name tells; "" outside of a step, None if neither."""
+    """Return the part in a region's own name; "" outside of a step, None if there is none."""
     words = {*re.split(r"[^a-z]+", path.rpartition("/")[2].lower())}
     if words & OUTSIDE:
         return ""
@@ -157,7 +158,7 @@ def _kinds_of(paths: Iterable[str]) -> dict[str, str]:
     own = {path: _word_of(path) for path in paths}
     inner = {"forward", "backward"}
     kinds: dict[str, str] = {}
-    for path in sorted(own):  # those around it before it
+    for path in sorted(own):  # enclosing regions come first
         kind = own[path]
         if kind is None:
             kind = kinds.get(path.rpartition("/")[0], "other")
@@ -228,7 +229,7 @@ def _about_data(profile: Profile, _: Mapping[str, Interval]) -> Iterator[Advice]
     if facts.workers == 0 and profile.device.startswith("cuda"):
         low = 1 / max(share, 1 - share)
         gain = Interval(value=math.sqrt(low * gain.high), low=low, high=gain.high)
-        why += "; made beside the loop, batches and the rest overlap"
+        why += "; made in parallel, batches overlap with the rest"
     threads = f"num_workers={os.cpu_count()}, worker='auto'"
     path = facts.path or ""
     if facts.loader in {None, "torch.DataLoader"} and facts.dataset in IN_MEMORY:

@@ -34,12 +34,12 @@ class Job:
     seed: int
     steps: int | None  # of every arm; None: as many as it takes
     make: Make  # can be pickled
-    memory_make: Make  # the same, for the processes that show the peak memory
+    memory_make: Make  # the same, for the processes that measure peak memory
     batch_size: int | None = None  # in place of the task's own
 
     @property
     def dtype(self) -> torch.dtype:
-        """What autocast computes in."""
+        """The dtype of autocast."""
         return DTYPES[self.precision]
 
     def make_training(self, seed: int, make: Make | None = None) -> Training:
@@ -60,7 +60,7 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """How well a model predicts, as the task tells it; None where it tells no loss."""
+    """What the task's `evaluate` returns of a model; `loss` is None if it returns none."""
 
     loss: float | None
     accuracy: float
@@ -96,7 +96,7 @@ class Run:
         self._seen = self._count()
 
     def autocast(self) -> torch.autocast:
-        """Return the context of the forward pass, after the choice of TF32 for all that follows."""
+        """Return the autocast of the forward pass; also switch TF32 for all that follows."""
         dtype = self.arm.dtype
         if self.device == "cuda":
             torch.set_float32_matmul_precision("high" if self.arm.tf32 else "highest")
@@ -117,7 +117,7 @@ class Run:
         with region("step"), _STEP:
             STEPS[self.arm.step](self)  # the only line in which the steps differ
             self.scaler.update()
-        self.losses.append(loss.detach())  # read when all is done: nothing waits for it
+        self.losses.append(loss.detach())  # read at the end: no step waits for it
 
     def skipped(self) -> bool:
         """Say whether a step since the last call changed no parameter; waits for the device."""

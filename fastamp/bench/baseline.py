@@ -1,4 +1,4 @@
-"""A run held to a saved one: what makes the two comparable, and what counts as a regression."""
+"""Compare a run with a saved one: whether they can be compared, and what is a regression."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ def read(text: str) -> dict[str, Any]:
 
 
 def _check(record: dict[str, Any]) -> dict[str, Any]:
-    """Raise an error unless a record holds what `differences` and `hold` look at."""
+    """Raise an error unless a record has the fields that `differences` and `hold` read."""
     kinds = {"command": str, "job": dict, "environment": dict, "metrics": dict}
     if record["schema_version"] != SCHEMA_VERSION:
         kinds = {"metrics": dict}
@@ -47,7 +47,7 @@ def bound(text: str) -> tuple[str, float]:
 
 
 def differences(baseline: dict[str, Any], run: dict[str, Any]) -> list[str]:
-    """Say what keeps a baseline from being compared with this run."""
+    """Return the reasons why a baseline cannot be compared with this run."""
     if baseline["schema_version"] != SCHEMA_VERSION:
         return [f"schema_version is {baseline['schema_version']}, not {SCHEMA_VERSION}"]
     theirs, ours = (
@@ -60,14 +60,14 @@ def differences(baseline: dict[str, Any], run: dict[str, Any]) -> list[str]:
 
 
 def hold(name: str, new: Interval, saved: dict[str, float | None], most: float) -> Verdict:
-    """Judge the change of a metric since the baseline, of at most `most`, which has a sign.
+    """Judge the change of a metric since the baseline, which may go up to `most`, with its sign.
 
-    A change that is estimated to lie beyond its bound is a regression if its interval leaves out no
-    change at all, and inconclusive otherwise.
+    A change beyond the bound is a regression if its interval excludes 0, and inconclusive
+    otherwise.
     """
     old, now = (_logs(**figure) for figure in (saved, vars(new)))
     value = now.value - old.value
-    # Errors of two runs that know nothing of each other.
+    # The errors of two independent runs add in quadrature.
     low = value - math.hypot(now.value - now.low, old.high - old.value)
     high = value + math.hypot(now.high - now.value, old.value - old.low)
     change = Interval(value=value, low=low, high=high).scaled(_expm1)
@@ -91,7 +91,7 @@ def _expm1(x: float) -> float:
 
 
 def _logs(value: float | None, low: float | None, high: float | None) -> Interval:
-    """Take logarithms; what has none is unknown, or without an end."""
+    """Take logarithms: NaN for a value that has none, infinity for such an end."""
 
     def log(x: float | None, otherwise: float) -> float:
         return math.log(x) if x is not None and 0 < x < math.inf else otherwise

@@ -1,6 +1,6 @@
 """Random crops, flips and holes of small images with torch's operators: one by one, and in batches.
 
-What fastamp's gather is raced against, and the check that all of them do the same.
+fastamp's gather is raced against them; `check_augmented` checks the images of all.
 """
 
 from collections.abc import Iterator
@@ -63,10 +63,10 @@ def augment_batch(images: Tensor) -> Tensor:
 
 
 def check_augmented(batches: Iterator[Any], images: Tensor) -> None:
-    """Compare images of a pass, named by their labels, with all crops and flips that there are.
+    """Check the first images of a pass, whose labels are their indices.
 
     Raises:
-        AssertionError: there is none from which one of them differs by a hole alone.
+        AssertionError: an image differs from every possible crop and flip by more than one hole.
     """
     size, batch = images.shape[-1], next(batches, None)
     if batch is None:

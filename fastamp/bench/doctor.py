@@ -1,6 +1,6 @@
 """What this installation does and lacks, or, with --timer, what would make a script faster.
 
-It exits with 0 when it could look, whatever it finds.
+It exits with 0, whatever it finds.
 """
 
 import argparse
@@ -28,20 +28,20 @@ KINDS = {
     "Adam": "adamw",
     "AdamW": "adamw",
     "SGD": "sgd",
-}  # which work of `bench step` moves as much
-MOST_NUMEL = 2**24  # of the parameters of a race, of which there are up to three sides
+}  # the work of `bench step` that moves as many bytes
+MOST_NUMEL = 2**24  # of the parameters of a race, which three sides copy
 PLAN = Plan(rounds=400, half_width=0.02, limit_s=2.0)
 
 
 def add_options(add: Callable[..., object]) -> None:
     """Add the options of this command alone."""
-    what = "that Timer.to_json of your own script has written: where its time goes, and what would "
-    what += "help, as far as the regions are called data, forward, backward and step"
-    add("--timer", type=_read, metavar="FILE", help=f"a file {what}")
+    what = "a file written by Timer.to_json in your own script: show where its time goes, and what "
+    what += "would help; name its regions data, forward, backward and step"
+    add("--timer", type=_read, metavar="FILE", help=what)
 
 
 def prepare(args: argparse.Namespace) -> Task:
-    """Return the job and what does it."""
+    """Return the job and the function that runs it."""
     if args.timer is None:
         return {}, _look
     path, profile = args.timer
@@ -58,8 +58,8 @@ def _look() -> Report:
 
 
 def _read(text: str) -> tuple[str, Profile]:
-    """Return a file of `Timer.to_json` and where the time goes by it, for argparse."""
-    problem = "is no file of Timer.to_json with a step's parts"
+    """Return the path of a `Timer.to_json` file and its profile, for argparse."""
+    problem = "is no file of Timer.to_json with the parts of a step"
     return text, read_json(text, _parse, problem)
 
 
@@ -125,16 +125,16 @@ def _judge(args: argparse.Namespace, profile: Profile) -> Report:
         for part in PARTS
         if part in profile.parts
     ]
-    notes = [f"{profile.steps} steps on {profile.device}, without what no region covers", *notes]
+    notes = [f"{profile.steps} steps on {profile.device}, without time outside of regions", *notes]
     notes += [f"{number}. {each.text()}" for number, each in enumerate(found, start=1)]
     details = {"advice": [asdict(each) for each in found]}
     return Report(table=rows, races={}, metrics={}, notes=notes, details=details)
 
 
 def _race_step(profile: Profile, seed: int) -> tuple[dict[str, Interval], list[str]]:
-    """Race the steps of parameters like those of the file; return `advise`'s ratios, and notes.
+    """Race steps over parameters like those of the file; return `advise`'s ratios, and notes.
 
-    A ratio is at most what is left of the file's own time for the step: it may not clip at all.
+    A ratio is at most the file's own time over the raced one: its script may not clip at all.
     """
     facts, device = profile.facts, torch.device(profile.device).type
     here = device == "cpu" or (device == "cuda" and torch.cuda.is_available())

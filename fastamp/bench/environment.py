@@ -27,7 +27,7 @@ def find(pattern: str, path: str) -> str | None:
 
 
 def cpu_features() -> set[str]:
-    """Return the names of the processor's instruction sets, none where nothing tells them."""
+    """Return the names of the processor's instruction sets; empty where they are not listed."""
     flags = find(r"^(?:flags|Features)\s*:\s*(.+)$", "/proc/cpuinfo")
     if flags is not None:
         return set(flags.split())
@@ -48,7 +48,7 @@ def no_speed_reason(device: str, precision: str) -> str | None:
 
 
 def describe(device: str) -> dict[str, object]:
-    """Return what a reader needs to know of the machine to believe a number."""
+    """Return the facts of machine and software that a reader needs beside a number."""
     cpu = find(r"^model name\s*:\s*(.+)$", "/proc/cpuinfo") or platform.machine()
     cuda = device == "cuda"
     return {

@@ -1,7 +1,7 @@
 """A job in Accelerate, Fabric, Lightning and the Hugging Face Trainer, stock and with fastamp.
 
-The stock arm has torch's loader and the framework's own step; both have the same optimizer, and the
-same samples at first. A visit is an epoch, with all that the framework does around it.
+The stock arm has torch's loader and the framework's own step; both have the same optimizer and
+begin with the same samples. A visit is an epoch, with all that the framework does around it.
 """
 
 import argparse
@@ -29,7 +29,7 @@ MOST_STEPS = 128  # of an epoch
 
 METRICS = "speedup/FRAMEWORK, of fastamp over the framework alone, as in speedup/lightning"
 
-PACKAGES = {"fabric": "lightning"}  # whose names are others
+PACKAGES = {"fabric": "lightning"}  # where they are not named as the framework
 
 
 def add_options(add: Callable[..., object]) -> None:
@@ -39,7 +39,7 @@ def add_options(add: Callable[..., object]) -> None:
 
 
 def prepare(args: argparse.Namespace) -> Task:
-    """Return the job and what does it."""
+    """Return the job and the function that runs it."""
     names = list(dict.fromkeys(args.names or FRAMEWORKS))
     for name in names:
         if name not in FRAMEWORKS:
@@ -50,7 +50,7 @@ def prepare(args: argparse.Namespace) -> Task:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave out what frameworks say of the machine, and advise."""
+    """Silence the frameworks' messages about the machine, and their advice."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():

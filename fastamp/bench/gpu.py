@@ -1,6 +1,6 @@
-"""What the profiler sees on a GPU: each kernel alone, and how much of the copies lies under work.
+"""Profile a GPU: the speed of each kernel alone, and the share of copies that kernels overlap.
 
-Its times are the device's own, so that neither Python nor launches count.
+The times are the device's own: they include neither Python nor launches.
 """
 
 import argparse
@@ -21,16 +21,17 @@ from fastamp.bench.record import Report, Task
 from fastamp.bench.rows import NAMED
 from fastamp.train.options import progress
 
-METRICS = "share/, the gradients and the kernel, as in share/gpt2/reduce; overlap/ and the steps"
+METRICS = """share/, the gradients, their kind and the kernel, as in share/gpt2/float32/reduce;
+overlap/ and the steps that the producer sleeps"""
 GRADS: dict[str, list[tuple[int, ...]]] = {
     "one": [(2**26,)],
     "gpt2": NAMED["gpt2"].sizes,
     "2000x1000": [(1000,)] * 2000,
 }
 KINDS = {"float32": (torch.float32, 0), "bfloat16": (torch.bfloat16, 0), "odd": (torch.float32, 1)}
-"""Their dtype, and how many elements past the place where a vector may begin."""
-# How often a call launches a kernel, and how often an element of the gradients, or one as large, is
-# moved: the update reads and writes parameter, gradient and two moments.
+"""Their dtype, and by how many elements they miss the alignment of a vector."""
+# Launches of a kernel in a call, and how many elements a launch reads or writes for each element of
+# the gradients: the update reads and writes parameter, gradient and two moments.
 MOVED = {"reduce": (2, 1), "finish": (2, 0), "rescale": (1, 2), "update": (1, 8)}
 CALLS = 20
 STEPS = 60  # batches in a trace
@@ -50,7 +51,7 @@ class Event(NamedTuple):
 
 
 def add_options(add: Callable[..., object]) -> None:
-    """Leave nothing to choose but the device."""
+    """Narrow --device to a GPU; this command has no options of its own."""
     add("--device", type=_gpu, default="cuda", help="a GPU; there is nothing to see on a CPU")
 
 
@@ -62,7 +63,7 @@ def _gpu(text: str) -> str:
 
 
 def prepare(args: argparse.Namespace) -> Task:
-    """Return the job and what does it."""
+    """Return the job and the function that runs it."""
     return {"calls": CALLS, "steps": STEPS}, partial(_run, args)
 
 
@@ -130,7 +131,7 @@ def _make(
 
 
 def trace(call: Callable[[], object], calls: int) -> list[Event]:
-    """Return what ran on the device in so many calls, after three to warm up."""
+    """Return what the device ran in so many calls, after three calls to warm up."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -154,7 +155,7 @@ def count_s(events: Iterable[Event]) -> dict[str, float]:
 
 
 def _overlap(device: str, sleep: float) -> float:
-    """Return the share of the copies' time that lies under kernels, with a slow producer."""
+    """Return the share of the copies' time that kernels overlap, with a slow producer."""
     weight = torch.randn(SIDE, SIDE, dtype=torch.bfloat16, device=device)
 
     def work() -> None:
@@ -182,7 +183,7 @@ def _overlap(device: str, sleep: float) -> float:
 
 
 def find_share(events: Iterable[Event]) -> float:
-    """Return the share of the time of copies from the host that lies under kernels; NaN of none."""
+    """Return the share of the time of copies from the host that kernels overlap, or NaN."""
     copies, kernels = [], []
     for name, span in events:
         if name.startswith("Memcpy HtoD"):
@@ -199,7 +200,7 @@ def find_share(events: Iterable[Event]) -> float:
 
 
 def _join(spans: list[Span]) -> list[Span]:
-    """Return spans that do not overlap and cover the same."""
+    """Merge the spans that overlap."""
     joined: list[Span] = []
     for begin, end in sorted(spans):
         if joined and begin <= joined[-1][1]:

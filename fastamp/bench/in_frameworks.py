@@ -1,7 +1,7 @@
 """A job trained in Accelerate, Fabric, Lightning's Trainer or the Hugging Face Trainer.
 
-Each function takes over the model, the optimizer, the order and the losses of a stock loop, and
-returns what trains one visit; `ours` brings fastamp's loader and step in, as the guides show it.
+Each function uses the model, the optimizer, the sampler and the losses of a stock loop, and returns
+a function that trains one visit. `ours` uses fastamp's loader and step, as the guides show.
 """
 
 import importlib
@@ -43,14 +43,14 @@ def _make_loader(loop: Loop, *, ours: bool, **options: Any) -> DataLoader[Any]:
 
 
 def _find_loss(loop: Loop, model: Any, batch: Any) -> Tensor:
-    """Return the loss of a batch, and keep it."""
+    """Return the loss of a batch, and append it to the loop's."""
     loss = compute_loss(loop.training, model, batch)
     loop.losses.append(loss.detach())
     return loss
 
 
 def _choose_optimizer(loop: Loop, *, ours: bool) -> Optimizer:
-    """Return the optimizer, not fused where Lightning alone refuses to clip a fused one."""
+    """Return the optimizer, unfused where Lightning without fastamp refuses to clip."""
     refused = loop.dtype is not None and loop.training.max_norm is not None and not ours
     return with_fused(loop.optimizer, None) if refused else loop.optimizer
 
@@ -58,7 +58,7 @@ def _choose_optimizer(loop: Loop, *, ours: bool) -> Optimizer:
 def train_in_accelerate(
     loop: Loop, closing: ExitStack, *, ours: bool = False, **workers: Any
 ) -> Epoch:
-    """Train as a script does whose parts Accelerate has prepared."""
+    """Train as a script with Accelerate does."""
     module, state = map(importlib.import_module, ("accelerate", "accelerate.state"))
     state.AcceleratorState._reset_state(reset_partial_state=True)  # of the job before
     precision = PRECISIONS[loop.dtype][0]
@@ -84,7 +84,7 @@ def train_in_accelerate(
 
 
 def train_in_fabric(loop: Loop, _: ExitStack, *, ours: bool = False, **workers: Any) -> Epoch:
-    """Train as a script does that Lightning's Fabric has set up."""
+    """Train as a script with Lightning's Fabric does."""
     module = importlib.import_module("lightning.fabric")
     precision = PRECISIONS[loop.dtype][1]
     helper = module.Fabric(accelerator=loop.device, devices=1, precision=precision)
@@ -119,9 +119,9 @@ class _Turns:
         try:
             self.wait()
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # advice on workers, which are those of the race
+                warnings.simplefilter("ignore")  # advice on workers, which the race sets
                 train(self)
-        except BaseException as error:  # noqa: BLE001 - raised where the epoch is waited for
+        except BaseException as error:  # noqa: BLE001 - raised again by `epoch`
             self._error = error
         self._done.release()
 
@@ -135,7 +135,7 @@ class _Turns:
         self.wait()
 
     def epoch(self) -> None:
-        """Have one epoch trained."""
+        """Let the training run for one epoch, and wait for its end."""
         self._turn.release()
         self._done.acquire()
         if self._error is not None:
@@ -200,7 +200,7 @@ def train_in_lightning(
 def train_in_transformers(
     loop: Loop, closing: ExitStack, *, ours: bool = False, **workers: Any
 ) -> Epoch:
-    """Train in the Hugging Face Trainer, with a `train` for each visit."""
+    """Train in the Hugging Face Trainer, with one call of `train` for each visit."""
     hf = importlib.import_module("transformers")
     constant = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda _: 1.0)
     loader = _make_loader(loop, ours=ours, **workers)
@@ -220,8 +220,8 @@ def train_in_transformers(
         fp16=loop.dtype is torch.float16,
         bf16=loop.dtype is torch.bfloat16,
         num_train_epochs=1,
-        accelerator_config={"use_seedable_sampler": False},  # the loader has its order
-        max_grad_norm=loop.training.max_norm or 0.0,  # which is none
+        accelerator_config={"use_seedable_sampler": False},  # the loader has a sampler
+        max_grad_norm=loop.training.max_norm or 0.0,  # 0 does not clip
         disable_tqdm=True,
         report_to="none",
         save_strategy="no",

@@ -17,14 +17,14 @@ import torch
 from fastamp._ops.choose import why_fallback
 from fastamp.bench.environment import no_speed_reason
 
-# Extras of users, and what shows that they are there.
+# The extras for users, and the modules that they install.
 EXTRAS = {"images": ("PIL", "simplejpeg"), "plot": ("matplotlib",), "gpu": ("pynvml",)}
 NVCC = Path("/usr/local/cuda/bin/nvcc")  # where it is if not on the PATH
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Finding(NamedTuple):
-    """What is not as fast as it could be, why, and the command that mends it, if any does."""
+    """What is not as fast as it could be, why, and the command that fixes it, if any does."""
 
     what: str
     why: str
@@ -32,7 +32,7 @@ class Finding(NamedTuple):
 
     def text(self) -> str:
         """Return the finding in a line."""
-        return f"{self.what}: {self.why}" + f". Mend it: {self.mend}" * bool(self.mend)
+        return f"{self.what}: {self.why}" + f". Fix it: {self.mend}" * bool(self.mend)
 
 
 def devices() -> list[torch.device]:
@@ -43,7 +43,7 @@ def devices() -> list[torch.device]:
 
 
 def served_by(device: torch.device) -> dict[str, str]:
-    """Return what serves the gradients on a device, and why, as a row of a table."""
+    """Return which backend serves a device, and why, as a row of a table."""
     by, why = {
         "cpu": ("compiled code", "the extension is installed, and this torch lets it read tensors"),
         "cuda": ("CUDA kernels", "the extension has CUDA code, and this GPU and its driver run it"),
@@ -54,7 +54,7 @@ def served_by(device: torch.device) -> dict[str, str]:
 
 
 def examine() -> list[Finding]:
-    """Return all that is not as it could be, the worst first."""
+    """Return all findings, the worst first."""
     found = []
     for device in devices():
         why = why_fallback(device)
@@ -75,7 +75,7 @@ def examine() -> list[Finding]:
 
 
 def _mend(device: torch.device, why: str) -> str:
-    """Return the command after which compiled code serves a device."""
+    """Return the command that lets compiled code serve a device; "" if there is none."""
     if why.startswith("FASTAMP_BACKEND"):
         return "unset FASTAMP_BACKEND"
     if device.type not in {"cpu", "cuda"} or torch.version.hip is not None:
@@ -113,7 +113,7 @@ def _source() -> list[str]:
         text = None
     saved = json.loads(text or '{"url": "x.whl"}')  # without a URL: from an index
     url = urlsplit(saved["url"])
-    if url.path.endswith(".whl"):  # which may hold no compiled code
+    if url.path.endswith(".whl"):  # a wheel may hold no compiled code
         return ["--no-binary", "fastamp", "fastamp"]
     if "vcs_info" in saved:
         return [f"{saved['vcs_info']['vcs']}+{saved['url']}"]

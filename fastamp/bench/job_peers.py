@@ -36,7 +36,7 @@ def _move(loader: Any, device: str) -> Iterator[Any]:
 
 
 def _fetch(loop: Loop, join: Callable[[list[Any]], Any]) -> Callable[[list[int]], Any]:
-    """Return what makes a whole batch, so that a peer hands few things from thread to thread."""
+    """Return a function that makes a batch: peers then pass no single samples between threads."""
     dataset = loop.data.by_torch()
     return lambda rows: join([dataset[row] for row in rows])
 
@@ -75,13 +75,13 @@ def list_peers() -> list[str]:
 def begin_peer(
     name: str, job: str, loop: Loop, closing: ExitStack, workers: dict[str, Any]
 ) -> Epoch | None:
-    """Train one visit, and return what trains another; None, and a line on stderr, where it fails.
+    """Train one visit, and return its epoch function; if it fails, print why, and return None.
 
     Args:
-        name: of PEERS.
-        job: whose name the line tells.
+        name: a key of PEERS.
+        job: its name, for the line on stderr.
         loop: the stock loop over the job, which the peer takes over.
-        closing: what ends the training.
+        closing: receives the callbacks that end the training.
         workers: options of the stock loader.
     """
     try:

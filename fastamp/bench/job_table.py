@@ -41,13 +41,13 @@ from fastamp.train.options import progress, refuse
 
 MAIN = Plan(rounds=4000, warmup=2, half_width=0.01, limit_s=20.0)
 REPAIRS = PEER_PLAN = Plan(rounds=4000, warmup=1, half_width=0.02, limit_s=10.0)
-VISIT_S = 0.15  # about as long is a visit of the stock loop
+VISIT_S = 0.15  # of a visit of the stock loop, about
 LEAST_STEPS, MOST_STEPS = 4, 256  # of a visit
-WORKER_STEPS = 8  # at least, where the first batch of a pass has to be waited for;
-EPOCHS = 4  # and so many times as many in the race of the whole loops, where they are so few
-TRIALS = 4  # short epochs, of which the fastest says which workers and precision a loop gets
-CLEARLY = 0.95  # of the time, at which workers or a lower precision are taken
-# How many times as fast as the stock loop, or as the naive one, fastamp's should be.
+WORKER_STEPS = 8  # of a visit with workers, at least: each pass waits for its first batch
+EPOCHS = 4  # times as many steps in the main race, where a visit has only WORKER_STEPS
+TRIALS = 4  # short epochs for each choice of workers and precision; the fastest one counts
+CLEARLY = 0.95  # workers or a lower precision have to take less than this share of the time
+# How many times as fast as the stock loop fastamp's should be, and as the naive loop.
 TARGETS = {"cpu": {"mlp": 1.6, "tabular": 2.0, "rl": 2.0}, "cuda": {"groups": 1.3}}
 OVER_NAIVE = {"gpt": 1.5}
 
@@ -69,10 +69,10 @@ def _text(name: str) -> str:
 
 
 def prepare(args: argparse.Namespace) -> Task:
-    """Return the job and what does it."""
+    """Return the job and the function that runs it."""
     names = list(dict.fromkeys(args.names or JOBS))
     for name in names:  # before any work
-        args.task = name  # whose fault an error is
+        args.task = name  # for the text of an error
         if name not in JOBS and ":" not in name:
             refuse("NAME", name, f"is none of {', '.join(JOBS)}, nor FILE.py:make")
         find_make(name)
@@ -95,7 +95,7 @@ def _run(args: argparse.Namespace, names: list[str]) -> Report:
         for name in names:
             args.task = name
             found[name] = _measure(name, args.device, args.seed)
-            gc.collect()  # what a loader holds, its processes too
+            gc.collect()  # the memory and processes of loaders
             tick()
     metrics = {key: ratio for name in names for key, ratio in _ratios(name, found[name])}
     rows = [_row(name, each, metrics) for name, each in found.items()]
@@ -109,7 +109,7 @@ def _run(args: argparse.Namespace, names: list[str]) -> Report:
     notes = [
         "ms a step: medians; times as fast: medians over rounds, with 95 % intervals",
         "over stock: fastamp's loop, or the one that the row names",
-        "rows of a part: the naive loop with this part mended",
+        "rows of a part: the naive loop with this part replaced",
         *(f"{name}: {_text(name)} {_describe(each)}" for name, each in found.items()),
     ]
     return Report(
@@ -153,7 +153,7 @@ def _measure(name: str, device: str, seed: int) -> Found:
     losses: dict[str, list[float]] = {}  # the first ones, of the loops of one race
 
     def begin(arm: str, steps: int, closing: ExitStack) -> Epoch | None:
-        """Train one visit of a loop, and return what trains another; None of one that cannot."""
+        """Train one visit of a loop, and return its epoch function; None if a peer fails."""
         parts = list_parts("stock" if arm in PEERS else arm)
         workers = chosen["workers"][parts["loader"]]
         loop = make(parts, dtype=chosen["dtype"], steps=steps, workers=workers)
@@ -168,7 +168,7 @@ def _measure(name: str, device: str, seed: int) -> Found:
         return epoch
 
     def race(arms: list[str], steps: int, plan: Plan) -> Any:
-        """Race loops of the same losses; None where there is only one."""
+        """Check that the losses of loops agree, and race them; None where there is only one."""
         losses.clear()
         with ExitStack() as closing:
             begun = {arm: begin(arm, steps, closing) for arm in arms}
@@ -193,7 +193,7 @@ def check_task(training: Training, device: str, seed: int) -> None:
 
 
 def _list_repairs(dtype: torch.dtype | None, *, has_own: bool) -> list[str]:
-    """Return the naive loops with one part mended that this job can have."""
+    """Return the repairs that this job can have: naive loops with one part replaced."""
     arms = []
     for part, known in PARTS.items():
         if (part != "precision" or dtype is not None) and (part != "loader" or has_own):
@@ -209,11 +209,11 @@ def _choose(
     def measure(
         arm: str, steps: int, ways: list[tuple[dict[str, Any], torch.dtype | None]]
     ) -> list[float]:
-        """Return each way's seconds a step: the best of trials in turn, as the machine changes."""
+        """Return each way's seconds a step: the best of trials in turn, so that drift is shared."""
         loops = [make(list_parts(arm), dtype=d, steps=steps, workers=w) for w, d in ways]
         synchronize = torch.get_device_module(device).synchronize
         best_s = [math.inf] * len(loops)
-        for trial in range(TRIALS + 1):  # the first prepares
+        for trial in range(TRIALS + 1):  # the first warms up
             for place, loop in enumerate(loops):
                 synchronize()
                 start_s = perf_counter()
@@ -230,7 +230,7 @@ def _choose(
     for arm in ARMS:
         known = list_workers(data, arm)
         trials = measure(arm, longer, [(w, wanted) for w in known]) if len(known) > 1 else [0.0]
-        trials[0] *= CLEARLY  # none, unless some are clearly faster
+        trials[0] *= CLEARLY  # no workers, unless some are clearly faster
         workers[arm] = known[trials.index(min(trials))]
     repair_steps = longer if any(workers.values()) else steps
     steps = EPOCHS * repair_steps if repair_steps == WORKER_STEPS else repair_steps

@@ -15,7 +15,7 @@ from fastamp.train.gpt import GPT, GPT2_SMALL, Shape
 from fastamp.train.options import DEFAULT, number
 
 SHAPES = {"cpu": Shape(layers=4, heads=2, width=256, block_size=128), "cuda": GPT2_SMALL}
-REQUESTS = 5  # in a visit, after which the device is waited for once
+REQUESTS = 5  # in a visit, which waits for the device once, at its end
 PLAN = Plan(rounds=400, half_width=0.02, limit_s=6.0)
 METRICS = "speedup/ and the batch size, of AMP against FP32"
 
@@ -31,7 +31,7 @@ def add_options(add: Callable[..., object]) -> None:
 
 
 def prepare(args: argparse.Namespace) -> Task:
-    """Return the job and what does it."""
+    """Return the job and the function that runs it."""
     shape = SHAPES[args.device]
     torch.manual_seed(args.seed)
     model = GPT(shape).to(args.device).eval()
@@ -68,7 +68,7 @@ class Server:
 
     @torch.inference_mode()
     def serve(self) -> None:
-        """Answer some requests, of which none waits for the one before."""
+        """Answer some requests, without a wait between them."""
         device = self.tokens.device.type
         with torch.autocast(device, dtype=self.dtype, enabled=self.dtype is not None):
             for _ in range(REQUESTS):
@@ -76,6 +76,6 @@ class Server:
                     self.model(self.tokens)
 
     def percentiles(self) -> dict[str, float]:
-        """Return what requests took, in milliseconds, after one wait for the device."""
+        """Return percentiles of the requests' times in milliseconds; waits for the device once."""
         found = self.timer.summary()["request"]
         return {"p50 ms": found.p50 * 1e3, "p90 ms": found.p90 * 1e3, "p99 ms": found.p99 * 1e3}

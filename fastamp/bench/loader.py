@@ -29,7 +29,7 @@ PLAN = Plan(rounds=4000, half_width=0.01, limit_s=12.0)
 
 
 class Data(NamedTuple):
-    """A dataset, the batches it is read in, and the tensors that it is made of, if it is."""
+    """A dataset, its batch size, and the tensors that it is made of, if any."""
 
     dataset: Any
     batch_size: int
@@ -120,7 +120,7 @@ def _text(name: str) -> str:
 
 
 def prepare(args: argparse.Namespace) -> Task:
-    """Return the job and what does it."""
+    """Return the job and the function that runs it."""
     return {"data": args.data, "seed": args.seed}, partial(_run, args)
 
 
@@ -134,7 +134,7 @@ def _run(args: argparse.Namespace) -> Report:
 
 
 def torch_batches(dataset: Any, batch_size: int, device: str, **options: Any) -> Batches:
-    """Return what begins a pass of torch's loader, pinned and copied without a wait on a GPU."""
+    """Return a function that begins a pass of torch's loader, with asynchronous copies to a GPU."""
     loader = DataLoader(dataset, batch_size, pin_memory=device == "cuda", **options)
     if device == "cpu":
         return lambda: iter(loader)
@@ -143,12 +143,12 @@ def torch_batches(dataset: Any, batch_size: int, device: str, **options: Any) ->
 
 
 def fastamp_batches(dataset: Any, batch_size: int, device: str, **options: Any) -> Batches:
-    """Return what begins a pass of fastamp's loader."""
+    """Return a function that begins a pass of fastamp's loader."""
     return fastamp.DataLoader[Any](dataset, batch_size, device=device, **options).__iter__
 
 
 def plain_batches(data: Data, *, shuffle: bool) -> Batches:
-    """Return what begins a pass that gathers every batch into the same memory."""
+    """Return a function that begins a pass that gathers every batch into the same memory."""
     size, length = data.batch_size, len(data.dataset)
     order = torch.randperm if shuffle else torch.arange
     buffers = [torch.empty(size, *t.shape[1:], dtype=t.dtype) for t in data.tensors]

@@ -55,7 +55,7 @@ def shard(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def make_all_reduce() -> Callable[[], object]:
-    """Return what a step has to wait for, however fast the rest of it is: two numbers of all."""
+    """Return the least that a step on ranks has to wait for: an all-reduce of two numbers."""
     numbers = torch.zeros(2, dtype=torch.float64)
     return lambda: dist.all_reduce(numbers)
 

@@ -1,8 +1,8 @@
 """The loops that train a task: the naive one, a good one with torch alone, and fastamp's.
 
 The naive loop is the one found in the wild: a Python list stacked for each batch, blocking copies,
-a synchronize around every step, a check of the norm on the host, an optimizer left open, FP32. A
-loop is made of a part of each kind in PARTS, so that each can be repaired alone. All loops start
+a synchronize around every step, a check of the norm on the host, an optimizer with default options,
+FP32. A loop has one part of each kind in PARTS, so that each can be replaced alone. All loops start
 from the same weights and see the same samples.
 """
 
@@ -32,7 +32,7 @@ from fastamp.data.gather import find_path
 ARMS = ("naive", "stock", "fastamp")
 MOST_PERMUTED = 100_000  # rows
 AGREE_STEPS = 4  # the first losses, before small differences grow
-# Of losses: the same samples in one precision, in two; and other crops or filters of the images.
+# Tolerances of losses: same samples, one precision; two precisions; other crops or filters.
 SAME, PRECISE, ALIKE = 1e-3, 3e-2, 0.1
 
 
@@ -44,7 +44,7 @@ class Data(NamedTuple):
     collate_fn: Callable[[list[Any]], Any] | None  # None is default_collate
 
     def by_torch(self) -> Any:
-        """Return the dataset of a loop without fastamp: one of ours may name another."""
+        """Return the dataset for a loop without fastamp: its `by_torch`, if it has one."""
         return getattr(self.dataset, "by_torch", self.dataset)
 
     def is_repeatable(self) -> bool:
@@ -88,7 +88,7 @@ def _naive_batches(data: Data, device: str, sampler: RandomSampler) -> Batches:
 
 
 def _stock_batches(data: Data, device: str, sampler: RandomSampler, **options: Any) -> Batches:
-    # Of its own, or the loader's seed is drawn from the one that the model may draw from.
+    # Without its own generator the loader would draw its seed from the one that dropout uses.
     options |= {"generator": torch.Generator(), "collate_fn": data.collate_fn, "sampler": sampler}
     return torch_batches(data.by_torch(), data.batch_size, device, **options)
 
@@ -113,9 +113,9 @@ def list_workers(data: Data, arm: str) -> list[dict[str, Any]]:
 
 
 def _make_sampler(data: Data, steps: int, seed: int) -> RandomSampler:
-    """Return the order of short epochs, as of an epoch over the whole dataset."""
+    """Return a sampler of short epochs, which draws from the whole dataset."""
     n_rows, n_drawn = len(data.dataset), steps * data.batch_size
-    # A permutation of very many rows would be most of a short epoch.
+    # A permutation of very many rows would take most of a short epoch.
     again = n_rows > MOST_PERMUTED or n_rows < n_drawn
     order = torch.Generator().manual_seed(seed)
     return RandomSampler(data.dataset, replacement=again, num_samples=n_drawn, generator=order)
@@ -125,8 +125,8 @@ class Loop:
     """One training loop, made of a part of each kind; a visit is a short epoch.
 
     Args:
-        parts: the arm of which it has each part of PARTS.
-        dtype: of autocast, where the precision is not the naive loop's.
+        parts: for each part of PARTS, the arm that it is of.
+        dtype: of autocast; ignored if the precision is the naive loop's.
         steps: of a visit.
         workers: options of its loader.
     """
@@ -174,14 +174,14 @@ class Loop:
         """Return the loss, in the loop's precision."""
         loss_fn = self.training.loss
         if self.autocast is None and loss_fn is not None and isinstance(batch, (tuple, list)):
-            *inputs, target = batch  # as a script has it: tiny networks feel what is asked below
+            *inputs, target = batch  # as in a script: the checks below would slow tiny networks
             return loss_fn(self.model(*inputs), target)
         with self.autocast() if self.autocast else nullcontext():
             return compute_loss(self.training, self.model, batch)
 
 
 def with_fused(optimizer: Optimizer, fused: bool | None) -> Optimizer:  # noqa: FBT001
-    """Return such an optimizer of the same groups, fused or left open (None), where it can be."""
+    """Return the optimizer rebuilt with `fused` (None: torch's default), if that is possible."""
     if "fused" not in optimizer.defaults:
         return optimizer
     kind: Any = type(optimizer)
@@ -216,7 +216,7 @@ def _stock_step(loop: Loop, batch: Any) -> None:
         clip_grad_norm_(loop.parameters, loop.training.max_norm)
     loop.scaler.step(loop.optimizer)
     loop.scaler.update()
-    loop.losses.append(loss.detach())  # read when all is done: nothing waits for it
+    loop.losses.append(loss.detach())  # read at the end: no step waits for it
 
 
 def _fastamp_step(loop: Loop, batch: Any) -> None:
@@ -259,7 +259,7 @@ LOADERS: dict[str, Callable[..., Batches]] = {
 }
 STEPS = {"naive": _naive_step, "stock": _stock_step, "fastamp": _fastamp_step}
 TIMINGS = {"naive": _naive_timing, "stock": _stock_timing, "fastamp": _fastamp_timing}
-# Which loops bring a part of their own; in fastamp's the stock one stands in.
+# The arms that have their own version of a part; without one, fastamp's loop uses the stock one.
 PARTS = {"loader": ARMS, "step": ARMS, "timing": ARMS, "precision": ("naive", "stock")}
 
 
@@ -277,8 +277,8 @@ def check_losses(
     """Compare the first losses of all loops with those of the first loop.
 
     Raises:
-        AssertionError: they differ by more than rounding does, or, where loops read other crops of
-            the same images, in the mean by a tenth.
+        AssertionError: they differ by more than rounding, or, where loops read other crops of the
+            same images, their means differ by more than a tenth.
     """
     base = next(iter(losses))
     for arm, values in losses.items():

@@ -28,9 +28,9 @@ from fastamp.train.text import load_corpus
 # 11.2 M parameters. Many thin layers: the activations, which AMP halves, outweigh the parameters
 # and Adam's state, which it does not. Heads of 128, for which torch's bf16 attention is fastest.
 CPU_SHAPE = Shape(layers=14, heads=2, width=256, block_size=128)
-# Many short steps, for many blocks; the memory is that of a batch whose activations fill it.
+# Many short steps make many blocks. Memory is measured with a batch whose activations dominate.
 CPU_STEPS = {"batch_size": 8, "steps": 48, "memory_batch_size": 40}
-# Without units for it, a step in low precision has been seen to take 20 times one in FP32.
+# Without bf16 units, steps in low precision have taken up to 20 times as long as in FP32.
 CPU_CUT = {"batch_size": 1, "steps": 9}
 THOROUGH_SEEDS = 3
 OF_THE_GPT = ("data", "block_size", "layers", "heads", "width")
@@ -58,26 +58,26 @@ def add_options(add: Callable[..., object]) -> None:
         add(option, type=number(int, least), help=f"{text} (default: one that suits the device)")
     seeds = f"train with {THOROUGH_SEEDS} seeds, not one, to judge the accuracy"
     add("--thorough", action="store_true", help=seeds)
-    saving = "share of FP32's peak memory, of all that a training process holds (on a GPU: that "
-    saving += "torch allocates there)"
+    saving = "share of FP32's peak memory that is saved, of all that a training process holds "
+    saving += "(on a GPU: that torch allocates there)"
     for option, least, most, default, text in (
         ("--min-speedup", 0, 1e6, 1.5, "times as fast as FP32"),
         ("--min-memory-saving", -1, 1, 0.4, saving),
-        ("--max-accuracy-gap", 0, 1, 0.01, "difference in accuracy: the GPT's is of next bytes"),
+        ("--max-accuracy-gap", 0, 1, 0.01, "difference in accuracy (the GPT's: of the next byte)"),
     ):
         bounded = number(float, least, most)
         add(option, type=bounded, default=default, help=f"target: {text} {DEFAULT}")
 
 
 def prepare(args: argparse.Namespace) -> Task:
-    """Return the job and what does it."""
+    """Return the job and the function that runs it."""
     if args.task == "gpt":
         return _prepare_gpt(args)
     for name in OF_THE_GPT:
         if getattr(args, name) is not None:
             option = "--" + name.replace("_", "-")
             refuse(option, getattr(args, name), "is for --task gpt alone")
-    find_make(args.task)  # what is no function is named at once
+    find_make(args.task)  # fails at once if there is no such function
     make = partial(call_make, args.task)
     shared = {"device": args.device, "seed": args.seed, "steps": args.steps}
     precision = args.precision or "bf16"
@@ -94,7 +94,7 @@ def prepare(args: argparse.Namespace) -> Task:
 
 
 def _prepare_gpt(args: argparse.Namespace) -> Task:
-    """Return the job of the GPT; says on which text."""
+    """Return the job of the GPT; prints on which text."""
     args.precision = args.precision or "bf16"
     sizes = _sizes(args)
     batch_size, steps, memory = (sizes.pop(n) for n in ("batch_size", "steps", "memory_batch_size"))
@@ -104,7 +104,7 @@ def _prepare_gpt(args: argparse.Namespace) -> Task:
     corpus = load_corpus(args.data, block_size=shape.block_size)
     train, held_out = len(corpus.train), len(corpus.validation)
     source = f"{corpus.source}: {train} bytes to train on, the last {held_out} to validate on"
-    say(source)  # a pipe has the text before the work that follows
+    say(source)  # flushed: a pipe gets it before the work that follows
     shared = {"device": args.device, "precision": args.precision, "seed": args.seed}
     make = partial(make_gpt, shape=shape, corpus=corpus, batch_size=batch_size)
     memory_make = partial(make, batch_size=memory)

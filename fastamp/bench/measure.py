@@ -20,21 +20,21 @@ from fastamp.bench.where import profile_runs
 from fastamp.train.options import progress
 
 WARMUP_STEPS = 4  # at most: kernels, optimizer state and the allocator's pools are made
-# Where nobody says how many steps: as many as it takes for narrow intervals.
+# Without --steps: as many as narrow intervals take.
 OPEN = Plan(rounds=2000, warmup=WARMUP_STEPS, half_width=0.005, least_blocks=24, limit_s=60.0)
 
 
 class Feed:
-    """The batches of a training, one at a time: every arm has taken one when the next is drawn."""
+    """The batches of a training: every arm takes a step on one before the next is drawn."""
 
     def __init__(self, batches: Iterable[Any], seed: int) -> None:
         self.batches, self.seed = iter(batches), seed
         self.place, self.batch = -1, None
 
     def go_to_step_of(self, runs: dict[str, Run], name: str) -> None:
-        """Draw the batch of an arm's next step, unless another arm has taken this step.
+        """Draw the batch of an arm's next step, unless another arm has, and seed the step.
 
-        Then the random numbers of the step, as of dropout, are the same for all arms.
+        So the step's random numbers, such as dropout's, are the same for all arms.
         """
         place = len(runs[name].losses)
         if place > self.place:
@@ -80,7 +80,7 @@ def train_arms(job: Job, training: Training, *, seeds: int) -> Results:
                 skipped=partial(_has_skipped, runs),
                 tick=tick,
             )
-            plan = _plan(len(race.rounds))  # for every seed the same
+            plan = _plan(len(race.rounds))  # the same for every seed
             scores = {name: evaluate(run) for name, run in runs.items()}
             found = Results(
                 parameters=sum(parameter.numel() for parameter in training.model.parameters()),
@@ -99,7 +99,7 @@ def train_arms(job: Job, training: Training, *, seeds: int) -> Results:
 
 
 def _plan(steps: int) -> Plan:
-    """Return a training of a given length, which never stops early, whatever the machine.
+    """Return a plan of a given length, which never stops early, whatever the machine.
 
     Three blocks are left after the warm-up if there are enough steps.
     """

@@ -100,7 +100,7 @@ def _say_time(text: str) -> str:
 
 
 def _say(value: Any, name: str = "") -> str:
-    """Return a value of a record in words, with the unit that its name tells."""
+    """Return a value of a record in words, with the unit that its name implies."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):

@@ -21,7 +21,7 @@ from fastamp.train.text import Corpus
 
 MEMORY_STEPS = 2  # the first step makes the optimizer's state, the second runs beside it
 MEMORY_KINDS = {
-    "cpu": "resident set, less that before training, with the model",
+    "cpu": "resident set, minus its size before training, plus the model",
     "cuda": "GPU memory that torch allocates",
 }
 TINY = Shape(layers=1, heads=1, width=16, block_size=16)
@@ -49,10 +49,10 @@ def _peak_of_this_process(job: Job, arm: Arm) -> int | None:
         _check(run)
         return peak
     training = job.make_training(job.seed, job.memory_make)
-    with suppress(AttributeError, OSError, TypeError):  # what is free already shall not be reused
+    with suppress(AttributeError, OSError, TypeError):  # otherwise freed memory would be reused
         ctypes.CDLL(None).malloc_trim(0)
     before = _resident_nbytes("VmRSS")
-    with suppress(OSError):  # where this is refused the peak counts from the start: never too low
+    with suppress(OSError):  # if refused, the peak is since the start: never too low
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     run = _first_steps(arm, job.device, training)
     after = _resident_nbytes("VmHWM")
@@ -69,7 +69,7 @@ def _first_steps(arm: Arm, device: str, training: Training) -> Run:
 
 
 def _check(run: Run) -> None:
-    """See to the rest of the contract, before all that takes long."""
+    """Check the rest of the contract, before the long work."""
     groups = run.optimizer.param_groups
     has_grad = any(p.grad is not None for group in groups for p in group["params"])
     expect(has_grad, "loss", "a gradient of a parameter of the optimizer", "none")

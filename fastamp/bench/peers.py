@@ -1,4 +1,4 @@
-"""What others run in place of torch's AdamW: the compiled step, and DeepSpeed's where installed."""
+"""Alternatives to torch's AdamW: the compiled step, and DeepSpeed's where installed."""
 
 import importlib
 import importlib.util
@@ -19,7 +19,7 @@ NOTE = (
     f"over {MOST_COMPILED} tensors take minutes. DeepSpeedCPUAdam: pip install deepspeed, with g++ "
     "and ninja. bitsandbytes and apex need a GPU, and are not raced"
 )
-# What a peer raises that does not run here, or, as AssertionError, whose result is wrong.
+# What a peer raises if it does not run here, or, as AssertionError, if its result is wrong.
 ERRORS = (ImportError, AttributeError, AssertionError, RuntimeError, OSError, SubprocessError)
 
 
@@ -27,7 +27,7 @@ def _compiled(groups: Groups, lr: float) -> Optimizer:
     if sum(len(group["params"]) for group in groups) > MOST_COMPILED:
         msg = f"over {MOST_COMPILED} tensors"
         raise RuntimeError(msg)
-    torch.compiler.reset()  # of one function torch keeps a few compilations only
+    torch.compiler.reset()  # torch keeps only a few compilations of one function
     optimizer = AdamW(groups, lr=lr)
     optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign]
     return optimizer
@@ -37,7 +37,7 @@ def _deepspeed(groups: Groups, lr: float) -> Optimizer:
     if importlib.util.find_spec("deepspeed") is None:
         msg = "not installed"
         raise RuntimeError(msg)
-    with redirect_stdout(sys.stderr):  # where it says what it does
+    with redirect_stdout(sys.stderr):  # it prints its progress
         adam = importlib.import_module("deepspeed.ops.adam")
         optimizer: Optimizer = adam.DeepSpeedCPUAdam(groups, lr=lr, weight_decay=0.01)
     return optimizer

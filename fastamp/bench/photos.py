@@ -28,7 +28,7 @@ from fastamp.bench.record import PLAIN, Case
 from fastamp.bench.thread_cases import TorchLoader
 from fastamp.data.auto import count_cores
 
-Batches: TypeAlias = Iterable[Any]  # anew for each pass
+Batches: TypeAlias = Iterable[Any]  # starts again for each pass
 
 COUNT, WIDTH, HEIGHT = 2000, 500, 375
 SIZE, BATCH_SIZE, CLASSES = 224, 64, 10
@@ -38,7 +38,7 @@ TOLERANCE = 4.0  # of the mean difference: crops and filters differ by half a pi
 
 
 class PillowFolder(Dataset[tuple[Tensor, int]]):
-    """What most programs have: Pillow, with torchvision's Resize and CenterCrop."""
+    """The usual dataset: Pillow, with the sizes of torchvision's Resize and CenterCrop."""
 
     def __init__(self, samples: list[tuple[str, int]]) -> None:
         self.samples = samples

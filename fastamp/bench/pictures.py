@@ -28,7 +28,7 @@ from fastamp.bench.svg import (
 from fastamp.metrics.sinks import require
 
 END = 99  # the percentile of the slowest arm at which the axis of times ends
-TICKS = 80  # visits of an arm at most: of more, as many quantiles are drawn
+TICKS = 80  # drawn for an arm at most: beyond so many visits, as many quantiles
 DASHES = ("-", "--", "-.", ":")  # curves that coincide stay visible
 FLAGS = (9, 8)  # matplotlib's markers: a triangle to the right of a target, and one to the left
 MARKS = {  # of verdicts, which differ by more than colour
@@ -39,10 +39,10 @@ MARKS = {  # of verdicts, which differ by more than colour
     "": ("o", COLOURS[0], COLOURS[0]),
 }
 PARTS = {"data": "c3", "forward": "c0", "backward": "c2", "step": "c1"}  # the others are soft
-RATIOS = ("speedup", "of_plain", "over_naive")  # how metrics that are ratios are called
+RATIOS = ("speedup", "of_plain", "over_naive")  # what the names of ratios begin with
 
 PARTED = "Where the time of a step goes"
-COMPARED = """A point is a ratio, the bar its 95 % interval, and the flag its target, which flies
+COMPARED = """A point is a ratio, the bar its 95 % interval, and the flag its target, which points
 to the side where the point should lie. Green \u25cf pass, red \u2716 fail, hollow \u25c7
 inconclusive, hollow \u25a1 not judged, blue \u25cf without a target."""
 TIMES = f"""Milliseconds of each visit. A box holds the middle half of them, and its mark is the
@@ -116,7 +116,7 @@ def list_ratios(record: dict[str, Any]) -> dict[str, list[Ratio]]:
 def _read(
     value: float | None, low: float | None, high: float | None, *, shift: float = 0.0
 ) -> Interval:
-    """Return a figure of the record, where None is what is not finite."""
+    """Return a figure of the record, which has None for what is not finite."""
     pairs = ((value, math.nan), (low, -math.inf), (high, math.inf))
     value, low, high = (unknown if x is None else x + shift for x, unknown in pairs)
     return Interval(value=value, low=low, high=high)
@@ -187,7 +187,7 @@ def _draw_parts(profiles: Mapping[str, Any]) -> str:
 
 
 def _draw_memory(record: dict[str, Any]) -> str:
-    """Draw the peak of each arm as a bar, and at the last the most that its target allows."""
+    """Draw each arm's peak as a bar; the flag is the most that the last arm's target allows."""
     peaks = record["details"].get("peak_memory_nbytes") or {}
     stacks = {arm: {"peak": n / 2**20} for arm, n in peaks.items() if n is not None}
     flags = {

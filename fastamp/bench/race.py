@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-AGAIN = "again"  # the name of an arm that is the base once more: the placebo
+AGAIN = "again"  # the name of an arm that is the base a second time: the placebo
 CONFIDENCE = 0.95
 RESAMPLES = 2000
-LEAST_BLOCKS = 3  # fewer have no spread to speak of, and an interval without ends
-RUNS = 32  # more blocks than these are drawn in runs of neighbours, which may resemble each other
+LEAST_BLOCKS = 3  # fewer say nothing of the spread: their interval is infinite
+RUNS = 32  # more blocks than this are drawn in runs: neighbours may resemble each other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ def show(value: float, spec: str) -> str:
 def bootstrap(values: list[float], *, mean: bool = False) -> Interval:
     """Return the median of the values of all blocks, or their mean, with its 95 % interval.
 
-    Runs of blocks are drawn with replacement. The ends, percentiles of what comes out, are moved
+    Runs of blocks are drawn with replacement. The ends, percentiles of the results, are moved
     outwards by the ratio of Student's quantile to the normal one and by sqrt(n / (n - 1)): without
     this, five blocks would cover the truth in 80 % of all cases only.
     """
@@ -98,7 +98,7 @@ def verdict_on(found: Interval, low: float = -math.inf, high: float = math.inf) 
 
 
 class Visit(NamedTuple):
-    """The median time of some calls; `skipped` says that they left out work: no ratio has it."""
+    """The median time of some calls; if they `skipped` work, no ratio uses the visit."""
 
     elapsed_s: float
     skipped: bool = False
@@ -110,7 +110,7 @@ class Plan:
 
     rounds: int  # at most, warm-up included
     warmup: int = 4  # rounds, and one more where that leaves whole blocks
-    half_width: float = 0.0  # of all intervals, as a log-ratio, at which to stop; 0 never does
+    half_width: float = 0.0  # stop when all intervals are as narrow, as a log-ratio; 0: never
     least_blocks: int = 12  # before that
     limit_s: float = math.inf  # after which no block starts
 
@@ -187,8 +187,8 @@ def run_race(
     """Time the arms, the first of which is the base, in random mirrored blocks.
 
     A visit is `calls` calls, and its time their median. Off the clock, `before` prepares an arm for
-    each, `skipped` tells whether the visit left out work, and `tick` follows each round. `seed` is
-    of the orders.
+    each call, `skipped` says whether the visit left out work, and `tick` follows each round. `seed`
+    sets the orders.
     """
     race = Race(arms=list(arms))
     synchronize = torch.get_device_module(device).synchronize  # returns at once on a CPU
@@ -221,7 +221,7 @@ def _orders(race: Race, plan: Plan, rng: np.random.Generator) -> Iterator[list[s
         yield order
         yield order[::-1]
         blocks += 1
-        # Few looks at the width, and none at the figure: stopping does not choose the figure.
+        # Few looks, at the width and not at the figure: stopping early does not bias the figure.
         if plan.half_width and blocks >= look_at:
             look_at = blocks * 3 // 2
             ratios = [race.ratio(arm) for arm in race.arms[1:]]

@@ -19,7 +19,7 @@ from fastamp.bench.race import AGAIN, Interval, Plan, Race, run_race, show, verd
 from fastamp.timer.timer import align
 from fastamp.train.options import progress
 
-SCHEMA_VERSION = 5  # of the record: a field that comes, goes or changes its meaning is a new one
+SCHEMA_VERSION = 5  # raised when a field of the record is added, removed or changes its meaning
 Details = dict[str, dict[str, float]]  # more figures of each arm, by name
 
 PLAIN = "plain"  # the arm that does the same work in the plainest way
@@ -50,21 +50,21 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a command measured; the races hold every sample, `details` what only it knows."""
+    """What a command measured; the races hold every sample, `details` all that is its own."""
 
-    table: list[dict[str, str]]  # rows: their cells by column; one that a row lacks is empty
+    table: list[dict[str, str]]  # rows of cells by column; a missing cell is empty
     races: dict[str, Race]
-    metrics: dict[str, Interval]  # the figures that a later run may be held to, with --fail-on
+    metrics: dict[str, Interval]  # the figures for --fail-on in later runs
     verdicts: list[Verdict] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     losses: dict[str, list[float]] = field(default_factory=dict)  # of every training step, by arm
     details: dict[str, Any] = field(default_factory=dict)
     closing: list[str] = field(default_factory=list)  # lines after the verdicts
-    sentence: str = ""  # the last line: all of it, in plain words
+    sentence: str = ""  # the last line: the result in plain words
 
 
-# What a command line asks for: the job, which is the same in records that can be compared, and what
-# does it.
+# The job of a command line, which is equal in records that can be compared, and the function that
+# runs it.
 Task: TypeAlias = tuple[dict[str, Any], Callable[[], Report]]
 
 
@@ -138,7 +138,7 @@ def _row(name: str, arm: str, race: Race, details: Details) -> dict[str, str]:
 
 
 def make_record(report: Report, run: dict[str, Any]) -> dict[str, Any]:
-    """Return a report, and what `run` says of it, as JSON's types; None for what is not finite."""
+    """Return a report and the facts of its `run` as JSON's types; None for what is not finite."""
     placebos = [
         f"placebo, {name}: {race.arms[0]} against itself {race.placebo().text('.4f', 'x')}"
         for name, race in report.races.items()
@@ -186,7 +186,7 @@ def _describe(race: Race) -> dict[str, Any]:
 
 
 def read_json(text: str, parse: Callable[[Any], _T], problem: str) -> _T:
-    """Return what `parse` makes of a JSON file, for argparse; `problem` says that it cannot."""
+    """Return `parse` of a JSON file's content, for argparse; an error's text has `problem`."""
     try:
         with Path(text).open("rb") as file:
             return parse(json.loads(file.read(_LARGEST_NBYTES)))

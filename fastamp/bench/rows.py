@@ -27,7 +27,7 @@ NAMED = {
     "network": Shapes("6 tensors, a 4-64-64-2 network", _NETWORK),
     "lora": Shapes("32 LoRA matrices, 10,000 in all", [(5, 50), (75, 5)] * 16),
 }
-ROWS = {  # the work that is done unless --work asks for other
+ROWS = {  # the work for these shapes without --work
     "gpt2": "norm clip adamw adamw-zero-grad adamw-open adamw-open-zero-grad",
     "192x130208": "adamw adamw-open",
     "192x130208-bf16": "adamw adamw-open",
@@ -41,7 +41,7 @@ RATE = 1e-4
 
 
 def parse_shapes(text: str) -> dict[str, Shapes]:
-    """Return what is asked for by name, for argparse."""
+    """Return the shapes of a list by name, for argparse."""
     shapes: dict[str, Shapes] = {}
     for item in text.split(","):
         match = re.fullmatch(r"([1-9]\d*)(g?)x([1-9]\d*)(-bf16)?", item)
@@ -67,7 +67,7 @@ def _sgd(start: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Work(NamedTuple):
-    """What is timed, and how often it has to move as much memory as the gradients hold."""
+    """What is timed, and how often it has to pass over as many bytes as the gradients have."""
 
     text: str
     reads: int

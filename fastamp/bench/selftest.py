@@ -1,6 +1,6 @@
-"""The bench itself: a known slowdown that it must find, and two arms that are the same.
+"""Test the bench: it must find a known slowdown, and no difference between identical arms.
 
-Always with the exit status of --check.
+The exit status is always that of --check.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from fastamp.train.options import DEFAULT, number
 
 UNIT = bytes(10_000)  # hashed once, a unit of work: about 6 us
 UNITS = 100
-SAME = 0.02  # identical arms are never further apart
+SAME = 0.02  # how far a ratio may be from the true one
 PLAN = Plan(rounds=40_000, warmup=100, half_width=0.004, least_blocks=400, limit_s=20.0)
 
 
@@ -31,13 +31,13 @@ def add_options(add: Callable[..., object]) -> None:
 
 
 def prepare(args: argparse.Namespace) -> Task:
-    """Return the job and what does it."""
+    """Return the job and the function that runs it."""
     args.check = True
     return {"unit_nbytes": len(UNIT), "units": UNITS}, partial(_run, args)
 
 
 def _run(args: argparse.Namespace) -> Report:
-    # The same unit, so many times more: the true ratio is exact.
+    # All arms repeat the same unit, so the true ratio is known exactly.
     slowed = UNITS + args.slowdown * UNITS // 100
     truth = slowed / UNITS
     units = {"plain": UNITS, AGAIN: UNITS, "slowed": slowed}

@@ -1,4 +1,4 @@
-"""The step alone: torch's norm, clip and optimizer step against fastamp's, on drawn gradients.
+"""The step alone: torch's norm, clip and optimizer step against fastamp's, on random gradients.
 
 All rows take about eight minutes on two CPU cores; gpt2 needs 10 GB of memory.
 """
@@ -21,9 +21,9 @@ from fastamp.bench.rows import NAMED, RATE, ROWS, WORK, Work, parse_shapes
 from fastamp.train.options import number
 
 SHARDED_SHAPES = "4x2000000,192x50000,1000x1000"  # torch needs long for the first step of DTensors
-MAX_NORM = 1.0  # less than the norm of what is drawn: every step clips
+MAX_NORM = 1.0  # less than the norm of the gradients: every step clips
 PLAN = Plan(rounds=2000, half_width=0.01, limit_s=10.0)
-RANKS_PLAN = Plan(rounds=44)  # on all ranks, whatever their clocks say
+RANKS_PLAN = Plan(rounds=44)  # the same on all ranks, whatever their clocks say
 STOCK_RTOL = 1e-3  # torch's float32 norm is off in the fourth digit
 SMALL = 50_000  # elements: a step over fewer takes microseconds, and a visit has many calls
 CALLS = 50
@@ -46,7 +46,7 @@ def add_options(add: Callable[..., object]) -> None:
 
 
 def prepare(args: argparse.Namespace) -> Task:
-    """Return the job and what does it."""
+    """Return the job and the function that runs it."""
     args.shapes = args.shapes or parse_shapes(SHARDED_SHAPES if args.ranks else ",".join(ROWS))
     args.work = args.work or (["adamw"] if args.ranks else None)
     work = {name: args.work or ROWS.get(name, " ".join(WORK)).split() for name in args.shapes}
@@ -164,7 +164,7 @@ def _try_peer(make: Callable[[], "Side"], norm: float) -> "Side | str":
 
 
 def _make_plain(side: "Side") -> tuple[Callable[[], object], Callable[[], object], int]:
-    """Return passes over as many bytes as the work has to move at least, and their number."""
+    """Return passes over the fewest bytes the work can move, what restores them, and the bytes."""
     reads, updates = side.work.reads, side.work.updates
     numel = sum(grad.numel() for grad in side.drawn)
     tensors = [side.drawn[0].new_ones(numel) for _ in range(max(updates, 1))]
@@ -191,7 +191,7 @@ class Side:
             parameter.grad = grad
         groups = [[each] for each in self.parameters] if grouped else [self.parameters]
         self.optimizer = work.optimizer([{"params": group} for group in groups], lr=RATE)
-        # Not a power of two, and not 1: every multiply is a real one. It never grows.
+        # Not 1 or another power of two: every multiply rounds. It never grows.
         device = self.drawn[0].device.type
         self.torch_scaler = torch.amp.GradScaler(device, init_scale=1.01, growth_interval=2**30)
         self.scaler = fastamp.GradScaler(device, init_scale=1.01, growth_interval=2**30)
@@ -199,7 +199,7 @@ class Side:
             scaler.scale(torch.ones((), device=device))
 
     def restore(self) -> None:
-        """Put the gradients back as backward would leave them."""
+        """Restore the gradients as backward would leave them."""
         torch._foreach_copy_([_local(grad) for grad in self.grads], self.drawn)
         if self.work.zero_grad:
             for parameter, grad in zip(self.parameters, self.grads, strict=True):

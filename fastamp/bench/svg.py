@@ -1,6 +1,6 @@
 """A picture as SVG, drawn by matplotlib twice: for a desktop and for a phone.
 
-Text stays text, colours become variables of the page's CSS, and one record gives one picture.
+Text stays text, colours become variables of the page's CSS, and equal records give equal pictures.
 """
 
 import io
@@ -41,7 +41,7 @@ STYLE = {
     **{f"{axis}tick.labelcolor": SOFT for axis in "xy"},
 }
 EM = 0.6  # how wide a character is at most, on average, in heights of the font
-TALL = 12  # rows of a picture that has its numbers above it, too
+TALL = 12  # more rows than this have the axis' numbers above them, too
 WORDS = 36  # characters of a row's name that have room beside the axis
 
 
@@ -58,15 +58,15 @@ SIZES = (Size("wide", 1100, 30, 15), Size("narrow", 358, 46, 12))
 
 
 class Row(NamedTuple):
-    """A line of a picture: its name, its figures in words, and what draws it, if it is no heading.
+    """A row of a picture: its name, its figures in words, and its `draw`, None for a heading.
 
-    That gets the axes, a height, and how far it may reach up and down.
+    `draw` gets the axes, the row's y, and how far it may reach up and down.
     """
 
     label: str
     text: str = ""
     draw: Callable[[Any, float, float], object] | None = None
-    more: str = ""  # the words for those who do not see it
+    more: str = ""  # the words for a screen reader
 
 
 def draw_figure(title: str, words: str, draw: Callable[[Any, Size], None]) -> str:

@@ -11,8 +11,8 @@ from fastamp.bench.race import Interval, bootstrap
 from fastamp.bench.record import Verdict, judge
 
 STOCK = "amp"  # the arm beside the judged one: mixed precision without fastamp
-LEAST_NBYTES = 2**25  # of FP32's peak: beside less, what kernels keep for themselves counts
-# What may be mended next, by `Advice.part`; fastamp's step is the judged arm's own.
+LEAST_NBYTES = 2**25  # of FP32's peak: beside less, memory that kernels keep would count
+# What to mend next, by `Advice.part`; without "step", which the judged arm has from fastamp.
 NEXT = {
     "fused": "the optimizer, which is not fused, is",
     "loader": "your loader is",
@@ -76,12 +76,12 @@ def last_losses(found: Results, arm: str) -> list[float]:
 
 
 def mean_accuracy(found: Results, arm: str) -> Interval:
-    """Return the accuracy over all seeds and, where the task tells them, parts of the data."""
+    """Return the mean accuracy over all seeds and, where the task has them, parts of the data."""
     return _mean(_windows(found, arm))
 
 
 def _mean(values: list[float]) -> Interval:
-    """Return the mean of what varies; a task may also give one number alone."""
+    """Return the mean and its interval; a single number is exact."""
     return bootstrap(values, mean=True) if len(values) > 1 else Interval.exact(values[0])
 
 

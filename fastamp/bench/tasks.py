@@ -1,6 +1,6 @@
 """What the bench trains: a model, its data and its loss, made by a function of the user's or ours.
 
-What breaks the contract of such a function is a BrokenTask, which names the part.
+A function that breaks the contract raises a BrokenTask, which names the part.
 """
 
 import importlib
@@ -48,15 +48,15 @@ def make(device, seed):  # all generators are seeded already
 """
 CONTRACT = """\
 A task is a function make(device, seed) that returns (model, dataset, loss) or (model, dataset,
-loss, options). Batches that are pairs are used as loss(model(x), y), dicts as model(**batch), whose
-own loss is taken where the loss is None: as fastamp.fine_tune does. Without --steps the arms train
-until the intervals are narrow, or for a minute. For example:
+loss, options). A batch that is a pair is used as loss(model(x), y), a dict as model(**batch). With
+a loss of None the model's own loss is taken, as in fastamp.fine_tune. Without --steps the arms
+train until the intervals are narrow, or for a minute. For example:
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A task, as its function has made it: the contract holds, as far as nothing has run yet."""
+    """The parts of a task, checked as far as is possible before anything runs."""
 
     model: nn.Module
     """On the CPU or on the device, with the weights that every arm starts from."""
@@ -93,7 +93,7 @@ class BrokenTask(Exception):  # noqa: N818 - what is broken is the task
 
 
 class Part:
-    """A part of the contract: what is raised while it is open becomes a BrokenTask."""
+    """A part of the contract: a context in which every error becomes a BrokenTask."""
 
     def __init__(self, name: str, when: str) -> None:
         self.name, self.when = name, when
@@ -122,9 +122,9 @@ def is_loader(data: Any) -> bool:
     return not isinstance(data, Dataset) and not hasattr(data, "__getitem__")
 
 
-@cache  # what is imported, is imported once
+@cache  # a file is imported once
 def find_make(text: str) -> Make:
-    """Return what FILE.py:NAME, package.module:NAME or the name of a built-in job stands for.
+    """Return the function of FILE.py:NAME, package.module:NAME or a built-in job.
 
     Raises:
         argparse.ArgumentError: there is no such function or job.
@@ -144,7 +144,7 @@ def find_make(text: str) -> Make:
 
 
 def call_make(text: str, device: str, seed: int) -> Any:
-    """Call a function by what it stands for: what can be pickled, however it was found."""
+    """Call a task's function by its name, which can be pickled even if the function cannot."""
     return find_make(text)(device, seed)
 
 
@@ -152,9 +152,9 @@ _loaded: dict[str, ModuleType] = {}  # files, by the name that they are imported
 
 
 def _load(path: Path) -> ModuleType:
-    """Import a file as Python runs a script: what lies beside it can be imported, also in workers.
+    """Import a file as Python runs a script: it and its workers can import what lies beside it.
 
-    It is found in sys.modules, so that its classes can be pickled.
+    The module is in sys.modules, so that its classes can be pickled.
     """
     path, name = path.absolute(), path.stem
     if sys.modules.get(name) is not _loaded.get(name):
@@ -226,7 +226,7 @@ _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _read_data(data: Any) -> Any:
-    """Return a dataset or a loader; tensors in a tuple, and arrays in a dict, are one's columns."""
+    """Return a dataset or a loader; a tuple of tensors or a dict of arrays becomes a dataset."""
     if isinstance(data, tuple) and all(isinstance(part, Tensor) for part in data):
         with Part("dataset", "TensorDataset"):
             return TensorDataset(*data)
@@ -236,13 +236,13 @@ def _read_data(data: Any) -> Any:
     if is_loader(data):
         kinds = "what a DataLoader takes, or an iterable of batches"
         expect(hasattr(data, "__iter__"), "dataset", kinds, _short(data))
-        kinds = "what makes an iterator: one can be read only once"
+        kinds = "an iterable of batches, not an iterator, which can be read only once"
         expect(not isinstance(data, Iterator), "dataset", kinds, _short(data))
     return data
 
 
 def make_optimizer(training: Training, model: nn.Module, *, fused: bool | None = True) -> Optimizer:
-    """Return the task's optimizer of a model, or AdamW: fused where torch can, or left open."""
+    """Return the task's optimizer, or AdamW: fused where torch can, or by default (None)."""
     with Part("options['optimizer']", "its call"):
         if training.optimizer is None:
             return make_by_name(model, "adamw", lr=1e-3, fused=fused)
@@ -263,7 +263,7 @@ def compute_loss(training: Training, model: nn.Module, batch: Any) -> Tensor:
 
 
 def make_loader(training: Training, seed: int, *, device: str) -> Iterable[Any]:
-    """Return the task's loader, or torch's as a good script has it; its batches are on the CPU."""
+    """Return the task's loader, or torch's as in a good script; its batches are on the CPU."""
     data = training.data
     if training.has_loader:
         return data  # type: ignore[no-any-return]
@@ -306,13 +306,13 @@ def _short(value: Any) -> str:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Say so of what torch raises for its CPU and GPU, and NumPy."""
+    """Say whether an error of torch, on CPU or GPU, or of NumPy is for want of memory."""
     kinds = (MemoryError, torch.OutOfMemoryError)
     return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
 def _trace_of(error: BaseException) -> str:
-    """Return the traceback from the first call that is not of the bench; "" if all are."""
+    """Return the traceback from the first call outside of the bench; "" if there is none."""
     ours = (str(Path(__file__).parents[1]), importlib.__file__, "<frozen importlib")
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):

@@ -20,8 +20,8 @@ from fastamp.bench.record import Case
 WORKERS = 8
 WAITING = 1024  # items
 EPOCH_S = 30.0  # of a pass that "auto" is measured in
-PROBE_S = 3.0  # at least, of a pass that tells which choice is the better one
-EPOCHS = Plan(rounds=6, warmup=0)  # of half a minute, in which nothing is left to warm up
+PROBE_S = 3.0  # at least, of the pass that measures a fixed choice
+EPOCHS = Plan(rounds=6, warmup=0)  # of half a minute each: no warm-up is needed
 
 
 class Items(Dataset[Any]):
@@ -80,7 +80,7 @@ class TorchLoader(DataLoader[Any]):
     """torch's loader, without its warning of more workers than cores."""
 
     def check_worker_number_rationality(self) -> None:
-        """Warn of nothing."""
+        """Skip the warning."""
 
 
 def make_waits(_args: argparse.Namespace) -> Case:
@@ -130,7 +130,7 @@ def make_auto(kind: str, _args: argparse.Namespace) -> Case:
 
 
 def _find_rate(run: Callable[[int], None]) -> float:
-    """Return the items a second of a pass of some seconds."""
+    """Return the items a second of a pass of PROBE_S or more."""
     length, elapsed_s = 256, 0.0
     while elapsed_s < PROBE_S:
         length *= 4

@@ -1,4 +1,4 @@
-"""A region of fastamp.Timer with nothing in it, against two bare reads of a clock and others."""
+"""The cost of an empty region of fastamp.Timer, beside two bare clock reads and other timers."""
 
 import argparse
 import contextlib
@@ -35,12 +35,12 @@ def add_options(_add: Callable[..., object]) -> None:
 
 
 def prepare(args: argparse.Namespace) -> Task:
-    """Return the job and what does it."""
+    """Return the job and the function that runs it."""
     return {"regions": REGIONS}, partial(_run, args)
 
 
 def make_visits(device: str = "cpu") -> dict[str, timeit.Timer]:
-    """Return what times each statement, by arm."""
+    """Return a `timeit.Timer` of each statement, by arm."""
     found: deque[int] = deque(maxlen=1)
 
     @contextlib.contextmanager

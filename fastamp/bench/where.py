@@ -23,7 +23,7 @@ REGIONS = ("data", "forward", "backward", "step")
 def profile_runs(
     runs: dict[str, Run], batches: Iterator[Any], loader: Any, race: Race
 ) -> dict[str, Profile]:
-    """Train on for some steps of every arm, each on a batch that is drawn for it, on the clock."""
+    """Train every arm for some more steps; the time to draw their batches counts, too."""
     blocks: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
     for place in range(BLOCKS):
         for name in runs if place % 2 else reversed(runs):
@@ -48,14 +48,14 @@ def _typical(times_s: list[float]) -> Interval:
 
 
 def _time_steps(run: Run, batches: Iterator[Any], steps: int) -> dict[str, float]:
-    """Return the seconds of each part of a step; the device waits, or does nothing, in the rest."""
+    """Return the seconds of each part of a step; the rest is "waits" on a GPU, else "other"."""
     timer = fastamp.Timer(run.device)
     start_s = perf_counter()
     for _ in range(steps):
         with timer("data"):
             batch = next(batches)
         run.train_step(batch, timer)
-    regions = timer.summary()  # when the device is done
+    regions = timer.summary()  # waits for the device
     elapsed_s = perf_counter() - start_s
     parts = {name: regions[name].total / steps for name in REGIONS if name in regions}
     rest = "waits" if run.device == "cuda" else "other"

@@ -58,7 +58,7 @@ def test_a_step_alone_is_the_whole_step():
     assert parts_ms(summary(data=(1, 5), step=(9, 5))) == (5, {"data": 1, "other": 9})
     assert parts_ms(summary(forward=(1, 5), step=(9, 5))) == (5, {"forward": 1, "step": 9})
     assert parts_ms(summary(step=(9, 5))) == (5, {"other": 9})
-    with pytest.raises(ValueError, match="no region is named as a part of a step is: 'data'"):
+    with pytest.raises(ValueError, match="no region is named after a part of a step: 'data'"):
         read_profile(summary(mine=(1, 5)), "cpu")
 
 

@@ -46,11 +46,11 @@ def test_a_pure_python_install_is_named_with_its_remedy(look, monkeypatch):
     said = look()
     assert "cpu     pure Python" in said
     assert "fastamp was installed without its compiled code; install it again with a C++" in said
-    assert f"Mend it: {command}" in said
+    assert f"Fix it: {command}" in said
     monkeypatch.setattr(installation.shutil, "which", lambda _: None)
     monkeypatch.setattr(installation.sys, "platform", "linux")
     monkeypatch.delenv("CONDA_PREFIX", raising=False)
-    assert f"Mend it: sudo apt-get install g++; then {command}" in look()
+    assert f"Fix it: sudo apt-get install g++; then {command}" in look()
 
 
 def test_compiled_code_that_cannot_be_loaded_is_served_by_python_and_named(look, monkeypatch):
@@ -66,7 +66,7 @@ def test_compiled_code_that_cannot_be_loaded_is_served_by_python_and_named(look,
         said = look()
         assert "cpu     pure Python" in said
         assert "fastamp's compiled code cannot be loaded (import of fastamp._ops.compiled" in said
-        assert "Mend it:" in said
+        assert "Fix it:" in said
     finally:
         choose._backends.cache_clear()
 
@@ -93,17 +93,17 @@ def test_a_build_without_cuda_code_is_named_with_its_remedy_beside_a_gpu(
     assert "cpu     compiled code" in said
     assert said.count("pure Python, which is slower: fastamp was built without CUDA") == 2
     assert "install nvcc, https://developer.nvidia.com/cuda-downloads; then FASTAMP_CUDA=ON" in said
-    assert "bf16 on cuda: this GPU has no bf16 units. Mend it: train in FP32" in said
+    assert "bf16 on cuda: this GPU has no bf16 units. Fix it: train in FP32" in said
     (tmp_path / "nvcc").touch()
-    assert f"Mend it: FASTAMP_CUDA=ON CUDACXX={tmp_path}/nvcc {PYTHON} -m pip" in look()
+    assert f"Fix it: FASTAMP_CUDA=ON CUDACXX={tmp_path}/nvcc {PYTHON} -m pip" in look()
     monkeypatch.setattr(installation.shutil, "which", lambda _: "/bin/x")
-    assert f"Mend it: FASTAMP_CUDA=ON {PYTHON} -m pip install" in look()
+    assert f"Fix it: FASTAMP_CUDA=ON {PYTHON} -m pip install" in look()
 
 
 def test_a_cpu_without_bf16_units_is_named_with_its_remedy(look, monkeypatch, with_units):
     assert "bf16 on cpu" not in look()
     monkeypatch.setattr(environment, "cpu_features", set)
-    mend = "Mend it: train in FP32 there, without torch.autocast('cpu')"
+    mend = "Fix it: train in FP32 there, without torch.autocast('cpu')"
     assert f"has no speed-up to expect. {mend}" in look()
 
 
@@ -116,17 +116,17 @@ def test_what_else_is_in_the_way_is_named(look, monkeypatch, tmp_path, with_unit
     monkeypatch.setattr(installation, "DRIVER", tmp_path)
     said = look()
     for each in (
-        "FASTAMP_BACKEND=fallback is set. Mend it: unset FASTAMP_BACKEND",
-        "cores may be used. Mend it: export OMP_NUM_THREADS=",
-        "not installed: fastamp_no_such_module of the extras images, if you use them. Mend it: ",
+        "FASTAMP_BACKEND=fallback is set. Fix it: unset FASTAMP_BACKEND",
+        "cores may be used. Fix it: export OMP_NUM_THREADS=",
+        "not installed: fastamp_no_such_module of the extras images, if you use them. Fix it: ",
         "pip install '/src/fast amp[images]'",
         "has an NVIDIA driver, and torch finds no GPU: torch",
-        "is built without CUDA. Mend it: install torch as",
+        "is built without CUDA. Fix it: install torch as",
     ):
         assert each in said
     monkeypatch.setattr(torch.version, "cuda", "12.6")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "CUDA_VISIBLE_DEVICES='' is set. Mend it: unset CUDA_VISIBLE_DEVICES" in look()
+    assert "CUDA_VISIBLE_DEVICES='' is set. Fix it: unset CUDA_VISIBLE_DEVICES" in look()
 
 
 def test_what_is_installed_comes_again_from_where_it_came(monkeypatch):
@@ -266,8 +266,8 @@ CONTENT = {"schema": 1, "unit": "s", "device": "cpu", "regions": {"forward": REG
         (CONTENT | {"schema": 2}, "expected an object of schema 1"),
         (CONTENT | {"regions": 3}, "its regions is 3, expected a dict"),
         (CONTENT | {"regions": {"data": 3}}, "its region 'data' is 3"),
-        (CONTENT | {"regions": {}}, "no region is named as a part of a step is: 'data', 'forward'"),
-        (CONTENT | {"regions": {"mine": REGION}}, "no region is named as a part of a step"),
+        (CONTENT | {"regions": {}}, "no region is named after a part of a step: 'data', 'forward'"),
+        (CONTENT | {"regions": {"mine": REGION}}, "no region is named after a part of a step"),
         (CONTENT | {"regions": {"data": REGION | {"total": -1}}}, "its region 'data' is"),
         (CONTENT | {"regions": {"data": REGION | {"total": float("nan")}}}, "its region 'data' is"),
         (CONTENT | {"regions": {"data": REGION | {"count": 0}}}, "its region 'data' is"),
@@ -293,7 +293,7 @@ def test_what_is_no_file_of_a_timer_is_refused_with_status_2(content, said, tmp_
         main([*LOOK, "--timer", str(path)])
     assert ended.value.code == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert f"--timer: '{path}' is no file of Timer.to_json with a step's parts: " in error
+    assert f"--timer: '{path}' is no file of Timer.to_json with the parts of a step: " in error
     assert said in error
 
 

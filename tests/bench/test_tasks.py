@@ -52,11 +52,11 @@ BROKEN = {
     "return model, data, loss, {'dtype': 'bf16'}": "options['dtype']: expected torch.bfloat16,",
     "return model, data, loss, {'max_norm': 0}": "options['max_norm']: expected a number above 0",
     "return model, 5, loss": "dataset: expected what a DataLoader takes, or an iterable",
-    "return model, iter([1]), loss": "dataset: expected what makes an iterator",
+    "return model, iter([1]), loss": "dataset: expected an iterable of batches",
     "return model, [], loss": "dataset: DataLoader raised ValueError: num_samples should be",
     "return model, torch.utils.data.DataLoader([1], 2, drop_last=True), loss": "dataset: expected a"
     " batch in every pass, got none",
-    "return model, map(fail, [1]), loss": "dataset: expected what makes an iterator",
+    "return model, map(fail, [1]), loss": "dataset: expected an iterable of batches",
     "return model, torch.utils.data.DataLoader(data, collate_fn=fail), loss": "dataset: its next"
     " batch raised ArithmeticError: of the user's own",
     "model.forward = fail; return model, data, loss": "model: its call on a batch raised"

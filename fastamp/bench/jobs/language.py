@@ -22,7 +22,7 @@ from fastamp.train.text import (
 MAX_NORM = 1.0
 LEARNING_RATE = 1e-3  # at a width of 256; in inverse proportion to the width, as in muP
 VALIDATION_WINDOWS = 64
-# Small: what is not the model's own work has to be seen beside it.
+# Small, so that the loop's overhead shows beside the model's own work.
 SHAPES = {
     "cpu": Shape(layers=2, heads=2, width=256, block_size=64),
     "cuda": Shape(layers=6, heads=6, width=384, block_size=256),
@@ -35,7 +35,7 @@ RANK = 8  # of LoRA's matrices, of which DEEP has 192
 class Draws:
     """Batches drawn at random from a text, the same in every pass, without end.
 
-    `dataset` has the windows of which they are drawn.
+    `dataset` holds the windows that they are drawn from.
     """
 
     def __init__(self, text: Bytes, block_size: int, batch_size: int, seed: int) -> None:

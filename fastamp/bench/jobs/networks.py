@@ -26,7 +26,7 @@ def measure_accuracy(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[
 
 
 def find_options(inputs: Tensor, targets: Tensor, batch_size: int) -> dict[str, Any]:
-    """Return the options of a classifier, which is held to these samples."""
+    """Return the options of a classifier that is evaluated on these samples."""
     evaluate = partial(measure_accuracy, inputs=inputs, targets=targets)
     return {"evaluate": evaluate, "batch_size": batch_size, "max_norm": MAX_NORM}
 

@@ -17,14 +17,14 @@ import fastamp
 from fastamp.bench import crops, photos
 from fastamp.bench.jobs.networks import HELD_OUT, MAX_NORM, find_options
 
-COUNT = 50_000  # of CIFAR's size
-PATCHED = 10_000  # of `groups`
+COUNT = 50_000  # images, as in CIFAR-10
+PATCHED = 10_000  # images of `groups`
 PHOTOS = 256
 DECAY = 0.75  # of the learning rate, from a layer to the one before it
 
 
 class _Pictures(fastamp.ArrayDataset):
-    """Cropped and flipped images, and what torch's loader reads in their place."""
+    """Cropped and flipped images; torch's loader reads `by_torch` in their place."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         super().__init__(images, labels, augment=crops.make_augmentations()[:2])
@@ -32,7 +32,7 @@ class _Pictures(fastamp.ArrayDataset):
 
 
 class _Photos(fastamp.ImageFolder):
-    """A folder of photographs, and what torch's loader reads in its place."""
+    """A folder of photographs; torch's loader reads `by_torch` in its place."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder, photos.SIZE)
@@ -64,7 +64,7 @@ def _draw_pictures(count: int, seed: int) -> tuple[Tensor, Tensor]:
     patterns = functional.interpolate(coarse, scale_factor=4, mode="bilinear").byte()
     images = torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8, generator=rng)
     labels = torch.randint(10, (count,), generator=rng)
-    for start in range(0, count, 1000):  # in parts, for the memory that it takes
+    for start in range(0, count, 1000):  # in parts, to save memory
         part = images[start : start + 1000]
         part.div_(2, rounding_mode="floor").add_(patterns[labels[start : start + 1000]] // 2)
     return images, labels
