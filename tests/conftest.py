@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-# pip has compiled nothing: what is imported is compiled once, and kept for all processes.
+# pip has written no bytecode: the first import of a module writes it, for all processes.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Before torch is imported: here and in all processes that tests start, torch computes on one
-# thread, unless a test says otherwise. Threads that wait for each other in a busy machine took
+# thread, unless a test says otherwise. Threads that wait for each other on a busy machine took
 # twice as long.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 
-# That an older torch gets the fallback is a warning, and the test of one file.
+# An older torch gets the fallback with a warning, which one file tests; all others ask for it.
 if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
     os.environ.setdefault("FASTAMP_BACKEND", "fallback")
 
@@ -34,14 +34,14 @@ from fastamp import _ops
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# A shell that starts the tests in the background has them ignore Ctrl-C, and fastamp with them.
+# Started in the background by a shell, the tests would ignore Ctrl-C, and so would fastamp.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 EMULATED = pytest.param("emulated", marks=pytest.mark.emulated)
 COUNTED = {"cuda": "GPU tests", "emulated": "tests of the emulated CUDA kernels"}
-"""What marks are counted, and how the summary calls their tests."""
+"""The marks that are counted, and the names of their tests in the summary."""
 AVAILABLE = fastamp.backends()
 AT_LARGE = "FASTAMP_AT_LARGE" in os.environ
 LONGEST = ["test_parallel.py", "test_shards.py", "test_examples.py", "test_train.py"]
@@ -67,20 +67,20 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_finish() -> None:
-    """Leave modules and tests out of the collections of garbage, here and in forked processes."""
+    """Exclude modules and tests from garbage collection, here and in forked processes."""
     gc.collect()
     gc.freeze()
 
 
 def _to_emulate(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Leave the emulated kernels what tests the step: one run of each test, or all at large."""
+    """Keep of the emulated kernels' tests those of the step: one run of each, or all at large."""
     runs: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("emulated") and item.path.parent.name == "step":
             runs.setdefault(item.nodeid.partition("[")[0], []).append(item)
     if AT_LARGE:
         kept = {id(item) for found in runs.values() for item in found}
-    else:  # of the parameters that its name picks
+    else:  # the parameters that a hash of its name picks
         kept = {id(found[zlib.crc32(name.encode()) % len(found)]) for name, found in runs.items()}
     return [i for i in items if id(i) in kept or not i.get_closest_marker("emulated")]
 
@@ -92,9 +92,9 @@ def _pairs(item: pytest.Item) -> set[tuple[tuple[str, int], ...]]:
 
 
 def _pairwise(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Leave tests that are marked so enough runs for every pair of values, or all at large.
+    """Keep of pairwise tests enough runs for every pair of values, or all at large.
 
-    Of what needs a GPU or the emulated kernels, as many as of the rest: it may be skipped.
+    Runs on a GPU and on the emulated kernels cover all pairs by themselves: they may be skipped.
     """
     runs: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -167,17 +167,17 @@ def _use(name: str) -> Iterator[str]:
 
 @pytest.fixture(autouse=True, scope="module")
 def old_objects_left_out() -> None:
-    """Leave what came before this file out of the collections of garbage that its tests ask for.
+    """Exclude earlier files' objects from the garbage collections that this file's tests ask for.
 
-    Each looked through the modules that earlier files have imported, for 0.15 s.
+    The modules that earlier files have imported made each collection 0.15 s longer.
     """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
-def threads_put_back() -> Iterator[None]:
-    """Put torch's number of threads back after a test that has changed it."""
+def threads_restored() -> Iterator[None]:
+    """Restore torch's number of threads after a test that has changed it."""
     before = torch.get_num_threads()
     yield
     if torch.get_num_threads() != before:
@@ -198,7 +198,7 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(params=[EMULATED, CUDA])
 def apart(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run the test once for every backend whose device the host waits for, if only in play."""
+    """Run the test once for every backend with a device apart from the host, real or emulated."""
     yield from _use(request.param)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def accelerator(**options: Any) -> Iterator[accelerate.Accelerator]:
-    """Give an Accelerator over the ranks: steps to accumulate, and the loaders' configuration."""
+    """Yield an Accelerator over the ranks, with `accumulate` steps and the loaders' options."""
     rank, count = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
@@ -52,7 +52,7 @@ LOADERS = {
         "dataset": rows(n),
         "batch_size": 4,
         "shuffle": True,
-        "generator": generator(8 + dist.get_rank()),  # the first rank's counts
+        "generator": generator(8 + dist.get_rank()),  # the first rank's is used
     },
     "a sampler": lambda n: {
         "dataset": rows(n),
@@ -83,7 +83,7 @@ def both(name, length, options):
 
 
 def watch(kind, name, length, options):
-    """Return each batch of two epochs with what Accelerate knows then, and its metrics gather."""
+    """Return each batch of two epochs, with Accelerate's state and what it gathers for metrics."""
     torch.manual_seed(3)
     found = []
     with accelerator(accumulate=2, **options) as own:
@@ -136,7 +136,7 @@ def resume(state, count, seed):
 
 
 def refuse():
-    """Return what is said of loaders that cannot do what they are asked for."""
+    """Return the errors of loaders that cannot be prepared as they are configured."""
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"dispatch_batches": True}, {"dataset": rows(64)}),
         ({"split_batches": True}, {"dataset": rows(64), "batch_size": 5}),

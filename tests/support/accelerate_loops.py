@@ -1,4 +1,4 @@
-"""Accelerators with a scaler on a CPU, and what programs do between clip and step."""
+"""Accelerators with a scaler on a CPU, and programs that do something between clip and step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def forget():
 
 
 def use_fp16(accelerator: Any) -> Any:
-    """Give an Accelerator on a CPU, where Accelerate scales nothing, what it has on a GPU."""
+    """Give an Accelerator on a CPU the scaler that it has only on a GPU."""
     accelerator.state._mixed_precision = "fp16"
     accelerator.native_amp = True
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
@@ -48,7 +48,7 @@ def zero_in_place(optimizer, model):
 
 
 def look(own, model, optimizer):
-    """Bring the gradients up to date, and look at them before and after the step."""
+    """Unscale the gradients, and return them before and after the step."""
     found = []
     for _ in range(3):
         backward(own, model)

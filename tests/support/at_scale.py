@@ -2,12 +2,12 @@
 
     nox -s scale -- --samples 10000000000 --ranks 4096 --changes 20 --looks 64
 
-Between two changes all ranks make the same number of steps, as they do in training. A few of them
-are looked at: they load the state that the ranks before have left, and their first and last batches
-are drawn by real loaders. The permutation's inverse then tells whose turn each of these samples
-was, and for random samples of the dataset, which rank has them, and when: that rank is asked. Each
-sample has one place in the epoch, and each place one stage, rank and number, so that a sample that
-came twice, or not at all, would be found at a place that is another one's.
+Between two changes all ranks take the same number of steps, as in training. A few ranks are
+checked: real loaders load the state that the ranks before have left, and draw the rank's first and
+last batches. The inverse of the permutation gives the place of each of these samples in the epoch,
+which has to be the rank's. For random samples of the dataset it gives the rank and the number of
+the sample there, and a loader of that rank has to draw it. Each sample has one place, and each
+place one stage, rank and number: a sample that came twice, or never, would show at a wrong place.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Stage(NamedTuple):
     ranks: int
     batch_size: int
     begin: int
-    """Samples that all ranks have had before."""
+    """Samples that all ranks have read before."""
     steps: int
     state: dict
-    """What the ranks before have left."""
+    """The state that the ranks before have left."""
 
 
 class Findings(NamedTuple):
@@ -77,7 +77,7 @@ class _Counted(Permutation):
 
 
 def make_loader(length, ranks, rank, batch_size, state=None):
-    """Return a rank's loader, where the ranks before have stopped."""
+    """Return a rank's loader, which begins where the ranks before have stopped."""
     options = {"shuffle": True, "seed": SEED, "rank": rank, "world_size": ranks}
     loader = fastamp.DataLoader(Rows(length, torch.tensor), batch_size, **options)
     if state is None:
@@ -106,7 +106,7 @@ def make_stages(rng, length, most_ranks, changes):
 
 
 def look_at_ranks(rng, length, stages, looks):
-    """Draw the first and last batches of some ranks of each stage, and find where they belong."""
+    """Draw the first and last batches of some ranks of each stage, and check their places."""
     permutation, batches = Permutation(length, SEED + EPOCH), 0
     for stage, following in itertools.zip_longest(stages, stages[1:]):
         ranks, batch_size, begin, steps, state = stage
@@ -126,7 +126,7 @@ def look_at_ranks(rng, length, stages, looks):
 
 
 def look_at_samples(rng, length, stages, looks):
-    """Ask for random samples the rank that has to have them."""
+    """Check that random samples are drawn by the ranks that have to draw them."""
     permutation = Permutation(length, SEED + EPOCH)
     begins = [stage.begin for stage in stages]
     for _ in range(looks):
@@ -151,7 +151,7 @@ def read_all(length, stages):
 
 
 def simulate(samples, ranks, changes, looks, seed):
-    """Return how many batches and samples were looked at, and how many indices that computed."""
+    """Return how many batches and samples were checked, and how many indices computed for it."""
     rng = random.Random(seed)
     before = _Counted.drawn
     with mock.patch.object(shuffle, "Permutation", _Counted):
@@ -162,7 +162,7 @@ def simulate(samples, ranks, changes, looks, seed):
 
 
 def main() -> None:
-    """Look at an epoch of the given size."""
+    """Check an epoch of the given size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     defaults = {"samples": 10**10, "ranks": 4096, "changes": 20, "looks": 64, "seed": 0}
     for name, value in defaults.items():

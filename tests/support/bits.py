@@ -1,4 +1,4 @@
-"""The bits of a tensor's elements, for tests that promise more than a tolerance; and tolerances."""
+"""The bits of a tensor's elements, for tests of exactness; and a fast check with tolerances."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, *, rtol: float, atol: float) -> None:
-    """Compare as torch.testing.assert_close does, which takes twenty times as long."""
+    """Compare as torch.testing.assert_close does, in a twentieth of its time."""
     alike = ours.dtype == theirs.dtype and ours.shape == theirs.shape
     if not (alike and torch.allclose(ours, theirs, rtol=rtol, atol=atol)):
         torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)

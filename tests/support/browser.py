@@ -1,4 +1,4 @@
-"""Looks at HTML files, and all those in folders, in headless Chromium; prints a line a finding.
+"""Check HTML files, and all those in folders, in headless Chromium; print a line a finding.
 
 `python tests/support/browser.py [--shots FOLDER] PATH...` exits with 1 if it finds anything: an
 error on the console, a request to another host, what overflows or is clipped, text in a picture
@@ -66,7 +66,7 @@ return found;
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    """Serves a folder, without a word; pages that name no icon are asked for one in vain."""
+    """Serves a folder without a log. Chromium asks for a favicon, which is empty."""
 
     def do_GET(self):
         if urlsplit(self.path).path == "/favicon.ico":
@@ -95,8 +95,8 @@ def serving(folder):
 
 @contextmanager
 def chromium():
-    """Start a browser that looks no host up but this one."""
-    from selenium import webdriver  # the other functions do without
+    """Start a browser that resolves no host but this one."""
+    from selenium import webdriver  # only this function needs it
 
     options, folder = webdriver.ChromeOptions(), tempfile.mkdtemp()
     for option in (*OPTIONS.split(), f"--user-data-dir={folder}"):

@@ -7,7 +7,7 @@ import torch
 
 SIZES = [(3,), (70, 5), (16, 16), (1025,), (64,)]
 CHANGED = range(2, 4)
-"""The steps before which something changes; some changes are taken back at the second."""
+"""The steps before which something changes; some changes are undone before the second."""
 
 
 def is_first(step):

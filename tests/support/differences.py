@@ -41,7 +41,7 @@ class Difference(NamedTuple):
 
 
 def train(name: str, dtype: torch.dtype, **implementation: bool | None) -> torch.Tensor:
-    """Return random parameters after 20 steps, by fastamp if nothing else is asked for."""
+    """Return random parameters after 20 steps, by fastamp unless an `implementation` is given."""
     generator = torch.Generator().manual_seed(0)
     parameter = torch.nn.Parameter(torch.randn(NUMEL, generator=generator).to(dtype))
     cls, options = OPTIMIZERS[name]
@@ -57,7 +57,7 @@ def train(name: str, dtype: torch.dtype, **implementation: bool | None) -> torch
 
 
 def differences(name: str, dtype: str) -> dict[str, Difference]:
-    """Return what lies between fastamp and each of torch's implementations."""
+    """Return the difference between fastamp and each of torch's implementations."""
     ours = train(name, DTYPES[dtype])
     found = {}
     for kind, implementation in TORCHS.items():
@@ -75,7 +75,7 @@ def rounded_up(value: float) -> float:
 
 
 def bound(found: Difference) -> str:
-    """Say what a difference is at most."""
+    """Return the bounds of a difference, as the table has them."""
     if not math.isfinite(found.most):
         return "torch's is inf"
     if found.share > 0.9:  # its kernel updates 8 of 1,000

@@ -1,4 +1,4 @@
-"""How tests draw: the same examples each time, 60 or as many as FASTAMP_EXAMPLES says."""
+"""Hypothesis' settings: the same examples each time, 60 or as many as FASTAMP_EXAMPLES says."""
 
 import os
 

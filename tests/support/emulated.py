@@ -34,8 +34,8 @@ SOURCES = [
     ROOT / "csrc/emulate/export.cpp",
     ROOT / "csrc/emulate/fibers.cpp",
 ]
-# As CMakeLists.txt has them. What is undefined, a misaligned vector too, ends the process. Products
-# and sums are contracted where this machine can, as nvcc does.
+# As CMakeLists.txt has them. Undefined behaviour, such as a misaligned vector, ends the process.
+# Products and sums are contracted where this machine can, as nvcc does.
 FLAGS = ["-std=c++17", "-O2", "-march=native", "-ffp-contract=fast", "-DFASTAMP_EMULATE"]
 FLAGS += ["-fPIC", "-shared", "-pthread", "-Werror=missing-field-initializers"]
 FLAGS += ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
@@ -50,7 +50,7 @@ def compiler() -> list[str] | None:
 
 
 def library() -> Path | None:
-    """Compile the library, unless that is done; None where there is no compiler."""
+    """Compile the library if needed, and return its path; None without a compiler."""
     if "FASTAMP_EMULATED" in os.environ:
         return Path(os.environ["FASTAMP_EMULATED"])
     command = compiler()
@@ -112,7 +112,7 @@ def use_emulated(backend: _ops.Ops) -> Iterator[None]:
 
 @contextmanager
 def fast_float64() -> Iterator[None]:
-    """Let the kernels add as on a data center's GPU; they add as on any other without this."""
+    """Let the kernels add as on a data center's GPU; otherwise they add as on all other GPUs."""
     loaded = _loaded()
     assert loaded is not None
     loaded.fastamp_emulated_float64_ratio(2)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class FakeClock:
-    """Seconds that pass only when something is said to have taken them."""
+    """A clock that only `spend` moves."""
 
     def __init__(self, patch: pytest.MonkeyPatch, noise: float = 0.0, seed: int = 0) -> None:
         self.now_s = 0.0
@@ -23,5 +23,5 @@ class FakeClock:
         patch.setattr(race, "perf_counter", lambda: self.now_s)
 
     def spend(self, elapsed_s: float) -> None:
-        """Let time pass, more or less as much as the noise says."""
+        """Let time pass, with random noise."""
         self.now_s += elapsed_s * math.exp(self.noise * self.rng.normal())

@@ -1,4 +1,4 @@
-"""A GPU that tests play, behind torch.cuda: streams with their own clocks, and a count of waits.
+"""A fake GPU behind torch.cuda: streams with clocks of their own, and a count of waits.
 
 Time passes only where a test says so.
 """
@@ -24,11 +24,11 @@ class FakeStream:
 
 @dataclass
 class FakeGpu:
-    """Streams by number; `host_ms` is when work that is given now can begin at the earliest."""
+    """Streams by number; work that is queued now begins at `host_ms` or later."""
 
     host_ms: float = 0.0
     done_ms: float = 0.0
-    """What was to happen up to here has happened."""
+    """Work up to this time is done."""
     stream: int = 1
     capturing: bool = False
     waits: int = 0
@@ -37,12 +37,12 @@ class FakeGpu:
     copies: list[tuple[float, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def work(self, duration_ms: float, stream: int | None = None) -> None:
-        """Give the current stream, or another one, something to do."""
+        """Queue work on the current stream, or on another one."""
         stream = stream or self.stream
         self.busy_ms[stream] = max(self.busy_ms.get(stream, 0.0), self.host_ms) + duration_ms
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy to the host on the current stream: NaN until that has happened."""
+        """Copy to the host on the current stream; the copy is NaN until it is done."""
         self.work(1.0)
         host = torch.full_like(tensor, float("nan"))
         self.copies.append((self.busy_ms[self.stream], host, tensor.clone()))

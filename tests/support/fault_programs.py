@@ -1,4 +1,4 @@
-"""What is struck by faults: programs that report how far they have come, and go on if run again."""
+"""Programs for faults to strike: they report their progress, and resume when they run again."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Reporting:
 
 
 def train(folder: Path) -> None:
-    """Train, or go on where the newest checkpoint is, and report the outcome."""
+    """Train, from the newest checkpoint if there is one, and report the outcome."""
     logging.disable()
     reporting = Reporting()
     reporting.patch()
@@ -106,7 +106,7 @@ SCALARS = [(NAMES[i % len(NAMES)], i, i / 4) for i in range(60)]
 
 
 def read_scalars(path: Path) -> list[tuple]:
-    """Return the scalars in a file of a sink, and raise an error for what is none."""
+    """Return the scalars in a sink's file; raise an error if a line is broken."""
     with path.open(newline="") as file:
         if file.read(1) == "{":
             rows = [json.loads(line).values() for line in path.read_text().splitlines()]
@@ -117,7 +117,7 @@ def read_scalars(path: Path) -> list[tuple]:
 
 
 def log(folder: Path, kind: str) -> None:
-    """Log what is not in the file yet, in batches, past those that cannot be written."""
+    """Log in batches what is not in the file yet; skip a batch that cannot be written."""
     path = folder / "log"
     sink = SINKS[kind](path)
     present = read_scalars(path) if path.stat().st_size else []

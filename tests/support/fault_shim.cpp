@@ -1,6 +1,6 @@
-// Calls that change files below one folder, between the program and the C library (LD_PRELOAD).
-// They are counted; at one of them a fault strikes. What would be on the disk after a loss of power
-// is written down: every change of a folder, and a copy of each file that is synced.
+// Wraps the C library's calls that change files below one folder (LD_PRELOAD). They are counted;
+// at one of them a fault strikes. A journal records what would be on the disk after a loss of
+// power: every change of a folder, and a copy of each file that is synced.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <stdarg.h>

@@ -39,7 +39,7 @@ REFUSALS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EACCES)
 
 @dataclass
 class History:
-    """The runs of a program in one folder: struck by faults, and at the end in peace."""
+    """The runs of a program in one folder: struck by faults, and at the end without one."""
 
     folder: Path
     expected: Ran
@@ -54,7 +54,7 @@ class History:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last run was in peace."""
+        """Whether the last run had no fault."""
         return self.faults[-1].kind == "none"
 
     def before(self) -> Ran | None:
@@ -79,7 +79,7 @@ def saved_can_be_restored(history: History) -> str | None:
 
 
 def begun_steps_are_saved(history: History) -> str | None:
-    """A signal lets the step that it finds end, and saves it."""
+    """A signal lets the running step end, and saves it."""
     before, resumed = history.before(), history.last.said("resumed")
     if before is None or not set(before.codes) <= HEARD or not resumed:
         return None
@@ -96,7 +96,7 @@ def signals_are_heard(history: History) -> str | None:
 
 
 def files_are_whole(history: History) -> str | None:
-    """A checkpoint that has its name is whole."""
+    """A file with a checkpoint's name is a whole checkpoint."""
     damaged = history.last.said("damaged")
     return f"damaged: {damaged[0]}" if damaged else None
 
@@ -110,7 +110,7 @@ def ends_the_same(history: History) -> str | None:
 
 
 def errors_are_named(history: History) -> str | None:
-    """What the disk refuses is told as an error of the folder, or nobody is hurt by it."""
+    """An error of the disk does no harm, or is raised with the argument that names the folder."""
     codes, err = history.last.codes, history.last.err
     if history.faults[-1].kind not in {"fail", "full"} or not any(codes):
         return None
@@ -120,7 +120,7 @@ def errors_are_named(history: History) -> str | None:
 
 
 def nothing_is_left_behind(history: History) -> str | None:
-    """A run that saves leaves its newest checkpoints alone in the folder."""
+    """A run that saves leaves nothing but its newest checkpoints in the folder."""
     names = sorted(path.name for path in history.folder.iterdir())
     is_tidy = len(names) == 3 and names[0].startswith("step-")
     saves = history.is_over and history.last.said("saved")
@@ -166,17 +166,17 @@ def refusals_have_status_2(history: History) -> str | None:
 
 @dataclass(frozen=True)
 class Subject:
-    """A program that comes to an end if it is run often enough, and what must hold for it."""
+    """A program that ends if it is run often enough, and the properties that must hold."""
 
     program: str
     args: tuple = ()
     ranks: int = 0
     properties: tuple[Callable[[History], str | None], ...] = ()
     files: dict[str, str] = field(default_factory=dict)
-    """That are in the folder at first."""
+    """The texts of files that are in the folder at first."""
 
     def run(self, server: Server, folder: Path, fault: Fault) -> Ran:
-        """Run it once; make the folder, if it is not there."""
+        """Run it once; make the folder if it is missing."""
         if not folder.exists():
             folder.mkdir()
             for name, text in self.files.items():
@@ -292,7 +292,7 @@ def _draw(rng: random.Random, kind: str, subject: Subject, expected: Ran, number
 
 @dataclass
 class Tally:
-    """What trials came to."""
+    """The results of trials."""
 
     trials: Counter = field(default_factory=Counter)
     struck: Counter = field(default_factory=Counter)

@@ -54,7 +54,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Ran:
-    """What became of a program."""
+    """The outcome of a program."""
 
     codes: list[int]
     """Of each rank: the exit status, negative for a signal."""
@@ -145,12 +145,12 @@ _reports = -1
 
 
 def report(*what: Any) -> None:
-    """Say something that the harness hears, whatever happens to this program afterwards."""
+    """Report something to the harness, which gets it whatever happens to this program."""
     os.write(_reports, pickle.dumps(list(what)))
 
 
 def serve(descriptor: int, modules: list[str]) -> None:
-    """Fork programs until nobody asks for any more."""
+    """Fork programs until the connection is closed."""
     os.environ.pop("LD_PRELOAD")
     for name in modules:
         importlib.import_module(name)
@@ -165,17 +165,17 @@ def serve(descriptor: int, modules: list[str]) -> None:
         pids: list[int] = []
         for rank in range(ranks or 1):
             pid = os.fork()
-            os.setpgid(pid, pids[0] if pids else pid)  # in both: whoever is first
+            os.setpgid(pid, pids[0] if pids else pid)  # in parent and child: either may be first
             if pid == 0:
                 connection.close()
-                _be(program, folder, args, fault, rank, ranks, Path(room))
+                _run_program(program, folder, args, fault, rank, ranks, Path(room))
             pids.append(pid)
         codes = _wait(pids, fault, start_s)
         connection.send((codes, time.monotonic() - start_s))
 
 
 def _wait(pids: list[int], fault: Fault, start_s: float) -> list[int]:
-    """Wait for the ranks; send what is due; after the first one was killed, do not wait long."""
+    """Wait for the ranks, send a delayed signal, and end the others soon after a kill."""
     codes: dict[int, int] = {}
     end_s, is_due = start_s + LIMIT_S, fault.kind == "delay"
     while len(codes) < len(pids):
@@ -197,10 +197,10 @@ def _wait(pids: list[int], fault: Fault, start_s: float) -> list[int]:
     return [codes[pid] for pid in pids]
 
 
-def _be(
+def _run_program(
     program: str, folder: Path, args: tuple, fault: Fault, rank: int, ranks: int, room: Path
 ) -> None:
-    """Be a program, and exit as Python does."""
+    """Run a program in this process, and exit as Python does."""
     global _reports  # noqa: PLW0603 - of this process
     code = 1
     try:

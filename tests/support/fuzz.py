@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch._dynamo  # which the first optimizer imports, in longer than an input may take
+import torch._dynamo  # else the first optimizer imports it, which takes longer than an input may
 
 import fastamp
 
@@ -31,9 +31,9 @@ RAISE = {dis.opmap["RAISE_VARARGS"]}
 class Target:
     """Something that takes input from outside; a subclass says how.
 
-    The property, the same for all: an input either works, and so does what is done with it
-    afterwards; or `load` raises one of `errors`, by a `raise` statement of fastamp's, with a
-    message, and the subject is as it was. Both within a second.
+    The property is the same for all: an input works, and so does the `use` of it afterwards; or
+    `load` raises one of `errors`, by a `raise` statement of fastamp's, with a message, and leaves
+    the subject as it was. Both within a second.
     """
 
     errors: tuple[type[BaseException], ...] = (ValueError,)
@@ -59,16 +59,16 @@ class Target:
         """Do what a user does once it is loaded."""
 
     def is_clear(self, error: BaseException) -> bool:
-        """Say whether an error was raised on purpose and says something."""
+        """Say whether an error was raised on purpose, with a message."""
         return is_raised_by(error, OURS) and len(str(error)) > 10
 
     def close(self) -> None:
-        """Put back what the target has changed in the process."""
+        """Restore what the target has changed in the process."""
 
 
 @dataclass
 class Findings:
-    """What came out of one target."""
+    """The findings of one target."""
 
     name: str
     count: int = 0

@@ -26,7 +26,7 @@ from fastamp.train.text import load_corpus
 
 
 class Baseline(Target):
-    """A baseline of other content is compared with, or refused in one line with status 2 or 3."""
+    """A changed baseline is compared, or refused in one line with status 2 or 3."""
 
     errors = (SystemExit,)
     words = ("speedup/a", "step_time", "memory")

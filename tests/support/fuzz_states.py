@@ -110,7 +110,7 @@ class ScalerState(Target):
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """An iterable dataset that says where it is, and refuses what it cannot be."""
+    """An iterable dataset with a state, which refuses a state that it cannot have."""
 
     def __init__(self) -> None:
         self.at = 0

@@ -58,7 +58,7 @@ OBJECTS: list[Callable[[], Any]] = [
     lambda: torch.zeros(2, dtype=torch.complex64),
     lambda: torch.nn.Parameter(torch.ones(2)),
 ]
-"""With the objects of a checkpoint and of a state in memory."""
+"""With objects that a checkpoint, or a state in memory, may hold."""
 
 
 def mutate(value: Any, rng: random.Random, pool: list[Callable[[], Any]]) -> Any:

@@ -1,4 +1,4 @@
-"""A soak of what copies to a GPU: sums of batches are compared, and memory stays flat.
+"""A soak of copies to a GPU: sums of batches are compared, and memory has to stay flat.
 
     python tests/support/gpu_soak.py --batches 20000 --minutes 3
 

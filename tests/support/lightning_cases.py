@@ -21,7 +21,7 @@ LAUNCHED = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MAS
 
 
 def launch() -> None:
-    """Look like a process that a launcher has started, where there are ranks."""
+    """Set the variables of a launcher, where there are ranks."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     if dist.is_initialized():
@@ -168,7 +168,7 @@ def train_by_hand(batches: list[list[int]], precision: str) -> list[torch.Tensor
 
 
 def refuse_what_is_not_finite() -> tuple[str, bool, float, bool]:
-    """Return what Fabric raises for an overflow, and what a step finds that was not refused."""
+    """Return Fabric's error for an overflow, and what a step finds with that error switched off."""
     from lightning.fabric import Fabric
     from lightning.fabric.plugins import MixedPrecision
 
@@ -193,7 +193,7 @@ def refuse_what_is_not_finite() -> tuple[str, bool, float, bool]:
 
 
 def run_fabric(precision: str, change: str) -> list[Any]:
-    """Train in Fabric, with fastamp's step or Fabric's own; return what can be seen."""
+    """Train in Fabric, with fastamp's step or Fabric's own; return all that a user can see."""
     from lightning.fabric import Fabric
     from lightning.fabric.plugins import MixedPrecision
 

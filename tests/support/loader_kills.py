@@ -46,7 +46,7 @@ class Drawn(Dataset):
 
 
 class Long(Dataset):
-    """More rows than any memory has."""
+    """More rows than fit into any memory."""
 
     def __len__(self):
         return LONG
@@ -125,7 +125,7 @@ KINDS = {
 
 
 def run(kind: str, workers: int, state: Path, log: Path, pause_s: float) -> None:
-    """Go on with the loop where the state says, until it has had all batches."""
+    """Resume the loop from the state, and run it until it has had all batches."""
     warnings.simplefilter("ignore")  # more workers than cores
     make, options, _ = KINDS[kind]
     loader = fastamp.DataLoader(
@@ -173,7 +173,7 @@ def try_kind(kind: str, kills: int, seed: int) -> list[str]:
             args = (kind, draw.choice(workers), state, parts, 0.004)
             process = context.Process(target=run, args=args)
             process.start()
-            # Some batches later, and a moment: on a busy machine, too.
+            # Kill it after some batches and a moment; counted, as a busy machine is slow.
             goal, moment_s = count_lines(parts) + draw.randrange(12), draw.uniform(0, 0.01)
             while killed < kills and process.is_alive() and count_lines(parts) < goal:
                 time.sleep(0.001)
@@ -185,7 +185,7 @@ def try_kind(kind: str, kills: int, seed: int) -> list[str]:
             elif process.exitcode:
                 return [f"{kind}: a run ended with {process.exitcode}"]
             else:
-                state.unlink(missing_ok=True)  # of a whole run; another one begins anew
+                state.unlink(missing_ok=True)  # the run is complete: the next one begins anew
                 if killed >= kills:
                     break
         expected = dict(json.loads(line) for line in whole.read_text().splitlines())

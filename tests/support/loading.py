@@ -47,7 +47,7 @@ class Squares(Dataset):
 
 
 class Stateful(Squares):
-    """A dataset with a state, which workers' copies would have each for itself."""
+    """A dataset with a state, of which every worker's copy has its own."""
 
     def state_dict(self):
         return {}

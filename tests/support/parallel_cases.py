@@ -26,14 +26,14 @@ BLOCK, N, N_HELD_OUT = 8, 96, 21
 
 
 def make_data(n=N):
-    """Return windows of bytes that follow a rule, what follows each, and the number of each."""
+    """Return windows of bytes that follow a rule, the bytes after each, and the window numbers."""
     first = torch.randint(256, (n, 1), generator=torch.Generator().manual_seed(n))
     tokens = (first + 3 * torch.arange(BLOCK + 1)) % 256
     return tokens[:, :-1], tokens[:, 1:], torch.arange(n)
 
 
 class Dropping(torch.nn.Module):
-    """A GPT whose logits lose some, so that random numbers count."""
+    """A GPT with dropout of its logits, so that random numbers matter."""
 
     def __init__(self, layers, dropout):
         super().__init__()
@@ -82,7 +82,7 @@ def train(
     settings |= {"checkpoint_dir": folder, "checkpoint_every": 3, "log_every": 4, "keep": 9}
     watching = Watching(stop_at, action, overflow_at)
     settings |= {"model_call": watching, "tracker": fastamp.MetricsTracker(sinks=list(sinks))}
-    # Every rank starts with a model of its own: the first one's counts.
+    # Every rank starts with a model of its own; the first rank's is used.
     torch.manual_seed(_rank())
     model = Dropping(layers, dropout)
     try:
@@ -150,7 +150,7 @@ def train_by_hand(folder, mode, stop_at=0, signal_at=0):
 
 
 def load_file(folder, model):
-    """Return the weights in a file, after a look at those of the model."""
+    """Return the weights in a file, which have to be the model's."""
     from safetensors.torch import load_file as load
 
     loaded = load(folder / "weights.safetensors")

@@ -1,4 +1,4 @@
-"""Tensors of the device "mps", played on the CPU. Like Metal, they know no float64."""
+"""Fake tensors of the device "mps", on the CPU. Like Metal, they have no float64."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Played(torch.Tensor):
         return made
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Convert it, and let it stay: torch looks for the driver of the device."""
+        """Convert the dtype alone: for a move torch would look for the device's driver."""
         assert torch.device(kwargs.pop("device", MPS)) == MPS
         kept = [each for each in args if each != MPS]
         return super().to(*kept, **kwargs) if kept or "dtype" in kwargs else self
@@ -49,7 +49,7 @@ class PlayMps(TorchDispatchMode):
 
 
 def play(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call an operator with what the tensors hold; its results are where torch would put them."""
+    """Call an operator on the CPU tensors; give its results the device that torch would."""
     flat, _ = tree_flatten((args, kwargs))
     played = {id(each.held): each for each in flat if isinstance(each, Played)}
     on_mps = bool(played)

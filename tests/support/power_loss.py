@@ -1,6 +1,6 @@
-"""What a loss of power leaves of a folder: what was synced, and of the rest whatever it likes.
+"""What a loss of power leaves of a folder: what was synced, and any part of the rest.
 
-A file keeps what it held when it was last synced; what came later is there, or in part, or not.
+A file keeps what it held when it was last synced; later writes are there, or in part, or not.
 A folder keeps the names that it had when it was last synced, and some of the changes after that,
 in their order.
 """
@@ -34,7 +34,7 @@ class _Folder:
         self.entries = _changed(self.entries, names)
 
     def sync(self) -> None:
-        """Let the disk have what programs see."""
+        """Write to the disk what programs see."""
         self.durable, self.pending = dict(self.entries), []
 
 
@@ -43,7 +43,7 @@ def _changed(entries, names):
 
 
 def read(folder: Path) -> _Folder:
-    """Return a folder all of which is on the disk."""
+    """Read a folder, all of which is on the disk."""
     found = _Folder()
     for path in folder.iterdir():
         found.entries[path.name] = read(path) if path.is_dir() else _File(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Processes of their own, for what one process can show only once.
+"""Fresh processes, for what can be tested only once in a process.
 
 They fork from a server that has imported torch and the modules that torch imports at the first
 optimizer, which together take 3 seconds; fastamp is not imported there.
@@ -63,7 +63,7 @@ def run_python(code: str, *arguments: str, cwd: Path = TESTS, **env: str) -> Fin
         process.start()
         process.join(LIMIT_S)
         if process.is_alive():
-            os.kill(process.pid, signal.SIGABRT)  # on which it tells where it hangs
+            os.kill(process.pid, signal.SIGABRT)  # faulthandler then prints where it hangs
             process.join()
         left = _session(process.pid)
         for pid in left:

@@ -20,7 +20,7 @@ def make_tiny(_device, seed):
 
 
 def race_frameworks(names, monkeypatch, capsys):
-    """Race frameworks for three blocks, and hold that the arms are what they are called."""
+    """Race frameworks for three blocks, and check that each arm is what its name says."""
     loaders = []
     make_loader = in_frameworks._make_loader
 

@@ -1,4 +1,4 @@
-"""Processes that play the ranks of a job: they are started once and run function after function."""
+"""Processes as the ranks of a job: they are started once and run function after function."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CALL_S = 300.0  # after which the ranks are killed
 
 
 def _serve(connection: Connection) -> None:
-    """Run what comes, in a process group of its own, until nothing comes any more."""
+    """Run each function that comes in a process group of its own, until the connection closes."""
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
@@ -47,7 +47,7 @@ def _serve(connection: Connection) -> None:
 
 @contextlib.contextmanager
 def joined(rank: int, count: int, path: str) -> Iterator[None]:
-    """Be a rank of a new process group for a while."""
+    """Join a new process group as a rank, for a while."""
     timeout = timedelta(seconds=COLLECTIVE_S)
     store = dist.FileStore(path, count)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timeout)
@@ -64,7 +64,7 @@ def joined(rank: int, count: int, path: str) -> Iterator[None]:
 
 
 def _serve_together(module: str, connections: list[Connection]) -> None:
-    """Import a module once, and be all ranks, each in a fork of this process."""
+    """Import a module once, and fork this process for each rank."""
     importlib.import_module(module)
     for connection in connections[1:]:
         if os.fork() == 0:

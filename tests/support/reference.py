@@ -120,7 +120,7 @@ def rescale(bits: NDArray[np.generic], dtype: str, factor: float) -> NDArray[np.
 
 
 def bucket(duration_ns: int) -> int:
-    """Return the histogram's bucket: own below 64 ns, then 32 for every doubling, up to 2**48."""
+    """Return the histogram's bucket: one a ns below 64, then 32 for each doubling, up to 2**48."""
     ns = min(duration_ns, 2**48 - 1)
     if ns < 64:
         return ns
@@ -144,24 +144,24 @@ def durations(values_ns: NDArray[np.int64]) -> dict[str, float]:
 
 
 def _ratio(size: NDArray[np.float64], value: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return by how much what a number is made of exceeds it."""
+    """Return the ratio of the largest summand of a value to the value; 1 where that is 0."""
     return np.divide(size, value, out=np.ones_like(size), where=value > 0)
 
 
 def update(
     optimizer: str, options: dict[str, object], step: int, param: Array, grad: Array, *states: Array
 ) -> tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]:
-    """Return a parameter and its states after one update in float64, and what they are made of.
+    """Return a parameter and its states after one update in float64, and their largest summands.
 
-    That is, for each, the largest number that is added on the way, at the size that it has in the
-    end; for the parameter in the change that is subtracted from it. The formulas are those of
-    torch's documentation. `states` are as before the step, the `step`-th.
+    These are, for each, the largest number that is added on the way, scaled as in the result; for
+    the parameter, in the change that is subtracted from it. The formulas are those of torch's
+    documentation. `states` are those before the step, whose number is `step`.
     """
     o: Any = options
     p, g, *s = (np.asarray(a, np.float64) for a in (param, grad, *states))
     lr, decay = float(o["lr"]), o["weight_decay"]
     g = -g if o["maximize"] else g
-    size = np.abs(g)  # of what the gradient is made of
+    size = np.abs(g)  # the largest summand of the gradient
     if o.get("decoupled_weight_decay", optimizer == "AdamW"):
         p = p - lr * decay * p
     else:

@@ -1,4 +1,4 @@
-"""Loaders that a test and the process that resumes them make alike."""
+"""Loaders that a test and the process that resumes them both make."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def stock_norm_is_taken():
 
 
 def error_text():
-    """Return what clipping says where the second gradient of rank 0 is not finite."""
+    """Return the text of clip's error where the second gradient of rank 0 is not finite."""
     _, grads = grads_on("fsdp")
     if dist.get_rank() == 0:
         grads[1].to_local()[0] = math.inf
@@ -202,7 +202,7 @@ def error_text():
 
 
 def refused_order():
-    """Return what a norm of negative order says."""
+    """Return the text of the error for a norm of negative order."""
     _, grads = grads_on("fsdp")
     try:
         fastamp.get_total_norm(grads, -1.0)

@@ -1,4 +1,4 @@
-"""A soak: all of fastamp in one process for as long as wanted, with memory and the like kept flat.
+"""A soak: all of fastamp in one process for as long as wanted; its memory has to stay flat.
 
     nox -s soak -- --minutes 60
 
@@ -40,10 +40,10 @@ import fastamp
 
 Job = Callable[[random.Random, Path], None]
 
-HANG_S = 300  # for one round, after which every thread says where it is
+HANG_S = 300  # for one round, after which every thread's stack is printed
 SETTLE_S = 20  # the longest time to wait for what is about to end
 MEMORY_MIB = 6.0
-"""How far memory may move: what malloc and Python's arenas keep back differs by some MiB."""
+"""How far memory may move: malloc and Python's arenas keep some MiB more or less."""
 
 
 class Sample(NamedTuple):
@@ -82,7 +82,7 @@ def count() -> tuple[int, int, int]:
 
 
 def targets() -> list[str]:
-    """Return what the descriptors stand for: a path, a socket, a pipe.
+    """Return the targets of the descriptors: a path, a socket, a pipe.
 
     Where a worker was killed, torch opens ten temporary files, to learn whether there are too many,
     and its handler of SIGCHLD may raise in the midst of one: that file stays open, and is torch's.
@@ -133,7 +133,7 @@ class Soak:
         samples: list[Sample] = []
         recent: list[str] = []  # jobs since the last sample
         try:
-            for job in (*soak_jobs.PEACEFUL, *soak_jobs.ALONE):  # what each one keeps is there
+            for job in (*soak_jobs.PEACEFUL, *soak_jobs.ALONE):  # allocate what each one keeps
                 self._round([job])
             start_s = time.monotonic()
             while (elapsed_s := time.monotonic() - start_s) < length_s:

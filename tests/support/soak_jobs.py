@@ -36,7 +36,7 @@ class BrokenError(Exception):
 
 
 class Shared:
-    """What lives as long as the soak."""
+    """Objects that live as long as the soak."""
 
     def __init__(self) -> None:
         self.loader = fastamp.DataLoader(COLUMN, 16, shuffle=True, seed=1)

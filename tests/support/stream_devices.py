@@ -27,7 +27,7 @@ class Stream:
         self.model.streams.append(self)
 
     def enqueue(self) -> Clock:
-        """Give the stream something to do, after all that it has and the thread has done."""
+        """Queue work on the stream, after all of its work and all that the thread knows of."""
         model, me = self.model, self.model.current
         model.switch()
         if model.captures.get(self, me) is not me:
@@ -91,7 +91,7 @@ class Event:
 
 
 class Devices(Turns):
-    """What torch.cuda says of devices and streams, and what a capture refuses."""
+    """torch.cuda's functions for devices and streams, and the calls that a capture refuses."""
 
     def __init__(self, seed: int, num_devices: int) -> None:
         super().__init__(seed)
@@ -135,7 +135,7 @@ class Devices(Turns):
                 self.see(stream.clock)
 
     def see(self, clock: Clock) -> None:
-        """Let the thread know that this has happened."""
+        """Add a clock to what the thread knows to have happened."""
         join(self.done, clock)
         join(self.current.clock, clock)
         self.switch()
@@ -146,7 +146,7 @@ class Devices(Turns):
         return self.current_stream() in self.captures
 
     def exchange_mode(self, mode: Any) -> None:
-        """Play the driver's function, which gets a pointer to an integer."""
+        """Stand in for the driver's function, which gets a pointer to an integer."""
         mine, self.current.mode = self.current.mode, mode._obj.value
         mode._obj.value = mine
 

@@ -1,9 +1,9 @@
-"""A model of torch.cuda that finds what nothing orders: reads, writes and reuse of memory.
+"""A model of torch.cuda that finds unordered accesses: reads, writes and reuse of memory.
 
-Devices, streams, events, both caching allocators, pinned memory, copies and captures, under threads
-that take turns as a seed says. Each thread and each stream has a vector clock: what it knows to
-have happened. An access is reported if the one before it is not among that. Tensors are torch's
-own, on the CPU; which device they play is known by their storage. torch.cuda.stream and
+It has devices, streams, events, both caching allocators, pinned memory, copies and captures; its
+threads take turns by a seed. Each thread and each stream has a vector clock of what it knows to
+have happened. An access is reported if the clock does not include the access before it. Tensors are
+torch's own, on the CPU; their storage tells the device that they stand for. torch.cuda.stream and
 torch.cuda.device are torch's own classes, on top of the model.
 """
 
@@ -62,7 +62,7 @@ class Model(Devices, TorchFunctionMode):
         self.consumers: set[str] = set()
         """Streams for whose work no copy may wait."""
         self.num_blocks = self.num_staged = 0
-        # Compared by value: each look at a descriptor makes another wrapper.
+        # Compared by value: each access to a descriptor makes another wrapper.
         self._handlers: dict[Any, Callable[..., Any]] = {
             torch.Tensor.device.__get__: self._device,
             torch.Tensor.is_cuda.__get__: lambda tensor: self._device(tensor).type == "cuda",
@@ -182,7 +182,7 @@ class Model(Devices, TorchFunctionMode):
         return self._account(func, args, kwargs or {})
 
     def _account(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call a function of torch, and say what it reads and writes, and where."""
+        """Call a function of torch, and record what it reads and writes, and where."""
         result, name = func(*args, **kwargs), getattr(func, "__name__", "")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is torch.Tensor]
         known = [tensor for tensor in tensors if self.block_of(tensor) is not None]
@@ -278,7 +278,7 @@ class Model(Devices, TorchFunctionMode):
 
     @contextlib.contextmanager
     def installed(self, *modules: Any) -> Iterator[pytest.MonkeyPatch]:
-        """Play torch.cuda, and the threads of these modules."""
+        """Replace torch.cuda, and the threads of these modules, by the model."""
         primitive = self.Primitive
         threads = SimpleNamespace(
             Thread=self.Thread,
@@ -310,7 +310,7 @@ class Model(Devices, TorchFunctionMode):
             for name, fake in cuda.items():
                 patch.setattr(torch.cuda, name, fake)
             patch.setattr(captures, "_exchange", lambda: self.exchange_mode)
-            # Its arguments are looked at before a mode is asked.
+            # torch checks its arguments before it calls a mode.
             patch.setattr(torch.Tensor, "record_stream", _record_stream)
             patch.setattr(torch.accelerator, "is_available", lambda: True)
             fakes = {"threading": threads, "SimpleQueue": primitive, "Lock": primitive}

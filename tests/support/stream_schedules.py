@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 prefetching = importlib.import_module("fastamp.data.prefetch")  # the function has the same name
 ALL = ("devices", "streams", "captures", "refilled", "slices", "made there", "errors")
-"""What happens in programs."""
+"""The features that a program may have."""
 
 
 class Batches:
@@ -122,7 +122,7 @@ class Program:
             batches.close()
 
     def check(self) -> None:
-        """Wait for all threads, and look at what they have left."""
+        """Wait for all threads, and check what they have left."""
         for thread in self.model.threads[1:]:
             thread.join()
         if self.here == self.there and self.model.contexts - {self.there}:
@@ -222,7 +222,7 @@ def timed(model: Model, features: tuple[str, ...], module: Any) -> None:
 
 
 def is_next_ready(model: Model, source: GatherSource) -> bool:
-    """Play the threads of the core, which have gathered the next batch by now, or not."""
+    """Decide at random whether the core's threads have gathered the next batch by now."""
     return bool(source._under_way) and model.rng.random() < 0.5
 
 
@@ -237,7 +237,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
 def run(
     name: str, seed: int, features: tuple[str, ...] | None = None, module: Any = prefetching
 ) -> list[str]:
-    """Run a program as a seed says, and return what was found."""
+    """Run a program by a seed, and return what was found."""
     model = Model(seed)
     if features is None:
         features = tuple(feature for feature in ALL if model.rng.random() < 0.5)

@@ -1,6 +1,6 @@
-"""Threads of the model of streams: they take turns as a seed says, and each has a vector clock.
+"""Threads of the model of streams: they take turns by a seed, and each has a vector clock.
 
-A clock is what a thread, or a stream, knows to have happened.
+A clock holds what a thread, or a stream, knows to have happened.
 """
 
 from __future__ import annotations
@@ -135,11 +135,11 @@ class Turns:
         self.current.alive = True
 
     def own(self, kind: type) -> Any:
-        """Return a class whose instances know this model, as those of torch and Python do."""
+        """Return a subclass that has this model: it stands in for a class of torch or Python."""
         return type(kind.__name__, (kind,), {"model": self})
 
     def switch(self, ready: Callable[[], bool] | None = None) -> None:
-        """Let another thread go on, perhaps; and this one when it is ready."""
+        """Perhaps let another thread run; return when this one is ready and has the turn."""
         me = self.current
         if ready is None and (len(self.threads) == 1 or self.rng.random() < 0.5):
             return

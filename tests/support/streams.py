@@ -35,9 +35,9 @@ class NoisyStream(Stream):
 
 
 class DrawingLoader:
-    """Makes its iterator when it begins, or is asked for its state, and draws then.
+    """Makes its iterator, and draws, when a pass begins or its state is taken.
 
-    As the StatefulDataLoader of torchdata does.
+    torchdata's StatefulDataLoader does the same.
     """
 
     def __init__(self, batches: list[object]) -> None:

@@ -113,14 +113,14 @@ def run_pass(rng, loader):
 
 
 def count_left(slots):
-    """Return what is there: threads, descriptors, and slots that are neither free nor forgotten."""
+    """Return the numbers of threads, descriptors, and slots that are neither free nor forgotten."""
     leased = sum(
         sum(slot() is not None for slot in made) - len(free)
         for one in slots
         for free, made in one._rings.values()
     )
     named = [thread for thread in threading.enumerate() if thread.name.startswith("fastamp")]
-    threads = sum(thread.is_alive() for thread in named)  # not those that Ctrl-C did not let begin
+    threads = sum(thread.is_alive() for thread in named)  # not those that Ctrl-C kept from starting
     return threads, len([*Path("/proc/self/fd").iterdir()]), leased
 
 
@@ -132,7 +132,7 @@ def wait_for(condition):
 
 
 def main(passes, seed):
-    """Run so many passes; return what is left too many."""
+    """Run so many passes; return what is left over."""
     signal.signal(signal.SIGALRM, interrupt)
     sys.unraisablehook = lambda _: None  # Ctrl-C while something is deleted
     rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Datasets of every kind that torch's own tests of its loader have, and what they are read with."""
+"""Datasets of every kind in torch's own tests of its loader, with the options of their loaders."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ SGD = partial(torch.optim.SGD, lr=1e-2)
 
 @pytest.fixture(params=PACKAGES)
 def pl(request):
-    """Run the test with either package, without what its Trainers say of the hardware."""
+    """Run the test with either package, without its Trainers' messages about the hardware."""
     package = pytest.importorskip(request.param)
     logging.getLogger(f"{request.param}.utilities.rank_zero").setLevel(logging.ERROR)
     return package

@@ -1,4 +1,4 @@
-"""What refuses to wait: blocks in which the host may not read what the device has."""
+"""Contexts in which a wait is an error: the host may not read what the device has."""
 
 from __future__ import annotations
 
