@@ -37,7 +37,7 @@ def install(session: nox.Session, folder: str, build_type: str = "Release", **de
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check the style of Python and C++; `nox -s format` mends what a tool can mend."""
+    """Check the style of Python and C++; `nox -s format` fixes what a tool can fix."""
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("clang-format", "--dry-run", "-Werror", *CXX)
@@ -66,7 +66,7 @@ def tests(session: nox.Session) -> None:
 def test_with(session: nox.Session, torch: str) -> None:
     """Run the suite, or the tests in the options, with another torch in an environment of its own.
 
-    torch brings several gigabytes of CUDA libraries along: CI does without these sessions.
+    torch brings several gigabytes of CUDA libraries along, so CI does not run these sessions.
     """
     pins = Path("constraints.txt").read_text().splitlines()
     constraints = Path(session.create_tmp(), "constraints.txt")
@@ -117,7 +117,7 @@ def pure(session: nox.Session) -> None:
 def package(session: nox.Session) -> None:
     """Build the source distribution, and from it, outside of the repository, the wheel; check both.
 
-    FASTAMP_CUDA says what the wheel holds, as everywhere.
+    FASTAMP_CUDA decides whether the wheel holds CUDA code.
     """
     folder = Path("build", "package")
     shutil.rmtree(folder, ignore_errors=True)
@@ -175,7 +175,7 @@ def arm(session: nox.Session) -> None:
 
 
 def sanitizer_env(session: nox.Session, kind: str) -> dict[str, str]:
-    """Return what Python needs in its environment to run code that is built with a sanitizer."""
+    """Return the environment variables for Python to run code that is built with a sanitizer."""
     names = {"address": ["libasan.so", "libubsan.so"], "thread": ["libtsan.so"]}[kind]
     libraries = [
         str(session.run("g++", f"-print-file-name={name}", external=True, silent=True)).strip()
@@ -189,7 +189,7 @@ def sanitizer_env(session: nox.Session, kind: str) -> dict[str, str]:
 
 
 def emulate(session: nox.Session, sanitizer: str = "OFF", source: str = ".") -> dict[str, str]:
-    """Compile the CUDA kernels as C++ for the CPU; return what tests need in their environment."""
+    """Compile the CUDA kernels as C++ for the CPU; return environment variables for the tests."""
     folder = Path(source, "build", "emulated", sanitizer).absolute()
     options = ("-DFASTAMP_CUDA=EMULATE", f"-DFASTAMP_SANITIZE={sanitizer}")
     session.run("cmake", "-S", source, "-B", str(folder), "-G", "Ninja", *options, silent=True)
@@ -202,8 +202,8 @@ def emulate(session: nox.Session, sanitizer: str = "OFF", source: str = ".") -> 
 def emulated(session: nox.Session) -> None:
     """Run the CUDA kernels on the CPU: all tests of the step, at large; then under sanitizers.
 
-    There a block has threads, and each barrier that is taken out has to be found. Options go to
-    pytest, and leave the sanitizers out.
+    For the thread sanitizer a block has real threads; it has to find every barrier that is removed.
+    Options go to pytest; with any, the sanitizers do not run.
     """
     pytest = ("python", "-I", "-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", "emulated")
     env = emulate(session) | {"FASTAMP_AT_LARGE": "1", "FASTAMP_EXAMPLES": "300"}
@@ -217,7 +217,7 @@ def emulated(session: nox.Session) -> None:
     for path in sorted(Path("csrc/step").glob("*.cu")):
         parts = path.read_text().split(barrier)
         for i in range(1, len(parts)):
-            session.log(f"without barrier {i} of {path}: the thread sanitizer has to end it")
+            session.log(f"without barrier {i} of {path}: the thread sanitizer has to report it")
             copy = Path(session.create_tmp(), "without_a_barrier")
             shutil.rmtree(copy, ignore_errors=True)
             shutil.copytree("csrc", copy / "csrc")
@@ -234,7 +234,7 @@ def run_sanitized(session: nox.Session, kind: str, *default: str) -> None:
     folder = install(session, f"sanitize-{kind}", "RelWithDebInfo", **options)
     env = sanitizer_env(session, kind)
     env |= {"PYTHONPATH": folder, "PYTHONSAFEPATH": "1", "FASTAMP_BACKEND": "cpu"}
-    # A report goes past pytest, which does not live to show what it captured.
+    # A report ends the process, and with it pytest: file descriptors must not be captured.
     pytest = ("python", "-m", "pytest", "-p", "no:cacheprovider", "--capture=sys", "-q")
     session.run(*pytest, *(session.posargs or default), env=env)
 
@@ -266,14 +266,14 @@ def run_script(session: nox.Session, name: str, *options: str) -> None:
 
 @nox.session
 def large(session: nox.Session) -> None:
-    """Run the suite at large: with all parameters, where it runs with every pair of them."""
+    """Run the suite with all combinations of parameters, not only every pair of values."""
     env = {"FASTAMP_AT_LARGE": "1"}
     session.run("python", "-I", "-m", "pytest", *session.posargs, env=env)
 
 
 @nox.session
 def properties(session: nox.Session) -> None:
-    """Draw 3,000 gradients for each test of the step, parameters for the update, and changes."""
+    """Draw 3,000 examples for each property of the step, the update and changes between steps."""
     env = {"FASTAMP_EXAMPLES": "3000"}
     names = ("properties", "update_properties", "noticed_properties")
     options = session.posargs or [f"tests/step/test_{name}.py" for name in names]
@@ -282,7 +282,7 @@ def properties(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Use all of fastamp at random, for an hour or `--minutes M`; memory and the like stay flat."""
+    """Use all of fastamp at random, for an hour or `--minutes M`; memory and threads stay flat."""
     run_script(session, "soak")
 
 
@@ -294,7 +294,7 @@ def passes(session: nox.Session) -> None:
 
 @nox.session
 def loader_kills(session: nox.Session) -> None:
-    """Kill loops over every kind of data 30 times: they resume to the bit with other workers."""
+    """Kill loops over every kind of data 30 times: they resume exactly, with other workers."""
     run_script(session, "loader_kills")
 
 
@@ -308,14 +308,14 @@ def streams(session: nox.Session) -> None:
 def faults(session: nox.Session) -> None:
     """Kill runs, send them signals, refuse their writes: nothing is lost that was saved.
 
-    `--kills N --signals N --failures N --loops N` are other numbers.
+    `--kills N --signals N --failures N --loops N` set other numbers.
     """
     run_script(session, "fault_trials")
 
 
 @nox.session
 def loops(session: nox.Session) -> None:
-    """Strike loops of one's own 100 times: kills, signals, a full disk, losses of power."""
+    """Strike hand-written loops 100 times: kills, signals, a full disk, losses of power."""
     others = ("--kills", "0", "--signals", "0", "--failures", "0")
     run_script(session, "fault_trials", *others)
 
@@ -328,7 +328,7 @@ def scale(session: nox.Session) -> None:
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """Fuzz what is parsed or unpacked, and the native passes; `-- --help` tells the options."""
+    """Fuzz what is parsed or unpacked, and the native passes; `-- --help` lists the options."""
     env = {"PYTHONPATH": str(Path("tests").absolute()), "PYTHONSAFEPATH": "1"}
     session.run("python", "-m", "support.fuzz_run", *session.posargs, env=env)
 
@@ -337,7 +337,7 @@ def fuzz(session: nox.Session) -> None:
 def browser(session: nox.Session) -> None:
     """Look at the bench's pages, or HTML files and folders in the options, in headless Chromium.
 
-    The browser is of the system: apt-get install chromium chromium-driver.
+    It needs the system's browser: apt-get install chromium chromium-driver.
     """
     paths = session.posargs
     if not paths:

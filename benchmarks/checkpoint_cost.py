@@ -2,8 +2,8 @@
 
 `python benchmarks/checkpoint_cost.py --steps 20 --rounds 14`: a GPT on random bytes, saved by
 `fastamp.Checkpointer` at once and in a thread; the wait for the thread counts. Arms take turns, in
-mirrored blocks: the last column but one is what they lose, with its 95 % interval. The last one is
-the share of their time in `save` and `wait`: the loss, less what a thread takes from the cores.
+mirrored blocks. The last column but one is the share of time lost, with its 95 % interval. The last
+one is the share spent in `save` and `wait`: the loss, less what the thread takes from the cores.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BATCH = 8
 def make_visit(
     folder: Path | None, steps: int, waits_s: list[float], *, in_thread: bool
 ) -> Callable[[], None]:
-    """Return what trains for some steps, with one save after the first of them.
+    """Return a function that trains for some steps, with one save after the first of them.
 
     `waits_s` gets the time in calls of the checkpointer.
     """

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# The one command for a machine with a GPU and no network: build against the Python that is there,
-# test, and measure with `python -m fastamp.bench`. All parts, or those named: on_gpu.sh tests soak.
-# `--list` tells them. Each part takes less than eight minutes and adds what it found to
-# benchmarks/results/<device>.json, also where it is cut short. Exit status: 0; 1 where something
-# failed; 2 where nothing can run. Needs torch 2.10 or later, pybind11, scikit-build-core, cmake,
+# All checks for a machine with a GPU and no network: builds against the installed Python, tests, and
+# measures with `python -m fastamp.bench`. Runs all parts, or those named: on_gpu.sh tests soak.
+# `--list` shows them. Each part takes less than eight minutes and adds its results to
+# benchmarks/results/<device>.json, even if it is cut short. Exit status: 0; 1 if something failed;
+# 2 if nothing can run. Needs torch 2.10 or later, pybind11, scikit-build-core, cmake,
 # ninja, pytest, nvcc. Environment: PYTHON (default python3), RESULTS (default benchmarks/results).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 results=${RESULTS:-benchmarks/results}
 
-# The parts in the order of the risk that they retire; minutes, risk, and the claim that rests on it.
+# The parts, the greatest risk first: minutes, the risk, and the claim that rests on the part.
 read -r -d '' list <<'EOF'
 tests       6  the kernels are wrong, or launch too often               | docs/how/numerics.md: the same bits on every backend
 captures    1  a capture breaks, or the step in it                      | docstrings: safe under graph capture
@@ -55,8 +55,8 @@ mkdir -p "$results"
 passed=()
 failed=()
 
-# Adds what was found so far to one file, named after the device: what passed and failed, each test
-# that failed, and what was measured, of which commit.
+# Adds the results so far to one file, named after the device: the steps that passed and failed with
+# their commits, each failed test, and the measurements.
 write_results() {
   "$python" - "$site" "$results" "${passed[*]-}" "${failed[*]-}" <<'PY'
 import json, pathlib, subprocess, sys
@@ -127,7 +127,7 @@ for tensors, groups, fused, most in [(148, 1, True, 4), (148, 1, None, 3), (600,
 json.dump(found, open(sys.argv[1], "w"))
 PY
 
-# What NVML tells reaches the tracker, and nothing escapes it.
+# NVML's values reach the tracker, without an error.
 cat >"$site/nvml.py" <<'PY'
 import time, warnings
 import fastamp
@@ -165,8 +165,8 @@ printf '\n=== build\n'
 export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
 "$python" -c "import fastamp; assert fastamp.backends()[0] == 'cuda', fastamp.backends()" || exit 1
 
-# One process: the tests share one GPU, and pytest-xdist need not be there. A file whose extra
-# package is not there costs that file only.
+# One process: the tests share one GPU, and pytest-xdist need not be installed. A missing extra
+# package fails only the files that need it.
 pytest=("$python" -m pytest -q -p no:cacheprovider --continue-on-collection-errors
   -o addopts="-rfE --strict-markers --strict-config --import-mode=importlib")
 if wanted tests; then

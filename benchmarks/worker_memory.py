@@ -22,7 +22,7 @@ KINDS = ("one process", "torch's workers", "threads")
 
 
 def pss_nbytes() -> int:
-    """Return the memory of this process and its children, shared pages shared out."""
+    """Return the memory of this process and its children; shared pages count in proportion."""
     own = Path("/proc/self")
     children = (own / "task" / own.resolve().name / "children").read_text().split()
     total = 0
@@ -33,7 +33,7 @@ def pss_nbytes() -> int:
 
 
 def load(kind: str, gigabytes: float, workers: int) -> int:
-    """Go through the dataset once; return the memory with its workers still there."""
+    """Read the dataset once; return the memory while its workers are alive."""
     items = [i.to_bytes(4, "little") * (ITEM_NBYTES // 4) for i in range(int(gigabytes * 2.5e5))]
     options = {"collate_fn": len, "shuffle": True}
     if kind == "one process":
