@@ -30,7 +30,7 @@ from fastamp.train.text import load_corpus
 CPU_SHAPE = Shape(layers=14, heads=2, width=256, block_size=128)
 # Many short steps make many blocks. Memory is measured with a batch whose activations dominate.
 CPU_STEPS = {"batch_size": 8, "steps": 48, "memory_batch_size": 40}
-# Without bf16 units, steps in low precision have taken up to 20 times as long as in FP32.
+# Without units for a low precision, a step in it has taken 20 times as long as in FP32.
 CPU_CUT = {"batch_size": 1, "steps": 9}
 THOROUGH_SEEDS = 3
 OF_THE_GPT = ("data", "block_size", "layers", "heads", "width")

@@ -37,7 +37,7 @@ def _deepspeed(groups: Groups, lr: float) -> Optimizer:
     if importlib.util.find_spec("deepspeed") is None:
         msg = "not installed"
         raise RuntimeError(msg)
-    with redirect_stdout(sys.stderr):  # it prints its progress
+    with redirect_stdout(sys.stderr):  # it logs to stdout
         adam = importlib.import_module("deepspeed.ops.adam")
         optimizer: Optimizer = adam.DeepSpeedCPUAdam(groups, lr=lr, weight_decay=0.01)
     return optimizer

@@ -191,7 +191,7 @@ class Side:
             parameter.grad = grad
         groups = [[each] for each in self.parameters] if grouped else [self.parameters]
         self.optimizer = work.optimizer([{"params": group} for group in groups], lr=RATE)
-        # Not 1 or another power of two: every multiply rounds. It never grows.
+        # Not 1 or another power of two, for which multiplies are exact. It never grows.
         device = self.drawn[0].device.type
         self.torch_scaler = torch.amp.GradScaler(device, init_scale=1.01, growth_interval=2**30)
         self.scaler = fastamp.GradScaler(device, init_scale=1.01, growth_interval=2**30)

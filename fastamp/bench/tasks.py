@@ -306,7 +306,7 @@ def _short(value: Any) -> str:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Say whether an error of torch, on CPU or GPU, or of NumPy is for want of memory."""
+    """Say whether torch, on CPU or GPU, or NumPy raised an error because memory ran out."""
     kinds = (MemoryError, torch.OutOfMemoryError)
     return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
