@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
@@ -20,6 +20,7 @@ from fastamp._files import sync_folder
 from fastamp.train.lock import lock
 from fastamp.train.ranks import Ranks
 from fastamp.train.state_file import (
+    NOT_PICKLED,
     Check,
     CheckpointError,
     DamagedError,
@@ -208,19 +209,26 @@ class Checkpoints:
         return token
 
     def _write(self, part: Path, state: dict[str, Any]) -> None:
-        write_file(part, state)
+        try:
+            write_file(part, state)
+        except NOT_PICKLED as error:
+            self._refuse(state, error)
 
     def _test(self, part: Path, state: dict[str, Any]) -> None:
         """Read a file back; raise an error that names an entry that cannot be."""
         try:
             self._read(part, lambda _: None)
         except DamagedError as error:
-            name = find_strange(state)
-            if name is None:
-                raise
-            problem = str(error).removeprefix(f"{part}: ")
-            msg = f"{self._argument}={self._folder}: nothing is saved: its [{name!r}] {problem}"
-            raise CheckpointError(msg) from error
+            self._refuse(state, error, f"{part}: ")
+
+    def _refuse(self, state: dict[str, Any], error: Exception, prefix: str = "") -> NoReturn:
+        """Raise an error that names the entry of a state that a checkpoint cannot hold."""
+        name = find_strange(state)
+        if name is None:
+            raise error
+        problem = str(error).removeprefix(prefix)
+        msg = f"{self._argument}={self._folder}: nothing is saved: its [{name!r}] {problem}"
+        raise CheckpointError(msg) from error
 
     def _publish(self, part: Path, path: Path, kept_step: int | None) -> None:
         """Rename a finished checkpoint, and remove those that are not kept."""

@@ -22,6 +22,8 @@ _OURS = _FORMAT.rpartition(" ")[0].encode()  # near the start of every file, of 
 RUN = "run.pt"  # in a folder: everything except the tensors of model and optimizer
 # Errors of a damaged path, or of none; others, such as a missing permission, are the machine's.
 _DAMAGED = {errno.ENOENT, errno.EINVAL, errno.EIO, errno.ELOOP, errno.ENOTDIR, errno.ENXIO}
+NOT_PICKLED = (pickle.PickleError, AttributeError, TypeError)
+"""What pickle raises for an object that it cannot write or, with `weights_only`, does not read."""
 _ENTRY_NBYTES = 30  # the least that an archive's entry takes beside its content
 
 
@@ -70,11 +72,11 @@ def find_strange(state: dict[str, Any]) -> str | None:
     """Return the name of an entry that `read_file` would refuse, because of what it holds."""
     for name, entry in state.items():
         memory = io.BytesIO()
-        torch.save(entry, memory)
-        memory.seek(0)
         try:
+            torch.save(entry, memory)
+            memory.seek(0)
             torch.load(memory, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:
+        except NOT_PICKLED:
             return name
     return None
 
