@@ -1,6 +1,7 @@
 """`fastamp.DataLoader`: torch's, with native gathering, exact resume and statistics."""
 
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -214,7 +215,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         if self._served is not None:
             self._served.synchronize()
             self.set_epoch(self._next.epoch)  # as Accelerate's loaders do
-        position = replace(self._next)
+        position = copy(self._next)
         self._begin_at(Position(epoch=position.epoch + 1))
         self._left, self._last = self._last, position
         if self.generator is not None:

@@ -54,8 +54,8 @@ class Position:
     def end_epoch(self) -> None:
         """Move to the start of the next epoch."""
         kept = self if self.persist else Position(0)
-        following = replace(Position(self.epoch + 1), workers=as_of_pass_before(kept.workers))
-        vars(self).update(vars(replace(following, sample_seed=kept.sample_seed)))
+        workers, seed = as_of_pass_before(kept.workers), kept.sample_seed
+        vars(self).update(vars(Position(self.epoch + 1, workers=workers, sample_seed=seed)))
 
     def take(self, news: Any) -> None:
         """Note what a batch brought: notes of workers, or the state of the dataset."""

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastamp._ops import apart_from_captures, outside_graphs
+from fastamp._ops.captures import apart_from_captures
+from fastamp._ops.graph import outside_graphs
 from fastamp.metrics.plot import plot_curves
 from fastamp.metrics.series import ScalarStats, Series
 from fastamp.metrics.sinks import Scalar, Sink
