@@ -60,14 +60,6 @@ class Stage(NamedTuple):
     """The state that the ranks before have left."""
 
 
-class Findings(NamedTuple):
-    batches: int
-    samples: int
-    state_nbytes: int
-    drawn: int
-    """Indices that were computed for all this, of which many are made ahead."""
-
-
 class _Counted(Permutation):
     drawn = 0
 
