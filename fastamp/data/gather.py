@@ -72,7 +72,9 @@ def _find_reason(loader: DataLoader[Any]) -> str:
     if type(collate_fn) is not BatchCollator and collate_fn is not default_collate:
         return "collate_fn is the user's"
     registered = torch_collate.default_collate_fn_map
-    if any(registered.get(kind) is not function for kind, function in _TORCHS.items()):
+    added = tuple(kind for kind in registered if kind not in _TORCHS)
+    changed = any(registered.get(kind) is not function for kind, function in _TORCHS.items())
+    if changed or isinstance((), added) or isinstance({}, added):  # the samples of rows
         return "default_collate_fn_map has functions of the user's"
     return "" if loader.worker_init_fn is None else "worker_init_fn is given"
 

@@ -302,12 +302,14 @@ def test_a_dict_by_number_is_a_dataset_of_samples(backend):
     assert_same([*fastamp.DataLoader(samples, 2)], [*TorchDataLoader(samples, 2)])
 
 
+@pytest.mark.parametrize("kind", [torch.Tensor, tuple])
 def test_a_function_that_somebody_has_registered_is_called_where_rows_would_be_gathered(
-    backend, monkeypatch
+    kind, backend, monkeypatch
 ):
     registered = torch.utils.data._utils.collate.default_collate_fn_map
-    monkeypatch.setitem(registered, torch.Tensor, lambda samples, **_: -torch.stack(samples))
-    assert_same([*fastamp.DataLoader(X, 2)], [*TorchDataLoader(X, 2)])
+    dataset = TensorDataset(X)
+    monkeypatch.setitem(registered, kind, lambda samples, **_: len(samples))
+    assert [*fastamp.DataLoader(dataset, 2)] == [*TorchDataLoader(dataset, 2)]
 
 
 @dataclasses.dataclass
