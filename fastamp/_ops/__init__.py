@@ -2,7 +2,7 @@
 
 from fastamp._ops.captures import apart_from_captures
 from fastamp._ops.choose import FALLBACK, backends, host_ops, ops_for, use_only
-from fastamp._ops.graph import outside_graphs
+from fastamp._ops.graph import outside_graphs, untraced
 from fastamp._ops.held import Held, Tensors, hold, index_in_whole, parts_of
 from fastamp._ops.host_types import (
     AugmentStep,
@@ -64,5 +64,6 @@ __all__ = [
     "ops_for",
     "outside_graphs",
     "parts_of",
+    "untraced",
     "use_only",
 ]

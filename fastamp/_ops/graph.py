@@ -1,6 +1,7 @@
 """The op table as custom operators, for graphs of torch.compile, which cannot trace it."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -14,20 +15,25 @@ from fastamp._ops.types import Clip, GradStats
 C = TypeVar("C", bound=Callable[..., Any])
 
 
-def outside_graphs(function: C) -> C:
+def untraced(function: C) -> C:
     """Have torch.compile break its graph once where a function is called, and not trace it.
 
     It does what torch.compiler.disable does, without importing dynamo and without a wrapper, which
-    would add a frame to every step.
+    would add a frame to every call. torch 2.6 traces the function all the same.
     """
-    try:
+    with suppress(AttributeError):  # torch 2.6 has no such hook; other releases may differ
         hooks: Any = torch._C._dynamo.eval_frame
         skip = hooks._FrameAction.SKIP
         hooks.set_code_exec_strategy(function.__code__, hooks._FrameExecStrategy(skip, skip))
-    except AttributeError:  # torch 2.6 has no such hook; other releases may differ
-        return _disable_dynamo(function)  # type: ignore[return-value]
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
+
+
+def outside_graphs(function: C) -> C:
+    """Return the function `untraced`, in torch 2.6 in a wrapper, which imports dynamo."""
+    if hasattr(untraced(function), "_torchdynamo_disable"):
+        return function
+    return _disable_dynamo(function)  # type: ignore[return-value]
 
 
 class GraphPack(TensorPack):

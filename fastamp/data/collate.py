@@ -77,7 +77,7 @@ class BatchCollator:
         """Allocate batches from these slots from now on."""
         self.slots, self._plan = slots, None
 
-    @_ops.outside_graphs
+    @_ops.untraced
     def __call__(self, samples: Sequence[Any]) -> Any:
         """Return the batch of at least one sample."""
         first = samples[0]

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Sampler, SequentialSampler
 
-from fastamp._ops import Column, outside_graphs
+from fastamp._ops import Column, untraced
 from fastamp.data.accelerated import Preparable
 from fastamp.data.checks import check_device, check_generator, check_integer, check_worker
 from fastamp.data.collate import BatchCollator
@@ -203,7 +203,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         self._stats = LoaderStats()
         self._inner: tuple[TorchDataLoader[Any], Indices] | None = None  # whose workers persist
 
-    @outside_graphs
+    @untraced
     def __iter__(self) -> LoaderPass:  # type: ignore[override]  # torch's class cannot be made
         """Begin a pass: at the start of an epoch, or where a loaded state stopped."""
         if self.timeout and not self.num_workers:

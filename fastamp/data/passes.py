@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
-from fastamp._ops import outside_graphs
+from fastamp._ops import untraced
 from fastamp.data.position import Position
 from fastamp.data.stats import LoaderStats
 
@@ -28,7 +28,7 @@ class LoaderPass(Iterator[Any]):
     def __len__(self) -> int:
         return self._length()
 
-    @outside_graphs
+    @untraced
     def __next__(self) -> Any:
         if self._interrupted:
             msg = (

@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from fastamp._ops import apart_from_captures, outside_graphs
+from fastamp._ops import apart_from_captures, untraced
 from fastamp.data.own_threads import join, live, start
 from fastamp.data.structure import map_tensors
 
@@ -81,7 +81,7 @@ class Prefetcher(Iterable[T], Generic[T]):
     _device: torch.device | None
     _depth: int
 
-    @outside_graphs
+    @untraced
     def __iter__(self) -> "Pass[T]":
         """Begin a pass."""
         return Pass(self._iterable, self._device, self._depth)
@@ -127,7 +127,7 @@ class Pass(Iterator[T], Generic[T]):
         start(self._thread)
         live.add(self)
 
-    @outside_graphs
+    @untraced
     def __next__(self) -> T:
         if self._stopped:
             raise StopIteration

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastamp._ops.captures import apart_from_captures
-from fastamp._ops.graph import outside_graphs
+from fastamp._ops.graph import untraced
 from fastamp.metrics.plot import plot_curves
 from fastamp.metrics.series import ScalarStats, Series
 from fastamp.metrics.sinks import Scalar, Sink
@@ -90,7 +90,7 @@ class MetricsTracker:
         if sinks:
             atexit.register(self.close)
 
-    @outside_graphs
+    @untraced
     def log_scalar(self, name: str, value: Any, step: int) -> None:
         """Record a value; costs well under a microsecond for a Python number.
 

@@ -12,6 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fastamp
 
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch._C._dynamo.eval_frame, "_FrameAction"), reason="torch 2.6 traces loaders"
+)
 LARGE = torch.randn(8, 300_000)
 ROWS = TensorDataset(torch.randn(20, 3), torch.arange(20))
 ITEMS = [(torch.full((3,), float(i)), i) for i in range(20)]
