@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastamp._ops.captures import apart_from_captures
-from fastamp._ops.graph import untraced
 from fastamp.metrics.plot import plot_curves
 from fastamp.metrics.series import ScalarStats, Series
 from fastamp.metrics.sinks import Scalar, Sink
@@ -90,7 +89,6 @@ class MetricsTracker:
         if sinks:
             atexit.register(self.close)
 
-    @untraced
     def log_scalar(self, name: str, value: Any, step: int) -> None:
         """Record a value; costs well under a microsecond for a Python number.
 

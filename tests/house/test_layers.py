@@ -53,7 +53,7 @@ IMPORTS = {
     "fastamp._ops.compiled": {"fastamp._ops", EXTENSION},
     **{name: {"fastamp._ops"} for name in BOTTOM},
     "fastamp.timer": {"fastamp._ops", "fastamp._files"},
-    "fastamp.metrics": {"fastamp._ops.captures", "fastamp._ops.graph", "fastamp._files", *BOTTOM},
+    "fastamp.metrics": {"fastamp._ops.captures", "fastamp._files", *BOTTOM},
     "fastamp.train": {"fastamp.metrics", "fastamp._files", *BOTTOM},
     "fastamp.integrations": {"fastamp.train", "fastamp.metrics", *BOTTOM},
     "fastamp.bench": {"fastamp", "fastamp.train", "fastamp.metrics", "fastamp._files", *BOTTOM},

@@ -1,4 +1,4 @@
-"""Lightning: the precision plugin, the callback and the module, in Trainers of both packages."""
+"""Lightning: the precision plugin and the module, in Trainers of both packages."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from support.trainers import (
     N_BATCHES,
     OVERFLOWS,
     SGD,
+    Recorder,
     batches,
     fit,
+    logged,
     make_model,
     make_module,
     make_plugin,
@@ -31,7 +33,6 @@ from support.trainers import (
 from support.training import assert_same_bits
 
 import fastamp
-from fastamp.integrations import lightning
 from fastamp.integrations.lightning import AmpCallback, AmpPrecision, to_lightning_module
 from fastamp.integrations.of_lightning import PACKAGES
 from fastamp.step.report import StepReport
@@ -257,86 +258,6 @@ def test_without_such_a_scheduler_nothing_waits_for_the_step(pl, batches, monkey
     fit(pl, make_module(pl, interval=None), batches, plugins=[make_plugin(pl)])
 
 
-class Recorder:
-    """What a logger was told, in the shape of either package's."""
-
-    def __new__(cls, pl):
-        def log_metrics(self, metrics, step):
-            self.rows.append((step, dict(metrics)))
-
-        members = {
-            "name": "recorder",
-            "version": 0,
-            "log_metrics": log_metrics,
-            "log_hyperparams": lambda *_: None,
-        }
-        recorder = type("Recorder", (pl.loggers.logger.Logger,), members)()
-        recorder.rows = []
-        return recorder
-
-
-def logged(recorder, name):
-    return [(step, row[name]) for step, row in recorder.rows if name in row]
-
-
-def test_the_callback_logs_scale_changes_overflows_norms_and_throughput(pl, batches):
-    recorder, plugin = Recorder(pl), make_plugin(pl)
-    norms, step = [], plugin.scaler.step
-
-    def recording_step(*args, **kwargs):
-        step(*args, **kwargs)
-        norms.append(plugin.scaler.last_step.norm.item())
-
-    plugin.scaler.step = recording_step
-    options = {"logger": recorder, "callbacks": AmpCallback(), "log_every_n_steps": 5}
-    fit(pl, make_module(pl), batches, plugins=[plugin], **options)
-    scales = [(0, 1024.0), (3, 2048.0), (4, 1024.0), (7, 2048.0), (8, 1024.0), (11, 2048.0)]
-    assert logged(recorder, "train/loss_scale") == scales
-    assert logged(recorder, "train/gradient_overflow") == [(3, 1.0), (7, 1.0)]
-    assert logged(recorder, "train/skipped_steps") == [(3, 1.0), (7, 2.0)]
-    assert logged(recorder, "train/grad_norm") == [(i, norms[i]) for i in (4, 9, 11)]
-    assert [s for s, _ in logged(recorder, "train/batches_per_s")] == [4, 9]
-    rates = zip(
-        *(logged(recorder, f"train/{n}_per_s") for n in ("samples", "batches")), strict=True
-    )
-    assert all(n == pytest.approx(8 * n_batches) for (_, n), (_, n_batches) in rates)
-    assert plugin.scaler._observers == []
-
-
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
-def test_the_norm_of_an_overflow_is_not_logged(pl, batches, precision):
-    recorder = Recorder(pl)
-    options = {"logger": recorder, "callbacks": AmpCallback(), "log_every_n_steps": 4}
-    fit(pl, make_module(pl), batches[:10], plugins=[make_plugin(pl, precision)], **options)
-    assert [step for step, _ in logged(recorder, "train/grad_norm")] == [2, 6, 9]
-    assert logged(recorder, "train/gradient_overflow") == [(3, 1.0), (7, 1.0)]
-    assert all(math.isfinite(value) for _, row in recorder.rows for value in row.values())
-
-
-def test_the_callback_calls_the_loggers_only_so_often(pl, batches):
-    recorder, calls = Recorder(pl), []
-    hook = {"on_train_batch_end": lambda *_: calls.append(len(recorder.rows))}
-    options = {"logger": recorder, "callbacks": [AmpCallback()], "log_every_n_steps": 6}
-    fit(pl, make_module(pl, **hook), batches, plugins=[make_plugin(pl)], **options)
-    assert calls[:5] == [0] * 5
-    assert calls[5] == calls[10] < calls[11]
-
-
-def test_validation_does_not_count_for_the_throughput(pl, batches, monkeypatch):
-    now_s = [0.0]  # a batch takes a second, a validation 100
-    clock = SimpleNamespace(perf_counter=lambda: now_s[0])
-    monkeypatch.setattr(lightning, "time", clock)
-    pass_s = {
-        "on_train_batch_start": lambda *_: now_s.__setitem__(0, now_s[0] + 1.0),
-        "validation_step": lambda *_: now_s.__setitem__(0, now_s[0] + 100.0),
-    }
-    recorder = Recorder(pl)
-    options = {"val_check_interval": 2, "callbacks": AmpCallback(), "log_every_n_steps": 6}
-    module = make_module(pl, **pass_s)
-    fit(pl, module, batches[:6], val=batches[:1], logger=recorder, **options)
-    assert logged(recorder, "train/batches_per_s") == [(5, 1.0)]
-
-
 def test_the_modules_own_way_of_stepping_is_kept_and_put_back(pl, batches):
     calls = []
 
@@ -348,21 +269,6 @@ def test_the_modules_own_way_of_stepping_is_kept_and_put_back(pl, batches):
     fit(pl, module, batches, plugins=[make_plugin(pl)])
     assert len(calls) == module.scheduler.last_epoch == N_BATCHES - len(OVERFLOWS)
     assert "lr_scheduler_step" not in vars(module)
-
-
-def test_an_exception_leaves_what_was_logged(pl, batches):
-    recorder, plugin = Recorder(pl), make_plugin(pl)
-
-    def stop(_self, _batch, batch_idx):
-        if batch_idx == 2:
-            raise RuntimeError
-
-    module = make_module(pl, on_train_batch_start=stop)
-    options = {"logger": recorder, "callbacks": [AmpCallback()], "log_every_n_steps": 12}
-    with pytest.raises(RuntimeError):
-        fit(pl, module, batches, plugins=[plugin], **options)
-    assert logged(recorder, "train/loss_scale") == [(0, 1024.0)]
-    assert plugin.scaler._observers == []
 
 
 def test_checkpoints_of_lightnings_own_plugin_go_on(pl, batches, tmp_path):

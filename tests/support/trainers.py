@@ -88,3 +88,25 @@ def fit(pl, module, batches, *, ckpt_path=None, val=None, **options):
     ]
     trainer.fit(module, *loaders, ckpt_path=ckpt_path)
     return trainer
+
+
+class Recorder:
+    """What a logger was told, in the shape of either package's."""
+
+    def __new__(cls, pl):
+        def log_metrics(self, metrics, step):
+            self.rows.append((step, dict(metrics)))
+
+        members = {
+            "name": "recorder",
+            "version": 0,
+            "log_metrics": log_metrics,
+            "log_hyperparams": lambda *_: None,
+        }
+        recorder = type("Recorder", (pl.loggers.logger.Logger,), members)()
+        recorder.rows = []
+        return recorder
+
+
+def logged(recorder, name):
+    return [(step, row[name]) for step, row in recorder.rows if name in row]
