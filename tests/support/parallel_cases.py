@@ -1,4 +1,4 @@
-"""What the ranks of train/test_parallel.py run: whole trainings, and their results."""
+"""Whole trainings that ranks run, for the tests of train/, and their results."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import warnings
 
 import pytest
 import torch
+from support import ranks as started_ranks
 from support.trainable import CURVES, CrashError, crash
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.tensor import DTensor
@@ -247,3 +248,27 @@ def call_for_warnings(args, fields):
         warnings.simplefilter("always")
         result = train(*args, **fields)
     return result, [str(one.message) for one in warned if one.category is UserWarning]
+
+
+def run(started, count, *args, **fields):
+    """Train on so many ranks; return what all have in common, and the samples of each."""
+    results = started.run(count, call, args, fields)
+    seen = [result.pop("seen") for result in results]
+    for result in results:
+        assert repr(result.get("curves")) == repr(results[0].get("curves"))
+    return results[0], seen
+
+
+def bits(result):
+    weights = {name: weight.tobytes() for name, weight in result["weights"].items()}
+    return weights, repr(result["curves"]), result["steps"], result["skipped"]
+
+
+@pytest.fixture(scope="module")
+def four():
+    with started_ranks.start(4) as started:
+        yield started
+
+
+def at_large(*values):
+    return pytest.param(*values, marks=pytest.mark.at_large)

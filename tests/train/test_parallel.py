@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import os
-import pickle
 import re
 import shutil
 import socket
 import time
-import zlib
 
 import pytest
 import torch
-from support import ranks
 from support.parallel_cases import (
     N,
-    call,
+    at_large,
+    bits,
     call_for_error,
-    call_for_warnings,
     draws_and_pauses,
     error_of,
     fail_to_write,
+    four,
+    run,
     train,
     train_and_overflow_on_one,
     train_as_launched,
@@ -31,16 +29,10 @@ from support.parallel_cases import (
 )
 from support.processes import CONTEXT, run_python
 from support.trainable import CURVES, names
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
-    Metadata,
-)
 
 from fastamp.train import __main__ as command
-from fastamp.train import sharded_checkpoint
-from fastamp.train.state_file import DamagedError
 
+__all__ = ["four"]  # a fixture
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed"),
 ]
@@ -49,25 +41,6 @@ needs_fsdp2 = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="torch 2.6 has no FSDP2 on the CPU"
 )
 MODES = pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-
-
-def at_large(*values):
-    return pytest.param(*values, marks=pytest.mark.at_large)
-
-
-@pytest.fixture(scope="module")
-def four():
-    with ranks.start(4) as started:
-        yield started
-
-
-def run(started, count, *args, **fields):
-    """Train on so many ranks; return what all have in common, and the samples of each."""
-    results = started.run(count, call, args, fields)
-    seen = [result.pop("seen") for result in results]
-    for result in results:
-        assert repr(result.get("curves")) == repr(results[0].get("curves"))
-    return results[0], seen
 
 
 def assert_alike(ours, expected):
@@ -98,11 +71,6 @@ def test_ranks_train_as_one_process_with_all_their_batches(four, mode, accumulat
     assert_alike(ours, expected)
     for parts, whole in zip(zip(*seen, strict=True), expected["seen"], strict=True):
         assert sorted(itertools.chain(*parts)) == sorted(whole)
-
-
-def bits(result):
-    weights = {name: weight.tobytes() for name, weight in result["weights"].items()}
-    return weights, repr(result["curves"]), result["steps"], result["skipped"]
 
 
 @pytest.mark.parametrize(("optimizer", "max_norm"), [("sgd", None), ("adagrad", 1.0)])
@@ -215,109 +183,6 @@ def test_blocks_are_sharded_one_by_one(four):
     assert ours["units"] == 3  # two blocks, and the rest
     assert ours["spread"] == len(ours["weights"])
     assert run(four, 2, max_steps=1)[0]["spread"] == 0  # None is DDP
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def pipe(path):
-    path.unlink()
-    os.mkfifo(path)
-
-
-class Hostile:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
-def replace_index(folder, index):
-    """Put something in place of where the tensors lie, with the sum that belongs to it."""
-    content = pickle.dumps(index)
-    (folder / ".metadata").write_bytes(content)
-    state = torch.load(folder / "run.pt", weights_only=True)
-    state["files"][".metadata"] = zlib.crc32(content)
-    torch.save(state, folder / "run.pt")
-
-
-def of_bytes(folder):
-    """Say that what is kept are pickled values, as torch.distributed.checkpoint may have them."""
-    kept = pickle.loads((folder / ".metadata").read_bytes())
-    names = kept.state_dict_metadata
-    return Metadata(dict.fromkeys(names, BytesStorageMetadata()), None, kept.storage_data)
-
-
-FEW = {
-    "/.metadata: names posix.mkdir": lambda folder: replace_index(
-        folder, Hostile(folder / "code has run")
-    ),
-    "is damaged in __1_0.distcp": lambda folder: flip(folder / "__1_0.distcp"),
-    "is damaged or no checkpoint: .*regular file": lambda folder: pipe(folder / "run.pt"),
-}
-MORE = {
-    "/.metadata: names .*BytesStorageMetadata": lambda folder: replace_index(
-        folder, of_bytes(folder)
-    ),
-    "is damaged in .metadata": lambda folder: flip(folder / ".metadata"),
-    "is damaged in __0_0.distcp": lambda folder: pipe(folder / "__0_0.distcp"),
-    "is damaged or no checkpoint": lambda folder: (folder / "run.pt").unlink(),
-}
-TWO_STEPS = {"parallel": "fsdp", "max_steps": 2, "checkpoint_every": 1}
-
-
-@pytest.fixture(scope="module")
-def two_steps(four, tmp_path_factory):
-    """Return a folder with both checkpoints of a run over two ranks, and its result."""
-    folder = tmp_path_factory.mktemp("two steps")
-    return folder, run(four, 2, folder, **TWO_STEPS)[0]
-
-
-@pytest.mark.parametrize("problem", [*FEW, *map(at_large, MORE)])
-def test_a_damaged_checkpoint_is_passed_over_by_all_with_one_warning(
-    four, problem, two_steps, tmp_path
-):
-    whole, expected = two_steps
-    folder = tmp_path / "damaged"
-    shutil.copytree(whole, folder)
-    (FEW | MORE)[problem](folder / "step-00000002")
-    (first, warned), (second, silent) = four.run(2, call_for_warnings, (folder,), TWO_STEPS)
-    assert bits(first) == bits(second) == bits(expected)
-    assert silent == []
-    assert len(warned) == 1
-    assert not [*folder.rglob("code has run")]
-    text = f"step-00000002(/run.pt: |: )?{problem}.*; resumed from {folder}/step-00000001$"
-    assert re.search(text, warned[0])
-
-
-@pytest.fixture(scope="module")
-def three_steps(four, tmp_path_factory):
-    """Return a folder with the checkpoint of two ranks after their third and last step."""
-    folder = tmp_path_factory.mktemp("three steps")
-    run(four, 2, folder, parallel="fsdp", max_steps=3)
-    return folder
-
-
-@pytest.mark.parametrize("place", ["run", "rng", "loader", "optimizer", "model", "files", "ranks"])
-def test_a_wrong_checkpoint_is_refused_by_all(four, place, three_steps, tmp_path):
-    fields = {"parallel": "fsdp", "max_steps": 3}
-    shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
-    path = tmp_path / "step-00000003" / "run.pt"
-    state = torch.load(path, weights_only=True)
-    for value in (None, {}, -1):
-        wrong = {**state, place: value}
-        if place in {"loader", "rng"}:  # of the second rank alone
-            wrong = {**state, "ranks": [state["ranks"][0], {**state["ranks"][1], place: value}]}
-        torch.save(wrong, path)
-        for kind, text in four.run(2, call_for_error, (tmp_path,), fields):
-            assert (kind, str(path.parent) in text) == ("CheckpointError", True)
-            assert place in text or place == "model"
 
 
 def test_processes_and_ranks_refuse_each_others_checkpoints_and_other_runs(four, tmp_path):
@@ -435,24 +300,3 @@ def test_torchrun_trains_and_another_number_of_ranks_resumes(tmp_path, monkeypat
         monkeypatch.setenv(name, value)
     assert command.main([*args, "--parallel", "fsdp"]) == 0
     assert re.search("val_loss: .*", capsys.readouterr().out)[0] in done.stdout
-
-
-class Attribute:
-    """Is pickled as an attribute of something, as enumerations were before Python 3.11.4."""
-
-    def __init__(self, *of):
-        self.of = of
-
-    def __reduce__(self):
-        return getattr, self.of
-
-
-def test_an_index_may_name_members_of_an_enumeration_and_no_other_attribute(tmp_path):
-    path = tmp_path / ".metadata"
-    formats = _MEM_FORMAT_ENCODING
-    path.write_bytes(pickle.dumps(Attribute(formats, "TORCH_CONTIGUOUS_FORMAT")))
-    sharded_checkpoint._check_index(path)
-    for of in ((torch.Size, "numel"), (formats, "mro")):
-        path.write_bytes(pickle.dumps(Attribute(*of)))
-        with pytest.raises(DamagedError):
-            sharded_checkpoint._check_index(path)
