@@ -37,8 +37,9 @@ def _blocks(tensor: Tensor, norm_type: float) -> Sequence[Tensor]:
     values = _values(tensor)
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj()) if norm_type == 2 else values.abs()
-    size = _CPU_BLOCK if values.device.type == "cpu" else _DEVICE_BLOCK
-    return torch.split(values.reshape(-1), size) if values.numel() else ()
+    flat = values.reshape(-1)
+    size = _CPU_BLOCK if flat.device.type == "cpu" else _DEVICE_BLOCK
+    return torch.split(flat, size) if len(flat) > size else (flat,) * bool(len(flat))
 
 
 def _reduce(tensors: Sequence[Tensor], norm_type: float) -> Tensor:

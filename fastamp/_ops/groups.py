@@ -53,9 +53,10 @@ def pack_by_backend(tensors: Sequence[Tensor], norm_type: float) -> list[Packed]
     """
     device = tensors[0].device
     ops: Ops = choose.ops_for(device) if norm_type in COMPILED_NORMS else choose.FALLBACK
-    packs = [ops.pack(tensors)]
+    first = ops.pack(tensors)
+    packs = [first] if len(first.rest) < len(tensors) else []
     by_device: dict[torch.device, list[Tensor]] = {}
-    for i in packs[0].rest:
+    for i in first.rest:
         by_device.setdefault(tensors[i].device, []).append(tensors[i])
     own = by_device.pop(device, None)
     if own is not None:

@@ -83,8 +83,8 @@ class NonFinite(_Counts):
 def unmeasured(way: str, found_inf: Tensor | None = None) -> StepReport:
     """Report a step that did not read the gradients."""
     found_inf = torch.zeros(()) if found_inf is None else found_inf
-    one = torch.ones_like(found_inf)
-    return StepReport(one * torch.nan, one, found_inf, one, way)
+    nan, one = torch.full_like(found_inf, torch.nan), torch.ones_like(found_inf)
+    return StepReport(nan, one, found_inf, one, way)
 
 
 def nonfinite_parameters(
