@@ -133,10 +133,11 @@ def _cuda_ops(index: int) -> Ops:
 
 def ops_for(device: torch.device) -> Ops:
     """Return the backend that serves a device."""
-    if _only in (None, device.type):
-        if device.type == "cuda" and device.index is not None:
+    kind = device.type
+    if _only in (None, kind):
+        if kind == "cuda" and device.index is not None:
             return _cuda_ops(device.index)
-        return _backends().get(device.type, FALLBACK)
+        return _backends().get(kind, FALLBACK)
     return FALLBACK
 
 

@@ -63,8 +63,16 @@ class CompiledPack:
         self.device = device
         self._table = table
         self._packed = packed
-        self.rest = packed.rest
-        self.has_float16 = packed.has_float16
+
+    @property
+    def rest(self) -> list[int]:
+        """Indices of the tensors that the core does not handle."""
+        return self._packed.rest
+
+    @property
+    def has_float16(self) -> bool:
+        """Whether any tensor that it handles is float16."""
+        return self._packed.has_float16
 
     def grad_stats(self, norm_type: float, clip: Clip) -> GradStats:
         """Read every element once, on CUDA in two launches, or three where float64 is slow."""
@@ -72,7 +80,7 @@ class CompiledPack:
         stats = torch.empty(_native.NUM_STATS, dtype=torch.float32, device=self.device)
         threads = torch.get_num_threads()
         self._table.grad_stats(self._packed, _NORM_TYPES[norm_type], *clip, work, stats, threads)
-        return GradStats(work[0], *stats.unbind())
+        return GradStats(work, *stats.unbind())
 
     def rescale_(self, factor: Tensor) -> None:
         """Multiply in place, on CUDA in one launch."""

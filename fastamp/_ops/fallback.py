@@ -82,7 +82,7 @@ def finish(
         found_inf = torch.where(too_large, 1.0, found_inf)
         clip.skipped.add_(found_inf)
     return GradStats(
-        reduced=reduced,
+        work=reduced,
         norm=norm,
         found_inf=found_inf,
         clip_coef=clip_coef,

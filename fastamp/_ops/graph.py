@@ -70,7 +70,8 @@ def _grad_stats(
     only_finite: bool,  # noqa: FBT001 - an operator's schema
 ) -> list[Tensor]:
     stats = pack(tensors, norm_type).grad_stats(norm_type, Clip(scale, max_norm, only_finite))
-    return [value.clone() for value in stats]  # an operator's results must not share memory
+    # An operator's results must not share memory.
+    return [value.clone() for value in (stats.reduced, *stats[1:])]
 
 
 @_grad_stats.register_fake

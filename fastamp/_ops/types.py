@@ -30,8 +30,8 @@ class GradStats(NamedTuple):
     `norm`, `clip_coef` and `factor` are float64 where a gradient has 64 bits, else float32.
     """
 
-    reduced: Tensor
-    """float64: the sum of squares (norm_type 2), of magnitudes (1), or the largest one (inf)."""
+    work: Tensor
+    """float64; its first element is `reduced`."""
     norm: Tensor
     """Norm of the unscaled gradients."""
     found_inf: Tensor
@@ -44,6 +44,11 @@ class GradStats(NamedTuple):
     """scale / clip_coef: or divide them by this."""
     scale: Tensor
     """The loss scale at the time of the read."""
+
+    @property
+    def reduced(self) -> Tensor:
+        """The sum of squares (norm_type 2), of magnitudes (1), or the largest one (inf)."""
+        return self.work.reshape(-1)[0]
 
 
 class Clip(NamedTuple):

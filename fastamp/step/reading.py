@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from fastamp import _ops
@@ -47,7 +47,7 @@ class Reading(torch.amp.GradScaler):
         """Return the optimizer's state in this iteration, which without scaling is UNSCALED."""
         check_optimizer(optimizer, name, "param_groups" if self._enabled else "step")
         if not self._enabled:
-            return _refresh_per_optimizer_state() | {"stage": OptState.UNSCALED}
+            return {"stage": OptState.UNSCALED, "found_inf_per_device": {}}
         self._check_scale_growth_tracker(caller)
         return self._per_optimizer_states[id(optimizer)]
 

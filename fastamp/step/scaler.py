@@ -322,8 +322,8 @@ class GradScaler(Reading):
         self, optimizers: list[Optimizer], *args: Any, **kwargs: Any
     ) -> list[native.NativeStep] | str:
         """Prepare the steps that fastamp makes itself, or return the reason why torch has to."""
-        has_arguments = kwargs.keys() - {"closure"} or kwargs.get("closure") is not None
-        if has_arguments or any(given is not None for given in args):
+        given = (*args, *kwargs.values())
+        if given and (given != (None,) or kwargs.keys() - {"closure"}):  # but for no closure
             return "the step has arguments"
         steps: list[native.NativeStep] = []
         for optimizer in optimizers:
@@ -349,8 +349,9 @@ class GradScaler(Reading):
     ) -> list[float | None]:
         """Read all gradients once; unscale, clip, update and skip in one more pass."""
         is_ready = states[0]["stage"] is OptState.READY
-        factor = None
-        if is_ready or max_norm is not None:
+        if not is_ready and max_norm is None:
+            factor, found_inf = None, join_flags_of(states)
+        else:
             grads = steps[0].grads
             if len(steps) > 1 or steps[0].is_spread or self.process_group is not None:
                 grads = cast("_ops.Packed", self._pack(optimizers))
@@ -362,11 +363,10 @@ class GradScaler(Reading):
             skipped = self._counter(grads.device) if reads_all else None
             clip = self._clip(grads.device, states[0], max_norm, skipped=skipped)
             stats = self._record(states, grads.device, self._measure(grads, clip), clip)
-            factor = stats.factor
+            factor, found_inf = stats.factor, stats.found_inf
             if share_parameters(optimizers):
-                self._rescale_(grads, factor, stats.found_inf)
+                self._rescale_(grads, factor, found_inf)
                 factor = None
-        found_inf = join_flags_of(states)
         by_python = steps[0].grads.has_fallback
         self._report(states[0], found_inf, "native" + "; by the fallback" * by_python)
         if self._enabled and not is_ready:

@@ -63,7 +63,7 @@ def results_of(ops, memory, norm_type, clip):
     pack = ops.pack(tensors)
     stats = pack.grad_stats(norm_type, clip._replace(skipped=skipped))
     pack.rescale_(stats.factor)
-    return [*stats, skipped], copies
+    return [stats.reduced, *stats[1:], skipped], copies
 
 
 def emulated():
