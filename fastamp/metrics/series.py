@@ -68,6 +68,11 @@ class Series:
             return np.append(steps, self._last[0]), np.append(values, self._last[1])
         return steps, values
 
+    @property
+    def last_step(self) -> int:
+        """The step of the last value."""
+        return self._last[0]
+
     def stats(self) -> ScalarStats:
         """Return the statistics of every value so far."""
         mean = self._sum / self._n_finite if self._n_finite else math.nan

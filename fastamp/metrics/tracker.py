@@ -208,6 +208,7 @@ class MetricsTracker:
         with self._lock:
             self._series.clear()
             self._series.update(loaded)
+            self.last_step = max((each.last_step for each in loaded.values()), default=0)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw every history into a file; its suffix (.png, .svg, .pdf) chooses the format.

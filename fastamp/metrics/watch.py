@@ -74,9 +74,12 @@ def _forget(observers: list[Any], reference: Any) -> None:
 def watch_means(log: Log, source: Any) -> Callable[[], None]:
     """Return a function that logs the means of a timer's or loader's totals since its last call."""
     before: dict[str, tuple[int, float]] = {}
+    resets = getattr(source, "_resets", 0)  # of a timer
 
     def sample() -> None:
-        nonlocal before
+        nonlocal before, resets
+        if resets != (resets := getattr(source, "_resets", 0)):
+            before = {}
         totals = _totals_of(source)
         for name, (count, total) in totals.items():
             count_before, total_before = before.get(name, (0, 0.0))

@@ -42,8 +42,13 @@ class Writer:
                 return
             self._batches.append(batch)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="fastamp-sink", daemon=True)
-                start(self._thread)
+                thread = threading.Thread(target=self._run, name="fastamp-sink", daemon=True)
+                try:
+                    start(thread)
+                except RuntimeError:  # no more threads; Python 3.12 starts none at its exit
+                    self._write_first()
+                    return
+                self._thread = thread
             self._changed.notify_all()
 
     def wait(self) -> None:
@@ -81,15 +86,17 @@ class Writer:
                 self._changed.wait_for(lambda: self._batches or self._is_closed)
                 if not self._batches:
                     return
-                batch = self._batches[0]
-            try:
-                self._sink([*batch])
-            except BaseException as error:  # noqa: BLE001 - a sink must not end the training
-                if not self._has_failed:
-                    self._has_failed = True
-                    logging.getLogger(__name__).warning("sink %r failed: %r", self._sink, error)
-            with self._changed:
-                self._batches.popleft()
-                self._n_written += 1
-                self._is_stuck = False
-                self._changed.notify_all()
+            self._write_first()
+
+    def _write_first(self) -> None:
+        try:
+            self._sink([*self._batches[0]])
+        except BaseException as error:  # noqa: BLE001 - a sink must not end the training
+            if not self._has_failed:
+                self._has_failed = True
+                logging.getLogger(__name__).warning("sink %r failed: %r", self._sink, error)
+        with self._changed:
+            self._batches.popleft()
+            self._n_written += 1
+            self._is_stuck = False
+            self._changed.notify_all()

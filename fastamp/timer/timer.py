@@ -130,6 +130,7 @@ class Timer:
         "_device",
         "_make",
         "_regions",
+        "_resets",
         "_root",
         "_spans",
     )
@@ -146,6 +147,7 @@ class Timer:
         self._make: Callable[[str], Region] = lambda path: make_region(path, begin, always)
         self._root = self._make("")
         self._regions: dict[str, Region] = {}
+        self._resets = 0
         self._depths: dict[str, int] = {}  # number of regions around each path, plus 1
 
     def __call__(self, name: str) -> Region | contextlib.nullcontext[None]:
@@ -199,7 +201,7 @@ class Timer:
         if inner is self._root:
             msg = f"stop({name!r}): no region is open in this thread"
             raise RuntimeError(msg)
-        if not f"/{inner.path}".endswith((f"/{name}", _OTHER)):
+        if inner.path != _OTHER and not f"/{inner.path}".endswith(f"/{name}"):
             msg = f"stop({name!r}): the innermost open region of this thread is {inner.path!r}"
             raise RuntimeError(msg)
         inner.__exit__(None, None, None)
@@ -355,6 +357,7 @@ class Timer:
 
     def reset(self) -> None:
         """Forget all figures."""
+        self._resets += 1
         if self._clock is not None:
             self._clock.reset()
         for region in list(self._regions.values()):

@@ -199,13 +199,23 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert rows == [{"name": "loss", "step": s, "value": s / 2} for s in range(10_000)]
 
 
-def test_what_is_left_is_written_at_exit(tmp_path):
+NO_MORE_THREADS = """
+import _thread, atexit
+def refuse(*args):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+atexit.register(lambda: setattr(_thread, "start_new_thread", refuse))
+"""
+
+
+@pytest.mark.parametrize("then", ["", NO_MORE_THREADS], ids=["", "as_python_3.12"])
+def test_what_is_left_is_written_at_exit(tmp_path, then):
     path = tmp_path / "run.csv"
     code = f"""
 import fastamp
 tracker = fastamp.MetricsTracker(sinks=[fastamp.metrics.Csv({str(path)!r})])
 tracker.log_scalar("loss", 0.5, 3)
 del tracker
+{then}
 raise SystemExit(0)
 """
     command = [sys.executable, "-c", code]  # an interpreter of its own, which ends as users' do

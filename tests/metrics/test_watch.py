@@ -103,6 +103,31 @@ def test_a_timer_tells_means_since_the_last_flush():
     assert [a.tolist() for a in made.history("timer/step/forward")] == [[5] * 3, [2.0, 0.5, 1.0]]
 
 
+def test_a_timer_that_is_reset_at_every_epoch_tells_the_means_of_each():
+    timer, made = fastamp.Timer("cpu"), fastamp.MetricsTracker()
+    made.watch(timer)
+    for epoch in range(3):
+        for _ in range(4 + epoch):
+            with timer("step"):
+                pass
+        made.log_scalar("epoch", 0.0, epoch)
+        made.flush()
+        mean = timer.summary()["step"].mean
+        assert made.history("timer/step")[0].tolist() == [*range(epoch + 1)]
+        assert made.history("timer/step")[1][-1] == pytest.approx(mean)
+        timer.reset()
+
+
+def test_a_timer_of_a_resumed_run_is_logged_at_its_last_step():
+    timer, made = fastamp.Timer("cpu"), fastamp.MetricsTracker()
+    made.watch(timer)
+    made.load_state_dict(logged([0.0] * 6).state_dict())
+    with timer("step"):
+        pass
+    made.flush()
+    assert made.history("timer/step")[0].tolist() == [5]
+
+
 def test_a_loader_tells_means_of_its_batches():
     stats = types.SimpleNamespace(batches=10, nbytes=5000, wait_s=1.0, getitem_s=2.0)
     made = fastamp.MetricsTracker()

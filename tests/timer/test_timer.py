@@ -252,13 +252,16 @@ def test_a_subclass_keeps_its_own_call(backend):
 def test_a_wrong_stop_names_what_is_open_and_changes_nothing(timer):
     with pytest.raises(RuntimeError, match=r"stop\('x'\): no region is open in this thread"):
         timer.stop("x")
-    timer.start("a")
+    timer.start("a(other)")
     timer.start("b")
-    with pytest.raises(RuntimeError, match=r"stop\('a'\): the innermost open region .* is 'a/b'"):
-        timer.stop("a")
+    for wrong in ("a(other)", "x"):
+        with pytest.raises(RuntimeError, match=r"the innermost open region .* is 'a\(other\)/b'"):
+            timer.stop(wrong)
     timer.stop("b")
-    timer.stop("a")
-    assert {p: s.count for p, s in timer.summary().items()} == {"a": 1, "a/b": 1}
+    with pytest.raises(RuntimeError, match=r"stop\('x'\): the innermost open region .* is 'a\("):
+        timer.stop("x")
+    timer.stop("a(other)")
+    assert {p: s.count for p, s in timer.summary().items()} == {"a(other)": 1, "a(other)/b": 1}
 
 
 def test_tasks_that_interleave_in_one_thread_end_their_own_regions(timer):
