@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from fastamp.step import counts
 
 _SHORT = {torch.float16, torch.bfloat16}
+_FUSED = (SGD, Adam, AdamW, Adagrad)  # of torch
 
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
@@ -62,14 +63,18 @@ def why_in_place(optimizer: Optimizer) -> str | None:
 
 
 def why_unfused(optimizer: Optimizer) -> str | None:
-    """Say why torch's fused SGD would be wrong in the next step; None where it can be used.
+    """Say why torch's fused kernel would be wrong in the next step; None where it can be used.
 
-    1. On the CPU it updates only 8 elements of a 16-bit parameter
+    1. Torch's fused kernels ignore strides: they read and write past the end of tensors with gaps.
+    2. On the CPU that of SGD updates only 8 elements of a 16-bit parameter
        (https://github.com/pytorch/pytorch issue 191763).
-    2. It allocates its momentum buffers before it skips and leaves them uninitialized; the next
-       step reads them. Buffers of zeros, as `call_folded` makes them, are equivalent to none,
+    3. That of SGD allocates its momentum buffers before it skips and leaves them uninitialized; the
+       next step reads them. Buffers of zeros, as `call_folded` makes them, are equivalent to none,
        except with dampening.
     """
+    for group in optimizer.param_groups if isinstance(optimizer, _FUSED) else ():
+        if group.get("fused") and not all(map(_is_laid_out_alike, group["params"])):
+            return "torch's fused kernels need a parameter and its gradient in one layout, no gaps"
     if isinstance(optimizer, SGD):
         for group in optimizer.param_groups:
             if not group.get("fused"):
@@ -79,6 +84,22 @@ def why_unfused(optimizer: Optimizer) -> str | None:
             if group["dampening"] and next(_without_momentum(optimizer, group), None) is not None:
                 return "torch's fused SGD must not skip its first step with dampening"
     return None
+
+
+def _is_laid_out_alike(parameter: Tensor) -> bool:
+    """Say whether a parameter has no gradient, or one with the same strides, without gaps."""
+    grad = parameter.grad
+    if grad is None:
+        return True
+    if grad.layout is not torch.strided or parameter.layout is not torch.strided:
+        return False
+    if grad.stride() != parameter.stride():
+        pairs = zip(parameter.shape, parameter.stride(), grad.stride(), strict=True)
+        if any(n > 1 and one != other for n, one, other in pairs):
+            return False
+    if parameter.is_contiguous():
+        return True
+    return torch.empty_like(parameter, device="meta").stride() == parameter.stride()
 
 
 def _without_momentum(optimizer: SGD, group: dict[str, Any]) -> Iterator[Any]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -156,24 +156,9 @@ class Reading(torch.amp.GradScaler):
         return _ops.hold(grads, self.process_group, owners=parameters, align=align)
 
     def _pack(self, optimizers: list[Optimizer], grads: "Held | None" = None) -> _ops.Packed | None:
-        """Hand the optimizers' gradients to their backends; None where torch has to handle them.
-
-        torch's fused kernels treat gradients with gaps or overlaps in their memory as contiguous,
-        and read past their end. Such gradients are replaced by copies.
-        """
+        """Hand the optimizers' gradients to their backends; None where torch has to handle them."""
         grads = self._hold(optimizers) if grads is None else grads
-        packed = None if grads is None else grads.pack()
-        if packed is None or not packed.has_fallback:
-            return packed
-        fused = [each for each in optimizers if is_fused(each)]
-        for parameter in parameters_of(fused):
-            grad = parameter.grad
-            if grad is None or grad.layout is not torch.strided or grad.is_contiguous():
-                continue
-            if grad.stride() != parameter.stride():
-                with torch.no_grad():
-                    parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
-        return cast("Held", self._hold(optimizers)).pack() if fused else packed
+        return None if grads is None else grads.pack()
 
     def _report(self, state: dict[str, Any], found_inf: Tensor, way: str) -> StepReport:
         """Make `last_step` from what was read in this iteration."""
@@ -197,7 +182,8 @@ class Reading(torch.amp.GradScaler):
                     "would reset the count of skipped steps: make one step before the capture"
                 )
                 raise RuntimeError(msg)
-            self._skipped[device] = torch.zeros((), dtype=torch.float32, device=device)
+            with torch.inference_mode(mode=False):  # later steps may count outside of that mode
+                self._skipped[device] = torch.zeros((), dtype=torch.float32, device=device)
         return self._skipped[device]
 
 

@@ -100,6 +100,29 @@ def test_a_fused_optimizer_never_sees_memory_with_gaps(backend, device, kind, ho
     assert results[0].abs().sum() > 0
 
 
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
+@pytest.mark.parametrize("max_norm", [None, 1e9])
+@pytest.mark.parametrize("kind", ["parameter with gaps", "transposed gradient"])
+def test_a_fused_optimizer_writes_a_parameter_and_nothing_beside_it(
+    backend, device, kind, max_norm, name
+):
+    results = []
+    for fused in (True, False):
+        memory = random(48, torch.float32, device).reshape(6, 8)
+        beside = memory[:, 4:].clone()
+        parameter = torch.nn.Parameter(memory[:, :4] if "gaps" in kind else memory[:, :4].clone())
+        parameter.grad = random(24, torch.float32, device, seed=1).reshape(6, 4)
+        if "transposed" in kind:
+            parameter.grad = parameter.grad.t().contiguous().t()
+        options = {"fused": True} if fused else {"foreach": False}
+        optimizer = getattr(torch.optim, name)([parameter], lr=0.1, **options)
+        for _ in range(3):
+            fastamp.optimizer_step(optimizer, max_norm)
+        assert torch.equal(memory[:, 4:], beside)
+        results.append(parameter.detach().clone())
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
 def test_finite_float64_values_whose_squares_overflow_are_finite(backend, device):
     parameters = parameters_with(torch.full((3,), 1e300, dtype=torch.float64, device=device))
     scaler = fastamp.GradScaler(device)
