@@ -84,8 +84,7 @@ class CompiledPack:
 
     def rescale_(self, factor: Tensor) -> None:
         """Multiply in place, on CUDA in one launch."""
-        if not torch.is_inference_mode_enabled():
-            torch.autograd.graph.increment_version(self._packed.tensors)
+        torch.autograd.graph.increment_version(self._packed.tensors)
         self._table.rescale(self._packed, factor.to(torch.float32), torch.get_num_threads())
 
 
@@ -136,10 +135,9 @@ class CompiledUpdate:
         updates, rescales = self._table.update(
             self._update, factor, found_inf, not zero_grad, slots, threads
         )
-        counts = not torch.is_inference_mode_enabled()
-        if updates and counts:
+        if updates:
             torch.autograd.graph.increment_version(self._update.params)
-        if rescales and counts:
+        if rescales:
             torch.autograd.graph.increment_version(self._grads)
         self._may_have_skipped |= found_inf is not None
         if zero_grad:

@@ -68,10 +68,9 @@ class Parts:
             factor: Tensor | None, found_inf: Tensor | None, *, zero_grad: bool = False
         ) -> None:
             apply(factor, found_inf, zero_grad=zero_grad)
-            if not torch.is_inference_mode_enabled():
-                torch.autograd.graph.increment_version(self._parameters)
-                if not zero_grad:
-                    torch.autograd.graph.increment_version(self._grads)
+            torch.autograd.graph.increment_version(self._parameters)
+            if not zero_grad:
+                torch.autograd.graph.increment_version(self._grads)
             for parameter in self._parameters if zero_grad else ():
                 parameter.grad = None
             self.forget()

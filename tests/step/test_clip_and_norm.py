@@ -387,6 +387,32 @@ def test_inference_tensors_are_written_in_inference_mode_only(backend, device):
     assert parameters[2].grad[0].item() == pytest.approx(2.0 / norm.item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["optimizer_step", "clip_grad_norm_"])
+def test_a_graph_notices_what_is_written_in_inference_mode(backend, device, name):
+    parameters = parameters_with(torch.full((3,), 4.0, device=device))
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    written = parameters[0].grad if name == "clip_grad_norm_" else parameters[0]
+    y = (written * torch.ones(3, device=device, requires_grad=True)).square().sum()
+    with torch.inference_mode():
+        if name == "clip_grad_norm_":
+            fastamp.clip_grad_norm_(parameters, 1.0)
+        else:
+            fastamp.optimizer_step(optimizer, 1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_a_scaler_whose_first_step_was_in_inference_mode_steps_outside_of_it(backend, device):
+    parameters = parameters_with(torch.ones(3, dtype=torch.float64, device=device))
+    optimizer = torch.optim.SGD(parameters, lr=1.0, fused=True)
+    scaler = fastamp.GradScaler(device, enabled=False)
+    with torch.inference_mode():
+        scaler.step(optimizer, max_norm=1.0)
+    parameters[0].grad = torch.full((3,), math.inf, dtype=torch.float64, device=device)
+    scaler.step(optimizer, max_norm=1.0)
+    assert scaler.skipped_steps == 1
+
+
 def test_torch_func_goes_torchs_way(backend):
     gradient = torch.func.grad(lambda x: fastamp.get_total_norm([x]))(torch.ones(3))
     assert torch.equal(gradient, torch.zeros(3))
