@@ -153,8 +153,10 @@ class SplitStep:
             if is_ready:
                 refuse_float16(packed)
             # Not the scaler's own count: whether a step follows is unknown.
-            count = torch.zeros((), device=packed.device) if is_ready and can_fold else None
-            clip = scaler._clip(packed.device, states[0], max_norm, skipped=count)
+            device = packed.device
+            counts = is_ready and can_fold
+            count = torch.zeros((), dtype=torch.float32, device=device) if counts else None
+            clip = scaler._clip(device, states[0], max_norm, skipped=count)
             return packed.grad_stats(2.0, clip), can_fold
         finally:
             for step in steps:
