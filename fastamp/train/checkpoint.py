@@ -101,8 +101,10 @@ class Checkpoints:
             if self._ranks.first(lambda: not kinds <= self._tested):
                 self._test(part, state)
                 self._tested |= kinds
-            self._mine = [*(mine for mine in self._mine if _step_of(mine) != step), path]
-            self._ranks.first(lambda: self._publish(part, path, kept_step))
+            mine = [*(each for each in self._mine if _step_of(each) != step), path]
+            kept = {*mine[-self._keep :], *(each for each in mine if _step_of(each) == kept_step)}
+            self._ranks.first(lambda: self._publish(part, path, kept))
+            self._mine = mine
         except OSError as error:
             raise self._explain(error, f"{path.name} cannot be written") from error
         finally:
@@ -230,7 +232,7 @@ class Checkpoints:
         msg = f"{self._argument}={self._folder}: nothing is saved: its [{name!r}] {problem}"
         raise CheckpointError(msg) from error
 
-    def _publish(self, part: Path, path: Path, kept_step: int | None) -> None:
+    def _publish(self, part: Path, path: Path, kept: set[Path]) -> None:
         """Rename a finished checkpoint, and remove those that are not kept."""
         aside = path.with_name(f".{path.name}.old")
         if path.is_dir():  # it would prevent the renaming
@@ -240,8 +242,6 @@ class Checkpoints:
         part.replace(path)
         sync_folder(self._folder)
         self._known |= {path, aside}
-        kept = {*self._mine[-self._keep :]}
-        kept |= {mine for mine in self._mine if _step_of(mine) == kept_step}
         for old in filter(self._may_go, self._known - kept):
             gone = old.with_name(f".{old.name}.part")  # may be left in half
             _remove(gone)

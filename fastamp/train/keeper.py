@@ -71,7 +71,6 @@ class Keeper:
         self._sign = SIGNS[best]
         self.best: list[Any] | None = None
         """The step of the best checkpoint and its metric."""
-        self._best_before: list[Any] | None = None
         self.as_many = True
         """Whether as many ranks wrote the checkpoint that is being checked, or was restored."""
 
@@ -95,9 +94,7 @@ class Keeper:
         self, step: int, own: dict[str, Any] | None = None, metric: float = math.nan
     ) -> dict[str, Any]:
         """Return the states of all parts, to be written; `own` may be an earlier `own_state`."""
-        self._best_before = self.best
-        if self.is_better(metric):
-            self.best = [step, metric]
+        best = [step, metric] if self.is_better(metric) else self.best
         own = _without_numpy(own or self.own_state())
         shared = {n: p.state_dict() for n, p in self.parts.items() if n not in own}
         shared = _without_numpy(shared)
@@ -105,7 +102,7 @@ class Keeper:
             if any(hasattr(leaf, "full_tensor") for leaf in tree_leaves(kept)):
                 msg = f"{name}: only model and optimizer may be sharded"
                 raise ValueError(msg)
-        state = {"step": step, **own, **shared, "kinds": self._kinds(), "best": self.best}
+        state = {"step": step, **own, **shared, "kinds": self._kinds(), "best": best}
         state["model"] = self.model.state_dict()
         state["model"].update(_without_numpy({**state["model"]}))  # keeps its _metadata
         if self.optimizer is not None:
@@ -121,11 +118,8 @@ class Keeper:
         Raises:
             CheckpointError, OSError: see `Checkpoints.save`.
         """
-        try:
-            self.checkpoints.save(state["step"], state, state["best"] and state["best"][0])
-        except BaseException:
-            self.best = self._best_before
-            raise
+        self.checkpoints.save(state["step"], state, state["best"] and state["best"][0])
+        self.best = state["best"]
 
     def restore(self, *, best: bool = False, stacklevel: int) -> dict[str, Any] | None:
         """Load the newest whole checkpoint, or the best one, and return its state.

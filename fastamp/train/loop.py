@@ -204,7 +204,7 @@ class _Loop(Run):
 
     def _fetch(self, batches: Iterator[tuple[Any, int]]) -> tuple[Any, int]:
         with self.timer("data"):
-            batch, n = next(batches, (None, 0))
+            batch, n = next((found for found in batches if found[1]), (None, 0))
         self.has_ended = not n
         return batch, n
 

@@ -254,6 +254,24 @@ def test_complex_parameters_are_trained(name):
     assert result.train_loss.values[-1] < result.train_loss.values[0]
 
 
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_sparse_gradients_are_trained(name):
+    model = torch.nn.Sequential(torch.nn.Embedding(20, 4, sparse=True), torch.nn.Linear(4, 3))
+    before = model[0].weight.detach().clone()
+    rows = torch.arange(10), torch.arange(10) % 3
+    config = TrainConfig(optimizer=name, weight_decay=0, max_steps=2, device="cpu")
+    fine_tune(model, rows, config=config)
+    assert not (model[0].weight[:10] == before[:10]).any()
+    assert torch.equal(model[0].weight[10:], before[10:])
+
+
+def test_an_empty_batch_is_passed_over():
+    x, y = torch.randn(6, 4), torch.randn(6, 1)
+    batches = [(x[i:j], y[i:j]) for i, j in ((0, 2), (2, 2), (2, 4), (4, 4), (4, 6))]
+    config = TrainConfig(epochs=2, schedule="constant", device="cpu")
+    assert fine_tune(torch.nn.Linear(4, 1), batches, config=config).steps == 6
+
+
 def test_sgd_trains_every_element_of_a_bf16_model():
     model = torch.nn.Linear(100, 10, bias=False).to(torch.bfloat16)
     before = model.weight.detach().clone()
