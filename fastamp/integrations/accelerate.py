@@ -33,8 +33,9 @@ def prepare(accelerator: Any, *, fold: bool = True) -> GradScaler:
     - Between the two calls `.grad` is as backward left it: not clipped and, in fp16, not unscaled.
       After the step it is both. To read or change it before, call `accelerator.unscale_gradients()`
       after the clip, or pass `fold=False`. A change that would be lost raises a RuntimeError in
-      `optimizer.step()`. Neither is needed for `accelerator.clip_grad_value_`, a hook of the
-      optimizer, a closure, more backward passes, or if the step is left out.
+      `optimizer.step()`, except one through `.grad.data` or NumPy. Neither is needed for
+      `accelerator.clip_grad_value_`, a hook of the optimizer, a closure, more backward passes, or
+      if the step is left out.
     - Gradients are clipped at once, as by Accelerate, where the step cannot clip them: to another
       norm than 2, if they are not those of whole prepared optimizers, and while they are
       accumulated. `fastamp.clip_grad_norm_` does it: the norm is exact, never a DTensor.

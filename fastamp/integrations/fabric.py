@@ -22,9 +22,10 @@ def prepare(fabric: Any, *, fold: bool = True) -> GradScaler:
     gradients once and returns their norm; `optimizer.step()` unscales, clips and updates in one
     pass. Fused optimizers are clipped in fp16 too, which Fabric alone refuses. Between the two
     calls `.grad` is as backward left it, unless `fold` is False; a change that would be lost raises
-    a RuntimeError in the step. `error_if_nonfinite`, which Fabric sets unless told otherwise, waits
-    for the device and raises before anything is clipped; without it a norm that is not finite
-    skips the step. With `clip_val`, or to norms other than 2, gradients are clipped at once.
+    a RuntimeError in the step (not one through `.grad.data` or NumPy). `error_if_nonfinite`, which
+    Fabric sets unless told otherwise, waits for the device and raises before anything is clipped;
+    without it a norm that is not finite skips the step. With `clip_val`, or to norms other than 2,
+    gradients are clipped at once.
 
     Args:
         fabric: a `lightning.fabric.Fabric`, before or after its `setup`.

@@ -29,7 +29,9 @@ def optimizer_step(
         optimizer: applies the gradients; several in a list or tuple are clipped to one norm.
         max_norm: largest norm of all gradients together. Without it they are neither clipped nor
             checked, as in torch.
-        zero_grad: set the gradients to None afterwards, also after a skipped step.
+        zero_grad: set the gradients to None afterwards, also after a skipped step. If another loss
+            sends gradients into these parameters before their next backward pass, as an actor's
+            does into a critic, call `optimizer.zero_grad()` before that pass all the same.
         scheduler: stepped unless the step is skipped; see `GradScaler.step`.
 
     Returns:
