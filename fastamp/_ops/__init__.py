@@ -27,6 +27,8 @@ from fastamp._ops.types import (
     Rule,
     Update,
     clones_what_is_written,
+    is_dense,
+    is_laid_out_like,
     local_of,
 )
 
@@ -59,6 +61,8 @@ __all__ = [
     "host_ops",
     "index_error",
     "index_in_whole",
+    "is_dense",
+    "is_laid_out_like",
     "local_of",
     "mix",
     "ops_for",

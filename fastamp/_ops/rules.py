@@ -10,7 +10,15 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import torch
 from torch import Tensor
 
-from fastamp._ops.types import NO_STATE, OTHER_TYPE, Packed, Rule, is_plain
+from fastamp._ops.types import (
+    NO_STATE,
+    OTHER_TYPE,
+    Packed,
+    Rule,
+    is_dense,
+    is_laid_out_like,
+    is_plain,
+)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -140,7 +148,7 @@ def _read(
         _refuse(OTHER_TYPE)
     if param.is_neg() or grad.is_neg():
         _refuse("a negated view")
-    if not _is_dense(param):
+    if param.dtype not in _DTYPES or not is_dense(param):
         _refuse("a parameter's dtype, layout or device")
     if not _is_like(grad, param):
         _refuse("a gradient's dtype, layout or device")
@@ -166,24 +174,13 @@ def _read_state(name: str, tensor: Any, param: Tensor | None) -> Tensor:
     _refuse(f"{name}: its dtype, layout or device")
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Say whether a tensor's elements fill its memory, in any order of dimensions."""
-    if tensor.layout is not torch.strided or tensor.dtype not in _DTYPES:
-        return False
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(order).is_contiguous()
-
-
 def _is_like(tensor: Tensor, param: Tensor) -> bool:
     """Say whether a tensor has the shape, strides and device of a parameter."""
-    if tensor.layout is not torch.strided:
-        return False
-    strides = zip(tensor.shape, tensor.stride(), param.stride(), strict=False)
     return (
         tensor.dtype in _DTYPES
         and tensor.device == param.device
         and tensor.shape == param.shape
-        and all(size < 2 or one == other for size, one, other in strides)
+        and is_laid_out_like(tensor, param)
     )
 
 

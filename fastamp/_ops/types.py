@@ -195,6 +195,22 @@ def is_plain(tensors: Sequence[Tensor]) -> bool:
     return torch._C._functorch.peek_interpreter_stack() is None
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Say whether a tensor's elements fill its memory, in any order of dimensions."""
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return tensor.layout is torch.strided
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous()
+
+
+def is_laid_out_like(tensor: Tensor, other: Tensor) -> bool:
+    """Say whether tensors of one shape have the same strides."""
+    if tensor.layout is not torch.strided or other.layout is not torch.strided:
+        return False
+    strides = zip(tensor.shape, tensor.stride(), other.stride(), strict=False)
+    return tensor.stride() == other.stride() or all(n < 2 or one == two for n, one, two in strides)
+
+
 def clones_what_is_written() -> bool:
     """Say whether allow_mutation_on_saved_tensors is on: only torch's operators respect it."""
     return getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False)

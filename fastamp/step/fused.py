@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from fastamp._ops import is_dense, is_laid_out_like
 from fastamp.step import counts
 
 _SHORT = {torch.float16, torch.bfloat16}
@@ -89,17 +90,7 @@ def why_unfused(optimizer: Optimizer) -> str | None:
 def _is_laid_out_alike(parameter: Tensor) -> bool:
     """Say whether a parameter has no gradient, or one with the same strides, without gaps."""
     grad = parameter.grad
-    if grad is None:
-        return True
-    if grad.layout is not torch.strided or parameter.layout is not torch.strided:
-        return False
-    if grad.stride() != parameter.stride():
-        pairs = zip(parameter.shape, parameter.stride(), grad.stride(), strict=True)
-        if any(n > 1 and one != other for n, one, other in pairs):
-            return False
-    if parameter.is_contiguous():
-        return True
-    return torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    return grad is None or (is_laid_out_like(grad, parameter) and is_dense(parameter))
 
 
 def _without_momentum(optimizer: SGD, group: dict[str, Any]) -> Iterator[Any]:
