@@ -256,12 +256,13 @@ def test_complex_parameters_are_trained(name):
 
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])
 def test_sparse_gradients_are_trained(name):
+    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(20, 4, sparse=True), torch.nn.Linear(4, 3))
     before = model[0].weight.detach().clone()
     rows = torch.arange(10), torch.arange(10) % 3
     config = TrainConfig(optimizer=name, weight_decay=0, max_steps=2, device="cpu")
     fine_tune(model, rows, config=config)
-    assert not (model[0].weight[:10] == before[:10]).any()
+    assert (model[0].weight[:10] != before[:10]).any(1).all()
     assert torch.equal(model[0].weight[10:], before[10:])
 
 
