@@ -88,8 +88,8 @@ class Run:
         self.arm, self.device, self.training = arm, device, training
         with _MOVE:
             self.model = training.model.to(device)
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(training, self.model)
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         make = fastamp.GradScaler if arm.step == "fastamp" else torch.amp.GradScaler
         self.scaler = make(device, enabled=arm.dtype is torch.float16)
         self.losses: list[torch.Tensor] = []

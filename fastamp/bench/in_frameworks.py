@@ -77,7 +77,7 @@ def train_in_accelerate(
                 loss = _find_loss(loop, model, batch)
             helper.backward(loss)
             if max_norm is not None:
-                helper.clip_grad_norm_(model.parameters(), max_norm)
+                helper.clip_grad_norm_(loop.parameters, max_norm)
             optimizer.step()
 
     return epoch

@@ -144,9 +144,9 @@ class Loop:
     ) -> None:
         self.training, self.device, self.data = training, device, find_data(training)
         self.model = copy.deepcopy(training.model).to(device)
-        self.parameters = list(self.model.parameters())
         made = make_optimizer(training, self.model, fused=None)
         self.optimizer = with_fused(made, None if parts["step"] == "naive" else True)
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.dtype = dtype = None if parts["precision"] == "naive" else dtype
         make = fastamp.GradScaler if parts["step"] == "fastamp" else torch.amp.GradScaler
         self.scaler = make(device, enabled=dtype is torch.float16)

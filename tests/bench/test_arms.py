@@ -96,6 +96,30 @@ def test_every_step_clips_the_same_gradients_and_ends_at_the_same_weights(
     torch.testing.assert_close(ends["fastamp"], ends["stock"], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_every_step_clips_what_the_optimizer_holds_and_no_other_parameter(precision):
+    torch.manual_seed(0)
+    body, head = torch.nn.Linear(8, 4), torch.nn.Linear(4, 1)
+    model, rows = torch.nn.Sequential(body, head), 100 * torch.randn(16, 8)
+    training = tasks.Training(
+        model=model,
+        data=[],
+        loss=functional.mse_loss,
+        optimizer=lambda model: torch.optim.SGD(model[1].parameters(), lr=1.0),
+        max_norm=0.1,
+    )
+    dtype = replace(JOB, precision=precision).dtype
+    for step in arms_.STEPS:
+        arm = arms_.Arm(name=step, dtype=dtype, step=step)
+        run = arms_.Run(arm, "cpu", copy.deepcopy(training))
+        run.scaler = type(run.scaler)("cpu", init_scale=2.0, enabled=precision == "fp16")
+        run.train_step((rows, torch.zeros(16, 1)))
+        assert run.model[0].weight.grad.norm() > 1
+        pairs = zip(run.model[1].parameters(), head.parameters(), strict=True)
+        moved = torch.cat([(new - old).detach().flatten() for new, old in pairs])
+        assert moved.norm().item() == pytest.approx(0.1, rel=1e-3)
+
+
 @pytest.mark.parametrize("step", arms_.STEPS)
 def test_a_step_with_an_overflow_is_counted_as_skipped_once(corpus, training, step):
     run = arms_.Run(arms_.Arm(name=step, dtype=torch.float16, step=step), "cpu", training)

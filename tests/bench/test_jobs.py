@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from fastamp.bench import job_table, loops
+from fastamp.bench import in_frameworks, job_table, loops
 from fastamp.bench.__main__ import main
 from fastamp.bench.jobs import JOBS, language, networks, vision
 from fastamp.bench.race import Plan
@@ -130,6 +131,26 @@ def test_each_loop_has_the_optimizer_that_people_give_it():
     assert all(group["fused"] and group["momentum"] == 0.9 for group in fused.param_groups)
     plain = torch.optim.RMSprop(groups)
     assert loops.with_fused(plain, fused=True) is plain
+
+
+@pytest.mark.parametrize("arm", [*loops.ARMS, "accelerate"])
+def test_every_loop_clips_what_the_optimizer_holds_and_no_other_parameter(arm):
+    model, data, loss, options = make_rows("cpu", 0)
+    model = nn.Sequential(nn.Linear(3, 3), model)
+    options |= {"max_norm": 1e-3}
+    options["optimizer"] = lambda model: torch.optim.SGD(model[1].parameters(), lr=1.0)
+    training = make_training(lambda *_: (model, data, loss, options), "cpu", 0)
+    parts = loops.list_parts("stock" if arm == "accelerate" else arm)
+    loop = loops.Loop(parts, training, "cpu", **WORKERS | {"steps": 1})
+    if arm == "accelerate":
+        pytest.importorskip(arm)
+        with ExitStack() as closing:
+            in_frameworks.FRAMEWORKS[arm](loop, closing)()
+    else:
+        loop.epoch()
+    pairs = zip(loop.model.parameters(), model.parameters(), strict=True)
+    moved = torch.cat([(new - old).detach().flatten() for new, old in pairs])
+    assert moved.norm().item() == pytest.approx(1e-3, rel=1e-3)
 
 
 def test_fastamps_timer_counts_every_step():
