@@ -49,8 +49,8 @@ COMMANDS = {
 STATUS = """Exit status: 0; 1 a target is missed, with --check, or a bound of --fail-on; 2 a bad
 argument, a task that breaks its contract, or a result that cannot be written; 3 the environment
 does not allow a verdict: with --check where one is inconclusive or all are n/a, with --fail-on
-where the change is inconclusive, and with a --baseline of another schema, command, job or
-machine."""
+where the change is inconclusive or this run lacks the metric, and with a --baseline of another
+schema, command, job or machine."""
 MOVES = """a metric and how far it may move from the baseline, as in 'speedup:-5%%' or
 'step_time:+10%%'; may be given several times"""
 
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     judged = [target.verdict for target in report.verdicts] if args.check else []
     for name, most in args.fail_on:
         saved = args.baseline["metrics"][name]
-        report.verdicts.append(baseline.hold(name, report.metrics[name], saved, most))
+        report.verdicts.append(baseline.hold(name, report.metrics.get(name), saved, most))
         judged.append(report.verdicts[-1].verdict)
     problems = _write(make_record(report, run), args)
     if problems:

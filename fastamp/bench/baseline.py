@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import re
+from functools import partial
 from reprlib import repr as short
 from typing import Any
 
@@ -59,12 +60,16 @@ def differences(baseline: dict[str, Any], run: dict[str, Any]) -> list[str]:
     return [f"{key} is {their}, not {our}" for key, (their, our) in pairs.items() if their != our]
 
 
-def hold(name: str, new: Interval, saved: dict[str, float | None], most: float) -> Verdict:
+def hold(name: str, new: Interval | None, saved: dict[str, float | None], most: float) -> Verdict:
     """Judge the change of a metric since the baseline, which may go up to `most`, with its sign.
 
     A change beyond the bound is a regression if its interval excludes 0, and inconclusive
-    otherwise.
+    otherwise, or if this run lacks the metric.
     """
+    ends = (most, math.inf) if most < 0 else (-math.inf, most)
+    verdict = partial(Verdict, name=f"{name} since the baseline", ends=ends, unit=" %")
+    if new is None:
+        return verdict(figure=None, verdict="inconclusive", reason="this run has no such metric")
     old, now = (_logs(**figure) for figure in (saved, vars(new)))
     value = now.value - old.value
     # The errors of two independent runs add in quadrature.
@@ -72,18 +77,12 @@ def hold(name: str, new: Interval, saved: dict[str, float | None], most: float) 
     high = value + math.hypot(now.high - now.value, old.value - old.low)
     change = Interval(value=value, low=low, high=high).scaled(_expm1)
     sign = math.copysign(1.0, most)
-    verdict = "pass"
+    said = "pass"
     if not sign * change.value <= sign * most:
         changed = min(sign * change.low, sign * change.high) > 0
-        verdict = "fail" if changed else "inconclusive"
-    return Verdict(
-        name=f"{name} since the baseline",
-        figure=change,
-        ends=(most, math.inf) if most < 0 else (-math.inf, most),
-        unit=" %",
-        verdict=verdict,
-        reason=f"{new.value:.4g} against {math.exp(old.value):.4g}",
-    )
+        said = "fail" if changed else "inconclusive"
+    why = f"{new.value:.4g} against {math.exp(old.value):.4g}"
+    return verdict(figure=change, verdict=said, reason=why)
 
 
 def _expm1(x: float) -> float:

@@ -185,6 +185,23 @@ def test_a_baseline_that_is_no_record_is_a_bad_argument(content, tmp_path, capsy
     assert "wrong.json' cannot be read" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_metric_that_this_run_lacks_is_no_verdict_and_all_else_is_written(
+    saved, tmp_path, capsys
+):
+    path, now, name = tmp_path / "saved.json", tmp_path / "now.json", "speedup/peer"
+    metrics = saved["metrics"] | {name: saved["metrics"]["speedup/1x10/norm"]}
+    path.write_text(json.dumps(saved | {"metrics": metrics}))
+    held = ["--baseline", str(path), "--fail-on", f"{name}:-5%", "--json", str(now)]
+    held += ["--report", str(tmp_path / "now.html")]
+    assert main([*COMMAND, *held]) == 3
+    said = (
+        f"{name} since the baseline - (target >= -5 %): inconclusive, this run has no such metric"
+    )
+    assert said in capsys.readouterr().out
+    assert said in (tmp_path / "now.html").read_text().replace("&gt;", ">")
+    assert [verdict["text"] for verdict in json.loads(now.read_text())["verdicts"]] == [said]
+
+
 def test_a_change_beyond_all_numbers_is_a_change(saved, tmp_path, capsys):
     path, name = tmp_path / "wrong.json", "speedup/1x10/norm"
     for value in (5e-324, 1e308):
