@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastamp.bench import photos
 from fastamp.bench.arms import Arm, Run
 from fastamp.bench.environment import no_speed_reason
 from fastamp.bench.in_frameworks import Epoch
@@ -60,8 +61,8 @@ loop with that part alone (loader, step, timing, precision), as in over_naive/ml
 def add_options(add: Callable[..., object]) -> None:
     """Add the options of this command alone."""
     named = " ".join(f"{name}: {_text(name)}" for name in JOBS)
-    text = f"jobs, or FILE.py:make, package.module:make (default: all of these). {named}"
-    add("names", nargs="*", metavar="NAME", help=text)
+    text = "jobs, or FILE.py:make, package.module:make (default: all of these; images needs Pillow)"
+    add("names", nargs="*", metavar="NAME", help=f"{text}. {named}")
 
 
 def _text(name: str) -> str:
@@ -70,9 +71,14 @@ def _text(name: str) -> str:
 
 def prepare(args: argparse.Namespace) -> Task:
     """Return the job and the function that runs it."""
-    names = list(dict.fromkeys(args.names or JOBS))
+    why = photos.why_none()
+    names = list(
+        dict.fromkeys(args.names or [name for name in JOBS if name != "images" or not why])
+    )
     for name in names:  # before any work
         args.task = name  # for the text of an error
+        if name == "images" and why:
+            refuse("NAME", name, why)
         if name not in JOBS and ":" not in name:
             refuse("NAME", name, f"is none of {', '.join(JOBS)}, nor FILE.py:make")
         find_make(name)

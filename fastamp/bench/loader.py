@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
@@ -21,6 +22,7 @@ import fastamp
 from fastamp.bench import crops, photos, thread_cases
 from fastamp.bench.race import AGAIN, Plan
 from fastamp.bench.record import PLAIN, Case, Report, Task, run_cases
+from fastamp.train.options import refuse
 
 Batches: TypeAlias = Callable[[], Iterator[Any]]  # each call begins a pass
 
@@ -100,9 +102,10 @@ DATA = {
     "collate": _make_collate,
     "slow": _make_slow,
 }
-if find_spec("datasets"):
+# A local folder called `datasets` is not Hugging Face's, which is too slow to import here.
+_found = find_spec("datasets")
+if _found and PathFinder.find_spec("arrow_dataset", _found.submodule_search_locations):
     DATA["table"] = _make_table
-
 
 CASES: dict[str, Callable[..., Any]] = {**DATA, "photos": photos.make_case, **thread_cases.MAKE}
 METRICS = "speedup/ or of_plain/ and the data, as in speedup/tokens"
@@ -121,6 +124,8 @@ def _text(name: str) -> str:
 
 def prepare(args: argparse.Namespace) -> Task:
     """Return the job and the function that runs it."""
+    if "photos" in args.data and (why := photos.why_none()):
+        refuse("--data", "photos", why)
     return {"data": args.data, "seed": args.seed}, partial(_run, args)
 
 

@@ -27,6 +27,7 @@ from fastamp.bench import peers
 from fastamp.bench.record import PLAIN, Case
 from fastamp.bench.thread_cases import TorchLoader
 from fastamp.data.auto import count_cores
+from fastamp.metrics.sinks import require
 
 Batches: TypeAlias = Iterable[Any]  # starts again for each pass
 
@@ -55,6 +56,15 @@ class PillowFolder(Dataset[tuple[Tensor, int]]):
         left, top = round((width - SIZE) / 2), round((height - SIZE) / 2)
         image = image.crop((left, top, left + SIZE, top + SIZE))
         return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous(), label
+
+
+def why_none() -> str:
+    """Return why there can be no photographs here; "" if there can."""
+    try:
+        require("PIL.Image", "images")
+    except ImportError as error:
+        return f"cannot run: {error}"
+    return ""
 
 
 def find_size(width: int, height: int) -> tuple[int, int]:

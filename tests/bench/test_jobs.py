@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support.processes import run_python
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
@@ -221,6 +223,28 @@ def test_a_job_that_is_not_there_is_refused(capsys):
         main(["jobs", "mlps"])
     assert exit_.value.code == 2
     assert "argument NAME: 'mlps' is none of gpt, mlp, tabular" in capsys.readouterr().err
+
+
+def test_without_pillow_the_images_are_refused_before_any_work_and_no_default(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    monkeypatch.setattr(job_table, "_measure", None)
+    for words in ("jobs mlp images", "loader --data collate photos"):
+        with pytest.raises(SystemExit) as exit_:
+            main(words.split())
+        assert exit_.value.code == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert "s' cannot run: PIL.Image cannot be imported" in line
+        assert "pip install 'fastamp[images]'" in line
+    job, _ = job_table.prepare(argparse.Namespace(names=[], seed=0))
+    assert job["jobs"] == [name for name in JOBS if name != "images"]
+
+
+def test_a_folder_of_the_users_called_datasets_is_not_hugging_faces(tmp_path):
+    (tmp_path / "datasets").mkdir()
+    (tmp_path / "datasets" / "__init__.py").touch()
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
+    done = run_python(f"{code}\nfrom fastamp.bench import loader\nprint(*loader.DATA)")
+    assert done.stdout == "tensors tokens images augmented dicts collate slow\n"
 
 
 def test_an_agents_memory_ends_each_episode_where_the_pole_falls(small):
