@@ -4,7 +4,6 @@ It exits with 0, whatever it finds.
 """
 
 import argparse
-import math
 import re
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,7 +18,7 @@ from fastamp.bench.advice import PARTS, Profile, advise, read_profile
 from fastamp.bench.race import Interval, Plan, run_race
 from fastamp.bench.record import Report, Task, check_kinds, read_json
 from fastamp.bench.rows import SGD, WORK
-from fastamp.bench.step import CALLS, SMALL, STOCK_RTOL, Side
+from fastamp.bench.step import CALLS, SMALL, STOCK_RTOL, Side, draw_grads
 from fastamp.timer import RegionStats
 from fastamp.timer.facts import Facts
 
@@ -167,9 +166,7 @@ def _race_step(profile: Profile, seed: int) -> tuple[dict[str, Interval], list[s
 
 def _make_sides(facts: Facts, sizes: list[int], device: str, seed: int) -> dict[str, Side]:
     """Return torch's step as it is, fused, and fastamp's, each checked against plain arithmetic."""
-    generator = torch.Generator(device).manual_seed(seed)
-    drawn = [torch.randn(size, device=device, generator=generator) for size in sizes]
-    norm = math.sqrt(math.fsum(grad.double().square().sum().item() for grad in drawn))
+    drawn, norm = draw_grads([(size,) for size in sizes], device, seed)
     name, sides = KINDS[facts.optimizer or ""], {}
     make = SGD if name == "sgd" else torch.optim.AdamW
     for arm in ("torch", "torch, fused", "fastamp"):

@@ -5,7 +5,7 @@ All rows take about eight minutes on two CPU cores; gpt2 needs 10 GB of memory.
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -107,10 +107,7 @@ def _make_case(args: argparse.Namespace, missing: dict[str, dict[str, str]], nam
     """Return a race of all sides, after a check of each against plain float64 arithmetic."""
     first, _, second = name.partition("/")
     shape, work = args.shapes[first], WORK[second]
-    generator = torch.Generator(args.device).manual_seed(args.seed)
-    drawn = [torch.randn(size, device=args.device, generator=generator) for size in shape.sizes]
-    grads = [grad.to(shape.dtype) for grad in drawn]
-    norm = math.sqrt(math.fsum(grad.double().square().sum().item() for grad in grads))
+    grads, norm = draw_grads(shape.sizes, args.device, args.seed, shape.dtype)
     if args.ranks:
         from fastamp.bench import local_ranks  # noqa: PLC0415 - see prepare
 
@@ -144,6 +141,16 @@ def _make_case(args: argparse.Namespace, missing: dict[str, dict[str, str]], nam
         amounts=amounts,
         details=lambda _: details,
     )
+
+
+def draw_grads(
+    sizes: Sequence[tuple[int, ...]], device: str, seed: int, dtype: torch.dtype = torch.float32
+) -> tuple[list[Tensor], float]:
+    """Return random gradients and their norm, which is above MAX_NORM even for one element."""
+    generator = torch.Generator(device).manual_seed(seed)
+    drawn = [torch.randn(size, device=device, generator=generator) for size in sizes]
+    grads = [(grad + 2 * grad.sign()).to(dtype) for grad in drawn]
+    return grads, math.sqrt(math.fsum(grad.double().square().sum().item() for grad in grads))
 
 
 def _prepare(restore: dict[str, Callable[[], object]], ranks: int | None, arm: str) -> None:

@@ -213,6 +213,15 @@ def test_a_step_that_is_faster_than_the_race_gains_no_more_than_it_takes(judge, 
     assert "fused=True" not in said
 
 
+def test_a_step_of_one_parameter_is_raced_whatever_its_gradient(judge, monkeypatch):
+    monkeypatch.setattr(torch, "randn", lambda *_, **__: torch.tensor([0.1]))
+    timer = fastamp.Timer("cpu")
+    fill(timer, forward=(2.0, 100), step=(2.0, 100))
+    assert "raced here" in judge(
+        timer, optimizer=torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    )
+
+
 def test_a_loader_that_starves_is_named_with_its_remedy(judge, with_units):
     timer = fastamp.Timer("cpu")
     fill(timer, data=(30.0, 50), forward=(15.0, 50), backward=(14.0, 50), step=(1.0, 50))

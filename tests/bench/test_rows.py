@@ -127,6 +127,14 @@ def test_both_sides_of_a_step_agree_with_plain_arithmetic_and_not_with_another_n
             side.check(getattr(side, way), norm * factor, rtol=1e-4)
 
 
+@pytest.mark.parametrize("work", WORK)
+def test_gradients_of_one_small_element_are_clipped_too(work, monkeypatch):
+    monkeypatch.setattr(torch, "randn", lambda *_, **__: torch.tensor([-0.1]))
+    monkeypatch.setattr(torch, "compile", lambda step: step)
+    args = argparse.Namespace(shapes=parse_shapes("1x1"), device="cpu", seed=0, ranks=None)
+    assert step._make_case(args, {}, f"1x1/{work}").arms
+
+
 def test_tensors_of_16_bits_are_held_to_what_they_can_say(run):
     (row,) = run("--shapes", "3x1000-bf16", "--work", "adamw")["table"]
     assert row["gradients"] == "3 tensors of 1,000, bfloat16"
