@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _refuse(args: argparse.Namespace, error: BrokenTask | OutputError) -> int:
     """Print why the task is broken or what cannot be written; return the exit status."""
     if isinstance(error, BrokenTask):
-        task = f"argument --task: {args.task!r}" if "task" in args else "a task"
+        task = f"argument task: {args.task!r}" if "task" in args else "a task"
         problem = f"{task} breaks its contract: {error}"
         print(error.trace, end="", file=sys.stderr)
     else:

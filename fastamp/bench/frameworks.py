@@ -23,6 +23,7 @@ from fastamp.bench.race import Plan, run_race, show
 from fastamp.bench.record import Report, Task, judge
 from fastamp.bench.tasks import expect, find_make, make_training
 from fastamp.train.options import progress, refuse
+from fastamp.train.random_state import seed_all
 
 PLAN = Plan(rounds=4000, warmup=2, half_width=0.01, limit_s=20.0)
 MOST_STEPS = 128  # of an epoch
@@ -78,11 +79,11 @@ def _run(args: argparse.Namespace, names: list[str]) -> Report:
             with ExitStack() as closing:
                 for arm in ("stock", "fastamp"):
                     loop = Loop(list_parts("stock"), training, args.device, **options)
-                    torch.manual_seed(args.seed)  # of dropout
+                    seed_all(args.seed, 0)  # of dropout
                     arms[arm] = FRAMEWORKS[name](loop, closing, ours=arm == "fastamp")
                     arms[arm]()
-                    losses[arm] = [float(loss) for loss in loop.losses[:AGREE_STEPS]]
-                check_losses(name, losses, is_same=data.is_repeatable(), dtype=None)
+                    losses[f"{name}, {arm}"] = [float(loss) for loss in loop.losses[:AGREE_STEPS]]
+                check_losses(args.task, losses, is_same=data.is_repeatable(), dtype=None)
                 races[name] = run_race(arms, PLAN, device=args.device, seed=args.seed)
             times = {arm: 1e3 * races[name].quartiles_s(arm)[1] / steps for arm in arms}
             rows.append(

@@ -5,7 +5,6 @@ are installed, they are raced too, which takes several minutes more.
 """
 
 import argparse
-import copy
 import gc
 import math
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +35,9 @@ from fastamp.bench.loops import (
 )
 from fastamp.bench.race import Interval, Plan, Race, run_race, show
 from fastamp.bench.record import Report, Task, Verdict, judge
-from fastamp.bench.tasks import Training, draw, find_make, make_loader, make_training
+from fastamp.bench.tasks import Training, copy_model, draw, find_make, make_loader, make_training
 from fastamp.train.options import progress, refuse
+from fastamp.train.random_state import seed_all
 
 MAIN = Plan(rounds=4000, warmup=2, half_width=0.01, limit_s=20.0)
 REPAIRS = PEER_PLAN = Plan(rounds=4000, warmup=1, half_width=0.02, limit_s=10.0)
@@ -46,7 +45,8 @@ VISIT_S = 0.15  # of a visit of the stock loop, about
 LEAST_STEPS, MOST_STEPS = 4, 256  # of a visit
 WORKER_STEPS = 8  # of a visit with workers, at least: each pass waits for its first batch
 EPOCHS = 4  # times as many steps in the main race, where a visit has only WORKER_STEPS
-TRIALS = 4  # short epochs for each choice of workers and precision; the fastest one counts
+# Four short epochs for each choice of workers and precision, after one; the fastest one counts.
+TRIALS = Plan(rounds=5, warmup=1)
 CLEARLY = 0.95  # workers or a lower precision have to take less than this share of the time
 # How many times as fast as the stock loop fastamp's should be, and as the naive loop.
 TARGETS = {"cpu": {"mlp": 1.6, "tabular": 2.0, "rl": 2.0}, "cuda": {"groups": 1.3}}
@@ -79,8 +79,6 @@ def prepare(args: argparse.Namespace) -> Task:
         args.task = name  # for the text of an error
         if name == "images" and why:
             refuse("NAME", name, why)
-        if name not in JOBS and ":" not in name:
-            refuse("NAME", name, f"is none of {', '.join(JOBS)}, nor FILE.py:make")
         find_make(name)
     return {"jobs": names, "seed": args.seed}, partial(_run, args, names)
 
@@ -163,7 +161,7 @@ def _measure(name: str, device: str, seed: int) -> Found:
         parts = list_parts("stock" if arm in PEERS else arm)
         workers = chosen["workers"][parts["loader"]]
         loop = make(parts, dtype=chosen["dtype"], steps=steps, workers=workers)
-        torch.manual_seed(seed)  # of dropout
+        seed_all(seed, 0)  # of dropout
         epoch: Epoch | None = loop.epoch
         if arm in PEERS:
             epoch = begin_peer(arm, name, loop, closing, workers)
@@ -194,7 +192,7 @@ def _measure(name: str, device: str, seed: int) -> Found:
 
 def check_task(training: Training, device: str, seed: int) -> None:
     """Take one step; raises a BrokenTask where the contract is broken."""
-    run = Run(Arm(name="check"), device, replace(training, model=copy.deepcopy(training.model)))
+    run = Run(Arm(name="check"), device, replace(training, model=copy_model(training)))
     run.train_step(next(draw(make_loader(training, seed, device=device), device)))
 
 
@@ -217,17 +215,8 @@ def _choose(
     ) -> list[float]:
         """Return each way's seconds a step: the best of trials in turn, so that drift is shared."""
         loops = [make(list_parts(arm), dtype=d, steps=steps, workers=w) for w, d in ways]
-        synchronize = torch.get_device_module(device).synchronize
-        best_s = [math.inf] * len(loops)
-        for trial in range(TRIALS + 1):  # the first warms up
-            for place, loop in enumerate(loops):
-                synchronize()
-                start_s = perf_counter()
-                loop.epoch()
-                synchronize()
-                if trial:
-                    best_s[place] = min(best_s[place], (perf_counter() - start_s) / steps)
-        return best_s
+        race = run_race({str(i): loop.epoch for i, loop in enumerate(loops)}, TRIALS, device=device)
+        return [min(race.times_s(place)) / steps for place in race.arms]
 
     [step_s] = measure("stock", LEAST_STEPS, [({}, wanted)])
     steps = min(max(round(VISIT_S / step_s), LEAST_STEPS), MOST_STEPS)

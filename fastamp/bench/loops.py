@@ -6,7 +6,6 @@ FP32. A loop has one part of each kind in PARTS, so that each can be replaced al
 from the same weights and see the same samples.
 """
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -23,8 +22,17 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import IterableDataset, RandomSampler, default_collate
 
 import fastamp
+from fastamp.bench.jobs import JOBS
 from fastamp.bench.loader import Batches, fastamp_batches, torch_batches
-from fastamp.bench.tasks import Training, compute_loss, draw, make_loader, make_optimizer
+from fastamp.bench.tasks import (
+    Training,
+    compute_loss,
+    copy_model,
+    draw,
+    expect,
+    make_loader,
+    make_optimizer,
+)
 from fastamp.data import map_tensors
 from fastamp.data.auto import count_cores
 from fastamp.data.gather import find_path
@@ -53,7 +61,7 @@ class Data(NamedTuple):
             return False
         try:
             torch.testing.assert_close(self.dataset[0], self.dataset[0], rtol=0, atol=0)
-        except AssertionError:
+        except (AssertionError, TypeError):  # TypeError: samples that are no numbers
             return False
         return True
 
@@ -143,7 +151,7 @@ class Loop:
         workers: dict[str, Any],
     ) -> None:
         self.training, self.device, self.data = training, device, find_data(training)
-        self.model = copy.deepcopy(training.model).to(device)
+        self.model = copy_model(training).to(device)
         made = make_optimizer(training, self.model, fused=None)
         self.optimizer = with_fused(made, None if parts["step"] == "naive" else True)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -279,6 +287,7 @@ def check_losses(
     Raises:
         AssertionError: they differ by more than rounding, or, where loops read other crops of the
             same images, their means differ by more than a tenth.
+        BrokenTask: so do those of a task of the user's.
     """
     base = next(iter(losses))
     for arm, values in losses.items():
@@ -287,5 +296,9 @@ def check_losses(
         rtol = SAME if dtype is None or len(precisions) == 1 else PRECISE
         if not is_same:
             pair, rtol = [losses.mean() for losses in pair], ALIKE
+        if name not in JOBS:
+            wanted = f"the first losses of the {base} loop in all loops, such as {losses[base]}"
+            got = f"{values} in the {arm} loop: does the task draw random numbers?"
+            expect(torch.allclose(pair[0], pair[1], rtol, rtol), "loss", wanted, got)
         say_where = partial("{}, {}: {}".format, name, arm)
         torch.testing.assert_close(*pair, rtol=rtol, atol=rtol, msg=say_where)

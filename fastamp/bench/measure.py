@@ -3,7 +3,6 @@
 The timed steps are the training, and all arms of a round take their step on the same batch.
 """
 
-import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +14,7 @@ from fastamp.bench.advice import Profile
 from fastamp.bench.arms import Arm, Job, Run, Score, evaluate, make_arms
 from fastamp.bench.peaks import peak_memory
 from fastamp.bench.race import Plan, Race, run_race
-from fastamp.bench.tasks import Part, Training, count_samples, draw, make_loader
+from fastamp.bench.tasks import Training, copy_model, count_samples, draw, make_loader
 from fastamp.bench.where import profile_runs
 from fastamp.train.options import progress
 
@@ -107,8 +106,7 @@ def _plan(steps: int) -> Plan:
 
 
 def _make_runs(job: Job, training: Training, arms: list[Arm]) -> dict[str, Run]:
-    with Part("model", "its copy for each arm"):
-        copies = [replace(training, model=copy.deepcopy(training.model)) for _ in arms]
+    copies = [replace(training, model=copy_model(training)) for _ in arms]
     return {a.name: Run(a, job.device, each) for a, each in zip(arms, copies, strict=True)}
 
 

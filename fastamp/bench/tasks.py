@@ -3,6 +3,7 @@
 A function that breaks the contract raises a BrokenTask, which names the part.
 """
 
+import copy
 import importlib
 import importlib.util
 import math
@@ -133,13 +134,13 @@ def find_make(text: str) -> Make:
     place, _, name = text.rpartition(":")
     if not place:
         if text not in JOBS:
-            refuse("--task", text, f"is none of {', '.join(JOBS)}, nor FILE.py:make")
+            refuse("task", text, f"is none of {', '.join(JOBS)}, nor FILE.py:make")
         return JOBS[text]
     module = _load(Path(place)) if place.endswith(".py") else _import(place)
     found = getattr(module, name, None)
     if not callable(found):
         problem = "has no such function" if found is None else f"has a {type(found).__name__} there"
-        refuse("--task", text, problem)
+        refuse("task", text, problem)
     return found  # type: ignore[no-any-return]
 
 
@@ -158,7 +159,7 @@ def _load(path: Path) -> ModuleType:
     """
     path, name = path.absolute(), path.stem
     if sys.modules.get(name) is not _loaded.get(name):
-        refuse("--task", str(path), f"cannot be imported: another module is called {name!r}")
+        refuse("task", str(path), f"cannot be imported: another module is called {name!r}")
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     spec: Any = importlib.util.spec_from_file_location(name, path)
@@ -239,6 +240,12 @@ def _read_data(data: Any) -> Any:
         kinds = "an iterable of batches, not an iterator, which can be read only once"
         expect(not isinstance(data, Iterator), "dataset", kinds, _short(data))
     return data
+
+
+def copy_model(training: Training) -> nn.Module:
+    """Return a copy of the model, with the weights that every arm starts from."""
+    with Part("model", "its copy for each arm"):
+        return copy.deepcopy(training.model)
 
 
 def make_optimizer(training: Training, model: nn.Module, *, fused: bool | None = True) -> Optimizer:

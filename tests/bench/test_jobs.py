@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import random
 import sys
 from contextlib import ExitStack
 from functools import partial
@@ -21,7 +22,7 @@ from fastamp.bench import in_frameworks, job_table, loops
 from fastamp.bench.__main__ import main
 from fastamp.bench.jobs import JOBS, language, networks, vision
 from fastamp.bench.race import Plan
-from fastamp.bench.tasks import make_training
+from fastamp.bench.tasks import BrokenTask, make_training
 from fastamp.train import text
 
 WORKERS = {"dtype": None, "steps": 2, "seed": 0, "workers": {}}
@@ -56,7 +57,7 @@ def quick(monkeypatch):
         monkeypatch.setattr(job_table, name, Plan(rounds=8, warmup=2))
     for name in ("LEAST_STEPS", "MOST_STEPS", "AGREE_STEPS", "WORKER_STEPS"):
         monkeypatch.setattr(job_table, name, 2)
-    monkeypatch.setattr(job_table, "TRIALS", 1)
+    monkeypatch.setattr(job_table, "TRIALS", Plan(rounds=3, warmup=1))
     monkeypatch.setattr(job_table, "no_speed_reason", lambda *_: "not asked")
     monkeypatch.setattr(loops, "list_workers", lambda *_: [{}])
     monkeypatch.setattr(job_table, "list_workers", lambda *_: [{}])
@@ -103,6 +104,49 @@ def test_losses_that_differ_are_an_error_that_names_job_and_loop():
         job_table.check_losses(
             "cnn", {"stock": [2.0, 1.0], "naive": [2.0, 2.0]}, is_same=False, dtype=None
         )
+
+
+def test_losses_of_a_users_task_that_differ_break_its_contract_in_one_line():
+    check = partial(job_table.check_losses, "task.py:make", is_same=True, dtype=None)
+    check({"stock": [2.0, 1.0], "fastamp": [2.0, 1.001]})
+    with pytest.raises(
+        BrokenTask, match="in the fastamp loop: does the task draw random numbers"
+    ) as e:
+        check({"stock": [2.0, 1.0], "fastamp": [2.0, 1.01]})
+    assert "\n" not in str(e.value)
+
+
+def test_all_loops_draw_the_same_numbers_of_pythons_generator(quick, monkeypatch):
+    model, data, _, options = make_rows("cpu", 0)
+
+    def loss(output, target):
+        return nn.functional.mse_loss(output, target) * random.random()
+
+    monkeypatch.setitem(JOBS, "drawing", lambda *_: (model, data, loss, options))
+    found = job_table._measure("drawing", "cpu", 0)
+    assert set(found.details["losses"]) > set(loops.ARMS)
+
+
+def test_samples_that_are_no_numbers_need_only_a_collate_fn():
+    loader = DataLoader(["a", "bc"] * 8, 4, collate_fn=lambda rows: torch.tensor([*map(len, rows)]))
+    training = make_training(lambda *_: (nn.Linear(1, 1), loader, None), "cpu", 0)
+    assert not loops.find_data(training).is_repeatable()
+
+
+@pytest.mark.parametrize("command", ["jobs", "frameworks accelerate --task"])
+def test_a_model_that_cannot_be_copied_is_one_line_and_status_2(command, tmp_path, capsys):
+    pytest.importorskip("accelerate")
+    path = tmp_path / "locked_model.py"
+    path.write_text("""import threading
+from torch import nn, ones
+def make(device, seed):
+    model = nn.Linear(1, 1)
+    model.lock = threading.Lock()
+    return model, (ones(64, 1), ones(64, 1)), nn.functional.mse_loss
+""")
+    assert main([*command.split(), f"{path}:make", "--device", "cpu"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument task: '{path}:make' breaks its contract: model: its copy for each arm" in line
 
 
 def test_every_repair_has_a_loop_of_its_own_that_differs_in_that_part_alone():
@@ -222,7 +266,7 @@ def test_a_job_that_is_not_there_is_refused(capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["jobs", "mlps"])
     assert exit_.value.code == 2
-    assert "argument NAME: 'mlps' is none of gpt, mlp, tabular" in capsys.readouterr().err
+    assert "argument task: 'mlps' is none of gpt, mlp, tabular" in capsys.readouterr().err
 
 
 def test_without_pillow_the_images_are_refused_before_any_work_and_no_default(monkeypatch, capsys):

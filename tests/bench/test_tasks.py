@@ -167,7 +167,7 @@ def test_a_broken_task_is_one_line_that_names_the_part_and_status_2(quick, tmp_p
         except SystemExit as ended:
             status = ended.code
         *trace, line = capsys.readouterr().err.splitlines()
-        prefix = f"python -m fastamp.bench amp: error: argument --task: '{path}:make' breaks its"
+        prefix = f"python -m fastamp.bench amp: error: argument task: '{path}:make' breaks its"
         assert line.startswith(f"{prefix} contract: {wanted}"), (body, line)
         assert status == 2
         if "of the user's own" in line:
@@ -183,7 +183,7 @@ def test_a_task_that_cannot_be_found_is_a_bad_argument(tmp_path, capsys):
     (tmp_path / "right.py").write_text("make = 5\n")
     (tmp_path / "quits.py").write_text("import sys\nsys.exit('no')\n")
     for task, wanted in {
-        "mpl": "argument --task: 'mpl' is none of gpt",
+        "mpl": "argument task: 'mpl' is none of gpt",
         f"{tmp_path}/missing.py:make": "missing.py: its import raised FileNotFoundError",
         f"{tmp_path}/wrong.py:make": "wrong.py: its import raised NameError: name 'fail'",
         f"{tmp_path}/quits.py:make": "quits.py: its import raised SystemExit: no",
