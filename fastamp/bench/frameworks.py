@@ -68,12 +68,10 @@ def _run(args: argparse.Namespace, names: list[str]) -> Report:
     steps = min(MOST_STEPS, len(data.dataset) // data.batch_size)
     dtype = torch.float16 if args.device == "cuda" else None
     options: dict[str, Any] = {"dtype": dtype, "steps": steps, "seed": args.seed, "workers": {}}
-    races, rows, missing = {}, [], []
+    races, rows = {}, []
     with progress(len(names)) as tick, _quiet():
         for name in names:
-            package = PACKAGES.get(name, name)
-            if importlib.util.find_spec(package) is None:
-                missing.append(f"{name}: not installed, pip install {package}")
+            if importlib.util.find_spec(PACKAGES.get(name, name)) is None:
                 continue
             arms, losses = {}, {}
             with ExitStack() as closing:
@@ -93,8 +91,10 @@ def _run(args: argparse.Namespace, names: list[str]) -> Report:
             )
             tick()
     metrics = {f"speedup/{name}": race.ratio("fastamp") for name, race in races.items()}
-    why = "fastamp over the framework alone"
-    verdicts = [judge(n, metrics[f"speedup/{n}"], (1.0, math.inf), "x", why) for n in races]
+    why = {n: f"not installed, pip install {PACKAGES.get(n, n)}" for n in names}
+    why |= dict.fromkeys(races, "fastamp over the framework alone")
+    figures = {name: metrics.get(f"speedup/{name}") for name in names}
+    verdicts = [judge(n, figures[n], (1.0, math.inf), "x", why[n]) for n in names]
     about = " ".join(str(JOBS[args.task].__doc__).split()) if args.task in JOBS else "the user's"
     notes = [f"ms a step, with what the framework does around an epoch; {args.task}: {about}"]
     return Report(
@@ -102,5 +102,5 @@ def _run(args: argparse.Namespace, names: list[str]) -> Report:
         races=races,
         metrics=metrics,
         verdicts=verdicts,
-        notes=[*notes, *missing],
+        notes=notes,
     )

@@ -291,6 +291,16 @@ def test_a_folder_of_the_users_called_datasets_is_not_hugging_faces(tmp_path):
     assert done.stdout == "tensors tokens images augmented dicts collate slow\n"
 
 
+def test_a_check_of_frameworks_that_are_not_installed_is_no_verdict(monkeypatch, capsys):
+    monkeypatch.setitem(JOBS, "rows", make_rows)
+    monkeypatch.setitem(sys.modules, "lightning", None)
+    words = ["frameworks", "fabric", "--task", "rows", "--device", "cpu"]
+    assert main([*words, "--check"]) == 3
+    said = "fabric - (target >= 1x): n/a, not installed, pip install lightning\n"
+    assert capsys.readouterr().out.count(said) == 1
+    assert main(words) == 0
+
+
 def test_an_agents_memory_ends_each_episode_where_the_pole_falls(small):
     _, data, *_ = networks.make_rl("cpu", 0)
     states, actions, returns = data.tensors
