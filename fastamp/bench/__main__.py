@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def _writable_file(text: str) -> Path:
     path = Path(text).absolute()
     with suppress(OSError):  # the name may be too long
         needed = path if path.exists() else Path(os.path.realpath(path)).parent
-        if os.access(needed, os.W_OK) and not path.is_dir():
+        if os.access(needed, os.W_OK) and needed.is_dir() != path.exists():
             return path
     message = f"{text!r} is no file that can be written"
     raise argparse.ArgumentTypeError(message)
@@ -92,6 +93,9 @@ def _device(text: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status."""
+    if isinstance(sys.stdout, TextIOWrapper):  # what the terminal's encoding lacks is escaped
+        with suppress(OSError):  # a file that has become a pipe: "Illegal seek"
+            sys.stdout.reconfigure(errors="backslashreplace")
     args, (job, measure) = _parse(list(sys.argv[1:] if argv is None else argv))
     run = {"command": args.command, "environment": describe(args.device), "job": job}
     found = baseline.differences(args.baseline, run) if args.baseline is not None else []
@@ -179,6 +183,8 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
             if name not in args.baseline["metrics"]:
                 known = ", ".join(args.baseline["metrics"])
                 refuse("--fail-on", name, f"is no metric of the baseline, which has {known}")
+        if args.json and args.report and args.json.resolve() == args.report.resolve():
+            refuse("--report", str(args.report), "is the file of --json too")
         return args, COMMANDS[args.command].prepare(args)
     except argparse.ArgumentError as error:
         subparsers.choices[args.command].error(str(error))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import resource
 import stat
+import sys
 import threading
 
 import pytest
@@ -15,6 +17,7 @@ from support.processes import run_python
 from fastamp.bench import step
 from fastamp.bench.__main__ import main
 from fastamp.bench.race import Plan
+from fastamp.bench.record import Report
 
 COMMAND = ["step", "--shapes", "1x10", "--work", "norm", "--device", "cpu"]
 PREFIX = "python -m fastamp.bench step: error: cannot write"
@@ -87,6 +90,35 @@ def test_a_file_is_replaced_at_the_end_of_links_and_keeps_its_mode(tmp_path, cap
     assert main([*COMMAND, "--json", str(link)]) == 0
     assert link.is_symlink()
     assert json.loads(new.read_text())["command"] == "step"
+
+
+@pytest.mark.parametrize("words", ["--json file/x", "--report file/x", "--json x --report ./x"])
+def test_a_path_that_cannot_be_written_is_refused_before_any_work(
+    words, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(step, "_run", None)
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as raised:
+        main([*COMMAND, *words.split()])
+    assert raised.value.code == 2
+    said = "is no file that can be written" if "file" in words else "is the file of --json too"
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_what_the_terminals_encoding_lacks_is_escaped(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
+    monkeypatch.setattr(
+        step, "_run", lambda *_: Report(table=[{"a": "b\u00e4se"}], races={}, metrics={})
+    )
+    assert main(COMMAND) == 0
+    assert b"b\\xe4se" in written.getvalue()
+
+
+def test_a_closed_standard_output_is_no_error_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main([*COMMAND, "--json", str(tmp_path / "found")]) == 0
 
 
 def test_a_pipe_is_written_directly(tmp_path):
