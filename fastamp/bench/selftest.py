@@ -33,7 +33,8 @@ def add_options(add: Callable[..., object]) -> None:
 def prepare(args: argparse.Namespace) -> Task:
     """Return the job and the function that runs it."""
     args.check = True
-    return {"unit_nbytes": len(UNIT), "units": UNITS}, partial(_run, args)
+    job = {"unit_nbytes": len(UNIT), "units": UNITS, "slowdown": args.slowdown}
+    return job, partial(_run, args)
 
 
 def _run(args: argparse.Namespace) -> Report:

@@ -196,9 +196,12 @@ def test_the_slowed_arm_does_as_much_more_work_as_it_says(monkeypatch):
 
 @pytest.mark.parametrize(("slowdown", "status"), [(10, 1), (0, 0)])
 def test_a_regression_of_ten_percent_is_an_error_and_a_rerun_is_none(
-    saved, work, slowdown, status, capsys
+    saved, work, slowdown, status, tmp_path, capsys
 ):
-    held = ["--baseline", str(saved), "--fail-on", "speedup:-5%"]
+    record = json.loads(saved.read_text())
+    record["job"]["slowdown"] = slowdown  # the job is the same, the code became slower
+    (tmp_path / "base.json").write_text(json.dumps(record))
+    held = ["--baseline", str(tmp_path / "base.json"), "--fail-on", "speedup:-5%"]
     assert main(["selftest", "--slowdown", str(slowdown), *held]) == status
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.startswith("speedup since the baseline")
@@ -262,6 +265,7 @@ def test_a_bound_is_a_metric_and_a_signed_change(text):
         (("schema_version",), 2, f"schema_version is 2, not {record.SCHEMA_VERSION}"),
         (("command",), "amp", "command is amp, not selftest"),
         (("job", "units"), 7, "units is 7, not 100"),
+        (("job", "slowdown"), 7, "slowdown is 7, not 0"),
         (("environment", "device_name"), "a toaster", "device_name is a toaster, not "),
     ],
 )
@@ -276,7 +280,7 @@ def test_a_baseline_of_something_else_is_refused_before_any_work(
     inside[place[-1]] = value
     other = tmp_path / "other.json"
     other.write_text(json.dumps(record))
-    assert main(["selftest", "--baseline", str(other)]) == 3
+    assert main(["selftest", "--slowdown", "0", "--baseline", str(other)]) == 3
     assert f"no verdict: the baseline cannot be compared: {message}" in capsys.readouterr().err
 
 
