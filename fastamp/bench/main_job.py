@@ -57,7 +57,8 @@ def add_options(add: Callable[..., object]) -> None:
     ):
         add(option, type=number(int, least), help=f"{text} (default: one that suits the device)")
     seeds = f"train with {THOROUGH_SEEDS} seeds, not one, to judge the accuracy"
-    add("--thorough", action="store_true", help=seeds)
+    thorough = {"dest": "seeds", "const": THOROUGH_SEEDS, "default": 1, "help": seeds}
+    add("--thorough", action="store_const", **thorough)
     saving = "share of FP32's peak memory that is saved, of all that a training process holds "
     saving += "(on a GPU: that torch allocates there)"
     for option, least, most, default, text in (
@@ -90,7 +91,8 @@ def prepare(args: argparse.Namespace) -> Task:
         precision = next(name for name, dtype in DTYPES.items() if dtype is training.dtype)
     shared |= {"task": args.task, "precision": precision}
     shared["batch_size"] = None if training.has_loader else training.batch_size
-    return _with_seeds(args, replace(job, precision=precision), training, shared)
+    shared["seeds"] = args.seeds
+    return shared, partial(_run, args, replace(job, precision=precision), training, shared)
 
 
 def _prepare_gpt(args: argparse.Namespace) -> Task:
@@ -110,15 +112,8 @@ def _prepare_gpt(args: argparse.Namespace) -> Task:
     memory_make = partial(make, batch_size=memory)
     job = Job(make=make, memory_make=memory_make, steps=steps, **shared)
     shared |= {"task": args.task, "steps": steps, "shape": asdict(shape), "data": corpus.sha256}
-    shared |= {"batch_size": batch_size, "memory_batch_size": memory}
-    return _with_seeds(args, job, None, shared)
-
-
-def _with_seeds(
-    args: argparse.Namespace, job: Job, training: Training | None, shared: dict[str, Any]
-) -> Task:
-    shared["seeds"] = THOROUGH_SEEDS if args.thorough else 1
-    return shared, partial(_run, args, job, training, shared)
+    shared |= {"batch_size": batch_size, "memory_batch_size": memory, "seeds": args.seeds}
+    return shared, partial(_run, args, job, None, shared)
 
 
 def _sizes(args: argparse.Namespace) -> dict[str, int]:
