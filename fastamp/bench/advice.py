@@ -76,13 +76,15 @@ class Profile:
         rest_s = self.total_s - math.fsum(each.value for each in p)
 
         def whole(time_s: float, r: float) -> float:
-            left_s = rest_s + time_s / r
+            left_s = rest_s + (time_s / r if r > 0 else math.inf)
             return (rest_s + time_s) / left_s if left_s > 0 else math.inf
 
         lows, values, highs = ([getattr(i, end) for i in p] for end in ("low", "value", "high"))
-        times_s = (math.fsum(lows), math.fsum(highs))
+        # Few visits have ends below 0 or beyond the step.
+        times_s = [min(max(math.fsum(ends), 0.0), self.total_s) for ends in (lows, highs)]
         found = [whole(*pair) for pair in itertools.product(times_s, (ratio.low, ratio.high))]
-        low, high = min(found), max(found)
+        most = self.total_s / rest_s if rest_s > 0 else math.inf  # without these parts
+        low, high = min(found), min(max(found), most)
         known = math.isfinite(ratio.value)
         value = whole(math.fsum(values), ratio.value) if known else math.sqrt(low * high)
         return Interval(value=value, low=low, high=high)

@@ -29,6 +29,7 @@ KINDS = {
     "SGD": "sgd",
 }  # the work of `bench step` that moves as many bytes
 MOST_NUMEL = 2**24  # of the parameters of a race, which three sides copy
+MOST_PARAMETERS = 2**16  # each takes some microseconds to make and to check
 PLAN = Plan(rounds=400, half_width=0.02, limit_s=2.0)
 
 
@@ -137,11 +138,13 @@ def _race_step(profile: Profile, seed: int) -> tuple[dict[str, Interval], list[s
     """
     facts, device = profile.facts, torch.device(profile.device).type
     here = device == "cpu" or (device == "cuda" and torch.cuda.is_available())
-    if "step" not in profile.parts or not facts.sizes or not here or facts.optimizer not in KINDS:
+    all_sizes = facts.sizes or ()
+    fits = here and 0 < sum(count for _, count in all_sizes) <= MOST_PARAMETERS
+    if "step" not in profile.parts or not fits or facts.optimizer not in KINDS:
         return {}, []
-    numel = sum(size * count for size, count in facts.sizes)
+    numel = sum(size * count for size, count in all_sizes)
     cut = max(1, -(-numel // MOST_NUMEL))  # parameters that are too large are shortened
-    sizes = [max(size // cut, 1) for size, count in facts.sizes for _ in range(count)]
+    sizes = [max(size // cut, 1) for size, count in all_sizes for _ in range(count)]
     sides = _make_sides(facts, sizes, device, seed)
     race = run_race(
         {arm: side.fastamp if arm == "fastamp" else side.torch for arm, side in sides.items()},

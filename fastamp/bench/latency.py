@@ -45,7 +45,7 @@ def prepare(args: argparse.Namespace) -> Task:
             details=lambda _: {arm: server.percentiles() for arm, server in servers.items()},
         )
 
-    sizes = list(map(str, args.batch_sizes))
+    sizes = list(dict.fromkeys(map(str, args.batch_sizes)))
     notes = [
         f"a race for each batch size; {args.precision}, windows of {shape.block_size} bytes",
         "percentiles are fastamp.Timer's, of buckets at most 3.2 % wide",

@@ -124,6 +124,7 @@ def _text(name: str) -> str:
 
 def prepare(args: argparse.Namespace) -> Task:
     """Return the job and the function that runs it."""
+    args.data = list(dict.fromkeys(args.data))
     if "photos" in args.data and (why := photos.why_none()):
         refuse("--data", "photos", why)
     return {"data": args.data, "seed": args.seed}, partial(_run, args)

@@ -38,6 +38,7 @@ ROWS = {  # the work for these shapes without --work
     "lora": "adamw-no-scaler adamw-open-no-scaler",
 }
 RATE = 1e-4
+MOST_NUMEL = 2**36
 
 
 def parse_shapes(text: str) -> dict[str, Shapes]:
@@ -47,6 +48,11 @@ def parse_shapes(text: str) -> dict[str, Shapes]:
         match = re.fullmatch(r"([1-9]\d*)(g?)x([1-9]\d*)(-bf16)?", item)
         if match is None and item not in NAMED:
             message = f"{item!r} is not a number of tensors and of elements, as in 2000x1000"
+            raise ArgumentTypeError(message)
+        if match is not None and int(match[1]) * int(match[3]) > MOST_NUMEL:
+            message = (
+                f"{item!r} has more than {MOST_NUMEL} elements, which no machine holds 20 times"
+            )
             raise ArgumentTypeError(message)
         shapes[item] = NAMED[item] if match is None else _make_shapes(*match.groups())
     return shapes

@@ -50,7 +50,7 @@ def prepare(args: argparse.Namespace) -> Task:
     args.shapes = args.shapes or parse_shapes(SHARDED_SHAPES if args.ranks else ",".join(ROWS))
     args.work = args.work or (["adamw"] if args.ranks else None)
     work = {name: args.work or ROWS.get(name, " ".join(WORK)).split() for name in args.shapes}
-    names = [f"{shape}/{each}" for shape in args.shapes for each in work[shape]]
+    names = [f"{shape}/{each}" for shape in args.shapes for each in dict.fromkeys(work[shape])]
     job = {"races": names, "seed": args.seed}
     if args.ranks is None:
         return job, partial(_run, args, names)

@@ -9,7 +9,7 @@ import torch
 
 import fastamp
 from fastamp.bench import environment
-from fastamp.bench.advice import Profile, advise, read_profile
+from fastamp.bench.advice import VANISHES, Profile, advise, read_profile
 from fastamp.bench.race import Interval
 from fastamp.timer.facts import Facts, describe
 
@@ -111,6 +111,17 @@ def test_a_ratio_of_the_step_is_a_gain_of_the_whole_by_its_share():
     assert step.gain.high == pytest.approx(1.1 / (0.5 + 0.6 / 6))
     assert "scaler.step(optimizer, max_norm=...)" in step.what
     assert "become 5.00x [4.00, 6.00] as fast in a race of their kind" in step.why
+
+
+@pytest.mark.parametrize("low", [-math.inf, -0.3])
+def test_few_visits_promise_no_more_than_a_step_without_the_part(low):
+    parts = {"data": Interval(value=0.5, low=low, high=1 - low), "step": Interval.exact(0.5)}
+    profile = Profile(device="cpu", steps=2, parts=parts)
+    gain = profile.gain(Interval(value=2.0, low=low, high=math.inf), "data")
+    assert (gain.low, gain.high) == (0.0, 2.0)
+    assert gain.value == pytest.approx(1 / 0.75)
+    gain = profile.gain(VANISHES, "data")
+    assert (gain.low, gain.high) == (1.0, 2.0)
 
 
 def test_what_is_done_already_or_helps_nobody_is_no_advice():

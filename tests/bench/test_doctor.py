@@ -222,6 +222,21 @@ def test_a_step_of_one_parameter_is_raced_whatever_its_gradient(judge, monkeypat
     )
 
 
+def test_a_file_of_more_parameters_than_can_be_made_is_judged_without_a_race(
+    judge, monkeypatch, tmp_path, capsys
+):
+    timer = fastamp.Timer("cpu")
+    fill(timer, forward=(2.0, 100), step=(2.0, 100))
+    judge(timer, optimizer=torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
+    monkeypatch.setattr(doctor, "_make_sides", None)
+    path = tmp_path / "timer.json"
+    content = json.loads(path.read_text())
+    content["facts"]["sizes"] = [[1, 1_000_000]]
+    path.write_text(json.dumps(content))
+    assert main([*LOOK, "--timer", str(path)]) == 0
+    assert "raced here" not in capsys.readouterr().out
+
+
 def test_a_loader_that_starves_is_named_with_its_remedy(judge, with_units):
     timer = fastamp.Timer("cpu")
     fill(timer, data=(30.0, 50), forward=(15.0, 50), backward=(14.0, 50), step=(1.0, 50))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fastamp
-from fastamp.bench import peers, step
+from fastamp.bench import latency, loader, peers, step
 from fastamp.bench.__main__ import main
 from fastamp.bench.race import Plan
 from fastamp.bench.rows import NAMED, ROWS, WORK, parse_shapes
@@ -80,6 +80,25 @@ def test_a_shape_is_what_its_text_says(name, count, numel, text):
     assert (len(shape.sizes), sum(map(math.prod, shape.sizes)), shape.text) == (count, numel, text)
     assert shape.grouped == ("group" in text)
     assert shape.dtype == (torch.bfloat16 if "bfloat16" in text else torch.float32)
+
+
+def test_what_is_named_twice_is_raced_once():
+    args = argparse.Namespace(
+        shapes=parse_shapes("1x1,1x1"), work=["norm", "norm"], ranks=None, seed=0, precision="bf16"
+    )
+    assert step.prepare(args)[0]["races"] == ["1x1/norm"]
+    args.data, args.batch_sizes, args.device = ["collate", "collate"], [1, 2, 1], "cpu"
+    assert loader.prepare(args)[0]["data"] == ["collate"]
+    latency_job, _ = latency.prepare(args)
+    assert latency_job["batch_sizes"] == ["1", "2"]
+
+
+@pytest.mark.parametrize("shape", ["1x9999999999999", "9999999999999gx1", "1x" + "9" * 30])
+def test_more_elements_than_a_machine_holds_are_a_bad_argument(shape, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["step", "--shapes", shape])
+    assert exit_.value.code == 2
+    assert f"argument --shapes: '{shape}' has more than" in capsys.readouterr().err
 
 
 def test_groups_have_one_parameter_each():
