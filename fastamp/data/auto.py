@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, MapDataPipe
 from fastamp.data.fetch import FetchSource
 from fastamp.data.indices import Drawn
 from fastamp.data.position import Position
-from fastamp.data.states import find_save
+from fastamp.data.states import find_save, is_undelivered
 
 _MEASURE_S = 1.0
 _SHARE = 0.05  # of an epoch: a measurement takes no more
@@ -84,8 +84,8 @@ class TrialPass(Iterator[Any]):
                 raise
             self._try_processes()
             return next(self)
-        except Exception:
-            self._made += 1
+        except Exception as error:
+            self._made += not is_undelivered(error)
             raise
         self._made += 1
         if self._loader._chosen is None:

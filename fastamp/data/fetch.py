@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
+from traceback import walk_tb
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, MapDataPipe, get_worker_info
@@ -25,6 +26,8 @@ from fastamp.data.states import (
     find_save,
     find_together,
     has_copies,
+    is_undelivered,
+    mark_undelivered,
     note_index,
     take,
 )
@@ -171,6 +174,12 @@ def _bury(workers: Sequence[Any]) -> bool:
     return bool(dead)
 
 
+def _replaces_batch(error: Exception) -> bool:
+    """Say whether an error of torch's iterator over workers comes in place of a batch."""
+    names = {frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)}
+    return not names.isdisjoint({"_process_data", "reraise"})  # where it has moved on
+
+
 @dataclass(eq=False, repr=False)
 class FetchSource(Iterator[Any]):
     """The batches of torch's iterator over the loader that `make_inner` makes."""
@@ -208,8 +217,6 @@ class FetchSource(Iterator[Any]):
         return self.ask() if self._ahead else {"dataset": self.ask}
 
     def __next__(self) -> Any:
-        workers = getattr(self._iterator, "_workers", ())
-        self._taken += 1
         try:
             batch, getitem_s, collate_s, note, is_batch = self._next()
             while not is_batch:
@@ -218,18 +225,21 @@ class FetchSource(Iterator[Any]):
         except StopIteration:
             self._states.append(self._notes)
             raise
-        except (ConnectionError, EOFError) as error:
-            # torch raises these for a worker that died after it had announced a batch.
-            if _bury(workers):
-                msg = "DataLoader worker exited unexpectedly: its last batch is lost"
-                raise RuntimeError(msg) from error
-            raise
         except Exception as error:
+            workers = getattr(self._iterator, "_workers", ())
+            if workers and not _replaces_batch(error):
+                mark_undelivered(error)
+                # torch raises these for a worker that died after it had announced a batch.
+                if isinstance(error, ConnectionError | EOFError) and _bury(workers):
+                    msg = "DataLoader worker exited unexpectedly: its last batch is lost"
+                    raise mark_undelivered(RuntimeError(msg)) from error
+            self._taken += not is_undelivered(error)
             if workers:
                 # The message has the worker's traceback. torch's frames, which refer to the error,
                 # would keep the workers alive until the next garbage collection.
                 raise error.with_traceback(None)  # noqa: B904 - the same error
             raise
+        self._taken += 1
         self._stats.getitem_s += getitem_s
         self._stats.collate_s += collate_s
         self._stats.nbytes += count_nbytes(batch)

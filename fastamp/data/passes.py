@@ -9,12 +9,17 @@ from typing import Any
 
 from fastamp._ops import untraced
 from fastamp.data.position import Position
+from fastamp.data.states import unmark
 from fastamp.data.stats import LoaderStats
 
 
 @dataclass(eq=False, repr=False)
 class LoaderPass(Iterator[Any]):
-    """What `iter(loader)` returns. A batch that raises counts as delivered; the next may follow."""
+    """What `iter(loader)` returns.
+
+    A batch that raises counts as delivered; the next may follow. A timeout or a dead worker does
+    not, since the batch is still to come.
+    """
 
     _batches: Iterator[Any]
     _position: Position
@@ -46,8 +51,8 @@ class LoaderPass(Iterator[Any]):
             except StopIteration:
                 self._end(start_s)
                 raise
-            except Exception:
-                self._count(start_s)
+            except Exception as error:
+                self._count(start_s, moves=not unmark(error))
                 raise
             self._count(start_s)
             self._stats.batches += 1
@@ -78,9 +83,9 @@ class LoaderPass(Iterator[Any]):
         msg = "the pass was interrupted while the dataset was read: its position is unknown"
         raise RuntimeError(msg)
 
-    def _count(self, start_s: float) -> None:
+    def _count(self, start_s: float, *, moves: bool = True) -> None:
         end_s = time.perf_counter()
         self._stats.wait_s += end_s - start_s
         self._stats.elapsed_s += end_s - (self._left_s or start_s)
         self._left_s = end_s
-        self._position.batch += 1
+        self._position.batch += moves

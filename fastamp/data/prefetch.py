@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fastamp._ops import apart_from_captures, untraced
 from fastamp.data.own_threads import join, live, start
+from fastamp.data.states import mark_undelivered
 from fastamp.data.structure import map_tensors
 
 T = TypeVar("T")
@@ -133,7 +134,10 @@ class Pass(Iterator[T], Generic[T]):
             raise StopIteration
         if self._owner_pid != os.getpid():
             raise RuntimeError(FORKED)
-        item = self._ready.get(timeout=self._timeout_s)
+        try:
+            item = self._ready.get(timeout=self._timeout_s)
+        except RuntimeError as error:  # of torch's signal handler: a worker died
+            raise mark_undelivered(error)  # noqa: B904 - the same error
         self._room.put(None)
         if isinstance(item, BaseException):
             if is_last(item):

@@ -14,6 +14,7 @@ from torch.utils.data import get_worker_info as torch_worker_info
 from fastamp.data.sample_rng import Order, current, find_pass_key
 from fastamp.data.workers import get_worker_info
 
+_MARK = "_fastamp_undelivered"
 Record = dict[str, Any]
 """The state of a worker's copy of a dataset after its last batch delivered: "dataset" and
 "iterator", their states or None; "samples", how many an iterator without a state has had; "ended",
@@ -41,6 +42,22 @@ class Failed(NamedTuple):
 
 class Skip(list[Any]):
     """In place of a batch's indices, for a worker whose turn is skipped."""
+
+
+def mark_undelivered(error: Exception) -> Exception:
+    """Mark an error that comes in place of no batch, as a timeout, and return it."""
+    vars(error)[_MARK] = True
+    return error
+
+
+def is_undelivered(error: Exception) -> bool:
+    """Say whether an error has this mark."""
+    return _MARK in vars(error)
+
+
+def unmark(error: Exception) -> bool:
+    """Take the mark away, which says nothing to a loader whose dataset reads this one."""
+    return bool(vars(error).pop(_MARK, False))
 
 
 def find_save(dataset: Any) -> Callable[[], Any] | None:

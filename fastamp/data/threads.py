@@ -23,7 +23,7 @@ from fastamp.data.position import Position
 from fastamp.data.prefetch import FORKED, Pass, is_last
 from fastamp.data.sample_rng import Placed, draw_seed
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots, too_large
-from fastamp.data.states import Measured, WorkerStream
+from fastamp.data.states import Measured, WorkerStream, mark_undelivered
 from fastamp.data.workers import Team, WorkerInfo, become_worker
 
 _COPY: dict[type, Callable[[Any], Any]] = {
@@ -96,6 +96,11 @@ def _run_stream(
 ) -> Iterator[Measured]:
     become_worker(info, init_fn)
     yield from stream
+
+
+def _timed_out(loader: Any) -> Exception:
+    msg = f"DataLoader timed out after {loader.timeout} seconds"  # as torch's
+    return mark_undelivered(RuntimeError(msg))
 
 
 class ThreadBatches(Iterator[Measured]):
@@ -189,8 +194,7 @@ class ThreadBatches(Iterator[Measured]):
             try:
                 done.add(self._maker.ready.get(timeout=loader.timeout or None))
             except Empty:
-                msg = f"DataLoader timed out after {loader.timeout} seconds"  # as torch's
-                raise RuntimeError(msg) from None
+                raise _timed_out(loader) from None
             number = number if loader.in_order else next(iter(done))
         done.remove(number)
         self._draw()
@@ -243,8 +247,7 @@ class StreamBatches(Iterator[Measured]):
                 self._parts[turn] = None
             except Empty:
                 self._turn = turn
-                msg = f"DataLoader timed out after {self._loader.timeout} seconds"  # as torch's
-                raise RuntimeError(msg) from None
+                raise _timed_out(self._loader) from None
         raise StopIteration
 
     def _count(self, measured: Measured) -> Measured:

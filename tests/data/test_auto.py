@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import random
+import threading
 import time
 import traceback
 from collections import deque
+from contextlib import suppress
 
 import pytest
 import torch
-from support.loading import Squares, Stateful, assert_same
+from support.loading import Rows, Squares, Stateful, assert_same
 from support.thread_workers import in_threads
 from support.torchs_datasets import Augmented
 from torch.utils.data import IterableDataset, Sampler
@@ -133,6 +135,28 @@ def test_a_sampler_is_asked_once_while_auto_measures(process_s, monkeypatch):
     let_time_pass(monkeypatch, Frozen(monkeypatch), loader, 0.2, process_s)
     assert sorted(torch.cat([*loader]).tolist()) == list(range(100))
     assert "batches/s" in loader.stats().workers  # both have been tried
+
+
+def test_a_timeout_costs_no_batch_where_processes_take_over(monkeypatch):
+    gate = threading.Event()
+
+    def wait(index):
+        assert index != 3 or gate.wait(60)
+        return index
+
+    monkeypatch.setattr(auto, "count_cores", lambda: 2)
+    loader = fastamp.DataLoader(Rows(100, wait), num_workers=2, worker="auto", timeout=0.2)
+    let_time_pass(monkeypatch, Frozen(monkeypatch), loader, 0.3, 0.1)
+    batches, seen = iter(loader), []
+    while len(seen) < 100:
+        with suppress(RuntimeError):  # timeouts
+            seen += next(batches).tolist()
+            continue
+        gate.set()
+    assert gate.is_set()
+    assert next(batches, None) is None
+    assert seen == [*range(100)]
+    assert loader.stats().workers.startswith("processes")
 
 
 class DiesInAProcess(torch.utils.data.Dataset):
