@@ -47,6 +47,7 @@ class Drawn:
         self._rest: Iterator[tuple[int, tuple[Any, int]]] | None = None
         self._seen: list[tuple[int, tuple[Any, int]]] = []
         self.keeps = True  # until it is known who makes the rest
+        self._error: Exception | None = None  # of the sampler, raised at its place by each
 
     def at(self, position: Position, numbered: Iterator[Any]) -> Iterator[tuple[Any, int]]:
         """Yield what is undelivered at a position; `numbered` begins with the first of it."""
@@ -56,7 +57,13 @@ class Drawn:
             self._rest = zip(chain(late, count(passed)), numbered, strict=False)
         while True:
             if seen == len(self._seen):
-                drawn = next(self._rest, None)
+                if self._error is not None:
+                    raise self._error
+                try:
+                    drawn = next(self._rest, None)
+                except Exception as error:
+                    self._error = error if self.keeps else None
+                    raise
                 if drawn is None:
                     return
                 if self.keeps:

@@ -137,6 +137,27 @@ def test_a_sampler_is_asked_once_while_auto_measures(process_s, monkeypatch):
     assert "batches/s" in loader.stats().workers  # both have been tried
 
 
+@pytest.mark.parametrize("bad", [9, 13, 14, 16])
+def test_the_error_of_a_sampler_is_raised_while_auto_measures(bad, monkeypatch):
+    def indices():
+        yield from range(bad)
+        msg = "no more indices"
+        raise LookupError(msg)
+
+    class Broken(Sampler):
+        def __iter__(self):
+            return indices()
+
+    monkeypatch.setattr(auto, "count_cores", lambda: 2)
+    loader = fastamp.DataLoader(range(100), 1, sampler=Broken(), num_workers=2, worker="auto")
+    let_time_pass(monkeypatch, Frozen(monkeypatch), loader, 0.3, 0.1)
+    seen = []
+    with pytest.raises(LookupError, match="no more indices"):
+        seen.extend(loader)
+    assert torch.cat(seen).tolist() == [*range(bad)][: len(seen)]
+    assert len(seen) >= min(bad, 12)  # torch raises it where its workers are asked for the batch
+
+
 def test_a_timeout_costs_no_batch_where_processes_take_over(monkeypatch):
     gate = threading.Event()
 
