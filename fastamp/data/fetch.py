@@ -29,6 +29,7 @@ from fastamp.data.states import (
     is_undelivered,
     mark_undelivered,
     note_index,
+    portable,
     take,
 )
 from fastamp.data.stats import LoaderStats
@@ -50,6 +51,7 @@ class _Watched(Dataset[Any]):
         self._save: Callable[[], Any] | None = None  # in a worker
         self._worker = 0
         self._collate_fn, self._worker_init_fn = loader.collate_fn, loader.worker_init_fn
+        self._failed: Measured | None = None  # in place of the batch
         self._getitem_s = 0.0  # since the last batch
         self._batch_sample: Any = None  # whose random numbers the collate function draws
 
@@ -81,29 +83,44 @@ class _Watched(Dataset[Any]):
                 items.append(self.dataset[index])
         except Exception as error:
             note_index(error, index)
-            raise
+            if self._save is None:
+                raise
+            self._failed = self._fail(error)
+            return [None]
         finally:
             current.sample = before
             self._getitem_s += time.perf_counter() - start_s
         return items
 
+    def _fail(self, error: Exception) -> Measured:
+        return Measured(Failed(portable(error, self._worker)), note=self._note())
+
+    def _note(self) -> tuple[int, Record] | None:
+        """Return the state of a worker's copy of the dataset, if it has one."""
+        if self._save is None:
+            return None
+        state = {"dataset": deepcopy(self._save()), "iterator": None}
+        return self._worker, {**state, "samples": 0, "ended": False}
+
     def collate(self, samples: Any) -> Measured:
         """Return the batch of the dataset's samples."""
         if type(samples) is Skip:
             return Measured(None, is_batch=False)
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            return failed
         getitem_s, self._getitem_s = self._getitem_s, 0.0
         start_s, before = time.perf_counter(), current.sample
         current.sample = self._batch_sample or before
         try:
             batch = self._collate_fn(samples)
+        except Exception as error:
+            if self._save is None:
+                raise
+            return self._fail(error)
         finally:
             current.sample = before
-        collate_s = time.perf_counter() - start_s
-        note = None
-        if self._save is not None:
-            state = {"dataset": deepcopy(self._save()), "iterator": None}
-            note = self._worker, {**state, "samples": 0, "ended": False}
-        return Measured(batch, getitem_s, collate_s, note)
+        return Measured(batch, getitem_s, time.perf_counter() - start_s, self._note())
 
     def init_worker(self, worker_id: int) -> None:
         """Let the user's code in a worker see the user's dataset; load the worker's state."""
@@ -191,6 +208,8 @@ class FetchSource(Iterator[Any]):
     """Receives each batch's note on its worker, or the dataset's state after the batch."""
     _ahead: bool
     """Whether batches are made before they are delivered, so that states are taken at once."""
+    _copies: bool = False
+    """Whether workers have copies of the dataset, and send notes of their states."""
     _passed: tuple[Position, int] | None = None
     """If batches come or came in any order: where the pass began, and how many turns it skips."""
     _in_order: bool = True
@@ -208,11 +227,14 @@ class FetchSource(Iterator[Any]):
         self._inner: Any = getattr(self._fetcher, "dataset_iter", None)
         if find_save(self._dataset) or find_save(self._inner):
             self._save = find_both(self._dataset, self._inner)
+        self._has_one = self._save is not None and not hasattr(self._iterator, "_workers")
+        self._asks = self._has_one and self._ahead
+        self._tells = self._asks or self._copies or self._passed is not None
 
     @property
     def position(self) -> dict[str, Any]:
         """The fields of the loader's position to set before the first batch."""
-        if self._save is None or hasattr(self._iterator, "_workers"):
+        if not self._has_one:
             return {}
         return self.ask() if self._ahead else {"dataset": self.ask}
 
@@ -223,7 +245,8 @@ class FetchSource(Iterator[Any]):
                 self._notes.append(note)
                 batch, getitem_s, collate_s, note, is_batch = self._next()
         except StopIteration:
-            self._states.append(self._notes)
+            if self._notes:
+                self._states.append(self._notes)
             raise
         except Exception as error:
             workers = getattr(self._iterator, "_workers", ())
@@ -233,29 +256,35 @@ class FetchSource(Iterator[Any]):
                 if isinstance(error, ConnectionError | EOFError) and _bury(workers):
                     msg = "DataLoader worker exited unexpectedly: its last batch is lost"
                     raise mark_undelivered(RuntimeError(msg)) from error
-            self._taken += not is_undelivered(error)
+            if self._tells and not is_undelivered(error):
+                self._tell(None)
             if workers:
                 # The message has the worker's traceback. torch's frames, which refer to the error,
                 # would keep the workers alive until the next garbage collection.
                 raise error.with_traceback(None)  # noqa: B904 - the same error
             raise
-        self._taken += 1
         self._stats.getitem_s += getitem_s
         self._stats.collate_s += collate_s
         self._stats.nbytes += count_nbytes(batch)
-        if self._passed is not None:
-            self._notes.append({"late": self.late})
-        if note is not None or self._notes:
-            self._states.append([*self._notes, note])
-            self._notes = []
-        elif self._ahead and self.position:
-            self._states.append(self.ask())
+        if self._tells:
+            self._tell(note)
         return batch
+
+    def _tell(self, note: Any) -> None:
+        """Add what a batch, or the error in its place, has changed: one entry for each."""
+        self._taken += 1
+        notes, self._notes = [*self._notes, note], []
+        if self._passed is not None:
+            notes.append({"late": self.late})
+        if self._asks:
+            notes.append(self.ask())
+        self._states.append(notes)
 
     def _next(self) -> Measured:
         if self._order is None:
             found = next(self._iterator)
             if type(found.batch) is Failed:
+                self._notes.append(found.note)
                 error = found.batch.error
                 del found
                 try:

@@ -56,8 +56,6 @@ class LoaderPass(Iterator[Any]):
                 raise
             self._count(start_s)
             self._stats.batches += 1
-            if self._states:
-                position.take(self._states.popleft())
             return batch  # noqa: TRY300 - Ctrl-C may come here too
         except Exception:
             raise
@@ -88,4 +86,7 @@ class LoaderPass(Iterator[Any]):
         self._stats.wait_s += end_s - start_s
         self._stats.elapsed_s += end_s - (self._left_s or start_s)
         self._left_s = end_s
-        self._position.batch += moves
+        if moves:
+            self._position.batch += 1
+            if self._states:
+                self._position.take(self._states.popleft())

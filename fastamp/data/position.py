@@ -58,10 +58,7 @@ class Position:
         vars(self).update(vars(Position(self.epoch + 1, workers=workers, sample_seed=seed)))
 
     def take(self, news: Any) -> None:
-        """Note what a batch brought: notes of workers, or the state of the dataset."""
-        if isinstance(news, dict):
-            vars(self).update(news)
-            return
+        """Note what a batch brought: notes of workers, and fields."""
         for note in news:
             if isinstance(note, dict):
                 vars(self).update(note)

@@ -225,7 +225,7 @@ def _start(
     in_order = loader.in_order or stream or loader.num_workers == 0
     passed = (replace(position), position.turn) if position.late or not in_order else None
     source = FetchSource(
-        iterator, loader._stats, dataset, states, ahead, passed, in_order, _order=order
+        iterator, loader._stats, dataset, states, ahead, copies, passed, in_order, _order=order
     )
     source.makes_fresh = type(loader.collate_fn) is BatchCollator
     if stream and loader.num_workers == 0:

@@ -162,7 +162,10 @@ class WorkerStream(IterableDataset[Measured]):
                     break
                 batch = self._collate_fn(samples if self._size else samples[0])
             except Exception as error:  # noqa: BLE001 - raised where the batch would come
-                failed = [Measured(Failed(_portable(error, worker)))]
+                note = worker, {**save(), "samples": count, "ended": False}
+                # What has no state is read again, with its error: the turn stays the worker's.
+                known = None if is_skipped(note[1]) else note
+                failed = [Measured(Failed(portable(error, worker)), note=known)]
             else:
                 failed = []
             if failed:
@@ -178,7 +181,7 @@ class WorkerStream(IterableDataset[Measured]):
         yield Measured(None, note=note, is_batch=False)
 
 
-def _portable(error: Exception, worker: int) -> Any:
+def portable(error: Exception, worker: int) -> Any:
     """Return an error as the consumer can get it: from a process in torch's wrapper."""
     if torch_worker_info() is None:
         return error

@@ -158,6 +158,24 @@ def test_the_error_of_a_sampler_is_raised_while_auto_measures(bad, monkeypatch):
     assert len(seen) >= min(bad, 12)  # torch raises it where its workers are asked for the batch
 
 
+def test_states_of_batches_in_any_order_stay_exact_where_processes_take_over(monkeypatch):
+    gate = torch.multiprocessing.Event()
+    monkeypatch.setattr(auto, "count_cores", lambda: 2)
+    dataset = Rows(40, lambda index: index + 0 * (index == 20 and gate.wait(60)))
+    loader = fastamp.DataLoader(dataset, num_workers=2, worker="auto", in_order=False)
+    let_time_pass(monkeypatch, Frozen(monkeypatch), loader, 0.3, 0.1)
+    seen, lates = [], []
+    for batch in loader:
+        seen += batch.tolist()
+        late = loader.state_dict()["late"]
+        assert {*seen, *late} == {*range(len(seen) + len(late))}
+        lates += late
+        if seen[-1] > 20:
+            gate.set()
+    assert 20 in lates
+    assert loader.stats().workers.startswith("processes")
+
+
 def test_a_timeout_costs_no_batch_where_processes_take_over(monkeypatch):
     gate = threading.Event()
 

@@ -10,9 +10,10 @@ from contextlib import suppress
 import pytest
 import torch
 from support.loading import Rows
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 import fastamp
+from fastamp.data import sources
 
 # torch's handler may interrupt torch's own look at its files, and leave one to the collector.
 dies = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -92,6 +93,139 @@ def test_the_batch_of_a_worker_that_dies_comes_after_resuming(make, device):
     del batches
     assert loader.state_dict()["batch"] == 2
     assert count_rest(loader, make(), device=device) == 4
+
+
+class Counted(Dataset):
+    """Numbers with the worker and how many it has made; a few raise."""
+
+    def __init__(self):
+        self.made = 0
+
+    def __len__(self):
+        return 18
+
+    def __getitem__(self, index):
+        info = fastamp.get_worker_info()
+        self.made += 1
+        if index in (3, 4, 11):
+            msg = f"number {index}"
+            raise LookupError(msg)
+        return index, 0 if info is None else info.id, self.made
+
+    def state_dict(self):
+        return {"made": self.made}
+
+    def load_state_dict(self, state):
+        self.made = state["made"]
+
+
+class CountedStream(IterableDataset):
+    def __init__(self):
+        self.rows, self.place = Counted(), 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.place == 18:
+            self.place = 0
+            raise StopIteration
+        self.place += 1
+        return self.rows[self.place - 1]
+
+    def state_dict(self):
+        return {"made": self.rows.made, "place": self.place}
+
+    def load_state_dict(self, state):
+        self.rows.made, self.place = state["made"], state["place"]
+
+
+class Broken(Counted):
+    """Has batches that cannot be collated."""
+
+    def __getitem__(self, index):
+        self.made += 1
+        return "text" if index in (3, 5, 11) else index
+
+
+def take(batches, most=100):
+    """Return batches, and errors in their places."""
+    taken = []
+    while len(taken) < most:
+        with suppress(LookupError, TypeError):
+            batch = next(batches, None)
+            if batch is None:
+                break
+            taken.append([part.tolist() for part in batch])
+            continue
+        taken.append("error")
+    return taken
+
+
+def name(batch):
+    """Tell batches apart, whoever made them."""
+    return str(batch[0])
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("make", [Counted, CountedStream, Broken])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("prefetched", [False, True])
+def test_a_dataset_with_a_state_resumes_after_errors(
+    make, num_workers, in_order, prefetched, monkeypatch
+):
+    if prefetched:  # in a thread, as for another device
+        monkeypatch.setattr(
+            sources, "copy_ahead", lambda batches, _: iter(fastamp.prefetch(batches))
+        )
+    options = {"num_workers": num_workers, "device": "meta" if prefetched else None}
+
+    def make_loader(*, in_order=True):
+        return fastamp.DataLoader(make(), 2, in_order=in_order, **options)
+
+    whole = take(iter(make_loader()))
+    assert len(whole) > 8
+    assert len({str(each) for each in whole}) > 6
+    batches = iter(loader := make_loader(in_order=in_order))
+    seen, states = [], []
+    for _ in whole:
+        seen += take(batches, 1)
+        states.append(json.dumps(loader.state_dict()))
+    for stop in (1, 2, 3, 5, 6, 7):
+        loader = make_loader()
+        loader.load_state_dict(json.loads(states[stop - 1]))
+        rest = take(iter(loader))
+        if in_order:
+            assert seen[:stop] + rest == whole
+        assert sorted(map(name, seen[:stop] + rest)) == sorted(map(name, whole))
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_a_late_batch_stays_late_when_another_raises(worker):
+    dataset = Late()
+
+    def get(index):
+        if index == 1:
+            msg = "number 1"
+            raise LookupError(msg)
+        return dataset.find(4 if index == 0 else index + 10)
+
+    def make(in_order):
+        options = {"num_workers": 2, "prefetch_factor": 1, "worker": worker, "in_order": in_order}
+        return fastamp.DataLoader(Rows(8, get), 1, **options)
+
+    loader = make(in_order=False)
+    batches = iter(loader)
+    with pytest.raises(LookupError, match="number 1"):
+        next(batches)
+    state = loader.state_dict()
+    assert (state["batch"], state["late"]) == (1, [0])
+    dataset.event.set()
+    del batches
+    loader = make(in_order=True)
+    loader.load_state_dict(json.loads(json.dumps(state)))
+    assert take(iter(loader)) == [[4], [12], [13], [14], [15], [16], [17]]
 
 
 def test_a_timeout_of_a_loader_that_a_dataset_reads_counts_as_its_item():
