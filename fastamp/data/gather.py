@@ -113,7 +113,10 @@ def make_gatherable(dataset: object) -> Gatherable | None:  # noqa: PLR0911 - on
         rows = None if inner is None else as_rows(dataset.indices)
         if inner is None or rows is None:
             return None
-        return inner._replace(rows=rows if inner.rows is None else inner.rows[rows])
+        try:
+            return inner._replace(rows=rows if inner.rows is None else inner.rows[rows])
+        except IndexError:  # raised by torch's Subset where the batch would come
+            return None
     if type(dataset) is TokenDataset:
         columns = [Column(part, torch.int64) for part in (dataset.x, dataset.y)]
         return Gatherable(

@@ -84,6 +84,17 @@ def test_an_index_out_of_bounds_is_told_as_torch_tells_it(dataset, bad, backend)
     assert str(error) == str(expected)
 
 
+def test_a_subset_of_a_subset_raises_where_the_batch_would_come():
+    dataset = Subset(Subset(TensorDataset(X), [0, 1, 2]), [0, 1, 5])
+    expected_batches, expected = drain(TorchDataLoader(dataset, 2))
+    loader = fastamp.DataLoader(dataset, 2)
+    batches, error = drain(loader)
+    assert_same(batches, expected_batches)
+    assert len(batches) == 1
+    assert (type(error), str(error)) == (type(expected), str(expected))
+    assert "item by item: the Subset" in str(loader)
+
+
 def broken_after(count):
     yield from range(count)
     msg = "no more indices"
