@@ -12,10 +12,11 @@ namespace {
 using OpenMpParallel = void (*)(void (*body)(void*), void* data, unsigned num_threads,
                                 unsigned flags);
 
+const pid_t owner_pid = getpid();  // a forked child has none of its threads
+
 }  // namespace
 
 void run_team(int num_threads, void (*work)(void*), void* data) {
-  static const pid_t owner_pid = getpid();  // a forked child has none of its threads
   if (num_threads <= 1 || owner_pid != getpid()) return work(data);
   // The runtime that torch has loaded.
   static const auto openmp = reinterpret_cast<OpenMpParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
