@@ -143,6 +143,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
     ) -> None:
         check_integer("max_bytes", max_bytes, least=1)
         check_integer("seed", seed, least=0)
+        seed = None if seed is None else int(seed)
         check_integer("rank", rank, least=0)
         check_integer("world_size", world_size, least=1)
         self.worker = check_worker(worker, dataset, multiprocessing_context)
@@ -189,7 +190,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         )
         self.device, self.resident = device, resident
         self._moved: list[Column] | None = None  # to the device, if `resident`
-        self.seed = None if seed is None else int(seed)
+        self.seed = seed
         self.max_bytes = max_bytes
         self._shard = sampler if isinstance(sampler, ShardSampler) else None
         self._next = Position(epoch=0)  # where the next pass begins
@@ -215,6 +216,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         if self._served is not None:
             self._served.synchronize()
             self.set_epoch(self._next.epoch)  # as Accelerate's loaders do
+        before = self._next, self._last, self._left
         position = copy(self._next)
         self._begin_at(Position(epoch=position.epoch + 1))
         self._left, self._last = self._last, position
@@ -222,7 +224,12 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             if self.seed is not None and shard is None:
                 self.generator.manual_seed(self.seed + position.epoch)
             position.generator = self.generator.get_state()
-        return begin(self, position, gatherable)
+        try:
+            return begin(self, position, gatherable)
+        except BaseException:  # the next call begins at the same place
+            self._begin_at(before[0])
+            _, self._last, self._left = before
+            raise
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass, for `seed`, and for samplers that have `set_epoch`.
@@ -233,6 +240,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             ValueError: `epoch` is not an integer of at least 0.
         """
         check_integer("epoch", epoch, least=0, optional=False)
+        epoch = int(epoch)
         self._begin_at(self._next if self._next.epoch == epoch else Position(epoch=epoch))
         self._last = None
         self._told_epoch = epoch

@@ -11,13 +11,16 @@ import tempfile
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from support.loading import Squares, assert_same, check, make_array
+from support.loading import Rows, Squares, assert_same, check, make_array
 from support.resumable import EPOCHS, VARIANTS, make_loader, run
+from support.thread_workers import fail
 from torch.utils.data import RandomSampler, TensorDataset
 
 import fastamp
+from fastamp.data import loader as loader_module
 
 X = make_array(torch.float32, 40, 3)
 
@@ -206,6 +209,41 @@ def test_a_state_after_set_epoch_is_the_start_of_that_epoch(backend):
     resumed = loader()
     resumed.load_state_dict(state)
     assert_same(list(resumed), expected)
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_pass_that_cannot_begin_leaves_the_loaded_position(error, monkeypatch):
+    def make():
+        return fastamp.DataLoader(X, 4, shuffle=True, seed=1)
+
+    whole = list(make())
+    loader = make()
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    state = loader.state_dict()
+    for resumed in (loader, make()):
+        resumed.load_state_dict(state)
+        with monkeypatch.context() as patch:
+            patch.setattr(loader_module, "begin", lambda *_: fail(error, "refused"))
+            with pytest.raises(error, match="refused"):
+                iter(resumed)
+        assert_same(resumed.state_dict(), state)
+        assert_same(list(resumed), whole[3:])
+        assert resumed.state_dict()["epoch"] == 1
+
+
+def test_numbers_of_numpy_are_taken_as_epochs_and_ranks():
+    def make(integer):
+        dataset = Rows(8, lambda index: index + fastamp.sample_rng().python.random())
+        ranks = {"rank": integer(0), "world_size": integer(2)}
+        loader = fastamp.DataLoader(dataset, 2, shuffle=True, seed=integer(1), **ranks)
+        loader.set_epoch(integer(3))
+        return loader, next(iter(loader))
+
+    (loader, batch), (expected_loader, expected) = make(np.int64), make(int)
+    assert_same(batch, expected)
+    assert json.dumps(loader.state_dict()) == json.dumps(expected_loader.state_dict())
 
 
 def test_set_epoch_of_the_loaded_epoch_keeps_the_position(backend):
