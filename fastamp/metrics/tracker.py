@@ -5,6 +5,7 @@ import logging
 import operator
 import os
 import threading
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -86,6 +87,7 @@ class MetricsTracker:
         self._in_flight: deque[tuple[list[Entry], list[Transfer]]] = deque()
         self._lock = threading.RLock()
         self._is_draining = False
+        _trackers.add(self)
         if sinks:
             atexit.register(self.close)
 
@@ -284,6 +286,18 @@ class MetricsTracker:
                 logging.getLogger(__name__).warning("%r and further names have no history", name)
         for writer in self._writers if scalars and _is_first_rank() else ():
             writer.put(scalars)
+
+
+_trackers: "weakref.WeakSet[MetricsTracker]" = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Drop, in a forked child, what its parent has logged and will write itself."""
+    for tracker in _trackers:
+        tracker._queue, tracker._in_flight = [], deque()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class Transfer:

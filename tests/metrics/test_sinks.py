@@ -98,6 +98,19 @@ def test_a_thread_of_a_sink_ends_with_its_tracker_and_a_forked_child_has_its_own
     assert ends(lambda: not {*threading.enumerate()} - before)
 
 
+def test_a_forked_child_leaves_to_its_parent_what_was_logged_before():
+    sink = Collect()
+    made = fastamp.MetricsTracker(sinks=[sink])
+    made.log_scalar("x", 1.0, 0)
+    pid = os.fork()
+    if pid == 0:
+        made.close()  # as at exit
+        os._exit(len(sink))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    made.close()
+    assert sink == [("x", 0, 1.0)]
+
+
 def test_only_the_first_rank_has_sinks(monkeypatch):
     sink = Collect()
     made = fastamp.MetricsTracker(sinks=[sink])
