@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.loading import Point, assert_same, check
+from support.loading import Point, assert_same
 from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
@@ -444,26 +444,3 @@ def test_nested_tensors_are_refused_by_name(layout, pad, backend):
     if layout is torch.strided:
         with pytest.raises(RuntimeError, match=told):
             torch.utils.data.default_collate([nested] * 2)
-
-
-FORK = """
-import os, signal, time
-import torch
-import fastamp
-
-fastamp.backends()  # loads the compiled code, which uses no threads yet
-torch.set_num_threads(2)
-torch.ones(5_000_000).exp_()  # torch does
-samples = [torch.ones(1_000_000) for _ in range(4)]
-pid = os.fork()
-if pid == 0:
-    fastamp.BatchCollator()(samples)
-    os._exit(0)
-signal.signal(signal.SIGALRM, lambda *_: os.kill(pid, signal.SIGKILL))
-signal.alarm(20)
-assert os.waitpid(pid, 0)[1] == 0
-"""
-
-
-def test_a_forked_child_waits_for_no_thread_of_its_parent():
-    check(FORK)

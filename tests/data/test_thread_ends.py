@@ -201,3 +201,26 @@ def test_threads_that_the_system_refuses_are_told(monkeypatch):
 
 def test_a_pass_survives_forks_and_ctrl_c():
     check(FORK)
+
+
+COLLATING_CHILD = """
+import os, signal, time
+import torch
+import fastamp
+
+fastamp.backends()  # loads the compiled code, which uses no threads yet
+torch.set_num_threads(2)
+torch.ones(5_000_000).exp_()  # torch does
+samples = [torch.ones(1_000_000) for _ in range(4)]
+pid = os.fork()
+if pid == 0:
+    fastamp.BatchCollator()(samples)
+    os._exit(0)
+signal.signal(signal.SIGALRM, lambda *_: os.kill(pid, signal.SIGKILL))
+signal.alarm(20)
+assert os.waitpid(pid, 0)[1] == 0
+"""
+
+
+def test_a_forked_child_waits_for_no_thread_of_its_parent():
+    check(COLLATING_CHILD)

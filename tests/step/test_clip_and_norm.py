@@ -402,17 +402,6 @@ def test_a_graph_notices_what_is_written_in_inference_mode(backend, device, name
         y.backward()
 
 
-def test_a_scaler_whose_first_step_was_in_inference_mode_steps_outside_of_it(backend, device):
-    parameters = parameters_with(torch.ones(3, dtype=torch.float64, device=device))
-    optimizer = torch.optim.SGD(parameters, lr=1.0, fused=True)
-    scaler = fastamp.GradScaler(device, enabled=False)
-    with torch.inference_mode():
-        scaler.step(optimizer, max_norm=1.0)
-    parameters[0].grad = torch.full((3,), math.inf, dtype=torch.float64, device=device)
-    scaler.step(optimizer, max_norm=1.0)
-    assert scaler.skipped_steps == 1
-
-
 def test_torch_func_goes_torchs_way(backend):
     gradient = torch.func.grad(lambda x: fastamp.get_total_norm([x]))(torch.ones(3))
     assert torch.equal(gradient, torch.zeros(3))

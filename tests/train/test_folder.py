@@ -6,10 +6,11 @@ import os
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from support.processes import CONTEXT
-from support.trainable import names, run, save_and_stay
+from support.trainable import Loop, names, run, save_and_stay
 
 from fastamp.train import lock
 from fastamp.train.checkpoint import Checkpoints
@@ -137,3 +138,25 @@ def test_a_planted_link_is_not_followed(tmp_path, monkeypatch):
     run(folder, checkpoint_every=8)
     assert victim.read_text() == "mine"
     assert "step-00000040.pt" in names(folder)
+
+
+def refuse(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("fails", ["the state", "the renaming"])
+def test_a_save_that_fails_is_neither_the_newest_nor_the_best(fails, tmp_path, monkeypatch):
+    loop = Loop(tmp_path, keep=2, best="min")
+    loop.checkpointer.save(1, metric=5.0)
+    with monkeypatch.context() as patch:
+        if fails == "the state":
+            patch.setattr(loop.model, "state_dict", refuse)
+        else:
+            patch.setattr(Path, "replace", refuse)
+        with pytest.raises(OSError, match="No space left"):
+            loop.checkpointer.save(3, metric=1.0)
+    loop.checkpointer.save(2, metric=2.0)
+    for step in (4, 5):
+        loop.checkpointer.save(step, metric=3.0)
+    assert names(tmp_path) == [f"step-{step:08d}.pt" for step in (2, 4, 5)]
+    assert Loop(tmp_path, keep=2, best="min").checkpointer.restore(best=True) == 2
