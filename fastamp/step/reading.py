@@ -1,6 +1,7 @@
 """How a scaler reads gradients, and what it keeps of them until its next update."""
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -182,7 +183,9 @@ class Reading(torch.amp.GradScaler):
                     "would reset the count of skipped steps: make one step before the capture"
                 )
                 raise RuntimeError(msg)
-            with torch.inference_mode(mode=False):  # later steps may count outside of that mode
+            # Later steps may count outside of inference mode. torch 2.6 cannot trace the change.
+            inside = torch.is_inference_mode_enabled()
+            with torch.inference_mode(mode=False) if inside else nullcontext():
                 self._skipped[device] = torch.zeros((), dtype=torch.float32, device=device)
         return self._skipped[device]
 

@@ -14,6 +14,8 @@ from support.loading import Rows, assert_same, check, ends, make_array
 from support.thread_workers import fail, in_threads, workers
 from torch.utils.data import IterableDataset
 
+import fastamp
+
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 X = make_array(torch.float32, 100, 2000)
 
@@ -222,5 +224,6 @@ assert os.waitpid(pid, 0)[1] == 0
 """
 
 
+@pytest.mark.skipif("cpu" not in fastamp.backends(), reason="torch.stack waits for them")
 def test_a_forked_child_waits_for_no_thread_of_its_parent():
     check(COLLATING_CHILD)
