@@ -39,7 +39,9 @@ def _blocks(tensor: Tensor, norm_type: float) -> Sequence[Tensor]:
         values = torch.view_as_real(values.resolve_conj()) if norm_type == 2 else values.abs()
     flat = values.reshape(-1)
     size = _CPU_BLOCK if flat.device.type == "cpu" else _DEVICE_BLOCK
-    return torch.split(flat, size) if len(flat) > size else (flat,) * bool(len(flat))
+    if len(flat) <= size:
+        return (flat,) if len(flat) else ()
+    return torch.split(flat, size)
 
 
 def _reduce(tensors: Sequence[Tensor], norm_type: float) -> Tensor:

@@ -197,8 +197,8 @@ def is_plain(tensors: Sequence[Tensor]) -> bool:
 
 def is_dense(tensor: Tensor) -> bool:
     """Say whether a tensor's elements fill its memory, in any order of dimensions."""
-    if tensor.layout is not torch.strided or tensor.is_contiguous():
-        return tensor.layout is torch.strided
+    if tensor.layout is not torch.strided:
+        return False
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(order).is_contiguous()
 

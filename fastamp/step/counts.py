@@ -43,7 +43,7 @@ def settle(optimizer: Optimizer, *_: Any) -> None:
 
 def others_in(*hooks: Mapping[int, Callable[..., Any]]) -> bool:
     """Say whether there is a hook that is not ours."""
-    return any(hook is not settle for some in hooks for hook in some.values())
+    return any(hooks) and any(hook is not settle for some in hooks for hook in some.values())
 
 
 def _watch_copies(cls: type[Optimizer]) -> None:

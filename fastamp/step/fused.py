@@ -90,7 +90,12 @@ def why_unfused(optimizer: Optimizer) -> str | None:
 def _is_laid_out_alike(parameter: Tensor) -> bool:
     """Say whether a parameter has no gradient, or one with the same strides, without gaps."""
     grad = parameter.grad
-    return grad is None or (is_laid_out_like(grad, parameter) and is_dense(parameter))
+    if grad is None:
+        return True
+    # Nearly all are contiguous, which takes a tenth of the time to tell.
+    if grad.layout is torch.strided and grad.is_contiguous() and parameter.is_contiguous():
+        return True
+    return is_laid_out_like(grad, parameter) and is_dense(parameter)
 
 
 def _without_momentum(optimizer: SGD, group: dict[str, Any]) -> Iterator[Any]:

@@ -106,8 +106,7 @@ def _check(optimizer: Optimizer) -> _Notify | str:
         return f"{name} is not one of torch's own"
     own = vars(optimizer)
     hooks = own["_optimizer_step_pre_hooks"], own["_optimizer_step_post_hooks"]
-    has_own = any(hooks) and counts.others_in(*hooks)
-    if has_own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+    if counts.others_in(*hooks) or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         return "there is a step hook"
     if "grad_scale" in own or "found_inf" in own:
         return "the optimizer has a grad_scale of its own"

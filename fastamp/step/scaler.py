@@ -323,7 +323,7 @@ class GradScaler(Reading):
     ) -> list[native.NativeStep] | str:
         """Prepare the steps that fastamp makes itself, or return the reason why torch has to."""
         given = (*args, *kwargs.values())
-        if given and (given != (None,) or kwargs.keys() - {"closure"}):  # but for no closure
+        if given and (given != (None,) or kwargs.keys() - {"closure"}):  # None is no closure
             return "the step has arguments"
         steps: list[native.NativeStep] = []
         for optimizer in optimizers:
