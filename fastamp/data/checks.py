@@ -7,14 +7,19 @@ import torch
 from torch.utils.data import IterableDataset, IterDataPipe
 
 
-def check_integer(name: str, value: Any, *, least: int, optional: bool = True) -> None:
-    """Raise an error unless it is a 64-bit integer from `least` on or, if `optional`, None."""
+def as_integer(name: str, value: Any, *, least: int, optional: bool = True) -> Any:
+    """Return a 64-bit integer from `least` on, also NumPy's, as an int; if `optional`, also None.
+
+    Raises:
+        ValueError: it is neither.
+    """
     if value is None and optional:
-        return
+        return None
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not whole or not least <= int(value) < 2**63:
         msg = f"{name}: expected an integer of at least {least}, got {value!r}"
         raise ValueError(msg)
+    return int(value)
 
 
 def check_generator(generator: Any) -> None:

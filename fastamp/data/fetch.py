@@ -51,7 +51,6 @@ class _Watched(Dataset[Any]):
         self._save: Callable[[], Any] | None = None  # in a worker
         self._worker = 0
         self._collate_fn, self._worker_init_fn = loader.collate_fn, loader.worker_init_fn
-        self._failed: Measured | None = None  # in place of the batch
         self._getitem_s = 0.0  # since the last batch
         self._batch_sample: Any = None  # whose random numbers the collate function draws
 
@@ -60,7 +59,10 @@ class _Watched(Dataset[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         """Return one item."""
-        return index if type(index) is Skip else self._get(index._replace(indices=[index[0]]))[0]
+        if type(index) is Skip:
+            return index
+        items = self._get(index._replace(indices=[index[0]]))
+        return items if type(items) is Measured else items[0]
 
     def __getitems__(self, indices: Any) -> Any:
         """Return the items of one batch."""
@@ -85,8 +87,7 @@ class _Watched(Dataset[Any]):
             note_index(error, index)
             if self._save is None:
                 raise
-            self._failed = self._fail(error)
-            return [None]
+            return self._fail(error)
         finally:
             current.sample = before
             self._getitem_s += time.perf_counter() - start_s
@@ -106,9 +107,8 @@ class _Watched(Dataset[Any]):
         """Return the batch of the dataset's samples."""
         if type(samples) is Skip:
             return Measured(None, is_batch=False)
-        failed, self._failed = self._failed, None
-        if failed is not None:
-            return failed
+        if type(samples) is Measured:  # an error in their place
+            return samples
         getitem_s, self._getitem_s = self._getitem_s, 0.0
         start_s, before = time.perf_counter(), current.sample
         current.sample = self._batch_sample or before
@@ -227,14 +227,14 @@ class FetchSource(Iterator[Any]):
         self._inner: Any = getattr(self._fetcher, "dataset_iter", None)
         if find_save(self._dataset) or find_save(self._inner):
             self._save = find_both(self._dataset, self._inner)
-        self._has_one = self._save is not None and not hasattr(self._iterator, "_workers")
-        self._asks = self._has_one and self._ahead
+        self._has_state = self._save is not None and not hasattr(self._iterator, "_workers")
+        self._asks = self._has_state and self._ahead
         self._tells = self._asks or self._copies or self._passed is not None
 
     @property
     def position(self) -> dict[str, Any]:
         """The fields of the loader's position to set before the first batch."""
-        if not self._has_one:
+        if not self._has_state:
             return {}
         return self.ask() if self._ahead else {"dataset": self.ask}
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fastamp._ops import index_error
-from fastamp.data.checks import check_integer
+from fastamp.data.checks import as_integer
 from fastamp.data.pixels import find_pillow, find_simplejpeg, open_image, resize
 from fastamp.data.sample_rng import sample_rng
 
@@ -93,7 +93,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         allow_empty: bool = False,
     ) -> None:
         self.size = _check_size(size)
-        check_integer("resize", resize, least=max(self.size))
+        resize = as_integer("resize", resize, least=max(self.size))
         _check_range("ratio", ratio, 1e6)
         if random_crop is not None:
             _check_range("random_crop", random_crop, 1.0)
@@ -203,9 +203,8 @@ def _check_size(size: Any) -> tuple[int, int]:
     if len(pair) != 2 or None in pair:
         msg = f"size: expected a number, or height and width, got {size!r}"
         raise ValueError(msg)
-    for value in pair:
-        check_integer("size", value, least=1)
-    return int(pair[0]), int(pair[1])
+    height, width = (as_integer("size", value, least=1) for value in pair)
+    return height, width
 
 
 def _check_range(name: str, value: Any, most: float) -> None:

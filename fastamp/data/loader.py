@@ -11,7 +11,7 @@ from torch.utils.data import Sampler, SequentialSampler
 
 from fastamp._ops import Column, untraced
 from fastamp.data.accelerated import Preparable
-from fastamp.data.checks import check_device, check_generator, check_integer, check_worker
+from fastamp.data.checks import as_integer, check_device, check_generator, check_worker
 from fastamp.data.collate import BatchCollator
 from fastamp.data.datasets import ArrayDataset, count_rows, is_arrays
 from fastamp.data.gather import find_path
@@ -141,11 +141,10 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         worker: str | None = None,
         resident: bool = False,
     ) -> None:
-        check_integer("max_bytes", max_bytes, least=1)
-        check_integer("seed", seed, least=0)
-        seed = None if seed is None else int(seed)
-        check_integer("rank", rank, least=0)
-        check_integer("world_size", world_size, least=1)
+        max_bytes = as_integer("max_bytes", max_bytes, least=1)
+        seed = as_integer("seed", seed, least=0)
+        rank = as_integer("rank", rank, least=0)
+        world_size = as_integer("world_size", world_size, least=1)
         self.worker = check_worker(worker, dataset, multiprocessing_context)
         check_generator(generator)
         check_device(device, resident=resident)
@@ -216,8 +215,8 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         if self._served is not None:
             self._served.synchronize()
             self.set_epoch(self._next.epoch)  # as Accelerate's loaders do
-        before = self._next, self._last, self._left
-        position = copy(self._next)
+        begins_at, passes = self._next, (self._last, self._left)
+        position = copy(begins_at)
         self._begin_at(Position(epoch=position.epoch + 1))
         self._left, self._last = self._last, position
         if self.generator is not None:
@@ -227,8 +226,8 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         try:
             return begin(self, position, gatherable)
         except BaseException:  # the next call begins at the same place
-            self._begin_at(before[0])
-            _, self._last, self._left = before
+            self._begin_at(begins_at)
+            self._last, self._left = passes
             raise
 
     def set_epoch(self, epoch: int) -> None:
@@ -239,8 +238,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         Raises:
             ValueError: `epoch` is not an integer of at least 0.
         """
-        check_integer("epoch", epoch, least=0, optional=False)
-        epoch = int(epoch)
+        epoch = as_integer("epoch", epoch, least=0, optional=False)
         self._begin_at(self._next if self._next.epoch == epoch else Position(epoch=epoch))
         self._last = None
         self._told_epoch = epoch

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fastamp.data.checks import check_integer
+from fastamp.data.checks import as_integer
 from fastamp.data.states import Record, as_of_pass_before, read_records
 
 _GENERATORS = ("rng", "generator", "workers_rng")
@@ -93,7 +93,7 @@ def read_position(state: dict[str, Any]) -> tuple[Position, int | None]:
             raise ValueError(msg)
     for name in ("epoch", "batch", "consumed", "turn", "told_epoch", "sample_seed"):
         optional = name in ("told_epoch", "sample_seed")
-        check_integer(f"state: its {name}", state[name], least=0, optional=optional)
+        as_integer(f"state: its {name}", state[name], least=0, optional=optional)
     _check_late(state["late"], state["batch"])
     for name in ("exhausted", "begun"):
         if type(state[name]) is not bool:

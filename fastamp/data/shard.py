@@ -106,7 +106,7 @@ def find_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
         if rank >= world_size:
             msg = f"rank: expected less than world_size={world_size}, got {rank}"
             raise ValueError(msg)
-        return int(world_size), int(rank)
+        return world_size, rank
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size(), dist.get_rank()
     launched = os.environ.get("WORLD_SIZE", "1")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fastamp._ops import Windows, index_error, mix
-from fastamp.data.checks import check_integer
+from fastamp.data.checks import as_integer
 from fastamp.data.sample_rng import mix_all, sample_rng
 
 _Source: TypeAlias = str | os.PathLike[str] | npt.NDArray[Any] | Tensor
@@ -65,8 +65,8 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         header: int = 0,
         random_offsets: bool = False,  # noqa: FBT001, FBT002 - as in the documentation
     ) -> None:
-        check_integer("block_size", block_size, least=1, optional=False)
-        check_integer("header", header, least=0, optional=False)
+        block_size = as_integer("block_size", block_size, least=1, optional=False)
+        header = as_integer("header", header, least=0, optional=False)
         self.block_size, self.random_offsets = block_size, bool(random_offsets)
         parts = _open_all(path_or_array, dtype, header)
         several = isinstance(path_or_array, list | tuple)
