@@ -22,6 +22,7 @@ from fastamp.bench.tasks import (
     make_optimizer,
     make_training,
 )
+from fastamp.step.fused import parameters_of
 from fastamp.train.loop import modes_kept
 
 
@@ -89,7 +90,7 @@ class Run:
         with _MOVE:
             self.model = training.model.to(device)
         self.optimizer = make_optimizer(training, self.model)
-        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.parameters = parameters_of([self.optimizer])
         make = fastamp.GradScaler if arm.step == "fastamp" else torch.amp.GradScaler
         self.scaler = make(device, enabled=arm.dtype is torch.float16)
         self.losses: list[torch.Tensor] = []

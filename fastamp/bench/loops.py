@@ -36,6 +36,7 @@ from fastamp.bench.tasks import (
 from fastamp.data import map_tensors
 from fastamp.data.auto import count_cores
 from fastamp.data.gather import find_path
+from fastamp.step.fused import parameters_of
 
 ARMS = ("naive", "stock", "fastamp")
 MOST_PERMUTED = 100_000  # rows
@@ -154,7 +155,7 @@ class Loop:
         self.model = copy_model(training).to(device)
         made = make_optimizer(training, self.model, fused=None)
         self.optimizer = with_fused(made, None if parts["step"] == "naive" else True)
-        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.parameters = parameters_of([self.optimizer])
         self.dtype = dtype = None if parts["precision"] == "naive" else dtype
         make = fastamp.GradScaler if parts["step"] == "fastamp" else torch.amp.GradScaler
         self.scaler = make(device, enabled=dtype is torch.float16)
