@@ -129,16 +129,47 @@ FASTAMP_INLINE void update_chunk(const typename Rule::Terms& terms, float factor
   }
 }
 
-FASTAMP_SIMD_CLONES void update(Rule rule, const GroupOptions& group, float step, float factor,
-                                bool write_grads, const ParameterView& view, std::int64_t start,
-                                std::int64_t numel) {
-  visit_rule(rule, group, [&](auto tag) FASTAMP_INLINE_LAMBDA {
+float step_of(const ParameterView& view) { return view.step == nullptr ? 0.0F : *view.step + 1; }
+
+/// Consecutive chunks whose parameters have the same options and step, and so the same terms, which
+/// take as long as a hundred elements.
+struct Run {
+  const Chunk* begin;
+  const Chunk* end;
+
+  Run(const std::vector<ParameterView>& parameters, const Chunk* first, const Chunk* last)
+      : begin(first), end(first + 1) {
+    const ParameterView& view = parameters[first->parameter];
+    const float step = step_of(view);
+    for (; end < last; ++end) {
+      const ParameterView& other = parameters[end->parameter];
+      if (other.group != view.group || step_of(other) != step) break;
+    }
+  }
+};
+
+void prefetch(const ParameterView& view) {
+  __builtin_prefetch(view.param);
+  __builtin_prefetch(view.grad);
+  for (const void* state : view.states) __builtin_prefetch(state);
+}
+
+FASTAMP_SIMD_CLONES void update(const UpdateList& list, const Tasks& tasks, const Run& run,
+                                float factor, bool write_grads) {
+  const ParameterView& first = list.parameters[run.begin->parameter];
+  const GroupOptions& group = list.groups[first.group];
+  visit_rule(list.rule, group, [&](auto tag) FASTAMP_INLINE_LAMBDA {
     using Chosen = decltype(tag);
-    const auto terms = Chosen::terms(group, step);
-    if (write_grads)
-      update_chunk<Chosen, true>(terms, factor, view, start, numel);
-    else
-      update_chunk<Chosen, false>(terms, factor, view, start, numel);
+    const auto terms = Chosen::terms(group, step_of(first));
+    for (const Chunk* chunk = run.begin; chunk < run.end; ++chunk) {
+      const Chunk* ahead = std::min(chunk + kPrefetchChunks, &tasks.chunks.back());
+      prefetch(list.parameters[ahead->parameter]);
+      const ParameterView& view = list.parameters[chunk->parameter];
+      if (write_grads)
+        update_chunk<Chosen, true>(terms, factor, view, chunk->start, chunk->numel);
+      else
+        update_chunk<Chosen, false>(terms, factor, view, chunk->start, chunk->numel);
+    }
   });
 }
 
@@ -152,17 +183,11 @@ void update_on_cpu(const UpdateList& list, const UpdateSpec& spec, const Launch&
   const auto count = static_cast<std::int64_t>(tasks.starts.size()) - 1;
   parallel_for(count, launch.num_threads, [&](std::int64_t task) {
     const auto t = static_cast<std::size_t>(task);
-    for (std::size_t i = tasks.starts[t]; i < tasks.starts[t + 1]; ++i) {
-      const Chunk& next = tasks.chunks[std::min(i + kPrefetchChunks, tasks.chunks.size() - 1)];
-      const ParameterView& coming = list.parameters[next.parameter];
-      __builtin_prefetch(coming.param);
-      __builtin_prefetch(coming.grad);
-      for (const void* state : coming.states) __builtin_prefetch(state);
-      const Chunk& chunk = tasks.chunks[i];
-      const ParameterView& view = list.parameters[chunk.parameter];
-      const float step = view.step == nullptr ? 0.0F : *view.step + 1;
-      update(list.rule, list.groups[view.group], step, factor, write_grads, view, chunk.start,
-             chunk.numel);
+    const Chunk* const end = &tasks.chunks[0] + tasks.starts[t + 1];
+    for (const Chunk* chunk = &tasks.chunks[tasks.starts[t]]; chunk < end;) {
+      const Run run(list.parameters, chunk, end);
+      update(list, tasks, run, factor, write_grads);
+      chunk = run.end;
     }
   });
   for (const ParameterView& view : list.parameters)
