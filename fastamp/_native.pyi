@@ -46,7 +46,7 @@ class Ops:
         max_norm: float | None,
         only_finite: bool,
         skipped: Tensor | None,
-        work: Tensor,
+        work: Tensor | None,
         stats: Tensor,
         num_threads: int,
     ) -> None: ...
@@ -54,12 +54,13 @@ class Ops:
     def update(
         self,
         update: Update,
+        stats: Tensor | None,
         factor: Tensor | None,
         found_inf: Tensor | None,
-        write_grads: bool,
+        zero_grad: bool,
         slots: Tensor | None,
         num_threads: int,
-    ) -> tuple[bool, bool]: ...
+    ) -> list[Tensor]: ...
 
 class Region:
     path: str
@@ -78,13 +79,11 @@ class Rule:
     ADAGRAD: Rule
 
 class Update:
-    params: list[Tensor]
     num_slots: int
     def __init__(
         self, rule: Rule, decoupled: bool, cuda_device: int | None, host_is_apart: bool
     ) -> None: ...
     def clear(self) -> None: ...
-    def drop_grads(self) -> None: ...
     def read(
         self, groups: list[dict[str, Any]], states: dict[Tensor, Any]
     ) -> PackedTensors | str: ...

@@ -8,8 +8,6 @@
 namespace fastamp {
 namespace {
 
-constexpr std::int64_t kNumStats = sizeof(GradStats) / sizeof(float);
-
 PackedTensors pack(const py::object& tensors, std::optional<int> cuda_device) {
   const dlpack::Device device = device_of(cuda_device);
   PackedTensors packed;
@@ -35,7 +33,10 @@ void grad_stats(const OpTable& ops, const PackedTensors& tensors, NormType norm_
                 int num_threads) {
   const ClipSpec clip{optional_float(scale, "scale"), max_norm.has_value(), only_finite,
                       max_norm.value_or(0.0F), optional_float(skipped, "skipped")};
-  auto* slots = static_cast<double*>(data_of(work, kFloat64, 1 + tensors.num_chunks, "work"));
+  const std::int64_t size = 1 + tensors.num_chunks;
+  std::vector<double> on_host(work.is_none() ? static_cast<std::size_t>(size) : 0);
+  auto* slots =
+      work.is_none() ? on_host.data() : static_cast<double*>(data_of(work, kFloat64, size, "work"));
   auto* out = static_cast<GradStats*>(data_of(stats, kFloat32, kNumStats, "stats"));
   const Launch launch = launch_on(tensors.cuda_device, num_threads);
   const py::gil_scoped_release no_gil;

@@ -68,6 +68,8 @@ inline float* optional_float(const py::object& tensor, const char* argument) {
   return tensor.is_none() ? nullptr : static_cast<float*>(data_of(tensor, kFloat32, 1, argument));
 }
 
+constexpr std::int64_t kNumStats = sizeof(GradStats) / sizeof(float);
+
 void define_update(py::module_& module, py::class_<OpTable>& ops);
 
 }  // namespace fastamp

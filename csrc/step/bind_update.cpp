@@ -45,27 +45,31 @@ class StateReader {
 };
 
 /// Prefetches memory in the order in which the last step read it. With thousands of tensors, the
-/// read mostly waits for memory, since the update in between has filled the caches. Prefetching a
-/// stale address does no harm.
+/// read mostly waits for memory, since the update in between has filled the caches; the caches hold
+/// a few, where prefetching would cost a tenth. Prefetching a stale address does no harm.
 class Ahead {
  public:
-  void begin() {
+  void begin(std::size_t count) {
+    is_worth_it_ = count >= kMany;
     last_.swap(now_);
     now_.clear();
     next_ = 0;
     while (next_ < kLines && next_ < last_.size()) fetch();
   }
   void met(const void* address) {
+    if (!is_worth_it_) return;
     now_.push_back(address);
     if (next_ < last_.size()) fetch();
   }
   /// torch keeps a tensor's sizes beside its other fields.
   void met(const Layout& layout) {
+    if (!is_worth_it_) return;
     const char* sizes = reinterpret_cast<const char*>(layout.shape);
     for (const int offset : {-2, -1, 0, 1}) met(sizes + offset * kLineBytes);
   }
 
  private:
+  static constexpr std::size_t kMany = 100;
   static constexpr int kLineBytes = 64;
   static constexpr std::size_t kLines = 128;  // about five parameters
 
@@ -74,6 +78,7 @@ class Ahead {
   std::vector<const void*> last_;
   std::vector<const void*> now_;
   std::size_t next_ = 0;
+  bool is_worth_it_ = false;
 };
 
 /// One optimizer's update: `read` collects its tensors, `apply` updates them.
@@ -93,9 +98,9 @@ class Update {
     }
   }
 
-  /// Returns whether parameters and gradients are written, as far as the host knows.
-  std::pair<bool, bool> apply(const OpTable& ops, const UpdateSpec& spec, const py::object& slots,
-                              int num_threads) {
+  /// Updates, and releases all tensors. Returns those that are written, as far as the host knows.
+  py::list apply(const OpTable& ops, const UpdateSpec& spec, const py::object& slots,
+                 int num_threads) {
     if (counts_.size() > 0) {
       const auto size = static_cast<std::int64_t>(counts_.size());
       counts_.attach(list_, static_cast<float*>(data_of(slots, kFloat32, size, "slots")));
@@ -106,24 +111,26 @@ class Update {
       ops.update(list_, spec, launch);
     }
     counts_.advance();
-    const bool written = host_is_apart_ || spec.found_inf == nullptr || *spec.found_inf == 0;
-    const bool scaled = spec.factor != nullptr && (host_is_apart_ || *spec.factor != 1);
-    return {written, written && scaled && spec.write_grads};
+    py::list params = std::move(params_);
+    const py::list grads = std::move(grads_);
+    clear();
+    if (!spec.write_grads)
+      for (const py::handle param : params) drop_grad(param);
+    if (!host_is_apart_ && spec.found_inf != nullptr && *spec.found_inf != 0) return py::list();
+    const bool scales = spec.factor != nullptr && (host_is_apart_ || *spec.factor != 1);
+    if (scales && spec.write_grads)
+      for (const py::handle grad : grads) params.append(grad);
+    return params;
   }
 
   HostCounts& counts() { return counts_; }
-
-  void drop_grads() {
-    for (const py::handle param : params_) drop_grad(param);
-  }
 
   void clear() {
     list_.groups.clear();
     list_.parameters.clear();
     params_ = py::list();
+    grads_ = py::list();
   }
-
-  py::list params() const { return params_; }
 
  private:
   PackedTensors read_all(const py::list& groups, const py::dict& states) {
@@ -131,12 +138,12 @@ class Update {
     counts_.begin();
     const dlpack::Device device = device_of(cuda_device_);
     PackedTensors packed;
-    py::list grads;
     packed.cuda_device = cuda_device_;
-    packed.tensors = grads;
+    packed.tensors = grads_;
     StateReader reader(states.ptr());
-    ahead_.begin();
-    AddressSet seen(2 * count_params(groups));
+    const std::size_t count = count_params(groups);
+    ahead_.begin(count);
+    AddressSet seen(2 * count);
     for (const py::handle group : groups) {
       const auto apart = host_is_apart_ ? std::optional{device} : std::nullopt;
       list_.groups.push_back(read_options(list_.rule, decoupled_, group.ptr(), apart));
@@ -149,7 +156,7 @@ class Update {
         if (!grad) throw Refusal{"a parameter is of another type"};
         if (grad.is_none()) continue;
         params_.append(param);
-        grads.append(grad);
+        grads_.append(grad);
         add(param, grad, reader, device, seen, packed);
       }
     }
@@ -242,7 +249,8 @@ class Update {
   UpdateList list_;
   HostCounts counts_;
   Ahead ahead_;
-  py::list params_;
+  py::list params_;  // those that have a gradient
+  py::list grads_;
   bool decoupled_;
   std::optional<int> cuda_device_;
   bool host_is_apart_;
@@ -267,19 +275,22 @@ void define_update(py::module_& module, py::class_<OpTable>& ops) {
             update.counts().settle(slots, states, keys().step);
           },
           py::arg("slots"), py::arg("states"))
-      .def("clear", &Update::clear)
-      .def("drop_grads", &Update::drop_grads)
-      .def_property_readonly("params", &Update::params);
+      .def("clear", &Update::clear);
   ops.def(
       "update",
-      [](const OpTable& table, Update& update, const py::object& factor,
-         const py::object& found_inf, bool write_grads, const py::object& slots, int num_threads) {
-        const UpdateSpec spec{optional_float(factor, "factor"),
-                              optional_float(found_inf, "found_inf"), write_grads};
+      [](const OpTable& table, Update& update, const py::object& stats, const py::object& factor,
+         const py::object& found_inf, bool zero_grad, const py::object& slots, int num_threads) {
+        UpdateSpec spec{optional_float(factor, "factor"), optional_float(found_inf, "found_inf"),
+                        !zero_grad};
+        if (!stats.is_none()) {
+          const auto* whole = static_cast<GradStats*>(data_of(stats, kFloat32, kNumStats, "stats"));
+          spec.factor = &whole->factor;
+          spec.found_inf = &whole->found_inf;
+        }
         return update.apply(table, spec, slots, num_threads);
       },
-      py::arg("update"), py::arg("factor"), py::arg("found_inf"), py::arg("write_grads"),
-      py::arg("slots"), py::arg("num_threads"));
+      py::arg("update"), py::arg("stats"), py::arg("factor"), py::arg("found_inf"),
+      py::arg("zero_grad"), py::arg("slots"), py::arg("num_threads"));
 }
 
 }  // namespace fastamp

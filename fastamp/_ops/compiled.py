@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastamp import _native
 from fastamp._ops.host_types import Column, Images, Windows
-from fastamp._ops.types import Clip, GradStats, RegionMaker, Rule
+from fastamp._ops.types import Clip, GradStats, Reduced, RegionMaker, Rule
 
 _NORM_TYPES = {
     1.0: _native.NormType.L1,
@@ -76,11 +76,24 @@ class CompiledPack:
 
     def grad_stats(self, norm_type: float, clip: Clip) -> GradStats:
         """Read every element once, on CUDA in two launches, or three where float64 is slow."""
-        work = torch.empty(1 + self._packed.num_chunks, dtype=torch.float64, device=self.device)
+        work = None if self.device.type == "cpu" else self._allocate_work()
+        return GradStats(self._read(norm_type, clip, work))
+
+    def reduce(self, norm_type: float) -> Reduced:
+        """Read every element once, as a part of a longer list."""
+        work = self._allocate_work()
+        found_inf = self._read(norm_type, Clip(), work)[1]
+        return Reduced(work[0], found_inf, torch.float32)
+
+    def _allocate_work(self) -> Tensor:
+        size = 1 + self._packed.num_chunks
+        return torch.empty(size, dtype=torch.float64, device=self.device)
+
+    def _read(self, norm_type: float, clip: Clip, work: Tensor | None) -> Tensor:
         stats = torch.empty(_native.NUM_STATS, dtype=torch.float32, device=self.device)
         threads = torch.get_num_threads()
         self._table.grad_stats(self._packed, _NORM_TYPES[norm_type], *clip, work, stats, threads)
-        return GradStats(work, *stats.unbind())
+        return stats
 
     def rescale_(self, factor: Tensor) -> None:
         """Multiply in place, on CUDA in one launch."""
@@ -103,17 +116,13 @@ class CompiledUpdate:
         self._table = table
         self._update = update
         self._device = device
-        self._grads: Any = ()
         self._slots: Tensor | None = None
         self._may_have_skipped = False
 
     def read(self, groups: list[dict[str, Any]], states: dict[Tensor, Any]) -> "CompiledPack | str":
         """Return the gradients, or say why torch has to make this step."""
         found = self._update.read(groups, states)
-        if isinstance(found, str):
-            return found
-        self._grads = found.tensors
-        return CompiledPack(self._table, self._device, found)
+        return found if isinstance(found, str) else CompiledPack(self._table, self._device, found)
 
     @property
     def counts_on_host(self) -> bool:
@@ -127,26 +136,25 @@ class CompiledUpdate:
         self._may_have_skipped = False
 
     def apply_(
-        self, factor: Tensor | None, found_inf: Tensor | None, *, zero_grad: bool = False
+        self, stats: GradStats | None, found_inf: Tensor | None = None, *, zero_grad: bool = False
     ) -> None:
         """Update parameters and states in one pass."""
-        threads = torch.get_num_threads()
+        whole, factor = None, None
+        if stats is not None:
+            whole = stats.whole
+            if whole is None:
+                factor, found_inf = stats.factor, stats.found_inf
+        self._may_have_skipped |= stats is not None or found_inf is not None
         slots = self._slots_for(self._update.num_slots)
-        updates, rescales = self._table.update(
-            self._update, factor, found_inf, not zero_grad, slots, threads
+        threads = torch.get_num_threads()
+        written = self._table.update(
+            self._update, whole, factor, found_inf, zero_grad, slots, threads
         )
-        if updates:
-            torch.autograd.graph.increment_version(self._update.params)
-        if rescales:
-            torch.autograd.graph.increment_version(self._grads)
-        self._may_have_skipped |= found_inf is not None
-        if zero_grad:
-            self._update.drop_grads()
-        self.forget()
+        if written:
+            torch.autograd.graph.increment_version(written)
 
     def forget(self) -> None:
         """Release the tensors that were read."""
-        self._grads = ()
         self._update.clear()
 
     def _slots_for(self, count: int) -> Tensor | None:

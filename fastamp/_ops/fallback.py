@@ -16,7 +16,7 @@ from fastamp._ops.host_types import Column, Windows, check_rows
 from fastamp._ops.painting import augment_image
 from fastamp._ops.regions import FallbackRegion
 from fastamp._ops.rules import TorchUpdate
-from fastamp._ops.types import COMPILED_NORMS, Clip, GradStats, RegionMaker, Rule, is_plain
+from fastamp._ops.types import COMPILED_NORMS, Clip, GradStats, Reduced, RegionMaker, Rule, is_plain
 
 # Elements that are converted to float64 at a time, which bounds the memory of a norm. On the CPU
 # the copy stays in the cache, and the block below the size at which torch starts its threads.
@@ -63,10 +63,10 @@ def _join(parts: Tensor, norm_type: float) -> Tensor:
     return norm
 
 
-def finish(
-    reduced: Tensor, found_inf: Tensor, norm_type: float, clip: Clip, dtype: torch.dtype
-) -> GradStats:
+@torch.no_grad()
+def finish(read: Reduced, norm_type: float, clip: Clip) -> GradStats:
     """Turn a reduction into what a step needs: csrc/step/math.h, finish, in torch's operators."""
+    reduced, found_inf, dtype = read
     scale = clip.scale
     if scale is None:
         scale = torch.ones((), dtype=torch.float32, device=reduced.device)
@@ -83,26 +83,19 @@ def finish(
         too_large = (clip_coef > 0).logical_and_(grad_scale.isinf())
         found_inf = torch.where(too_large, 1.0, found_inf)
         clip.skipped.add_(found_inf)
-    return GradStats(
-        work=reduced,
-        norm=norm,
-        found_inf=found_inf,
-        clip_coef=clip_coef,
-        factor=clip_coef * inv_scale,
-        grad_scale=grad_scale,
-        scale=scale.clone(),
-    )
+    factor = clip_coef * inv_scale
+    return GradStats([norm, found_inf, clip_coef, factor, grad_scale, scale.clone()])
 
 
 @torch.no_grad()
-def combine(parts: Sequence[GradStats], norm_type: float, clip: Clip) -> GradStats:
-    """Join the statistics of several groups, on the device of the first."""
-    first = parts[0].reduced
-    dtype = torch.float64 if any(p.norm.dtype == torch.float64 for p in parts) else torch.float32
-    dtype = torch.float32 if first.device.type == "mps" else dtype
-    reduced = torch.stack([p.reduced.to(first.device, first.dtype) for p in parts])
-    found_inf = torch.stack([p.found_inf.to(first.device) for p in parts]).amax()
-    return finish(_join(reduced, norm_type), found_inf, norm_type, clip, dtype)
+def combine(parts: Sequence[Reduced], norm_type: float) -> Reduced:
+    """Join the reductions of several groups, on the device of the first."""
+    first = parts[0].total
+    wide = first.device.type != "mps" and any(part.dtype == torch.float64 for part in parts)
+    total = torch.stack([part.total.to(first.device, first.dtype) for part in parts])
+    found_inf = torch.stack([part.found_inf.to(first.device) for part in parts]).amax()
+    dtype = torch.float64 if wide else torch.float32
+    return Reduced(_join(total, norm_type), found_inf, dtype)
 
 
 def _in_place(tensor: Tensor) -> Tensor:
@@ -181,9 +174,13 @@ class TensorPack:
         """Whether any tensor is float16."""
         return any(tensor.dtype == torch.float16 for tensor in self._tensors)
 
-    @torch.no_grad()
     def grad_stats(self, norm_type: float, clip: Clip) -> GradStats:
         """Read every element, some of them twice."""
+        return finish(self.reduce(norm_type), norm_type, clip)
+
+    @torch.no_grad()
+    def reduce(self, norm_type: float) -> Reduced:
+        """Read every element, some of them twice, as a part of a longer list."""
         reduced = _reduce(self._tensors, norm_type)
         found_inf = reduced.isfinite().logical_not()
         wide = [tensor for tensor in self._tensors if tensor.dtype in _WIDE]
@@ -194,7 +191,7 @@ class TensorPack:
             bad = [_values(t).isfinite().logical_not().any() for t in self._tensors]
             found_inf = torch.stack(bad).any()
         dtype = torch.float64 if wide else torch.float32
-        return finish(reduced, found_inf.to(torch.float32), norm_type, clip, dtype)
+        return Reduced(reduced, found_inf.to(torch.float32), dtype)
 
     @torch.no_grad()
     def rescale_(self, factor: Tensor) -> None:

@@ -45,7 +45,7 @@ class GraphPack(TensorPack):
     def grad_stats(self, norm_type: float, clip: Clip) -> GradStats:
         """Read every element once."""
         scale, max_norm, only_finite, skipped = clip
-        stats = GradStats(*_grad_stats(self._tensors, norm_type, scale, max_norm, only_finite))
+        stats = GradStats(_grad_stats(self._tensors, norm_type, scale, max_norm, only_finite))
         if skipped is not None:
             skipped.add_(stats.found_inf)
         return stats
@@ -71,7 +71,7 @@ def _grad_stats(
 ) -> list[Tensor]:
     stats = pack(tensors, norm_type).grad_stats(norm_type, Clip(scale, max_norm, only_finite))
     # An operator's results must not share memory.
-    return [value.clone() for value in (stats.reduced, *stats[1:])]
+    return [value.clone() for value in stats.values]
 
 
 @_grad_stats.register_fake
@@ -79,7 +79,7 @@ def _(tensors: list[Tensor], *_: object) -> list[Tensor]:
     device = tensors[0].device
     double = torch.float32 if device.type == "mps" else torch.float64
     norm = double if any(t.dtype in (torch.float64, torch.complex128) for t in tensors) else None
-    dtypes = (double, norm, None, norm, norm, None, None)
+    dtypes = (norm, None, norm, norm, None, None)
     return [torch.empty((), dtype=dtype or torch.float32, device=device) for dtype in dtypes]
 
 

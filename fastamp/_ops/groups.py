@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastamp._ops import choose, fallback
-from fastamp._ops.types import COMPILED_NORMS, Clip, GradStats, Ops, Packed
+from fastamp._ops.types import COMPILED_NORMS, Clip, GradStats, Ops, Packed, Reduced
 
 
 class Groups:
@@ -21,8 +21,12 @@ class Groups:
 
     def grad_stats(self, norm_type: float, clip: Clip) -> GradStats:
         """Read every element once; the statistics over all of them are on the first device."""
-        parts = [pack.grad_stats(norm_type, Clip()) for pack in self._packs]
-        return fallback.combine(parts, norm_type, clip)
+        return fallback.finish(self.reduce(norm_type), norm_type, clip)
+
+    def reduce(self, norm_type: float) -> Reduced:
+        """Read every element once, as a part of a longer list."""
+        parts = [pack.reduce(norm_type) for pack in self._packs]
+        return fallback.combine(parts, norm_type)
 
     def rescale_(self, factor: Tensor) -> None:
         """Multiply every element by a 0-dim tensor, rounding once to its dtype.

@@ -64,10 +64,8 @@ class Parts:
     ) -> tuple[Callable[..., None], Callable[[], None]]:
         """Return both functions so that they also update the DTensors' versions and `.grad`."""
 
-        def apply_(
-            factor: Tensor | None, found_inf: Tensor | None, *, zero_grad: bool = False
-        ) -> None:
-            apply(factor, found_inf, zero_grad=zero_grad)
+        def apply_(*args: Any, zero_grad: bool = False) -> None:
+            apply(*args, zero_grad=zero_grad)
             torch.autograd.graph.increment_version(self._parameters)
             if not zero_grad:
                 torch.autograd.graph.increment_version(self._grads)

@@ -13,6 +13,7 @@ from torch import Tensor
 from fastamp._ops.types import (
     NO_STATE,
     OTHER_TYPE,
+    GradStats,
     Packed,
     Rule,
     is_dense,
@@ -83,15 +84,17 @@ class TorchUpdate:
 
     @torch.no_grad()
     def apply_(
-        self, factor: Tensor | None, found_inf: Tensor | None, *, zero_grad: bool = False
+        self, stats: GradStats | None, found_inf: Tensor | None = None, *, zero_grad: bool = False
     ) -> None:
         """Update parameters and states, in several passes."""
         parameters, self._parameters = self._parameters, []
         for parameter in parameters if zero_grad else ():
             parameter.param.grad = None
+        if stats is not None:
+            found_inf = stats.found_inf
         if found_inf is not None and found_inf.tolist():
             return
-        times = 1.0 if factor is None else factor.numpy().item()
+        times = 1.0 if stats is None else stats.factor.numpy().item()
         apply = _APPLY[self._rule]
         for group, param, grad, states, step in parameters:
             wide = grad.float()

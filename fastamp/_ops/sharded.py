@@ -18,9 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
-from fastamp._ops import fallback
 from fastamp._ops.groups import Groups, pack_by_backend
-from fastamp._ops.types import COMPILED_NORMS, Clip, GradStats, Packed, is_plain, local_of
+from fastamp._ops.types import COMPILED_NORMS, Packed, Reduced, is_plain, local_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -119,7 +118,7 @@ class ShardedGroups(Groups):
         self._layouts = [layout for layout, parts in packs.items() for _ in parts]
 
     @torch.no_grad()
-    def grad_stats(self, norm_type: float, clip: Clip) -> GradStats:
+    def reduce(self, norm_type: float) -> Reduced:
         """Read this rank's parts, then reduce over all ranks; see `fastamp._ops.Packed`.
 
         Raises:
@@ -130,14 +129,14 @@ class ShardedGroups(Groups):
                 f"norm_type: expected at least 0 for gradients over several ranks, got {norm_type}"
             )
             raise ValueError(msg)
-        parts = [pack.grad_stats(norm_type, Clip()) for pack in self._packs]
-        like = parts[0].reduced
+        parts = [pack.reduce(norm_type) for pack in self._packs]
+        like = parts[0].total
         found = _join([part.found_inf.to(like) for part in parts], math.inf)
         # For other orders `reduced` is the norm itself: its powers are summed.
         power = 1.0 if norm_type in (0.0, *COMPILED_NORMS) else norm_type
         held: dict[Layout, list[Tensor]] = {}
         for layout, part in zip(self._layouts, parts, strict=True):
-            value = part.reduced.to(like)
+            value = part.total.to(like)
             if power != 1:
                 value = value.pow(power)
             if norm_type == math.inf:  # a maximum may lose NaN: a flag of 2 stands for it
@@ -151,9 +150,8 @@ class ShardedGroups(Groups):
             total = torch.where(found == 2, math.nan, total)
         if power != 1:
             total = total.pow(1 / power)
-        found_inf = found.clamp(max=1.0).to(torch.float32)
-        dtype = max((part.norm.dtype for part in parts), key=lambda dtype: dtype.itemsize)
-        return fallback.finish(total, found_inf, norm_type, clip, dtype)
+        dtype = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
+        return Reduced(total, found.clamp(max=1.0).to(torch.float32), dtype)
 
 
 def _sort(

@@ -24,31 +24,75 @@ class Rule(Enum):
     ADAGRAD = "Adagrad"
 
 
-class GradStats(NamedTuple):
+class GradStats:
     """The statistics of one read of the gradients: 0-dim tensors, made without a wait.
 
     `norm`, `clip_coef` and `factor` are float64 where a gradient has 64 bits, else float32.
+
+    Args:
+        values: norm, found_inf, clip_coef, factor, grad_scale and scale; from compiled code one
+            tensor of six elements, which is split only if somebody looks: six tensors take a tenth
+            of a small network's step.
     """
 
-    work: Tensor
-    """float64; its first element is `reduced`."""
-    norm: Tensor
-    """Norm of the unscaled gradients."""
-    found_inf: Tensor
-    """1.0 where any element is inf or NaN, else 0.0."""
-    clip_coef: Tensor
-    """min(1, max_norm / (norm + 1e-6)), torch.nn.utils' formula; NaN stays."""
-    factor: Tensor
-    """clip_coef / scale: multiply the gradients by this."""
-    grad_scale: Tensor
-    """scale / clip_coef: or divide them by this."""
-    scale: Tensor
-    """The loss scale at the time of the read."""
+    def __init__(self, values: Tensor | Sequence[Tensor]) -> None:
+        self._values = values
+        self.whole = values if isinstance(values, Tensor) else None
+        """The tensor of six elements; None after a replacement, and from the fallback."""
 
     @property
-    def reduced(self) -> Tensor:
-        """The sum of squares (norm_type 2), of magnitudes (1), or the largest one (inf)."""
-        return self.work.reshape(-1)[0]
+    def values(self) -> Sequence[Tensor]:
+        """The six as tensors of their own."""
+        if isinstance(self._values, Tensor):
+            self._values = self._values.unbind()
+        return self._values
+
+    @property
+    def norm(self) -> Tensor:
+        """Norm of the unscaled gradients."""
+        return self.values[0]
+
+    @property
+    def found_inf(self) -> Tensor:
+        """1.0 where any element is inf or NaN, else 0.0."""
+        return self.values[1]
+
+    @property
+    def clip_coef(self) -> Tensor:
+        """min(1, max_norm / (norm + 1e-6)), torch.nn.utils' formula; NaN stays."""
+        return self.values[2]
+
+    @property
+    def factor(self) -> Tensor:
+        """Multiply the gradients by this: clip_coef / scale."""
+        return self.values[3]
+
+    @property
+    def grad_scale(self) -> Tensor:
+        """Or divide them by this: scale / clip_coef."""
+        return self.values[4]
+
+    @property
+    def scale(self) -> Tensor:
+        """The loss scale at the time of the read."""
+        return self.values[5]
+
+    def replace(self, **changed: Tensor) -> "GradStats":
+        """Return a copy in which the statistics of these names are others."""
+        names = ("norm", "found_inf", "clip_coef", "factor", "grad_scale", "scale")
+        pairs = zip(names, self.values, strict=True)
+        return GradStats([changed.get(name, value) for name, value in pairs])
+
+
+class Reduced(NamedTuple):
+    """What one read of a part of the gradients found, to be joined with the other parts'."""
+
+    total: Tensor
+    """0-dim float64: sum of squares (norm_type 2), of magnitudes (1), largest magnitude (inf)."""
+    found_inf: Tensor
+    """1.0 where any element is inf or NaN, else 0.0."""
+    dtype: torch.dtype
+    """Of the norm: float64 where a gradient has 64 bits, else float32."""
 
 
 class Clip(NamedTuple):
@@ -90,6 +134,9 @@ class Packed(Protocol):
             norm_type: order of the norm.
             clip: how to unscale and clip; its tensors lie on `device`.
         """
+
+    def reduce(self, norm_type: float) -> Reduced:
+        """Read every element once, as a part of a longer list."""
 
     def rescale_(self, factor: Tensor) -> None:
         """Multiply every element by a 0-dim tensor, rounding once; 1 writes nothing."""
@@ -153,13 +200,14 @@ class Update(Protocol):
         """Release the tensors that were read."""
 
     def apply_(
-        self, factor: Tensor | None, found_inf: Tensor | None, *, zero_grad: bool = False
+        self, stats: GradStats | None, found_inf: Tensor | None = None, *, zero_grad: bool = False
     ) -> None:
         """Update parameters and states in one pass, and release the tensors that were read.
 
         Args:
-            factor: multiplies the gradients before the update, 0-dim float32; None is 1.
-            found_inf: where this is 1.0, nothing is written.
+            stats: their `factor` multiplies the gradients before the update, and where their
+                `found_inf` is 1.0, nothing is written; None leaves the gradients as they are.
+            found_inf: without `stats`: where this is 1.0, nothing is written.
             zero_grad: set the gradients to None, rather than write the multiplied ones back.
         """
 

@@ -1,7 +1,6 @@
 """Steps of torch's optimizers: gradients are unscaled and clipped in their kernels, or in place."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -81,10 +80,11 @@ def _step_together(
         skipped = scaler._counter(whole.device) if is_ready and not waits else None
         clip = scaler._clip(whole.device, states[0], max_norm, given_scale=given, skipped=skipped)
         stats = scaler._record(states, whole.device, scaler._measure(whole, clip), clip)
-        grad_scale = stats.grad_scale
-    found_inf = join_flags_of(states)
+        grad_scale, found_inf = stats.grad_scale, stats.found_inf
+    else:
+        found_inf = join_flags_of(states)
     told = [*reasons.values()] + ["there is a step_pre_hook"] * bool(hooked) + [_SHARED] * shared
-    report = scaler._report(states[0], found_inf, _way(told, whole, why))
+    report = scaler._report(states[0], _way(told, whole, why), found_inf)
     if waits and report.skipped:
         scaler._skipped_before += 1
         return [None] * len(optimizers)
@@ -124,11 +124,14 @@ def _step_as_torch(
         found = [] if norm is None else [norm.isfinite().logical_not().to(torch.float32)]
         retval = None if found and is_set(found[0]) else optimizer.step(*args, **kwargs)
     found_inf = join_flags(found) if found else torch.zeros(())
-    report = scaler._report(state, found_inf, "as torch: no gradient that fastamp can read")
+    way = "as torch: no gradient that fastamp can read"
     if norm is not None and max_norm is not None and "stats" not in state:
         coef = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's
-        scaler.last_step = report = replace(report, norm=norm, clip_coef=coef)
-    scaler._counter(report.found_inf.device).add_(report.found_inf)
+        nan = torch.full_like(norm, torch.nan)
+        values = [norm, found_inf, coef, nan, nan, scaler._loss_scale()]
+        state["stats"] = _ops.GradStats(values)
+    scaler._report(state, way, found_inf)
+    scaler._counter(found_inf.device).add_(found_inf)
     return retval
 
 

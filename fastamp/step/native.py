@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fastamp import _ops
 from fastamp._ops import Packed, Rule, Update
 from fastamp.step import counts
+from fastamp.step.report import StepReport
 
 if TYPE_CHECKING:
     from fastamp._ops.parts import Parts
 
-_Notify: TypeAlias = Callable[[Tensor | None], None] | None
+_Notify: TypeAlias = Callable[[StepReport], None] | None
 _ZERO_GRAD = Optimizer.zero_grad
 _RULES = {Adam: Rule.ADAM, AdamW: Rule.ADAMW, SGD: Rule.SGD, Adagrad: Rule.ADAGRAD}
 _updates: "WeakKeyDictionary[Optimizer, tuple[_ops.Ops, torch.device, Update]]" = (
@@ -41,7 +41,7 @@ class NativeStep(NamedTuple):
     forget: Callable[[], None]
     """Releases the gradients, in place of `apply`."""
     notify: _Notify
-    """Called with found_inf after the update."""
+    """Called with what the step did, after the update."""
 
 
 def read(optimizer: Optimizer) -> NativeStep | str:
@@ -75,7 +75,7 @@ def read(optimizer: Optimizer) -> NativeStep | str:
 def _with_own_zero_grad(apply: Callable[..., None], optimizer: Optimizer) -> Callable[..., None]:
     """Return an update that calls the optimizer's `zero_grad`, which somebody has replaced."""
 
-    def apply_and_call(*args: Tensor | None, zero_grad: bool) -> None:
+    def apply_and_call(*args: Any, zero_grad: bool) -> None:
         apply(*args)
         if zero_grad:
             optimizer.zero_grad()
@@ -204,12 +204,12 @@ def _notifier(optimizer: Optimizer, step: Any) -> _Notify | str:
     if not (is_bound or is_scheduled):
         return "optimizer.step is patched"
 
-    def notify(found_inf: Tensor | None) -> None:
+    def notify(report: StepReport) -> None:
         if is_scheduled:
             optimizer._opt_called = True  # type: ignore[attr-defined]
         if accelerated is not None:
             fused = all(group.get("fused") for group in optimizer.param_groups)
-            if fused or found_inf is None or not found_inf.item():
+            if fused or not report.skipped:
                 accelerated._accelerate_step_called = True
 
     return notify

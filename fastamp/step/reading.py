@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,19 +53,18 @@ class Reading(torch.amp.GradScaler):
 
     def _states_of(self, optimizers: list[Optimizer]) -> list[dict[str, Any]]:
         """Return the states of optimizers that may step together."""
-        several = len(optimizers) > 1
-        states = [
-            self._state_of(each, "step", f"optimizer[{place}]" if several else "optimizer")
-            for place, each in enumerate(optimizers)
-        ]
-        for state in states:
-            if state["stage"] is OptState.STEPPED:
-                msg = "step() has already been called since the last update()."
-                raise RuntimeError(msg)
         if not optimizers:
             msg = "optimizer: expected at least one, got an empty list"
             raise ValueError(msg)
-        if not several:
+        states = []
+        for place, each in enumerate(optimizers):
+            name = f"optimizer[{place}]" if len(optimizers) > 1 else "optimizer"
+            state = self._state_of(each, "step", name)
+            if state["stage"] is OptState.STEPPED:
+                msg = "step() has already been called since the last update()."
+                raise RuntimeError(msg)
+            states.append(state)
+        if len(states) == 1:
             return states
         places = {id(each): place for place, each in enumerate(optimizers)}
         for place, each in enumerate(optimizers):
@@ -98,7 +96,7 @@ class Reading(torch.amp.GradScaler):
         inv_scale = inv_scale.to(packed.device, non_blocking=True).reshape(())
         stats = packed.grad_stats(2.0, Clip(scale=inv_scale.reciprocal()))
         packed.rescale_(inv_scale)
-        stats = stats._replace(scale=self._loss_scale())
+        stats = stats.replace(scale=self._loss_scale())
         self._per_optimizer_states[id(optimizer)]["stats"] = stats
         return {packed.device: stats.found_inf}
 
@@ -126,12 +124,13 @@ class Reading(torch.amp.GradScaler):
         # The flags of unscale_ still count: the gradients may have changed since.
         before = [flag for state in states for flag in state["found_inf_per_device"].values()]
         if before:
-            stats = stats._replace(found_inf=join_flags([stats.found_inf, *before]))
+            stats = stats.replace(found_inf=join_flags([stats.found_inf, *before]))
         if self._enabled and clip.scale is not self._scale:
-            stats = stats._replace(scale=self._loss_scale())
+            stats = stats.replace(scale=self._loss_scale())
         for state in states:
-            state["found_inf_per_device"] = {device: stats.found_inf}
             state["stats"] = stats
+            if self._enabled:
+                state["found_inf_per_device"] = {device: stats.found_inf}
         return stats
 
     def _rescale_(self, packed: _ops.Packed, factor: Tensor, found_inf: Tensor) -> None:
@@ -161,14 +160,16 @@ class Reading(torch.amp.GradScaler):
         grads = self._hold(optimizers) if grads is None else grads
         return None if grads is None else grads.pack()
 
-    def _report(self, state: dict[str, Any], found_inf: Tensor, way: str) -> StepReport:
-        """Make `last_step` from what was read in this iteration."""
+    def _report(
+        self, state: dict[str, Any], way: str, found_inf: Tensor | None = None
+    ) -> StepReport:
+        """Make `last_step` from what was read in this iteration, with another flag if given."""
         stats: _ops.GradStats | None = state.get("stats")
         if stats is None:
-            unread = unmeasured(way, found_inf)
-            self.last_step = replace(unread, scale=self._loss_scale())
+            self.last_step = unmeasured(way, found_inf, self._loss_scale())
         else:
-            self.last_step = StepReport(stats.norm, stats.clip_coef, found_inf, stats.scale, way)
+            stats = stats if found_inf is None else stats.replace(found_inf=found_inf)
+            self.last_step = StepReport(stats, way)
         return self.last_step
 
     def _counter(self, device: torch.device) -> Tensor:

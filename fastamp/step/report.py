@@ -1,6 +1,5 @@
 """What a step found: its report, and the gradients that are not finite."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -14,20 +13,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-@dataclass(frozen=True)
 class StepReport:
     """What one step found and did: 0-dim tensors on the gradients' device, read without a wait.
-
-    Attributes:
-        norm: of the unscaled gradients before clipping, NaN where the step did not read them.
-        clip_coef: what clipping multiplied the gradients by, 1 without clipping.
-        found_inf: 1.0 if the step was skipped, else 0.0. It is skipped if a gradient holds inf or
-            NaN, or if scale / clip_coef, by which a fused kernel divides, overflows float32.
-        scale: the loss scale of this step; 1 without scaling.
-        way: how the step was made, and why not faster: "native", in one pass of fastamp's own;
-            "folded" into torch's fused kernels; or "in place: AdamW is not fused (foreach=True)".
-            It also says if the fallback read gradients, as on a GPU that this build has no code
-            for, and if nothing was read: "native, bare: neither scaling nor max_norm".
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -37,16 +24,46 @@ class StepReport:
         (tensor(5.), tensor(0.2000), False)
     """
 
-    norm: Tensor
-    clip_coef: Tensor
-    found_inf: Tensor
-    scale: Tensor
-    way: str
+    def __init__(self, stats: _ops.GradStats, way: str) -> None:
+        self._stats = stats
+        self.way = way
+        """How the step was made, and why not faster: "native", in one pass of fastamp's own;
+        "folded" into torch's fused kernels; or "in place: AdamW is not fused (foreach=True)". It
+        also says if the fallback read gradients, as on a GPU that this build has no code for, and
+        if nothing was read: "native, bare: neither scaling nor max_norm"."""
+
+    @property
+    def norm(self) -> Tensor:
+        """Norm of the unscaled gradients before clipping, NaN where the step did not read them."""
+        return self._stats.norm
+
+    @property
+    def clip_coef(self) -> Tensor:
+        """What clipping multiplied the gradients by, 1 without clipping."""
+        return self._stats.clip_coef
+
+    @property
+    def found_inf(self) -> Tensor:
+        """1.0 if the step was skipped, else 0.0.
+
+        It is skipped if a gradient holds inf or NaN, or if scale / clip_coef, by which a fused
+        kernel divides, overflows float32.
+        """
+        return self._stats.found_inf
+
+    @property
+    def scale(self) -> Tensor:
+        """The loss scale of this step; 1 without scaling."""
+        return self._stats.scale
 
     @property
     def skipped(self) -> bool:
         """Whether the optimizer left the parameters as they were; waits for the device."""
         return is_set(self.found_inf)
+
+    def __repr__(self) -> str:
+        names = ("norm", "clip_coef", "found_inf", "scale", "way")
+        return f"StepReport({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
 def is_set(flag: Tensor) -> bool:
@@ -80,11 +97,14 @@ class NonFinite(_Counts):
         return f"{super().__repr__()[:-1]}, rank={self.rank})"
 
 
-def unmeasured(way: str, found_inf: Tensor | None = None) -> StepReport:
+def unmeasured(
+    way: str, found_inf: Tensor | None = None, scale: Tensor | None = None
+) -> StepReport:
     """Report a step that did not read the gradients."""
     found_inf = torch.zeros(()) if found_inf is None else found_inf
     nan, one = torch.full_like(found_inf, torch.nan), torch.ones_like(found_inf)
-    return StepReport(nan, one, found_inf, one, way)
+    stats = _ops.GradStats([nan, found_inf, one, one, one, one if scale is None else scale])
+    return StepReport(stats, way)
 
 
 def nonfinite_parameters(

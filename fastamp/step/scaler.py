@@ -173,8 +173,8 @@ class GradScaler(Reading):
         if not self._enabled and max_norm is None:
             way = "native" if isinstance(steps, list) else f"torch's ({steps})"
             self.last_step = unmeasured(f"{way}, bare: neither scaling nor max_norm")
-            results = _step_bare(optimizers, steps, zero_grad, *args, **kwargs)
-            advance(schedulers, optimizers, self.last_step.found_inf)
+            results = _step_bare(optimizers, steps, self.last_step, zero_grad, *args, **kwargs)
+            advance(schedulers, optimizers, self.last_step)
             return results if several else results[0]
         if isinstance(steps, list):
             results = self._step_natively(optimizers, states, steps, max_norm, zero_grad=zero_grad)
@@ -184,7 +184,7 @@ class GradScaler(Reading):
                 each.zero_grad()
         for state in states:
             state["stage"] = OptState.STEPPED
-        advance(schedulers, optimizers, self.last_step.found_inf)
+        advance(schedulers, optimizers, self.last_step)
         for reference in self._observers:
             if (observer := reference()) is not None:
                 observer.stepped()
@@ -349,8 +349,9 @@ class GradScaler(Reading):
     ) -> list[float | None]:
         """Read all gradients once; unscale, clip, update and skip in one more pass."""
         is_ready = states[0]["stage"] is OptState.READY
+        stats, found_inf = None, None
         if not is_ready and max_norm is None:
-            factor, found_inf = None, join_flags_of(states)
+            found_inf = join_flags_of(states)
         else:
             grads = steps[0].grads
             if len(steps) > 1 or steps[0].is_spread or self.process_group is not None:
@@ -363,24 +364,25 @@ class GradScaler(Reading):
             skipped = self._counter(grads.device) if reads_all else None
             clip = self._clip(grads.device, states[0], max_norm, skipped=skipped)
             stats = self._record(states, grads.device, self._measure(grads, clip), clip)
-            factor, found_inf = stats.factor, stats.found_inf
             if share_parameters(optimizers):
-                self._rescale_(grads, factor, found_inf)
-                factor = None
+                found_inf = stats.found_inf
+                self._rescale_(grads, stats.factor, found_inf)
+                stats = None
         by_python = steps[0].grads.has_fallback
-        self._report(states[0], found_inf, "native" + "; by the fallback" * by_python)
+        report = self._report(states[0], "native" + "; by the fallback" * by_python, found_inf)
         if self._enabled and not is_ready:
-            self._counter(found_inf.device).add_(found_inf)
+            self._counter(report.found_inf.device).add_(report.found_inf)
         for step in steps:
-            step.apply(factor, found_inf, zero_grad=zero_grad)
+            step.apply(stats, found_inf, zero_grad=zero_grad)
             if step.notify is not None:
-                step.notify(found_inf)
+                step.notify(report)
         return [None] * len(steps)
 
 
 def _step_bare(
     optimizers: list[Optimizer],
     steps: list[native.NativeStep] | str,
+    report: StepReport,
     zero_grad: bool,  # noqa: FBT001 - the arguments after it are the optimizer's
     *args: Any,
     **kwargs: Any,
@@ -392,7 +394,7 @@ def _step_bare(
             each.zero_grad()
         return results
     for step in steps:
-        step.apply(None, None, zero_grad=zero_grad)
+        step.apply(None, zero_grad=zero_grad)
         if step.notify is not None:
-            step.notify(None)
+            step.notify(report)
     return [None] * len(steps)

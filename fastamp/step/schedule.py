@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from fastamp.step.report import is_set
+from fastamp.step.report import StepReport
 
 Schedulers: TypeAlias = "LRScheduler | Sequence[LRScheduler] | None"
 _KEY = "_fastamp_pending"
@@ -49,16 +49,16 @@ def settle(optimizers: Sequence[Optimizer]) -> None:
 
 
 def advance(
-    schedulers: Sequence[LRScheduler], optimizers: Sequence[Optimizer], found_inf: Tensor
+    schedulers: Sequence[LRScheduler], optimizers: Sequence[Optimizer], report: StepReport
 ) -> None:
     """Step the schedulers if the optimizers' step was taken: on the CPU now, on CUDA later.
 
     From CUDA the flag is copied to the host while the device works, and is read when the next step
     begins or a scheduler is used.
     """
-    if schedulers and found_inf.is_cuda:
-        _Pending(schedulers, optimizers, found_inf)
-    elif schedulers and not is_set(found_inf):
+    if schedulers and report.found_inf.is_cuda:
+        _Pending(schedulers, optimizers, report.found_inf)
+    elif schedulers and not report.skipped:
         for scheduler in schedulers:
             scheduler.step()
 

@@ -68,7 +68,7 @@ class _Ahead:
     def clipped(self) -> None:
         """Note that the gradients are unscaled and clipped: of the read only found_inf counts."""
         one = torch.ones_like(self.stats.factor)
-        self.stats, self.is_clipped = self.stats._replace(factor=one, grad_scale=one), True
+        self.stats, self.is_clipped = self.stats.replace(factor=one, grad_scale=one), True
 
 
 def _may_share(optimizers: list[Optimizer]) -> bool:

@@ -61,9 +61,10 @@ def results_of(ops, memory, norm_type, clip):
     tensors = [values[offset:] for values, (_, offset) in zip(copies, memory, strict=True)]
     skipped = None if clip.skipped is None else clip.skipped.clone()
     pack = ops.pack(tensors)
-    stats = pack.grad_stats(norm_type, clip._replace(skipped=skipped))
+    work = pack._allocate_work()
+    stats = _ops.GradStats(pack._read(norm_type, clip._replace(skipped=skipped), work))
     pack.rescale_(stats.factor)
-    return [stats.reduced, *stats[1:], skipped], copies
+    return [work[0], *stats.values, skipped], copies
 
 
 def emulated():

@@ -208,8 +208,8 @@ def test_the_norm_is_exact_and_the_rest_follows(
     tensors = in_list(placed) or [torch.zeros(0)]
     there = None if scale is None else torch.tensor(scale, device=device)
     clip = _ops.Clip(there, max_norm, only_finite)
-    stats = _ops.Tensors(tensors).pack(norm_type).grad_stats(norm_type, clip)
-    reduced = stats.reduced.item()
+    pack = _ops.Tensors(tensors).pack(norm_type)
+    stats, reduced = pack.grad_stats(norm_type, clip), pack.reduce(norm_type).total.item()
     norm = np.float32(np.sqrt(reduced) if norm_type == 2 else reduced)
     np.testing.assert_equal(norm, reference.exact_norm([*map(values_of, tensors)], norm_type))
     finite = is_finite(placed)

@@ -7,6 +7,7 @@ import math
 import pickle
 import warnings
 import weakref
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -80,9 +81,10 @@ def gpu(monkeypatch):
     gpu = FakeGpu()
     install(gpu, monkeypatch)
 
-    def advance(schedulers, optimizers, found_inf):
+    def advance(schedulers, optimizers, report):
         gpu.work(5.0)
-        schedule.advance(schedulers, optimizers, FlagOnGpu(gpu, found_inf))
+        there = SimpleNamespace(found_inf=FlagOnGpu(gpu, report.found_inf))
+        schedule.advance(schedulers, optimizers, there)
 
     monkeypatch.setattr(scaler_module, "advance", advance)
     return gpu

@@ -1,0 +1,60 @@
+"""Reports of steps: what they keep, and for how long."""
+
+import copy
+import math
+import pickle
+from contextlib import nullcontext
+
+import pytest
+import torch
+from support.gradients import parameters_with
+from support.updates import everything, give, make
+
+import fastamp
+from fastamp import _ops
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}], ids=["native", "in place"])
+def test_a_report_keeps_its_values_when_the_next_steps_are_made(options, backend, device):
+    [weight] = parameters_with(torch.zeros(2, device=device))
+    optimizer = torch.optim.AdamW([weight], **options)
+    reports = []
+    for factor in (1.0, 2.0, math.inf):
+        weight.grad = torch.tensor([3.0, 4.0], device=device) * factor
+        reports.append(fastamp.optimizer_step(optimizer, max_norm=5.0))
+    weight.grad = None
+    assert [report.norm.item() for report in reports] == [5.0, 10.0, math.inf]
+    assert [report.skipped for report in reports] == [False, False, True]
+    assert [round(report.clip_coef.item(), 4) for report in reports[:2]] == [1.0, 0.5]
+
+
+def test_a_report_can_be_printed_copied_and_pickled(backend, device):
+    [weight] = parameters_with(torch.ones(100_000, device=device))
+    report = fastamp.optimizer_step(torch.optim.SGD([weight]), max_norm=1.0)
+    whole = pickle.dumps(report)
+    assert len(whole) < 4_000  # without what the read needed for each 8,192 elements
+    for other in (copy.deepcopy(report), pickle.loads(whole)):
+        assert repr(other) == repr(report)
+    names = ("norm", "clip_coef", "found_inf", "scale", "way")
+    assert repr(report) == (
+        f"StepReport({', '.join(f'{name}={getattr(report, name)!r}' for name in names)})"
+    )
+
+
+@pytest.mark.parametrize("name", ["adamw", "adagrad", "adam, amsgrad"])
+def test_neighbours_may_have_taken_different_numbers_of_steps(name, backend):
+    found = []
+    for only in (None, "fallback"):
+        parameters, optimizer = make(name, sizes=[(5,), (7, 3), (1,), (9_000,), (2,), (30,)])
+        for turn in range(5):
+            give(parameters, seed=turn)
+            for place, parameter in enumerate(parameters):
+                if (place + turn) % 3 == 0 or place > turn + 3:
+                    parameter.grad = None
+            with _ops.use_only(only) if only else nullcontext():
+                report = fastamp.optimizer_step(optimizer, max_norm=1.0)
+            assert report.way.startswith("native")
+        found.append(everything(parameters, optimizer))
+        counts = {float(state["step"]) for state in optimizer.state.values()}
+        assert len(counts) > 1
+    assert found[0] == found[1]
