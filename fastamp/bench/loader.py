@@ -54,8 +54,9 @@ def _make_tokens(generator: torch.Generator) -> Data:
 
 def _make_images(generator: torch.Generator) -> Data:
     """Images of 3x224x224 uint8, batches of 64."""
-    pixels = torch.randint(256, (512, 3, 224, 224), dtype=torch.uint8, generator=generator)
-    labels = torch.arange(512)
+    count = 2048  # a pass over a few batches would mostly measure its start
+    pixels = torch.randint(256, (count, 3, 224, 224), dtype=torch.uint8, generator=generator)
+    labels = torch.arange(count)
     return Data(TensorDataset(pixels, labels), 64, [pixels, labels])
 
 
