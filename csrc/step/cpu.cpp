@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "parallel/threads.h"
+#include "step/chunks.h"
 #include "step/convert.h"
 #include "step/math.h"
 #include "step/ops.h"
@@ -67,41 +67,22 @@ FASTAMP_SIMD_CLONES void rescale(const TensorView& chunk, float factor) {
   });
 }
 
-/// The chunks of all tensors in list order, grouped into tasks that are worth a thread's while.
-struct Plan {
-  std::vector<TensorView> chunks;
-  std::vector<std::size_t> task_starts;  // and one past the last
-
-  explicit Plan(const TensorList& tensors) {
-    std::int64_t in_task = kChunk;
-    for (const TensorView& tensor : tensors) {
-      const std::int64_t itemsize = size_of(tensor.dtype);
-      for (std::int64_t start = 0; start < tensor.numel; start += kChunk) {
-        if (in_task >= kChunk) {
-          task_starts.push_back(chunks.size());
-          in_task = 0;
-        }
-        const std::int64_t numel = std::min(kChunk, tensor.numel - start);
-        chunks.push_back({static_cast<char*>(tensor.data) + start * itemsize, numel, tensor.dtype});
-        in_task += numel;
-      }
+/// Calls body(index, view) for every chunk.
+template <typename Fn>
+void for_each_chunk(const Chunks& chunks, const TensorList& tensors, int num_threads,
+                    const Fn& body) {
+  const auto view_of = [&](const Chunk& chunk) {
+    const TensorView& tensor = tensors[chunk.tensor];
+    char* const data = static_cast<char*>(tensor.data) + chunk.start * size_of(tensor.dtype);
+    return TensorView{data, chunk.numel, tensor.dtype};
+  };
+  chunks.for_each_task(num_threads, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t i = begin; i < end; ++i) {
+      __builtin_prefetch(view_of(chunks.at_most(i + kPrefetchChunks)).data);
+      body(i, view_of(chunks.all[i]));
     }
-    task_starts.push_back(chunks.size());
-  }
-
-  /// Calls body(chunk index) for every chunk.
-  template <typename Fn>
-  void for_each_chunk(int num_threads, const Fn& body) const {
-    const auto tasks = static_cast<std::int64_t>(task_starts.size()) - 1;
-    parallel_for(tasks, num_threads, [&](std::int64_t task) {
-      const auto t = static_cast<std::size_t>(task);
-      for (std::size_t i = task_starts[t]; i < task_starts[t + 1]; ++i) {
-        __builtin_prefetch(chunks[std::min(i + kPrefetchChunks, chunks.size() - 1)].data);
-        body(i);
-      }
-    });
-  }
-};
+  });
+}
 
 template <typename Norm>
 double join_chunks(const double* chunks, std::size_t count) {
@@ -115,20 +96,21 @@ double join_chunks(const double* chunks, std::size_t count) {
 
 void grad_stats(const TensorList& tensors, NormType norm_type, const ClipSpec& clip, double* work,
                 GradStats* stats, const Launch& launch) {
-  const Plan plan(tensors);
+  const Chunks chunks(tensors);
   double* partial = work + 1;
-  plan.for_each_chunk(launch.num_threads,
-                      [&](std::size_t i) { partial[i] = reduce(plan.chunks[i], norm_type); });
+  for_each_chunk(chunks, tensors, launch.num_threads, [&](std::size_t i, const TensorView& chunk) {
+    partial[i] = reduce(chunk, norm_type);
+  });
   visit_norm(norm_type, [&](auto norm) {
-    work[0] = join_chunks<decltype(norm)>(partial, plan.chunks.size());
+    work[0] = join_chunks<decltype(norm)>(partial, chunks.all.size());
     *stats = finish<decltype(norm)>(work[0], clip);
   });
 }
 
 void rescale_all(const TensorList& tensors, const float* factor, const Launch& launch) {
   if (*factor == 1.0F) return;
-  const Plan plan(tensors);
-  plan.for_each_chunk(launch.num_threads, [&](std::size_t i) { rescale(plan.chunks[i], *factor); });
+  for_each_chunk(Chunks(tensors), tensors, launch.num_threads,
+                 [&](std::size_t, const TensorView& chunk) { rescale(chunk, *factor); });
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "parallel/threads.h"
+#include "step/chunks.h"
 #include "step/convert.h"
 #include "step/math.h"
 #include "step/ops.h"
@@ -16,36 +16,6 @@ namespace {
 constexpr std::int64_t kBlock = 512;
 constexpr int kMaxTensors = 2 + kMaxStates;  // of one parameter, its gradient and itself included
 constexpr std::size_t kPrefetchChunks = 2;   // fewer than for a norm: updates take longer
-
-/// At most kChunk elements of one parameter.
-struct Chunk {
-  std::uint32_t parameter;
-  std::int64_t start;
-  std::int64_t numel;
-};
-
-/// The chunks of all parameters, in tasks that are worth a thread's while.
-struct Tasks {
-  std::vector<Chunk> chunks;
-  std::vector<std::size_t> starts;  // and one past the last
-
-  explicit Tasks(const std::vector<ParameterView>& parameters) {
-    std::int64_t in_task = kChunk;
-    chunks.reserve(parameters.size());
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      for (std::int64_t start = 0; start < parameters[i].numel; start += kChunk) {
-        if (in_task >= kChunk) {
-          starts.push_back(chunks.size());
-          in_task = 0;
-        }
-        const std::int64_t numel = std::min(kChunk, parameters[i].numel - start);
-        chunks.push_back({static_cast<std::uint32_t>(i), start, numel});
-        in_task += numel;
-      }
-    }
-    starts.push_back(chunks.size());
-  }
-};
 
 /// Converts elements of 16 bits to float32.
 FASTAMP_SIMD_CLONES void widen(const void* from, DType dtype, std::int64_t numel, float* to) {
@@ -131,44 +101,29 @@ FASTAMP_INLINE void update_chunk(const typename Rule::Terms& terms, float factor
 
 float step_of(const ParameterView& view) { return view.step == nullptr ? 0.0F : *view.step + 1; }
 
-/// Consecutive chunks whose parameters have the same options and step, and so the same terms, which
-/// take as long as a hundred elements.
-struct Run {
-  const Chunk* begin;
-  const Chunk* end;
-
-  Run(const std::vector<ParameterView>& parameters, const Chunk* first, const Chunk* last)
-      : begin(first), end(first + 1) {
-    const ParameterView& view = parameters[first->parameter];
-    const float step = step_of(view);
-    for (; end < last; ++end) {
-      const ParameterView& other = parameters[end->parameter];
-      if (other.group != view.group || step_of(other) != step) break;
-    }
-  }
-};
-
 void prefetch(const ParameterView& view) {
   __builtin_prefetch(view.param);
   __builtin_prefetch(view.grad);
   for (const void* state : view.states) __builtin_prefetch(state);
 }
 
-FASTAMP_SIMD_CLONES void update(const UpdateList& list, const Tasks& tasks, const Run& run,
-                                float factor, bool write_grads) {
-  const ParameterView& first = list.parameters[run.begin->parameter];
+/// Updates chunks whose parameters have the same options and step, and so the same terms, which
+/// take as long as a hundred elements.
+FASTAMP_SIMD_CLONES void update(const UpdateList& list, const Chunks& chunks, std::size_t begin,
+                                std::size_t end, float factor, bool write_grads) {
+  const ParameterView& first = list.parameters[chunks.all[begin].tensor];
   const GroupOptions& group = list.groups[first.group];
   visit_rule(list.rule, group, [&](auto tag) FASTAMP_INLINE_LAMBDA {
     using Chosen = decltype(tag);
     const auto terms = Chosen::terms(group, step_of(first));
-    for (const Chunk* chunk = run.begin; chunk < run.end; ++chunk) {
-      const Chunk* ahead = std::min(chunk + kPrefetchChunks, &tasks.chunks.back());
-      prefetch(list.parameters[ahead->parameter]);
-      const ParameterView& view = list.parameters[chunk->parameter];
+    for (std::size_t i = begin; i < end; ++i) {
+      prefetch(list.parameters[chunks.at_most(i + kPrefetchChunks).tensor]);
+      const Chunk& chunk = chunks.all[i];
+      const ParameterView& view = list.parameters[chunk.tensor];
       if (write_grads)
-        update_chunk<Chosen, true>(terms, factor, view, chunk->start, chunk->numel);
+        update_chunk<Chosen, true>(terms, factor, view, chunk.start, chunk.numel);
       else
-        update_chunk<Chosen, false>(terms, factor, view, chunk->start, chunk->numel);
+        update_chunk<Chosen, false>(terms, factor, view, chunk.start, chunk.numel);
     }
   });
 }
@@ -179,15 +134,17 @@ void update_on_cpu(const UpdateList& list, const UpdateSpec& spec, const Launch&
   if (spec.found_inf != nullptr && *spec.found_inf != 0) return;
   const float factor = spec.factor == nullptr ? 1.0F : *spec.factor;
   const bool write_grads = spec.write_grads && factor != 1.0F;
-  const Tasks tasks(list.parameters);
-  const auto count = static_cast<std::int64_t>(tasks.starts.size()) - 1;
-  parallel_for(count, launch.num_threads, [&](std::int64_t task) {
-    const auto t = static_cast<std::size_t>(task);
-    const Chunk* const end = &tasks.chunks[0] + tasks.starts[t + 1];
-    for (const Chunk* chunk = &tasks.chunks[tasks.starts[t]]; chunk < end;) {
-      const Run run(list.parameters, chunk, end);
-      update(list, tasks, run, factor, write_grads);
-      chunk = run.end;
+  const Chunks chunks(list.parameters);
+  chunks.for_each_task(launch.num_threads, [&](std::size_t begin, std::size_t end) {
+    const auto view_of = [&](std::size_t i) -> const ParameterView& {
+      return list.parameters[chunks.all[i].tensor];
+    };
+    for (std::size_t i = begin + 1; begin < end; ++i) {
+      const ParameterView& first = view_of(begin);
+      if (i < end && view_of(i).group == first.group && step_of(view_of(i)) == step_of(first))
+        continue;
+      update(list, chunks, begin, i, factor, write_grads);
+      begin = i;
     }
   });
   for (const ParameterView& view : list.parameters)

@@ -77,23 +77,22 @@ class CompiledPack:
     def grad_stats(self, norm_type: float, clip: Clip) -> GradStats:
         """Read every element once, on CUDA in two launches, or three where float64 is slow."""
         work = None if self.device.type == "cpu" else self._allocate_work()
-        return GradStats(self._read(norm_type, clip, work))
+        stats = torch.empty(_native.NUM_STATS, dtype=torch.float32, device=self.device)
+        threads = torch.get_num_threads()
+        self._table.grad_stats(self._packed, _NORM_TYPES[norm_type], *clip, work, stats, threads)
+        return GradStats(stats)
 
     def reduce(self, norm_type: float) -> Reduced:
         """Read every element once, as a part of a longer list."""
         work = self._allocate_work()
-        found_inf = self._read(norm_type, Clip(), work)[1]
-        return Reduced(work[0], found_inf, torch.float32)
+        stats = torch.empty(_native.NUM_STATS, dtype=torch.float32, device=self.device)
+        threads = torch.get_num_threads()
+        self._table.grad_stats(self._packed, _NORM_TYPES[norm_type], *Clip(), work, stats, threads)
+        return Reduced(work[0], GradStats(stats).found_inf, torch.float32)
 
     def _allocate_work(self) -> Tensor:
         size = 1 + self._packed.num_chunks
         return torch.empty(size, dtype=torch.float64, device=self.device)
-
-    def _read(self, norm_type: float, clip: Clip, work: Tensor | None) -> Tensor:
-        stats = torch.empty(_native.NUM_STATS, dtype=torch.float32, device=self.device)
-        threads = torch.get_num_threads()
-        self._table.grad_stats(self._packed, _NORM_TYPES[norm_type], *clip, work, stats, threads)
-        return stats
 
     def rescale_(self, factor: Tensor) -> None:
         """Multiply in place, on CUDA in one launch."""

@@ -57,12 +57,16 @@ def memory_of_gradients(rng, small):
 
 def results_of(ops, memory, norm_type, clip):
     """Return the statistics, the count of skipped steps, and all memory after a rescaling."""
+    from fastamp._ops import compiled
+
     copies = [values.clone() for values, _ in memory]
     tensors = [values[offset:] for values, (_, offset) in zip(copies, memory, strict=True)]
     skipped = None if clip.skipped is None else clip.skipped.clone()
     pack = ops.pack(tensors)
-    work = pack._allocate_work()
-    stats = _ops.GradStats(pack._read(norm_type, clip._replace(skipped=skipped), work))
+    work, values = pack._allocate_work(), torch.empty(6)
+    arguments = (*clip._replace(skipped=skipped), work, values, torch.get_num_threads())
+    ops._table.grad_stats(pack._packed, compiled._NORM_TYPES[norm_type], *arguments)
+    stats = _ops.GradStats(values)
     pack.rescale_(stats.factor)
     return [work[0], *stats.values, skipped], copies
 
