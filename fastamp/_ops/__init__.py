@@ -30,6 +30,7 @@ from fastamp._ops.types import (
     is_dense,
     is_laid_out_like,
     local_of,
+    moved,
 )
 
 __all__ = [
@@ -65,6 +66,7 @@ __all__ = [
     "is_laid_out_like",
     "local_of",
     "mix",
+    "moved",
     "ops_for",
     "outside_graphs",
     "parts_of",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastamp._ops import choose, fallback
-from fastamp._ops.types import COMPILED_NORMS, Clip, GradStats, Ops, Packed, Reduced
+from fastamp._ops.types import COMPILED_NORMS, Clip, GradStats, Ops, Packed, Reduced, moved
 
 
 class Groups:
@@ -36,7 +36,7 @@ class Groups:
                 this, so they are written before the compiled backends'.
         """
         for pack in sorted(self._packs, key=lambda pack: not pack.has_fallback):
-            pack.rescale_(factor.to(pack.device, non_blocking=True))
+            pack.rescale_(moved(factor, pack.device))
 
 
 def pack(tensors: Sequence[Tensor], norm_type: float) -> Packed:

@@ -264,6 +264,11 @@ def clones_what_is_written() -> bool:
     return getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False)
 
 
+def moved(scalar: Tensor, device: torch.device) -> Tensor:
+    """Return a 0-dim tensor on a device. Only the way to the CPU, where it is read next, waits."""
+    return scalar.to(device, non_blocking=device.type != "cpu")
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, or any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)

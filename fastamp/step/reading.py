@@ -93,7 +93,7 @@ class Reading(torch.amp.GradScaler):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if not allow_fp16:
             refuse_float16(packed)
-        inv_scale = inv_scale.to(packed.device, non_blocking=True).reshape(())
+        inv_scale = _ops.moved(inv_scale, packed.device).reshape(())
         stats = packed.grad_stats(2.0, Clip(scale=inv_scale.reciprocal()))
         packed.rescale_(inv_scale)
         stats = stats.replace(scale=self._loss_scale())
@@ -110,10 +110,10 @@ class Reading(torch.amp.GradScaler):
         skipped: Tensor | None = None,
     ) -> Clip:
         """Say how gradients on a device are to be unscaled and clipped at this stage."""
-        scale = None if given_scale is None else given_scale.to(device, non_blocking=True)
+        scale = None if given_scale is None else _ops.moved(given_scale, device)
         if state["stage"] is OptState.READY:
             assert self._scale is not None  # noqa: S101 - _state_of has checked it
-            own = self._scale.to(device, non_blocking=True)
+            own = _ops.moved(self._scale, device)
             scale = own if scale is None else own * scale
         return Clip(scale, max_norm, only_finite=self._enabled, skipped=skipped)
 
@@ -213,4 +213,4 @@ def join_flags(flags: Iterable[Tensor]) -> Tensor:
     if len(flags) == 1:
         return flags[0]
     device = flags[0].device
-    return torch.stack([flag.to(device, non_blocking=True) for flag in flags]).amax()
+    return torch.stack([_ops.moved(flag, device) for flag in flags]).amax()

@@ -1,0 +1,59 @@
+"""Gradients, flags and a scale on several devices: the CPU reads nothing that has not arrived."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.stream_model import Model
+
+import fastamp
+from fastamp import _ops
+from fastamp._ops.groups import Groups
+from fastamp.step.reading import join_flags
+
+
+def on_gpu(value):
+    """Return a number on the GPU of the model."""
+    return torch.empty((), device="cuda:0").fill_(value)
+
+
+def scaled(scale):
+    """Return a scaler whose scale is on the GPU, and an optimizer whose gradients are not."""
+    scaler = fastamp.GradScaler("cuda")
+    scaler._scale, scaler._growth_tracker = on_gpu(scale), torch.zeros((), dtype=torch.int32)
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.full((3,), 8.0)
+    return scaler, parameter, torch.optim.SGD([parameter], lr=1.0)
+
+
+def clip():
+    grad = torch.ones(3)
+    Groups([_ops.FALLBACK.pack([grad])]).rescale_(on_gpu(0.5))
+    return grad
+
+
+def join():
+    return join_flags([torch.zeros(()), on_gpu(1.0)])
+
+
+def unscale():
+    scaler, parameter, optimizer = scaled(4.0)
+    scaler._unscale_grads_(optimizer, on_gpu(0.25), torch.zeros(()), True)
+    return parameter.grad
+
+
+def step():
+    scaler, parameter, optimizer = scaled(4.0)
+    scaler.step(optimizer)
+    return parameter.detach()
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"), [(clip, 0.5), (join, 1.0), (unscale, 2.0), (step, -2.0)]
+)
+def test_the_cpu_waits_for_a_number_from_a_gpu(call, expected):
+    model = Model(0)
+    with model.installed(), _ops.use_only("fallback"):
+        found = call()
+        assert found.unique().tolist() == [expected]
+    assert model.found == []
