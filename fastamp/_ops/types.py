@@ -31,8 +31,8 @@ class GradStats:
 
     Args:
         values: norm, found_inf, clip_coef, factor, grad_scale and scale; from compiled code one
-            tensor of six elements, which is split only if somebody looks: six tensors take a tenth
-            of a small network's step.
+            tensor of six elements, of which views are made only if somebody looks: six tensors take
+            a tenth of a small network's step. No view is kept: in FakeTensorMode it is a fake.
     """
 
     def __init__(self, values: Tensor | Sequence[Tensor]) -> None:
@@ -43,39 +43,37 @@ class GradStats:
     @property
     def values(self) -> Sequence[Tensor]:
         """The six as tensors of their own."""
-        if isinstance(self._values, Tensor):
-            self._values = self._values.unbind()
-        return self._values
+        return self._values.unbind() if isinstance(self._values, Tensor) else self._values
 
     @property
     def norm(self) -> Tensor:
         """Norm of the unscaled gradients."""
-        return self.values[0]
+        return self._values[0]
 
     @property
     def found_inf(self) -> Tensor:
         """1.0 where any element is inf or NaN, else 0.0."""
-        return self.values[1]
+        return self._values[1]
 
     @property
     def clip_coef(self) -> Tensor:
         """min(1, max_norm / (norm + 1e-6)), torch.nn.utils' formula; NaN stays."""
-        return self.values[2]
+        return self._values[2]
 
     @property
     def factor(self) -> Tensor:
         """Multiply the gradients by this: clip_coef / scale."""
-        return self.values[3]
+        return self._values[3]
 
     @property
     def grad_scale(self) -> Tensor:
         """Or divide them by this: scale / clip_coef."""
-        return self.values[4]
+        return self._values[4]
 
     @property
     def scale(self) -> Tensor:
         """The loss scale at the time of the read."""
-        return self.values[5]
+        return self._values[5]
 
     def replace(self, **changed: Tensor) -> "GradStats":
         """Return a copy in which the statistics of these names are others."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.gradients import parameters_with
 from support.updates import everything, give, make
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastamp
 from fastamp import _ops
@@ -39,6 +40,15 @@ def test_a_report_can_be_printed_copied_and_pickled(backend, device):
     assert repr(report) == (
         f"StepReport({', '.join(f'{name}={getattr(report, name)!r}' for name in names)})"
     )
+
+
+def test_a_look_at_a_report_in_fake_tensor_mode_leaves_its_values(backend, device):
+    [weight] = parameters_with(torch.zeros(2, device=device))
+    weight.grad = torch.tensor([3.0, 4.0], device=device)
+    report = fastamp.optimizer_step(torch.optim.SGD([weight]), max_norm=5.0)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        repr(report)
+    assert report.norm.item() == 5.0
 
 
 @pytest.mark.parametrize("name", ["adamw", "adagrad", "adam, amsgrad"])
