@@ -241,10 +241,14 @@ class GradScaler(Reading):
         if self._enabled and new_scale is None:
             states = self._per_optimizer_states.values()
             found = [flag for state in states for flag in state["found_inf_per_device"].values()]
-            if len(found) > 1:
-                # torch would add them up in place, in a tensor that `last_step` may hold.
+            scale = self._scale
+            if len(found) > 1 or (found and scale is not None and found[0].device != scale.device):
+                # torch would add them up in place, in a tensor that `last_step` may hold, and on
+                # the CPU it would read one from a GPU before it has arrived.
+                flag = join_flags(found)
+                flag = flag if scale is None else _ops.moved(flag, scale.device)
                 state = _refresh_per_optimizer_state()
-                state["found_inf_per_device"] = {found[0].device: join_flags(found)}
+                state["found_inf_per_device"] = {flag.device: flag}
                 self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state, {0: state})
         super().update(new_scale)
         if self._enabled and self._scale is not None and (self._min_scale or self._max_scale):

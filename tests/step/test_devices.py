@@ -48,8 +48,17 @@ def step():
     return parameter.detach()
 
 
+def update():
+    scaler = fastamp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    found = {torch.device("cuda:0"): on_gpu(1.0)}
+    scaler._per_optimizer_states[0]["found_inf_per_device"] = found
+    scaler.update()
+    return scaler._scale
+
+
 @pytest.mark.parametrize(
-    ("call", "expected"), [(clip, 0.5), (join, 1.0), (unscale, 2.0), (step, -2.0)]
+    ("call", "expected"), [(clip, 0.5), (join, 1.0), (unscale, 2.0), (step, -2.0), (update, 2.0)]
 )
 def test_the_cpu_waits_for_a_number_from_a_gpu(call, expected):
     model = Model(0)
