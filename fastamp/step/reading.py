@@ -137,7 +137,7 @@ class Reading(torch.amp.GradScaler):
         """Unscale and clip in place, but never clip by a norm that is not finite: it leaves NaN."""
         if not self._enabled:  # else `Clip.only_finite` has left the clip out
             factor = torch.where(found_inf == 0, factor, 1.0)
-        packed.rescale_(factor)
+        packed.rescale_(_ops.moved(factor, packed.device))
 
     def _loss_scale(self) -> Tensor:
         """Return a copy of the loss scale; 1 without scaling."""

@@ -1,4 +1,4 @@
-"""Gradients, flags and a scale on several devices: the CPU reads nothing that has not arrived."""
+"""Gradients, flags and a scale on several devices, on a model of torch.cuda."""
 
 from __future__ import annotations
 
@@ -66,3 +66,17 @@ def test_the_cpu_waits_for_a_number_from_a_gpu(call, expected):
         found = call()
         assert found.unique().tolist() == [expected]
     assert model.found == []
+
+
+def test_a_factor_is_moved_to_the_gradients_of_one_of_several_optimizers():
+    """The statistics of all are on the first one's device; compiled code reads their memory."""
+
+    class Grads:
+        device = torch.device("cuda:1")
+
+        def rescale_(self, factor):
+            assert factor.device == self.device
+
+    model = Model(0)
+    with model.installed(), _ops.use_only("fallback"):
+        fastamp.GradScaler("cuda")._rescale_(Grads(), on_gpu(0.5), on_gpu(0.0))
