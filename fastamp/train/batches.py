@@ -61,7 +61,8 @@ class Batches:
 
             def move(tensor: torch.Tensor, lengths: list[int] = lengths) -> torch.Tensor:
                 lengths.append(len(tensor) if tensor.ndim else 1)
-                return tensor.to(self._device, non_blocking=True)
+                # On the CPU a batch may be read at once.
+                return tensor.to(self._device, non_blocking=self._device.type != "cpu")
 
             moved, n = map_tensors(move, batch), next(iter(lengths), 1)
             if 0 < n_left < n:

@@ -9,13 +9,16 @@ import re
 import numpy as np
 import pytest
 import torch
+from support.stream_model import Model
 from support.trainable import make_data, make_model, run
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import fastamp
 from fastamp import ModelCall, TrainConfig, fine_tune
+from fastamp.train.batches import Batches
 from fastamp.train.gpt import GPT, Shape
+from fastamp.train.ranks import Ranks
 from fastamp.train.text import load_corpus
 
 # Each choice with and without validation data, but not all pairs.
@@ -371,6 +374,16 @@ def test_data_that_cannot_be_trained_on_is_refused(data, fields, error, message)
         fine_tune(model, data, config=TrainConfig(**{"schedule": "constant", **fields}))
     with pytest.raises(ValueError, match="model: Dropout has no parameter that requires"):
         fine_tune(torch.nn.Dropout(), make_data())
+
+
+def test_a_batch_from_a_gpu_has_arrived_when_it_is_trained_on_the_cpu():
+    model = Model(0)
+    with model.installed():
+        batch = torch.empty(4, 2, device="cuda:0").fill_(1.0)
+        config = TrainConfig(device="cpu")
+        ((moved, n),) = Batches("train_data", [batch], config, Ranks(), shuffle=False)
+        assert (moved.sum().item(), n) == (8.0, 4)
+    assert model.found == []
 
 
 def test_a_size_is_that_of_the_model():
