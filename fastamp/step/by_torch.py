@@ -84,7 +84,7 @@ def _step_together(
     else:
         found_inf = join_flags_of(states)
     told = [*reasons.values()] + ["there is a step_pre_hook"] * bool(hooked) + [_SHARED] * shared
-    report = scaler._report(states[0], _way(told, whole, why), found_inf)
+    report = scaler._report(states, _way(told, whole, why), found_inf)
     if waits and report.skipped:
         scaler._skipped_before += 1
         return [None] * len(optimizers)
@@ -130,7 +130,7 @@ def _step_as_torch(
         nan = torch.full_like(norm, torch.nan)
         values = [norm, found_inf, coef, nan, nan, scaler._loss_scale()]
         state["stats"] = _ops.GradStats(values)
-    scaler._report(state, way, found_inf)
+    scaler._report([state], way, found_inf)
     scaler._counter(found_inf.device).add_(found_inf)
     return retval
 

@@ -161,11 +161,12 @@ class Reading(torch.amp.GradScaler):
         return None if grads is None else grads.pack()
 
     def _report(
-        self, state: dict[str, Any], way: str, found_inf: Tensor | None = None
+        self, states: list[dict[str, Any]], way: str, found_inf: Tensor | None = None
     ) -> StepReport:
         """Make `last_step` from what was read in this iteration, with another flag if given."""
-        stats: _ops.GradStats | None = state.get("stats")
-        if stats is None:
+        stats: _ops.GradStats | None = states[0].get("stats")
+        # Those of separate `unscale_` calls are each of one optimizer.
+        if stats is None or any(state.get("stats") is not stats for state in states):
             self.last_step = unmeasured(way, found_inf, self._loss_scale())
         else:
             stats = stats if found_inf is None else stats.replace(found_inf=found_inf)

@@ -373,7 +373,7 @@ class GradScaler(Reading):
                 self._rescale_(grads, stats.factor, found_inf)
                 stats = None
         by_python = steps[0].grads.has_fallback
-        report = self._report(states[0], "native" + "; by the fallback" * by_python, found_inf)
+        report = self._report(states, "native" + "; by the fallback" * by_python, found_inf)
         if self._enabled and not is_ready:
             self._counter(report.found_inf.device).add_(report.found_inf)
         for step in steps:

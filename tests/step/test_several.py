@@ -37,6 +37,21 @@ def test_an_overflow_that_one_of_two_unscaled_ones_has_skips_both(
     assert scaler.skipped_steps == 1
 
 
+@pytest.mark.parametrize("max_norm", [None, 5.0])
+@pytest.mark.parametrize("names", [("own", "sgd momentum"), ("adamw fused", "sgd fused")], ids=str)
+def test_the_norm_of_a_report_is_of_all_optimizers_or_nan(names, max_norm, backend, device):
+    """`unscale_` has read each one's gradients, but nobody has those of both."""
+    _, optimizers = two_optimizers(*names, device)
+    scaler = make_scaler(fastamp.GradScaler, device)
+    scaler.scale(torch.ones((), device=device))
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizers, max_norm=max_norm)
+    report = scaler.last_step
+    assert str(report.norm.item()) == ("nan" if max_norm is None else "5.0")
+    assert (report.scale.item(), report.skipped) == (1024.0, False)
+
+
 @pytest.mark.parametrize("second", ["adam fused", "own"])
 @pytest.mark.parametrize("first", OPTIMIZERS)
 @pytest.mark.parametrize("hooked", [True, False])
