@@ -256,7 +256,10 @@ class MetricsTracker:
                 del self._queue[:n]
                 self._in_flight.append((batch, _send(batch)))
                 while self._in_flight and (wait or self._is_first_ready()):
-                    self._record(*self._in_flight.popleft())
+                    batch, transfers = self._in_flight[0]
+                    arrived = _read(transfers)  # Ctrl-C here leaves the batch to the next call
+                    self._in_flight.popleft()
+                    self._record(batch, arrived)
             finally:
                 self._is_draining = False
         for writer in self._writers:
@@ -266,9 +269,8 @@ class MetricsTracker:
         transfers = self._in_flight[0][1]
         return len(self._in_flight) > BATCHES_IN_FLIGHT or all(t.is_ready() for t in transfers)
 
-    def _record(self, batch: list[Entry], transfers: "list[Transfer]") -> None:
-        """Pass a batch to the histories and the sinks."""
-        arrived = {place: v for t in transfers for place, v in zip(t.places, t.read(), strict=True)}
+    def _record(self, batch: list[Entry], arrived: dict[int, float]) -> None:
+        """Pass a batch to the histories and the sinks; `arrived` are values by place."""
         scalars: list[Scalar] = []
         for place, (name, step, queued) in enumerate(batch):
             value = queued if isinstance(queued, float) else arrived[place]
@@ -334,6 +336,11 @@ def _send(batch: list[Entry]) -> list[Transfer]:
             places.append(place)
             values.append(value[0])
     return [Transfer(stream, *group) for (_, stream), group in by_stream.items()]
+
+
+def _read(transfers: list[Transfer]) -> dict[int, float]:
+    """Wait for the values of a batch that were on a device, and return them by their places."""
+    return {place: v for t in transfers for place, v in zip(t.places, t.read(), strict=True)}
 
 
 def _restore(name: str, kept: Any) -> Series:

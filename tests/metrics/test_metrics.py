@@ -263,6 +263,24 @@ def test_asking_waits_and_keeps_the_order(far_away):
     assert sink == [("x", step, float(step)) for step in range(3000)]
 
 
+def test_a_wait_for_the_device_that_is_interrupted_loses_nothing(far_away, monkeypatch):
+    sink = Collect()
+    made = fastamp.MetricsTracker(sinks=[sink])
+    for step in range(10):
+        made.log_scalar("x", torch.tensor(float(step)), step)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(far_away, "synchronize", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            made.flush()
+    made.log_scalar("x", 10.0, 10)
+    made.close()
+    assert sink == [("x", step, float(step)) for step in range(11)]
+
+
 def test_a_device_far_behind_is_waited_for_rather_than_remembered(far_away):
     made = fastamp.MetricsTracker()
     for step in range(tracker.QUEUE * (tracker.BATCHES_IN_FLIGHT + 3)):
