@@ -294,9 +294,15 @@ _trackers: "weakref.WeakSet[MetricsTracker]" = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """Drop, in a forked child, what its parent has logged and will write itself."""
+    """Drop, in a forked child, what its parent has logged and will write itself.
+
+    A thread that is not there may have held the locks, or been emptying the queue.
+    """
     for tracker in _trackers:
         tracker._queue, tracker._in_flight = [], deque()
+        tracker._lock, tracker._is_draining = threading.RLock(), False
+        for writer in tracker._writers:
+            writer.begin()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

@@ -1,7 +1,6 @@
 """A thread for each sink, so that a sink that blocks does not block whoever logs."""
 
 import logging
-import os
 import threading
 from collections import deque
 from functools import partial
@@ -20,10 +19,10 @@ class Writer:
         self._sink = sink
         self.dropped = 0
         self._has_failed = False
-        self._begin()
+        self.begin()
 
-    def _begin(self) -> None:
-        self._pid = os.getpid()
+    def begin(self) -> None:
+        """Begin without a thread; in a forked child again: the parent writes its own batches."""
         self._changed = threading.Condition()
         self._batches: deque[list[Scalar]] = deque()  # the first one is being written
         self._n_written = 0
@@ -32,8 +31,6 @@ class Writer:
 
     def put(self, batch: list[Scalar]) -> None:
         """Queue a batch for the thread; if too many are waiting, count it as dropped."""
-        if self._pid != os.getpid():
-            self._begin()  # in a forked child: the parent writes its own batches
         with self._changed:
             if self._is_closed:
                 return
@@ -53,8 +50,6 @@ class Writer:
 
     def wait(self) -> None:
         """Wait until all is written, for one batch at most WAIT_S; do not wait for a stuck sink."""
-        if self._pid != os.getpid():
-            return
         with self._changed:
             end = self._n_written + len(self._batches)  # other threads may add more
             while self._n_written < end and not self._is_stuck:

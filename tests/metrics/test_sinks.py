@@ -111,6 +111,35 @@ def test_a_forked_child_leaves_to_its_parent_what_was_logged_before():
     assert sink == [("x", 0, 1.0)]
 
 
+def test_a_forked_child_waits_for_no_thread_of_its_parent(monkeypatch):
+    sink, has_begun, goes_on = Collect(), threading.Event(), threading.Event()
+    made = fastamp.MetricsTracker(sinks=[sink])
+    made.log_scalar("x", 1.0, 0)
+
+    def read_slowly(_transfers):
+        with made._writers[0]._changed:
+            has_begun.set()
+            goes_on.wait()
+        return {}
+
+    monkeypatch.setattr(tracker, "_read", read_slowly)
+    flushing = threading.Thread(target=made.flush)
+    flushing.start()
+    has_begun.wait()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)  # instead of a hang
+        goes_on.set()
+        made.log_scalar("x", 2.0, 1)
+        made.close()
+        os._exit(len(sink))
+    exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    goes_on.set()
+    flushing.join()
+    made.close()
+    assert (exit_code, sink) == (1, [("x", 0, 1.0)])
+
+
 def test_only_the_first_rank_has_sinks(monkeypatch):
     sink = Collect()
     made = fastamp.MetricsTracker(sinks=[sink])
