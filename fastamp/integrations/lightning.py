@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from fastamp.integrations.of_lightning import OfLightning
 from fastamp.metrics import MetricsTracker
 from fastamp.metrics.sinks import Scalar
+from fastamp.metrics.watch import ScalerWatch
 from fastamp.step import GradScaler, StepReport
 from fastamp.step.fused import parameters_of
 from fastamp.train import ModelCall
@@ -303,17 +304,25 @@ class AmpCallback(OfLightning):
     tracker: MetricsTracker
     """Holds what was logged; made when training starts."""
     _start_s = 0.0
+    _watch: ScalerWatch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the tracker, whose loggers stay with the original."""
-        return {name: value for name, value in vars(self).items() if name != "tracker"}
+        out = ("tracker", "_watch")
+        return {name: value for name, value in vars(self).items() if name not in out}
 
     def on_train_start(self, trainer: Any, _module: Any) -> None:
         """Watch the scaler."""
         self.tracker = MetricsTracker(sinks=[partial(_log, trainer.loggers)])
+        self._watch = None
         if isinstance(trainer.scaler, GradScaler):
-            self.tracker.watch(trainer.scaler, first_step=trainer.global_step)
+            self._watch = self.tracker._watch_scaler(trainer.scaler, trainer.global_step)
         self._n_batches, self._n_samples, self._start_s = 0, 0, time.perf_counter()
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        """Number steps as Lightning does, which counts those that a module leaves out."""
+        if self._watch is not None:
+            self._watch.step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Any, _module: Any, _outputs: Any, batch: Any, _batch_idx: int

@@ -137,8 +137,7 @@ class MetricsTracker:
         if any(source is known for known in self._watched):
             return
         if isinstance(source, GradScaler):
-            known = self.summary() if first_step else {}  # of the run that is resumed
-            self._stops.append(ScalerWatch(self._put, source, first_step, known).stop)
+            self._watch_scaler(source, first_step)
         elif isinstance(source, str | torch.device):
             has_nvml = torch.cuda.is_available() and torch.version.cuda is not None
             try:
@@ -154,6 +153,12 @@ class MetricsTracker:
             msg = f"source: expected a GradScaler, Timer, DataLoader or CUDA device, got {source!r}"
             raise TypeError(msg)
         self._watched.append(source)
+
+    def _watch_scaler(self, scaler: GradScaler, first_step: int) -> ScalerWatch:
+        known = self.summary() if first_step else {}  # of the run that is resumed
+        watch = ScalerWatch(self._put, scaler, first_step, known)
+        self._stops.append(watch.stop)
+        return watch
 
     def flush(self) -> None:
         """Pass everything logged so far to the histories and the sinks; waits for the device."""

@@ -25,12 +25,15 @@ GPU_INTERVAL_S = 1.0  # NVML's utilization is a mean over 1/6 to 1 s, depending 
 
 
 class ScalerWatch:
-    """Logs every step of a fastamp.GradScaler; `known` are the scalars of the run so far."""
+    """Logs every step of a fastamp.GradScaler; `known` are the scalars of the run so far.
+
+    `step` is the number of the next one.
+    """
 
     def __init__(
         self, log: Log, scaler: Any, first_step: int, known: dict[str, ScalarStats]
     ) -> None:
-        self._log, self._scaler, self._step = log, scaler, first_step
+        self._log, self._scaler, self.step = log, scaler, first_step
         scale, skipped = (known.get(f"train/{name}") for name in ("loss_scale", "skipped_steps"))
         self._scale = scale.last if scale else math.nan
         self._n_skipped = int(skipped.last) if skipped and math.isfinite(skipped.last) else 0
@@ -45,14 +48,14 @@ class ScalerWatch:
     def stepped(self) -> None:
         """Log the scaler's last step, and the scale that it had."""
         report, scale = self._scaler.last_step, getattr(self._scaler, "_scale", None)
-        self._log("train/grad_norm", report.norm, self._step)
-        self._log(self._of_found_inf, report.found_inf, self._step)
+        self._log("train/grad_norm", report.norm, self.step)
+        self._log(self._of_found_inf, report.found_inf, self.step)
         if scale is not None:  # else scaling is not enabled
-            self._log(self._of_scale, scale, self._step)
+            self._log(self._of_scale, scale, self.step)
 
     def updated(self) -> None:
         """Count a step."""
-        self._step += 1
+        self.step += 1
 
     def _of_found_inf(self, step: int, found_inf: float) -> Iterator[Scalar]:
         if found_inf:

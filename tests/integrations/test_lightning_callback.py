@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.trainers import (
+    LOSS,
     MARKS,
     Recorder,
     batches,
@@ -46,6 +47,24 @@ def test_the_callback_logs_scale_changes_overflows_norms_and_throughput(pl, batc
     )
     assert all(n == pytest.approx(8 * n_batches) for (_, n), (_, n_batches) in rates)
     assert plugin.scaler._observers == []
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize("hook", ["training_step", "optimizer_step"])
+def test_steps_after_one_that_is_left_out_have_lightnings_numbers(pl, batches, precision, hook):
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx == 1 else LOSS(self.model(batch[0]), batch[1])
+
+    def optimizer_step(_self, _epoch, batch_idx, optimizer, closure):
+        closure() if batch_idx == 1 else optimizer.step(closure=closure)
+
+    recorder = Recorder(pl)
+    options = {"logger": recorder, "callbacks": AmpCallback(), "log_every_n_steps": 1}
+    module = make_module(pl, **{hook: locals()[hook]})
+    fit(pl, module, batches, plugins=[make_plugin(pl, precision)], **options)
+    assert logged(recorder, "train/gradient_overflow") == [(3, 1.0), (7, 1.0)]
+    assert logged(recorder, "train/skipped_steps") == [(3, 1.0), (7, 2.0)]
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
