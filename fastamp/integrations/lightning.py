@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from fastamp.data.structure import contents_of
 from fastamp.integrations.of_lightning import OfLightning
 from fastamp.metrics import MetricsTracker
 from fastamp.metrics.sinks import Scalar
@@ -328,8 +328,7 @@ class AmpCallback(OfLightning):
         self, trainer: Any, _module: Any, _outputs: Any, batch: Any, _batch_idx: int
     ) -> None:
         """Count, and log every `log_every_n_steps` batches."""
-        tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
-        self._n_samples += next((len(tensor) for tensor in tensors if tensor.ndim), 0)
+        self._n_samples += _count_samples(batch)
         self._n_batches += 1
         if self._n_batches == trainer.log_every_n_steps:
             step, now_s = max(trainer.global_step - 1, 0), time.perf_counter()
@@ -355,6 +354,14 @@ class AmpCallback(OfLightning):
             self.tracker.close()
 
     on_exception = on_train_end
+
+
+def _count_samples(batch: Any) -> int:
+    """Return the length of a batch's first tensor that has one, else 0."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.ndim else 0
+    contents = contents_of(batch) or {}  # torch's pytree does not look into a BatchEncoding
+    return next(filter(None, map(_count_samples, contents.values())), 0)
 
 
 def _log(loggers: Iterable[Any], scalars: list[Scalar]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import UserDict
 from types import SimpleNamespace
 
 import pytest
+import torch
 from support.trainers import (
     LOSS,
     MARKS,
@@ -47,6 +49,19 @@ def test_the_callback_logs_scale_changes_overflows_norms_and_throughput(pl, batc
     )
     assert all(n == pytest.approx(8 * n_batches) for (_, n), (_, n_batches) in rates)
     assert plugin.scaler._observers == []
+
+
+def test_samples_are_counted_in_a_tokenizers_batches(pl, batches):
+    def training_step(self, batch, _batch_idx):
+        return LOSS(self.model(batch["x"]), batch["y"])
+
+    recorder = Recorder(pl)
+    options = {"logger": recorder, "callbacks": AmpCallback(), "log_every_n_steps": 6}
+    encoded = [UserDict(note="a", scale=torch.tensor(1.0), x=x, y=y) for x, y in batches]
+    module = make_module(pl, training_step=training_step)
+    fit(pl, module, encoded, plugins=[make_plugin(pl)], **options)
+    rates = [logged(recorder, f"train/{name}_per_s") for name in ("samples", "batches")]
+    assert [n for _, n in rates[0]] == [pytest.approx(8 * n) for _, n in rates[1]] != []
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
