@@ -177,6 +177,10 @@ class Checkpointer:
         at most. A second signal acts at once. `with checkpointer.on_signal():` restores the
         handlers at the end, as `close` does. In any thread but the main one it does nothing. Over
         ranks all have to call this; a signal to one is then a signal to all, within 10 steps.
+
+        Signal this process alone. A signal to its whole group may end a loader's worker processes,
+        too: torch's error about them then ends the loop before the next `save`, and the steps since
+        the last checkpoint are lost. Worker threads are not affected.
         """
         if self._signals is None:
             self._signals = Signals(enabled=True).__enter__()
