@@ -156,8 +156,9 @@ def check_part(saved: Any, part: Any, at: str) -> None:
     elif isinstance(part, MetricsTracker):
         attempt(lambda: MetricsTracker().load_state_dict(saved), at)
     elif isinstance(part, torch.amp.GradScaler):
-        check(saved, part.state_dict(), at)
-        if saved:
+        own = part.state_dict()
+        check(saved, own | dict.fromkeys({"scale"} & own.keys(), ANY), at)
+        if saved:  # this checks the scale, which may be as large as a float32
             attempt(lambda: GradScaler("cpu").load_state_dict(saved), at)
     elif isinstance(part, (LRScheduler, ReduceLROnPlateau)):
         _check_scheduler(saved, part.state_dict(), at)

@@ -20,6 +20,15 @@ def test_the_schedule_may_be_made_after_the_restore(name, tmp_path):
     assert optimizers[0].param_groups[0].keys() == optimizers[1].param_groups[0].keys()
 
 
+@pytest.mark.parametrize("kind", [fastamp.GradScaler, torch.amp.GradScaler])
+def test_a_loss_scale_beyond_64_bits_is_restored(kind, tmp_path):
+    """As after 94,000 steps in bf16, which overflows as late as float32."""
+    model, scaler, other = make_model(), kind("cpu", init_scale=2.0**120), kind("cpu")
+    fastamp.Checkpointer(tmp_path, model=model, scaler=scaler).save(1)
+    assert fastamp.Checkpointer(tmp_path, model=model, scaler=other).restore() == 1
+    assert other.state_dict() == scaler.state_dict()
+
+
 class Counted(torch.nn.Linear):
     """Keeps a plain number in its state."""
 
