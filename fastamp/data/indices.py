@@ -20,6 +20,8 @@ from fastamp.data.states import Skip
 
 _Begin: TypeAlias = Callable[[Iterable[Any], int], Iterator[tuple[Any, int]]]
 _COMPUTED = (SequentialSampler, FeistelSampler)  # begin anywhere, without the indices before
+_LAZY = (BatchSampler, RandomSampler, RankBatches, ShardSampler, *_COMPUTED)
+"""Samplers whose `__iter__` draws nothing before the first index is asked for."""
 _DRAWN = 4096  # indices drawn at once, with replacement
 _SPLIT = 256  # batches split off a chunk of indices at once
 _BOOLEANS = (bool, np.dtype(bool), torch.bool)
@@ -95,6 +97,8 @@ class Indices:
     plain: bool = False
     """Whether samples get no places, as for data pipes of torch's."""
 
+    _drew_at: Position | None = None  # where the sampler's `__iter__` drew, before the first index
+
     def __len__(self) -> int:
         return len(self.sampler)
 
@@ -116,9 +120,10 @@ class Indices:
     def placed_batches(self) -> Iterator[tuple[Any, Tensor]]:
         """Yield such batches with the places of their samples, as int64 tensors."""
         order = self.order
-        for indices, number in self._from_position(_index_batches):
-            numbers = torch.arange(number, number + len(indices), device="cpu")
-            yield indices, order.places(numbers)
+        return (
+            (indices, order.places(torch.arange(number, number + len(indices), device="cpu")))
+            for indices, number in self._from_position(_index_batches)
+        )
 
     @property
     def order(self) -> Order:
@@ -134,8 +139,24 @@ class Indices:
         return Order(key)
 
     def _from_position(self, begin: _Begin) -> Iterator[tuple[Any, int]]:
+        """Begin a sampler at once, as torch's iterators do, and read it later."""
+        position, sampler = self.position, self.sampler
+        known = position.resumed or position.begun or position.drawn is not None
+        known = known or (position.rng is not None and self._drew_at is not position)
+        if known or self.seed is not None or type(sampler) in _LAZY:
+            return self._read(begin, sampler)
+        source = torch.default_generator if self.generator is None else self.generator
+        state = source.get_state()
+        sampler = iter(sampler)
+        if state.equal(source.get_state()):
+            return self._read(begin, sampler)
+        position.rng, self._drew_at = state, position
+        return self._rest(begin, sampler)
+
+    def _read(self, begin: _Begin, sampler: Any) -> Iterator[tuple[Any, int]]:
+        """Read a sampler that has drawn nothing, with the generator's state at the position."""
         position, generator = self.position, self.generator
-        placed = _place_shard(self.sampler, position)
+        placed = _place_shard(sampler, position)
         if placed is not None:
             yield from self._rest(begin, placed)
             return
@@ -144,7 +165,7 @@ class Indices:
             # The program's own draws go on as if nothing had been drawn here.
             with torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(drawn)
-                rest = self._rest(begin, self.sampler)
+                rest = self._rest(begin, sampler)
                 first = list(islice(rest, 1))
             yield from chain(first, rest)
             return
@@ -155,7 +176,7 @@ class Indices:
             source.set_state(position.rng)
         else:
             position.rng = source.get_state()
-        yield from self._rest(begin, self.sampler)
+        yield from self._rest(begin, sampler)
 
     def _rest(self, begin: _Begin, sampler: Iterable[Any]) -> Iterator[tuple[Any, int]]:
         """Skip the delivered batches: the first ones, except those that were late."""

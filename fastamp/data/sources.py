@@ -130,11 +130,14 @@ def _gathered(loader: Any, gatherable: Gatherable, position: Position) -> Gather
     _seed_samples(loader, position, again=again)
     # A resumed pass leaves the program's own draws alone.
     alone = position.resumed or position.begun or _would_persist(loader, position)
+    keyed = gatherable.find is not None or any(column.images for column in gatherable.columns)
+    sampler = _indices(loader, position)
+    indices = _with_keys(sampler, keyed=keyed)
     if not again and (loader.generator is not None or not alone):
         draw_seed(loader.generator)
+        if workers:  # torch's begin their sampler once more
+            indices = _with_keys(sampler, keyed=keyed)
     position.begun = loader._began = True
-    keyed = gatherable.find is not None or any(column.images for column in gatherable.columns)
-    indices = _with_keys(_indices(loader, position), keyed=keyed)
     if workers:  # torch's ask for indices before the consumer does
         indices = chain(list(islice(indices, 1)), indices)
 

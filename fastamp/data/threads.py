@@ -52,6 +52,7 @@ class ThreadLoader:
             raise AssertionError(msg)  # as torch's
         new = self._base_seed is None
         if self._base_seed is None:
+            iter(self._indices)  # torch's iterators begin a sampler before this draw, too
             self._base_seed = draw_seed(self.generator)
         if isinstance(loader.dataset, IterableDataset):
             return self._begin_streams(loader, new=new)

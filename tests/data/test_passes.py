@@ -166,3 +166,44 @@ def test_a_pass_goes_on_after_an_error(backend):
 def test_a_bad_seed_is_refused(seed):
     with pytest.raises(ValueError, match="seed: expected an integer of at least 0"):
         fastamp.DataLoader(X, seed=seed)
+
+
+class Permuted:
+    """A batch sampler whose `__iter__` draws when it is called, not at the first batch."""
+
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        return iter(torch.randperm(12).view(6, 2).tolist())
+
+
+@pytest.mark.parametrize("dataset", [Squares(12), TensorDataset(torch.arange(12))])
+@pytest.mark.parametrize(
+    ("options", "ours"),
+    [
+        ({}, {}),
+        ({"num_workers": 1}, {}),
+        ({"num_workers": 1, "persistent_workers": True}, {}),
+        ({"num_workers": 1}, {"worker": "thread"}),
+    ],
+)
+def test_a_sampler_that_draws_when_it_begins_gives_torchs_order(dataset, options, ours, backend):
+    torch.manual_seed(0)
+    loader = TorchDataLoader(dataset, batch_sampler=Permuted(), **options)
+    expected = [*loader, *loader], torch.rand(2)
+    torch.manual_seed(0)
+    loader = fastamp.DataLoader(dataset, batch_sampler=Permuted(), **options, **ours)
+    assert_same(([*loader, *loader], torch.rand(2)), expected)
+
+
+@pytest.mark.parametrize("dataset", [Squares(12), TensorDataset(torch.arange(12))])
+def test_the_draws_of_a_sampler_that_has_begun_are_repeated_after_a_resume(dataset, backend):
+    for workers in (0, 1):
+        loader = fastamp.DataLoader(dataset, batch_sampler=Permuted(), num_workers=workers)
+        first = iter(loader)
+        next(first)
+        state, rest = loader.state_dict(), [*first]
+        resumed = fastamp.DataLoader(dataset, batch_sampler=Permuted())
+        resumed.load_state_dict(state)
+        assert_same([*resumed], rest)
