@@ -37,9 +37,12 @@ def find_samplers(loader: Any) -> list[Any]:
 
 
 def find_generator(loader: Any) -> torch.Generator | None:
-    """Return what the sampler of a loader draws from; None for torch's default generator."""
+    """Return what the sampler of a loader draws from; None for torch's default generator.
+
+    What a sampler of the user's calls its generator may be NumPy's or Python's.
+    """
     found = (getattr(sampler, "generator", None) for sampler in find_samplers(loader))
-    return next((generator for generator in found if generator is not None), None)
+    return next((one for one in found if isinstance(one, torch.Generator)), None)
 
 
 class Drawn:

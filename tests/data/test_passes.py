@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import random
 
+import numpy as np
 import pytest
 import torch
 from support.loading import Squares, assert_same, make_array
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
+    Sampler,
     TensorDataset,
 )
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -207,3 +210,23 @@ def test_the_draws_of_a_sampler_that_has_begun_are_repeated_after_a_resume(datas
         resumed = fastamp.DataLoader(dataset, batch_sampler=Permuted())
         resumed.load_state_dict(state)
         assert_same([*resumed], rest)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("make_generator", [np.random.default_rng, random.Random])
+def test_a_sampler_may_have_a_generator_that_is_not_torchs(make_generator, workers, backend):
+    class Own(Sampler):
+        def __init__(self):
+            self.generator = make_generator(0)
+
+        def __iter__(self):
+            rows = [*range(12)]
+            self.generator.shuffle(rows)
+            return iter(rows)
+
+    for dataset in (Squares(12), TensorDataset(torch.arange(12))):
+        expected = TorchDataLoader(dataset, 4, sampler=Own(), num_workers=workers)
+        loader = fastamp.DataLoader(dataset, 4, sampler=Own(), num_workers=workers)
+        for _ in range(2):
+            assert_same([*loader], [*expected])
+        assert loader.state_dict()["rng"] is None
