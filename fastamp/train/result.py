@@ -54,7 +54,7 @@ class TrainResult:
     val_loss: Curve
     """Mean over the validation set."""
     grad_norm: Curve
-    """Before clipping; NaN where it was not computed."""
+    """Before clipping; empty where it is not computed: without loss scaling and `max_norm`."""
     loss_scale: Curve
     """A point for every change; empty without loss scaling."""
     lr: Curve
