@@ -24,6 +24,10 @@ class Rule(Enum):
     ADAGRAD = "Adagrad"
 
 
+def _value(place: int) -> Any:
+    return property(lambda self: self._values[place])
+
+
 class GradStats:
     """The statistics of one read of the gradients: 0-dim tensors, made without a wait.
 
@@ -35,45 +39,31 @@ class GradStats:
             a tenth of a small network's step. No view is kept: in FakeTensorMode it is a fake.
     """
 
+    norm: Tensor = _value(0)
+    """Norm of the unscaled gradients."""
+    found_inf: Tensor = _value(1)
+    """1.0 where any element is inf or NaN, else 0.0."""
+    clip_coef: Tensor = _value(2)
+    """min(1, max_norm / (norm + 1e-6)), torch.nn.utils' formula; NaN stays."""
+    factor: Tensor = _value(3)
+    """clip_coef / scale: multiply the gradients by this."""
+    grad_scale: Tensor = _value(4)
+    """scale / clip_coef: or divide them by this."""
+    scale: Tensor = _value(5)
+    """The loss scale at the time of the read."""
+
     def __init__(self, values: Tensor | Sequence[Tensor]) -> None:
         self._values = values
-        self.whole = values if isinstance(values, Tensor) else None
+
+    @property
+    def whole(self) -> Tensor | None:
         """The tensor of six elements; None after a replacement, and from the fallback."""
+        return self._values if isinstance(self._values, Tensor) else None
 
     @property
     def values(self) -> Sequence[Tensor]:
         """The six as tensors of their own."""
         return self._values.unbind() if isinstance(self._values, Tensor) else self._values
-
-    @property
-    def norm(self) -> Tensor:
-        """Norm of the unscaled gradients."""
-        return self._values[0]
-
-    @property
-    def found_inf(self) -> Tensor:
-        """1.0 where any element is inf or NaN, else 0.0."""
-        return self._values[1]
-
-    @property
-    def clip_coef(self) -> Tensor:
-        """min(1, max_norm / (norm + 1e-6)), torch.nn.utils' formula; NaN stays."""
-        return self._values[2]
-
-    @property
-    def factor(self) -> Tensor:
-        """Multiply the gradients by this: clip_coef / scale."""
-        return self._values[3]
-
-    @property
-    def grad_scale(self) -> Tensor:
-        """Or divide them by this: scale / clip_coef."""
-        return self._values[4]
-
-    @property
-    def scale(self) -> Tensor:
-        """The loss scale at the time of the read."""
-        return self._values[5]
 
     def replace(self, **changed: Tensor) -> "GradStats":
         """Return a copy in which the statistics of these names are others."""

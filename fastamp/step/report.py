@@ -1,6 +1,7 @@
 """What a step found: its report, and the gradients that are not finite."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,10 @@ from fastamp import _ops
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+def _statistic(name: str) -> Any:
+    return property(attrgetter(f"_stats.{name}"))
 
 
 class StepReport:
@@ -24,6 +29,16 @@ class StepReport:
         (tensor(5.), tensor(0.2000), False)
     """
 
+    norm: Tensor = _statistic("norm")
+    """Of the unscaled gradients before clipping, NaN where the step did not read them."""
+    clip_coef: Tensor = _statistic("clip_coef")
+    """What clipping multiplied the gradients by, 1 without clipping."""
+    found_inf: Tensor = _statistic("found_inf")
+    """1.0 if the step was skipped, else 0.0. It is skipped if a gradient holds inf or NaN, or if
+    scale / clip_coef, by which a fused kernel divides, overflows float32."""
+    scale: Tensor = _statistic("scale")
+    """The loss scale of this step; 1 without scaling."""
+
     def __init__(self, stats: _ops.GradStats, way: str) -> None:
         self._stats = stats
         self.way = way
@@ -31,30 +46,6 @@ class StepReport:
         "folded" into torch's fused kernels; or "in place: AdamW is not fused (foreach=True)". It
         also says if the fallback read gradients, as on a GPU that this build has no code for, and
         if nothing was read: "native, bare: neither scaling nor max_norm"."""
-
-    @property
-    def norm(self) -> Tensor:
-        """Norm of the unscaled gradients before clipping, NaN where the step did not read them."""
-        return self._stats.norm
-
-    @property
-    def clip_coef(self) -> Tensor:
-        """What clipping multiplied the gradients by, 1 without clipping."""
-        return self._stats.clip_coef
-
-    @property
-    def found_inf(self) -> Tensor:
-        """1.0 if the step was skipped, else 0.0.
-
-        It is skipped if a gradient holds inf or NaN, or if scale / clip_coef, by which a fused
-        kernel divides, overflows float32.
-        """
-        return self._stats.found_inf
-
-    @property
-    def scale(self) -> Tensor:
-        """The loss scale of this step; 1 without scaling."""
-        return self._stats.scale
 
     @property
     def skipped(self) -> bool:
