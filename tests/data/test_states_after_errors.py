@@ -82,8 +82,7 @@ def test_a_timeout_is_not_counted_as_a_batch(make, worker, device):
 
 
 @dies
-@pytest.mark.parametrize("make", [Late, LateStream])
-@pytest.mark.parametrize("device", [None, "meta"])
+@pytest.mark.parametrize(("make", "device"), [(Late, "meta"), (LateStream, None)])
 def test_the_batch_of_a_worker_that_dies_comes_after_resuming(make, device):
     dataset = make(os._exit)
     loader = fastamp.DataLoader(dataset, 2, num_workers=1, device=device)

@@ -63,8 +63,9 @@ def assert_alike(ours, expected):
         )
 
 
-@pytest.mark.parametrize("accumulate", [1, 5])  # of the 12 batches of an epoch
-@MODES
+@pytest.mark.parametrize(  # 1 or 5 of the 12 batches of an epoch
+    ("mode", "accumulate"), [at_large("ddp", 1), ("ddp", 5), ("fsdp", 1), at_large("fsdp", 5)]
+)
 def test_ranks_train_as_one_process_with_all_their_batches(four, mode, accumulate):
     ours, seen = run(four, 2, parallel=mode, batch_size=4, accumulate=accumulate)
     expected = train(batch_size=8, accumulate=accumulate)
