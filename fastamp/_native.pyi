@@ -54,6 +54,7 @@ class Ops:
     def update(
         self,
         update: Update,
+        step: ReadStep,
         stats: Tensor | None,
         factor: Tensor | None,
         found_inf: Tensor | None,
@@ -73,6 +74,8 @@ class Region:
     def innermost(self) -> Region: ...
     def reset(self) -> None: ...
 
+class ReadStep(PackedTensors): ...
+
 class Rule:
     ADAM: Rule
     SGD: Rule
@@ -83,10 +86,7 @@ class Update:
     def __init__(
         self, rule: Rule, decoupled: bool, cuda_device: int | None, host_is_apart: bool
     ) -> None: ...
-    def clear(self) -> None: ...
-    def read(
-        self, groups: list[dict[str, Any]], states: dict[Tensor, Any]
-    ) -> PackedTensors | str: ...
+    def read(self, groups: list[dict[str, Any]], states: dict[Tensor, Any]) -> ReadStep | str: ...
     def settle(self, slots: list[float], states: dict[Tensor, Any]) -> None: ...
 
 NUM_STATS: int

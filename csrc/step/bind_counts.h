@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <stdexcept>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -15,35 +16,39 @@ namespace fastamp {
 
 class HostCounts {
  public:
-  void begin() {
-    taking_part_.clear();
-    next_ = 0;
-  }
+  /// The counts that take part in a step: the parameter's place in the list, and its slot.
+  using Taken = std::vector<std::pair<std::size_t, std::size_t>>;
 
-  /// Adds the count of a parameter to the next step. A count that has changed since the last step
-  /// was set by somebody else: no skipped step is subtracted from it.
-  void add(py::handle param, float* place, std::size_t index, ParameterView& view) {
+  void begin() { next_ = 0; }
+
+  /// Adds the count of a parameter to a step. A count that has changed since the last step was set
+  /// by somebody else: no skipped step is subtracted from it.
+  void add(py::handle param, float* place, std::size_t index, ParameterView& view, Taken& taken) {
     const std::size_t slot = slot_of(param.ptr());
     Count& count = counts_[slot];
     if (count.place != place || count.left != *place) count = {place, *place, true};
     view.counted = *place;
     view.counting = count.is_new ? Counting::kHostAnew : Counting::kHost;
-    taking_part_.emplace_back(index, slot);
+    taken.emplace_back(index, slot);
   }
 
   /// Gives the added parameters their slots; `slots` has `size()` floats on the device.
-  void attach(UpdateList& list, float* slots) const {
-    for (const auto& [index, slot] : taking_part_) list.parameters[index].step = slots + slot;
+  void attach(UpdateList& list, const Taken& taken, float* slots) const {
+    for (const auto& [index, slot] : taken) {
+      if (slot >= counts_.size())
+        throw std::runtime_error("another thread read the optimizer's state during its step");
+      list.parameters[index].step = slots + slot;
+    }
   }
 
   /// Counts the step.
-  void advance() {
-    for (const auto& [index, slot] : taking_part_) {
+  void advance(const Taken& taken) {
+    for (const auto& [index, slot] : taken) {
+      if (slot >= counts_.size()) continue;  // settled during the update
       Count& count = counts_[slot];
       count.left = *count.place += 1;
       count.is_new = false;
     }
-    taking_part_.clear();
   }
 
   /// Subtracts the skipped steps from the counts in an optimizer's states; `slots` is a copy of the
@@ -89,7 +94,6 @@ class HostCounts {
   std::vector<Count> counts_;      // by slot
   std::vector<PyObject*> params_;  // by slot; never dereferenced: one may be gone
   std::unordered_map<PyObject*, std::size_t> slots_;
-  std::vector<std::pair<std::size_t, std::size_t>> taking_part_;  // parameter of the list, slot
   std::size_t next_ = 0;
 };
 

@@ -81,72 +81,77 @@ class Ahead {
   bool is_worth_it_ = false;
 };
 
+/// One step's gradients, parameters and states. It belongs to the step, not to the optimizer, which
+/// several threads may step at once.
+struct ReadStep : PackedTensors {
+  py::list params;  ///< those that have a gradient
+  UpdateList list;
+  HostCounts::Taken counts;
+};
+
 /// One optimizer's update: `read` collects its tensors, `apply` updates them.
 class Update {
  public:
   Update(Rule rule, bool decoupled, std::optional<int> cuda_device, bool host_is_apart)
-      : decoupled_(decoupled), cuda_device_(cuda_device), host_is_apart_(host_is_apart) {
-    list_.rule = rule;
-  }
+      : rule_(rule),
+        decoupled_(decoupled),
+        cuda_device_(cuda_device),
+        host_is_apart_(host_is_apart) {}
 
-  std::variant<PackedTensors, std::string> read(const py::list& groups, const py::dict& states) {
+  std::variant<ReadStep, std::string> read(const py::list& groups, const py::dict& states) {
     try {
       return read_all(groups, states);
     } catch (const Refusal& refusal) {
-      clear();
       return refusal.reason;
     }
   }
 
-  /// Updates, and releases all tensors. Returns those that are written, as far as the host knows.
-  py::list apply(const OpTable& ops, const UpdateSpec& spec, const py::object& slots,
-                 int num_threads) {
-    if (counts_.size() > 0) {
+  /// Updates. Returns the tensors that are written, as far as the host knows.
+  py::list apply(const OpTable& ops, ReadStep& step, const UpdateSpec& spec,
+                 const py::object& slots, int num_threads) {
+    if (!step.counts.empty()) {
       const auto size = static_cast<std::int64_t>(counts_.size());
-      counts_.attach(list_, static_cast<float*>(data_of(slots, kFloat32, size, "slots")));
+      auto* const memory = static_cast<float*>(data_of(slots, kFloat32, size, "slots"));
+      counts_.attach(step.list, step.counts, memory);
     }
     const Launch launch = launch_on(cuda_device_, num_threads);
     {
       const py::gil_scoped_release no_gil;
-      ops.update(list_, spec, launch);
+      ops.update(step.list, spec, launch);
     }
-    counts_.advance();
-    py::list params = std::move(params_);
-    const py::list grads = std::move(grads_);
-    clear();
+    counts_.advance(step.counts);
+    spare_ = std::move(step.list);
+    py::list params = std::move(step.params);
     if (!spec.write_grads)
       for (const py::handle param : params) drop_grad(param);
     if (!host_is_apart_ && spec.found_inf != nullptr && *spec.found_inf != 0) return py::list();
     const bool scales = spec.factor != nullptr && (host_is_apart_ || *spec.factor != 1);
     if (scales && spec.write_grads)
-      for (const py::handle grad : grads) params.append(grad);
+      for (const py::handle grad : step.tensors) params.append(grad);
     return params;
   }
 
   HostCounts& counts() { return counts_; }
 
-  void clear() {
-    list_.groups.clear();
-    list_.parameters.clear();
-    params_ = py::list();
-    grads_ = py::list();
-  }
-
  private:
-  PackedTensors read_all(const py::list& groups, const py::dict& states) {
-    clear();
+  ReadStep read_all(const py::list& groups, const py::dict& states) {
     counts_.begin();
     const dlpack::Device device = device_of(cuda_device_);
-    PackedTensors packed;
-    packed.cuda_device = cuda_device_;
-    packed.tensors = grads_;
+    ReadStep step;
+    py::list grads;
+    step.cuda_device = cuda_device_;
+    step.tensors = grads;
+    step.list = std::move(spare_);
+    step.list.rule = rule_;
+    step.list.groups.clear();
+    step.list.parameters.clear();
     StateReader reader(states.ptr());
     const std::size_t count = count_params(groups);
     ahead_.begin(count);
     AddressSet seen(2 * count);
     for (const py::handle group : groups) {
       const auto apart = host_is_apart_ ? std::optional{device} : std::nullopt;
-      list_.groups.push_back(read_options(list_.rule, decoupled_, group.ptr(), apart));
+      step.list.groups.push_back(read_options(rule_, decoupled_, group.ptr(), apart));
       // torch keeps the counts of an optimizer that is not fused on the host.
       host_counts_ = host_is_apart_ && !is_true(group.ptr(), keys().fused);
       PyObject* params = params_of(group.ptr());
@@ -155,18 +160,18 @@ class Update {
         const py::object grad = grad_of(param);
         if (!grad) throw Refusal{"a parameter is of another type"};
         if (grad.is_none()) continue;
-        params_.append(param);
-        grads_.append(grad);
-        add(param, grad, reader, device, seen, packed);
+        step.params.append(param);
+        grads.append(grad);
+        add(param, grad, reader, device, seen, step);
       }
     }
-    if (params_.empty()) throw Refusal{"no parameter has a gradient"};
-    return packed;
+    if (step.params.empty()) throw Refusal{"no parameter has a gradient"};
+    return step;
   }
 
   void add(py::handle param, py::handle grad, StateReader& reader, dlpack::Device device,
-           AddressSet& seen, PackedTensors& packed) {
-    const GroupOptions& group = list_.groups.back();
+           AddressSet& seen, ReadStep& step) {
+    const GroupOptions& group = step.list.groups.back();
     Layout layout;
     Layout other;
     const auto own = read_dense(param, device, &layout);
@@ -184,10 +189,10 @@ class Update {
     view.numel = own->numel;
     view.param = own->data;
     view.grad = its_grad->data;
-    view.group = static_cast<std::uint32_t>(list_.groups.size() - 1);
+    view.group = static_cast<std::uint32_t>(step.list.groups.size() - 1);
     view.param_dtype = own->dtype;
     view.grad_dtype = its_grad->dtype;
-    add_view(packed, *its_grad);
+    add_view(step, *its_grad);
     const Keys& k = keys();
     int count = 0;
     const auto add_state = [&](PyObject* state, PyObject* name) {
@@ -211,7 +216,7 @@ class Update {
       meet(tensor, other);
       auto* const place = static_cast<float*>(found->data);
       if (on_host)
-        counts_.add(param, place, list_.parameters.size(), view);
+        counts_.add(param, place, step.list.parameters.size(), view, step.counts);
       else
         view.step = place;
     };
@@ -220,7 +225,7 @@ class Update {
       ahead_.met(state);
       return state;
     };
-    switch (list_.rule) {
+    switch (rule_) {
       case Rule::kAdam: {
         PyObject* state = state_of_param();
         add_state(state, k.exp_avg);
@@ -238,7 +243,7 @@ class Update {
         add_step(state);
       }
     }
-    list_.parameters.push_back(view);
+    step.list.parameters.push_back(view);
   }
 
   void meet(py::handle tensor, const Layout& layout) {
@@ -246,11 +251,10 @@ class Update {
     ahead_.met(layout);
   }
 
-  UpdateList list_;
+  UpdateList spare_;  // of the last step, so that the next one allocates nothing
   HostCounts counts_;
   Ahead ahead_;
-  py::list params_;  // those that have a gradient
-  py::list grads_;
+  Rule rule_;
   bool decoupled_;
   std::optional<int> cuda_device_;
   bool host_is_apart_;
@@ -264,6 +268,7 @@ void define_update(py::module_& module, py::class_<OpTable>& ops) {
       .value("ADAM", Rule::kAdam)
       .value("SGD", Rule::kSgd)
       .value("ADAGRAD", Rule::kAdagrad);
+  py::class_<ReadStep, PackedTensors>(module, "ReadStep");
   py::class_<Update>(module, "Update")
       .def(py::init<Rule, bool, std::optional<int>, bool>(), py::arg("rule"), py::arg("decoupled"),
            py::arg("cuda_device"), py::arg("host_is_apart"))
@@ -274,12 +279,12 @@ void define_update(py::module_& module, py::class_<OpTable>& ops) {
           [](Update& update, const std::vector<float>& slots, const py::dict& states) {
             update.counts().settle(slots, states, keys().step);
           },
-          py::arg("slots"), py::arg("states"))
-      .def("clear", &Update::clear);
+          py::arg("slots"), py::arg("states"));
   ops.def(
       "update",
-      [](const OpTable& table, Update& update, const py::object& stats, const py::object& factor,
-         const py::object& found_inf, bool zero_grad, const py::object& slots, int num_threads) {
+      [](const OpTable& table, Update& update, ReadStep& step, const py::object& stats,
+         const py::object& factor, const py::object& found_inf, bool zero_grad,
+         const py::object& slots, int num_threads) {
         UpdateSpec spec{optional_float(factor, "factor"), optional_float(found_inf, "found_inf"),
                         !zero_grad};
         if (!stats.is_none()) {
@@ -287,9 +292,9 @@ void define_update(py::module_& module, py::class_<OpTable>& ops) {
           spec.factor = &whole->factor;
           spec.found_inf = &whole->found_inf;
         }
-        return update.apply(table, spec, slots, num_threads);
+        return update.apply(table, step, spec, slots, num_threads);
       },
-      py::arg("update"), py::arg("stats"), py::arg("factor"), py::arg("found_inf"),
+      py::arg("update"), py::arg("step"), py::arg("stats"), py::arg("factor"), py::arg("found_inf"),
       py::arg("zero_grad"), py::arg("slots"), py::arg("num_threads"));
 }
 

@@ -18,6 +18,7 @@ from fastamp._ops.painting import SPLITMIX, mix
 from fastamp._ops.types import (
     NO_STATE,
     OTHER_TYPE,
+    Apply,
     Clip,
     GradStats,
     Ops,
@@ -38,6 +39,7 @@ __all__ = [
     "NO_STATE",
     "OTHER_TYPE",
     "SPLITMIX",
+    "Apply",
     "AugmentStep",
     "Clip",
     "Column",

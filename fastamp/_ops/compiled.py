@@ -5,6 +5,7 @@ Importing this module needs the extension.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from fastamp import _native
 from fastamp._ops.host_types import Column, Images, Windows
-from fastamp._ops.types import Clip, GradStats, Reduced, RegionMaker, Rule
+from fastamp._ops.types import Apply, Clip, GradStats, Reduced, RegionMaker, Rule
 
 _NORM_TYPES = {
     1.0: _native.NormType.L1,
@@ -118,10 +119,14 @@ class CompiledUpdate:
         self._slots: Tensor | None = None
         self._may_have_skipped = False
 
-    def read(self, groups: list[dict[str, Any]], states: dict[Tensor, Any]) -> "CompiledPack | str":
-        """Return the gradients, or say why torch has to make this step."""
+    def read(
+        self, groups: list[dict[str, Any]], states: dict[Tensor, Any]
+    ) -> tuple[CompiledPack, Apply] | str:
+        """Return the gradients and the step's update, or say why torch has to make this step."""
         found = self._update.read(groups, states)
-        return found if isinstance(found, str) else CompiledPack(self._table, self._device, found)
+        if isinstance(found, str):
+            return found
+        return CompiledPack(self._table, self._device, found), partial(self._apply_, found)
 
     @property
     def counts_on_host(self) -> bool:
@@ -134,10 +139,14 @@ class CompiledUpdate:
             self._update.settle(self._slots.tolist(), states)
         self._may_have_skipped = False
 
-    def apply_(
-        self, stats: GradStats | None, found_inf: Tensor | None = None, *, zero_grad: bool = False
+    def _apply_(
+        self,
+        step: _native.ReadStep,
+        stats: GradStats | None,
+        found_inf: Tensor | None = None,
+        *,
+        zero_grad: bool = False,
     ) -> None:
-        """Update parameters and states in one pass."""
         whole, factor = None, None
         if stats is not None:
             whole = stats.whole
@@ -147,14 +156,10 @@ class CompiledUpdate:
         slots = self._slots_for(self._update.num_slots)
         threads = torch.get_num_threads()
         written = self._table.update(
-            self._update, whole, factor, found_inf, zero_grad, slots, threads
+            self._update, step, whole, factor, found_inf, zero_grad, slots, threads
         )
         if written:
             torch.autograd.graph.increment_version(written)
-
-    def forget(self) -> None:
-        """Release the tensors that were read."""
-        self._update.clear()
 
     def _slots_for(self, count: int) -> Tensor | None:
         """Return at least `count` counters on the device; the kernels set new ones."""

@@ -3,13 +3,14 @@
 This module is imported when the first such optimizer appears.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+
+from fastamp._ops.types import Apply
 
 _GRADIENT = "a gradient's dtype, layout or device"
 
@@ -59,10 +60,8 @@ class Parts:
                     held[name] = value
         return None
 
-    def wrap(
-        self, apply: Callable[..., None], forget: Callable[[], None]
-    ) -> tuple[Callable[..., None], Callable[[], None]]:
-        """Return both functions so that they also update the DTensors' versions and `.grad`."""
+    def wrap(self, apply: Apply) -> Apply:
+        """Return an update that also updates the DTensors' versions and `.grad`."""
 
         def apply_(*args: Any, zero_grad: bool = False) -> None:
             apply(*args, zero_grad=zero_grad)
@@ -73,11 +72,7 @@ class Parts:
                 parameter.grad = None
             self.forget()
 
-        def forget_() -> None:
-            forget()
-            self.forget()
-
-        return apply_, forget_
+        return apply_
 
     def forget(self) -> None:
         """Release the gradients."""

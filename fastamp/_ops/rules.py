@@ -5,6 +5,7 @@ Products, sums, quotients and roots are rounded one by one, so that all backends
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from fastamp._ops.types import (
     NO_STATE,
     OTHER_TYPE,
+    Apply,
     GradStats,
     Packed,
     Rule,
@@ -49,11 +51,12 @@ class TorchUpdate:
         self._rule = rule
         self._device = device
         self._pack = pack
-        self._parameters: list[_Parameter] = []
 
-    def read(self, groups: list[dict[str, Any]], states: dict[Tensor, Any]) -> Packed | str:
-        """Return the gradients, or say why torch has to make this step."""
-        self._parameters = []
+    def read(
+        self, groups: list[dict[str, Any]], states: dict[Tensor, Any]
+    ) -> tuple[Packed, Apply] | str:
+        """Return the gradients and the step's update, or say why torch has to make this step."""
+        parameters: list[_Parameter] = []
         try:
             for group in groups:
                 _check_options(self._rule, group)
@@ -61,9 +64,9 @@ class TorchUpdate:
                     if param.grad is not None:
                         if param.device != self._device:
                             _refuse("a parameter's dtype, layout or device")
-                        self._parameters.append(_read(self._rule, group, param, states))
-            grads = [parameter.grad for parameter in self._parameters]
-            tensors = [each.param for each in self._parameters] + grads
+                        parameters.append(_read(self._rule, group, param, states))
+            grads = [parameter.grad for parameter in parameters]
+            tensors = [each.param for each in parameters] + grads
             if not grads:
                 _refuse("no parameter has a gradient")
             if len({tensor.data_ptr() for tensor in tensors if tensor.numel()}) < sum(
@@ -71,23 +74,21 @@ class TorchUpdate:
             ):
                 _refuse("tensors share their memory")
         except _RefusedError as refused:
-            self._parameters = []
             return str(refused)
-        return self._pack(grads)
+        return self._pack(grads), partial(self._apply_, parameters)
 
     def settle(self, states: dict[Tensor, Any]) -> None:
         """Do nothing: the counts include no skipped step."""
 
-    def forget(self) -> None:
-        """Release the tensors that were read."""
-        self._parameters = []
-
     @torch.no_grad()
-    def apply_(
-        self, stats: GradStats | None, found_inf: Tensor | None = None, *, zero_grad: bool = False
+    def _apply_(
+        self,
+        parameters: list[_Parameter],
+        stats: GradStats | None,
+        found_inf: Tensor | None = None,
+        *,
+        zero_grad: bool = False,
     ) -> None:
-        """Update parameters and states, in several passes."""
-        parameters, self._parameters = self._parameters, []
         for parameter in parameters if zero_grad else ():
             parameter.param.grad = None
         if stats is not None:

@@ -167,11 +167,34 @@ class Region(Protocol):
         """Reset all figures; if the region is open, it is counted when it ends."""
 
 
+class Apply(Protocol):
+    """The update of one step, to be called at most once."""
+
+    def __call__(
+        self,
+        stats: GradStats | None,
+        found_inf: Tensor | None = None,
+        /,
+        *,
+        zero_grad: bool = False,
+    ) -> None:
+        """Update parameters and states in one pass.
+
+        Args:
+            stats: their `factor` multiplies the gradients before the update, and where their
+                `found_inf` is 1.0, nothing is written; None leaves the gradients as they are.
+            found_inf: without `stats`: where this is 1.0, nothing is written.
+            zero_grad: set the gradients to None, rather than write the multiplied ones back.
+        """
+
+
 class Update(Protocol):
     """One optimizer's update on one backend, which reads the optimizer anew at each step."""
 
-    def read(self, groups: list[dict[str, Any]], states: dict[Tensor, Any]) -> Packed | str:
-        """Return the gradients, or say why torch has to make this step.
+    def read(
+        self, groups: list[dict[str, Any]], states: dict[Tensor, Any]
+    ) -> tuple[Packed, Apply] | str:
+        """Return the gradients and the step's update, or say why torch has to make this step.
 
         NO_STATE: a parameter with a gradient has no state. OTHER_TYPE: a parameter or its gradient
         is not a plain tensor.
@@ -183,21 +206,6 @@ class Update(Protocol):
 
     def settle(self, states: dict[Tensor, Any]) -> None:
         """Subtract the skipped steps from those counts; may wait for the device."""
-
-    def forget(self) -> None:
-        """Release the tensors that were read."""
-
-    def apply_(
-        self, stats: GradStats | None, found_inf: Tensor | None = None, *, zero_grad: bool = False
-    ) -> None:
-        """Update parameters and states in one pass, and release the tensors that were read.
-
-        Args:
-            stats: their `factor` multiplies the gradients before the update, and where their
-                `found_inf` is 1.0, nothing is written; None leaves the gradients as they are.
-            found_inf: without `stats`: where this is 1.0, nothing is written.
-            zero_grad: set the gradients to None, rather than write the multiplied ones back.
-        """
 
 
 class Ops(Protocol):

@@ -14,7 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fastamp import _ops
-from fastamp._ops import Packed, Rule, Update
+from fastamp._ops import Apply, Packed, Rule, Update
 from fastamp.step import counts
 from fastamp.step.report import StepReport
 
@@ -34,14 +34,17 @@ class NativeStep(NamedTuple):
 
     grads: Packed
     """The gradients, or this rank's shards of them."""
-    is_spread: bool
-    """Whether other ranks hold other shards of them."""
-    apply: Callable[..., None]
-    """`Update.apply_`, in the range that torch's step opens while a profiler runs."""
-    forget: Callable[[], None]
-    """Releases the gradients, in place of `apply`."""
+    parts: "Parts | None"
+    """This rank's shards, where other ranks hold others."""
+    apply: Apply
+    """The update, in the range that torch's step opens while a profiler runs."""
     notify: _Notify
     """Called with what the step did, after the update."""
+
+    def forget(self) -> None:
+        """Release this rank's shards, in place of `apply`."""
+        if self.parts is not None:
+            self.parts.forget()
 
 
 def read(optimizer: Optimizer) -> NativeStep | str:
@@ -53,29 +56,29 @@ def read(optimizer: Optimizer) -> NativeStep | str:
     update = _update_of(optimizer, rule)
     if isinstance(update, str):
         return update
-    grads, parts = _read(optimizer, update)
-    if grads == _ops.NO_STATE:
+    found, parts = _read(optimizer, update)
+    if found == _ops.NO_STATE:
         reason = _make_state(optimizer, rule)
-        grads, parts = (reason, None) if reason else _read(optimizer, update)
-    if isinstance(grads, str):
-        return grads
+        found, parts = (reason, None) if reason else _read(optimizer, update)
+    if isinstance(found, str):
+        return found
+    grads, apply = found
     if update.counts_on_host:
         counts.watch(optimizer, update)
-    apply, forget = update.apply_, update.forget
     if parts is not None:
-        apply, forget = parts.wrap(apply, forget)
+        apply = parts.wrap(apply)
     if "zero_grad" in vars(optimizer) or type(optimizer).zero_grad is not _ZERO_GRAD:
         apply = _with_own_zero_grad(apply, optimizer)
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         name = f"Optimizer.step#{type(optimizer).__name__}.step"
         apply = torch.autograd.profiler.record_function(name)(apply)
-    return NativeStep(grads, parts is not None, apply, forget, notify)
+    return NativeStep(grads, parts, apply, notify)
 
 
-def _with_own_zero_grad(apply: Callable[..., None], optimizer: Optimizer) -> Callable[..., None]:
+def _with_own_zero_grad(apply: Apply, optimizer: Optimizer) -> Apply:
     """Return an update that calls the optimizer's `zero_grad`, which somebody has replaced."""
 
-    def apply_and_call(*args: Any, zero_grad: bool) -> None:
+    def apply_and_call(*args: Any, zero_grad: bool = False) -> None:
         apply(*args)
         if zero_grad:
             optimizer.zero_grad()
@@ -83,18 +86,20 @@ def _with_own_zero_grad(apply: Callable[..., None], optimizer: Optimizer) -> Cal
     return apply_and_call
 
 
-def _read(optimizer: Optimizer, update: Update) -> "tuple[Packed | str, Parts | None]":
+def _read(
+    optimizer: Optimizer, update: Update
+) -> "tuple[tuple[Packed, Apply] | str, Parts | None]":
     """Collect the gradients, of DTensors this rank's shards; or say why torch has to step."""
-    grads = update.read(optimizer.param_groups, optimizer.state)
-    if grads != _ops.OTHER_TYPE:
-        return grads, None
+    found = update.read(optimizer.param_groups, optimizer.state)
+    if found != _ops.OTHER_TYPE:
+        return found, None
     parts = _ops.parts_of(optimizer.param_groups, optimizer.state)
     if isinstance(parts, str):
         return parts, None
-    grads = update.read(parts.groups, parts.states)
-    if isinstance(grads, str):
+    found = update.read(parts.groups, parts.states)
+    if isinstance(found, str):
         parts.forget()
-    return grads, parts
+    return found, parts
 
 
 def _check(optimizer: Optimizer) -> _Notify | str:

@@ -358,7 +358,7 @@ class GradScaler(Reading):
             found_inf = join_flags_of(states)
         else:
             grads = steps[0].grads
-            if len(steps) > 1 or steps[0].is_spread or self.process_group is not None:
+            if len(steps) > 1 or steps[0].parts is not None or self.process_group is not None:
                 grads = cast("_ops.Packed", self._pack(optimizers))
             if is_ready and grads.has_float16 and not all(map(is_fused, optimizers)):
                 for step in steps:

@@ -145,7 +145,7 @@ class SplitStep:
                 can_fold = why_in_place(optimizers[0]) is None and not has_pre_hook(optimizers[0])
         else:
             can_fold, packed = True, steps[0].grads
-            if len(steps) > 1 or steps[0].is_spread or scaler.process_group is not None:
+            if len(steps) > 1 or steps[0].parts is not None or scaler.process_group is not None:
                 packed = scaler._pack(optimizers)
         try:
             if packed is None:

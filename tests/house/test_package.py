@@ -66,6 +66,7 @@ def stub_names() -> dict[str, set[str]]:
             names[node.name] = {
                 inner.name if isinstance(inner, ast.FunctionDef) else inner.target.id
                 for inner in node.body
+                if not isinstance(inner, ast.Expr)  # the "..." of a class without more names
             } - {"__enter__", "__exit__"}
         elif isinstance(node, ast.FunctionDef):
             names[""].add(node.name)

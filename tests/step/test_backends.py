@@ -86,7 +86,7 @@ def missing_ops(cls: type, protocol: type) -> list[str]:
 def test_every_backend_has_every_op():
     assert set(ops_of(_ops.Ops)) == {"pack", "region_maker", "update"}
     assert set(ops_of(_ops.Packed)) == {"grad_stats", "reduce", "rescale_"}
-    assert set(ops_of(_ops.Update)) == {"apply_", "forget", "read", "settle"}
+    assert set(ops_of(_ops.Update)) == {"read", "settle"}
     classes = [(fallback.FallbackOps, fallback.TensorPack, rules.TorchUpdate)]
     if "cpu" in fastamp.backends():
         from fastamp._ops import compiled

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from support.training import OPTIMIZERS, assert_same_bits, make_scaler
 import fastamp
 
 SIZES = (300_001, 7, 70_000, 65_536)  # several chunks: enough for the threads to share
+ADAMW = partial(torch.optim.AdamW, weight_decay=0, eps=0)
+SGD = partial(torch.optim.SGD, momentum=0, fused=True)
 WITHOUT_GPU = [name for name in fastamp.backends() if name != "cuda"]
 
 
@@ -54,6 +58,30 @@ def in_threads(calls, *, at_once):
     for thread in threads:
         thread.join()
     return results
+
+
+@pytest.mark.parametrize("optimizer_type", [ADAMW, partial(ADAMW, fused=True), SGD])
+def test_a_step_in_the_midst_of_anothers_loses_neither(
+    optimizer_type, backend, device, monkeypatch
+):
+    """As from two threads that step one optimizer."""
+    parameters = parameters_with(torch.zeros(1000, device=device), torch.zeros(3, device=device))
+    optimizer = optimizer_type(parameters, lr=1.0)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    measure = fastamp.GradScaler._measure
+
+    def measure_and_step(scaler, *args):
+        monkeypatch.setattr(fastamp.GradScaler, "_measure", measure)
+        in_threads([lambda: fastamp.optimizer_step(optimizer, math.inf)], at_once=False)
+        return measure(scaler, *args)
+
+    monkeypatch.setattr(fastamp.GradScaler, "_measure", measure_and_step)
+    assert fastamp.optimizer_step(optimizer, math.inf).way.startswith("native")
+    for p in parameters:
+        assert p.eq(-2).all()
+    states = optimizer.state_dict()["state"].values()
+    assert all(state["step"] == 2 for state in states if "step" in state)
 
 
 @pytest.mark.parametrize("name", ["adamw fused", "sgd momentum"])
