@@ -39,7 +39,7 @@ class _Now(Enum):
     SAME = "the same tensors, unchanged"
     WRITTEN = "written, or some replaced"
     REPLACED = "all replaced"
-    CLEARED = "all gone"
+    CLEARED = "all gone, or set to zero"
 
 
 class _Ahead:
@@ -59,8 +59,10 @@ class _Ahead:
         now = [parameter.grad for parameter in self._parameters]
         pairs = list(zip(now, self._grads, strict=True))
         if all(new is old for new, old in pairs):
-            same = self.is_clipped or self._count_writes() == self._versions
-            return _Now.SAME if same else _Now.WRITTEN
+            if self.is_clipped or self._count_writes() == self._versions:
+                return _Now.SAME
+            is_zero = not any(_ops.local_of(each).any() for each in now if each is not None)
+            return _Now.CLEARED if is_zero else _Now.WRITTEN
         if any(new is old for new, old in pairs if old is not None):
             return _Now.WRITTEN
         return _Now.CLEARED if all(new is None for new in now) else _Now.REPLACED
