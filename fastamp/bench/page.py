@@ -1,5 +1,6 @@
 """One self-contained page of a record: no script, nothing from elsewhere, light and dark."""
 
+import json
 from html import escape
 from typing import Any
 
@@ -41,7 +42,8 @@ UNITS = {"batch_size": "samples", "memory_batch_size": "samples", "block_size": 
 
 
 def make(record: dict[str, Any]) -> str:
-    """Return the page of a record."""
+    """Return the page of a record; what is not text in the name of a file becomes "?"."""
+    record = json.loads(json.dumps(record, ensure_ascii=False).encode(errors="replace"))
     title = escape(f"fastamp bench: {record['command']}")
     environment = {"measured": _say_time(record["created"]), **record["environment"]}
     facts = _facts("Environment", environment) + _facts("Job", record["job"])

@@ -321,8 +321,9 @@ def test_what_is_no_file_of_a_timer_is_refused_with_status_2(content, said, tmp_
     assert said in error
 
 
-def test_a_file_without_facts_is_read_and_the_json_has_the_advice(tmp_path):
-    path, found = tmp_path / "timer.json", tmp_path / "found.json"
+@pytest.mark.parametrize("name", ["timer.json", "timer\udcff.json"])
+def test_a_file_without_facts_is_read_and_the_json_has_the_advice(name, tmp_path):
+    path, found = tmp_path / name, tmp_path / "found.json"
     path.write_text(json.dumps(CONTENT | {"regions": {"forward": REGION, "data": REGION}}))
     words = ["--timer", str(path), "--json", str(found), "--report", str(tmp_path / "page.html")]
     assert main([*LOOK, *words]) == 0

@@ -241,12 +241,12 @@ def test_a_page_stands_alone_and_has_the_colours_of_the_scheme(written, name):
 
 def test_what_the_user_named_is_text(written):
     record = written["gain"][1]
-    name = '<b>$x$ "&\u4e2d'
+    name = '<b>$x$ "&\u4e2d\udcff'
     text = json.dumps(record).replace("amp+fastamp", json.dumps(name)[1:-1])
     made = page.make(json.loads(text) | {"notes": ["<i>"], "command": "<u>"})
     found = Page(made)
     assert not {"b", "i", "u"} & found.tags
-    assert found.texts["text"].count(name) >= 2 * 5
+    assert found.texts["text"].count(name.replace("\udcff", "?")) >= 2 * 5
     assert found.texts["h1"] == ["fastamp bench: <u>"]
 
 
