@@ -298,3 +298,10 @@ def test_a_plot_is_drawn_without_a_display(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other.png", "plot.png"]
     assert (tmp_path / "plot.png").read_bytes() == (tmp_path / "other.png").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["cost_$_in_$", r"$\foo$", "a\udcffb"])
+def test_a_plot_shows_every_name_as_it_is(name, tmp_path):
+    pytest.importorskip("matplotlib")
+    logged([1.0], name=name).plot(tmp_path / "plot.svg")
+    assert (tmp_path / "plot.svg").read_bytes().startswith(b"<?xml")
