@@ -71,6 +71,7 @@ class MetricsTracker:
         if capacity < 2:
             msg = f"capacity: expected at least 2, for the first and the last value, got {capacity}"
             raise ValueError(msg)
+        sinks = [*sinks]
         if not all(map(callable, sinks)):
             msg = f"sinks: expected callables, got {sinks!r}"
             raise TypeError(msg)

@@ -85,6 +85,9 @@ def test_arguments_are_checked():
         fastamp.MetricsTracker(1)
     with pytest.raises(TypeError, match=r"sinks: expected callables, got .*'a'\]"):
         fastamp.MetricsTracker(sinks=[print, "a"])
+    sink = Collect()
+    logged([1.0], sinks=(each for each in [sink])).close()
+    assert sink == [("x", 0, 1.0)]
     made = logged([1.0], name="train/loss")
     with pytest.raises(KeyError, match=r"nothing was logged as 'loss', only as \['train/loss'\]"):
         made.history("loss")
