@@ -32,7 +32,7 @@ class _Lines:
     start = b""  # of every row
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
+        self._path = Path(path).absolute()
         self._half_at: int | None = None  # where a batch that was written in part begins
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a+b") as file:
@@ -47,13 +47,17 @@ class _Lines:
                 file.write(self.header)
 
     def _append(self, text: str) -> None:
-        """Write rows. If only a part could be written, the next call removes it first."""
-        # Surrogates, which stand for bytes that are not text, are written as escapes.
-        rows = memoryview(text.encode(errors="backslashreplace"))
+        """Write rows. If only a part could be written, the next call removes it first.
+
+        A file that was removed or emptied begins anew.
+        """
         with self._path.open("ab", buffering=0) as file:
             if self._half_at is not None and self._half_at < file.tell():
                 file.truncate(self._half_at)
             self._half_at = file.seek(0, os.SEEK_END)
+            # Surrogates, which stand for bytes that are not text, are written as escapes.
+            content = text.encode(errors="backslashreplace")
+            rows = memoryview(content if self._half_at else self.header + content)
             while rows:
                 rows = rows[file.write(rows) :]
             self._half_at = None

@@ -300,6 +300,22 @@ def test_a_plot_is_drawn_without_a_display(tmp_path):
     assert (tmp_path / "plot.png").read_bytes() == (tmp_path / "other.png").read_bytes()
 
 
+@pytest.mark.parametrize("kind", [Csv, JsonLines])
+def test_a_file_stays_where_it_began_and_one_that_was_removed_begins_anew(
+    kind, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    sink, expected = kind("run/metrics"), kind("expected")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    for made in (sink, expected):
+        made([("x", 0, 1.0)])
+    assert (tmp_path / "run/metrics").read_bytes() == (tmp_path / "expected").read_bytes()
+    (tmp_path / "run/metrics").unlink()
+    sink([("x", 0, 1.0)])
+    assert (tmp_path / "run/metrics").read_bytes() == (tmp_path / "expected").read_bytes()
+
+
 @pytest.mark.parametrize("name", ["cost_$_in_$", r"$\foo$", "a\udcffb"])
 def test_a_plot_shows_every_name_as_it_is(name, tmp_path):
     pytest.importorskip("matplotlib")
