@@ -131,7 +131,7 @@ def _train(args: argparse.Namespace) -> int:
     if args.parallel and not is_launched():
         refuse("--parallel", args.parallel, "needs ranks: start them with torchrun")
     is_first = not is_launched() or int(os.environ.get("RANK", "0")) == 0
-    corpus = load_corpus(args.data, block_size=args.block_size)
+    corpus = load_corpus(args.data, block_size=args.block_size, without=args.checkpoint_dir)
     parts = (corpus.train, corpus.validation)
     train, held_out = (TokenDataset(part, args.block_size) for part in parts)
     stride = -(-len(held_out) // VALIDATION_WINDOWS)

@@ -54,7 +54,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         """Start a pass, or continue the one of a loaded state."""
-        n_left = self._n_own
+        n_left, n_empty = self._n_own, 0
         for batch in self._start():
             self._n_consumed += 1
             lengths: list[int] = []
@@ -67,11 +67,13 @@ class Batches:
             moved, n = map_tensors(move, batch), next(iter(lengths), 1)
             if 0 < n_left < n:
                 moved = map_tensors(partial(_first, n_left), moved)
+            n_empty += not n
             n = min(n, n_left)
             n_left -= n
             yield moved, n
-        if not self._n_consumed:
-            msg = f"{self._name}: no batch in this pass; an iterator can be read only once"
+        if self._n_consumed == n_empty:
+            missing = "sample in its batches" if n_empty else "batch in this pass"
+            msg = f"{self._name}: no {missing}; an iterator can be read only once"
             raise ValueError(msg)
         self._n_consumed = 0
 

@@ -31,23 +31,30 @@ class Corpus:
     validation: Bytes
 
 
-def load_corpus(path: str | None, *, block_size: int) -> Corpus:
+def load_corpus(path: str | None, *, block_size: int, without: str | None = None) -> Corpus:
     """Read the text and keep its tail for validation.
 
     Args:
         path: a file, or a folder whose files are all read; None for the sources of the running
             interpreter's standard library. Files are joined in the order of their relative paths.
         block_size: the length of a window in bytes; both parts must hold more than one.
+        without: a folder whose files are left out, of checkpoints.
 
     Raises:
-        argparse.ArgumentError: `path` holds no text, or too little.
+        argparse.ArgumentError: `path` holds no text, or too little; or it is the folder `without`.
     """
     if path is None:
         source = f"standard library of Python {platform.python_version()}"
         root, pattern, excluded = Path(sysconfig.get_path("stdlib")), "*.py", EXCLUDED
     else:
         source, root, pattern, excluded = path, Path(path), "*", set()
-    names = (file.relative_to(root) for file in root.rglob(pattern) if file.is_file())
+    out = None if without is None else Path(without).resolve()
+    if out == root.resolve():
+        refuse("--checkpoint-dir", str(without), "is the folder of --data, which is read as text")
+    found = (file for file in root.rglob(pattern) if file.is_file())
+    if out is not None and root.resolve() in out.parents:
+        found = (file for file in found if out not in file.resolve().parents)
+    names = (file.relative_to(root) for file in found)
     try:
         kept = sorted(name.as_posix() for name in names if not excluded.intersection(name.parts))
         files = [root] if root.is_file() else [root / name for name in kept]

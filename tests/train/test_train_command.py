@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,6 +45,18 @@ def test_the_command_trains_and_resumes(text, tmp_path, capsys):
     assert command.main([*args, "--lr", "0.02", "--no-resume"]) == 0
     assert command.main([*args, "--lr", "0.02", "--steps", "70"]) == 0
     assert "70 steps in 32-true" in capsys.readouterr().out
+
+
+def test_checkpoints_inside_the_folder_of_the_text_are_not_read_as_text(text, tmp_path, capsys):
+    folder = tmp_path / "texts"
+    (folder / "run").mkdir(parents=True)
+    shutil.copy(text, folder)
+    args = ["--data", str(folder), *SMALL, "--steps", "6", "--checkpoint-dir"]
+    for _ in range(2):
+        assert command.main([*args, str(folder / "run")]) == 0
+    with pytest.raises(SystemExit):
+        command.main([*args, str(folder)])
+    assert "is the folder of --data, which is read as text" in capsys.readouterr().err
 
 
 def test_every_field_of_the_config_is_an_option(text, tmp_path, monkeypatch, capsys):
