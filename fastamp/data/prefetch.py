@@ -154,6 +154,7 @@ class Pass(Iterator[T], Generic[T]):
         if self._owner_pid != os.getpid():
             return
         self._room.put("end")
+        self._ready.put(StopIteration())  # for another thread that waits for a batch
         # While the interpreter ends, no other thread runs.
         if self._thread is not threading.current_thread() and not sys.is_finalizing():
             join(self._thread)

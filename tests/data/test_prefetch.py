@@ -174,6 +174,24 @@ def test_an_exhausted_pass_stays_exhausted():
     assert list(iterator) == []
 
 
+def test_the_end_reaches_every_thread_that_waits_for_a_batch():
+    may_end = threading.Event()
+
+    def batches():
+        yield 0
+        may_end.wait()
+
+    iterator, got = iter(fastamp.prefetch(batches())), []
+    # Daemons: one that is not told of the end must not keep the tests from ending.
+    consumers = [threading.Thread(target=lambda: got.extend(iterator), daemon=True) for _ in "abc"]
+    for consumer in consumers:
+        consumer.start()
+    assert ends(lambda: got)
+    may_end.set()
+    assert ends(lambda: not any(consumer.is_alive() for consumer in consumers))
+    assert got == [0]
+
+
 def counted(ended):
     try:
         while True:
