@@ -4,7 +4,6 @@ The structure of a sample becomes a tree of nodes, kept for as long as the first
 fits it. As in torch, the first sample decides how a batch is collated.
 """
 
-import functools
 import numbers
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -109,9 +108,13 @@ class BatchCollator:
         plain = function in NUMBERS and type(first) in (int, float)
         return NumberLeaf(first, keys) if plain else Leaf(first, keys)
 
-    def __reduce__(self) -> "tuple[Callable[[], BatchCollator], tuple[()]]":
-        """Pickle without the plan, whose types may not be picklable, and without the slots."""
-        return functools.partial(type(self), self.pad, pad_multiple=self.pad_multiple), ()
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the plan, whose types may not be picklable, and the slots."""
+        return {name: value for name, value in vars(self).items() if name not in ("_plan", "slots")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.lease_from(Slots())
 
 
 class _Container:
