@@ -160,7 +160,7 @@ class TrainOptions(BenchOptions):
     def patch(self) -> None:
         patch = self.stack.enter_context
         corpus = load_corpus(str(self.text), block_size=16)
-        quick = lambda path, block_size: (  # noqa: E731
+        quick = lambda path, block_size, **_: (  # noqa: E731
             corpus if path is None else load_corpus(path, block_size=block_size)
         )
         patch(mock.patch.object(train, "load_corpus", quick))
