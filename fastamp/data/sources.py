@@ -4,7 +4,7 @@ import os
 import random
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ from fastamp.data.position import Position
 from fastamp.data.resident import move
 from fastamp.data.sample_rng import SampleRng, current, draw_seed
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
-from fastamp.data.states import Measured, as_of_pass_before, has_copies
+from fastamp.data.states import as_of_pass_before, has_copies
 
 
 def find_columns(loader: Any) -> Gatherable | None:
@@ -121,6 +121,12 @@ def _would_persist(loader: Any, position: Position) -> bool:
     return is_new and position.rng is not None and find_generator(loader) is None
 
 
+def _is_unread(loader: Any, position: Position) -> bool:
+    """Say whether a pass has begun whose sampler draws from the program's generator only later."""
+    drawn = position.resumed or position.rng is not None or position.workers_rng is not None
+    return position.begun and not drawn and not isinstance(loader.dataset, IterableDataset)
+
+
 def _gathered(loader: Any, gatherable: Gatherable, position: Position) -> GatherSource:
     """Return the gathered batches, after the warning and draws of torch's iterators."""
     _warn_unpinned(loader)
@@ -178,7 +184,8 @@ def _fetched(loader: Any, position: Position, states: deque[Any], *, ahead: bool
         position.workers = as_of_pass_before(loader._left.workers)
     inner, indices = loader._inner
     indices.position, indices.skips, inner.generator = position, turn, loader.generator
-    if loader.generator is None and _would_persist(loader, position):
+    seeded = _would_persist(loader, position) or _is_unread(loader, position)
+    if seeded and loader.generator is None:  # the program's generator gives no seed again
         inner.generator = torch.Generator()
         inner.generator.set_state(torch.get_rng_state())
     if copies and position.workers is None:
@@ -202,7 +209,7 @@ def _generators_kept() -> Iterator[None]:
 
 
 def _start(
-    loader: Any, position: Position, inner: Iterable[Measured], states: deque[Any], *, ahead: bool
+    loader: Any, position: Position, inner: Any, states: deque[Any], *, ahead: bool
 ) -> FetchSource:
     """Return torch's iterator, with the states of dataset and workers at the position."""
     dataset, copies = loader.dataset, has_copies(loader)
@@ -210,7 +217,7 @@ def _start(
     if copies and loader.generator is None:
         default = position.workers_rng
         position.workers_rng = torch.get_rng_state() if default is None else default
-    alone = loader.generator is None and (position.resumed or position.begun)
+    alone = inner.generator is None and (position.resumed or position.begun)
     later = position.begun and not stream and loader.num_workers == 0
     order = loader._inner[1].order if stream and loader.num_workers == 0 else None
     before, current.sample = current.sample, None if order is None else (order, 0)

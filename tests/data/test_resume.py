@@ -395,8 +395,10 @@ def test_a_pass_that_has_begun_without_a_batch_draws_no_seed_again(dataset, back
     loader = fastamp.DataLoader(dataset, 16, shuffle=True)
     begun = iter(loader)
     state, rng = loader.state_dict(), torch.get_rng_state()
-    expected = list(begun)
-    loader = fastamp.DataLoader(dataset, 16, shuffle=True)
-    loader.load_state_dict(state)
-    torch.set_rng_state(rng)
-    assert_same(list(loader), expected)
+    expected = [*begun, *loader]
+    for num_workers in (0, 2):
+        options = {"num_workers": num_workers, "worker": "thread"}
+        loader = fastamp.DataLoader(dataset, 16, shuffle=True, **options)
+        loader.load_state_dict(state)
+        torch.set_rng_state(rng)
+        assert_same([*loader, *loader], expected)
