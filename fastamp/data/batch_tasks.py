@@ -66,7 +66,7 @@ class BatchTask:
     def __init__(self, number: int, placed: Placed, maker: Maker) -> None:
         self.number, self._maker = number, maker
         indices, self._order, self._first = placed
-        self._indices = [indices] if maker.whole else list(indices)
+        self._indices = [indices] if maker.whole else indices
         self.count = len(self._indices)
         self._claimed, self._left = 0, self.count
         self._samples: list[Any] = [None] * self.count

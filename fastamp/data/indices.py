@@ -117,14 +117,17 @@ class Indices:
         return chain([Skip()] * self.skips, placed)
 
     def batches(self) -> Iterator[Any]:
-        """Yield batches as int64 tensors, or as lists where they are not plain integers."""
+        """Yield batches as int64 tensors, or as lists where they are not plain integers.
+
+        In place of one that cannot be iterated it yields the error.
+        """
         return map(itemgetter(0), self._from_position(_index_batches))
 
     def placed_batches(self) -> Iterator[tuple[Any, Tensor]]:
         """Yield such batches with the places of their samples, as int64 tensors."""
         order = self.order
         return (
-            (indices, order.places(torch.arange(number, number + len(indices), device="cpu")))
+            (indices, order.places(torch.arange(number, number + _count(indices), device="cpu")))
             for indices, number in self._from_position(_index_batches)
         )
 
@@ -220,7 +223,11 @@ def _number_batches(sampler: Any, skip: int) -> Iterator[tuple[Any, int]]:
     for place, batch in enumerate(iter(sampler)):
         if place >= skip:
             yield batch, number
-        number += len(batch) if hasattr(batch, "__len__") else 1
+        number += _count(batch)
+
+
+def _count(batch: Any) -> int:
+    return len(batch) if hasattr(batch, "__len__") else 1
 
 
 def _index_batches(sampler: Any, skip: int) -> Iterator[tuple[Any, int]]:
@@ -244,7 +251,10 @@ def _index_batches(sampler: Any, skip: int) -> Iterator[tuple[Any, int]]:
 
 
 def _to_rows(batch: Iterable[Any]) -> Any:
-    batch = list(batch)
+    try:
+        batch = list(batch)
+    except Exception as error:  # noqa: BLE001 - raised where the batch would come
+        return error
     rows = as_rows(batch)
     return batch if rows is None else rows
 

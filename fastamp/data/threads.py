@@ -126,8 +126,9 @@ class ThreadBatches(Iterator[Measured]):
             for drawn in islice(self._indices, 1):
                 # A sampler may yield the same list, tensor or array again and again.
                 copied = _COPY.get(type(drawn.indices))
-                kept = drawn._replace(indices=copied(drawn.indices)) if copied else drawn
-                self._drawn.append(kept)
+                indices = copied(drawn.indices) if copied else drawn.indices
+                kept = indices if self._maker.whole else list(indices)
+                self._drawn.append(drawn._replace(indices=kept))
         except Exception as error:  # noqa: BLE001 - raised where the batch would come
             # Its traceback refers to this pass, and would keep it alive until the error is raised.
             told = "".join(traceback.format_exception(error))

@@ -129,6 +129,18 @@ def test_indices_that_torch_refuses_are_refused(indices, backend):
     assert_same(batches, expected)
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("dataset", [X, Squares()], ids=["arrays", "python"])
+def test_a_batch_that_cannot_be_iterated_costs_no_other(dataset, num_workers, backend):
+    batches = [[0], [1], [2], [3], [4], 5, [6]]
+    options = {"num_workers": num_workers, "worker": "thread"}
+    iterator = iter(fastamp.DataLoader(dataset, batch_sampler=batches, **options))
+    assert_same([next(iterator) for _ in range(5)], [*TorchDataLoader(dataset, 1)][:5])
+    with pytest.raises(TypeError, match="'int' object is not iterable"):
+        next(iterator)
+    assert_same(list(iterator), [*TorchDataLoader(dataset, 1)][6:7])
+
+
 @pytest.mark.parametrize("dataset", [X, Squares(1000, bad=4)], ids=["arrays", "python"])
 def test_what_is_prefetched_goes_on_after_an_error(dataset, backend):
     bad = 1000 if dataset is X else 4
