@@ -134,12 +134,13 @@ class TensorLeaf(Leaf):
         try:
             return super().collate(samples, ops)
         except RuntimeError as error:
-            shapes = [tuple(getattr(sample, "shape", ())) for sample in samples]
+            shapes: list[Any] = [getattr(sample, "shape", None) for sample in samples]
             index = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), None)
-            if index is None:
+            # torch refuses sparse tensors, and what has no shape, for what they are.
+            if index is None or None in shapes or "sparse" in str(error):
                 raise
-            msg = f"{place(index, self._keys)} has shape {shapes[index]}, "
-            msg += f"{place(0, self._keys)} has shape {shapes[0]}: "
+            msg = f"{place(index, self._keys)} has shape {tuple(shapes[index])}, "
+            msg += f"{place(0, self._keys)} has shape {tuple(shapes[0])}: "
             ragged = "padding needs the same number of dimensions"
             msg += hint(self._keys) if self._pad is None else ragged
             raise RuntimeError(msg) from error

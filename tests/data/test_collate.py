@@ -431,6 +431,16 @@ def test_what_the_core_does_not_read_is_collated_as_torch_does(compiled):
         assert_collates_as_torch(fastamp.BatchCollator(), samples)
 
 
+def test_what_padding_does_not_help_is_told_as_torch_tells_it(backend):
+    sparse = [torch.ones(2).to_sparse(), torch.ones(3).to_sparse()]
+    for samples in ([np.ones(2), None], [np.ones(2), {"x": 1}], sparse):
+        with pytest.raises(RuntimeError) as expected:
+            torch.utils.data.default_collate(samples)
+        with pytest.raises(RuntimeError) as caught:
+            fastamp.BatchCollator()(samples)
+        assert str(caught.value) == str(expected.value)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 @pytest.mark.parametrize("pad", [None, {"x": 0}])
