@@ -296,6 +296,7 @@ def _take(column: Column, indices: Tensor, output: Tensor, keys: Tensor | None) 
     elif isinstance(array, np.ndarray):
         output.copy_(torch.from_numpy(np.take(array, rows.numpy(), axis=0)))
     elif array.dtype == output.dtype:
-        torch.index_select(array, 0, rows, out=output)
+        # torch selects rows of uint16, uint32 and uint64, but not single numbers.
+        torch.index_select(array[..., None], 0, rows, out=output[..., None])
     else:
         output.copy_(torch.index_select(array, 0, rows))

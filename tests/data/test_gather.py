@@ -166,19 +166,23 @@ def test_tokens_may_begin_at_an_odd_address(backend, dtype):
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.bool, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.int8],
+    [
+        *(torch.bool, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.int8),
+        *(torch.uint16, torch.uint32, torch.uint64),
+    ],
     ids=str,
 )
-def test_every_dtype_is_copied_bit_by_bit(backend, dtype):
-    array = torch.from_numpy(random_bytes(6, 5 * dtype.itemsize))
+@pytest.mark.parametrize("shape", [(6,), (6, 5)], ids=str)
+def test_every_dtype_is_copied_bit_by_bit(backend, dtype, shape):
+    array = torch.from_numpy(random_bytes(*shape[:-1], shape[-1] * dtype.itemsize))
     array = (array % 2).view(dtype) if dtype is torch.bool else array.view(dtype)
     column = Column(array, dtype)
     output, _ = make_output(3, column)
     gatherer = _ops.host_ops().gatherer([column], 1)
     gatherer.submit(torch.tensor([5, 0, -2]), [output])
     gatherer.wait()
-    bits = array.view(torch.uint8)[[5, 0, 4]]
-    assert torch.equal(output.view(torch.uint8), bits)
+    bits = array.view(6, -1).view(torch.uint8)[[5, 0, 4]]
+    assert torch.equal(output.view(3, -1).view(torch.uint8), bits)
 
 
 @pytest.mark.parametrize("shape", [(4, 0), (4, 3, 0), (4,), (4, 1)])
