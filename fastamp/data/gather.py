@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 from torch.utils.data._utils import collate as torch_collate
 
@@ -134,12 +134,12 @@ def make_gatherable(dataset: object) -> Gatherable | None:  # noqa: PLR0911 - on
 
 
 def _from_arrays(tree: Any, images: Iterable[Images | None] = ()) -> Gatherable | None:
-    arrays, spec = tree_flatten(tree)
+    arrays = tree_leaves(tree)
     found = zip_longest(map(_column, arrays), images)
     columns = [column._replace(images=how) for column, how in found if column is not None]
     if len(columns) < len(arrays) or len({find_device([column]) for column in columns}) > 1:
         return None
-    if type(tree) is tuple and len(tree) == len(arrays) == spec.num_leaves == spec.num_children:
+    if type(tree) is tuple and all(type(part) in _ARRAYS for part in tree):
         return Gatherable(columns, list)
     # Tuples become lists, as in default_collate.
     _, spec = tree_flatten(default_collate([tree_map(lambda _: 0, tree)]))

@@ -77,6 +77,10 @@ GATHERED = {
         fastamp.ArrayDataset({"x": X}, Y, [X, (Y,)]),
         Rows(N, lambda i: ({"x": X[i]}, Y[i], [X[i], (Y[i],)])),
     ),
+    "ArrayDataset of a list and a dict of one": lambda _: (
+        fastamp.ArrayDataset([X], {"y": Y}),
+        Rows(N, lambda i: ([X[i]], {"y": Y[i]})),
+    ),
     "Subset of ArrayDataset": lambda _: Subset(fastamp.ArrayDataset({"x": X}), range(0, N, 2)),
     "Subset": lambda _: Subset(TensorDataset(X, Y), list(range(N))[::-1]),
     "Subset of range": lambda _: Subset(X, range(N)),
