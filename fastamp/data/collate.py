@@ -14,6 +14,7 @@ import torch
 from torch.utils.data._utils import collate as torch_collate
 
 from fastamp import _ops
+from fastamp.data.checks import as_integer
 from fastamp.data.leaves import NUMBERS, Keys, Leaf, NumberLeaf, TensorLeaf, hint, place, registered
 from fastamp.data.slots import Slots
 from fastamp.data.structure import contents_of, rebuild
@@ -62,13 +63,9 @@ class BatchCollator:
     """
 
     def __init__(self, pad: Pad = None, *, pad_multiple: int = 1) -> None:
-        multiple: Any = pad_multiple
-        if not isinstance(multiple, int) or multiple < 1:
-            msg = f"pad_multiple={pad_multiple!r}: expected an integer of at least 1"
-            raise ValueError(msg)
+        self.pad_multiple = as_integer("pad_multiple", pad_multiple, least=1, optional=False)
         _check_pad(pad, "pad")
         self.pad = pad
-        self.pad_multiple = pad_multiple
         self._plan: tuple[_Node, dict[Any, Any]] | None = None
         self.lease_from(Slots())
 
