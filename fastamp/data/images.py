@@ -3,6 +3,7 @@
 import operator
 import os
 from collections.abc import Iterator, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             if resize is not None:
                 msg = f"resize={resize}: a random crop has a size of its own"
                 raise ValueError(msg)
-        if damaged not in {"raise", "skip"}:
+        if damaged not in ("raise", "skip"):
             msg = f"damaged: expected 'raise' or 'skip', got {damaged!r}"
             raise ValueError(msg)
         if flip not in (True, False):
@@ -200,17 +201,17 @@ def _find_images(root: str, classes: list[str]) -> Iterator[tuple[str, int]]:
 
 def _check_size(size: Any) -> tuple[int, int]:
     pair = tuple(size) if isinstance(size, Sequence) and not isinstance(size, str) else (size, size)
-    if len(pair) != 2 or None in pair:
+    if len(pair) != 2:
         msg = f"size: expected a number, or height and width, got {size!r}"
         raise ValueError(msg)
-    height, width = (as_integer("size", value, least=1) for value in pair)
+    height, width = (as_integer("size", value, least=1, optional=False) for value in pair)
     return height, width
 
 
 def _check_range(name: str, value: Any, most: float) -> None:
     """Raise an error unless it is a pair of numbers above 0, the smaller one first."""
     pair = tuple(value) if isinstance(value, Sequence) else ()
-    numbers = all(isinstance(each, int | float) for each in pair)
+    numbers = all(isinstance(each, Real) for each in pair)
     if len(pair) != 2 or not numbers or not 0 < pair[0] <= pair[1] <= most:
         msg = f"{name}: expected the least and the largest of a range above 0, got {value!r}"
         raise ValueError(msg)

@@ -137,7 +137,8 @@ def test_a_folder_without_images_is_refused_by_name(tmp_path):
         ({"size": 0}, "size: expected an integer of at least 1, got 0"),
         ({"size": True}, "size: expected an integer of at least 1, got True"),
         ({"size": "4"}, "size: expected an integer of at least 1, got '4'"),
-        ({"size": None}, "size: expected a number, or height and width, got None"),
+        ({"size": None}, "size: expected an integer of at least 1, got None"),
+        ({"size": np.array([4, 4])}, "size: expected an integer of at least 1, got array([4, 4])"),
         ({"size": (4, 4, 3)}, "size: expected a number, or height and width, got (4, 4, 3)"),
         ({"size": (4, 6), "resize": 5}, "resize: expected an integer of at least 6, got 5"),
         ({"random_crop": 0.5}, "random_crop: expected the least and the largest"),
@@ -147,6 +148,7 @@ def test_a_folder_without_images_is_refused_by_name(tmp_path):
         ({"ratio": (math.nan, 1)}, "ratio: expected the least and the largest"),
         ({"flip": 0.05}, "flip: expected True or False, got 0.05"),
         ({"damaged": "ignore"}, "damaged: expected 'raise' or 'skip', got 'ignore'"),
+        ({"damaged": ["skip"]}, "damaged: expected 'raise' or 'skip', got ['skip']"),
     ],
     ids=str,
 )
@@ -441,5 +443,6 @@ def test_random_crops_and_flips_are_those_of_the_samples_generator(tmp_path, dec
     box = pixels.ImageFile(90, 60, None).draw((1.0, 1.0), (1.5, 1.5), fastamp.sample_rng().python)
     assert box == (0, 0, 90, 60)
     torch.manual_seed(5)
-    whole = fastamp.ImageFolder(tmp_path, (40, 60), random_crop=(1.0, 1.0), ratio=(1.5, 1.5))[0][0]
+    crop = {"random_crop": (np.float32(1), 1), "ratio": (1.5, 1.5)}
+    whole = fastamp.ImageFolder(tmp_path, (40, 60), **crop)[0][0]
     assert difference(whole, expected(data, (40, 60))).max() <= 1
