@@ -74,8 +74,9 @@ def why_unfused(optimizer: Optimizer) -> str | None:
        except with dampening.
     """
     for group in optimizer.param_groups if isinstance(optimizer, _FUSED) else ():
-        if group.get("fused") and not all(map(_is_laid_out_alike, group["params"])):
-            return "torch's fused kernels need a parameter and its gradient in one layout, no gaps"
+        alike = (_is_laid_out_alike(p, optimizer.state.get(p, {})) for p in group["params"])
+        if group.get("fused") and not all(alike):
+            return "torch's fused kernels need parameter, gradient and state in one layout, no gaps"
     if isinstance(optimizer, SGD):
         for group in optimizer.param_groups:
             if not group.get("fused"):
@@ -87,15 +88,20 @@ def why_unfused(optimizer: Optimizer) -> str | None:
     return None
 
 
-def _is_laid_out_alike(parameter: Tensor) -> bool:
-    """Say whether a parameter has no gradient, or one with the same strides, without gaps."""
-    grad = parameter.grad
-    if grad is None:
+def _is_laid_out_alike(parameter: Tensor, state: dict[str, Any]) -> bool:
+    """Say whether a parameter has no gradient, or one and a state with its strides, without gaps.
+
+    A state may differ where the model has changed its memory format since.
+    """
+    if parameter.grad is None:
         return True
+    kept = [each for each in state.values() if isinstance(each, Tensor)]
+    others = [parameter.grad, *(each for each in kept if each.shape == parameter.shape)]
     # Nearly all are contiguous, which takes a tenth of the time to tell.
-    if grad.layout is torch.strided and grad.is_contiguous() and parameter.is_contiguous():
+    strided = all(other.layout is torch.strided and other.is_contiguous() for other in others)
+    if strided and parameter.is_contiguous():
         return True
-    return is_laid_out_like(grad, parameter) and is_dense(parameter)
+    return is_dense(parameter) and all(is_laid_out_like(other, parameter) for other in others)
 
 
 def _without_momentum(optimizer: SGD, group: dict[str, Any]) -> Iterator[Any]:

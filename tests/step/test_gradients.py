@@ -123,6 +123,26 @@ def test_a_fused_optimizer_writes_a_parameter_and_nothing_beside_it(
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
+@pytest.mark.parametrize("max_norm", [None, 1e9])
+def test_a_fused_optimizer_goes_on_in_another_memory_format(backend, device, max_norm, name):
+    results = []
+    for fused in (True, False):
+        values = random(48, torch.float32, device).reshape(2, 6, 2, 2)
+        parameter = torch.nn.Parameter(values.to(memory_format=torch.channels_last))
+        options = {"fused": True} if fused else {"foreach": False}
+        options |= {"momentum": 0.9} if name == "SGD" else {}
+        optimizer = getattr(torch.optim, name)([parameter], lr=0.1, **options)
+        for seed in (1, 2, 3):
+            parameter.grad = random(48, torch.float32, device, seed=seed).reshape(2, 6, 2, 2)
+            parameter.grad = parameter.grad.to(memory_format=torch.channels_last)
+            fastamp.optimizer_step(optimizer, max_norm)
+            state = optimizer.state[parameter]  # as from a run of the plain format
+            state.update({name: each.contiguous() for name, each in state.items()})
+        results.append(parameter.detach().clone())
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
 def test_finite_float64_values_whose_squares_overflow_are_finite(backend, device):
     parameters = parameters_with(torch.full((3,), 1e300, dtype=torch.float64, device=device))
     scaler = fastamp.GradScaler(device)
