@@ -56,7 +56,7 @@ class MetricsTracker:
 
     Raises:
         TypeError: a sink is not callable.
-        ValueError: `capacity` is below 2.
+        ValueError: `capacity` is not an integer of at least 2.
 
     Example:
         >>> tracker = fastamp.MetricsTracker(sinks=[fastamp.JsonLines("metrics.jsonl")])
@@ -68,8 +68,9 @@ class MetricsTracker:
     """
 
     def __init__(self, capacity: int = 4096, sinks: Sequence[Sink] = ()) -> None:
-        if capacity < 2:
-            msg = f"capacity: expected at least 2, for the first and the last value, got {capacity}"
+        if not hasattr(capacity, "__index__") or capacity < 2:
+            expected = "an integer of at least 2, for the first and the last value"
+            msg = f"capacity: expected {expected}, got {capacity!r}"
             raise ValueError(msg)
         sinks = [*sinks]
         if not all(map(callable, sinks)):

@@ -81,8 +81,9 @@ def test_what_is_no_scalar_is_refused_and_leaves_nothing():
 
 
 def test_arguments_are_checked():
-    with pytest.raises(ValueError, match=r"capacity: expected at least 2, .* got 1"):
-        fastamp.MetricsTracker(1)
+    for wrong in (1, 1e4, math.nan, "9"):  # a state with 1e4 in it could not be loaded
+        with pytest.raises(ValueError, match=f"capacity: expected an integer.* got {wrong!r}"):
+            fastamp.MetricsTracker(wrong)
     with pytest.raises(TypeError, match=r"sinks: expected callables, got .*'a'\]"):
         fastamp.MetricsTracker(sinks=[print, "a"])
     sink = Collect()
