@@ -22,6 +22,7 @@ INTEGERS |= {"seed": 0, "num_workers": 0, "eval_every": 1, "log_every": 1}
 INTEGERS |= {"checkpoint_every": 1, "keep": 1}
 _KINDS: dict[str, Any] = {"loss_fn": Callable, "model_call": ModelCall, "tracker": MetricsTracker}
 _KINDS |= {"checkpoint_dir": str | os.PathLike, "use_amp": bool}
+_KINDS |= dict.fromkeys(["compile", "keep_best", "resume", "progress"], bool)
 _LARGEST = 2**63 - 1  # torch's integers have 64 bits
 
 
@@ -137,9 +138,10 @@ class TrainConfig:
         known = self.parallel is None or self._is_one_of("parallel", ("ddp", "fsdp"))
         self._check("parallel", "None, 'ddp' or 'fsdp'", fine=known)
         for name, kind in _KINDS.items():
-            value = getattr(self, name)
-            fine = value is None or isinstance(value, kind)
-            self._check(name, f"{getattr(kind, '__name__', 'a path')} or None", fine=fine)
+            value, or_none = getattr(self, name), getattr(type(self), name) is None
+            fine = isinstance(value, kind) or (or_none and value is None)
+            expected = f"{getattr(kind, '__name__', 'a path')}{' or None' if or_none else ''}"
+            self._check(name, expected, fine=fine)
         alone = self.loss_fn is None or self.model_call is None
         self._check("loss_fn", "None beside a model_call, which has its own", fine=alone)
         self._check("device", "an available device", fine=self._has_device())
