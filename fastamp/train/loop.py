@@ -68,7 +68,8 @@ def fine_tune(
             model's device has changed by then. Or all are damaged. Or one that is written could not
             be read back.
         OSError: a checkpoint cannot be written; the model and older checkpoints are unchanged.
-        TypeError: the data, or the model's output, cannot be trained on.
+        TypeError: `model` is no module, `config` no TrainConfig, or the data or the model's output
+            cannot be trained on.
         ValueError: there is no batch or no parameter to train, or shapes do not match.
 
     Example:
@@ -78,7 +79,11 @@ def fine_tune(
         >>> result.steps
         8
     """
-    config = config or TrainConfig()
+    config = TrainConfig() if config is None else config
+    for name, value, kind in (("model", model, nn.Module), ("config", config, TrainConfig)):
+        if not isinstance(value, kind):
+            msg = f"{name}: expected a {kind.__name__}, got {type(value).__name__}"
+            raise TypeError(msg)
     with join(config) as ranks, modes_kept(model):
         rng = rng_state([config.chosen_device])
         seed_all(config.seed, ranks.rank)

@@ -378,6 +378,10 @@ def test_data_that_cannot_be_trained_on_is_refused(data, fields, error, message)
         fine_tune(model, data, config=TrainConfig(**{"schedule": "constant", **fields}))
     with pytest.raises(ValueError, match="model: Dropout has no parameter that requires"):
         fine_tune(torch.nn.Dropout(), make_data())
+    with pytest.raises(TypeError, match="model: expected a Module, got function"):
+        fine_tune(make_model, make_data())
+    with pytest.raises(TypeError, match="config: expected a TrainConfig, got dict"):
+        fine_tune(model, make_data(), config={})
 
 
 def test_a_batch_from_a_gpu_has_arrived_when_it_is_trained_on_the_cpu():
