@@ -367,13 +367,15 @@ class Timer:
 
 def _device(device: str | torch.device | None) -> torch.device:
     """Return the device to time, with its index."""
-    has_cuda = torch.cuda.is_available()
-    chosen = torch.device(device or ("cuda" if has_cuda else "cpu"))
-    if chosen.type == "cpu":
-        return chosen
-    if chosen.type != "cuda":
-        msg = f"device: expected 'cpu' or a CUDA device, got {str(chosen)!r}"
+    has_cuda, kind = torch.cuda.is_available(), None
+    with contextlib.suppress(RuntimeError, TypeError):  # those of a name or type that torch refuses
+        chosen = torch.device(device or ("cuda" if has_cuda else "cpu"))
+        kind = chosen.type
+    if kind not in ("cpu", "cuda"):
+        msg = f"device: expected 'cpu' or a CUDA device, got {str(device)!r}"
         raise ValueError(msg)
+    if kind == "cpu":
+        return chosen
     if not has_cuda:
         msg = f"device={str(chosen)!r}: no CUDA device is available here"
         raise RuntimeError(msg)
