@@ -168,7 +168,7 @@ class GradScaler(Reading):
         if self._enabled:
             self._unscale_as_replaced(optimizers, states)
         settle(optimizers)
-        self._dropped = zero_grad
+        self._dropped = zero_grad = bool(zero_grad)
         steps = self._read_natively(optimizers, *args, **kwargs)
         if not self._enabled and max_norm is None:
             way = "native" if isinstance(steps, list) else f"torch's ({steps})"

@@ -296,6 +296,16 @@ def test_what_is_no_optimizer_is_refused_by_name(optimizer):
         fastamp.optimizer_step(optimizer)
 
 
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize(("given", "drops"), [("yes", True), ([], False)])
+def test_whether_to_zero_gradients_may_be_any_object(given, drops, max_norm, backend):
+    parameters = [torch.nn.Parameter(torch.ones(3))]
+    give(parameters)
+    optimizer = torch.optim.AdamW(parameters)
+    assert "native" in fastamp.optimizer_step(optimizer, max_norm, given).way
+    assert (parameters[0].grad is None) == drops
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_a_bare_step_is_native_too(name, backend):
     found = []
