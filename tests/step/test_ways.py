@@ -9,6 +9,7 @@ import torch
 from support.gradients import parameters_with
 from support.updates import RULES, SIZES, everything, give, make, scaler_of
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastamp
 
@@ -304,6 +305,30 @@ def test_whether_to_zero_gradients_may_be_any_object(given, drops, max_norm, bac
     optimizer = torch.optim.AdamW(parameters)
     assert "native" in fastamp.optimizer_step(optimizer, max_norm, given).way
     assert (parameters[0].grad is None) == drops
+
+
+class Operators(TorchDispatchMode):
+    """Lists the operators that torch runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, operator, _types, args=(), kwargs=None):
+        self.calls.append(operator)
+        return operator(*args, **(kwargs or {}))
+
+
+def test_a_bare_step_makes_no_tensor_until_its_report_is_read():
+    parameters = [torch.nn.Parameter(torch.ones(3))]
+    give(parameters)
+    optimizer = torch.optim.AdamW(parameters)
+    fastamp.optimizer_step(optimizer)  # makes the state
+    with Operators() as operators:
+        report = fastamp.optimizer_step(optimizer)
+    assert (report.way.startswith("native"), operators.calls) == (True, [])
+    assert (report.norm.isnan(), report.clip_coef, report.found_inf, report.scale) == (1, 1, 0, 1)
+    assert report.norm is report.norm
 
 
 @pytest.mark.parametrize("name", RULES)
