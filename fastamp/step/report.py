@@ -51,7 +51,7 @@ class StepReport:
 
     @cached_property
     def _stats(self) -> _ops.GradStats:
-        """Those of a step that found nothing: to make them takes a third of a small step."""
+        """Those of a step that read nothing; most programs never ask, so that none are made."""
         return _unread()
 
     @property

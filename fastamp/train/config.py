@@ -118,10 +118,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Check every field."""
         for name, least in INTEGERS.items():
-            value, or_none = getattr(self, name), getattr(type(self), name) is None
+            value = getattr(self, name)
             fine = type(value) is int and least <= value <= _LARGEST
-            expected = f"an integer from {least} to 2**63 - 1{' or None' if or_none else ''}"
-            self._check(name, expected, fine=fine or (or_none and value is None))
+            self._check_or_none(name, f"an integer from {least} to 2**63 - 1", fine=fine)
         for name, others in {"lr": (), "weight_decay": (0,), "max_norm": (None,)}.items():
             value = getattr(self, name)
             is_number = isinstance(value, (int, float))
@@ -138,10 +137,8 @@ class TrainConfig:
         known = self.parallel is None or self._is_one_of("parallel", ("ddp", "fsdp"))
         self._check("parallel", "None, 'ddp' or 'fsdp'", fine=known)
         for name, kind in _KINDS.items():
-            value, or_none = getattr(self, name), getattr(type(self), name) is None
-            fine = isinstance(value, kind) or (or_none and value is None)
-            expected = f"{getattr(kind, '__name__', 'a path')}{' or None' if or_none else ''}"
-            self._check(name, expected, fine=fine)
+            fine = isinstance(getattr(self, name), kind)
+            self._check_or_none(name, getattr(kind, "__name__", "a path"), fine=fine)
         alone = self.loss_fn is None or self.model_call is None
         self._check("loss_fn", "None beside a model_call, which has its own", fine=alone)
         self._check("device", "an available device", fine=self._has_device())
@@ -195,6 +192,12 @@ class TrainConfig:
         if not fine:
             msg = f"{name}: expected {expected}, got {getattr(self, name)!r}"
             raise ValueError(msg)
+
+    def _check_or_none(self, name: str, expected: str, *, fine: bool) -> None:
+        """Check a field that may be None if that is its default."""
+        if getattr(type(self), name) is None:
+            fine, expected = fine or getattr(self, name) is None, f"{expected} or None"
+        self._check(name, expected, fine=fine)
 
     def _is_one_of(self, name: str, known: Collection[str]) -> bool:
         value = getattr(self, name)

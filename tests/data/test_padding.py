@@ -189,3 +189,28 @@ def test_a_copy_of_a_subclass_keeps_its_attributes(copied):
     assert made.name == "text"
     assert made([{"ids": [1]}])["ids"].tolist() == [[1, 3]]
     assert made.slots is not collate.slots
+
+
+def test_what_padding_does_not_help_is_told_as_torch_tells_it(backend):
+    sparse = [torch.ones(2).to_sparse(), torch.ones(3).to_sparse()]
+    for samples in ([np.ones(2), None], [np.ones(2), {"x": 1}], sparse):
+        with pytest.raises(RuntimeError) as expected:
+            torch.utils.data.default_collate(samples)
+        with pytest.raises(RuntimeError) as caught:
+            fastamp.BatchCollator()(samples)
+        assert str(caught.value) == str(expected.value)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.parametrize("pad", [None, {"x": 0}])
+def test_nested_tensors_are_refused_by_name(layout, pad, backend):
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=layout)
+    with pytest.raises(RuntimeError, match=r"samples\[0\]\['x'\]: expected a tensor of one shape"):
+        fastamp.BatchCollator(pad)([{"x": nested}] * 2)
+    told = "not currently supported by the default collate_fn"  # as torch tells
+    with pytest.raises(RuntimeError, match=told):
+        fastamp.BatchCollator()([nested] * 2)
+    if layout is torch.strided:
+        with pytest.raises(RuntimeError, match=told):
+            torch.utils.data.default_collate([nested] * 2)
