@@ -127,12 +127,18 @@ def nonfinite_parameters(
         of NaN, the number of inf, and the index of the first of either in the flattened gradient
         (the whole gradient, also for a DTensor). `rank` is the rank that holds the values.
 
+    Raises:
+        TypeError: `module` is not a module.
+
     Example:
         >>> model = torch.nn.Linear(2, 1)
         >>> model(torch.tensor([[1.0, torch.inf]])).backward()
         >>> fastamp.nonfinite_parameters(model)
         [NonFinite(name='weight', n_nan=0, n_inf=1, first_index=1, rank=None)]
     """
+    if not hasattr(module, "named_parameters"):
+        msg = f"module: expected a torch.nn.Module, got {type(module).__name__}"
+        raise TypeError(msg)
     named = [(n, p.grad) for n, p in module.named_parameters() if p.grad is not None]
     finite = [_values_of(_ops.local_of(grad)).isfinite().all() for _, grad in named]
     found = [

@@ -143,7 +143,7 @@ class Timer:
         if self._device.type == "cuda":
             self._clock = DeviceClock(self._device, make_region, self._spans)
         begin = Extras(self._clock, self._spans).begin
-        always = trace or self._clock is not None
+        always = bool(trace) or self._clock is not None
         self._make: Callable[[str], Region] = lambda path: make_region(path, begin, always)
         self._root = self._make("")
         self._regions: dict[str, Region] = {}

@@ -30,13 +30,14 @@ class Batches:
 
     Raises:
         TypeError: `data` is no Dataset, tensors or iterable.
+        ValueError: it has no samples.
     """
 
     def __init__(
         self, name: str, data: Any, config: TrainConfig, ranks: Ranks, *, shuffle: bool
     ) -> None:
         self._name, self._device, self._n_ranks = name, config.chosen_device, ranks.count
-        self.loader: Any = _make_loader(data, config, ranks, shuffle=shuffle)
+        self.loader: Any = _make_loader(name, data, config, ranks, shuffle=shuffle)
         if not hasattr(self.loader, "__iter__"):
             kinds = "a Dataset, tensors, a DataLoader or an iterable of batches"
             msg = f"{name}: expected {kinds}, got {type(data).__name__}"
@@ -149,13 +150,16 @@ def _first(n: int, tensor: torch.Tensor) -> torch.Tensor:
     return tensor[:n] if tensor.ndim else tensor
 
 
-def _make_loader(data: Any, config: TrainConfig, ranks: Ranks, *, shuffle: bool) -> Any:
+def _make_loader(name: str, data: Any, config: TrainConfig, ranks: Ranks, *, shuffle: bool) -> Any:
     if isinstance(data, (tuple, dict)):
         with suppress(TypeError):  # if some of them are no arrays
             data = ArrayDataset(*data) if isinstance(data, tuple) else ArrayDataset(data)
     is_sized = hasattr(data, "__getitem__") and not isinstance(data, (list, tuple, dict))
     if not (is_sized or isinstance(data, Dataset)):
         return data
+    if not isinstance(data, IterableDataset) and hasattr(data, "__len__") and not len(data):
+        msg = f"{name}: has no samples"
+        raise ValueError(msg)
     is_shared = ranks.mode is not None and not isinstance(data, IterableDataset)
     return DataLoader(
         data,

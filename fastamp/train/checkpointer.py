@@ -5,8 +5,9 @@ import math
 import operator
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from fastamp.train.ranks import Ranks
 from fastamp.train.signals import Signals
 from fastamp.train.weights import copied, save_weights
 
+T = TypeVar("T")
 _EXCHANGE_EVERY = 10  # steps, after which ranks tell each other of a signal
 
 
@@ -59,7 +61,7 @@ class Checkpointer:
 
     Raises:
         OSError: the folder cannot be made or written to.
-        TypeError: a part has no `state_dict` or `load_state_dict`.
+        TypeError: `folder` is no path, or a part has no `state_dict` or `load_state_dict`.
         ValueError: `keep`, `best` or `in_thread` is wrong, or the name of a part is taken.
 
     Example:
@@ -94,13 +96,15 @@ class Checkpointer:
         in_thread: bool = False,
         **parts: Any,
     ) -> None:
+        folder = _as(os.fspath, "folder", folder, "a path")
         parts = {"loader": loader, "scaler": scaler, "scheduler": scheduler, **parts}
         parts = {name: part for name, part in parts.items() if part is not None}
         has_ranks = dist.is_available() and dist.is_initialized()
         ranks = Ranks("ddp", dist.get_rank(), dist.get_world_size()) if has_ranks else Ranks()
         _check_arguments(model, optimizer, parts)
         _expect("keep", keep, "an integer of at least 1", fine=type(keep) is int and keep > 0)
-        _expect("best", best, "None, 'min' or 'max'", fine=best in SIGNS)
+        fine = best in [*SIGNS]  # a list may not be looked up in a dict
+        _expect("best", best, "None, 'min' or 'max'", fine=fine)
         alone = not (in_thread and has_ranks)
         _expect("in_thread", in_thread, "False where torch.distributed is initialized", fine=alone)
         words = {"argument": "folder", "anew": "another folder starts anew"}
@@ -134,11 +138,13 @@ class Checkpointer:
                 the other checkpoints are unchanged.
             CheckpointError: a state holds an object that could not be read back, since it is
                 neither a tensor nor a plain value. The other checkpoints are unchanged.
-            ValueError: the folder has a checkpoint of a later step, which was not restored.
+            TypeError: `step` is no integer, or `metric` no number.
+            ValueError: the folder has a checkpoint of a later step, which was not restored; or
+                `step` or `every` is too small.
         """
-        step = operator.index(step)
-        newest = max(self._files.newest_step, self._thread_step)
         expected = "an integer of at least 0"
+        step = _as(operator.index, "step", step, expected)
+        newest = max(self._files.newest_step, self._thread_step)
         if newest > step >= 0:
             expected = f"at least {newest}, the newest checkpoint's, which restore() resumes"
         _expect("step", step, expected, fine=step >= max(newest, 0))
@@ -241,7 +247,8 @@ class Checkpointer:
         self.wait()
         if isinstance(metric, Tensor):
             metric = metric.detach()
-        state = self._keeper.state(step, metric=math.nan if metric is None else float(metric))
+        number = math.nan if metric is None else _as(float, "metric", metric, "a number")
+        state = self._keeper.state(step, metric=number)
         if not self._in_thread:
             self._keeper.write(state)
             return
@@ -274,6 +281,15 @@ def _check_arguments(model: Any, optimizer: Any, parts: dict[str, Any]) -> None:
             wanted = f"expected an object with state_dict and load_state_dict{remedy}"
             msg = f"{name}: {wanted}, got {type(part).__name__}"
             raise TypeError(msg)
+
+
+def _as(convert: Callable[[Any], T], name: str, value: Any, expected: str) -> T:
+    """Convert an argument, or raise a TypeError that names it."""
+    try:
+        return convert(value)
+    except (TypeError, ValueError) as error:
+        msg = f"{name}: expected {expected}, got {value!r}"
+        raise TypeError(msg) from error
 
 
 def _expect(name: str, value: Any, expected: str, *, fine: bool) -> None:

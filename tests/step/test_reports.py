@@ -68,3 +68,9 @@ def test_neighbours_may_have_taken_different_numbers_of_steps(name, backend):
         counts = {float(state["step"]) for state in optimizer.state.values()}
         assert len(counts) > 1
     assert found[0] == found[1]
+
+
+def test_what_is_no_module_is_refused_by_name():
+    for find in (fastamp.nonfinite_parameters, fastamp.GradScaler("cpu").nonfinite_parameters):
+        with pytest.raises(TypeError, match=r"module: expected a torch\.nn\.Module, got int"):
+            find(3)

@@ -218,6 +218,13 @@ def test_a_device_without_a_clock_is_refused(device, error, message, monkeypatch
         pass
 
 
+def test_trace_counts_by_its_truth(backend):
+    timer = Timer("cpu", trace="yes")
+    with timer("x"):
+        pass
+    assert timer.summary()["x"].count == 1
+
+
 @pytest.mark.parametrize(("name", "most"), [("cpu", 2), ("fallback", 6)])
 def test_a_region_runs_few_functions(name, most):
     """The bench measures what a region costs; this counts, which no other process can change."""

@@ -421,14 +421,21 @@ def test_weights_alone_are_safetensors_of_tied_tensors_too(tmp_path):
         ({"rng": make_model()}, ValueError, "rng: expected another name"),
         ({"keep": 0}, ValueError, "keep: expected an integer of at least 1, got 0"),
         ({"best": "loss"}, ValueError, "best: expected None, 'min' or 'max', got 'loss'"),
+        ({"best": []}, ValueError, "best: expected None, 'min' or 'max', got "),
+        ({"folder": None}, TypeError, "folder: expected a path, got None"),
     ],
     ids=str,
 )
 def test_wrong_arguments_are_refused_by_name(options, error, text, tmp_path):
     with pytest.raises(error, match=text):
-        fastamp.Checkpointer(tmp_path / "run", **({"model": make_model()} | options))
+        fastamp.Checkpointer(**({"folder": tmp_path / "run", "model": make_model()} | options))
     assert names(tmp_path) == []
     checkpointer = fastamp.Checkpointer(tmp_path, model=make_model())
     for step, every, problem in [(-1, None, "step: .*0, got -1"), (1, 0, "every: .*1, got 0")]:
         with pytest.raises(ValueError, match=problem):
             checkpointer.save(step, every=every)
+    with pytest.raises(TypeError, match="step: expected an integer of at least 0, got 'x'"):
+        checkpointer.save("x")
+    with pytest.raises(TypeError, match="metric: expected a number, got 'low'"):
+        checkpointer.save(1, metric="low")
+    assert names(tmp_path) == []
