@@ -13,7 +13,7 @@ from fastamp import _ops
 from fastamp._ops import Clip, Held
 from fastamp.step.arguments import check_optimizer
 from fastamp.step.fused import is_fused, parameters_of
-from fastamp.step.report import StepReport, unmeasured
+from fastamp.step.report import StepReport, unread
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -167,10 +167,10 @@ class Reading(torch.amp.GradScaler):
         stats: _ops.GradStats | None = states[0].get("stats")
         # Those of separate `unscale_` calls are each of one optimizer.
         if stats is None or any(state.get("stats") is not stats for state in states):
-            self.last_step = unmeasured(way, found_inf, self._loss_scale())
-        else:
-            stats = stats if found_inf is None else stats.replace(found_inf=found_inf)
-            self.last_step = StepReport(stats, way)
+            stats = unread(found_inf, self._loss_scale())
+        elif found_inf is not None:
+            stats = stats.replace(found_inf=found_inf)
+        self.last_step = StepReport(stats, way)
         return self.last_step
 
     def _counter(self, device: torch.device) -> Tensor:

@@ -1,7 +1,5 @@
 """What a step found: its report, and the gradients that are not finite."""
 
-from functools import cached_property
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _statistic(name: str) -> Any:
-    return property(attrgetter(f"_stats.{name}"))
+    return property(lambda report: getattr(report._stats or unread(), name))
 
 
 class StepReport:
@@ -41,18 +39,12 @@ class StepReport:
     """The loss scale of this step; 1 without scaling."""
 
     def __init__(self, stats: _ops.GradStats | None, way: str) -> None:
-        if stats is not None:
-            self._stats = stats
+        self._stats = stats  # most programs never ask a step that read nothing
         self.way = way
         """How the step was made, and why not faster: "native", in one pass of fastamp's own;
         "folded" into torch's fused kernels; or "in place: AdamW is not fused (foreach=True)". It
         also says if the fallback read gradients, as on a GPU that this build has no code for, and
         if nothing was read: "native, bare: neither scaling nor max_norm"."""
-
-    @cached_property
-    def _stats(self) -> _ops.GradStats:
-        """Those of a step that read nothing; most programs never ask, so that none are made."""
-        return _unread()
 
     @property
     def skipped(self) -> bool:
@@ -95,15 +87,8 @@ class NonFinite(_Counts):
         return f"{super().__repr__()[:-1]}, rank={self.rank})"
 
 
-def unmeasured(
-    way: str, found_inf: Tensor | None = None, scale: Tensor | None = None
-) -> StepReport:
-    """Report a step that did not read the gradients."""
-    is_known = found_inf is not None or scale is not None
-    return StepReport(_unread(found_inf, scale) if is_known else None, way)
-
-
-def _unread(found_inf: Tensor | None = None, scale: Tensor | None = None) -> _ops.GradStats:
+def unread(found_inf: Tensor | None = None, scale: Tensor | None = None) -> _ops.GradStats:
+    """Return the statistics of a step that did not read the gradients."""
     found_inf = torch.zeros(()) if found_inf is None else found_inf
     nan, one = torch.full_like(found_inf, torch.nan), torch.ones_like(found_inf)
     return _ops.GradStats([nan, found_inf, one, one, one, one if scale is None else scale])

@@ -17,7 +17,7 @@ from fastamp.step.by_torch import step_by_torch
 from fastamp.step.clip import torch_clip_grad_norm_
 from fastamp.step.fused import call_step, is_fused, parameters_of, share_parameters
 from fastamp.step.reading import Reading, join_flags, join_flags_of, refuse_float16
-from fastamp.step.report import NonFinite, StepReport, nonfinite_parameters, unmeasured
+from fastamp.step.report import NonFinite, StepReport, nonfinite_parameters
 from fastamp.step.schedule import Schedulers, advance, check_schedulers, settle
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class GradScaler(Reading):
         # Weak references to objects to notify after every step and update; see fastamp.metrics.
         self._observers: list[Callable[[], Any]] = []
         self._dropped = False  # whether the last step had zero_grad=True
-        self.last_step: StepReport = unmeasured("no step yet")
+        self.last_step: StepReport = StepReport(None, "no step yet")
         """What the last call of `step` found."""
 
     @property
@@ -172,7 +172,7 @@ class GradScaler(Reading):
         steps = self._read_natively(optimizers, *args, **kwargs)
         if not self._enabled and max_norm is None:
             way = "native" if isinstance(steps, list) else f"torch's ({steps})"
-            self.last_step = unmeasured(f"{way}, bare: neither scaling nor max_norm")
+            self.last_step = StepReport(None, f"{way}, bare: neither scaling nor max_norm")
             results = _step_bare(optimizers, steps, self.last_step, zero_grad, *args, **kwargs)
             advance(schedulers, optimizers, self.last_step)
             return results if several else results[0]
@@ -310,7 +310,7 @@ class GradScaler(Reading):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Load the state, with no report of a last step."""
         super().__setstate__(state)
-        self.last_step = unmeasured("no step yet")
+        self.last_step = StepReport(None, "no step yet")
 
     def _unscale_as_replaced(
         self, optimizers: list[Optimizer], states: list[dict[str, Any]]

@@ -96,15 +96,13 @@ class Checkpointer:
         in_thread: bool = False,
         **parts: Any,
     ) -> None:
-        folder = _as(os.fspath, "folder", folder, "a path")
         parts = {"loader": loader, "scaler": scaler, "scheduler": scheduler, **parts}
         parts = {name: part for name, part in parts.items() if part is not None}
         has_ranks = dist.is_available() and dist.is_initialized()
         ranks = Ranks("ddp", dist.get_rank(), dist.get_world_size()) if has_ranks else Ranks()
-        _check_arguments(model, optimizer, parts)
+        _check_arguments(folder, model, optimizer, parts)
         _expect("keep", keep, "an integer of at least 1", fine=type(keep) is int and keep > 0)
-        fine = best in [*SIGNS]  # a list may not be looked up in a dict
-        _expect("best", best, "None, 'min' or 'max'", fine=fine)
+        _expect("best", best, "None, 'min' or 'max'", fine=best in [*SIGNS])  # may be a list
         alone = not (in_thread and has_ranks)
         _expect("in_thread", in_thread, "False where torch.distributed is initialized", fine=alone)
         words = {"argument": "folder", "anew": "another folder starts anew"}
@@ -266,8 +264,11 @@ class Checkpointer:
             logging.getLogger(__name__).error("%s", error)  # noqa: TRY400 - there may be no call
 
 
-def _check_arguments(model: Any, optimizer: Any, parts: dict[str, Any]) -> None:
-    kinds: dict[str, Any] = {"model": (model, nn.Module, "a torch.nn.Module")}
+def _check_arguments(folder: Any, model: Any, optimizer: Any, parts: dict[str, Any]) -> None:
+    kinds: dict[str, Any] = {
+        "folder": (folder, (str, os.PathLike), "a path"),
+        "model": (model, nn.Module, "a torch.nn.Module"),
+    }
     if optimizer is not None:
         kinds["optimizer"] = (optimizer, Optimizer, "a torch.optim.Optimizer or None")
     for name, (value, kind, expected) in kinds.items():

@@ -46,9 +46,10 @@ def test_a_look_at_a_report_in_fake_tensor_mode_leaves_its_values(backend, devic
     [weight] = parameters_with(torch.zeros(2, device=device))
     weight.grad = torch.tensor([3.0, 4.0], device=device)
     report = fastamp.optimizer_step(torch.optim.SGD([weight]), max_norm=5.0)
+    bare = fastamp.optimizer_step(torch.optim.SGD([weight]))
     with FakeTensorMode(allow_non_fake_inputs=True):
-        repr(report)
-    assert report.norm.item() == 5.0
+        repr((report, bare))
+    assert (report.norm.item(), bare.norm.isnan().item()) == (5.0, True)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adagrad", "adam, amsgrad"])

@@ -422,7 +422,7 @@ def test_weights_alone_are_safetensors_of_tied_tensors_too(tmp_path):
         ({"keep": 0}, ValueError, "keep: expected an integer of at least 1, got 0"),
         ({"best": "loss"}, ValueError, "best: expected None, 'min' or 'max', got 'loss'"),
         ({"best": []}, ValueError, "best: expected None, 'min' or 'max', got "),
-        ({"folder": None}, TypeError, "folder: expected a path, got None"),
+        ({"folder": None}, TypeError, "folder: expected a path, got NoneType"),
     ],
     ids=str,
 )
