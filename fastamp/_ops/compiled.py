@@ -17,6 +17,7 @@ from fastamp import _native
 from fastamp._ops.host_types import Column, Images, Windows
 from fastamp._ops.types import Apply, Clip, GradStats, Reduced, RegionMaker, Rule
 
+_CPU = torch.device("cpu")
 _NORM_TYPES = {
     1.0: _native.NormType.L1,
     2.0: _native.NormType.L2,
@@ -77,7 +78,7 @@ class CompiledPack:
 
     def grad_stats(self, norm_type: float, clip: Clip) -> GradStats:
         """Read every element once, on CUDA in two launches, or three where float64 is slow."""
-        work = None if self.device.type == "cpu" else self._allocate_work()
+        work = None if self.device == _CPU else self._allocate_work()
         stats = torch.empty(_native.NUM_STATS, dtype=torch.float32, device=self.device)
         threads = torch.get_num_threads()
         self._table.grad_stats(self._packed, _NORM_TYPES[norm_type], *clip, work, stats, threads)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fastamp._ops.parts import Parts
 
 _Notify: TypeAlias = Callable[[StepReport], None] | None
+_CPU = torch.device("cpu")
 _ZERO_GRAD = Optimizer.zero_grad
 _RULES = {Adam: Rule.ADAM, AdamW: Rule.ADAMW, SGD: Rule.SGD, Adagrad: Rule.ADAGRAD}
 _updates: "WeakKeyDictionary[Optimizer, tuple[_ops.Ops, torch.device, Update]]" = (
@@ -123,18 +124,18 @@ def _check(optimizer: Optimizer) -> _Notify | str:
 
 def _update_of(optimizer: Optimizer, rule: Rule) -> Update | str:
     """Return the optimizer's `Update`, kept between steps; or say why torch has to step."""
-    params = next(iter(optimizer.param_groups), {"params": ()})["params"]
-    device = params[0].device if params else torch.device("cpu")
+    params = optimizer.param_groups[0]["params"] if optimizer.param_groups else ()
+    device = params[0].device if params else _CPU
     ops = _ops.ops_for(device)
     if _ops.clones_what_is_written():
         return "allow_mutation_on_saved_tensors is on"
-    if device.type != "cpu":
+    if device != _CPU:
         if ops is _ops.FALLBACK:  # it would wait for the device
             return f"torch's kernels update on {device.type}"
         if torch.cuda.is_current_stream_capturing():
             return "a graph captures the step"
     known = _updates.get(optimizer)
-    if known is None or known[:2] != (ops, device):
+    if known is None or known[0] is not ops or known[1] != device:
         if known is not None:
             known[2].settle(optimizer.state)
         known = _updates[optimizer] = (ops, device, ops.update(rule, device))
