@@ -49,6 +49,7 @@ class Batches:
         self._has_state = False
         with suppress(AttributeError, TypeError):  # a loader without a state, or its dataset
             self._has_state = self.loader.state_dict() is not None
+        self._first_draws = [(one, one.get_state()) for one in self._own_generators()]
         self._n_consumed = 0  # in this pass
         self._rng_at_start: dict[str, Any] | None = None  # of this pass
         self._is_resumed = False
@@ -77,6 +78,20 @@ class Batches:
             msg = f"{self._name}: no {missing}; an iterator can be read only once"
             raise ValueError(msg)
         self._n_consumed = 0
+
+    def rewind(self, training: "Batches") -> None:
+        """Let the next pass have the first one's order, wherever the run was resumed.
+
+        What `training` draws from is left as it is.
+        """
+        if self.loader is training.loader:
+            return
+        if isinstance(self.loader, DataLoader):
+            self.loader.set_epoch(0)
+        shared = training._own_generators()
+        for generator, state in self._first_draws:
+            if not any(generator is one for one in shared):
+                generator.set_state(state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch delivered."""

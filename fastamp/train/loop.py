@@ -56,7 +56,8 @@ def fine_tune(
         train_data: a Dataset or tensors (one, or a tuple or dict of them), which are shuffled; a
             DataLoader; or any iterable of batches, such as a list. See `ModelCall.split` on
             batches.
-        val_data: as `train_data`, but not shuffled; None evaluates nothing.
+        val_data: as `train_data`, but not shuffled; None evaluates nothing. A loader that shuffles
+            by a seed or a generator of its own has the same order in each evaluation.
         config: None is `TrainConfig()`.
 
     Returns:
@@ -227,6 +228,7 @@ class _Loop(Run):
     def _evaluate(self) -> None:
         if self.held_out is None:
             return
+        self.held_out.rewind(self.data)
         total, n_samples = torch.zeros((2,), dtype=torch.float64, device=self.device)
         with self.timer("evaluate"), modes_kept(self.model):
             self.model.eval()

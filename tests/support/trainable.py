@@ -66,7 +66,7 @@ def act_at(step, action, loss_fn=loud, *, accumulate=2):
     return loss
 
 
-def run(folder=None, data=None, model=None, **fields):
+def run(folder=None, data=None, model=None, held_out=None, **fields):
     """Train with a live scaler that overflows at first, dropout, accumulation and a schedule."""
     settings = {"max_steps": 40, "batch_size": 8, "accumulate": 2, "warmup_steps": 5, "lr": 0.01}
     settings |= {"precision": "16-mixed", "checkpoint_every": 3, "checkpoint_dir": folder}
@@ -74,7 +74,8 @@ def run(folder=None, data=None, model=None, **fields):
     config = fastamp.TrainConfig(**(settings | fields))
     model = make_model() if model is None else model
     data = make_data() if data is None else data
-    return model, fastamp.fine_tune(model, data, make_data(20), config)
+    held_out = make_data(20) if held_out is None else held_out
+    return model, fastamp.fine_tune(model, data, held_out, config)
 
 
 class Loop:

@@ -135,6 +135,52 @@ def test_a_run_that_crashed_after_an_epoch_goes_on_to_the_bit(kind, tmp_path):
     assert outcome(*run(tmp_path, DATA[kind](), **fields)) == expected
 
 
+SHUFFLED = {
+    "seed": lambda data: fastamp.DataLoader(data, 4, shuffle=True, seed=5),
+    "generator": lambda data: fastamp.DataLoader(data, 4, shuffle=True, generator=generator()),
+    "no seed": lambda data: fastamp.DataLoader(data, 4, shuffle=True),
+    "torch's with a generator": lambda data: DataLoader(
+        data, 4, shuffle=True, generator=generator()
+    ),
+    "torch's": lambda data: DataLoader(data, 4, shuffle=True),
+}
+
+
+@pytest.mark.parametrize("kind", SHUFFLED)
+def test_a_resumed_run_evaluates_shuffled_data_to_the_bit(kind, tmp_path):
+    fields = {"epochs": 3, "checkpoint_every": None, "schedule": "constant"}
+    fields |= {"max_steps": None, "warmup_steps": 0}
+
+    def held_out():
+        return SHUFFLED[kind](TensorDataset(*make_data(20)))
+
+    expected = outcome(*run(held_out=held_out(), **fields))
+    with pytest.raises(CrashError):
+        run(tmp_path, held_out=held_out(), loss_fn=act_at(8, crash), **fields)
+    assert len(names(tmp_path)) == 1
+    assert outcome(*run(tmp_path, held_out=held_out(), **fields)) == expected
+
+
+@pytest.mark.parametrize("shared", ["generator", "loader"])
+def test_an_evaluation_leaves_the_order_of_what_training_draws_from(shared):
+    trained_on = []
+
+    class Noted(TensorDataset):
+        def __getitem__(self, index):
+            if torch.is_grad_enabled():
+                trained_on.append(index)
+            return super().__getitem__(index)
+
+    if shared == "loader":
+        data = held_out = fastamp.DataLoader(Noted(*make_data()), 16, shuffle=True, seed=1)
+    else:
+        source = generator()
+        data = DataLoader(Noted(*make_data()), 16, shuffle=True, generator=source)
+        held_out = DataLoader(DATASET, 16, shuffle=True, generator=source)
+    run(data=data, held_out=held_out, epochs=3, max_steps=None, checkpoint_every=None)
+    assert len({tuple(trained_on[i : i + 96]) for i in (0, 96, 192)}) == 3
+
+
 def test_an_epoch_whose_last_step_is_short_is_counted_once(tmp_path):
     fields = {"max_steps": None, "epochs": 3, "accumulate": 5}  # of 12 batches
     expected = outcome(*run(**fields))
