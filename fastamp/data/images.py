@@ -200,7 +200,8 @@ def _find_images(root: str, classes: list[str]) -> Iterator[tuple[str, int]]:
 
 
 def _check_size(size: Any) -> tuple[int, int]:
-    pair = tuple(size) if isinstance(size, Sequence) and not isinstance(size, str) else (size, size)
+    is_pair = isinstance(size, Sequence) and not isinstance(size, str | bytes)
+    pair = tuple(size) if is_pair else (size, size)
     if len(pair) != 2:
         msg = f"size: expected a number, or height and width, got {size!r}"
         raise ValueError(msg)

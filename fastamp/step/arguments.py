@@ -6,6 +6,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 # A scaler's state: the type and largest value of each entry. The scale is a float32, the tracker an
 # int32.
@@ -48,6 +49,14 @@ def above_zero(name: str, value: float) -> float:
         msg = f"{name}: expected a number above 0, got {value!r}"
         raise ValueError(msg)
     return number
+
+
+def check_group(group: Any) -> None:
+    """Raise a TypeError if `process_group` is neither None nor a group that this rank is in."""
+    if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        return
+    msg = f"process_group: expected None or a process group with this rank in it, got {group!r}"
+    raise TypeError(msg)
 
 
 def check_state(state: Any) -> None:

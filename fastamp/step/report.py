@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fastamp import _ops
+from fastamp.step.arguments import check_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -113,7 +114,7 @@ def nonfinite_parameters(
         (the whole gradient, also for a DTensor). `rank` is the rank that holds the values.
 
     Raises:
-        TypeError: `module` is not a module.
+        TypeError: `module` is not a module, or `process_group` not a process group.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -124,6 +125,7 @@ def nonfinite_parameters(
     if not hasattr(module, "named_parameters"):
         msg = f"module: expected a torch.nn.Module, got {type(module).__name__}"
         raise TypeError(msg)
+    check_group(process_group)
     named = [(n, p.grad) for n, p in module.named_parameters() if p.grad is not None]
     finite = [_values_of(_ops.local_of(grad)).isfinite().all() for _, grad in named]
     found = [

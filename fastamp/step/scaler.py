@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fastamp import _ops
 from fastamp.step import native
-from fastamp.step.arguments import above_zero, as_bound, check_state
+from fastamp.step.arguments import above_zero, as_bound, check_group, check_state
 from fastamp.step.by_torch import step_by_torch
 from fastamp.step.clip import torch_clip_grad_norm_
 from fastamp.step.fused import call_step, is_fused, parameters_of, share_parameters
@@ -54,6 +54,7 @@ class GradScaler(Reading):
 
     Raises:
         ValueError: a scale is not a number above 0, or `init_scale` not between the two bounds.
+        TypeError: `process_group` is not a process group, or this rank is not in it.
 
     Example:
         >>> model = torch.nn.Linear(4, 1)
@@ -91,6 +92,7 @@ class GradScaler(Reading):
             raise ValueError(msg)
         self._min_scale = None if min_scale is None else low
         self._max_scale = None if max_scale is None else high
+        check_group(process_group)
         self.process_group = process_group
         self._skipped: dict[torch.device, Tensor] = {}
         self._skipped_before = 0  # by the instance that this one was unpickled from

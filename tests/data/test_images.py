@@ -137,6 +137,7 @@ def test_a_folder_without_images_is_refused_by_name(tmp_path):
         ({"size": 0}, "size: expected an integer of at least 1, got 0"),
         ({"size": True}, "size: expected an integer of at least 1, got True"),
         ({"size": "4"}, "size: expected an integer of at least 1, got '4'"),
+        ({"size": b"44"}, "size: expected an integer of at least 1, got b'44'"),
         ({"size": None}, "size: expected an integer of at least 1, got None"),
         ({"size": np.array([4, 4])}, "size: expected an integer of at least 1, got array([4, 4])"),
         ({"size": (4, 4, 3)}, "size: expected a number, or height and width, got (4, 4, 3)"),

@@ -12,6 +12,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from support import ranks, shard_cases, shard_trainings
 from support.bits import assert_close
 from support.training import OPTIMIZERS
@@ -283,12 +284,21 @@ def test_bad_values_of_plain_parts_are_named_for_all_in_a_process_group(four):
 
 
 def test_a_copied_or_pickled_scaler_leaves_its_process_group_behind():
-    group = object()
+    group = dist.ProcessGroup(0, 1)
     scaler = fastamp.GradScaler("cpu", process_group=group)
     assert scaler.process_group is group
     for copied in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
         assert copied.process_group is None
     assert set(scaler.state_dict()) == set(torch.amp.GradScaler("cpu").state_dict())
+
+
+def test_what_is_no_process_group_is_refused():
+    """A rank outside of a new group gets a placeholder in its place."""
+    for group in (3, dist.GroupMember.NON_GROUP_MEMBER):
+        with pytest.raises(TypeError, match="process_group: expected None or a process group"):
+            fastamp.GradScaler("cpu", process_group=group)
+        with pytest.raises(TypeError, match="process_group: expected None or a process group"):
+            fastamp.nonfinite_parameters(torch.nn.Linear(1, 1), group)
 
 
 def test_the_bench_starts_ranks_compares_and_leaves_none_behind(capsys, monkeypatch):
