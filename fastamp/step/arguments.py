@@ -30,8 +30,8 @@ def as_bound(name: str, value: float) -> float:
     """Return a bound such as `max_norm` as a float of at least 0, or raise an error naming it."""
     try:
         bound = float(value)
-    except (TypeError, ValueError) as error:
-        msg = f"{name}: expected a number, got {value!r}"
+    except (TypeError, ValueError, OverflowError) as error:
+        msg = f"{name}: expected a number, got {value!r:.200}"
         raise TypeError(msg) from error
     if not bound >= 0:
         msg = f"{name}: expected a number of at least 0, got {value!r}"
@@ -39,14 +39,14 @@ def as_bound(name: str, value: float) -> float:
     return bound
 
 
-def above_zero(name: str, value: float) -> float:
+def above_zero(name: str, value: Any) -> float:
     """Return an argument as a float above 0, or raise an error that names it."""
     try:
-        number = float(value)
-    except (TypeError, ValueError):
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not number > 0:
-        msg = f"{name}: expected a number above 0, got {value!r}"
+        msg = f"{name}: expected a number above 0, got {value!r:.200}"
         raise ValueError(msg)
     return number
 

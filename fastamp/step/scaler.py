@@ -1,4 +1,4 @@
-"""torch's GradScaler with one read of the gradients and no wait for the device."""
+"""torch's GradScaler with one read of the gradients before the update, and no wait."""
 
 import math
 from collections import defaultdict
@@ -147,8 +147,9 @@ class GradScaler(Reading):
             What `optimizer.step` returned, in a list for several; None where it was not called.
 
         Raises:
-            RuntimeError: a closure was given, or `step` was called twice since the last `update`,
-                or some optimizers of a list have been unscaled and others not.
+            RuntimeError: `closure=` was given to an enabled scaler, or any closure with `max_norm`;
+                or `step` was called twice since the last `update`, or some optimizers of a list
+                have been unscaled and others not.
             TypeError: `optimizer` is not an optimizer, or `max_norm` is not a number; or torch has
                 to step one of several optimizers, e.g. because its gradients are of a tensor
                 subclass other than DTensor; or `scheduler` is not a scheduler, or is a
@@ -196,7 +197,8 @@ class GradScaler(Reading):
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """Unscale the gradients, check them and clip them, in place, for use before the step.
 
-        If a gradient is not finite they are only unscaled, and `step` will skip.
+        If a gradient is not finite they are only unscaled, and `step` will skip; that of a scaler
+        that is not enabled skips only with a `max_norm` of its own.
 
         Args:
             optimizer: owns the gradients; they may have been unscaled already.
@@ -224,7 +226,7 @@ class GradScaler(Reading):
             refuse_float16(packed)
         clip = self._clip(packed.device, state, max_norm)
         stats = self._record([state], packed.device, self._measure(packed, clip), clip)
-        packed.rescale_(stats.factor)
+        self._rescale_(packed, stats.factor, stats.found_inf)
         state["stage"] = OptState.UNSCALED
         return stats.norm
 

@@ -87,6 +87,19 @@ def test_without_scaling_a_step_clips_and_skips(backend, device, bad, name):
         torch.testing.assert_close(parameters[0].grad, grad / 2, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_without_scaling_gradients_that_are_not_finite_are_not_clipped(backend, device, bad):
+    (parameter,) = parameters_with(torch.tensor([1.0, bad, 2.0], device=device))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    scaler = fastamp.GradScaler(device, enabled=False)
+    before, grad = parameter.detach().clone(), parameter.grad.clone()
+    assert not scaler.clip_grad_norm_(optimizer, 0.5).isfinite()
+    torch.testing.assert_close(parameter.grad, grad, rtol=0, atol=0, equal_nan=True)
+    scaler.step(optimizer, max_norm=0.5)
+    assert scaler.last_step.skipped
+    assert torch.equal(parameter, before)
+
+
 def test_without_scaling_and_clipping_the_step_is_the_optimizers(backend, device):
     parameters = parameters_with(torch.tensor([math.nan, 1.0], device=device))
     scaler = fastamp.GradScaler(device, enabled=False)
@@ -281,6 +294,8 @@ def test_clipping_after_the_step_is_refused(backend, device):
         ({"max_scale": 0.0}, "max_scale: expected a number above 0, got 0.0"),
         ({"max_scale": math.nan}, "max_scale: expected a number above 0, got nan"),
         ({"init_scale": "x"}, "init_scale: expected a number above 0, got 'x'"),
+        ({"init_scale": "8"}, "init_scale: expected a number above 0, got '8'"),
+        ({"max_scale": 10**400}, "max_scale: expected a number above 0, got 1000"),
         ({"init_scale": None}, "init_scale: expected a number above 0, got None"),
         ({"init_scale": 2.0, "min_scale": 4.0}, "init_scale: expected min_scale=4.0 <= 2.0"),
         ({"init_scale": 2.0, "max_scale": 1.0}, "init_scale: expected .* <= max_scale=1.0"),
