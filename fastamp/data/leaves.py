@@ -160,10 +160,15 @@ class TensorLeaf(Leaf):
 
     def _element(self, pad: float, dtype: torch.dtype) -> Tensor:
         """Return the padding as an element of the leaf."""
-        element = torch.tensor(pad, device=_CPU).to(dtype)
-        real = dtype.is_floating_point or dtype.is_complex
-        holds = bool(element.isfinite()) if real else element.item() == pad
-        if not holds and math.isfinite(pad):
+        try:
+            element = torch.tensor(pad, dtype=dtype, device=_CPU)
+        except (RuntimeError, TypeError, ValueError, OverflowError):
+            holds = False
+        else:
+            real = dtype.is_floating_point or dtype.is_complex
+            is_kept = bool(element.isfinite()) or not math.isfinite(pad)
+            holds = is_kept if real else element.item() == pad
+        if not holds:
             msg = f"pad={pad!r} for {place(0, self._keys)}: {dtype} does not hold it"
             raise ValueError(msg)
         return element

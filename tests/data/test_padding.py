@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import pickle
 import re
 
@@ -157,6 +158,9 @@ def test_padding_needs_one_number_of_dimensions(backend):
         ({"ids": 0}, [{"ids": [1, [2]]}], TypeError, "expected lists of numbers of one depth"),
         (0.5, [torch.ones(1, dtype=torch.int64)], ValueError, "torch.int64 does not hold it"),
         (-1, [torch.ones(1, dtype=torch.uint8)], ValueError, "torch.uint8 does not hold it"),
+        (math.inf, [torch.ones(1, dtype=torch.int32)], ValueError, "torch.int32 does not hold it"),
+        (math.nan, [[1], [1, 2]], ValueError, "torch.int64 does not hold it"),
+        (2**63, [[1]], ValueError, "pad=9223372036854775808 for samples[0]: torch.int64 does not"),
     ],
 )
 def test_bad_padding_is_refused_at_the_first_batch(backend, pad, samples, error, message):
