@@ -172,6 +172,7 @@ class GatherSource(Iterator[Any]):
     `indices` yields pairs: the indices of a batch, as an int64 tensor, or as a list where Python
     has to find the rows; and the keys of its samples, or None. `make` makes the batch of a list. It
     also makes the rest of the batches if the dataset gets other memory in the middle of the pass.
+    What `indices` does after `num_batches`, it does when the consumer asks for the end.
     """
 
     makes_fresh = True  # nothing writes into the memory of a batch after it is delivered
@@ -184,6 +185,7 @@ class GatherSource(Iterator[Any]):
         stats: LoaderStats,
         max_bytes: int | None,
         make: Callable[[list[Any], Tensor | None], Any],
+        num_batches: float = math.inf,
     ) -> None:
         columns, self._build, self._subset, self._find = gatherable
         self._rows = [(column.row_shape, column.dtype) for column in columns]
@@ -196,6 +198,8 @@ class GatherSource(Iterator[Any]):
         self._changes = {change for kept in self._kept for change in kept.changes()}
         tensors = [kept.alias for kept in self._kept if isinstance(kept.alias, Tensor)]
         self._counting = [tensor for tensor in tensors if not tensor.is_inference()]
+        if len(self._counting) < len(tensors):  # nobody can tell what is written into the others
+            self._depth = 1
         self._owner = get_ident()
         self._gatherer: Any  # None: item by item
         self._slots: Slots | DeviceGatherer = slots
@@ -206,7 +210,7 @@ class GatherSource(Iterator[Any]):
             self._depth, self._counting = 1, []  # nothing is gathered ahead
         self._versions = [tensor._version for tensor in self._counting]
         self._indices, self._stats, self._make = indices, stats, make
-        self._max_bytes = max_bytes
+        self._max_bytes, self._num_left = max_bytes, num_batches
         # The next batch, while there is no room for it: its indices, keys and rows.
         self._drawn: tuple[Any, Tensor | None, Tensor | None] | None = None
         # Indices or an error, keys, rows, the tensors to gather into, and their bytes.
@@ -277,8 +281,10 @@ class GatherSource(Iterator[Any]):
     def _submit_ahead(self) -> None:
         """Start as many batches as may be under way."""
         under_way, limit = self._under_way, self._max_bytes or DEFAULT_MAX_BYTES
-        while len(under_way) < self._depth:
-            indices, keys, rows = self._draw() if self._drawn is None else self._drawn
+        while len(under_way) < self._depth and (self._num_left or not under_way):
+            if self._drawn is None:
+                self._drawn, self._num_left = self._draw(), self._num_left - 1
+            indices, keys, rows = self._drawn
             self._drawn = None
             if indices is None:
                 return

@@ -132,6 +132,19 @@ class Indices:
         )
 
     @property
+    def num_left(self) -> float:
+        """How many full batches are left, after which torch's RandomSampler draws once more.
+
+        It does so for the program to see if it draws from a generator of the program's own.
+        """
+        batches, position = self.sampler, self.position
+        sampler = batches.sampler if type(batches) is BatchSampler else None
+        if type(sampler) is not RandomSampler or not sampler.generator or self.seed is not None:
+            return math.inf
+        num_full: int = sampler.num_samples // batches.batch_size
+        return num_full - position.batch - len(position.late)
+
+    @property
     def order(self) -> Order:
         """The keys of the pass's samples, by the position's seed."""
         position = self.position
@@ -246,6 +259,8 @@ def _index_batches(sampler: Any, skip: int) -> Iterator[tuple[Any, int]]:
         for part in range(0, len(chunk) - rest, _SPLIT * sampler.batch_size):
             end = min(len(chunk) - rest, part + _SPLIT * sampler.batch_size)
             for batch in torch.split(chunk[part:end], sampler.batch_size):
+                if len(batch) < sampler.batch_size and type(sampler.sampler) is RandomSampler:
+                    next(chunks, None)  # torch's batch sampler reaches the end for a short batch
                 yield batch, number
                 number += sampler.batch_size
 

@@ -1,5 +1,6 @@
 """Begins a pass: finds the source of its batches, gathered or fetched, and how they are copied."""
 
+import math
 import os
 import random
 import warnings
@@ -158,7 +159,9 @@ def _gathered(loader: Any, gatherable: Gatherable, position: Position) -> Gather
             current.sample = before
         return loader.collate_fn(samples)
 
-    return GatherSource(gatherable, indices, loader._slots, loader._stats, loader.max_bytes, make)
+    slots, stats = loader._slots, loader._stats
+    num_batches = math.inf if workers else sampler.num_left
+    return GatherSource(gatherable, indices, slots, stats, loader.max_bytes, make, num_batches)
 
 
 def _fetched(loader: Any, position: Position, states: deque[Any], *, ahead: bool) -> Any:

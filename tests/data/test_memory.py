@@ -250,6 +250,20 @@ def test_what_is_written_into_a_tensor_is_in_the_next_batch(width, backend):
     assert read(fastamp.DataLoader) == read(TorchDataLoader)
 
 
+def test_what_is_written_into_an_inference_tensor_is_in_the_next_batch(backend):
+    """It has no version counter, so nothing is gathered ahead."""
+
+    def read(loader_type):
+        with torch.inference_mode():
+            x, seen = torch.zeros(12, 2), []
+            for (rows,) in loader_type(TensorDataset(x), 2):
+                seen.append(rows.unique().tolist())
+                x.add_(1)
+        return seen
+
+    assert read(fastamp.DataLoader) == read(TorchDataLoader)
+
+
 def test_an_array_cannot_be_resized_during_a_pass(backend):
     assert results(backend)["ndarray.resize"] == 0
 

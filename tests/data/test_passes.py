@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 import random
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -41,6 +42,19 @@ def test_a_batch_that_is_kept_is_not_overwritten(backend, monkeypatch):
         for _ in range(49):
             next(iterator)
         assert_same(tuple(kept), expected[start])
+
+
+@pytest.mark.parametrize("batch_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_a_pass_that_is_left_has_drawn_what_torchs_has(count, drop_last, batch_size, backend):
+    def read(loader_type):
+        generator = torch.Generator().manual_seed(0)
+        options = {"shuffle": True, "drop_last": drop_last, "generator": generator}
+        loader = loader_type(TensorDataset(torch.arange(8)), batch_size, **options)
+        return [[rows.tolist() for (rows,) in islice(loader, count)] for _ in range(3)]
+
+    assert read(fastamp.DataLoader) == read(TorchDataLoader)
 
 
 def test_a_loader_can_be_made_anew_from_its_attributes(backend):
