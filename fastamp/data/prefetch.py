@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fastamp._ops import apart_from_captures, untraced
+from fastamp.data.checks import as_integer
 from fastamp.data.own_threads import join, live, start
 from fastamp.data.states import mark_undelivered
 from fastamp.data.structure import map_tensors
@@ -57,7 +58,7 @@ def prefetch(
         its origin; the pass continues if the iterable does.
 
     Raises:
-        ValueError: `depth` is less than 1.
+        ValueError: `depth` is not an integer of at least 1.
 
     Example:
         >>> for batch in fastamp.prefetch([torch.zeros(2), torch.ones(2)], device="cpu"):
@@ -65,9 +66,7 @@ def prefetch(
         tensor([0., 0.])
         tensor([1., 1.])
     """
-    if depth < 1:
-        msg = f"depth: expected at least 1, got {depth}"
-        raise ValueError(msg)
+    depth = as_integer("depth", depth, least=1, optional=False)
     found = None if device is None else torch.device(device)
     if found == torch.device("cuda"):  # the current device, which is another one in the thread
         found = torch.device("cuda", torch.cuda.current_device())

@@ -127,9 +127,12 @@ def _portable(source: Any) -> Any:
 
 def _open_all(source: Any, dtype: npt.DTypeLike | None, header: int) -> list[npt.NDArray[Any]]:
     """Return the tokens of all files and arrays, which have one dtype."""
-    wanted = None if dtype is None else _read("dtype", np.dtype, dtype)
+    try:
+        wanted = None if dtype is None else np.dtype(dtype)
+    except (TypeError, ValueError):  # torch's, for one
+        wanted = np.dtype(object)
     if wanted is not None and wanted not in _DTYPES:
-        msg = f"dtype: expected {_NAMES}, got {dtype!r}"
+        msg = f"dtype: expected NumPy's {_NAMES}, got {dtype!r}"
         raise ValueError(msg)
     kinds = (str, os.PathLike, np.ndarray, Tensor)
     several = isinstance(source, list | tuple) and all(isinstance(s, kinds) for s in source)

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from fastamp.data import ArrayDataset, DataLoader, ShardSampler, map_tensors
+from fastamp.data.datasets import count_rows
 from fastamp.data.indices import find_samplers
 from fastamp.train.check import ANY, attempt, check
 from fastamp.train.config import TrainConfig
@@ -168,6 +169,7 @@ def _first(n: int, tensor: torch.Tensor) -> torch.Tensor:
 def _make_loader(name: str, data: Any, config: TrainConfig, ranks: Ranks, *, shuffle: bool) -> Any:
     if isinstance(data, (tuple, dict)):
         with suppress(TypeError):  # if some of them are no arrays
+            count_rows(data, name)
             data = ArrayDataset(*data) if isinstance(data, tuple) else ArrayDataset(data)
     is_sized = hasattr(data, "__getitem__") and not isinstance(data, (list, tuple, dict))
     if not (is_sized or isinstance(data, Dataset)):

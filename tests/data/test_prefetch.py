@@ -125,9 +125,10 @@ def test_production_and_consumption_overlap():
         at_work[number].set()
 
 
-@pytest.mark.parametrize("depth", [0, -1])
+@pytest.mark.parametrize("depth", [0, -1, 1.5, "2"])
 def test_a_depth_below_one_is_refused(depth):
-    with pytest.raises(ValueError, match=f"depth: expected at least 1, got {depth}"):
+    message = f"depth: expected an integer of at least 1, got {depth!r}"
+    with pytest.raises(ValueError, match=message):
         fastamp.prefetch([], depth=depth)
 
 

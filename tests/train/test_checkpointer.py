@@ -436,6 +436,13 @@ def test_wrong_arguments_are_refused_by_name(options, error, text, tmp_path):
             checkpointer.save(step, every=every)
     with pytest.raises(TypeError, match="step: expected an integer of at least 0, got 'x'"):
         checkpointer.save("x")
+    best = fastamp.Checkpointer(tmp_path, model=make_model(), best="min")
     with pytest.raises(TypeError, match="metric: expected a number, got 'low'"):
-        checkpointer.save(1, metric="low")
+        best.save(1, metric="low")
     assert names(tmp_path) == []
+
+
+def test_without_best_the_metric_is_ignored(tmp_path):
+    checkpointer = fastamp.Checkpointer(tmp_path, model=make_model())
+    checkpointer.save(1, metric=torch.empty((), device="meta"))  # cannot be read
+    assert checkpointer.restore() == 1

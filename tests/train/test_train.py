@@ -367,6 +367,7 @@ def test_a_wrong_field_is_named_with_its_value(fields, message):
         (7, {}, TypeError, "train_data: expected a Dataset, tensors, .*, got int"),
         ([], {}, ValueError, "train_data: no batch in this pass"),
         (torch.ones(0, 4), {}, ValueError, "train_data: has no samples"),
+        ((torch.ones(4, 2), torch.ones(3)), {}, ValueError, r"train_data\[1\]: has 3 rows, and tr"),
         ([make_data(0)], {"max_steps": 2}, ValueError, "train_data: no sample in its batches"),
         (iter([make_data(8)]), {"epochs": 2}, ValueError, "an iterator can be read only once"),
         (iter([]), {"schedule": "cosine"}, ValueError, "schedule: 'cosine' needs max_steps"),
