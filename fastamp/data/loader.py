@@ -44,9 +44,10 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
 
     If a tensor of the dataset is resized, shared or given other memory during a pass, the rest of
     the pass is read item by item, as in torch; NumPy refuses to resize an array during a pass. A
-    mapped file that is cut short raises a RuntimeError (Arrow's, a BufferError). Two things go
-    unnoticed: a file that another process changes in place, or cuts short while a batch is copied
-    out of its last page, and memory that is freed and used again while a batch is copied from it.
+    mapped file that is cut short raises a RuntimeError (Arrow's, a BufferError). Three things
+    go unnoticed: a file that another process changes in place, or cuts short while a batch is
+    copied out of its last page; what is written into a NumPy array, or through `tensor.data`, after
+    a batch was begun; and memory that is freed and used again while a batch is copied from it.
 
     `accelerator.prepare(loader)` of Hugging Face's Accelerate returns this loader, which from then
     on gives this process's batches, on the Accelerator's device. They are those of Accelerate's own

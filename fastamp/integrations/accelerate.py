@@ -182,7 +182,7 @@ class _Optimizer:
     _report: StepReport | None = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Step if the gradients are complete: unscale, check, clip and update in one pass."""
+        """Step if the gradients are complete: one read, then unscale, clip and update."""
         if self.gradient_state.sync_gradients:
             given = () if closure is None else (closure,)
             self._split.step(self.optimizer, *given)

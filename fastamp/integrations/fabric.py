@@ -76,7 +76,7 @@ class _Strategy:
         stock(self).backward(*args, **kwargs)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> Any:
-        """Unscale, check, clip and update in one pass."""
+        """Unscale, clip and update in one pass, after one read."""
         if isinstance(optimizer, torch.optim.LBFGS):
             return stock(self).optimizer_step(optimizer, **kwargs)
         return self._split.step(optimizer, **kwargs)

@@ -42,7 +42,7 @@ class StepReport:
     def __init__(self, stats: _ops.GradStats | None, way: str) -> None:
         self._stats = stats  # most programs never ask a step that read nothing
         self.way = way
-        """How the step was made, and why not faster: "native", in one pass of fastamp's own;
+        """How the step was made, and why not faster: "native", by an update of fastamp's own;
         "folded" into torch's fused kernels; or "in place: AdamW is not fused (foreach=True)". It
         also says if the fallback read gradients, as on a GPU that this build has no code for, and
         if nothing was read: "native, bare: neither scaling nor max_norm"."""

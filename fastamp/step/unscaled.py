@@ -35,7 +35,7 @@ def optimizer_step(
         scheduler: stepped unless the step is skipped; see `GradScaler.step`.
 
     Returns:
-        What the step found and did; reading it waits for the device.
+        What the step found and did; a value that is read on the host waits for the device.
 
     Raises:
         TypeError: `optimizer` is not an optimizer, `scheduler` not a scheduler, or `max_norm` not a
