@@ -18,8 +18,8 @@ import torch
 
 from fastamp._ops.fallback import FallbackOps
 from fastamp._ops.host_types import HostOps
-from fastamp._ops.types import Ops
 
+_CPU = torch.device("cpu")
 _KNOWN = ("cuda", "cpu", "fallback")  # best first
 FALLBACK = FallbackOps()  # takes every tensor, and samples of every kind
 
@@ -28,7 +28,7 @@ def _is_installed() -> bool:
     return importlib.util.find_spec("fastamp._native") is not None
 
 
-def _load() -> dict[str, Ops] | str:
+def _load() -> dict[str, HostOps] | str:
     """Return the compiled backends that can run here, best first, or why none can."""
     if not _is_installed():
         return "fastamp was installed without its compiled code"
@@ -37,12 +37,12 @@ def _load() -> dict[str, Ops] | str:
     except ImportError as error:
         return f"fastamp's compiled code cannot be loaded ({error})"
     needed = f"fastamp's compiled code needs torch 2.10 or later, this is {torch.__version__}"
-    found: dict[str, Ops] = {**compiled.available()}
+    found: dict[str, HostOps] = {**compiled.available()}
     return found or needed
 
 
 @cache
-def _backends() -> dict[str, Ops]:
+def _backends() -> dict[str, HostOps]:
     """Return the backends that can run here, best first."""
     found = _load()
     if not isinstance(found, str):
@@ -116,7 +116,7 @@ def why_fallback(device: torch.device) -> str | None:
 
 
 @cache
-def _cuda_ops(index: int) -> Ops:
+def _cuda_ops(index: int) -> HostOps:
     """Return the backend that serves a CUDA device; warn once if that is the fallback."""
     found = _backends()
     why = why_fallback(torch.device("cuda", index))
@@ -131,7 +131,7 @@ def _cuda_ops(index: int) -> Ops:
     return FALLBACK
 
 
-def ops_for(device: torch.device) -> Ops:
+def ops_for(device: torch.device) -> HostOps:
     """Return the backend that serves a device."""
     kind = device.type
     if _only in (None, kind):
@@ -141,15 +141,6 @@ def ops_for(device: torch.device) -> Ops:
     return FALLBACK
 
 
-@cache
-def _compiled_host() -> HostOps | None:
-    if "cpu" not in _backends():
-        return None
-    from fastamp._ops import compiled  # noqa: PLC0415 - it needs the extension
-
-    return compiled.CompiledHost()
-
-
 def host_ops() -> HostOps:
     """Return the backend that collates samples on the host."""
-    return (_compiled_host() if _only in (None, "cpu") else None) or FALLBACK
+    return ops_for(_CPU)

@@ -26,7 +26,7 @@ _NORM_TYPES = {
 
 
 class CompiledOps:
-    """The op table in compiled code, for one type of device.
+    """The op table in compiled code, for one type of device, and for rows and samples on the host.
 
     Args:
         name: the backend's.
@@ -52,6 +52,28 @@ class CompiledOps:
     def region_maker(self) -> RegionMaker:
         """Return the function that makes the regions of one timer."""
         return _native.make_region
+
+    columns = staticmethod(_native.columns)
+    stack = staticmethod(_native.stack)
+
+    def augment_image(self, images: Images, row: Tensor | npt.NDArray[Any], key: int) -> Tensor:
+        """Augment one image; see `fastamp._ops.HostOps`."""
+        if isinstance(row, np.ndarray):
+            row = np.ascontiguousarray(row)
+            source = row.ctypes.data
+        else:
+            row = row.contiguous()
+            source = row.data_ptr()
+        nbytes = math.prod(images.row_shape) * row.dtype.itemsize
+        output = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        _native.augment_image(_describe(images), key, source, output.data_ptr())
+        return output
+
+    def gatherer(self, columns: Sequence[Column], depth: int) -> _native.Gatherer:
+        """Gather on threads of the core; see `fastamp._ops.HostOps`."""
+        # One thread less, since the consumer copies, too, while it waits.
+        threads = max(1, torch.get_num_threads() - 1)
+        return _native.Gatherer([_memory(column) for column in columns], depth, threads, columns)
 
 
 class CompiledPack:
@@ -174,34 +196,6 @@ class CompiledUpdate:
 
 def _index_of(device: torch.device) -> int | None:
     return device.index if device.type == "cuda" else None
-
-
-class CompiledHost:
-    """The samples of a batch, copied by the compiled core; see `fastamp._ops.HostOps`."""
-
-    name = "cpu"
-
-    columns = staticmethod(_native.columns)
-    stack = staticmethod(_native.stack)
-
-    def augment_image(self, images: Images, row: Tensor | npt.NDArray[Any], key: int) -> Tensor:
-        """Augment one image; see `fastamp._ops.HostOps`."""
-        if isinstance(row, np.ndarray):
-            row = np.ascontiguousarray(row)
-            source = row.ctypes.data
-        else:
-            row = row.contiguous()
-            source = row.data_ptr()
-        nbytes = math.prod(images.row_shape) * row.dtype.itemsize
-        output = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        _native.augment_image(_describe(images), key, source, output.data_ptr())
-        return output
-
-    def gatherer(self, columns: Sequence[Column], depth: int) -> _native.Gatherer:
-        """Gather on threads of the core; see `fastamp._ops.HostOps`."""
-        # One thread less, since the consumer copies, too, while it waits.
-        threads = max(1, torch.get_num_threads() - 1)
-        return _native.Gatherer([_memory(column) for column in columns], depth, threads, columns)
 
 
 def _memory(column: Column) -> tuple[list[tuple[int, int]], int, int, int, int, Any]:

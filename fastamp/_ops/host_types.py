@@ -12,6 +12,8 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
+from fastamp._ops.types import Ops
+
 
 class StepKind(IntEnum):
     """The augmentations of images."""
@@ -134,12 +136,8 @@ class Gatherer(Protocol):
         """
 
 
-class HostOps(Protocol):
-    """What the backends of the host do with the samples of a batch."""
-
-    @property
-    def name(self) -> str:
-        """The backend's name, as in `fastamp.backends()`."""
+class HostOps(Ops, Protocol):
+    """A backend with what it does with the rows and samples of a batch, which are on the host."""
 
     def columns(
         self, samples: tuple[Any, ...], keys: tuple[Any, ...]
