@@ -13,7 +13,7 @@ from typing import BinaryIO
 @contextmanager
 def create(path: Path) -> Iterator[BinaryIO]:
     """Open a new file, never through a link; at the end of the block it is synced to the disk."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with os.fdopen(os.open(path, flags, 0o666), "wb") as file:
         yield file
         file.flush()
@@ -50,7 +50,7 @@ def write(path: Path, content: bytes) -> None:
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading; raise an OSError for others, as a pipe, which may block."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "is not a regular file")

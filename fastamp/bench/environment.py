@@ -65,7 +65,7 @@ def describe(device: str) -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "cuda": torch.version.cuda if cuda else None,
         "driver": find(r"(\d+\.\d+(\.\d+)?)", "/proc/driver/nvidia/version"),
-        "load": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
+        "load": list(os.getloadavg()),
         "git_revision": _git_revision(),
     }
 

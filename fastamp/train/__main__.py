@@ -168,10 +168,8 @@ def _check_sizes(args: argparse.Namespace, n_windows: int, device: torch.device)
     needed = of_model + 20 * n_tokens * args.width * args.layers
     if device.type == "cuda":
         available = torch.cuda.get_device_properties(device).total_memory
-    elif hasattr(os, "sysconf"):
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
-        return
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > available:
         sizes = {name: getattr(args, name.replace("-", "_")) for name in _SIZES}
         name = max(sizes, key=lambda name: sizes[name] / _SIZES[name])

@@ -2,20 +2,17 @@
 
 import atexit
 import errno
+import fcntl
 import json
 import logging
 import os
 import socket
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from fastamp._files import open_regular
-
-if sys.platform != "win32":
-    import fcntl
 
 WAIT_S = 60.0
 _POLL_S = 0.2
@@ -59,14 +56,11 @@ def _forget() -> None:
     _held.clear()
 
 
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_forget)
 
 
 def _try(folder: Path) -> tuple[bool, int | None]:
     """Try to take the lock; return whether it is taken, and its descriptor."""
-    if sys.platform == "win32":
-        return _lease(folder), None
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
