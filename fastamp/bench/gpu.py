@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -39,14 +39,12 @@ SLEEPS = (0.0, 1.0, 2.0)  # of the producer, in steps of the consumer
 SIDE = 4096
 BATCH = (256, 3, 64, 64)
 
-Span: TypeAlias = tuple[float, float]
-
 
 class Event(NamedTuple):
     """Something that ran on the device."""
 
     name: str
-    span: Span
+    span: tuple[float, float]
     """Begin and end in microseconds."""
 
 
@@ -191,20 +189,8 @@ def find_share(events: Iterable[Event]) -> float:
         elif not name.startswith(("Memcpy", "Memset")):
             kernels.append(span)
     total = sum(end - begin for begin, end in copies)
-    covered = sum(
-        max(0.0, min(end, other_end) - max(begin, other_begin))
-        for other_begin, other_end in _join(kernels)
-        for begin, end in copies
-    )
+    covered, seen_to = 0.0, -math.inf
+    for begin, end in sorted(kernels):
+        new, seen_to = max(begin, seen_to), max(end, seen_to)  # what no kernel before has covered
+        covered += sum(max(0.0, min(stop, seen_to) - max(start, new)) for start, stop in copies)
     return covered / total if total else math.nan
-
-
-def _join(spans: list[Span]) -> list[Span]:
-    """Merge the spans that overlap."""
-    joined: list[Span] = []
-    for begin, end in sorted(spans):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
-        else:
-            joined.append((begin, end))
-    return joined
