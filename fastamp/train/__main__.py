@@ -18,7 +18,7 @@ from fastamp.train import CheckpointError, TrainConfig, fine_tune
 from fastamp.train.config import AUTOCAST, INTEGERS
 from fastamp.train.gpt import GPT, Shape
 from fastamp.train.optimizer import OPTIMIZERS, SCHEDULES
-from fastamp.train.options import DEFAULT, number, refuse, say
+from fastamp.train.options import DEFAULT, escape_output, number, refuse, say
 from fastamp.train.ranks import check_environment, is_launched
 from fastamp.train.text import load_corpus
 
@@ -47,6 +47,7 @@ _CHOICES |= {"parallel": ("ddp", "fsdp")}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, print the summary and return the exit status."""
+    escape_output()
     parser = _make_parser()
     args = parser.parse_args(argv)
     try:

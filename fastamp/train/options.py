@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from typing import NoReturn
 
 DEFAULT = "(default: %(default)s)"
@@ -35,6 +36,13 @@ def refuse(option: str, value: object, problem: str) -> NoReturn:
 
 class OutputError(OSError):
     """The standard output cannot be written: a full disk, or a pipe that nobody reads."""
+
+
+def escape_output() -> None:
+    """Escape what the encoding of the standard output lacks."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        with suppress(OSError):  # a file that has become a pipe: "Illegal seek"
+            sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def say(text: str) -> None:

@@ -1,6 +1,7 @@
 """The text: bytes read in a fixed order, split into training and validation, cut into windows."""
 
 import hashlib
+import os
 import platform
 import sysconfig
 from collections.abc import Iterator
@@ -45,21 +46,16 @@ def load_corpus(path: str | None, *, block_size: int, without: str | None = None
     """
     if path is None:
         source = f"standard library of Python {platform.python_version()}"
-        root, pattern, excluded = Path(sysconfig.get_path("stdlib")), "*.py", EXCLUDED
+        root, ending, excluded = Path(sysconfig.get_path("stdlib")), ".py", EXCLUDED
     else:
-        source, root, pattern, excluded = path, Path(path), "*", set()
-    out = None if without is None else Path(without).resolve()
-    if out == root.resolve():
+        source, root, ending, excluded = path, Path(path), "", set()
+    out = None if without is None else os.path.realpath(without)
+    if out == os.path.realpath(root):
         refuse("--checkpoint-dir", str(without), "is the folder of --data, which is read as text")
-    found = (file for file in root.rglob(pattern) if file.is_file())
-    if out is not None and root.resolve() in out.parents:
-        found = (file for file in found if out not in file.resolve().parents)
-    names = (file.relative_to(root) for file in found)
     try:
-        kept = sorted(name.as_posix() for name in names if not excluded.intersection(name.parts))
-        files = [root] if root.is_file() else [root / name for name in kept]
+        files = [root] if root.is_file() else _find(root, ending, excluded, out)
     except OSError as error:  # the name may be too long
-        refuse("--data", str(root), f"cannot be read: {error.strerror}")
+        refuse("--data", str(error.filename or root), f"cannot be read: {error.strerror}")
     if not files:
         refuse("--data", str(root), "is no file, and no folder that holds one")
     try:
@@ -76,6 +72,25 @@ def load_corpus(path: str | None, *, block_size: int, without: str | None = None
     data = np.frombuffer(text, dtype=np.uint8)
     digest = hashlib.sha256(text).hexdigest()
     return Corpus(source, digest, train=data[:-tail], validation=data[-tail:])
+
+
+def _find(root: Path, ending: str, excluded: set[str], out: str | None) -> list[Path]:
+    """Return the files in a folder, in the order of their paths; without those in `out`."""
+
+    def fail(error: OSError) -> None:
+        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            raise error
+
+    found = []
+    for folder, folders, names in os.walk(root, onerror=fail):
+        folders[:] = [name for name in folders if name not in excluded]
+        files = (Path(folder, name) for name in names if name.endswith(ending))
+        found += [file for file in files if file.is_file() and not _is_in(file, out)]
+    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+
+
+def _is_in(file: Path, folder: str | None) -> bool:
+    return folder is not None and Path(folder) in Path(os.path.realpath(file)).parents
 
 
 def training_batches(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import os
+
 import pytest
 import torch
 
@@ -26,6 +29,28 @@ def test_files_are_joined_in_the_order_of_their_paths_and_the_tail_is_held_out(t
     corpus = text.load_corpus(str(tmp_path), block_size=4)
     assert bytes(corpus.train) == b"1" * 100 + b"2" * 100 + b"3" * 100 + b"4" * 60
     assert bytes(corpus.validation) == b"4" * 40
+
+
+def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_bytes(b"1" * 100)
+    scan = os.scandir
+
+    def refuse(folder):
+        if str(folder).endswith("closed"):
+            raise PermissionError(13, "Permission denied", folder)
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(argparse.ArgumentError, match="closed' cannot be read: Permission denied"):
+        text.load_corpus(str(tmp_path), block_size=4)
+
+
+def test_a_link_to_itself_is_refused(tmp_path):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(argparse.ArgumentError, match="loop' cannot be read: Too many levels"):
+        text.load_corpus(str(loop), block_size=4)
 
 
 def test_the_standard_library_is_read_without_third_party_code_and_tests(tmp_path, monkeypatch):
