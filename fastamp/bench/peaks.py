@@ -1,12 +1,14 @@
 """The peak memory of an arm, measured in a process of its own that trains nothing else."""
 
 import ctypes
+import os
+import threading
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 import numpy as np
@@ -30,13 +32,26 @@ TINY_TEXT = Corpus("", "", *(np.zeros(64, np.uint8) for _ in range(2)))
 
 def peak_memory(job: Job, arm: Arm) -> int | None:
     """Train two steps of one arm in a fresh process and return the peak over them, in bytes."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    context = get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_end_with_parent) as pool:
         try:
             return pool.submit(_peak_of_this_process, job, arm).result()
         except BrokenProcessPool:
             steps = f"the process of {MEMORY_STEPS} steps of {arm.name} was killed"
             msg = f"batch_size: a step does not fit into memory, or the model crashes: {steps}"
             raise BrokenTask(msg) from None
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent has: it would wait for work for ever."""
+    parent = parent_process()
+    assert parent is not None  # noqa: S101 - it was spawned
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _peak_of_this_process(job: Job, arm: Arm) -> int | None:
