@@ -64,7 +64,8 @@ def hold(name: str, new: Interval | None, saved: dict[str, float | None], most: 
     """Judge the change of a metric since the baseline, which may go up to `most`, with its sign.
 
     A change beyond the bound is a regression if its interval excludes 0, and inconclusive
-    otherwise, or if this run lacks the metric.
+    otherwise. So is one whose interval has no ends, and one of a metric that this run lacks or that
+    is not above 0, since changes are in percent.
     """
     ends = (most, math.inf) if most < 0 else (-math.inf, most)
     verdict = partial(Verdict, name=f"{name} since the baseline", ends=ends, unit=" %")
@@ -77,11 +78,12 @@ def hold(name: str, new: Interval | None, saved: dict[str, float | None], most: 
     high = value + math.hypot(now.high - now.value, old.value - old.low)
     change = Interval(value=value, low=low, high=high).scaled(_expm1)
     sign = math.copysign(1.0, most)
-    said = "pass"
+    said = "pass" if math.isfinite(low) and math.isfinite(high) else "inconclusive"
     if not sign * change.value <= sign * most:
         changed = min(sign * change.low, sign * change.high) > 0
         said = "fail" if changed else "inconclusive"
-    why = f"{new.value:.4g} against {math.exp(old.value):.4g}"
+    before = saved["value"]
+    why = f"{new.value:.4g} against {math.nan if before is None else before:.4g}"
     return verdict(figure=change, verdict=said, reason=why)
 
 

@@ -74,7 +74,11 @@ def _parse(content: Any) -> Profile:
         msg = f"its device is {short(device)}, expected cpu or cuda"
         raise ValueError(msg)
     regions = {path: _parse_region(path, saved) for path, saved in content["regions"].items()}
-    return read_profile(regions, device, _parse_facts(content["facts"]))
+    profile = read_profile(regions, device, _parse_facts(content["facts"]))
+    if not profile.parts:
+        msg = "none of its regions took any time"
+        raise ValueError(msg)
+    return profile
 
 
 def _parse_facts(facts: dict[str, Any]) -> Facts:

@@ -48,6 +48,7 @@ def prepare(args: argparse.Namespace) -> Task:
     sizes = list(dict.fromkeys(map(str, args.batch_sizes)))
     notes = [
         f"a race for each batch size; {args.precision}, windows of {shape.block_size} bytes",
+        f"times are of {REQUESTS} requests in a row, percentiles of one",
         "percentiles are fastamp.Timer's, of buckets at most 3.2 % wide",
         *filter(None, [no_speed_reason(args.device, args.precision)]),
     ]
@@ -63,8 +64,9 @@ class Server:
         self.tokens = tokens
         self.dtype = dtype
         self.timer = fastamp.Timer(tokens.device)
-        self.serve()
-        self.timer.reset()  # the first requests make kernels and pools
+        for _ in range(PLAN.warmup):  # the first requests make kernels and pools
+            self.serve()
+        self.timer.reset()
 
     @torch.inference_mode()
     def serve(self) -> None:

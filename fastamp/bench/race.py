@@ -70,7 +70,7 @@ def bootstrap(values: list[float], *, mean: bool = False) -> Interval:
     value = float(statistic(array))
     if n < LEAST_BLOCKS:
         return Interval(value=value, low=-math.inf, high=math.inf)
-    length = max(1, n // RUNS)
+    length = -(-n // RUNS)
     rng = np.random.default_rng(0)
     starts = rng.integers(0, n, (RESAMPLES, -(-n // length), 1))
     drawn = array[((starts + np.arange(length)) % n).reshape(RESAMPLES, -1)[:, :n]]

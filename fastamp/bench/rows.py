@@ -39,6 +39,7 @@ ROWS = {  # the work for these shapes without --work
 }
 RATE = 1e-4
 MOST_NUMEL = 2**36
+MOST_TENSORS = 2**20
 
 
 def parse_shapes(text: str) -> dict[str, Shapes]:
@@ -48,6 +49,9 @@ def parse_shapes(text: str) -> dict[str, Shapes]:
         match = re.fullmatch(r"([1-9]\d*)(g?)x([1-9]\d*)(-bf16)?", item)
         if match is None and item not in NAMED:
             message = f"{item!r} is not a number of tensors and of elements, as in 2000x1000"
+            raise ArgumentTypeError(message)
+        if match is not None and int(match[1]) > MOST_TENSORS:
+            message = f"{item!r} has more than {MOST_TENSORS:,} tensors"
             raise ArgumentTypeError(message)
         if match is not None and int(match[1]) * int(match[3]) > MOST_NUMEL:
             message = (

@@ -275,6 +275,7 @@ def test_autocast_on_a_cpu_without_units_is_named_with_its_remedy(judge, monkeyp
 
 REGION = {"count": 1, "total": 1.0, "mean": 1.0, "min": 1.0, "max": 1.0}
 REGION |= {"p50": 1.0, "p90": 1.0, "p99": 1.0, "host": 1.0, "histogram": [[5, 1]]}
+UNSEEN = dict.fromkeys(REGION, 0) | {"captured": 20, "histogram": []}
 CONTENT = {"schema": 1, "unit": "s", "device": "cpu", "regions": {"forward": REGION}}
 
 
@@ -302,6 +303,7 @@ CONTENT = {"schema": 1, "unit": "s", "device": "cpu", "regions": {"forward": REG
             "its region 'data' is",
         ),
         (CONTENT | {"regions": {"data": REGION | {"histogram": [[5, -1]]}}}, "-1 is no count"),
+        (CONTENT | {"regions": {"data": UNSEEN}}, "none of its regions took any time"),
         (CONTENT | {"device": "tpv"}, "its device is 'tpv', expected cpu or cuda"),
         (CONTENT | {"device": None}, "its device is None, expected a str"),
         (CONTENT | {"facts": {"fused": "yes"}}, "its facts are {'fused': 'yes'}"),

@@ -249,6 +249,13 @@ def test_a_baseline_without_an_interval_proves_nothing():
     saved = {"value": 1.0, "low": 0.0, "high": None}
     found = hold("m", metric(0.5, 0.01), saved, -0.05)
     assert (found.verdict, found.figure.high) == ("inconclusive", math.inf)
+    assert hold("m", metric(1.0, 0.01), saved, -0.05).verdict == "inconclusive"  # no loss is seen
+
+
+def test_a_change_of_a_metric_below_0_is_no_percentage():
+    saved = {"value": -2.3, "low": -2.4, "high": -2.2}
+    found = hold("m", metric(-2.0, 0.01), saved, -0.05)
+    assert (found.verdict, found.reason) == ("inconclusive", "-2 against -2.3")
 
 
 @pytest.mark.parametrize(
