@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from fastamp.bench.environment import describe
 from fastamp.bench.record import Task, make_record, render
 from fastamp.bench.tasks import BrokenTask
 from fastamp.metrics.sinks import require
-from fastamp.train.options import DEFAULT, OutputError, number, refuse, say
+from fastamp.train.options import DEFAULT, OutputError, escape_output, number, refuse, say
 
 PROGRAM = "python -m fastamp.bench"
 # Each module has METRICS, which its help lists, add_options(add) and prepare(args).
@@ -93,9 +92,7 @@ def _device(text: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status."""
-    if isinstance(sys.stdout, TextIOWrapper):  # what the terminal's encoding lacks is escaped
-        with suppress(OSError):  # a file that has become a pipe: "Illegal seek"
-            sys.stdout.reconfigure(errors="backslashreplace")
+    escape_output()
     args, (job, measure) = _parse(list(sys.argv[1:] if argv is None else argv))
     run = {"command": args.command, "environment": describe(args.device), "job": job}
     found = baseline.differences(args.baseline, run) if args.baseline is not None else []
@@ -183,7 +180,8 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
             if name not in args.baseline["metrics"]:
                 known = ", ".join(args.baseline["metrics"])
                 refuse("--fail-on", name, f"is no metric of the baseline, which has {known}")
-        if args.json and args.report and args.json.resolve() == args.report.resolve():
+        files = [os.path.realpath(path) for path in (args.json, args.report) if path]
+        if len({*files}) < len(files):
             refuse("--report", str(args.report), "is the file of --json too")
         return args, COMMANDS[args.command].prepare(args)
     except argparse.ArgumentError as error:

@@ -3,7 +3,8 @@
 `read_profile` sorts the regions of a timer into the parts of a step; `advise` says what would help,
 best first. A gain is how many times as fast the whole step becomes, as an interval:
 
-- A gain that a race of this very job has measured (`gains`) is given unchanged.
+- A gain that a race of this very job has measured (`gains`) is given unchanged. The main job races
+  all of a step but its data, which it draws off the clock, and adds their time by the rule below.
 - A part of p seconds that becomes r times as fast in a step of t seconds gives t / (t - p + p/r).
   `ratios` holds the r of clip and optimizer step, as `bench step` measures it for the same kind of
   optimizer, sizes and groups.

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -19,7 +20,14 @@ from fastamp.bench.peaks import MEMORY_KINDS, MEMORY_STEPS
 from fastamp.bench.race import Interval, show
 from fastamp.bench.record import Report, Task
 from fastamp.bench.targets import STOCK, judge_targets, last_losses, mean_accuracy, say_in_words
-from fastamp.bench.tasks import CONTRACT, EXAMPLE, Training, call_make, find_make
+from fastamp.bench.tasks import (
+    CONTRACT,
+    EXAMPLE,
+    Training,
+    call_make,
+    find_make,
+    with_absolute_path,
+)
 from fastamp.bench.where import show_profiles
 from fastamp.train.gpt import GPT2_SMALL, Shape
 from fastamp.train.options import DEFAULT, number, refuse, say
@@ -79,7 +87,7 @@ def prepare(args: argparse.Namespace) -> Task:
             option = "--" + name.replace("_", "-")
             refuse(option, getattr(args, name), "is for --task gpt alone")
     find_make(args.task)  # fails at once if there is no such function
-    make = partial(call_make, args.task)
+    make = partial(call_make, with_absolute_path(args.task))  # the task may change the folder
     shared = {"device": args.device, "seed": args.seed, "steps": args.steps}
     precision = args.precision or "bf16"
     options = {"precision": precision, "batch_size": args.batch_size, **shared}
@@ -145,9 +153,13 @@ def _run(
         metrics["peak_memory"] = Interval.exact(peak)
     block_size = shared.get("shape", {}).get("block_size")
     unit, each = ("samples", 1) if block_size is None else ("tokens", block_size)
-    rates = {arm: found.batch_size * each / race.time_s(arm).value for arm in race.arms}
-    gains = {"step": race.ratio(judged, STOCK), "precision": race.ratio(race.arms[0], STOCK)}
-    advice = advise(found.profiles[STOCK], gains=gains)
+    size = statistics.fmean(found.batch_sizes) * each
+    rates = {arm: size / race.quartiles_s(arm)[1] for arm in race.arms}
+    profile = found.profiles[STOCK]
+    raced = [part for part in profile.parts if part != "data"]  # batches are drawn off the clock
+    ratios = {"step": race.ratio(judged, STOCK), "precision": race.ratio(race.arms[0], STOCK)}
+    gains = {part: profile.gain(ratio, *raced) for part, ratio in ratios.items()}
+    advice = advise(profile, gains=gains)
     return Report(
         table=[_row(arm, found, unit, rate) for arm, rate in rates.items()],
         races={"training": race},
@@ -165,7 +177,7 @@ def _run(
         },
         closing=show_profiles(found.profiles)
         + [f"what would help: {each.text()}" for each in advice],
-        sentence=say_in_words(found, advice),
+        sentence=say_in_words(found, advice, gains["step"]),
     )
 
 
@@ -176,14 +188,15 @@ def _notes(job: Job, found: Results, shared: dict[str, Any]) -> list[str]:
         scored = "on windows spread evenly over the held-out bytes"
     elif not any(found.scores.values()):
         scored = "the mean of the last quarter of the training steps; the task has no accuracy"
-    steps = f"{len(found.race.rounds)} steps of {found.batch_size} {each}"
+    sizes = sorted({*found.batch_sizes})
+    size = f"{sizes[0]} to {sizes[-1]}" if sizes[1:] else str(sizes[0])
+    steps = f"{len(found.race.rounds)} steps of {size} {each}"
+    memory = f"{MEMORY_STEPS} steps of {shared.get('memory_batch_size', size)} {each}"
     count = f"{found.parameters / 1e6:.1f} M" if found.parameters > 50_000 else found.parameters
-    size = f"{count} parameters, {steps}"
-    batch_size = shared.get("memory_batch_size", found.batch_size)
-    memory = f"{MEMORY_STEPS} steps of {batch_size} {each} in a fresh process"
     return [
-        f"{job.precision}, {size}, {found.race.warmup_rounds} not timed",
-        f"memory: peak of the {MEMORY_KINDS[job.device]}, over {memory}",
+        f"{job.precision}, {count} parameters, {steps}, {found.race.warmup_rounds} not timed",
+        "step, speed-up and rate are without the wait for data, which is in where the time goes",
+        f"memory: peak of the {MEMORY_KINDS[job.device]}, over {memory} in a fresh process",
         f"loss and accuracy: seed {job.seed}, {scored}",
     ]
 

@@ -29,6 +29,7 @@ class Feed:
     def __init__(self, batches: Iterable[Any], seed: int) -> None:
         self.batches, self.seed = iter(batches), seed
         self.place, self.batch = -1, None
+        self.sizes: list[int] = []  # of all batches so far, in samples
 
     def go_to_step_of(self, runs: dict[str, Run], name: str) -> None:
         """Draw the batch of an arm's next step, unless another arm has, and seed the step.
@@ -38,6 +39,7 @@ class Feed:
         place = len(runs[name].losses)
         if place > self.place:
             self.place, self.batch = place, next(self.batches)
+            self.sizes.append(count_samples(self.batch))
         torch.manual_seed(self.seed * OPEN.rounds + place)
 
 
@@ -46,7 +48,7 @@ class Results:
     """What was measured, by arm: peaks in bytes, losses, and one score for each seed."""
 
     parameters: int
-    batch_size: int
+    batch_sizes: list[int]  # in samples, of every step
     peaks: dict[str, int | None]  # None where the platform counts none
     race: Race
     losses: dict[str, list[float]]
@@ -82,8 +84,9 @@ def train_arms(job: Job, training: Training, *, seeds: int) -> Results:
             plan = _plan(len(race.rounds))  # the same for every seed
             scores = {name: evaluate(run) for name, run in runs.items()}
             found = Results(
-                parameters=sum(parameter.numel() for parameter in training.model.parameters()),
-                batch_size=count_samples(feed.batch),
+                # Not those of the task, whose lazy modules have none yet.
+                parameters=sum(p.numel() for p in runs[arms[0].name].model.parameters()),
+                batch_sizes=feed.sizes,
                 peaks=peaks,
                 race=race,
                 losses={name: torch.stack(run.losses).tolist() for name, run in runs.items()},

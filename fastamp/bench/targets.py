@@ -9,6 +9,7 @@ from fastamp.bench.advice import RACED, Advice
 from fastamp.bench.measure import Results
 from fastamp.bench.race import Interval, bootstrap
 from fastamp.bench.record import Verdict, judge
+from fastamp.bench.tasks import expect
 
 STOCK = "amp"  # the arm beside the judged one: mixed precision without fastamp
 LEAST_NBYTES = 2**25  # of FP32's peak: beside less, memory that kernels keep would count
@@ -63,6 +64,12 @@ def _accuracy_gap(found: Results, base: str, judged: str) -> tuple[Interval | No
     pairs = list(zip(found.scores[judged], found.scores[base], strict=True))
     if not pairs:
         return None, "the task has no function that evaluates"
+    for score in found.scores[base]:
+        if not math.isfinite(score.accuracy):
+            return None, f"the task itself has an accuracy of {score.accuracy} in {base} too"
+    counts = [len(_windows(found, arm)) for arm in (judged, base)]
+    wanted = f"as many numbers for each arm, {counts[1]} as for {base}"
+    expect(counts[0] == counts[1], "options['evaluate']", wanted, f"{counts[0]} for {judged}")
     shares = np.subtract(_windows(found, judged), _windows(found, base))
     gaps = ", ".join(f"{ours.accuracy:.4f} against {theirs.accuracy:.4f}" for ours, theirs in pairs)
     return _mean(shares.tolist()), f"{len(pairs)} seed(s), {gaps}"
@@ -86,16 +93,19 @@ def _mean(values: list[float]) -> Interval:
 
 
 def _windows(found: Results, arm: str) -> list[float]:
-    return [share for score in found.scores[arm] for share in score.window_accuracies]
+    """Return the accuracy of each seed; of a single one, that of each part of the data."""
+    scores = found.scores[arm]
+    return [s.accuracy for s in scores] if len(scores) > 1 else scores[0].window_accuracies
 
 
-def say_in_words(found: Results, advice: list[Advice]) -> str:
-    """Return what mixed precision and fastamp bring, and what is next, in one sentence."""
+def say_in_words(found: Results, advice: list[Advice], added: Interval) -> str:
+    """Return what mixed precision and fastamp bring, and what is next, in one sentence.
+
+    `added` is what fastamp's step makes of a whole step, its data included.
+    """
     race, judged = found.race, found.race.arms[-1]
     if race.ratio(STOCK).says_nothing or race.ratio(judged, STOCK).says_nothing:
-        return (
-            f"{len(race.blocks())} blocks of such times say nothing: try again with more --steps."
-        )
+        return f"The times of {len(race.rounds)} steps say nothing: try again with more --steps."
     speed, memory = _speed(race.ratio(STOCK)), _memory(found)
     precision = f"Mixed precision makes this model {speed} on this machine{memory}"
     following = "nothing else would make a step faster by 2 %"
@@ -105,7 +115,7 @@ def say_in_words(found: Results, advice: list[Advice]) -> str:
             gain = best.gain.value if best.why == RACED else best.gain.high
             following = f"{NEXT[best.part]} next to mend: {about} {gain:.2f}x"
             break
-    return f"{precision}; fastamp {_share(race.ratio(judged, STOCK))}; {following}."
+    return f"{precision}; fastamp {_share(added)}; {following}."
 
 
 def _speed(ratio: Interval) -> str:
@@ -127,7 +137,11 @@ def _memory(found: Results) -> str:
 
 def _share(ratio: Interval) -> str:
     if ratio.low > 1:
-        return f"adds {(ratio.value - 1) * 100:.2g} %"
+        return f"adds {_percent(ratio.value - 1)}"
     if ratio.high < 1:
-        return f"costs {(1 - ratio.value) * 100:.2g} %"
+        return f"costs {_percent(1 - ratio.value)}"
     return "adds nothing that can be measured"
+
+
+def _percent(change: float) -> str:
+    return f"{change * 100:{'.0f' if change > 0.0995 else '.2g'}} %"

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fastamp.bench.jobs import JOBS
 from fastamp.data import ArrayDataset, map_tensors
+from fastamp.step.fused import parameters_of
 from fastamp.train.model_call import ModelCall
 from fastamp.train.optimizer import make_optimizer as make_by_name
 from fastamp.train.options import refuse
@@ -144,6 +145,12 @@ def find_make(text: str) -> Make:
     return found  # type: ignore[no-any-return]
 
 
+def with_absolute_path(text: str) -> str:
+    """Return the name of a task whose file, if it is in one, is found from every folder."""
+    place, _, name = text.rpartition(":")
+    return f"{Path(place).absolute()}:{name}" if place.endswith(".py") else text
+
+
 def call_make(text: str, device: str, seed: int) -> Any:
     """Call a task's function by its name, which can be pickled even if the function cannot."""
     return find_make(text)(device, seed)
@@ -256,6 +263,10 @@ def make_optimizer(training: Training, model: nn.Module, *, fused: bool | None =
         made: Any = training.optimizer(model)
     kind = "an optimizer from its call"
     expect(isinstance(made, Optimizer), "options['optimizer']", kind, _short(made))
+    own = {*map(id, model.parameters())}
+    has_own = any(id(each) in own for each in parameters_of([made]))
+    kind = "parameters of the model that it is called with, a copy for each arm"
+    expect(has_own, "options['optimizer']", kind, "others")
     return made  # type: ignore[no-any-return]
 
 

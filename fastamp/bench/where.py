@@ -25,21 +25,24 @@ def profile_runs(
 ) -> dict[str, Profile]:
     """Train every arm for some more steps; the time to draw their batches counts, too."""
     blocks: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
+    steps = {name: _block_steps(race.quartiles_s(name)[1]) for name in runs}
     for place in range(BLOCKS):
         for name in runs if place % 2 else reversed(runs):
-            step_s = race.quartiles_s(name)[1]
-            steps = max(1, min(int(BLOCK_S / step_s), MOST_STEPS)) if step_s > 0 else 1
-            blocks[name].append(_time_steps(runs[name], batches, steps))
+            blocks[name].append(_time_steps(runs[name], batches, steps[name]))
     return {
         name: Profile(
             device=run.device,
-            steps=BLOCKS,
+            steps=BLOCKS * steps[name],
             parts={p: _typical([block[p] for block in blocks[name]]) for p in blocks[name][0]},
             facts=describe(run.optimizer, loader, run.scaler, run.arm.dtype),
             syncs=_count_syncs(run, batches),
         )
         for name, run in runs.items()
     }
+
+
+def _block_steps(step_s: float) -> int:
+    return max(1, min(int(BLOCK_S / step_s), MOST_STEPS)) if step_s > 0 else 1
 
 
 def _typical(times_s: list[float]) -> Interval:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from support.bench_pages import COMMANDS, RUNS, make_results
 
 import fastamp
-from fastamp.bench import environment
+from fastamp.bench import environment, main_job
+from fastamp.bench.__main__ import main
 from fastamp.bench.advice import VANISHES, Profile, advise, read_profile
 from fastamp.bench.race import Interval
 from fastamp.timer.facts import Facts, describe
@@ -178,3 +182,23 @@ def test_data_that_a_gpu_gathers_may_live_there():
         facts = Facts(loader=loader, dataset=dataset, path=path, dtype="bfloat16")
         (found,) = advise(Profile(device="cuda", steps=9, parts=parts, facts=facts))
         assert found.part == "loader"
+
+
+def test_a_gain_leaves_the_time_for_data_as_it_is(tmp_path, monkeypatch, capsys):
+    """A race's batches are drawn off the clock, and a step of the user's program waits for them."""
+    figures = RUNS["gain"]._replace(times_ms=(412.0, 231.0, 100.0))
+    found = make_results(figures)
+    profile = replace(found.profiles["amp"], parts=exact(data=0.3, forward=0.02, step=0.08))
+    found = replace(found, profiles={"amp": profile})
+    monkeypatch.setattr(main_job, "train_arms", lambda *_, **__: found)
+    (tmp_path / "text").write_bytes(bytes(range(200)) * 50)
+    words = [*COMMANDS["amp"].split(), "--data", str(tmp_path / "text")]
+    assert main([*words, "--json", str(tmp_path / "found.json")]) == 0
+    assert "without the wait for data" in capsys.readouterr().out
+    saved = json.loads((tmp_path / "found.json").read_text())
+    gains = {each["part"]: each["gain"] for each in saved["details"]["advice"]}
+    raced = found.race.ratio("amp+fastamp", "amp").value
+    assert raced > 2
+    assert gains["step"]["value"] == pytest.approx(0.4 / (0.3 + 0.1 / raced))
+    assert gains["step"]["high"] < 0.4 / 0.3
+    assert next(iter(gains)) == "loader"  # the largest

@@ -100,7 +100,7 @@ def results(*, speedups=(2.0,), peak=50, gap=0.0, loss=1.0):
     profile = advice.Profile(device="cpu", steps=6, parts=dict.fromkeys(advice.PARTS, part))
     return measure.Results(
         parameters=1,
-        batch_size=4,
+        batch_sizes=[4] * 8,
         peaks=dict(zip(NAMES, [100 * MIB, 100 * MIB, peak and peak * MIB], strict=True)),
         race=Race(arms=NAMES, rounds=rounds),
         losses={},
@@ -112,6 +112,26 @@ def results(*, speedups=(2.0,), peak=50, gap=0.0, loss=1.0):
 def verdicts(found, excused=()):
     judged = targets.judge_targets(argparse.Namespace(**TARGETS), found, excused=dict(excused))
     return {verdict.name: verdict for verdict in judged}
+
+
+def test_several_seeds_are_as_many_figures():
+    """The parts of one seed share its training: more of them say no more of the next seed."""
+    found = results()
+    for name, gaps in (("fp32", (0.0, 0.0, 0.0)), ("amp+fastamp", (-0.02, 0.0, 0.02))):
+        found.scores[name] = [
+            arms_.Score(loss=1.0, accuracy=0.5 + gap, window_accuracies=[0.5 + gap] * 64)
+            for gap in gaps
+        ]
+    gap = verdicts(found)["accuracy gap"]
+    assert (gap.figure.value, gap.verdict) == (pytest.approx(0.0), "inconclusive")
+    assert gap.figure.high > 0.02
+
+
+def test_an_accuracy_that_is_no_number_is_the_tasks(capsys):
+    found = results()
+    nan = arms_.Score(loss=1.0, accuracy=math.nan, window_accuracies=[math.nan])
+    found.scores.update({name: [nan] for name in NAMES})
+    assert verdicts(found)["accuracy gap"].reason.endswith("an accuracy of nan in fp32 too")
 
 
 def test_every_arm_starts_from_the_same_weights_and_sees_the_same_batches(
@@ -353,6 +373,10 @@ def test_a_file_gets_whole_lines_and_no_progress_bar(finished):
     [
         ("--steps 0", "argument --steps: '0' is not an integer of at least 3"),
         ("--steps 2", "argument --steps: '2' is not"),
+        (
+            "step --shapes 2000000x1",
+            "argument --shapes: '2000000x1' has more than 1,048,576 tensors",
+        ),
         ("step --shapes 3x", "argument --shapes: '3x' is not a number of tensors"),
         (
             "latency --batch-sizes 1,0",

@@ -68,8 +68,12 @@ BROKEN = {
     "return model, data, lambda x, y: x.detach().sum()": "loss: its backward pass raised"
     " RuntimeError: element 0 of tensors does not require grad",
     "other = nn.Linear(1, 1); return model, data, loss, {'optimizer': lambda _:"
-    " torch.optim.SGD(other.parameters())}": "loss: expected a gradient of a parameter of the"
-    " optimizer, got none",
+    " torch.optim.SGD(other.parameters())}": "options['optimizer']: expected parameters of the"
+    " model that it is called with, a copy for each arm, got others",
+    "return model, data, loss, {'optimizer': lambda _: torch.optim.SGD(model.parameters())}": "opti"
+    "ons['optimizer']: expected parameters of the model that it is called with",
+    "model.bias.requires_grad_(False); return model, data, loss, {'optimizer': lambda m:"
+    " torch.optim.SGD([m.bias])}": "loss: expected a gradient of a parameter of the optimizer, got",
     "return model, data, loss, {'optimizer': fail}": "options['optimizer']: its call raised",
     "return model, data, loss, {'optimizer': lambda m: m}": "options['optimizer']: expected an"
     " optimizer from its call, got Linear",
@@ -271,6 +275,73 @@ def test_batches_of_a_list_of_samples_come_pass_after_pass_and_only_whole_ones()
     assert drawn[:2] != drawn[2:]
 
 
+@pytest.mark.parametrize(
+    ("body", "parameters"),
+    [
+        ("return nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 3)), data, loss", 67),
+        ("import os; os.chdir(os.path.dirname(__file__)); return model, data, loss", 15),
+    ],
+    ids=["has lazy modules", "changes the folder"],
+)
+def test_a_task_that(quick, body, parameters, tmp_path, monkeypatch):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "moves.py").write_text(f"{HEAD}\ndef make(*_):\n    {body}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tasks, "find_make", tasks.find_make.__wrapped__)  # as in another process
+    found = tmp_path / "found.json"
+    words = ["--task", "inner/moves.py:make", "--device", "cpu", "--json", str(found)]
+    assert main([*words, "--steps", "3"]) == 0
+    saved = json.loads(found.read_text())
+    assert saved["job"]["task"] == "inner/moves.py:make"
+    assert saved["details"]["parameters"] == parameters
+
+
+def test_rates_are_of_all_samples_where_batches_differ(quick, tmp_path, capsys):
+    path = tmp_path / "ragged.py"
+    body = "return model, torch.utils.data.DataLoader(data, 24), loss"
+    path.write_text(f"{HEAD}\ndef make(*_):\n    {body}\n")
+    saved = run(path, "--steps", "8")
+    assert "8 steps of 16 to 24 samples" in capsys.readouterr().out
+    time_s = saved["races"]["training"]["arms"]["amp"]["time_s"]["median"]
+    mean = (24 + 24 + 16 + 24 + 24 + 16 + 24 + 24) / 8
+    assert saved["details"]["samples_per_s"]["amp"] == pytest.approx(mean / time_s)
+
+
+def test_an_evaluation_of_another_length_for_each_arm_breaks_the_contract(quick, tmp_path, capsys):
+    path = tmp_path / "grows.py"
+    lines = "seen = []\ndef grow(_):\n    seen.append(0.5); return seen\n"
+    body = "return model, data, loss, {'evaluate': grow}"
+    path.write_text(f"{HEAD}\n{lines}def make(*_):\n    {body}\n")
+    assert main(["--task", f"{path}:make", "--device", "cpu", "--steps", "3"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "options['evaluate']: expected as many numbers for each arm, " in said
+
+
+def test_a_process_that_measures_memory_ends_with_the_bench(tmp_path):
+    done = run_python(
+        """
+import os, time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from fastamp.bench.peaks import _end_with_parent
+
+if os.fork() == 0:  # the bench
+    context = get_context("fork")
+    pool = ProcessPoolExecutor(1, mp_context=context, initializer=_end_with_parent)
+    Path("pid").write_text(str(pool.submit(os.getpid).result()))
+    os.kill(os.getpid(), 9)
+os.wait()
+stat, end_s = Path("/proc", Path("pid").read_text(), "stat"), time.monotonic() + 60
+while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+    assert time.monotonic() < end_s
+    time.sleep(0.01)
+""",
+        cwd=tmp_path,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # Where the time goes, and the sentence
 
 
@@ -321,28 +392,34 @@ def results(amp, ours, *, peaks_=(100, 50)):
     )
 
 
+def say(found, advice_):
+    """Return the sentence where data take no time."""
+    return targets.say_in_words(found, advice_, found.race.ratio("amp+fastamp", "amp"))
+
+
 def test_one_sentence_says_it_all():
     loader = advice.Advice(
         part="loader", what="x", gain=Interval(value=1.2, low=1.0, high=1.5), why="waits"
     )
     nothing = advice.Advice(part="nothing", what="nothing", gain=Interval.exact(1.0), why="")
     step = advice.Advice(part="step", what="x", gain=Interval.exact(1.1), why=advice.RACED)
-    assert targets.say_in_words(results(1.86, 1.01), [step, loader]) == (
+    assert say(results(1.86, 1.01), [step, loader]) == (
         "Mixed precision makes this model 1.86x as fast on this machine and halves its memory; "
         "fastamp adds 1 %; your loader is next to mend: up to 1.50x."
     )
-    assert targets.say_in_words(results(0.5, 0.98, peaks_=(100, 120)), [nothing]) == (
+    assert "; fastamp adds 102 %; " in say(results(1.86, 2.02), [nothing])
+    assert say(results(0.5, 0.98, peaks_=(100, 120)), [nothing]) == (
         "Mixed precision makes this model 0.50x as fast on this machine and takes 20 % more memory;"
         " fastamp costs 2 %; nothing else would make a step faster by 2 %."
     )
     wide = results(1.0, 1.0, peaks_=(100, None))
     wide.race.rounds[2:4] = [wide.race.rounds[0] | {"amp": Visit(2.0)}] * 2
-    said = targets.say_in_words(wide, [nothing])
+    said = say(wide, [nothing])
     assert "neither faster nor slower (1.00x [" in said
     assert "memory" not in said
     assert "fastamp adds nothing that can be measured" in said
     assert not re.search(r"nan|inf", said)
     few = results(0.93, 1.0)
     del few.race.rounds[2:]
-    said = targets.say_in_words(few, [nothing])
-    assert said.endswith("blocks of such times say nothing: try again with more --steps.")
+    said = say(few, [nothing])
+    assert said == "The times of 2 steps say nothing: try again with more --steps."

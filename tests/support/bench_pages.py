@@ -96,7 +96,7 @@ def make_results(figures):
     scores = {arm: shares + 0.0005 * rng.normal(size=64) for arm in ARMS}
     return measure.Results(
         parameters=11_200_000,
-        batch_size=8,
+        batch_sizes=[8] * 40,
         peaks=dict(zip(ARMS, (mib << 20 for mib in figures.peaks_mib), strict=True)),
         race=race,
         losses={arm: [*(curve + 0.03 * rng.normal(size=len(steps)))] for arm in ARMS},
