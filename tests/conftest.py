@@ -22,8 +22,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 
-# An older torch gets the fallback with a warning, which one file tests; all others ask for it.
-if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+# An older torch gets the fallback with a warning, which one file tests; all others ask for it. So
+# they do without compiled code: fastamp's own update in Python is made for who asks.
+if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__") or not any(
+    file.match("_native.*.so") for file in importlib.metadata.files("fastamp") or []
+):
     os.environ.setdefault("FASTAMP_BACKEND", "fallback")
 
 from support.emulated import emulated_ops, use_emulated

@@ -1,7 +1,7 @@
 """The op table: what every backend does with tensors, and which one serves which tensor."""
 
 from fastamp._ops.captures import apart_from_captures
-from fastamp._ops.choose import FALLBACK, backends, host_ops, ops_for, use_only
+from fastamp._ops.choose import FALLBACK, backends, host_ops, is_chosen, ops_for, use_only
 from fastamp._ops.graph import outside_graphs, untraced
 from fastamp._ops.held import Held, Tensors, hold, index_in_whole, parts_of
 from fastamp._ops.host_types import (

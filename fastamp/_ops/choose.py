@@ -83,6 +83,11 @@ def use_only(name: str) -> Iterator[None]:
         _only = before
 
 
+def is_chosen(name: str) -> bool:
+    """Say whether FASTAMP_BACKEND, or a block of `use_only`, names a backend."""
+    return _only == name
+
+
 def backends() -> list[str]:
     """Return the backends that fastamp uses here, best first.
 

@@ -129,11 +129,11 @@ def _update_of(optimizer: Optimizer, rule: Rule) -> Update | str:
     ops = _ops.ops_for(device)
     if _ops.clones_what_is_written():
         return "allow_mutation_on_saved_tensors is on"
-    if device != _CPU:
-        if ops is _ops.FALLBACK:  # it would wait for the device
-            return f"torch's kernels update on {device.type}"
-        if torch.cuda.is_current_stream_capturing():
-            return "a graph captures the step"
+    if ops is _ops.FALLBACK and (device != _CPU or not _ops.is_chosen("fallback")):
+        # It would take longer than torch's kernels, and wait for a device.
+        return f"no compiled code for {device.type}"
+    if device != _CPU and torch.cuda.is_current_stream_capturing():
+        return "a graph captures the step"
     known = _updates.get(optimizer)
     if known is None or known[0] is not ops or known[1] != device:
         if known is not None:

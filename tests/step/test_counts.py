@@ -389,7 +389,7 @@ def test_optimizers_and_parameters_on_several_devices_are_torchs(backend, device
     for p in made:
         p.grad = torch.ones_like(p)
     assert native.read(ADAMW(made)) == "a parameter's dtype, layout or device"
-    assert native.read(ADAMW(made[1:])) == "torch's kernels update on meta"
+    assert native.read(ADAMW(made[1:])) == "no compiled code for meta"
 
 
 def test_optimizers_on_different_devices_do_not_share_a_factor(backend, device, monkeypatch):

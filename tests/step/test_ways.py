@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastamp
+from fastamp import _ops
+from fastamp._ops import choose
 
 
 @pytest.mark.parametrize(
@@ -319,6 +321,7 @@ class Operators(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
+@pytest.mark.skipif("cpu" not in fastamp.backends(), reason="needs the compiled core")
 def test_a_bare_step_makes_no_tensor_until_its_report_is_read():
     parameters = [torch.nn.Parameter(torch.ones(3))]
     give(parameters)
@@ -361,6 +364,31 @@ def test_a_zero_grad_that_is_patched_is_called_with_gradients(
     assert report.way.startswith("native")
     assert seen == [[True, True]]
     assert [parameter.grad for parameter in parameters] == [None, None]
+
+
+@pytest.mark.parametrize("fused", [True, None])
+@pytest.mark.parametrize("max_norm", [1.0, None])
+def test_without_compiled_code_torch_updates_unless_python_is_asked_to(
+    fused, max_norm, monkeypatch
+):
+    """fastamp's update in Python takes several times as long as torch's."""
+    monkeypatch.setattr(choose, "_backends", lambda: {"fallback": choose.FALLBACK})
+    monkeypatch.setattr(choose, "_only", None)
+    expected, stock = make("adamw", sizes=SIZES[:4], fused=fused)
+    parameters, optimizer = make("adamw", sizes=SIZES[:4], fused=fused)
+    for step in range(3):
+        for each in (expected, parameters):
+            give(each, seed=step)
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(expected, max_norm)
+        stock.step()
+        way = fastamp.optimizer_step(optimizer, max_norm=max_norm).way
+        assert "no compiled code for cpu" in way
+        assert way.startswith("torch's" if max_norm is None else "folded" if fused else "in place")
+    for ours, theirs in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+    with _ops.use_only("fallback"):
+        assert fastamp.optimizer_step(optimizer, max_norm=max_norm).way.startswith("native")
 
 
 @pytest.mark.parametrize("is_fake", [True, False])
