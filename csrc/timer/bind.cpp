@@ -44,14 +44,21 @@ PyObject* profiler_flag = nullptr;
 
 Region* as_region(PyObject* self) { return reinterpret_cast<Region*>(self); }
 
+PyObject* too_many(const Region* region) {
+  return PyErr_Format(PyExc_RuntimeError, "region %R: too many are open", region->path);
+}
+
 PyObject* region_enter(PyObject* self, PyObject*) {
   Region* region = as_region(self);
-  if (depth == kMaxDepth)
-    return PyErr_Format(PyExc_RuntimeError, "region %R: too many are open", region->path);
+  if (depth == kMaxDepth) return too_many(region);
   PyObject* end = nullptr;
   if (region->always || PyDict_GetItemWithError(profiler_globals, profiler_flag) == Py_True) {
     end = PyObject_CallOneArg(region->begin, self);
     if (end == nullptr) return nullptr;
+  }
+  if (depth == kMaxDepth) {  // `begin` is Python, which may have opened others
+    Py_XDECREF(end);
+    return too_many(region);
   }
   Py_INCREF(self);
   Py_INCREF(self);
@@ -86,15 +93,30 @@ bool runs_event_loop() {
   return runs;
 }
 
+/// Returns the place of an open region, counted from 1; 0 if it has been closed.
+std::size_t place_of(const Region* region, std::int64_t start_ns) {
+  std::size_t place = depth;
+  while (place > 0 &&
+         (frames[place - 1].region != region || frames[place - 1].start_ns != start_ns))
+    --place;
+  return place;
+}
+
 PyObject* region_exit(PyObject* self, PyObject* const*, Py_ssize_t) {
   const std::int64_t end_ns = now_ns();
   const Region* region = as_region(self);
   std::size_t own = depth;
   while (own > 0 && frames[own - 1].region != region) --own;
   if (own == 0) Py_RETURN_NONE;  // closed with a region around it
-  const std::size_t last = own < depth && runs_event_loop() ? own : depth;
-  for (std::size_t i = last; i >= own; --i)
-    if (frames[i - 1].region->begin == region->begin && !close_frame(i - 1, end_ns)) return nullptr;
+  const std::int64_t start_ns = frames[own - 1].start_ns;
+  const bool alone = own < depth && runs_event_loop();
+  // A region's `end` is Python, which may close others: the garbage collector ends generators.
+  while ((own = place_of(region, start_ns)) > 0) {
+    std::size_t top = alone ? own : depth;
+    while (frames[top - 1].region->begin != region->begin) --top;
+    if (!close_frame(top - 1, end_ns)) return nullptr;
+    if (top == own) break;
+  }
   Py_RETURN_NONE;
 }
 

@@ -305,6 +305,38 @@ def test_a_region_that_outlives_the_one_around_it_counts_until_then(timer):
     assert {p: s.count for p, s in timer.summary().items()} == {"outer": 1, "outer/inner": 1}
 
 
+def test_a_region_that_ends_while_others_are_closed_closes_each_once(backend, monkeypatch):
+    """The garbage collector may end a generator with a region, at any allocation."""
+    timer = Timer("cpu", trace=True)  # its regions end in Python
+
+    def generator(name):
+        with timer(name):
+            yield
+
+    outer, inner = generator("outer"), generator("inner")
+    next(outer)
+    next(inner)
+    cycle = [inner]
+    cycle.append(cycle)
+    del cycle, inner
+    timer("last").__enter__()
+    find, looks = threading.get_native_id, iter([True])
+
+    def collects():
+        if next(looks, False):
+            gc.collect()
+        return find()
+
+    monkeypatch.setattr("fastamp.timer.events.threading.get_native_id", collects)
+    outer.close()
+    assert next(looks, None) is None  # it was called
+    paths = ["outer", "outer/inner", "outer/inner/last"]
+    assert {p: s.count for p, s in timer.summary().items()} == dict.fromkeys(paths, 1)
+    with timer("after"):
+        pass
+    assert timer.summary()["after"].count == 1
+
+
 def test_a_name_with_many_slashes_is_one_region(timer):
     with timer("/" * 300), timer("x"):
         pass
