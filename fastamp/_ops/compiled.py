@@ -177,6 +177,8 @@ class CompiledUpdate:
                 factor, found_inf = stats.factor, stats.found_inf
         self._may_have_skipped |= stats is not None or found_inf is not None
         slots = self._slots_for(self._update.num_slots)
+        if slots is not None and slots.is_cuda:  # allocated on the stream of an earlier step
+            slots.record_stream(torch.cuda.current_stream(self._device))
         threads = torch.get_num_threads()
         written = self._table.update(
             self._update, step, whole, factor, found_inf, zero_grad, slots, threads

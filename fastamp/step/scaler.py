@@ -359,7 +359,8 @@ class GradScaler(Reading):
         is_ready = states[0]["stage"] is OptState.READY
         stats, found_inf = None, None
         if not is_ready and max_norm is None:
-            found_inf = join_flags_of(states)
+            # It may be on another device if somebody has replaced `unscale_`.
+            found_inf = _ops.moved(join_flags_of(states), steps[0].grads.device)
         else:
             grads = steps[0].grads
             if len(steps) > 1 or steps[0].parts is not None or self.process_group is not None:
