@@ -86,8 +86,9 @@ def prepare(args: argparse.Namespace) -> Task:
         if getattr(args, name) is not None:
             option = "--" + name.replace("_", "-")
             refuse(option, getattr(args, name), "is for --task gpt alone")
-    find_make(args.task)  # fails at once if there is no such function
-    make = partial(call_make, with_absolute_path(args.task))  # the task may change the folder
+    task = with_absolute_path(args.task)  # it may change the folder
+    find_make(task)  # fails at once if there is no such function
+    make = partial(call_make, task)
     shared = {"device": args.device, "seed": args.seed, "steps": args.steps}
     precision = args.precision or "bf16"
     options = {"precision": precision, "batch_size": args.batch_size, **shared}

@@ -32,14 +32,18 @@ TINY_TEXT = Corpus("", "", *(np.zeros(64, np.uint8) for _ in range(2)))
 
 def peak_memory(job: Job, arm: Arm) -> int | None:
     """Train two steps of one arm in a fresh process and return the peak over them, in bytes."""
-    context = get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=_end_with_parent) as pool:
+    with _new_process() as pool:
         try:
             return pool.submit(_peak_of_this_process, job, arm).result()
         except BrokenProcessPool:
             steps = f"the process of {MEMORY_STEPS} steps of {arm.name} was killed"
             msg = f"batch_size: a step does not fit into memory, or the model crashes: {steps}"
             raise BrokenTask(msg) from None
+
+
+def _new_process() -> ProcessPoolExecutor:
+    context = get_context("spawn")
+    return ProcessPoolExecutor(1, mp_context=context, initializer=_end_with_parent)
 
 
 def _end_with_parent() -> None:

@@ -64,9 +64,11 @@ def _accuracy_gap(found: Results, base: str, judged: str) -> tuple[Interval | No
     pairs = list(zip(found.scores[judged], found.scores[base], strict=True))
     if not pairs:
         return None, "the task has no function that evaluates"
-    for score in found.scores[base]:
-        if not math.isfinite(score.accuracy):
-            return None, f"the task itself has an accuracy of {score.accuracy} in {base} too"
+    for mine, other in pairs:
+        if not math.isfinite(other.accuracy):
+            return None, f"the task itself has an accuracy of {other.accuracy} in {base}"
+        if not math.isfinite(mine.accuracy):
+            return Interval.exact(math.inf), f"{mine.accuracy} against {other.accuracy}"
     counts = [len(_windows(found, arm)) for arm in (judged, base)]
     wanted = f"as many numbers for each arm, {counts[1]} as for {base}"
     expect(counts[0] == counts[1], "options['evaluate']", wanted, f"{counts[0]} for {judged}")
@@ -83,7 +85,7 @@ def last_losses(found: Results, arm: str) -> list[float]:
 
 
 def mean_accuracy(found: Results, arm: str) -> Interval:
-    """Return the mean accuracy over all seeds and, where the task has them, parts of the data."""
+    """Return the mean accuracy over the seeds; with one, over the parts that the task has."""
     return _mean(_windows(found, arm))
 
 

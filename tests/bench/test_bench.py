@@ -131,7 +131,11 @@ def test_an_accuracy_that_is_no_number_is_the_tasks(capsys):
     found = results()
     nan = arms_.Score(loss=1.0, accuracy=math.nan, window_accuracies=[math.nan])
     found.scores.update({name: [nan] for name in NAMES})
-    assert verdicts(found)["accuracy gap"].reason.endswith("an accuracy of nan in fp32 too")
+    assert verdicts(found)["accuracy gap"].reason.endswith("an accuracy of nan in fp32")
+    fine = arms_.Score(loss=1.0, accuracy=0.5, window_accuracies=[0.5])
+    found.scores["fp32"] = [fine]
+    gap = verdicts(found)["accuracy gap"]
+    assert (gap.verdict, gap.reason.endswith("nan against 0.5")) == ("fail", True)
 
 
 def test_every_arm_starts_from_the_same_weights_and_sees_the_same_batches(

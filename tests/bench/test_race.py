@@ -130,6 +130,9 @@ def test_neighbours_that_resemble_each_other_widen_the_interval():
     runs = np.repeat(alone[:32], 10)
     widths = [bootstrap(values.tolist()) for values in (alone, runs)]
     assert widths[1].high - widths[1].low > 2 * (widths[0].high - widths[0].low)
+    few = np.repeat(alone[:20], 2)  # 40, in runs of 2
+    widths = [bootstrap(values.tolist()) for values in (rng.permutation(few), few)]
+    assert widths[1].high - widths[1].low > 1.1 * (widths[0].high - widths[0].low)
 
 
 def test_few_blocks_have_no_interval_and_none_no_figure():
