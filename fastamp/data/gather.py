@@ -281,7 +281,7 @@ class GatherSource(Iterator[Any]):
     def _submit_ahead(self) -> None:
         """Start as many batches as may be under way."""
         under_way, limit = self._under_way, self._max_bytes or DEFAULT_MAX_BYTES
-        while len(under_way) < self._depth and (self._num_left or not under_way):
+        while len(under_way) < self._depth and (self._num_left > 0 or not under_way):
             if self._drawn is None:
                 self._drawn, self._num_left = self._draw(), self._num_left - 1
             indices, keys, rows = self._drawn

@@ -137,12 +137,12 @@ class Indices:
 
         It does so for the program to see if it draws from a generator of the program's own.
         """
-        batches, position = self.sampler, self.position
+        batches = self.sampler
         sampler = batches.sampler if type(batches) is BatchSampler else None
         if type(sampler) is not RandomSampler or not sampler.generator or self.seed is not None:
             return math.inf
         num_full: int = sampler.num_samples // batches.batch_size
-        return num_full - position.batch - len(position.late)
+        return num_full - self.position.batch
 
     @property
     def order(self) -> Order:

@@ -169,7 +169,7 @@ def _first(n: int, tensor: torch.Tensor) -> torch.Tensor:
 def _make_loader(name: str, data: Any, config: TrainConfig, ranks: Ranks, *, shuffle: bool) -> Any:
     if isinstance(data, (tuple, dict)):
         with suppress(TypeError):  # if some of them are no arrays
-            count_rows(data, name)
+            count_rows((*data,) if isinstance(data, tuple) else data, name)
             data = ArrayDataset(*data) if isinstance(data, tuple) else ArrayDataset(data)
     is_sized = hasattr(data, "__getitem__") and not isinstance(data, (list, tuple, dict))
     if not (is_sized or isinstance(data, Dataset)):

@@ -52,6 +52,8 @@ def load_corpus(path: str | None, *, block_size: int, without: str | None = None
     out = None if without is None else os.path.realpath(without)
     if out == os.path.realpath(root):
         refuse("--checkpoint-dir", str(without), "is the folder of --data, which is read as text")
+    if out is not None and not _is_in(Path(out), os.path.realpath(root)):
+        out = None  # none of the files is in it
     try:
         files = [root] if root.is_file() else _find(root, ending, excluded, out)
     except OSError as error:  # the name may be too long

@@ -255,7 +255,7 @@ def test_what_is_written_into_an_inference_tensor_is_in_the_next_batch(backend):
 
     def read(loader_type):
         with torch.inference_mode():
-            x, seen = torch.zeros(12, 2), []
+            x, seen = torch.zeros(12, 100_000), []
             for (rows,) in loader_type(TensorDataset(x), 2):
                 seen.append(rows.unique().tolist())
                 x.add_(1)

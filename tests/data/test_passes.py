@@ -57,6 +57,24 @@ def test_a_pass_that_is_left_has_drawn_what_torchs_has(count, drop_last, batch_s
     assert read(fastamp.DataLoader) == read(TorchDataLoader)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_resumed_pass_that_is_left_has_drawn_what_a_whole_one_has(count, backend):
+    def make():
+        generator = torch.Generator().manual_seed(0)
+        data = TensorDataset(torch.arange(8))
+        return generator, fastamp.DataLoader(data, 2, shuffle=True, generator=generator)
+
+    generator, loader = make()
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    expected = [*islice(iterator, count)]
+    again, resumed = make()
+    resumed.load_state_dict(state)
+    assert_same([*islice(resumed, count)], expected)
+    assert torch.equal(again.get_state(), generator.get_state())
+
+
 def test_a_loader_can_be_made_anew_from_its_attributes(backend):
     """As Lightning and Accelerate do it: read, replace the sampler, make another."""
     nested = {"x": X, "y": (Y, X[:, 0])}

@@ -361,6 +361,14 @@ def test_a_wrong_field_is_named_with_its_value(fields, message):
         TrainConfig(**fields)
 
 
+def test_a_subclass_of_tuple_is_a_tuple_of_columns():
+    class Pair(tuple):
+        __slots__ = ()
+
+    config = TrainConfig(max_steps=2, batch_size=4, device="cpu")
+    assert fine_tune(make_model(), Pair(make_data(8)), config=config).steps == 2
+
+
 @pytest.mark.parametrize(
     ("data", "fields", "error", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import re
 import shutil
@@ -45,6 +46,14 @@ def test_the_command_trains_and_resumes(text, tmp_path, capsys):
     assert command.main([*args, "--lr", "0.02", "--no-resume"]) == 0
     assert command.main([*args, "--lr", "0.02", "--steps", "70"]) == 0
     assert "70 steps in 32-true" in capsys.readouterr().out
+
+
+def test_a_name_that_the_terminal_cannot_show_is_escaped(text, monkeypatch):
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", shown)
+    named = shutil.copy(text, f"{text}-\xe9")
+    assert command.main(["--data", named, *SMALL, "--steps", "2"]) == 0
+    assert b"text-\\xe9\n" in shown.buffer.getvalue()
 
 
 def test_checkpoints_inside_the_folder_of_the_text_are_not_read_as_text(text, tmp_path, capsys):
