@@ -23,7 +23,7 @@ from fastamp.step.fused import (
 from fastamp.step.reading import Reading, join_flags, join_flags_of, refuse_float16
 from fastamp.step.report import is_set
 
-_SHARED = "optimizers share a parameter"
+_SHARED = "a parameter is there twice"
 
 
 def step_by_torch(

@@ -24,9 +24,7 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 
 def share_parameters(optimizers: Sequence[Optimizer]) -> bool:
-    """Say whether several optimizers hold the same parameter."""
-    if len(optimizers) == 1:
-        return False
+    """Say whether a parameter is there twice, in one optimizer or in several."""
     places = [id(parameter) for parameter in parameters_of(optimizers)]
     return len({*places}) < len(places)
 
@@ -83,8 +81,11 @@ def why_unfused(optimizer: Optimizer) -> str | None:
                 continue
             if any(p.dtype in _SHORT and p.device.type == "cpu" for p in group["params"]):
                 return "torch's fused SGD is wrong for 16-bit parameters on the CPU"
-            if group["dampening"] and next(_without_momentum(optimizer, group), None) is not None:
+            new = [*map(id, _without_momentum(optimizer, group))]
+            if new and group["dampening"]:
                 return "torch's fused SGD must not skip its first step with dampening"
+            if len({*new}) < len(new):  # for which torch makes two buffers, of which one stays
+                return "torch's fused SGD must not skip its first step of a parameter twice"
     return None
 
 

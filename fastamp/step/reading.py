@@ -146,9 +146,8 @@ class Reading(torch.amp.GradScaler):
 
     def _hold(self, optimizers: list[Optimizer]) -> "Held | None":
         """Return what this rank holds of the gradients; None where torch has to handle them."""
-        parameters = parameters_of(optimizers)
-        if len(optimizers) > 1:  # which may share parameters
-            parameters = [*{id(parameter): parameter for parameter in parameters}.values()]
+        # A parameter may be there twice, as tied weights, also in one optimizer.
+        parameters = [*{id(each): each for each in parameters_of(optimizers)}.values()]
         grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
         if not grads and self.process_group is None:
             return None

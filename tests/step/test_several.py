@@ -177,6 +177,31 @@ def test_a_parameter_of_two_optimizers_is_unscaled_and_clipped_once(
         torch.testing.assert_close([p.grad for p in parameters], grads, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_parameter_twice_in_one_optimizer_is_unscaled_and_clipped_once(
+    name, enabled, backend, device
+):
+    """As tied weights are in a list of two modules' parameters."""
+    scale = 1024.0 if enabled else 1.0
+    found = []
+    for own in (False, True):
+        (parameter,) = parameters_with(torch.full((9,), 2.0, device=device))
+        optimizer = OPTIMIZERS[name]([parameter, parameter])
+        if own:
+            parameter.grad *= scale
+            scaler = fastamp.GradScaler(device, init_scale=1024.0, enabled=enabled)
+            scaler.scale(torch.ones((), device=device))
+            scaler.step(optimizer, max_norm=1.5)
+            assert scaler.last_step.norm.item() == 6.0
+        else:
+            torch.nn.utils.clip_grad_norm_([parameter], 1.5)
+            optimizer.step()
+        found.append([parameter.detach(), parameter.grad])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("way", SHARING)
 def test_an_overflow_leaves_the_other_gradients_of_two_that_share_finite(
