@@ -16,7 +16,7 @@ from fastamp.integrations.of_lightning import OfLightning
 from fastamp.metrics import MetricsTracker
 from fastamp.metrics.sinks import Scalar
 from fastamp.metrics.watch import ScalerWatch
-from fastamp.step import GradScaler, StepReport
+from fastamp.step import GradScaler, StepReport, clip_grad_norm_
 from fastamp.step.fused import parameters_of
 from fastamp.train import ModelCall
 
@@ -219,8 +219,14 @@ class AmpPrecision(OfLightning):
         return sys.modules[name]
 
     def _unscale(self, optimizer: Any) -> None:
-        """Unscale the gradients unless they are unscaled; without scaling, inf becomes NaN."""
-        self.scaler.clip_grad_norm_(optimizer, math.inf)
+        """Unscale the gradients unless they are unscaled; without scaling, inf becomes NaN.
+
+        Clipping to a value would hide an inf from the step.
+        """
+        if self.scaler.is_enabled():
+            self.scaler.clip_grad_norm_(optimizer, math.inf)
+        else:
+            clip_grad_norm_(parameters_of([optimizer]), math.inf)
 
     def _has_hook_before_step(self, model: Any) -> bool:
         is_overridden = self._lightning.utilities.model_helpers.is_overridden
