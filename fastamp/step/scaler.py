@@ -373,7 +373,7 @@ class GradScaler(Reading):
             skipped = self._counter(grads.device) if reads_all else None
             clip = self._clip(grads.device, states[0], max_norm, skipped=skipped)
             stats = self._record(states, grads.device, self._measure(grads, clip), clip)
-            if len(optimizers) > 1 and share_parameters(optimizers):  # one alone is torch's
+            if len(optimizers) > 1 and share_parameters(optimizers):
                 found_inf = stats.found_inf
                 self._rescale_(grads, stats.factor, found_inf)
                 stats = None

@@ -107,7 +107,6 @@ class Checkpointer:
         _expect("in_thread", in_thread, "False where torch.distributed is initialized", fine=alone)
         words = {"argument": "folder", "anew": "another folder starts anew"}
         self._files = open_folder(folder, ranks, keep=keep, **words)
-        self._has_best = best is not None
         self._keeper = Keeper(self._files, _inside(model), optimizer, parts, ranks, best=best)
         self._ranks, self._in_thread = ranks, in_thread
         self._signals: Signals | None = None
@@ -246,7 +245,7 @@ class Checkpointer:
         self.wait()
         if isinstance(metric, Tensor):
             metric = metric.detach()
-        if metric is None or not self._has_best:
+        if metric is None or not self._keeper.sign:
             number = math.nan
         else:
             number = _as(float, "metric", metric, "a number")

@@ -68,7 +68,8 @@ class Keeper:
     ) -> None:
         self.checkpoints, self.model, self.optimizer = checkpoints, model, optimizer
         self.parts, self.ranks, self._devices = parts, ranks, devices
-        self._sign = SIGNS[best]
+        self.sign = SIGNS[best]
+        """1 if a lower metric is better, -1 if a higher one is, 0 if no best is kept."""
         self.best: list[Any] | None = None
         """The step of the best checkpoint and its metric."""
         self.as_many = True
@@ -81,9 +82,9 @@ class Keeper:
 
     def is_better(self, metric: float) -> bool:
         """Say whether a checkpoint with a metric, which may be NaN, would be the best one."""
-        if not self._sign or math.isnan(metric):
+        if not self.sign or math.isnan(metric):
             return False
-        return self.best is None or self._sign * (self.best[1] - metric) > 0
+        return self.best is None or self.sign * (self.best[1] - metric) > 0
 
     @property
     def best_path(self) -> Path | None:
