@@ -22,7 +22,6 @@ from fastamp.step import (
     clip_grad_norm_,
     clip_grad_value_,
     clip_grads_with_norm_,
-    compute_effective_precision,
     get_total_norm,
     nonfinite_parameters,
     optimizer_step,
@@ -34,6 +33,7 @@ from fastamp.train import (
     ModelCall,
     TrainConfig,
     TrainResult,
+    compute_effective_precision,
     fine_tune,
 )
 

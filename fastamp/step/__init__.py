@@ -6,7 +6,6 @@ from fastamp.step.clip import (
     clip_grads_with_norm_,
     get_total_norm,
 )
-from fastamp.step.precision import compute_effective_precision
 from fastamp.step.report import NonFinite, StepReport, nonfinite_parameters
 from fastamp.step.scaler import GradScaler
 from fastamp.step.unscaled import optimizer_step
@@ -18,7 +17,6 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grad_value_",
     "clip_grads_with_norm_",
-    "compute_effective_precision",
     "get_total_norm",
     "nonfinite_parameters",
     "optimizer_step",

@@ -4,6 +4,7 @@ from fastamp.train.checkpointer import Checkpointer
 from fastamp.train.config import TrainConfig
 from fastamp.train.loop import fine_tune
 from fastamp.train.model_call import ModelCall
+from fastamp.train.precision import compute_effective_precision
 from fastamp.train.result import Curve, TrainResult
 from fastamp.train.state_file import CheckpointError
 
@@ -14,5 +15,6 @@ __all__ = [
     "ModelCall",
     "TrainConfig",
     "TrainResult",
+    "compute_effective_precision",
     "fine_tune",
 ]

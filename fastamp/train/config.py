@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fastamp.metrics import MetricsTracker
-from fastamp.step import compute_effective_precision
 from fastamp.train.model_call import ModelCall
 from fastamp.train.optimizer import OPTIMIZERS, SCHEDULES
+from fastamp.train.precision import compute_effective_precision
 
 AUTOCAST = {"32-true": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 # The smallest value of each integer; those whose default is None may be None.

@@ -119,6 +119,7 @@ class _Loop(Run):
         bar = progress(self.total or self.config.max_steps, self.step, shows=shows)
         with closing(self.tracker), self.signals, bar as self.advance:
             self._run_epochs()
+            self.schedule.read_flag()
             self._pause(1, 1)
             return self._make_result(time.perf_counter() - start_s)
 
@@ -219,8 +220,8 @@ class _Loop(Run):
         for parameter in self.model.parameters() if factor != 1 else ():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
-        max_norm, scheduler = self.config.max_norm, self.schedule.scheduler
-        self.scaler.step(self.optimizer, max_norm=max_norm, scheduler=scheduler)
+        self.scaler.step(self.optimizer, max_norm=self.config.max_norm)
+        self.schedule.advance(self.scaler.last_step.found_inf)
         self.scaler.update()
         self.optimizer.zero_grad()
 

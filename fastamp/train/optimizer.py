@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -51,13 +51,20 @@ def make_optimizer(
 
 
 class Schedule:
-    """The learning rate, which the scaler advances after a step that was taken."""
+    """The learning rate, which advances after a step that was taken.
+
+    On CUDA the flag `found_inf` of a step is copied to the host while the device works. It is read
+    when the rate of the next step is asked for, or before a checkpoint. By the next step the device
+    still has that step's forward and backward pass to do: reading the flag does not make it idle.
+    """
 
     def __init__(
         self, optimizer: Optimizer, scaler: GradScaler, lr_factor: Callable[[int], float]
     ) -> None:
-        self.scheduler, self._scaler = LambdaLR(optimizer, lr_factor), scaler
+        self._scheduler, self._scaler = LambdaLR(optimizer, lr_factor), scaler
         self._skipped_before = 0  # by the runs that this one resumes
+        self._unread: tuple[Tensor, torch.cuda.Event] | None = None
+        """The flag of the last step in pinned memory, and the event of its copy."""
 
     @property
     def n_skipped(self) -> int:
@@ -67,24 +74,43 @@ class Schedule:
     @property
     def lr(self) -> float:
         """The next step's rate, of the first group."""
-        optimizer = self.scheduler.optimizer  # reading it makes the scheduler settle the last step
-        return float(optimizer.param_groups[0]["lr"])
+        self.read_flag()
+        return float(self._scheduler.optimizer.param_groups[0]["lr"])
+
+    def advance(self, found_inf: Tensor) -> None:
+        """Advance after a step unless it was skipped: on the CPU now, on CUDA in `read_flag`."""
+        self.read_flag()
+        if found_inf.is_cuda:
+            # torch copies on the current stream of the flag's device, after the step.
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._unread = found_inf.to("cpu", non_blocking=True), copied  # into pinned memory
+            copied.record(torch.cuda.current_stream(found_inf.device))
+        elif not found_inf.item():
+            self._scheduler.step()
+
+    def read_flag(self) -> None:
+        """Advance after the last step, if its flag has not been read yet."""
+        if self._unread is not None:
+            (found_inf, copied), self._unread = self._unread, None
+            copied.synchronize()
+            if not found_inf.item():
+                self._scheduler.step()
 
     def rescale(self, old_total: int, total: int) -> None:
         """Keep the share of the schedule that is done when its length in steps changes."""
-        self.scheduler.last_epoch = round(self.scheduler.last_epoch / max(old_total, 1) * total)
+        self._scheduler.last_epoch = round(self._scheduler.last_epoch / max(old_total, 1) * total)
 
     def set_lr(self) -> None:
         """Set the learning rates of a schedule whose length has changed."""
-        groups = self.scheduler.optimizer.param_groups
-        factors = zip(self.scheduler.lr_lambdas, self.scheduler.base_lrs, strict=True)
+        groups = self._scheduler.optimizer.param_groups
+        factors = zip(self._scheduler.lr_lambdas, self._scheduler.base_lrs, strict=True)
         for group, (factor, base_lr) in zip(groups, factors, strict=True):
-            group["lr"] = base_lr * factor(self.scheduler.last_epoch)
+            group["lr"] = base_lr * factor(self._scheduler.last_epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
-        base_lrs = [*self.scheduler.base_lrs]
-        n_taken = self.scheduler.last_epoch
+        base_lrs = [*self._scheduler.base_lrs]
+        n_taken = self._scheduler.last_epoch
         return {"n_taken": n_taken, "n_skipped": self.n_skipped, "base_lrs": base_lrs}
 
     def check_state_dict(self, state: Any) -> None:
@@ -93,5 +119,5 @@ class Schedule:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; the optimizer's own state has the rate."""
-        self.scheduler.last_epoch, self._skipped_before = state["n_taken"], state["n_skipped"]
-        self.scheduler.base_lrs = state["base_lrs"]
+        self._scheduler.last_epoch, self._skipped_before = state["n_taken"], state["n_skipped"]
+        self._scheduler.base_lrs = state["base_lrs"]

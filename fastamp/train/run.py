@@ -86,6 +86,7 @@ class Run:
         """Write a checkpoint unless this step has one; `own` may be an earlier `own_state`."""
         if self.keeper is None or self.saved_at == self.place:
             return
+        self.schedule.read_flag()  # the optimizer's state has the rate, too
         with self.timer("checkpoint"):
             self.keeper.write(self.keeper.state(self.step, own, self.val_loss))
         self.saved_at = self.place

@@ -1,0 +1,185 @@
+"""fine_tune's learning rate: on a GPU it learns of a skipped step one step late, without a wait.
+
+The GPU is played, or is the model of streams.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.fake_gpu import FakeGpu, install
+from support.stream_devices import Event
+from support.stream_model import Model
+from support.trainable import CrashError, act_at, crash, outcome, run
+from torch.optim.lr_scheduler import LambdaLR
+
+import fastamp
+from fastamp.train.optimizer import Schedule
+
+OVERFLOWS = {0, 2, 3}
+STEPS = 8
+SHORT = {"max_steps": 20, "device": "cpu"}
+ADVANCE = Schedule.advance
+
+
+class FlagOnGpu:
+    """What is asked of found_inf on CUDA."""
+
+    is_cuda, device = True, torch.device("cuda", 0)
+
+    def __init__(self, gpu, found_inf):
+        self.gpu, self.found_inf = gpu, found_inf
+
+    def to(self, device, *, non_blocking):
+        assert device == "cpu"
+        assert non_blocking
+        return self.gpu.copy(self.found_inf)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Let the flags lie on a GPU that tests play: one that is read too early is NaN."""
+    gpu = FakeGpu()
+    install(gpu, monkeypatch)
+
+    def advance_there(schedule, found_inf):
+        gpu.work(5.0)
+        waits = gpu.waits
+        ADVANCE(schedule, FlagOnGpu(gpu, found_inf))
+        assert gpu.waits == waits  # the flag before has been read by then, this one has not
+
+    monkeypatch.setattr(Schedule, "advance", advance_there)
+    return gpu
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def place(request):
+    """Return the GPU, or None on the CPU."""
+    return request.getfixturevalue("gpu") if request.param == "gpu" else None
+
+
+def halved(n_taken):
+    return 0.5**n_taken
+
+
+def make(lr_factor=halved):
+    """Return a parameter, its optimizer and its schedule."""
+    parameter = torch.nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = fastamp.GradScaler("cpu", enabled=False)
+    return parameter, optimizer, Schedule(optimizer, scaler, lr_factor)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
+def test_each_step_has_the_rate_of_torchs_schedule_and_nothing_waits_for_it(kind, place):
+    config = fastamp.TrainConfig(schedule=kind, warmup_steps=3, device="cpu")
+
+    def lr_factor(n):
+        return config.lr_factor(n, STEPS)
+
+    (parameter, optimizer, schedule), (expected, stock, _) = make(lr_factor), make()
+    by_torch = LambdaLR(stock, lr_factor)
+    for step in range(STEPS):
+        assert schedule.lr == stock.param_groups[0]["lr"]
+        assert place is None or place.waits == step  # for the flags of the steps before
+        for each in (parameter, expected):
+            each.grad = torch.tensor(math.inf if step in OVERFLOWS else 1.0)
+        schedule.advance(fastamp.optimizer_step(optimizer, 10.0).found_inf)
+        if step not in OVERFLOWS:
+            stock.step()
+            by_torch.step()
+        assert parameter.item() == pytest.approx(expected.item())
+    assert schedule.lr == stock.param_groups[0]["lr"]
+
+
+def test_a_flag_is_read_once(place):
+    parameter, optimizer, schedule = make()
+    parameter.grad = torch.tensor(1.0)
+    schedule.advance(fastamp.optimizer_step(optimizer, 10.0).found_inf)
+    assert place is None or optimizer.param_groups[0]["lr"] == 1.0
+    for _ in range(2):
+        assert schedule.lr == optimizer.param_groups[0]["lr"] == 0.5
+        schedule.read_flag()
+    assert place is None or place.waits == 1
+    assert schedule.state_dict()["n_taken"] == 1
+
+
+@pytest.mark.filterwarnings("error")  # as torch's, of a schedule that steps before its optimizer
+def test_a_run_on_a_gpu_is_that_on_the_cpu_and_asks_once_a_step(gpu):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Schedule, "advance", ADVANCE)
+        expected = outcome(*run(**SHORT))
+    assert gpu.waits == 0
+    n_skipped = expected[-1]
+    assert 0 < n_skipped < 20  # else there is nothing to wait for
+    assert outcome(*run(**SHORT)) == expected
+    assert gpu.waits == 20
+
+
+@pytest.mark.parametrize("step", [2, 7, 13])
+def test_a_run_on_a_gpu_that_crashed_goes_on_to_the_bit(step, gpu, tmp_path):
+    """A checkpoint knows of the step before it, in the schedule and in the optimizer."""
+    expected = outcome(*run(**SHORT))
+    fields = SHORT | {"checkpoint_every": 1}
+    with pytest.raises(CrashError):
+        run(tmp_path, loss_fn=act_at(step, crash), **fields)
+    assert outcome(*run(tmp_path, **fields)) == expected
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_the_optimizer_has_the_rate_after_the_last_step(overflows, place):
+    found = []
+
+    def make_optimizer(parameters):
+        found.append(torch.optim.SGD(parameters, lr=1.0))
+        return found[0]
+
+    data = torch.ones(8, 4), torch.full((8, 1), math.inf if overflows else 1.0)
+    config = fastamp.TrainConfig(
+        optimizer=make_optimizer, max_steps=1, max_norm=1.0, schedule="linear", device="cpu"
+    )
+    fastamp.fine_tune(torch.nn.Linear(4, 1), data, config=config)
+    assert found[0].param_groups[0]["lr"] == float(overflows)
+
+
+def advance_on_streams(seed):
+    """Advance after steps on several streams of a device, and return what was found."""
+    model = Model(seed)
+    with model.installed():
+        _, optimizer, schedule = make()
+        optimizer.step()  # or torch warns of a schedule that steps first
+        streams = [model.Stream(1), model.Stream(1)]
+        n_taken = 0
+        for step in range(12):
+            before, stream = model.current_stream(1), model.rng.choice(streams)
+            stream.wait_stream(before)
+            with torch.cuda.stream(stream):
+                found_inf = torch.empty((), device="cuda:1").fill_(float(step in OVERFLOWS))
+                schedule.advance(found_inf)
+                del found_inf  # its memory, and the flag's, may be used again
+                n_taken += step not in OVERFLOWS
+                if model.rng.random() < 0.7:
+                    assert schedule.lr == 0.5**n_taken
+            model.set_stream(stream)
+        schedule.read_flag()
+    assert optimizer.param_groups[0]["lr"] == 0.5**n_taken
+    assert model.num_staged == 0
+    return model.found
+
+
+def test_a_flag_has_arrived_when_it_is_read():
+    for seed in range(20):
+        assert advance_on_streams(seed) == [], seed
+
+
+def test_a_flag_that_is_read_without_a_wait_is_found(monkeypatch):
+    monkeypatch.setattr(Event, "synchronize", lambda _: None)
+    assert any("a read of pinned" in fault for fault in advance_on_streams(0))
+
+
+def test_a_copy_that_is_noted_on_another_stream_is_found(monkeypatch):
+    record = Event.record
+    monkeypatch.setattr(Event, "record", lambda event, _: record(event, event.model.defaults[1]))
+    assert any("a read of pinned" in fault for fault in advance_on_streams(0))
