@@ -15,8 +15,8 @@ import nox
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["lint", "types", "tests"]
 
-CXX = [str(p) for root in ("csrc", "tests/native") for p in sorted(Path(root).rglob("*"))]
-CXX = [path for path in CXX if Path(path).is_file()]
+CXX = [p for root in ("csrc", "tests/emulate", "tests/native") for p in Path(root).rglob("*")]
+CXX = sorted(str(path) for path in CXX if path.is_file())
 
 
 def install(session: nox.Session, folder: str, build_type: str = "Release", **defines: str) -> str:
@@ -220,7 +220,8 @@ def emulated(session: nox.Session) -> None:
             session.log(f"without barrier {i} of {path}: the thread sanitizer has to report it")
             copy = Path(session.create_tmp(), "without_a_barrier")
             shutil.rmtree(copy, ignore_errors=True)
-            shutil.copytree("csrc", copy / "csrc")
+            for folder in ("csrc", "tests/emulate"):
+                shutil.copytree(folder, copy / folder)
             shutil.copy("CMakeLists.txt", copy)
             (copy / path).write_text(barrier.join(parts[:i]) + barrier.join(parts[i:]))
             env = emulate(session, "thread", str(copy))

@@ -42,8 +42,10 @@ def main():
             with timer("backward"):
                 scaler.scale(loss).backward()
             with timer("step"):
-                scaler.step(optimizer, max_norm=1.0, scheduler=scheduler)
+                scaler.step(optimizer, max_norm=1.0)
                 scaler.update()
+                if not scaler.last_step.skipped:  # waits for a GPU: see docs/guides/fp16.md
+                    scheduler.step()
             optimizer.zero_grad()
             tracker.log_scalar("train/loss", loss, step)
             step += 1

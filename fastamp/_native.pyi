@@ -7,6 +7,66 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+class Backend:
+    device: torch.device
+    is_apart: bool
+    def __init__(
+        self, ops: OpTable, is_apart: bool, device: torch.device, cuda_index: int | None
+    ) -> None: ...
+    def pack(self, tensors: Sequence[Tensor]) -> PackedTensors: ...
+    def grad_stats(
+        self,
+        tensors: PackedTensors,
+        scale: Tensor | None,
+        max_norm: float | None,
+        only_finite: bool,
+        before: Tensor | None,
+        skipped: Tensor | None,
+    ) -> Tensor: ...
+    def reduce(self, tensors: PackedTensors) -> tuple[Tensor, Tensor]: ...
+    def rescale(self, tensors: PackedTensors, factor: Tensor) -> None: ...
+    def read(
+        self,
+        update: Update,
+        groups: Sequence[dict[str, Any]],
+        states: dict[Tensor, Any],
+        grads: list[Tensor] | None,
+    ) -> ReadStep | str: ...
+    def apply(
+        self,
+        update: Update,
+        step: ReadStep,
+        factor: Tensor | None,
+        found_inf: Tensor | None,
+        zero_grad: bool,
+    ) -> None: ...
+    def step(
+        self,
+        update: Update,
+        groups: Sequence[dict[str, Any]],
+        states: dict[Tensor, Any],
+        measures: bool,
+        scale: Tensor | None,
+        max_norm: float | None,
+        before: Tensor | None,
+        skipped: Tensor | None,
+        zero_grad: bool,
+    ) -> Tensor | str | None: ...
+
+class OpTable:
+    def __init__(self, address: int, size: int) -> None: ...
+
+class PackedTensors:
+    @property
+    def has_float16(self) -> bool: ...
+    @property
+    def rest(self) -> list[int]: ...
+
+class ReadStep(PackedTensors): ...
+
+class Update:
+    def __init__(self, rule: str) -> None: ...
+
 class Gatherer:
     def __init__(
         self,
@@ -21,48 +81,6 @@ class Gatherer:
     def is_ready(self) -> bool: ...
     def wait(self) -> float: ...
 
-class NormType:
-    L1: NormType
-    L2: NormType
-    INF: NormType
-
-class PackedTensors:
-    @property
-    def has_float16(self) -> bool: ...
-    @property
-    def num_chunks(self) -> int: ...
-    @property
-    def rest(self) -> list[int]: ...
-    @property
-    def tensors(self) -> Sequence[Tensor]: ...
-
-class Ops:
-    def __init__(self, address: int, size: int) -> None: ...
-    def grad_stats(
-        self,
-        tensors: PackedTensors,
-        norm_type: NormType,
-        scale: Tensor | None,
-        max_norm: float | None,
-        only_finite: bool,
-        skipped: Tensor | None,
-        work: Tensor | None,
-        stats: Tensor,
-        num_threads: int,
-    ) -> None: ...
-    def rescale(self, tensors: PackedTensors, factor: Tensor, num_threads: int) -> None: ...
-    def update(
-        self,
-        update: Update,
-        step: ReadStep,
-        stats: Tensor | None,
-        factor: Tensor | None,
-        found_inf: Tensor | None,
-        zero_grad: bool,
-        slots: Tensor | None,
-        num_threads: int,
-    ) -> list[Tensor]: ...
-
 class Region:
     path: str
     children: dict[str, Region]
@@ -74,26 +92,12 @@ class Region:
     def innermost(self) -> Region: ...
     def reset(self) -> None: ...
 
-class ReadStep(PackedTensors): ...
-
-class Rule:
-    ADAM: Rule
-    SGD: Rule
-    ADAGRAD: Rule
-
-class Update:
-    num_slots: int
-    def __init__(
-        self, rule: Rule, decoupled: bool, cuda_device: int | None, host_is_apart: bool
-    ) -> None: ...
-    def read(self, groups: list[dict[str, Any]], states: dict[Tensor, Any]) -> ReadStep | str: ...
-    def settle(self, slots: list[float], states: dict[Tensor, Any]) -> None: ...
-
-NUM_STATS: int
+NO_STATE: str
 built_with_cuda: bool
-cpu_ops: Ops
-cuda_ops: Ops
+cpu_ops: OpTable
+cuda_ops: OpTable
 has_exchange_table: bool
+rules: dict[str, tuple[tuple[tuple[str, str], ...], bool, str]]
 
 def augment_image(images: Any, key: int, source: int, output: int) -> None: ...
 def check_device(device_index: int) -> None: ...
@@ -101,7 +105,6 @@ def columns(
     samples: tuple[Any, ...], keys: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], ...] | None: ...
 def make_region(path: str, begin: Any, always: bool) -> Region: ...
-def pack(tensors: Sequence[Tensor], cuda_device: int | None) -> PackedTensors: ...
 def stack(
     samples: Sequence[Any],
     dtype: torch.dtype,

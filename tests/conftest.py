@@ -22,14 +22,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 
-# An older torch gets the fallback with a warning, which one file tests; all others ask for it. So
-# they do without compiled code: fastamp's own update in Python is made for who asks.
-if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__") or not any(
-    file.match("_native.*.so") for file in importlib.metadata.files("fastamp") or []
-):
+# An older torch gets the fallback with a warning, which one file tests; all others ask for it.
+if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
     os.environ.setdefault("FASTAMP_BACKEND", "fallback")
 
-from support.emulated import emulated_ops, use_emulated
+from support.emulated import emulated_table, use_emulated
 
 import fastamp
 from fastamp import _ops
@@ -156,10 +153,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def _use(name: str) -> Iterator[str]:
     if name == "emulated":
-        ops = emulated_ops()
-        if ops is None:
+        table = emulated_table()
+        if table is None:
             pytest.skip("no compiled core, no C++ compiler or no glibc")
-        with use_emulated(ops):
+        with use_emulated(table):
             yield name
         return
     if name not in AVAILABLE:

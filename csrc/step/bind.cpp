@@ -1,56 +1,51 @@
 // The step, as Python sees it: tensors are read, the GIL is dropped, the op table does the rest.
+#include "step/bind.h"
+
 #include <pybind11/stl.h>
 
 #include <optional>
 
-#include "step/bind.h"
-
 namespace fastamp {
 namespace {
 
-PackedTensors pack(const py::object& tensors, std::optional<int> cuda_device) {
-  const dlpack::Device device = device_of(cuda_device);
+PackedTensors pack(const Backend& backend, const py::object& tensors) {
   PackedTensors packed;
-  packed.cuda_device = cuda_device;
   packed.tensors = py::reinterpret_steal<py::tuple>(PySequence_Tuple(tensors.ptr()));
   if (!packed.tensors) throw py::error_already_set();
   const auto size = PyTuple_GET_SIZE(packed.tensors.ptr());
   packed.views.reserve(static_cast<std::size_t>(size));
   AddressSet seen(static_cast<std::size_t>(size));
   for (Py_ssize_t i = 0; i < size; ++i) {
-    const auto view = read_dense(PyTuple_GET_ITEM(packed.tensors.ptr(), i), device);
+    const auto view = read_dense(PyTuple_GET_ITEM(packed.tensors.ptr(), i), backend.device);
     if (!view || (view->numel > 0 && !seen.insert(view->data)))
       packed.rest.push_back(i);
     else
-      add_view(packed, *view);
+      packed.add(*view);
   }
   return packed;
 }
 
-void grad_stats(const OpTable& ops, const PackedTensors& tensors, NormType norm_type,
-                const py::object& scale, std::optional<float> max_norm, bool only_finite,
-                const py::object& skipped, const py::object& work, const py::object& stats,
-                int num_threads) {
-  const ClipSpec clip{optional_float(scale, "scale"), max_norm.has_value(), only_finite,
-                      max_norm.value_or(0.0F), optional_float(skipped, "skipped")};
-  const std::int64_t size = 1 + tensors.num_chunks;
-  std::vector<double> on_host(work.is_none() ? static_cast<std::size_t>(size) : 0);
-  auto* slots =
-      work.is_none() ? on_host.data() : static_cast<double*>(data_of(work, kFloat64, size, "work"));
-  auto* out = static_cast<GradStats*>(data_of(stats, kFloat32, kNumStats, "stats"));
-  const Launch launch = launch_on(tensors.cuda_device, num_threads);
-  const py::gil_scoped_release no_gil;
-  ops.grad_stats(tensors.views, norm_type, clip, slots, out, launch);
+py::object grad_stats(const Backend& backend, const PackedTensors& tensors, const py::object& scale,
+                      const py::object& max_norm, bool only_finite, const py::object& before,
+                      const py::object& skipped) {
+  const ClipSpec clip = clip_of(backend, scale, max_norm, only_finite, before, skipped);
+  return measure(backend, tensors, clip, false).stats;
 }
 
-void rescale(const OpTable& ops, const PackedTensors& tensors, const py::object& factor,
-             int num_threads) {
-  const auto* value = static_cast<float*>(data_of(factor, kFloat32, 1, "factor"));
-  const Launch launch = launch_on(tensors.cuda_device, num_threads);
-  const py::gil_scoped_release no_gil;
-  ops.rescale(tensors.views, value, launch);
+py::tuple reduce(const Backend& backend, const PackedTensors& tensors) {
+  const Measured found = measure(backend, tensors, ClipSpec{}, true);
+  return py::make_tuple(found.work, found.stats);
 }
 
+void rescale(const Backend& backend, const PackedTensors& tensors, const py::object& factor) {
+  const float* value = backend.optional_float(factor, "factor");
+  increment_versions(tensors.tensors);
+  const Launch launch = backend.launch();
+  const py::gil_scoped_release no_gil;
+  backend.ops.rescale(tensors.views, value, launch);
+}
+
+/// The table of another library: that of the CUDA kernels, emulated for tests.
 OpTable table_at(std::uintptr_t address, std::size_t size) {
   if (size != sizeof(OpTable))
     throw py::value_error("size: the table was compiled from other sources than this module");
@@ -59,28 +54,61 @@ OpTable table_at(std::uintptr_t address, std::size_t size) {
 
 }  // namespace
 
-// Documented in step/ops.h and fastamp/_ops/types.py.
+Measured measure(const Backend& backend, const PackedTensors& tensors, const ClipSpec& clip,
+                 bool keeps_sum) {
+  const std::int64_t size = 1 + tensors.num_chunks;
+  Measured found{new_tensor(kNumStats, kFloat32, backend.torch_device), py::none()};
+  std::vector<double> on_host;
+  double* work = nullptr;
+  if (keeps_sum || backend.is_apart) {
+    found.work = new_tensor(size, kFloat64, backend.torch_device);
+    work = static_cast<double*>(data_of(found.work, kFloat64, size, backend.device, "work"));
+  } else {
+    on_host.resize(static_cast<std::size_t>(size));
+    work = on_host.data();
+  }
+  auto* stats =
+      static_cast<GradStats*>(data_of(found.stats, kFloat32, kNumStats, backend.device, "stats"));
+  const Launch launch = backend.launch();
+  const py::gil_scoped_release no_gil;
+  backend.ops.grad_stats(tensors.views, clip, work, stats, launch);
+  return found;
+}
+
+ClipSpec clip_of(const Backend& backend, const py::object& scale, const py::object& max_norm,
+                 bool only_finite, const py::object& before, const py::object& skipped) {
+  return {backend.optional_float(scale, "scale"),
+          !max_norm.is_none(),
+          only_finite,
+          max_norm.is_none() ? 0.0F : max_norm.cast<float>(),
+          backend.optional_float(before, "before"),
+          backend.optional_float(skipped, "skipped")};
+}
+
+// Documented in step/ops.h and fastamp/_native.pyi.
 void define_step(py::module_& module) {
-  py::enum_<NormType>(module, "NormType")
-      .value("L1", NormType::kL1)
-      .value("L2", NormType::kL2)
-      .value("INF", NormType::kInf);
   py::class_<PackedTensors>(module, "PackedTensors")
       .def_readonly("rest", &PackedTensors::rest)
-      .def_readonly("has_float16", &PackedTensors::has_float16)
-      .def_readonly("num_chunks", &PackedTensors::num_chunks)
-      .def_readonly("tensors", &PackedTensors::tensors);
-  module.def("pack", &pack, py::arg("tensors"), py::arg("cuda_device"));
-  py::class_<OpTable> ops(module, "Ops");
-  ops.def(py::init(&table_at), py::arg("address"), py::arg("size"),
-          "Use the table of another library: that of the CUDA kernels, emulated for tests.")
-      .def("grad_stats", &grad_stats, py::arg("tensors"), py::arg("norm_type"), py::arg("scale"),
-           py::arg("max_norm"), py::arg("only_finite"), py::arg("skipped"), py::arg("work"),
-           py::arg("stats"), py::arg("num_threads"))
-      .def("rescale", &rescale, py::arg("tensors"), py::arg("factor"), py::arg("num_threads"));
+      .def_readonly("has_float16", &PackedTensors::has_float16);
+  py::class_<OpTable>(module, "OpTable")
+      .def(py::init(&table_at), py::arg("address"), py::arg("size"));
+  py::class_<Backend> backend(module, "Backend");
+  backend
+      .def(py::init([](const OpTable& ops, bool is_apart, const py::object& device,
+                       std::optional<int> index) {
+             const dlpack::Device found = index ? dlpack::Device{dlpack::kCuda, *index} : kHost;
+             return Backend{ops, is_apart, found, device};
+           }),
+           py::arg("ops"), py::arg("is_apart"), py::arg("device"), py::arg("cuda_index"))
+      .def_readonly("device", &Backend::torch_device)
+      .def_readonly("is_apart", &Backend::is_apart)
+      .def("pack", &pack, py::arg("tensors"))
+      .def("grad_stats", &grad_stats, py::arg("tensors"), py::arg("scale"), py::arg("max_norm"),
+           py::arg("only_finite"), py::arg("before"), py::arg("skipped"))
+      .def("reduce", &reduce, py::arg("tensors"))
+      .def("rescale", &rescale, py::arg("tensors"), py::arg("factor").none(false));
   module.def("check_device", &check_device, py::arg("device_index"));
-  define_update(module, ops);
-  module.attr("NUM_STATS") = kNumStats;
+  define_update(module, backend);
   module.attr("cpu_ops") = cpu_ops();
   module.attr("cuda_ops") = cuda_ops();
   module.attr("built_with_cuda") = built_with_cuda();

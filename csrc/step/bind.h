@@ -1,9 +1,9 @@
-// What the binding's files share: a packed list of tensors, and how it is launched.
+// What the binding's files share: a backend of one device, and a list of its tensors.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
+#include <string>
 #include <vector>
 
 #include "module.h"
@@ -13,14 +13,42 @@
 
 namespace fastamp {
 
-/// A list of tensors of one device, read once for several ops. It keeps them alive.
+constexpr std::int64_t kNumStats = sizeof(GradStats) / sizeof(float);
+
+/// The ops for one device's tensors.
+struct Backend {
+  OpTable ops;
+  bool is_apart;  ///< the host does not see what the device has done until it waits
+  dlpack::Device device;
+  py::object torch_device;  ///< the same, as torch's object
+
+  Launch launch() const {
+    if (device.type == dlpack::kCpu) return {num_threads(), 0, nullptr};
+    return {num_threads(), device.index, current_stream(device.index)};
+  }
+
+  /// Returns the memory of an optional 0-dim float32 tensor on the device.
+  float* optional_float(const py::object& tensor, const char* argument) const {
+    if (tensor.is_none()) return nullptr;
+    return static_cast<float*>(data_of(tensor, kFloat32, 1, device, argument));
+  }
+};
+
+/// Tensors of one device, read once for several ops. It keeps them alive.
 struct PackedTensors {
-  py::object tensors;              ///< a tuple or list of all of them, `rest` included
-  std::optional<int> cuda_device;  ///< none: the CPU
+  py::object tensors;  ///< a tuple or list of all of them, `rest` included
   TensorList views;
   std::vector<std::int64_t> rest;  ///< indices of the tensors that the core does not handle
   std::int64_t num_chunks = 0;
   bool has_float16 = false;  ///< among those that it handles
+
+  /// Adds a view of one of the tensors; skips an empty one.
+  void add(const TensorView& view) {
+    if (view.numel == 0) return;
+    views.push_back(view);
+    num_chunks += chunks_of(view.numel);
+    has_float16 |= view.dtype == DType::kFloat16;
+  }
 };
 
 /// Finds addresses that occur twice, so that no two threads write the same memory.
@@ -46,30 +74,20 @@ class AddressSet {
   std::vector<const void*> slots_;
 };
 
-/// Adds a view of one of the packed tensors; skips an empty one.
-inline void add_view(PackedTensors& packed, const TensorView& view) {
-  if (view.numel == 0) return;
-  packed.views.push_back(view);
-  packed.num_chunks += chunks_of(view.numel);
-  packed.has_float16 |= view.dtype == DType::kFloat16;
-}
+/// The statistics of a read, and the float64 sum that they come from.
+struct Measured {
+  py::object stats;  ///< kNumStats float32
+  py::object work;   ///< float64, the sum first; none where the host has it
+};
 
-inline dlpack::Device device_of(std::optional<int> cuda_device) {
-  return cuda_device ? dlpack::Device{dlpack::kCuda, *cuda_device} : kHost;
-}
+/// Reads every element once. The sum is kept in a tensor if `keeps_sum`, or if the device is apart.
+Measured measure(const Backend& backend, const PackedTensors& tensors, const ClipSpec& clip,
+                 bool keeps_sum);
 
-inline Launch launch_on(std::optional<int> cuda_device, int num_threads) {
-  if (!cuda_device) return {num_threads, 0, nullptr};
-  return {num_threads, *cuda_device, current_stream(*cuda_device)};
-}
+/// Returns how to clip, from the arguments of a call.
+ClipSpec clip_of(const Backend& backend, const py::object& scale, const py::object& max_norm,
+                 bool only_finite, const py::object& before, const py::object& skipped);
 
-/// Returns the memory of an optional 0-dim float32 tensor.
-inline float* optional_float(const py::object& tensor, const char* argument) {
-  return tensor.is_none() ? nullptr : static_cast<float*>(data_of(tensor, kFloat32, 1, argument));
-}
-
-constexpr std::int64_t kNumStats = sizeof(GradStats) / sizeof(float);
-
-void define_update(py::module_& module, py::class_<OpTable>& ops);
+void define_update(py::module_& module, py::class_<Backend>& backend);
 
 }  // namespace fastamp

@@ -2,29 +2,56 @@
 #include "step/bind_options.h"
 
 namespace fastamp {
+namespace {
+
+/// The names that all torch's optimizers give to these options.
+struct Keys {
+  PyObject* params = PyUnicode_InternFromString("params");
+  PyObject* lr = PyUnicode_InternFromString("lr");
+  PyObject* fused = PyUnicode_InternFromString("fused");
+  PyObject* foreach = PyUnicode_InternFromString("foreach");
+  PyObject* capturable = PyUnicode_InternFromString("capturable");
+  PyObject* differentiable = PyUnicode_InternFromString("differentiable");
+};
 
 const Keys& keys() {
   static const Keys found;
   return found;
 }
 
-PyObject* find(PyObject* dict, PyObject* name) {
-  PyObject* value = PyDict_GetItemWithError(dict, name);
-  if (value == nullptr && PyErr_Occurred()) throw py::error_already_set();
-  return value;
+/// A declaration's names as Python's strings, in its order.
+struct Names {
+  explicit Names(const Declaration& rule) {
+    const auto intern = [](const auto& from, PyObject** to) {
+      for (const auto& each : from)
+        *to++ = each.name == nullptr ? nullptr : PyUnicode_InternFromString(each.name);
+    };
+    intern(rule.numbers, numbers);
+    intern(rule.flags, flags);
+    intern(rule.states, states);
+    for (int i = 0; i < kMaxStates; ++i) {
+      const char* option = rule.states[i].option;
+      options[i] = option == nullptr ? nullptr : PyUnicode_InternFromString(option);
+    }
+  }
+  PyObject* numbers[kMaxOptions];
+  PyObject* flags[kMaxOptions];
+  PyObject* states[kMaxStates];
+  PyObject* options[kMaxStates];  ///< that the states depend on
+};
+
+const Names& names_of(const Declaration& rule) {
+  static const std::vector<Names> all(std::begin(kDeclarations), std::end(kDeclarations));
+  return all[static_cast<std::size_t>(&rule - std::begin(kDeclarations))];
 }
 
-std::string text(PyObject* object) { return py::str(py::handle(object)); }
-
-bool is_true(PyObject* group, PyObject* name, bool otherwise) {
+bool is_true(PyObject* group, PyObject* name) {
   PyObject* value = find(group, name);
-  if (value == nullptr) return otherwise;
+  if (value == nullptr) return false;
   const int answer = PyObject_IsTrue(value);
   if (answer < 0) throw py::error_already_set();
   return answer != 0;
 }
-
-namespace {
 
 /// Reads a number. A learning rate may be a tensor; reading one on a device waits.
 double number(PyObject* value, PyObject* name, bool may_be_tensor = false) {
@@ -37,16 +64,34 @@ double number(PyObject* value, PyObject* name, bool may_be_tensor = false) {
   throw Refusal{text(name) + " is not a number"};
 }
 
+void read_number(PyObject* value, PyObject* name, const Number& number_of, GroupOptions& options) {
+  if (number_of.second == nullptr) {
+    options.*number_of.place = number(value, name);
+    return;
+  }
+  const auto pair = py::reinterpret_steal<py::object>(
+      value == nullptr ? nullptr : PySequence_Fast(value, "expected two numbers"));
+  if (!pair || PySequence_Fast_GET_SIZE(pair.ptr()) != 2) {
+    PyErr_Clear();
+    throw Refusal{text(name) + " are not two numbers"};
+  }
+  options.*number_of.place = number(PySequence_Fast_GET_ITEM(pair.ptr(), 0), name);
+  options.*number_of.second = number(PySequence_Fast_GET_ITEM(pair.ptr(), 1), name);
+}
+
 /// Refuses the options that ask for torch's own implementations.
-void check_implementation(PyObject* group) {
+void check_implementation(PyObject* group, Group& found, bool is_apart) {
   PyObject* fused = find(group, keys().fused);
   PyObject* foreach = find(group, keys().foreach);
   const bool left_open = fused == nullptr || fused == Py_None;
   if (fused == Py_False) throw Refusal{"fused=False"};
   if (left_open && foreach != nullptr && foreach != Py_None)
     throw Refusal{foreach == Py_False ? "foreach=False" : "foreach=True"};
-  for (PyObject* name : {keys().capturable, keys().differentiable})
-    if (is_true(group, name)) throw Refusal{text(name) + "=True"};
+  if (is_true(group, keys().differentiable)) throw Refusal{"differentiable=True"};
+  const bool capturable = is_true(group, keys().capturable);
+  if (capturable && !is_apart) throw Refusal{"capturable=True on the CPU"};
+  found.is_fused = !left_open;
+  found.counts_on_device = found.is_fused || capturable;
 }
 
 /// Returns the address of a learning rate on the tensors' device, so that nothing waits for it.
@@ -62,47 +107,40 @@ const float* rate_on_device(PyObject* lr, dlpack::Device device) {
 
 }  // namespace
 
-GroupOptions read_options(Rule rule, bool decoupled, PyObject* group,
-                          std::optional<dlpack::Device> apart) {
-  const Keys& k = keys();
-  check_implementation(group);
-  GroupOptions options{};
-  PyObject* lr = find(group, k.lr);
-  if (apart) options.lr_on_device = rate_on_device(lr, *apart);
-  if (options.lr_on_device == nullptr) options.lr = number(lr, k.lr, true);
-  options.weight_decay = number(find(group, k.weight_decay), k.weight_decay);
-  options.maximize = is_true(group, k.maximize);
-  if (rule != Rule::kSgd) options.eps = number(find(group, k.eps), k.eps);
-  switch (rule) {
-    case Rule::kAdam: {
-      PyObject* betas = find(group, k.betas);
-      const auto pair = py::reinterpret_steal<py::object>(
-          betas == nullptr ? nullptr : PySequence_Fast(betas, "betas: expected two numbers"));
-      if (!pair || PySequence_Fast_GET_SIZE(pair.ptr()) != 2) {
-        PyErr_Clear();
-        throw Refusal{"betas are not two numbers"};
-      }
-      options.beta1 = number(PySequence_Fast_GET_ITEM(pair.ptr(), 0), k.betas);
-      options.beta2 = number(PySequence_Fast_GET_ITEM(pair.ptr(), 1), k.betas);
-      options.amsgrad = is_true(group, k.amsgrad);
-      options.decoupled = is_true(group, k.decoupled, decoupled);
-      break;
-    }
-    case Rule::kSgd:
-      options.momentum = number(find(group, k.momentum), k.momentum);
-      options.dampening = number(find(group, k.dampening), k.dampening);
-      options.nesterov = is_true(group, k.nesterov);
-      break;
-    case Rule::kAdagrad:
-      options.lr_decay = number(find(group, k.lr_decay), k.lr_decay);
-  }
-  return options;
+PyObject* find(PyObject* dict, PyObject* name) {
+  PyObject* value = PyDict_GetItemWithError(dict, name);
+  if (value == nullptr && PyErr_Occurred()) throw py::error_already_set();
+  return value;
 }
 
-PyObject* params_of(PyObject* group) {
-  PyObject* params = find(group, keys().params);
-  if (params == nullptr || !PyList_Check(params)) throw Refusal{"params are not a list"};
-  return params;
+std::string text(PyObject* object) { return py::str(py::handle(object)); }
+
+py::object as_list(PyObject* sequence, const char* name) {
+  auto found = py::reinterpret_steal<py::object>(
+      sequence == nullptr ? nullptr : PySequence_Fast(sequence, ""));
+  if (found) return found;
+  PyErr_Clear();
+  throw Refusal{std::string(name) + " cannot be iterated"};
+}
+
+Group read_group(const Declaration& rule, PyObject* group, const Backend& backend) {
+  if (!PyDict_Check(group)) throw Refusal{"a parameter group is not a dict"};
+  Group found{};
+  check_implementation(group, found, backend.is_apart);
+  found.params = as_list(find(group, keys().params), "params");
+  GroupOptions& options = found.options;
+  PyObject* lr = find(group, keys().lr);
+  if (backend.is_apart) options.lr_on_device = rate_on_device(lr, backend.device);
+  if (options.lr_on_device == nullptr) options.lr = number(lr, keys().lr, true);
+  const Names& names = names_of(rule);
+  for (int i = 0; i < kMaxOptions && names.numbers[i] != nullptr; ++i)
+    read_number(find(group, names.numbers[i]), names.numbers[i], rule.numbers[i], options);
+  for (int i = 0; i < kMaxOptions && names.flags[i] != nullptr; ++i)
+    options.*rule.flags[i].place = is_true(group, names.flags[i]);
+  for (int i = 0; i < kMaxStates && names.states[i] != nullptr; ++i)
+    if (names.options[i] == nullptr || is_true(group, names.options[i]))
+      found.states[found.num_states++] = names.states[i];
+  return found;
 }
 
 }  // namespace fastamp

@@ -1,11 +1,10 @@
-// The options of an optimizer's parameter group, as torch names them.
+// The options of an optimizer's parameter group, and the names of its states, as torch has them.
 #pragma once
 
-#include <optional>
 #include <string>
 
-#include "step/update.h"
-#include "tensor/tensors.h"
+#include "step/bind.h"
+#include "step/rules.h"
 
 namespace fastamp {
 
@@ -14,50 +13,26 @@ struct Refusal {
   std::string reason;
 };
 
-inline PyObject* intern(const char* name) { return PyUnicode_InternFromString(name); }
-
-/// The names that torch's optimizers give to their options and states.
-struct Keys {
-  PyObject* params = intern("params");
-  PyObject* lr = intern("lr");
-  PyObject* weight_decay = intern("weight_decay");
-  PyObject* eps = intern("eps");
-  PyObject* betas = intern("betas");
-  PyObject* momentum = intern("momentum");
-  PyObject* dampening = intern("dampening");
-  PyObject* lr_decay = intern("lr_decay");
-  PyObject* decoupled = intern("decoupled_weight_decay");
-  PyObject* maximize = intern("maximize");
-  PyObject* amsgrad = intern("amsgrad");
-  PyObject* nesterov = intern("nesterov");
-  PyObject* fused = intern("fused");
-  PyObject* foreach = intern("foreach");
-  PyObject* capturable = intern("capturable");
-  PyObject* differentiable = intern("differentiable");
-  PyObject* step = intern("step");
-  PyObject* exp_avg = intern("exp_avg");
-  PyObject* exp_avg_sq = intern("exp_avg_sq");
-  PyObject* max_exp_avg_sq = intern("max_exp_avg_sq");
-  PyObject* momentum_buffer = intern("momentum_buffer");
-  PyObject* sum = intern("sum");
+/// One parameter group, for one step.
+struct Group {
+  GroupOptions options;
+  py::object params;             ///< a list or tuple
+  PyObject* states[kMaxStates];  ///< the names of those that its options ask for, borrowed
+  int num_states;
+  bool counts_on_device;  ///< torch keeps its counts there: it is fused or capturable
+  bool is_fused;
 };
-
-const Keys& keys();
 
 /// Returns a borrowed value; null where there is none.
 PyObject* find(PyObject* dict, PyObject* name);
 
-/// Says whether an option is set; `otherwise` where there is none.
-bool is_true(PyObject* group, PyObject* name, bool otherwise = false);
-
 std::string text(PyObject* object);
 
-/// Reads the options of a group, or throws a Refusal. A learning rate on the device `apart` is not
-/// copied to the host. `decoupled` is the default of the optimizer's class.
-GroupOptions read_options(Rule rule, bool decoupled, PyObject* group,
-                          std::optional<dlpack::Device> apart);
+/// Reads a group, or throws a Refusal. A learning rate on a device that is apart is not copied to
+/// the host.
+Group read_group(const Declaration& rule, PyObject* group, const Backend& backend);
 
-/// Returns the list of a group's parameters, borrowed.
-PyObject* params_of(PyObject* group);
+/// Returns a sequence of any kind as a list or tuple, or throws a Refusal.
+py::object as_list(PyObject* sequence, const char* name);
 
 }  // namespace fastamp

@@ -1,24 +1,23 @@
-// An optimizer as a step needs it: its options, parameters, gradients and states are read anew each
-// time, so that nothing can be stale.
+// A whole step in one call. The optimizer's options, parameters, gradients and states are read anew
+// each time, so that nothing can be stale.
 #include <pybind11/stl.h>
 
-#include <string>
 #include <utility>
 #include <variant>
 
-#include "step/bind_counts.h"
 #include "step/bind_options.h"
 
 namespace fastamp {
 namespace {
 
+/// Returned, not raised, where a state is missing or its count not yet on the device: Python makes
+/// the state and asks again.
 constexpr const char* kNoState = "no state";
 
-std::size_t count_params(const py::list& groups) {
-  std::size_t count = 0;
-  for (const py::handle group : groups)
-    count += static_cast<std::size_t>(PyList_GET_SIZE(params_of(group.ptr())));
-  return count;
+const Declaration& find_rule(const std::string& name) {
+  for (const Declaration& rule : kDeclarations)
+    if (name == rule.name) return rule;
+  throw py::value_error("rule: " + name + " is not declared in step/rules.h");
 }
 
 /// Finds the states of parameters. The optimizer's dict mostly has them in the parameters' order,
@@ -35,7 +34,6 @@ class StateReader {
       place_ = next;
     else
       state = find(states_, param);
-    if (state == nullptr || !PyDict_Check(state)) throw Refusal{kNoState};
     return state;
   }
 
@@ -47,7 +45,7 @@ class StateReader {
 /// Prefetches memory in the order in which the last step read it. With thousands of tensors, the
 /// read mostly waits for memory, since the update in between has filled the caches; the caches hold
 /// a few, where prefetching would cost a tenth. Prefetching a stale address does no harm.
-class Ahead {
+class Prefetcher {
  public:
   void begin(std::size_t count) {
     is_worth_it_ = count >= kMany;
@@ -62,8 +60,9 @@ class Ahead {
     if (next_ < last_.size()) fetch();
   }
   /// torch keeps a tensor's sizes beside its other fields.
-  void met(const Layout& layout) {
+  void met(py::handle tensor, const Strides& layout) {
     if (!is_worth_it_) return;
+    met(tensor.ptr());
     const char* sizes = reinterpret_cast<const char*>(layout.shape);
     for (const int offset : {-2, -1, 0, 1}) met(sizes + offset * kLineBytes);
   }
@@ -81,221 +80,241 @@ class Ahead {
   bool is_worth_it_ = false;
 };
 
-/// One step's gradients, parameters and states. It belongs to the step, not to the optimizer, which
-/// several threads may step at once.
-struct ReadStep : PackedTensors {
-  py::list params;  ///< those that have a gradient
+/// What a step keeps for the next one of the same optimizer: memory, so that it allocates nothing.
+struct Spare {
   UpdateList list;
-  HostCounts::Taken counts;
+  Prefetcher prefetcher;
 };
 
-/// One optimizer's update: `read` collects its tensors, `apply` updates them.
+/// One optimizer's gradients, parameters and states, read for one step.
+struct ReadStep : PackedTensors {
+  py::list params;  ///< those that have a gradient
+  bool owns_grads;  ///< whether the gradients are the parameters' `.grad`
+  UpdateList list;
+};
+
+/// The steps of one optimizer. What it holds between them is taken out by a step and given back at
+/// its end: several threads may step one optimizer.
 class Update {
  public:
-  Update(Rule rule, bool decoupled, std::optional<int> cuda_device, bool host_is_apart)
-      : rule_(rule),
-        decoupled_(decoupled),
-        cuda_device_(cuda_device),
-        host_is_apart_(host_is_apart) {}
+  explicit Update(const std::string& rule) : rule_(find_rule(rule)) {}
 
-  std::variant<ReadStep, std::string> read(const py::list& groups, const py::dict& states) {
-    try {
-      return read_all(groups, states);
-    } catch (const Refusal& refusal) {
-      return refusal.reason;
-    }
-  }
-
-  /// Updates. Returns the tensors that are written, as far as the host knows.
-  py::list apply(const OpTable& ops, ReadStep& step, const UpdateSpec& spec,
-                 const py::object& slots, int num_threads) {
-    if (!step.counts.empty()) {
-      const auto size = static_cast<std::int64_t>(counts_.size());
-      auto* const memory = static_cast<float*>(data_of(slots, kFloat32, size, "slots"));
-      counts_.attach(step.list, step.counts, memory);
-    }
-    const Launch launch = launch_on(cuda_device_, num_threads);
-    {
-      const py::gil_scoped_release no_gil;
-      ops.update(step.list, spec, launch);
-    }
-    counts_.advance(step.counts);
-    spare_ = std::move(step.list);
-    py::list params = std::move(step.params);
-    if (!spec.write_grads)
-      for (const py::handle param : params) drop_grad(param);
-    if (!host_is_apart_ && spec.found_inf != nullptr && *spec.found_inf != 0) return py::list();
-    const bool scales = spec.factor != nullptr && (host_is_apart_ || *spec.factor != 1);
-    if (scales && spec.write_grads)
-      for (const py::handle grad : step.tensors) params.append(grad);
-    return params;
-  }
-
-  HostCounts& counts() { return counts_; }
-
- private:
-  ReadStep read_all(const py::list& groups, const py::dict& states) {
-    counts_.begin();
-    const dlpack::Device device = device_of(cuda_device_);
+  /// Reads the optimizer, or throws a Refusal. `grads` are those of all parameters, in order, or
+  /// None: each parameter's own.
+  ReadStep read(const Backend& backend, const py::object& groups, const py::object& states,
+                const py::object& grads) {
+    Spare spare = std::exchange(spare_, {});
     ReadStep step;
-    py::list grads;
-    step.cuda_device = cuda_device_;
-    step.tensors = grads;
-    step.list = std::move(spare_);
-    step.list.rule = rule_;
+    step.list = std::move(spare.list);
+    step.list.rule = rule_.rule;
     step.list.groups.clear();
     step.list.parameters.clear();
-    StateReader reader(states.ptr());
-    const std::size_t count = count_params(groups);
-    ahead_.begin(count);
-    AddressSet seen(2 * count);
-    for (const py::handle group : groups) {
-      const auto apart = host_is_apart_ ? std::optional{device} : std::nullopt;
-      step.list.groups.push_back(read_options(rule_, decoupled_, group.ptr(), apart));
-      // torch keeps the counts of an optimizer that is not fused on the host.
-      host_counts_ = host_is_apart_ && !is_true(group.ptr(), keys().fused);
-      PyObject* params = params_of(group.ptr());
-      for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); ++i) {
-        const py::handle param = PyList_GET_ITEM(params, i);
-        const py::object grad = grad_of(param);
-        if (!grad) throw Refusal{"a parameter is of another type"};
-        if (grad.is_none()) continue;
-        step.params.append(param);
-        grads.append(grad);
-        add(param, grad, reader, device, seen, step);
-      }
-    }
-    if (step.params.empty()) throw Refusal{"no parameter has a gradient"};
+    step.owns_grads = grads.is_none();
+    read_all(backend, groups, states, grads, spare.prefetcher, step);
+    spare_.prefetcher = std::move(spare.prefetcher);
     return step;
   }
 
-  void add(py::handle param, py::handle grad, StateReader& reader, dlpack::Device device,
-           AddressSet& seen, ReadStep& step) {
-    const GroupOptions& group = step.list.groups.back();
-    Layout layout;
-    Layout other;
-    const auto own = read_dense(param, device, &layout);
+  /// Updates, and increments the versions of the tensors that are written, as far as the host
+  /// knows.
+  void apply(const Backend& backend, ReadStep& step, const UpdateSpec& spec) {
+    const Launch launch = backend.launch();
+    {
+      const py::gil_scoped_release no_gil;
+      backend.ops.update(step.list, spec, launch);
+    }
+    spare_.list = std::move(step.list);
+    py::list written = std::move(step.params);
+    if (!spec.write_grads && step.owns_grads)
+      for (const py::handle param : written) drop_grad(param);
+    if (!backend.is_apart && spec.found_inf != nullptr && *spec.found_inf != 0) return;
+    const bool scales = spec.factor != nullptr && (backend.is_apart || *spec.factor != 1);
+    if (scales && spec.write_grads)
+      for (const py::handle grad : step.tensors) written.append(grad);
+    increment_versions(written);
+  }
+
+ private:
+  void read_all(const Backend& backend, const py::object& groups, const py::object& states,
+                const py::object& grads, Prefetcher& prefetcher, ReadStep& step) {
+    if (!PyDict_Check(states.ptr())) throw Refusal{"the optimizer's state is not a dict"};
+    const py::object all = as_list(groups.ptr(), "param_groups");
+    std::vector<Group> found;
+    std::size_t count = 0;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(all.ptr()); ++i) {
+      found.push_back(read_group(rule_, PySequence_Fast_GET_ITEM(all.ptr(), i), backend));
+      count += static_cast<std::size_t>(PySequence_Fast_GET_SIZE(found.back().params.ptr()));
+    }
+    py::list own_grads;
+    step.tensors = own_grads;
+    StateReader reader(states.ptr());
+    prefetcher.begin(count);
+    AddressSet seen((2 + kMaxStates) * count);
+    Py_ssize_t place = 0;
+    for (const Group& group : found) {
+      step.list.groups.push_back(group.options);
+      PyObject* const params = group.params.ptr();
+      for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(params); ++i) {
+        const py::handle param = PySequence_Fast_GET_ITEM(params, i);
+        const py::object grad =
+            grads.is_none()
+                ? grad_of(param)
+                : py::reinterpret_borrow<py::object>(PyList_GET_ITEM(grads.ptr(), place++));
+        if (!grad) throw Refusal{"a parameter is of another type"};
+        if (grad.is_none()) continue;
+        step.params.append(param);
+        own_grads.append(grad);
+        add(backend, group, param, grad, reader, prefetcher, seen, step);
+      }
+    }
+    if (step.params.empty()) throw Refusal{"no parameter has a gradient"};
+  }
+
+  void add(const Backend& backend, const Group& group, py::handle param, py::handle grad,
+           StateReader& reader, Prefetcher& prefetcher, AddressSet& seen, ReadStep& step) const {
+    Strides layout;
+    Strides other;
+    const auto own = read_dense(param, backend.device, &layout);
     if (!own) throw Refusal{"a parameter's dtype, layout or device"};
-    meet(param, layout);
-    const auto its_grad = read_dense(grad, device, &other);
+    prefetcher.met(param, layout);
+    const auto its_grad = read_dense(grad, backend.device, &other);
     if (!its_grad || !is_alike(other, layout))
       throw Refusal{"a gradient's dtype, layout or device"};
-    meet(grad, other);
+    if (its_grad->dtype == DType::kFloat16 && !group.is_fused)
+      throw Refusal{"float16 gradients of an optimizer that is not fused"};
+    prefetcher.met(grad, other);
     if (is_negated(param, own->numel) || is_negated(grad, own->numel))
       throw Refusal{"a negated view"};
-    if (own->numel > 0 && !(seen.insert(own->data) && seen.insert(its_grad->data)))
-      throw Refusal{"tensors share their memory"};
+    const auto take = [&](const TensorView& view) {
+      if (view.numel > 0 && !seen.insert(view.data)) throw Refusal{"tensors share their memory"};
+      return view.data;
+    };
     ParameterView view{};
     view.numel = own->numel;
-    view.param = own->data;
-    view.grad = its_grad->data;
+    view.param = take(*own);
+    view.grad = take(*its_grad);
     view.group = static_cast<std::uint32_t>(step.list.groups.size() - 1);
     view.param_dtype = own->dtype;
     view.grad_dtype = its_grad->dtype;
-    add_view(step, *its_grad);
-    const Keys& k = keys();
-    int count = 0;
-    const auto add_state = [&](PyObject* state, PyObject* name) {
-      PyObject* tensor = find(state, name);
-      if (tensor == nullptr || tensor == Py_None) throw Refusal{kNoState};
-      const auto found = read_dense(tensor, device, &other);
-      if (!found || !is_alike(other, layout))
-        throw Refusal{text(name) + ": its dtype, layout or device"};
-      if (count > 0 && found->dtype != view.state_dtype) throw Refusal{"the states' dtypes differ"};
-      meet(tensor, other);
-      view.state_dtype = found->dtype;
-      view.states[count++] = found->data;
-    };
-    const auto add_step = [&](PyObject* state) {
-      PyObject* tensor = find(state, k.step);
-      if (tensor == nullptr) throw Refusal{kNoState};
-      const auto on_host = host_counts_ ? read_dense(tensor, kHost, &other) : std::nullopt;
-      const auto found = on_host ? on_host : read_dense(tensor, device, &other);
-      if (!found || found->dtype != DType::kFloat32 || found->numel != 1)
-        throw Refusal{"step: its dtype, layout or device"};
-      meet(tensor, other);
-      auto* const place = static_cast<float*>(found->data);
-      if (on_host)
-        counts_.add(param, place, step.list.parameters.size(), view, step.counts);
-      else
-        view.step = place;
-    };
-    const auto state_of_param = [&] {
-      PyObject* state = reader[param.ptr()];
-      ahead_.met(state);
-      return state;
-    };
-    switch (rule_) {
-      case Rule::kAdam: {
-        PyObject* state = state_of_param();
-        add_state(state, k.exp_avg);
-        add_state(state, k.exp_avg_sq);
-        if (group.amsgrad) add_state(state, k.max_exp_avg_sq);
-        add_step(state);
-        break;
-      }
-      case Rule::kSgd:
-        if (group.momentum != 0) add_state(state_of_param(), k.momentum_buffer);
-        break;
-      case Rule::kAdagrad: {
-        PyObject* state = state_of_param();
-        add_state(state, k.sum);
-        add_step(state);
-      }
+    step.add(*its_grad);
+    PyObject* state = nullptr;
+    if (group.num_states > 0 || rule_.counts) {
+      state = reader[param.ptr()];
+      if (state == nullptr || !PyDict_Check(state)) throw missing_state(group);
+      prefetcher.met(state);
     }
+    for (int s = 0; s < group.num_states; ++s) {
+      PyObject* tensor = find(state, group.states[s]);
+      if (tensor == nullptr || tensor == Py_None) throw missing_state(group);
+      const auto found = read_dense(tensor, backend.device, &other);
+      if (!found || !is_alike(other, layout))
+        throw Refusal{text(group.states[s]) + ": its dtype, layout or device"};
+      if (s > 0 && found->dtype != view.state_dtype) throw Refusal{"the states' dtypes differ"};
+      prefetcher.met(tensor, other);
+      view.state_dtype = found->dtype;
+      view.states[s] = take(*found);
+    }
+    if (rule_.counts) view.step = static_cast<float*>(take(read_count(backend, group, state)));
     step.list.parameters.push_back(view);
   }
 
-  void meet(py::handle tensor, const Layout& layout) {
-    ahead_.met(tensor.ptr());
-    ahead_.met(layout);
+  /// Reads the count of steps, which torch keeps on the host unless the group is fused or
+  /// capturable. On a device that is apart, Python moves it there.
+  static TensorView read_count(const Backend& backend, const Group& group, PyObject* state) {
+    static PyObject* const name = PyUnicode_InternFromString("step");
+    PyObject* tensor = find(state, name);
+    if (tensor == nullptr) throw Refusal{kNoState};
+    const auto is_count = [](const std::optional<TensorView>& view) {
+      return view && view->dtype == DType::kFloat32 && view->numel == 1;
+    };
+    const auto found = read_dense(tensor, backend.device);
+    if (is_count(found)) return *found;
+    if (backend.is_apart && !group.counts_on_device && is_count(read_dense(tensor, kHost)))
+      throw Refusal{kNoState};
+    throw Refusal{"step: its dtype, layout or device"};
   }
 
-  UpdateList spare_;  // of the last step, so that the next one allocates nothing
-  HostCounts counts_;
-  Ahead ahead_;
-  Rule rule_;
-  bool decoupled_;
-  std::optional<int> cuda_device_;
-  bool host_is_apart_;
-  bool host_counts_ = false;  // of the group that is being read
+  /// A state of zeros, as Python makes it, must be the same as none.
+  Refusal missing_state(const Group& group) const {
+    if (rule_.none_with != nullptr && group.options.*rule_.none_with != 0)
+      return {"the first step of SGD with dampening"};
+    return {kNoState};
+  }
+
+  const Declaration& rule_;
+  Spare spare_;
 };
+
+py::object read_step(const Backend& backend, Update& update, const py::object& groups,
+                     const py::object& states, const py::object& grads) {
+  try {
+    return py::cast(update.read(backend, groups, states, grads));
+  } catch (const Refusal& refusal) {
+    return py::str(refusal.reason);
+  }
+}
+
+void apply_step(const Backend& backend, Update& update, ReadStep& step, const py::object& factor,
+                const py::object& found_inf, bool zero_grad) {
+  const UpdateSpec spec{backend.optional_float(factor, "factor"),
+                        backend.optional_float(found_inf, "found_inf"), !zero_grad};
+  update.apply(backend, step, spec);
+}
+
+/// Reads, measures unless `measures` is false, and updates. Without a measure `before` alone says
+/// whether the step is skipped.
+py::object make_step(const Backend& backend, Update& update, const py::object& groups,
+                     const py::object& states, bool measures, const py::object& scale,
+                     const py::object& max_norm, const py::object& before,
+                     const py::object& skipped, bool zero_grad) {
+  const ClipSpec clip = clip_of(backend, scale, max_norm, true, before, skipped);
+  try {
+    ReadStep found = update.read(backend, groups, states, py::none());
+    UpdateSpec spec{nullptr, clip.before, !zero_grad};
+    Measured measured{py::none(), py::none()};
+    if (measures) {
+      measured = measure(backend, found, clip, false);
+      const auto* stats = static_cast<GradStats*>(
+          data_of(measured.stats, kFloat32, kNumStats, backend.device, "stats"));
+      spec.factor = &stats->factor;
+      spec.found_inf = &stats->found_inf;
+    }
+    update.apply(backend, found, spec);
+    return measured.stats;
+  } catch (const Refusal& refusal) {
+    return py::str(refusal.reason);
+  }
+}
+
+/// The declarations, for Python: {name: (states with the options that they depend on, whether it
+/// counts steps, how a state begins)}.
+py::dict declarations() {
+  py::dict found;
+  for (const Declaration& rule : kDeclarations) {
+    py::list states;
+    for (const State& state : rule.states)
+      if (state.name != nullptr)
+        states.append(py::make_tuple(state.name, state.option == nullptr ? "" : state.option));
+    found[rule.name] = py::make_tuple(py::tuple(states), rule.counts, rule.first);
+  }
+  return found;
+}
 
 }  // namespace
 
-void define_update(py::module_& module, py::class_<OpTable>& ops) {
-  py::enum_<Rule>(module, "Rule")
-      .value("ADAM", Rule::kAdam)
-      .value("SGD", Rule::kSgd)
-      .value("ADAGRAD", Rule::kAdagrad);
+void define_update(py::module_& module, py::class_<Backend>& backend) {
   py::class_<ReadStep, PackedTensors>(module, "ReadStep");
-  py::class_<Update>(module, "Update")
-      .def(py::init<Rule, bool, std::optional<int>, bool>(), py::arg("rule"), py::arg("decoupled"),
-           py::arg("cuda_device"), py::arg("host_is_apart"))
-      .def("read", &Update::read, py::arg("groups"), py::arg("states"))
-      .def_property_readonly("num_slots", [](Update& update) { return update.counts().size(); })
-      .def(
-          "settle",
-          [](Update& update, const std::vector<float>& slots, const py::dict& states) {
-            update.counts().settle(slots, states, keys().step);
-          },
-          py::arg("slots"), py::arg("states"));
-  ops.def(
-      "update",
-      [](const OpTable& table, Update& update, ReadStep& step, const py::object& stats,
-         const py::object& factor, const py::object& found_inf, bool zero_grad,
-         const py::object& slots, int num_threads) {
-        UpdateSpec spec{optional_float(factor, "factor"), optional_float(found_inf, "found_inf"),
-                        !zero_grad};
-        if (!stats.is_none()) {
-          const auto* whole = static_cast<GradStats*>(data_of(stats, kFloat32, kNumStats, "stats"));
-          spec.factor = &whole->factor;
-          spec.found_inf = &whole->found_inf;
-        }
-        return update.apply(table, step, spec, slots, num_threads);
-      },
-      py::arg("update"), py::arg("step"), py::arg("stats"), py::arg("factor"), py::arg("found_inf"),
-      py::arg("zero_grad"), py::arg("slots"), py::arg("num_threads"));
+  py::class_<Update>(module, "Update").def(py::init<const std::string&>(), py::arg("rule"));
+  backend
+      .def("read", &read_step, py::arg("update"), py::arg("groups"), py::arg("states"),
+           py::arg("grads"))
+      .def("apply", &apply_step, py::arg("update"), py::arg("step"), py::arg("factor"),
+           py::arg("found_inf"), py::arg("zero_grad"))
+      .def("step", &make_step, py::arg("update"), py::arg("groups"), py::arg("states"),
+           py::arg("measures"), py::arg("scale"), py::arg("max_norm"), py::arg("before"),
+           py::arg("skipped"), py::arg("zero_grad"));
+  module.attr("NO_STATE") = kNoState;
+  module.attr("rules") = declarations();
 }
 
 }  // namespace fastamp

@@ -16,54 +16,35 @@ namespace {
 // better alone: prefetching every line costs a tenth of the time.
 constexpr std::size_t kPrefetchChunks = 6;
 
-template <typename Norm, int kLanes, typename Sum>
-Sum join_lanes(Sum* lanes) {
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] = Norm::join(lanes[i], lanes[i + half]);
-  return lanes[0];
-}
-
 /// Reduces at most kStrip elements of a chunk.
-template <typename Norm, typename T>
+template <typename T>
 FASTAMP_INLINE double reduce_strip(const T* data, std::int64_t numel) {
   constexpr int kLanes = static_cast<int>(kRowBytes / static_cast<std::int64_t>(sizeof(T)));
-  alignas(64) typename Norm::Sum lanes[kLanes] = {};
+  alignas(64) double lanes[kLanes] = {};
   std::int64_t start = 0;
   for (; start + kLanes <= numel; start += kLanes) {
     const T* row = data + start;
-    for (int i = 0; i < kLanes; ++i) lanes[i] = Norm::join(lanes[i], Norm::term(to_float(row[i])));
+    for (int i = 0; i < kLanes; ++i) lanes[i] += square(to_float(row[i]));
   }
-  for (int i = 0; start + i < numel; ++i)
-    lanes[i] = Norm::join(lanes[i], Norm::term(to_float(data[start + i])));
-  return join_lanes<Norm, kLanes>(lanes);
+  for (int i = 0; start + i < numel; ++i) lanes[i] += square(to_float(data[start + i]));
+  return join_lanes<kLanes>(lanes);
 }
 
-template <typename Norm, typename T>
-FASTAMP_INLINE double reduce_chunk(const void* data, std::int64_t numel) {
-  const T* elements = static_cast<const T*>(data);
-  double strips[kStripsPerChunk] = {};
-  for (std::int64_t s = 0; s * kStrip < numel; ++s)
-    strips[s] = reduce_strip<Norm>(elements + s * kStrip, std::min(kStrip, numel - s * kStrip));
-  return join_lanes<Norm, kStripsPerChunk>(strips);
-}
-
-template <typename T>
-FASTAMP_INLINE void rescale_chunk(void* data, std::int64_t numel, float factor) {
-  T* elements = static_cast<T*>(data);
-  for (std::int64_t i = 0; i < numel; ++i) from_float(to_float(elements[i]) * factor, &elements[i]);
-}
-
-FASTAMP_SIMD_CLONES double reduce(const TensorView& chunk, NormType norm_type) {
-  return visit_norm(norm_type, [&](auto norm) FASTAMP_INLINE_LAMBDA {
-    return visit_host_dtype(chunk.dtype, [&](auto tag) FASTAMP_INLINE_LAMBDA {
-      return reduce_chunk<decltype(norm), decltype(tag)>(chunk.data, chunk.numel);
-    });
+FASTAMP_SIMD_CLONES double reduce(const TensorView& chunk) {
+  return visit_host_dtype(chunk.dtype, [&](auto tag) FASTAMP_INLINE_LAMBDA {
+    const auto* elements = static_cast<const decltype(tag)*>(chunk.data);
+    double strips[kStripsPerChunk] = {};
+    for (std::int64_t s = 0, at = 0; at < chunk.numel; ++s, at += kStrip)
+      strips[s] = reduce_strip(elements + at, std::min(kStrip, chunk.numel - at));
+    return join_lanes<kStripsPerChunk>(strips);
   });
 }
 
 FASTAMP_SIMD_CLONES void rescale(const TensorView& chunk, float factor) {
   visit_host_dtype(chunk.dtype, [&](auto tag) FASTAMP_INLINE_LAMBDA {
-    rescale_chunk<decltype(tag)>(chunk.data, chunk.numel, factor);
+    auto* elements = static_cast<decltype(tag)*>(chunk.data);
+    for (std::int64_t i = 0; i < chunk.numel; ++i)
+      from_float(to_float(elements[i]) * factor, &elements[i]);
   });
 }
 
@@ -84,27 +65,20 @@ void for_each_chunk(const Chunks& chunks, const TensorList& tensors, int num_thr
   });
 }
 
-template <typename Norm>
 double join_chunks(const double* chunks, std::size_t count) {
   double lanes[kFinalLanes] = {};
-  for (std::size_t i = 0; i < count; ++i) {
-    double& lane = lanes[i % kFinalLanes];
-    lane = Norm::join(lane, chunks[i]);
-  }
-  return join_lanes<Norm, kFinalLanes>(lanes);
+  for (std::size_t i = 0; i < count; ++i) lanes[i % kFinalLanes] += chunks[i];
+  return join_lanes<kFinalLanes>(lanes);
 }
 
-void grad_stats(const TensorList& tensors, NormType norm_type, const ClipSpec& clip, double* work,
-                GradStats* stats, const Launch& launch) {
+void grad_stats(const TensorList& tensors, const ClipSpec& clip, double* work, GradStats* stats,
+                const Launch& launch) {
   const Chunks chunks(tensors);
   double* partial = work + 1;
-  for_each_chunk(chunks, tensors, launch.num_threads, [&](std::size_t i, const TensorView& chunk) {
-    partial[i] = reduce(chunk, norm_type);
-  });
-  visit_norm(norm_type, [&](auto norm) {
-    work[0] = join_chunks<decltype(norm)>(partial, chunks.all.size());
-    *stats = finish<decltype(norm)>(work[0], clip);
-  });
+  for_each_chunk(chunks, tensors, launch.num_threads,
+                 [&](std::size_t i, const TensorView& chunk) { partial[i] = reduce(chunk); });
+  work[0] = join_chunks(partial, chunks.all.size());
+  *stats = finish(work[0], clip);
 }
 
 void rescale_all(const TensorList& tensors, const float* factor, const Launch& launch) {

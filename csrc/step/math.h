@@ -35,9 +35,9 @@ struct Pair {
   float high;
   float low;
 
-  /// Adds. Knuth's TwoSum loses nothing of `high`; `low` takes up the errors, and rounds: Ogita,
-  /// Rump and Oishi, "Accurate sum and dot product" (2005), algorithm 5.3.
-  FASTAMP_HD static Pair join(Pair a, Pair b) {
+  /// Knuth's TwoSum loses nothing of `high`; `low` takes up the errors, and rounds: Ogita, Rump and
+  /// Oishi, "Accurate sum and dot product" (2005), algorithm 5.3.
+  FASTAMP_HD friend Pair operator+(Pair a, Pair b) {
     const float sum = a.high + b.high;
     const float part = sum - a.high;
     const float error = (a.high - (sum - part)) + (b.high - part);
@@ -52,55 +52,19 @@ struct Pair {
   }
 };
 
-/// A norm has the term that each element adds (x is exact in Sum, and so is its square), the join
-/// of two reductions (NaN stays), and the root, which turns the whole reduction into the norm. One
-/// that adds also has the term as a pair, and kSmallest, below which a sum of a strip's pairs is
-/// not accurate, except 0.
-struct L1 {
-  using Sum = double;
-  static constexpr float kSmallest = 0;  // sums of float32 numbers do not underflow
-  FASTAMP_HD static double term(double x) { return fabs(x); }
-  FASTAMP_HD static Pair pair(float x) { return {fabsf(x), 0.0F}; }
-  FASTAMP_HD static double join(double a, double b) { return a + b; }
-  FASTAMP_HD static double root(double reduced) { return reduced; }
-};
-
-struct L2 {
-  using Sum = double;
-  static constexpr float kSmallest = 0x1p-96F;
-  FASTAMP_HD static double term(double x) { return x * x; }
-  FASTAMP_HD static Pair pair(float x) { return Pair::square(x); }
-  FASTAMP_HD static double join(double a, double b) { return a + b; }
-  FASTAMP_HD static double root(double reduced) { return sqrt(reduced); }
-};
-
-struct Inf {
-  using Sum = float;  // the largest element is one of them
-  FASTAMP_HD static float term(float x) { return fabsf(x); }
-  template <typename T>
-  FASTAMP_HD static T join(T a, T b) {
-    return (b > a || b != b) ? b : a;
-  }
-  FASTAMP_HD static double root(double reduced) { return reduced; }
-};
-
-/// The one place that turns a NormType into a type.
-template <typename Fn>
-FASTAMP_INLINE auto visit_norm(NormType norm_type, Fn fn) {
-  switch (norm_type) {
-    case NormType::kL1:
-      return fn(L1{});
-    case NormType::kInf:
-      return fn(Inf{});
-    case NormType::kL2:
-      break;
-  }
-  return fn(L2{});
+/// Joins lanes, float64 or pairs: halves them until one is left.
+template <int kCount, typename Sum>
+FASTAMP_HD FASTAMP_INLINE Sum join_lanes(Sum* lanes) {
+  for (int half = kCount / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] = lanes[i] + lanes[i + half];
+  return lanes[0];
 }
 
-template <typename Norm>
-FASTAMP_HD float norm_of(double reduced, float inv_scale) {
-  return static_cast<float>(Norm::root(reduced) * static_cast<double>(inv_scale));
+/// The square of an element, exact in float64 for float32 and below.
+FASTAMP_HD FASTAMP_INLINE double square(double x) { return x * x; }
+
+FASTAMP_HD inline float norm_of(double reduced, float inv_scale) {
+  return static_cast<float>(sqrt(reduced) * static_cast<double>(inv_scale));
 }
 
 FASTAMP_HD inline float scale_of(const ClipSpec& clip) {
@@ -111,35 +75,30 @@ FASTAMP_HD inline float inverse(float scale) {
   return static_cast<float>(1.0 / static_cast<double>(scale));
 }
 
-/// Turns a reduction into what a training step needs. Every formula stands here once.
-template <typename Norm>
-FASTAMP_HD GradStats finish(double reduced, const ClipSpec& clip) {
+/// Turns a sum of squares into what a training step needs. Every formula stands here once.
+FASTAMP_HD inline GradStats finish(double reduced, const ClipSpec& clip) {
   // Finite fp32 values cannot overflow a float64 sum: it is finite exactly when all of them are.
   const bool finite = reduced - reduced == 0;
   const float scale = scale_of(clip);
   const float inv_scale = inverse(scale);
   GradStats stats;
-  stats.norm = norm_of<Norm>(reduced, inv_scale);
+  stats.norm = norm_of(reduced, inv_scale);
   stats.found_inf = finite ? 0.0F : 1.0F;
   const bool clips = clip.clip && (finite || !clip.only_finite);
   const float coef = clips ? clip.max_norm / (stats.norm + 1e-6F) : 1.0F;
   stats.clip_coef = coef > 1.0F ? 1.0F : coef;  // NaN stays, as in torch.clamp
   stats.factor = stats.clip_coef * inv_scale;
-  stats.grad_scale = scale / stats.clip_coef;
   stats.scale = scale;
-  if (clip.skipped != nullptr) {
-    // Divided by an infinite scale, every gradient would be 0: skip, so that the scale falls.
-    if (stats.clip_coef > 0 && stats.grad_scale > FLT_MAX) stats.found_inf = 1.0F;
-    *clip.skipped += stats.found_inf;
-  }
+  if (clip.before != nullptr && *clip.before != 0) stats.found_inf = 1.0F;
+  if (clip.skipped != nullptr) *clip.skipped += stats.found_inf;
   return stats;
 }
 
 /// Says whether the pairs of a strip add up to its sum, within kPairsError. A sum that is NaN,
 /// infinite or nearly so is not below 2^127; `largest` is the largest magnitude that is not NaN.
-template <typename Norm>
-FASTAMP_HD bool is_accurate(Pair sum, float largest) {
-  return sum.high < 0x1p127F && (sum.high >= Norm::kSmallest || largest == 0);
+constexpr float kSmallestSum = 0x1p-96F;
+FASTAMP_HD inline bool is_accurate(Pair sum, float largest) {
+  return sum.high < 0x1p127F && (sum.high >= kSmallestSum || largest == 0);
 }
 
 // How far a reduction that adds strips in pairs is from one that adds in float64 all the way.
@@ -150,7 +109,7 @@ FASTAMP_HD bool is_accurate(Pair sum, float largest) {
 //   Up to 64 elements join in a lane:          64 * 67 / 2 + 2 * 64 = 2272 u u S
 //   Up to 3 joins of lanes, 5 of threads:      below 2 * 8 * 73     = 1168 u u S
 //   8192 squares, each off by 2^-150 at most,
-//   beside kSmallest = 2^-96:                  2^-41                =  128 u u S
+//   beside kSmallestSum = 2^-96:                 2^-41                =  128 u u S
 // Together a strip is off by less than 4096 u u = 2^-36. The float64 joins of either way are fewer
 // than 2^15 for an element (of 2^24 chunks, say), each off by 2^-53: less than 2^-38. Then
 // 2^-36 + 2 * 2^-38 is well below the bound.
@@ -159,11 +118,10 @@ constexpr double kPairsError = 0x1p-35;
 /// Says whether a reduction in pairs gives the norm that float64 gives: if both ends of the error
 /// bound give one norm, since every step to the norm is monotone. What is not finite comes from
 /// float64.
-template <typename Norm>
-FASTAMP_HD bool is_certain(double reduced, const ClipSpec& clip) {
+FASTAMP_HD inline bool is_certain(double reduced, const ClipSpec& clip) {
   const float inv_scale = inverse(scale_of(clip));
-  return !(reduced - reduced == 0) || norm_of<Norm>(reduced * (1 - kPairsError), inv_scale) ==
-                                          norm_of<Norm>(reduced * (1 + kPairsError), inv_scale);
+  return !(reduced - reduced == 0) || norm_of(reduced * (1 - kPairsError), inv_scale) ==
+                                          norm_of(reduced * (1 + kPairsError), inv_scale);
 }
 
 }  // namespace fastamp

@@ -11,7 +11,7 @@ namespace {
       "fastamp was built without CUDA; rebuild it with nvcc on the PATH and FASTAMP_CUDA=ON");
 }
 
-void grad_stats(const TensorList&, NormType, const ClipSpec&, double*, GradStats*, const Launch&) {
+void grad_stats(const TensorList&, const ClipSpec&, double*, GradStats*, const Launch&) {
   refuse();
 }
 

@@ -8,10 +8,10 @@ namespace fastamp {
 
 struct OpTable {
   /// Reads every element once. `work` has 1 + (chunks of all tensors) slots on the tensors' device;
-  /// work[0] becomes the float64 reduction in the fixed order of step/math.h (on GPUs with slow
+  /// work[0] becomes the float64 sum of squares in the order of step/math.h (on GPUs with slow
   /// float64, within kPairsError of it, and the norm the same); the rest is scratch.
-  void (*grad_stats)(const TensorList& tensors, NormType norm_type, const ClipSpec& clip,
-                     double* work, GradStats* stats, const Launch& launch);
+  void (*grad_stats)(const TensorList& tensors, const ClipSpec& clip, double* work,
+                     GradStats* stats, const Launch& launch);
 
   /// Multiplies every element by *factor, rounded once to its dtype; *factor == 1 writes nothing.
   void (*rescale)(const TensorList& tensors, const float* factor, const Launch& launch);

@@ -1,6 +1,7 @@
 // The optimizers' arithmetic, for host and device: float32 products, sums, quotients and roots,
 // each rounded by itself, so that every backend gets the same bits. A rule turns a group's options
-// and the count of steps into `Terms`, and `apply` updates one element with its states.
+// and the count of steps into `Terms`, and `apply` updates one element with its states. A rule
+// whose loop depends on options has a kind for each; `serves` says which groups are a kind's.
 #pragma once
 
 #include <cmath>
@@ -21,6 +22,19 @@ FASTAMP_HD inline double power(double base, std::uint64_t exponent) {
   return result;
 }
 
+FASTAMP_HD inline bool is_skipped(const UpdateSpec& spec) {
+  return spec.found_inf != nullptr && *spec.found_inf != 0;
+}
+
+FASTAMP_HD inline float factor_of(const UpdateSpec& spec) {
+  return spec.factor == nullptr ? 1.0F : *spec.factor;
+}
+
+/// Returns the number of a step, from the count of those taken; 0 where the optimizer keeps none.
+FASTAMP_HD inline float step_after(const float* count) {
+  return count == nullptr ? 0.0F : *count + 1;
+}
+
 /// Adds coupled weight decay to a gradient; `sign` is -1 with `maximize`.
 FASTAMP_HD inline float decayed(float grad, float param, float sign, float decay) {
   grad *= sign;
@@ -30,7 +44,10 @@ FASTAMP_HD inline float decayed(float grad, float param, float sign, float decay
 /// torch.optim.Adam and AdamW: exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq.
 template <bool kAmsgrad>
 struct Adam {
+  static constexpr Rule kRule = Rule::kAdam;
   static constexpr int kStates = kAmsgrad ? 3 : 2;
+
+  static bool serves(const GroupOptions& group) { return group.amsgrad == kAmsgrad; }
 
   struct Terms {
     bool from_grad;  ///< exp_avg is interpolated from the nearer end, as torch.lerp does
@@ -83,7 +100,10 @@ struct Adam {
 /// with dampening, where torch makes that step.
 template <bool kMomentum>
 struct Sgd {
+  static constexpr Rule kRule = Rule::kSgd;
   static constexpr int kStates = kMomentum ? 1 : 0;
+
+  static bool serves(const GroupOptions& group) { return (group.momentum != 0) == kMomentum; }
 
   struct Terms {
     float lr;
@@ -116,7 +136,10 @@ struct Sgd {
 
 /// torch.optim.Adagrad: sum.
 struct Adagrad {
+  static constexpr Rule kRule = Rule::kAdagrad;
   static constexpr int kStates = 1;
+
+  static bool serves(const GroupOptions&) { return true; }
 
   struct Terms {
     float lr;  ///< decayed
@@ -139,17 +162,90 @@ struct Adagrad {
   }
 };
 
-/// The one place that turns a rule into a type.
+constexpr int kMaxOptions = 3;
+
+/// A number among a group's options, and its place; a pair, as betas, has two.
+struct Number {
+  const char* name;
+  double GroupOptions::* place;
+  double GroupOptions::* second = nullptr;
+};
+
+struct Flag {
+  const char* name;
+  bool GroupOptions::* place;
+};
+
+/// A state of a parameter, which it has if an option is set; null: always.
+struct State {
+  const char* name;
+  const char* option = nullptr;
+};
+
+/// How a state begins, as torch makes it: in the parameter's dtype, in the gradient's, or before
+/// the first step.
+constexpr const char* kZeros = "zeros";
+constexpr const char* kZerosOfGradient = "zeros of the gradient";
+constexpr const char* kByItsClass = "by its class";
+
+/// All of a rule but its arithmetic, for the core and for Python; names are torch's.
+struct Declaration {
+  Rule rule;
+  const char* name;
+  Number numbers[kMaxOptions];
+  Flag flags[kMaxOptions];
+  State states[kMaxStates];  ///< in the order in which `apply` takes them
+  const char* first;
+  bool counts;                                 ///< whether "step" is a count of steps
+  double GroupOptions::* none_with = nullptr;  ///< with it, zeros are not the same as no state
+};
+
+using G = GroupOptions;
+inline const Number kDecay{"weight_decay", &G::weight_decay};
+inline const Number kEps{"eps", &G::eps};
+inline const Flag kMaximize{"maximize", &G::maximize};
+inline const Declaration kDeclarations[] = {
+    {Rule::kAdam,
+     "Adam",
+     {kDecay, kEps, {"betas", &G::beta1, &G::beta2}},
+     {kMaximize, {"amsgrad", &G::amsgrad}, {"decoupled_weight_decay", &G::decoupled}},
+     {{"exp_avg"}, {"exp_avg_sq"}, {"max_exp_avg_sq", "amsgrad"}},
+     kZeros,
+     true},
+    {Rule::kSgd,
+     "SGD",
+     {kDecay, {"momentum", &G::momentum}, {"dampening", &G::dampening}},
+     {kMaximize, {"nesterov", &G::nesterov}},
+     {{"momentum_buffer", "momentum"}},
+     kZerosOfGradient,
+     false,
+     &G::dampening},
+    {Rule::kAdagrad,
+     "Adagrad",
+     {kDecay, kEps, {"lr_decay", &G::lr_decay}},
+     {kMaximize},
+     {{"sum"}},
+     kByItsClass,
+     true},
+};
+
+/// Every kind of rule; a new one is added here.
+template <typename Fn>
+FASTAMP_INLINE void for_each_kind(Fn fn) {
+  fn(Adam<false>{});
+  fn(Adam<true>{});
+  fn(Sgd<false>{});
+  fn(Sgd<true>{});
+  fn(Adagrad{});
+}
+
+/// Calls fn(kind) with the kind that updates a group.
 template <typename Fn>
 FASTAMP_INLINE void visit_rule(Rule rule, const GroupOptions& group, Fn fn) {
-  switch (rule) {
-    case Rule::kAdam:
-      return group.amsgrad ? fn(Adam<true>{}) : fn(Adam<false>{});
-    case Rule::kSgd:
-      return group.momentum != 0 ? fn(Sgd<true>{}) : fn(Sgd<false>{});
-    case Rule::kAdagrad:
-      return fn(Adagrad{});
-  }
+  for_each_kind([&](auto kind) FASTAMP_INLINE_LAMBDA {
+    using Kind = decltype(kind);
+    if (Kind::kRule == rule && Kind::serves(group)) fn(kind);
+  });
 }
 
 }  // namespace fastamp

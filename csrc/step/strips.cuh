@@ -29,15 +29,6 @@ __device__ int count_head(const T* data, int numel) {
   return head < numel ? head : numel;
 }
 
-template <typename Norm, int kCount, typename Sum>
-__device__ Sum join_halves(Sum* lanes) {
-#pragma unroll
-  for (int half = kCount / 2; half > 0; half /= 2)
-#pragma unroll
-    for (int i = 0; i < half; ++i) lanes[i] = Norm::join(lanes[i], lanes[i + half]);
-  return lanes[0];
-}
-
 /// Calls add(i, x) for the part of a strip that is this thread's, with kRows loads in flight; x is
 /// the i-th of its vector. Vectors begin `head` elements into the strip; the elements before them
 /// are the last thread's.
@@ -65,13 +56,13 @@ FASTAMP_INLINE __device__ void visit_strip(const T* data, int numel, int head, c
 }
 
 /// Rotates the lanes of a warp, kSize in each thread, up by `count` < kSize.
-template <int kSize, typename Sum>
-__device__ void rotate(Sum* lanes, int count) {
+template <int kSize>
+__device__ void rotate(double* lanes, int count) {
   const int before = static_cast<int>(threadIdx.x + kWarp - 1) % kWarp;
 #pragma unroll
   for (int step = kSize / 2; step > 0; step /= 2) {
     if ((count & step) == 0) continue;
-    Sum moved[kSize];
+    double moved[kSize];
 #pragma unroll
     for (int i = 0; i < kSize; ++i)
       moved[i] =
@@ -84,44 +75,40 @@ __device__ void rotate(Sum* lanes, int count) {
 /// Reduces one strip with one warp. Where vectors begin `head` elements into the strip, thread t
 /// adds to the lanes from t * kSize + head on; then the lanes are rotated, and it holds those from
 /// t * kSize to (t + 1) * kSize - 1. The result is thread 0's. This function and the next are not
-/// inlined, so that they are compiled once for all sizes of tables: a call costs nothing beside a
-/// strip.
-template <typename Norm, int kRows, typename T>
+/// inlined, so that they are compiled once for all kernels: a call costs nothing beside a strip.
+template <int kRows, typename T>
 __device__ __attribute__((noinline)) double reduce_in_order(const T* data, int numel) {
   constexpr int kSize = Vector<T>::kSize;
   const int head = count_head(data, numel);
-  typename Norm::Sum lanes[kSize] = {};
-  visit_strip<kRows>(data, numel, head, [&](int lane, float x) {
-    lanes[lane] = Norm::join(lanes[lane], Norm::term(x));
-  });
+  double lanes[kSize] = {};
+  visit_strip<kRows>(data, numel, head, [&](int lane, float x) { lanes[lane] += square(x); });
   rotate<kSize>(lanes, head);
 #pragma unroll 1  // once a strip
   for (int offset = kWarp / 2; offset > 0; offset /= 2)
 #pragma unroll
-    for (int i = 0; i < kSize; ++i)
-      lanes[i] = Norm::join(lanes[i], __shfl_down_sync(kWholeWarp, lanes[i], offset));
-  return static_cast<double>(join_halves<Norm, kSize>(lanes));
+    for (int i = 0; i < kSize; ++i) lanes[i] += __shfl_down_sync(kWholeWarp, lanes[i], offset);
+  return join_lanes<kSize>(lanes);
 }
 
 /// Reduces one strip with one warp in pairs of float32; where they are not accurate, as above.
-template <typename Norm, typename T>
+template <typename T>
 __device__ __attribute__((noinline)) double reduce_in_pairs(const T* data, int numel) {
   constexpr int kSize = Vector<T>::kSize;
   Pair lanes[kSize] = {};
   float largest = 0;
   visit_strip<kUnroll>(data, numel, count_head(data, numel), [&](int lane, float x) {
-    lanes[lane] = Pair::join(lanes[lane], Norm::pair(x));
+    lanes[lane] = lanes[lane] + Pair::square(x);
     largest = fmaxf(largest, fabsf(x));
   });
-  Pair sum = join_halves<Pair, kSize>(lanes);
+  Pair sum = join_lanes<kSize>(lanes);
 #pragma unroll 1  // once a strip
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    sum = Pair::join(sum, {__shfl_down_sync(kWholeWarp, sum.high, offset),
-                           __shfl_down_sync(kWholeWarp, sum.low, offset)});
+    sum = sum + Pair{__shfl_down_sync(kWholeWarp, sum.high, offset),
+                     __shfl_down_sync(kWholeWarp, sum.low, offset)};
     largest = fmaxf(largest, __shfl_down_sync(kWholeWarp, largest, offset));
   }
-  const int accurate = is_accurate<Norm>(sum, largest) ? 1 : 0;
-  if (__shfl_sync(kWholeWarp, accurate, 0) == 0) return reduce_in_order<Norm, 1>(data, numel);
+  const int accurate = is_accurate(sum, largest) ? 1 : 0;
+  if (__shfl_sync(kWholeWarp, accurate, 0) == 0) return reduce_in_order<1>(data, numel);
   return static_cast<double>(sum.high) + static_cast<double>(sum.low);
 }
 

@@ -4,60 +4,64 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
-#include <utility>
+
+#include "step/math.h"
 
 namespace fastamp {
 
 constexpr std::size_t kMaxArguments = 32764;  // bytes, of one kernel
 
-/// Entries, each with the number of its first chunk, and how many chunks they have together.
+/// As many entries as a launch can hold, and how many chunks they have together.
 template <typename Entry, int kMax>
 struct Table {
-  static constexpr int kSize = kMax;
   Entry entries[kMax];
   std::uint32_t count;
   std::uint32_t num_chunks;
 };
 
-/// Sizes of the tables of for_each_table: kFew entries hold most programs' tensors in less than 4
-/// KB, kLargest are as many as a launch can hold.
-constexpr int kFew = 240;
-template <int kLargest>
-using TableSizes = std::integer_sequence<int, kFew, kLargest>;
+/// Calls use(table) for tables that hold entries 0 to count - 1 in order, each filled by
+/// fill(index, table).
+template <typename Entry, int kMax, typename Fill, typename Use>
+void for_each_table(std::size_t count, const Fill& fill, const Use& use) {
+  for (std::size_t next = 0; next < count;) {
+    Table<Entry, kMax> table;
+    table.count = 0;
+    table.num_chunks = 0;
+    for (; next < count && table.count < kMax; ++next) fill(next, table);
+    use(table);
+  }
+}
 
-/// Returns the index of the entry that a chunk belongs to: the last that begins at or before it.
+/// Where a chunk lies: in which entry, and in which of its elements.
+struct Place {
+  std::uint32_t entry;
+  std::int64_t start;
+  int numel;
+};
+
+/// Returns the place of a chunk. Its entry is the last one that begins at or before it; entries
+/// have the number of their first chunk and the elements of their last.
 template <typename Entry>
-__device__ std::uint32_t find_entry(const Entry* entries, std::uint32_t count,
-                                    std::uint32_t chunk) {
+__device__ Place find_place(const Entry* entries, std::uint32_t count, std::uint32_t num_chunks,
+                            std::uint32_t chunk) {
   std::uint32_t low = 0;
   std::uint32_t high = count;
   while (high - low > 1) {
     const std::uint32_t middle = (low + high) / 2;
     (entries[middle].first_chunk <= chunk ? low : high) = middle;
   }
-  return low;
+  const std::uint32_t end = high < count ? entries[high].first_chunk : num_chunks;
+  const auto start = static_cast<std::int64_t>(chunk - entries[low].first_chunk) * kChunk;
+  const int numel = chunk + 1 == end ? static_cast<int>(entries[low].tail_numel) : int{kChunk};
+  return {low, start, numel};
 }
 
-/// Calls use(table) for tables that hold entries 0 to count - 1 in order, each filled by
-/// fill(index, &table). One table holds up to kLargest entries; a smaller size is used if it is
-/// enough, since a launch copies the whole table.
-template <typename Entry, int kLargest, typename Fill, typename Use>
-void for_each_table(std::size_t count, const Fill& fill, const Use& use) {
-  std::size_t next = 0;
-  const auto use_table = [&](auto size) {
-    Table<Entry, size> table;
-    table.count = 0;
-    table.num_chunks = 0;
-    for (; next < count && table.count < size; ++next) fill(next, &table);
-    use(table);
-  };
-  while (next < count) {
-    if (count - next <= kFew)
-      use_table(std::integral_constant<std::uint32_t, kFew>{});
-    else
-      use_table(std::integral_constant<std::uint32_t, kLargest>{});
-  }
+/// Gives an entry its chunks, behind those before it, and counts them in `num_chunks`.
+template <typename Entry>
+void place_entry(Entry& entry, std::int64_t numel, std::int64_t chunks, std::uint32_t& num_chunks) {
+  entry.first_chunk = num_chunks;
+  entry.tail_numel = static_cast<std::uint32_t>(numel - (chunks - 1) * kChunk) & 0x1ffffU;
+  num_chunks += static_cast<std::uint32_t>(chunks);
 }
 
 }  // namespace fastamp

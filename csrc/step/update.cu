@@ -2,8 +2,6 @@
 // parameter, all groups and dtypes together. Nothing is read back.
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
-#include <utility>
 #include <vector>
 
 #include "step/device.h"
@@ -17,15 +15,7 @@ namespace fastamp {
 namespace {
 
 constexpr int kThreads = 256;
-
 constexpr int kBlocksPerProcessor = 4;  // 1,024 threads; see vectors.cuh
-
-/// Values that neighboring parameters mostly share.
-struct Row {
-  GroupOptions options;
-  float counted;
-  Counting counting;
-};
 
 /// One parameter. Its gradient is the last tensor, behind the states.
 template <int kStates>
@@ -34,60 +24,47 @@ struct Entry {
   float* step;
   std::uint32_t first_chunk;
   std::uint32_t tail_numel : 17;  // elements of the last chunk
-  std::uint32_t row : 9;
+  std::uint32_t group : 9;
   std::uint32_t param_dtype : 2;
   std::uint32_t grad_dtype : 2;
   std::uint32_t state_dtype : 2;
 };
 
-/// Entries, and behind them their rows: many parameters of few groups, or fewer of many.
-template <typename Entry, std::size_t kBytes>
+constexpr std::size_t kTableBytes = 32720;
+
+/// Entries, and behind them their groups' options: many parameters of few groups, or fewer of many.
+template <typename Entry>
 struct UpdateTable {
-  alignas(8) unsigned char room[kBytes];
+  alignas(8) unsigned char room[kTableBytes];
   std::uint32_t count;
   std::uint32_t num_chunks;
 
   __device__ const Entry* entries() const { return reinterpret_cast<const Entry*>(room); }
-  __device__ const Row& row(std::uint32_t i) const {
-    return reinterpret_cast<const Row*>(room + count * sizeof(Entry))[i];
+  __device__ const GroupOptions& group(std::uint32_t i) const {
+    return reinterpret_cast<const GroupOptions*>(room + count * sizeof(Entry))[i];
   }
 };
-constexpr std::size_t kLargest = 32720;
-using Sizes = std::integer_sequence<std::size_t, 4000, kLargest>;  // a launch copies it all
-static_assert(sizeof(UpdateTable<Entry<3>, kLargest>) + sizeof(UpdateSpec) <= kMaxArguments);
-static_assert(kLargest / sizeof(Row) < 1U << 9);
-static_assert(600 * sizeof(Entry<2>) + 40 * sizeof(Row) <= kLargest);  // 600 of Adam's in a launch
+static_assert(sizeof(UpdateTable<Entry<3>>) + sizeof(UpdateSpec) <= kMaxArguments);
+static_assert(kTableBytes / sizeof(GroupOptions) < 1U << 9);
+// 600 parameters of Adam fit in a launch.
+static_assert(600 * sizeof(Entry<2>) + 40 * sizeof(GroupOptions) <= kTableBytes);
 
-using Counts = Table<float*, 4000>;
-static_assert(sizeof(Counts) + sizeof(UpdateSpec) <= kMaxArguments);
-
-__device__ bool is_skipped(const UpdateSpec& spec) {
-  return spec.found_inf != nullptr && *spec.found_inf != 0;
-}
-
-/// Returns the number of this step.
-__device__ float count_of(const Row& row, const float* step) {
-  const bool counts = step != nullptr && row.counting != Counting::kHostAnew;
-  return row.counted + (counts ? *step : 0.0F) + 1;
-}
-
-/// Subtracts a skipped step from the count, since the host has counted it. Nothing races: other
-/// blocks read a count only in a step that is not skipped, which does not write it.
-__device__ void count_skipped(const Row& row, float* step, bool skipped) {
-  if (row.counting == Counting::kHostAnew) *step = skipped ? -1.0F : 0.0F;
-  if (row.counting == Counting::kHost && skipped) *step -= 1;
-}
+constexpr int kMaxCounts = 4000;
+using CountTable = Table<float*, kMaxCounts>;
+static_assert(sizeof(CountTable) + sizeof(UpdateSpec) <= kMaxArguments);
 
 /// Updates one chunk. Neighboring threads have neighboring vectors.
 template <typename Kind>
 __device__ void update_chunk(const Entry<Kind::kStates>& entry, std::int64_t start, int numel,
                              const typename Kind::Terms& terms, const UpdateSpec& spec) {
   constexpr int kGrad = 1 + Kind::kStates;
-  const float factor = spec.factor == nullptr ? 1.0F : *spec.factor;
+  const float factor = factor_of(spec);
   const bool write_grads = spec.write_grads && factor != 1.0F;
-  const Part param(entry.tensors[0], entry.param_dtype, start);
-  const Part grad(entry.tensors[kGrad], entry.grad_dtype, start);
-  const auto state = [&](int s) { return Part(entry.tensors[1 + s], entry.state_dtype, start); };
+  const TensorChunk param(entry.tensors[0], entry.param_dtype, start);
+  const TensorChunk grad(entry.tensors[kGrad], entry.grad_dtype, start);
+  const auto state = [&](int s) {
+    return TensorChunk(entry.tensors[1 + s], entry.state_dtype, start);
+  };
   for (int i = static_cast<int>(threadIdx.x) * kVector; i < numel; i += kThreads * kVector) {
     const int count = numel - i < kVector ? numel - i : kVector;
     Raw raws[2 + Kind::kStates];
@@ -118,37 +95,29 @@ __device__ void update_chunk(const Entry<Kind::kStates>& entry, std::int64_t sta
 }
 
 /// One block updates one chunk.
-template <typename Kind, std::size_t kBytes>
+template <typename Kind>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
-    update_kernel(const UpdateTable<Entry<Kind::kStates>, kBytes> __grid_constant__ table,
+    update_kernel(const UpdateTable<Entry<Kind::kStates>> __grid_constant__ table,
                   UpdateSpec spec) {
   __shared__ typename Kind::Terms terms;
+  if (is_skipped(spec)) return;
   const auto* entries = table.entries();
-  const std::uint32_t found = find_entry(entries, table.count, blockIdx.x);
-  const auto& entry = entries[found];
-  const Row& row = table.row(entry.row);
-  const bool skipped = is_skipped(spec);
-  if (threadIdx.x == 0 && !skipped) {
-    GroupOptions options = row.options;
+  const Place place = find_place(entries, table.count, table.num_chunks, blockIdx.x);
+  const auto& entry = entries[place.entry];
+  if (threadIdx.x == 0) {
+    GroupOptions options = table.group(entry.group);
     if (options.lr_on_device != nullptr) options.lr = *options.lr_on_device;
-    terms = Kind::terms(options, count_of(row, entry.step));
+    terms = Kind::terms(options, step_after(entry.step));
   }
-  if (threadIdx.x == 0 && blockIdx.x == entry.first_chunk) count_skipped(row, entry.step, skipped);
-  if (skipped) return;
   __syncthreads();
-  const std::uint32_t end =
-      found + 1 < table.count ? entries[found + 1].first_chunk : table.num_chunks;
-  const int numel = blockIdx.x + 1 == end ? static_cast<int>(entry.tail_numel) : int{kChunk};
-  const auto start = static_cast<std::int64_t>(blockIdx.x - entry.first_chunk) * kChunk;
   const typename Kind::Terms own = terms;  // in registers
-  update_chunk<Kind>(entry, start, numel, own, spec);
+  update_chunk<Kind>(entry, place.start, place.numel, own, spec);
 }
 
-/// Counts the step where the counts are on the device, after all chunks have read the old count:
-/// one launch for up to 4,000 parameters costs less than an atomic counter for each block.
-template <int kMax>
+/// Counts the step, after all chunks have read the old count: one launch for up to 4,000 parameters
+/// costs less than an atomic counter for each block.
 __global__ void __launch_bounds__(kThreads)
-    count_kernel(const Table<float*, kMax> __grid_constant__ table, UpdateSpec spec) {
+    count_kernel(const CountTable __grid_constant__ table, UpdateSpec spec) {
   const std::uint32_t i = blockIdx.x * kThreads + threadIdx.x;
   if (i < table.count && !is_skipped(spec)) *table.entries[i] += 1;
 }
@@ -162,12 +131,8 @@ class Launcher {
   Launcher(const UpdateSpec& spec, cudaStream_t stream) : spec_(spec), stream_(stream) {}
 
   void add(const UpdateList& list, const ParameterView& view) {
-    bool is_new = !continues_row(view);
-    if (nbytes(1, is_new ? 1 : 0) > kLargest) {
-      flush();
-      is_new = true;
-    }
-    if (is_new) rows_.push_back({list.groups[view.group], view.counted, view.counting});
+    if (nbytes() + sizeof(Item) + sizeof(GroupOptions) > kTableBytes) flush();
+    if (groups_.empty() || group_ != view.group) groups_.push_back(list.groups[view.group]);
     group_ = view.group;
     // An empty parameter has a block, too, which counts the step.
     const std::int64_t chunks = view.numel > 0 ? chunks_of(view.numel) : 1;
@@ -176,111 +141,66 @@ class Launcher {
     for (int s = 0; s < Kind::kStates; ++s) item.tensors[1 + s] = view.states[s];
     item.tensors[1 + Kind::kStates] = view.grad;
     item.step = view.step;
-    item.first_chunk = num_chunks_;
-    item.tail_numel = static_cast<std::uint32_t>(view.numel - (chunks - 1) * kChunk) & 0x1ffffU;
-    item.row = static_cast<std::uint32_t>(rows_.size() - 1) & 0x1ffU;
+    item.group = static_cast<std::uint32_t>(groups_.size() - 1) & 0x1ffU;
     item.param_dtype = static_cast<std::uint32_t>(view.param_dtype) & 3U;
     item.grad_dtype = static_cast<std::uint32_t>(view.grad_dtype) & 3U;
     item.state_dtype = static_cast<std::uint32_t>(view.state_dtype) & 3U;
+    place_entry(item, view.numel, chunks, num_chunks_);
     items_.push_back(item);
-    num_chunks_ += static_cast<std::uint32_t>(chunks);
   }
 
   void flush() {
-    if (!items_.empty()) launch_smallest(Sizes{});
+    if (items_.empty()) return;
+    UpdateTable<Item> table;
+    const std::size_t groups_at = items_.size() * sizeof(Item);
+    std::memcpy(table.room, items_.data(), groups_at);
+    std::memcpy(table.room + groups_at, groups_.data(), nbytes() - groups_at);
+    table.count = static_cast<std::uint32_t>(items_.size());
+    table.num_chunks = num_chunks_;
+    launch("update_kernel", update_kernel<Kind>, num_chunks_, kThreads, stream_, table, spec_);
     items_.clear();
-    rows_.clear();
+    groups_.clear();
     num_chunks_ = 0;
   }
 
  private:
-  bool continues_row(const ParameterView& view) const {
-    return !rows_.empty() && group_ == view.group && rows_.back().counted == view.counted &&
-           rows_.back().counting == view.counting;
-  }
-
-  std::size_t nbytes(std::size_t more_items, std::size_t more_rows) const {
-    return (items_.size() + more_items) * sizeof(Item) + (rows_.size() + more_rows) * sizeof(Row);
-  }
-
-  template <std::size_t... kBytes>
-  void launch_smallest(std::integer_sequence<std::size_t, kBytes...>) {
-    static_cast<void>((launch_in<kBytes>() || ...));
-  }
-
-  template <std::size_t kBytes>
-  bool launch_in() {
-    if (nbytes(0, 0) > kBytes) return false;
-    UpdateTable<Item, kBytes> table;
-    const std::size_t rows_at = items_.size() * sizeof(Item);
-    std::memcpy(table.room, items_.data(), rows_at);
-    std::memcpy(table.room + rows_at, rows_.data(), rows_.size() * sizeof(Row));
-    table.count = static_cast<std::uint32_t>(items_.size());
-    table.num_chunks = num_chunks_;
-    launch("update_kernel", update_kernel<Kind, kBytes>, num_chunks_, kThreads, stream_, table,
-           spec_);
-    return true;
+  std::size_t nbytes() const {
+    return items_.size() * sizeof(Item) + groups_.size() * sizeof(GroupOptions);
   }
 
   std::vector<Item> items_;
-  std::vector<Row> rows_;
+  std::vector<GroupOptions> groups_;  // of the items, in their order
   std::uint32_t num_chunks_ = 0;
-  std::uint32_t group_ = 0;  // of the last row
+  std::uint32_t group_ = 0;  // the last of them, in the whole list
   UpdateSpec spec_;
   cudaStream_t stream_;
 };
 
-void count_on_device(const std::vector<float*>& steps, const UpdateSpec& spec,
-                     cudaStream_t stream) {
-  const auto add = [&](std::size_t i, auto* table) { table->entries[table->count++] = steps[i]; };
-  for_each_table<float*, Counts::kSize>(steps.size(), add, [&](const auto& table) {
-    constexpr int kMax = std::decay_t<decltype(table)>::kSize;
-    launch("count_kernel", count_kernel<kMax>, (table.count + kThreads - 1) / kThreads, kThreads,
-           stream, table, spec);
-  });
-}
-
-template <typename Kind, std::size_t... kBytes>
-void check_kernels(std::integer_sequence<std::size_t, kBytes...>) {
-  (check_kernel("update_kernel", update_kernel<Kind, kBytes>), ...);
-}
-
-template <int... kMax>
-void check_count_kernels(std::integer_sequence<int, kMax...>) {
-  (check_kernel("count_kernel", count_kernel<kMax>), ...);
-}
-
 }  // namespace
 
 void check_update_kernels() {
-  check_kernels<Adam<false>>(Sizes{});
-  check_kernels<Adam<true>>(Sizes{});
-  check_kernels<Sgd<false>>(Sizes{});
-  check_kernels<Sgd<true>>(Sizes{});
-  check_kernels<Adagrad>(Sizes{});
-  check_count_kernels(TableSizes<Counts::kSize>{});
+  for_each_kind([](auto kind) { check_kernel("update_kernel", update_kernel<decltype(kind)>); });
+  check_kernel("count_kernel", count_kernel);
 }
 
 void update_on_cuda(const UpdateList& list, const UpdateSpec& spec, const Launch& where) {
   const DeviceGuard guard(where.device_index);
   const auto stream = static_cast<cudaStream_t>(where.stream);
-  std::vector<std::uint32_t> chosen[kMaxStates + 1];  // by the number of states
-  std::vector<float*> steps;
-  for (std::uint32_t i = 0; i < list.parameters.size(); ++i) {
-    const ParameterView& view = list.parameters[i];
-    visit_rule(list.rule, list.groups[view.group],
-               [&](auto kind) { chosen[decltype(kind)::kStates].push_back(i); });
-    if (view.step != nullptr && view.counting == Counting::kDevice) steps.push_back(view.step);
-  }
-  for (const std::vector<std::uint32_t>& some : chosen) {
-    if (some.empty()) continue;
-    visit_rule(list.rule, list.groups[list.parameters[some[0]].group], [&](auto kind) {
-      Launcher<decltype(kind)> launcher(spec, stream);
-      for (const std::uint32_t i : some) launcher.add(list, list.parameters[i]);
-      launcher.flush();
-    });
-  }
-  count_on_device(steps, spec, stream);
+  for_each_kind([&](auto kind) {
+    using Kind = decltype(kind);
+    if (Kind::kRule != list.rule) return;
+    Launcher<Kind> launcher(spec, stream);
+    for (const ParameterView& view : list.parameters)
+      if (Kind::serves(list.groups[view.group])) launcher.add(list, view);
+    launcher.flush();
+  });
+  const auto add = [&](std::size_t i, CountTable& table) {
+    if (float* step = list.parameters[i].step) table.entries[table.count++] = step;
+  };
+  for_each_table<float*, kMaxCounts>(list.parameters.size(), add, [&](const CountTable& table) {
+    const std::uint32_t blocks = (table.count + kThreads - 1) / kThreads;
+    if (blocks > 0) launch("count_kernel", count_kernel, blocks, kThreads, stream, table, spec);
+  });
 }
 
 }  // namespace fastamp

@@ -30,10 +30,6 @@ struct GroupOptions {
 
 constexpr int kMaxStates = 3;
 
-/// What a parameter's `step` holds: the count of steps (kDevice); or, where the host counts all
-/// steps, minus the number of those that the device skipped (kHost), or nothing yet (kHostAnew).
-enum class Counting : std::uint8_t { kDevice, kHost, kHostAnew };
-
 /// One parameter with everything that its update reads and writes, all in the same order of memory.
 struct ParameterView {
   std::int64_t numel;
@@ -41,8 +37,6 @@ struct ParameterView {
   void* grad;
   void* states[kMaxStates];  ///< those that the optimizer has, then null
   float* step;               ///< the count of steps taken; null where the optimizer keeps none
-  float counted;             ///< by the host, before this step
-  Counting counting;
   std::uint32_t group;
   DType param_dtype;
   DType grad_dtype;

@@ -31,12 +31,12 @@ union Raw {
 };
 
 /// The part of a tensor that is one chunk.
-struct Part {
+struct TensorChunk {
   void* data;
   DType dtype;
   bool aligned;  // for loads and stores of vectors
 
-  __device__ Part(void* tensor, std::uint32_t type, std::int64_t start)
+  __device__ TensorChunk(void* tensor, std::uint32_t type, std::int64_t start)
       : data(static_cast<char*>(tensor) + start * size_of(static_cast<DType>(type))),
         dtype(static_cast<DType>(type)),
         aligned(reinterpret_cast<std::uintptr_t>(data) %

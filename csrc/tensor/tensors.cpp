@@ -1,10 +1,7 @@
 // See tensors.h.
 #include "tensor/tensors.h"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <fstream>
 #include <string>
 #include <vector>
 
@@ -18,19 +15,8 @@ using dlpack::DataType;
 constexpr DataType kFloat16{dlpack::kFloat, 16, 1};
 constexpr DataType kBFloat16{dlpack::kBfloat, 16, 1};
 
-// Where the first 4 GiB end. torch's zero tensors have no memory, and their rows "lie" at the
-// offset itself.
-constexpr std::uintptr_t kLowAddress = std::uintptr_t{1} << 32;
-
-/// Returns where a heap in the first 4 GiB begins; few programs have one there, but the Python of
-/// Debian and Ubuntu is one. Without a heap there, returns where they end.
-std::uintptr_t find_low_heap() {
-  std::ifstream maps("/proc/self/maps");
-  for (std::string line; std::getline(maps, line);)
-    if (line.find("[heap]") != std::string::npos)
-      return std::min<std::uintptr_t>(std::stoull(line, nullptr, 16), kLowAddress);
-  return kLowAddress;
-}
+// Linux maps nothing below. torch's zero tensors have no memory: their rows "lie" at the offset.
+constexpr std::uintptr_t kLowestAddress = 64 * 1024;
 
 /// What is known about torch, looked up once at import. The references live as long as the process.
 struct Torch {
@@ -40,23 +26,20 @@ struct Torch {
   const PyGetSetDef* grad = nullptr;
   const PyGetSetDef* layout = nullptr;
   PyObject* strided = nullptr;
-  bool met_others = false;      // a refused layout, which costs 1 ms: now the layout is read first
-  PyObject* is_zero = nullptr;  // methods of torch.Tensor
-  PyObject* is_neg = nullptr;
+  bool met_other_layout =
+      false;                   // a refused layout, which costs 1 ms: now the layout is read first
+  PyObject* is_neg = nullptr;  // methods of torch.Tensor
   PyObject* is_conj = nullptr;
-  std::uintptr_t low_heap = kLowAddress;
+  PyObject* empty = nullptr;  // torch.empty, and the names of its arguments after the size
+  PyObject* empty_names = nullptr;
+  PyObject* float32 = nullptr;
+  PyObject* float64 = nullptr;
+  PyObject* increment_version = nullptr;
+  PyObject* get_num_threads = nullptr;
   const dlpack::ExchangeApi* api = nullptr;
 };
 
 Torch torch;
-
-/// Whether an address may be such an offset. Addresses in the heap count as memory, unchecked: the
-/// check takes longer than the rest of a read, and offsets as large do not occur in practice.
-bool may_be_offset(const void* data) {
-  const auto address = reinterpret_cast<std::uintptr_t>(data);
-  return address < kLowAddress &&
-         (address < torch.low_heap || address >= reinterpret_cast<std::uintptr_t>(sbrk(0)));
-}
 
 bool calls(PyObject* method, PyObject* self) {
   const auto answer = py::reinterpret_steal<py::object>(PyObject_CallOneArg(method, self));
@@ -71,26 +54,25 @@ bool is_strided(PyObject* tensor) {
   return layout.ptr() == torch.strided;
 }
 
+std::int64_t count(const dlpack::Tensor& tensor) {
+  std::int64_t numel = 1;
+  for (int i = 0; i < tensor.ndim; ++i) numel *= tensor.shape[i];
+  return numel;
+}
+
 /// Reads a plain tensor that has an address: sparse ones, those on meta, torch's zero tensors and
 /// the like have none.
 FASTAMP_INLINE bool read(py::handle object, dlpack::Tensor& found) {
   const PyTypeObject* type = Py_TYPE(object.ptr());
   if ((type != torch.tensor && type != torch.parameter) || torch.api == nullptr) return false;
-  if (torch.met_others && !is_strided(object.ptr())) return false;
+  if (torch.met_other_layout && !is_strided(object.ptr())) return false;
   if (torch.api->tensor_from_py_object(object.ptr(), &found) != 0) {
     PyErr_Clear();
-    torch.met_others = true;
+    torch.met_other_layout = true;
     return false;
   }
-  if (may_be_offset(found.data) && calls(torch.is_zero, object.ptr())) return false;
   found.data = static_cast<char*>(found.data) + found.byte_offset;
-  return true;
-}
-
-std::int64_t count(const dlpack::Tensor& tensor) {
-  std::int64_t numel = 1;
-  for (int i = 0; i < tensor.ndim; ++i) numel *= tensor.shape[i];
-  return numel;
+  return reinterpret_cast<std::uintptr_t>(found.data) >= kLowestAddress || count(found) == 0;
 }
 
 bool is_contiguous(const dlpack::Tensor& tensor) {
@@ -143,13 +125,10 @@ bool requires_grad(PyObject* tensor) {
   return answer != Py_False;
 }
 
-/// Whether tensors of a dtype may require grad, or be negated or conjugated views; integers cannot.
-bool may_have_flags(DataType dtype) {
-  return dtype.code != dlpack::kInt && dtype.code != dlpack::kUInt && dtype.code != dlpack::kBool;
-}
-
-/// Whether a tensor of such a dtype requires grad, or is such a view.
+/// Whether a tensor requires grad, or is a negated or conjugated view; integers never are.
 bool has_flags(PyObject* tensor, DataType dtype, std::int64_t numel) {
+  if (dtype.code == dlpack::kInt || dtype.code == dlpack::kUInt || dtype.code == dlpack::kBool)
+    return false;
   return requires_grad(tensor) || is_negated(tensor, numel) ||
          (dtype.code == dlpack::kComplex &&
           (calls(torch.is_conj, tensor) || calls(torch.is_neg, tensor)));
@@ -176,10 +155,14 @@ bool attach_torch() {
   torch.strided = keep(module.attr("strided"));
   if (torch.requires_grad == nullptr || torch.grad == nullptr || torch.layout == nullptr)
     return false;
-  torch.low_heap = find_low_heap();
-  torch.is_zero = keep(tensor.attr("_is_zerotensor"));
   torch.is_neg = keep(tensor.attr("is_neg"));
   torch.is_conj = keep(tensor.attr("is_conj"));
+  torch.empty = keep(module.attr("empty"));
+  torch.empty_names = keep(py::make_tuple("dtype", "device"));
+  torch.float32 = keep(module.attr("float32"));
+  torch.float64 = keep(module.attr("float64"));
+  torch.increment_version = keep(module.attr("autograd").attr("graph").attr("increment_version"));
+  torch.get_num_threads = keep(module.attr("get_num_threads"));
   const py::object capsule = py::getattr(tensor, "__dlpack_c_exchange_api__", py::none());
   if (capsule.is_none()) return false;
   const auto* api = static_cast<const dlpack::ExchangeApi*>(
@@ -191,14 +174,14 @@ bool attach_torch() {
   return true;
 }
 
-std::optional<TensorView> read_dense(py::handle object, dlpack::Device device, Layout* layout) {
+std::optional<TensorView> read_dense(py::handle object, dlpack::Device device, Strides* strides) {
   dlpack::Tensor found;
   if (!read(object, found) || !is_on(found.device, device) || !is_dense(found)) return std::nullopt;
-  if (layout != nullptr) *layout = {found.ndim, found.shape, found.strides};
+  if (strides != nullptr) *strides = {found.ndim, found.shape, found.strides};
   return view_of(found);
 }
 
-bool is_alike(const Layout& one, const Layout& other) {
+bool is_alike(const Strides& one, const Strides& other) {
   if (one.ndim != other.ndim) return false;
   for (int dim = 0; dim < one.ndim; ++dim)
     if (one.shape[dim] != other.shape[dim] ||
@@ -228,41 +211,51 @@ bool read_host_tensor(py::handle object, HostTensor& tensor) {
   dlpack::Tensor found;
   if (!read(object, found) || !is_on(found.device, kHost)) return false;
   tensor = {found.data, found.ndim, found.shape, count(found), found.dtype};
-  return is_contiguous(found) &&
-         !(may_have_flags(found.dtype) && has_flags(object.ptr(), found.dtype, tensor.numel));
+  return is_contiguous(found) && !has_flags(object.ptr(), found.dtype, tensor.numel);
 }
 
 bool read_alike(const py::tuple& samples, const HostTensor& first, const void** rows) {
-  const DataType dtype = first.dtype;
-  const bool looks_at_flags = may_have_flags(dtype);
   const Py_ssize_t count = PyTuple_GET_SIZE(samples.ptr());
   for (Py_ssize_t i = 1; i < count; ++i) {
     PyObject* sample = PyTuple_GET_ITEM(samples.ptr(), i);
     dlpack::Tensor found;
-    if (!read(sample, found) || !is_on(found.device, kHost)) return false;
-    if (found.ndim != first.ndim || !(found.dtype == dtype)) return false;
-    std::int64_t expected = 1;
-    for (int dim = found.ndim - 1; dim >= 0; --dim) {
-      const std::int64_t length = first.shape[dim];
-      if (found.shape[dim] != length || (found.strides[dim] != expected && length != 1))
-        return false;
-      expected *= length;
-    }
-    if (found.data == nullptr || (looks_at_flags && has_flags(sample, dtype, first.numel)))
+    if (!read(sample, found) || !is_on(found.device, kHost) || found.data == nullptr ||
+        !(found.dtype == first.dtype) || found.ndim != first.ndim ||
+        !std::equal(first.shape, first.shape + first.ndim, found.shape) || !is_contiguous(found) ||
+        has_flags(sample, found.dtype, first.numel))
       return false;
     rows[i] = found.data;
   }
   return true;
 }
 
-void* data_of(py::handle tensor, DataType dtype, std::int64_t numel, const char* argument) {
+void* data_of(py::handle tensor, DataType dtype, std::int64_t numel, dlpack::Device device,
+              const char* argument) {
   dlpack::Tensor found;
-  if (!read(tensor, found) || !(found.dtype == dtype) || !is_dense(found) || count(found) < numel)
+  if (!read(tensor, found) || !(found.dtype == dtype) || !is_dense(found) || count(found) < numel ||
+      !is_on(found.device, device))
     throw py::type_error(std::string(argument) + ": expected a dense float" +
                          std::to_string(dtype.bits) + " tensor of at least " +
-                         std::to_string(numel) + " elements");
+                         std::to_string(numel) + " elements on the gradients' device");
   return found.data;
 }
+
+py::object new_tensor(std::int64_t numel, DataType dtype, py::handle device) {
+  const py::int_ size(numel);
+  PyObject* const args[] = {size.ptr(), dtype == kFloat64 ? torch.float64 : torch.float32,
+                            device.ptr()};
+  auto made = py::reinterpret_steal<py::object>(
+      PyObject_Vectorcall(torch.empty, args, 1, torch.empty_names));
+  if (!made) throw py::error_already_set();
+  return made;
+}
+
+void increment_versions(py::handle tensors) {
+  const py::handle function = torch.increment_version;
+  function(tensors);
+}
+
+int num_threads() { return py::handle(torch.get_num_threads)().cast<int>(); }
 
 void* current_stream(int device_index) {
   void* stream = nullptr;

@@ -31,21 +31,21 @@ struct HostTensor {
 /// tensor can be read.
 bool attach_torch();
 
-/// The order in which a tensor's elements lie in memory; it lives as long as the tensor.
-struct Layout {
+/// A tensor's sizes and strides, which live as long as the tensor.
+struct Strides {
   int ndim;
   const std::int64_t* shape;
   const std::int64_t* strides;
 };
 
 /// Reads a float32, bfloat16 or float16 tensor on a device whose elements fill its memory without
-/// gaps, in any order of dimensions, and says in which; nothing for every other tensor, subclasses
+/// gaps, in any order of dimensions, and its strides if asked; nothing for every other, subclasses
 /// included.
 std::optional<TensorView> read_dense(py::handle object, dlpack::Device device,
-                                     Layout* layout = nullptr);
+                                     Strides* strides = nullptr);
 
 /// Whether two dense tensors have the same shape, and their elements the same order in memory.
-bool is_alike(const Layout& one, const Layout& other);
+bool is_alike(const Strides& one, const Strides& other);
 
 /// Whether a dense tensor is a negated view. torch's are imaginary parts of conjugates, which have
 /// gaps between elements, so that a dense one has at most one element.
@@ -65,9 +65,19 @@ bool read_host_tensor(py::handle object, HostTensor& tensor);
 /// a tensor, of the shape and dtype of `first`, and not empty.
 bool read_alike(const py::tuple& samples, const HostTensor& first, const void** rows);
 
-/// Returns the address of a dense tensor of the given type that has at least `numel` elements, and
-/// raises a TypeError that names `argument` otherwise.
-void* data_of(py::handle tensor, dlpack::DataType dtype, std::int64_t numel, const char* argument);
+/// Returns the address of a dense tensor on a device, of the given type, that has at least `numel`
+/// elements, and raises a TypeError that names `argument` otherwise.
+void* data_of(py::handle tensor, dlpack::DataType dtype, std::int64_t numel, dlpack::Device device,
+              const char* argument);
+
+/// Returns a new tensor of one dimension from torch.empty, float32 or float64.
+py::object new_tensor(std::int64_t numel, dlpack::DataType dtype, py::handle device);
+
+/// Tells autograd that tensors were written: a tuple or list of them, of any types.
+void increment_versions(py::handle tensors);
+
+/// Returns torch's number of threads.
+int num_threads();
 
 /// Returns the current stream of a CUDA device, from torch's exchange table.
 void* current_stream(int device_index);

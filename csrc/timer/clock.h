@@ -16,7 +16,7 @@ inline std::int64_t now_ns() {
 
 // Durations go into a log-linear histogram: exact below 64 ns, then 32 buckets for every doubling,
 // so that no bucket is wider than 1/32 (3.125 %) of its durations. fastamp/timer/timer.py turns
-// buckets into durations again; fastamp/_ops/regions.py makes the same histogram.
+// buckets into durations again; fastamp/timer/regions.py makes the same histogram.
 constexpr int kSubBits = 5;
 constexpr std::size_t kBuckets = std::size_t{44} << kSubBits;
 constexpr std::int64_t kLongestNs = (std::int64_t{1} << 48) - 1;  // 3.3 days

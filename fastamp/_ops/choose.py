@@ -1,62 +1,67 @@
-"""Which backend serves which tensor.
+"""Which backend serves which tensor, and the handles of the compiled core.
 
 The choice follows the tensor's device: compiled CUDA code for CUDA, compiled CPU code for the CPU,
-the pure-Python fallback for every other device and for every tensor that compiled code cannot
-handle (float64, complex, sparse, with gaps in its memory). `FASTAMP_BACKEND` narrows the choice to
-one backend and the fallback.
+torch's operators for every other device and for every tensor that compiled code cannot handle
+(float64, complex, sparse, with gaps in its memory). `FASTAMP_BACKEND` narrows the choice to one
+backend and the fallback.
 """
 
 import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from types import ModuleType
+from typing import Any, TypeAlias
 
 import torch
 
-from fastamp._ops.fallback import FallbackOps
-from fastamp._ops.host_types import HostOps
-
-_CPU = torch.device("cpu")
 _KNOWN = ("cuda", "cpu", "fallback")  # best first
-FALLBACK = FallbackOps()  # takes every tensor, and samples of every kind
+Table: TypeAlias = tuple[Any, bool]
+"""The ops of the core for a type of device, and whether that device is apart from the host."""
 
 
 def _is_installed() -> bool:
     return importlib.util.find_spec("fastamp._native") is not None
 
 
-def _load() -> dict[str, HostOps] | str:
-    """Return the compiled backends that can run here, best first, or why none can."""
+@cache
+def _core() -> ModuleType | str:
+    """Return the extension, or say why it cannot be used."""
     if not _is_installed():
         return "fastamp was installed without its compiled code"
     try:
-        from fastamp._ops import compiled  # noqa: PLC0415 - it needs the extension
+        from fastamp import _native  # noqa: PLC0415 - it may be missing
     except ImportError as error:
         return f"fastamp's compiled code cannot be loaded ({error})"
-    needed = f"fastamp's compiled code needs torch 2.10 or later, this is {torch.__version__}"
-    found: dict[str, HostOps] = {**compiled.available()}
-    return found or needed
+    if not _native.has_exchange_table:
+        return f"fastamp's compiled code needs torch 2.10 or later, this is {torch.__version__}"
+    return _native
 
 
 @cache
-def _backends() -> dict[str, HostOps]:
-    """Return the backends that can run here, best first."""
-    found = _load()
-    if not isinstance(found, str):
-        return {**found, "fallback": FALLBACK}
-    if _is_installed() and os.environ.get("FASTAMP_BACKEND") != "fallback":
-        warnings.warn(f"{found}: the slower pure-Python fallback is used", stacklevel=2)
-    return {"fallback": FALLBACK}
+def _tables() -> Mapping[str, Table]:
+    """Return the core's tables that can be used here, best first."""
+    core = _core()
+    if isinstance(core, str):
+        if _is_installed() and os.environ.get("FASTAMP_BACKEND") != "fallback":
+            message = f"{core}: the slower pure-Python fallback is used"
+            warnings.warn(message, stacklevel=2)
+        return {}
+    found = {"cpu": (core.cpu_ops, False)}
+    if core.built_with_cuda and torch.version.cuda is not None and torch.cuda.is_available():
+        found = {"cuda": (core.cuda_ops, True), **found}
+    return found
 
 
 def _check_available(name: str, source: str) -> str:
     """Return the name of an available backend, or raise an error that lists what there is."""
-    if name not in _backends():
+    available = [*_tables(), "fallback"]
+    if name not in available:
         why = "is not available here" if name in _KNOWN else "is not a backend"
-        msg = f"{source}={name!r} {why}; available: {', '.join(_backends())}"
+        msg = f"{source}={name!r} {why}; available: {', '.join(available)}"
         raise RuntimeError(msg)
     return name
 
@@ -77,15 +82,12 @@ def use_only(name: str) -> Iterator[None]:
     """Narrow the choice to one backend and the fallback, as FASTAMP_BACKEND does, in a block."""
     global _only  # noqa: PLW0603 - one setting for the process, like the environment variable
     before, _only = _only, _check_available(name, "backend")
+    _handles.clear()
     try:
         yield
     finally:
         _only = before
-
-
-def is_chosen(name: str) -> bool:
-    """Say whether FASTAMP_BACKEND, or a block of `use_only`, names a backend."""
-    return _only == name
+        _handles.clear()
 
 
 def backends() -> list[str]:
@@ -99,53 +101,67 @@ def backends() -> list[str]:
         >>> "fallback" in fastamp.backends()
         True
     """
-    return [name for name in _backends() if _only in (None, name) or name == "fallback"]
+    return [*(name for name in _tables() if _only in (None, name)), "fallback"]
 
 
-def why_fallback(device: torch.device) -> str | None:
+def why_fallback(device: torch.device) -> str | None:  # noqa: PLR0911 - one row a reason
     """Say why the fallback serves a device, and how to change that; None if compiled code does."""
     if _only not in (None, device.type):
         return f"FASTAMP_BACKEND={_only} is set"
     if device.type not in {"cpu", "cuda"}:
         return "compiled code is for the CPU and for CUDA"
-    if not _is_installed():
+    core = _core()
+    if isinstance(core, str):
         needed = "a C++ compiler" + " and nvcc" * (device.type == "cuda")
-        return f"{_load()}; install it again with {needed} on the PATH"
-    if "cpu" not in _backends():
-        return str(_load())
+        again = "" if _is_installed() else f"; install it again with {needed} on the PATH"
+        return core + again
     if device.type == "cpu":
         return None
-    from fastamp._ops import compiled  # noqa: PLC0415 - it needs the extension
-
-    return compiled.fault_of(device.index or 0)
-
-
-@cache
-def _cuda_ops(index: int) -> HostOps:
-    """Return the backend that serves a CUDA device; warn once if that is the fallback."""
-    found = _backends()
-    why = why_fallback(torch.device("cuda", index))
-    if why is None:
-        return found.get("cuda", FALLBACK)
-    if "cpu" in found or not _is_installed():  # else `_backends` has warned
-        message = (
-            f"gradients on cuda:{index} get the slower pure-Python fallback: {why}. "
-            "(FASTAMP_BACKEND=fallback chooses it without this warning.)"
-        )
-        warnings.warn(message, stacklevel=2)
-    return FALLBACK
+    if torch.version.hip is not None:
+        return "the compiled code is for NVIDIA GPUs"
+    try:
+        core.check_device(device.index or 0)
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
-def ops_for(device: torch.device) -> HostOps:
-    """Return the backend that serves a device."""
-    kind = device.type
-    if _only in (None, kind):
-        if kind == "cuda" and device.index is not None:
-            return _cuda_ops(device.index)
-        return _backends().get(kind, FALLBACK)
-    return FALLBACK
+_handles: dict[torch.device, Any] = {}
 
 
-def host_ops() -> HostOps:
-    """Return the backend that collates samples on the host."""
-    return ops_for(_CPU)
+def backend_for(device: torch.device) -> Any:
+    """Return the core's `Backend` of a device; None where the fallback serves it."""
+    try:
+        return _handles[device]
+    except KeyError:
+        found = _handles[device] = _make_handle(device)
+        return found
+
+
+def _make_handle(device: torch.device) -> Any:
+    table = _tables().get(device.type) if _only in (None, device.type) else None
+    on_cuda = device.type == "cuda" and _only in (None, "cuda")
+    if on_cuda and (why := why_fallback(device)) is not None:
+        if not isinstance(_core(), str) or not _is_installed():  # else `_tables` has warned
+            message = (
+                f"gradients on {device} get the slower pure-Python fallback: {why}. "
+                "(FASTAMP_BACKEND=fallback chooses it without this warning.)"
+            )
+            warnings.warn(message, stacklevel=2)
+        return None
+    core = _core()
+    if table is None or isinstance(core, str):
+        return None
+    ops, is_apart = table
+    return core.Backend(ops, is_apart, device, device.index if on_cuda else None)
+
+
+def core_for(device: torch.device) -> Any:
+    """Return the extension module where it serves a device, or None."""
+    return None if backend_for(device) is None else _core()
+
+
+def core() -> Any:
+    """Return the extension module, or None where it cannot be used."""
+    found = _core()
+    return None if isinstance(found, str) else found

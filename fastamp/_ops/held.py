@@ -1,83 +1,67 @@
-"""This rank's parts of a list of tensors: all of a plain one, the local tensor of a DTensor."""
+"""What this rank holds of a list of tensors, and what all ranks have together."""
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
-from torch.compiler import is_compiling
 
-from fastamp._ops.graph import GraphPack
-from fastamp._ops.groups import pack
-from fastamp._ops.types import OTHER_TYPE, Packed, is_plain
+from fastamp._ops.grads import Grads, split
+from fastamp._ops.types import PLAIN_TYPES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from fastamp._ops.parts import Parts
-    from fastamp._ops.sharded import Shards
-
-P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class Tensors:
-    """Plain tensors, of which no other rank holds a part."""
-
-    def __init__(self, held: list[Tensor]) -> None:
-        self.held = held
-
-    def pack(self, norm_type: float = 2.0) -> Packed:
-        """Hand each tensor to its backend, for norms of this order."""
-        return GraphPack(self.held) if is_compiling() else pack(self.held, norm_type)
-
-    def on_parts(self, step: Callable[P, T]) -> Callable[P, T]:
-        """Return a step in which torch's fused kernels work on this rank's parts."""
-        return step
-
-    def gather(self, found: list[T]) -> list[T]:
-        """Join the lists of all ranks that hold parts, in rank order."""
-        return found
-
-
-Held: TypeAlias = "Tensors | Shards"
 
 
 def hold(
     tensors: list[Tensor],
     process_group: "ProcessGroup | None" = None,
-    *,
-    owners: Sequence[Tensor] = (),
-    align: bool = False,
-) -> "Held | None":
-    """Return this rank's parts of tensors; None where torch has to handle them.
+    owners: Iterable[Tensor] = (),
+) -> Grads | None:
+    """Return gradients as this rank holds them; None if there are none, here or on other ranks.
 
     Args:
         tensors: of any types.
         process_group: ranks that hold different plain tensors, if any.
-        owners: the parameters of these gradients, if the gradients will be written.
-        align: redistribute the gradients to the placements of their parameters.
+        owners: the parameters of these gradients, if the gradients will be written. Those without
+            a gradient say, too, which ranks have to be asked.
     """
-    if process_group is None and is_plain(tensors):
-        return Tensors(tensors)
-    if process_group is None and (is_compiling() or "torch.distributed.tensor" not in sys.modules):
-        return None  # dynamo cannot trace `sharded`; without the module there are no DTensors
-    from fastamp._ops import sharded  # noqa: PLC0415 - takes half a second
-
-    return sharded.shards_of(tensors, process_group, owners, align=align)
+    owners = list(owners)
+    if process_group is None and not _may_be_spread([*tensors, *owners]):
+        return Grads(split(tensors)) if tensors else None
+    found: Grads | None = _sharded().shards_of(tensors, process_group, owners)
+    return found
 
 
-def parts_of(groups: list[dict[str, Any]], states: dict[Tensor, Any]) -> "Parts | str":
-    """Return this rank's parts of an optimizer with DTensors; or say why torch has to step."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return OTHER_TYPE
-    from fastamp._ops import parts  # noqa: PLC0415 - takes half a second
+def gather(found: list[T], tensors: list[Tensor], process_group: "ProcessGroup | None") -> list[T]:
+    """Join the lists of all ranks that hold parts of tensors, in rank order."""
+    if process_group is None and not _may_be_spread(tensors):
+        return found
+    gathered: list[T] = _sharded().gather(found, tensors, process_group)
+    return gathered
 
-    return parts.parts_of(groups, states)
+
+def replicated(value: Tensor, like: list[Tensor]) -> Tensor:
+    """Return a value that all ranks have: among DTensors as a DTensor, as torch's norms are."""
+    return _sharded().replicated(value, like) if _may_be_spread(like) else value
 
 
 def index_in_whole(tensor: Tensor, index: int) -> int:
     """Turn an index of this rank's flattened part of a DTensor into one of the flattened whole."""
-    from fastamp._ops import sharded  # noqa: PLC0415 - it is loaded by now
+    place: int = _sharded().index_in_whole(tensor, index)
+    return place
 
-    return sharded.index_in_whole(tensor, index)
+
+def _may_be_spread(tensors: list[Tensor]) -> bool:
+    """Say whether any may be a DTensor; without torch's module there are none."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    return not {*map(type, tensors)}.issubset(PLAIN_TYPES)
+
+
+def _sharded() -> Any:
+    from fastamp._ops import sharded  # noqa: PLC0415 - takes half a second
+
+    return sharded

@@ -4,24 +4,21 @@ Every rank reads what it holds; one all-reduce in each process group then adds u
 flags of all ranks. This module is imported when the first such gradient appears.
 """
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.overrides import TorchFunctionMode
 
-from fastamp._ops.groups import Groups, pack_by_backend
-from fastamp._ops.types import COMPILED_NORMS, Packed, Reduced, is_plain, local_of
+from fastamp._ops.grads import Grads, Part, split
+from fastamp._ops.types import Reduced, local_of
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -38,186 +35,129 @@ class Layout(NamedTuple):
     """Whether this rank is the first one of its mesh in that group."""
 
 
-class Shards:
-    """This rank's parts of tensors that are spread over ranks, by layout."""
+@torch.no_grad()
+def shards_of(
+    tensors: Sequence[Tensor], process_group: ProcessGroup | None, owners: Iterable[Tensor] = ()
+) -> Grads | None:
+    """Sort this rank's parts of the tensors by layout; None if no rank holds any.
 
-    def __init__(self, parts: dict[Layout, list[Tensor]]) -> None:
-        self._parts = parts
+    The collectives follow from the owners, which all ranks know: a rank without a gradient, as of
+    an expert that no token chose, joins in. Partial DTensors are reduced first: in the `.grad` of
+    the owners, or else into copies.
+    """
+    owners = list(owners)
+    if owners:
+        tensors = align(owners)
+        placed = _dtensors(owner if owner.grad is None else owner.grad for owner in owners)
+    else:
+        placed = [_summed(tensor) for tensor in _dtensors(tensors)]
+    plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+    missing = {id(owner) for owner in owners if owner.grad is None}
+    layouts: dict[Layout, list[Tensor]] = {}
+    for layout, whole in zip(_layouts(placed, process_group), placed, strict=True):
+        held = layouts.setdefault(layout, [])
+        if id(whole) not in missing:
+            held.append(local_of(whole))
+    if plain or (process_group is not None and not layouts):
+        # The same on all ranks of the largest mesh, and counted on the first one.
+        largest = max(layouts, key=_num_ranks, default=Layout(process_group=process_group))
+        counts = all(one.rank() == 0 for one in largest.groups)
+        layouts.setdefault(largest._replace(counts=counts), []).extend(plain)
+    device = next((each.device for each in (*tensors, *owners)), torch.device("cpu"))
+    parts, of_parts = [], []
+    for layout, held in layouts.items():
+        # A rank that holds nothing of a layout joins its all-reduce with an empty tensor.
+        found = split(held or [torch.empty(0, device=device)])
+        parts += found
+        of_parts += [layout] * len(found)
+    return Grads(parts, partial(_reduce, of_parts)) if parts else None
 
-    @property
-    def held(self) -> list[Tensor]:
-        """All parts."""
-        return [*itertools.chain(*self._parts.values())]
 
-    def pack(self, norm_type: float = 2.0) -> "ShardedGroups":
-        """Hand each part to its backend, for norms of this order."""
-        packs = {layout: pack_by_backend(parts, norm_type) for layout, parts in self._parts.items()}
-        return ShardedGroups(packs)
-
-    def on_parts(self, step: Callable[P, T]) -> Callable[P, T]:
-        """Return a step in which torch's fused kernels work on this rank's parts."""
-
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            with FusedOnParts():
-                return step(*args, **kwargs)
-
-        return call
-
-    def gather(self, found: list[T]) -> list[T]:
-        """Join the lists of all ranks that hold parts, in rank order."""
-        known = {dist.get_rank(): found}
-        groups = _mesh_groups(self._parts)
-        process_group = next(iter(self._parts)).process_group
-        for one in groups if process_group is None else [*groups, process_group]:
-            others: list[Any] = [None] * one.size()
-            dist.all_gather_object(others, known, one)
-            for other in others:
-                known |= other
-        return [item for rank in sorted(known) for item in known[rank]]
+def gather(found: list[T], tensors: Iterable[Tensor], group: ProcessGroup | None) -> list[T]:
+    """Join the lists of all ranks that hold parts of the tensors, in rank order."""
+    known = {dist.get_rank(): found}
+    groups = _mesh_groups(_layouts(_dtensors(tensors), group))
+    for one in groups if group is None else [*groups, group]:
+        others: list[Any] = [None] * one.size()
+        dist.all_gather_object(others, known, one)
+        for other in others:
+            known |= other
+    return [item for rank in sorted(known) for item in known[rank]]
 
 
 @torch.no_grad()
-def shards_of(
-    tensors: Sequence[Tensor],
-    process_group: ProcessGroup | None,
-    owners: Sequence[Tensor] = (),
-    *,
-    align: bool = False,
-) -> Shards | None:
-    """Sort this rank's parts of the tensors by layout; None where torch has to handle them.
-
-    Partial DTensors are reduced first: in the `.grad` of `owners`, or else into copies.
-    """
-    plain, dtensors = _sort(_align(owners) if align else tensors)
-    found: dict[Layout, list[Tensor]] = {}
-    for (mesh, placements), alike in dtensors.items():
-        summed = tuple(Replicate() if p.is_partial() else p for p in placements)
-        if summed != placements:
-            if owners:
-                return shards_of(_align(owners), process_group)
-            alike[:] = [tensor.redistribute(placements=summed) for tensor in alike]
-        parts = found.setdefault(_layout(mesh, summed, process_group), [])
-        parts += [tensor._local_tensor for tensor in alike]
-    if process_group is not None and not found:
-        plain = plain or [torch.empty(0)]  # this rank has to join the all-reduce
-    if plain:  # the same on all ranks of the largest mesh, and counted on the first one
-        largest = max(found, key=_num_ranks, default=Layout(process_group=process_group))
-        counts = all(one.rank() == 0 for one in largest.groups)
-        found.setdefault(largest._replace(counts=counts), []).extend(plain)
-    for parts in found.values():
-        if not is_plain(parts):
-            parts[:] = [p.wait() if isinstance(p, AsyncCollectiveTensor) else p for p in parts]
-    return Shards(found) if all(map(is_plain, found.values())) else None
+def _reduce(layouts: Sequence[Layout], parts: Sequence[Part]) -> Reduced:
+    """Read this rank's parts, then add up over all ranks; the result is the same on each."""
+    reduced = [part.reduce() for part in parts]
+    like = reduced[0].total
+    found = torch.stack([part.found_inf.to(like) for part in reduced]).amax()
+    sums: dict[Layout, Tensor] = {}
+    for layout, part in zip(layouts, reduced, strict=True):
+        own = part.total.to(like) if layout.counts else torch.zeros_like(like)
+        key = layout._replace(counts=True)
+        sums[key] = sums[key] + own if key in sums else own
+    for group in _mesh_groups(sums):
+        inside = [layout for layout in sums if group in layout.groups]
+        found, *totals = _all_reduce([found, *(sums[layout] for layout in inside)], group)
+        sums |= zip(inside, totals, strict=True)
+    leading = [part if layout.leads else torch.zeros_like(part) for layout, part in sums.items()]
+    total = torch.stack(leading).sum()
+    process_group = next(iter(sums)).process_group
+    if process_group is not None:
+        found, total = _all_reduce([found, total], process_group)
+    dtype = max((part.dtype for part in reduced), key=lambda dtype: dtype.itemsize)
+    return Reduced(total, found.clamp(max=1.0).to(torch.float32), dtype)
 
 
-class ShardedGroups(Groups):
-    """Parts on their backends; their statistics are reduced over all ranks."""
-
-    def __init__(self, packs: dict[Layout, list[Packed]]) -> None:
-        super().__init__([*itertools.chain(*packs.values())])
-        self._layouts = [layout for layout, parts in packs.items() for _ in parts]
-
-    @torch.no_grad()
-    def reduce(self, norm_type: float) -> Reduced:
-        """Read this rank's parts, then reduce over all ranks; see `fastamp._ops.Packed`.
-
-        Raises:
-            ValueError: the order of the norm is negative.
-        """
-        if norm_type < 0:
-            msg = (
-                f"norm_type: expected at least 0 for gradients over several ranks, got {norm_type}"
-            )
-            raise ValueError(msg)
-        parts = [pack.reduce(norm_type) for pack in self._packs]
-        like = parts[0].total
-        found = _join([part.found_inf.to(like) for part in parts], math.inf)
-        # For other orders `reduced` is the norm itself: its powers are summed.
-        power = 1.0 if norm_type in (0.0, *COMPILED_NORMS) else norm_type
-        held: dict[Layout, list[Tensor]] = {}
-        for layout, part in zip(self._layouts, parts, strict=True):
-            value = part.total.to(like)
-            if power != 1:
-                value = value.pow(power)
-            if norm_type == math.inf:  # a maximum may lose NaN: a flag of 2 stands for it
-                found = torch.where(value.isnan(), 2.0, found)
-                value = value.nan_to_num(0.0, math.inf)
-            counted = value if layout.counts else torch.zeros_like(value)
-            held.setdefault(layout._replace(counts=True), []).append(counted)
-        sums = {layout: _join(values, norm_type) for layout, values in held.items()}
-        found, total = _reduce(found, sums, norm_type)
-        if norm_type == math.inf:
-            total = torch.where(found == 2, math.nan, total)
-        if power != 1:
-            total = total.pow(1 / power)
-        dtype = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
-        return Reduced(total, found.clamp(max=1.0).to(torch.float32), dtype)
-
-
-def _sort(
-    tensors: Iterable[Tensor],
-) -> tuple[list[Tensor], dict[tuple[DeviceMesh, tuple[Placement, ...]], list[DTensor]]]:
-    """Split tensors into plain ones, and DTensors by mesh and placements."""
-    plain: list[Tensor] = []
-    dtensors: dict[tuple[DeviceMesh, tuple[Placement, ...]], list[DTensor]] = {}
-    mesh, placements, alike = None, None, []
-    for tensor in tensors:
-        if type(tensor) is not DTensor:
-            plain.append(tensor)
-            continue
-        spec = tensor._spec
-        if spec.mesh is not mesh or spec.placements != placements:  # mostly the same as before
-            mesh, placements = spec.mesh, spec.placements
-            alike = dtensors.setdefault((mesh, placements), [])
-        alike.append(tensor)
-    return plain, dtensors
-
-
-def _align(parameters: Iterable[Tensor]) -> list[Tensor]:
+@torch.no_grad()
+def align(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Redistribute gradients to their parameters' placements, as optimizers do; return them."""
     grads = []
     for parameter in parameters:
-        grad = parameter.grad
-        if type(parameter) is type(grad) is DTensor and grad._spec is not parameter._spec:
-            placements = parameter._spec.placements
-            if grad._spec.placements != placements:
-                grad = parameter.grad = grad.redistribute(placements=placements)
+        grad: Any = parameter.grad
+        if isinstance(parameter, DTensor) and isinstance(grad, DTensor):
+            wanted = parameter.placements
+            if grad.placements != wanted:
+                if grad.device_mesh == parameter.device_mesh:
+                    grad = parameter.grad = grad.redistribute(placements=wanted)
+                elif grad is not (whole := _summed(grad)):
+                    grad = parameter.grad = whole
         if grad is not None:
             grads.append(grad)
     return grads
 
 
-class FusedOnParts(TorchFunctionMode):
-    """Runs torch's fused optimizers on this rank's parts of DTensors.
-
-    Fused kernels work element by element, so the result is the same. torch has no sharding rule for
-    some of them, rejects plain tensors beside DTensors, and is slow for many tensors.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Replace the lists of tensors of a fused kernel."""
-        del types
-        if func in _FUSED:
-            lists = [[*map(local_of, tensors)] for tensors in args]
-            shapes = [part.shape for part in lists[0]]
-            # Beside parts of the same shapes there are only counters of steps, which are 0-dim.
-            pairs = (zip(parts, shapes, strict=False) for parts in lists)
-            if all(part.shape in (shape, ()) for part, shape in itertools.chain(*pairs)):
-                torch.autograd.graph.increment_version(args[0])
-                args = lists
-        return func(*args, **kwargs or {})
+def replicated(value: Tensor, like: Iterable[Tensor]) -> Tensor:
+    """Return a value that all ranks have as a DTensor on the first mesh, as torch's norms are."""
+    mesh = next((each.device_mesh for each in like if isinstance(each, DTensor)), None)
+    if mesh is None:
+        return value
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-_FUSED = {
-    getattr(torch, name)
-    for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
-}
+def _summed(tensor: DTensor) -> DTensor:
+    summed = [Replicate() if place.is_partial() else place for place in tensor.placements]
+    return tensor if tuple(summed) == tensor.placements else tensor.redistribute(placements=summed)
 
 
 def _num_ranks(layout: Layout) -> int:
     return math.prod(group.size() for group in layout.groups)
+
+
+def _dtensors(tensors: Iterable[Tensor]) -> list[DTensor]:
+    return [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+
+
+def _layouts(tensors: Iterable[DTensor], process_group: ProcessGroup | None) -> list[Layout]:
+    """Return the layout of each tensor; most have that of the one before."""
+    mesh, placements, found = None, None, []
+    for tensor in tensors:
+        its_mesh, its_placements = tensor.device_mesh, tensor.placements
+        if its_mesh is not mesh or its_placements != placements:
+            mesh, placements = its_mesh, its_placements
+            layout = _layout(mesh, placements, process_group)
+        found.append(layout)
+    return found
 
 
 def _layout(
@@ -239,43 +179,17 @@ def _layout(
     return Layout(tuple(g for g in groups if g.size() > 1), counts, process_group, leads)
 
 
-def _reduce(found: Tensor, sums: dict[Layout, Tensor], norm_type: float) -> tuple[Tensor, ...]:
-    """Return the flag and the sum over all ranks, bit-identical on each of them."""
-    for group in _mesh_groups(sums):
-        layouts = [layout for layout in sums if group in layout.groups]
-        held = (sums[layout] for layout in layouts)
-        found, *reduced = _all_reduce([found, *held], norm_type, group)
-        sums |= zip(layouts, reduced, strict=True)
-    leading = [part if layout.leads else torch.zeros_like(part) for layout, part in sums.items()]
-    total = _join(leading, norm_type)
-    process_group = next(iter(sums)).process_group
-    if process_group is None:
-        return found, total
-    return _all_reduce([found, total], norm_type, process_group)
-
-
-def _join(parts: Sequence[Tensor], norm_type: float) -> Tensor:
-    if len(parts) == 1:
-        return parts[0]
-    stacked = torch.stack([*parts])
-    return stacked.amax() if norm_type == math.inf else stacked.sum()
-
-
 def _mesh_groups(layouts: Iterable[Layout]) -> list[ProcessGroup]:
     """Return the groups of all meshes, in an order that is the same on all ranks."""
     return [*dict.fromkeys(group for layout in layouts for group in layout.groups)]
 
 
-def _all_reduce(
-    values: Sequence[Tensor], norm_type: float, group: ProcessGroup
-) -> tuple[Tensor, ...]:
+def _all_reduce(values: Sequence[Tensor], group: ProcessGroup) -> tuple[Tensor, ...]:
     packed = torch.stack([*values])
     # Gradients may have been moved to the CPU, where the group has no backend.
-    devices = group._device_types
-    here = any(device.type == packed.device.type for device in devices)
-    moved = packed if here else packed.to(devices[0])
-    op = dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM
-    dist.all_reduce(moved, op, group)
+    devices = [one.partition(":")[0] for one in dist.get_backend_config(group).split(",")]
+    moved = packed if packed.device.type in devices else packed.to(devices[0])
+    dist.all_reduce(moved, group=group)
     return moved.to(packed.device).unbind()
 
 

@@ -22,7 +22,7 @@ from fastamp.bench.tasks import (
     make_optimizer,
     make_training,
 )
-from fastamp.step.fused import parameters_of
+from fastamp.step.native import parameters_of
 from fastamp.train.loop import modes_kept
 
 

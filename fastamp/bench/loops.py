@@ -36,7 +36,7 @@ from fastamp.bench.tasks import (
 from fastamp.data import map_tensors
 from fastamp.data.auto import count_cores
 from fastamp.data.gather import find_path
-from fastamp.step.fused import parameters_of
+from fastamp.step.native import parameters_of
 
 ARMS = ("naive", "stock", "fastamp")
 MOST_PERMUTED = 100_000  # rows

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fastamp.bench.jobs import JOBS
 from fastamp.data import ArrayDataset, map_tensors
-from fastamp.step.fused import parameters_of
+from fastamp.step.native import parameters_of
 from fastamp.train.model_call import ModelCall
 from fastamp.train.optimizer import make_optimizer as make_by_name
 from fastamp.train.options import refuse

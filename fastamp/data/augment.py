@@ -13,7 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fastamp._ops import AugmentStep, Images, StepKind, host_ops
+from fastamp.data.columns import AugmentStep, Images, StepKind
+from fastamp.data.host import augment_image
 from fastamp.data.leaves import plain_dtype
 
 _MAX_STEPS = 8
@@ -185,7 +186,7 @@ class Augmented(NamedTuple):
     def apply(self, array: Tensor | npt.NDArray[Any], index: Any, key: int) -> Any:
         """Return row `index` of the array, augmented with a sample's key."""
         images, row = self.images(array), array[operator.index(index)]
-        result = host_ops().augment_image(images, row, key)
+        result = augment_image(images, row, key)
         if isinstance(row, np.ndarray):
             return result.numpy().view(row.dtype).reshape(images.row_shape)
         return result.view(row.dtype).view(images.row_shape)

@@ -7,6 +7,7 @@ fits it. As in torch, the first sample decides how a batch is collated.
 import numbers
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch.utils.data._utils import collate as torch_collate
 
 from fastamp import _ops
 from fastamp.data.checks import as_integer
+from fastamp.data.host import columns_of, find_core
 from fastamp.data.leaves import NUMBERS, Keys, Leaf, NumberLeaf, TensorLeaf, hint, place, registered
 from fastamp.data.slots import Slots
 from fastamp.data.structure import contents_of, rebuild
@@ -81,7 +83,7 @@ class BatchCollator:
         registered = torch_collate.default_collate_fn_map
         if plan is None or plan[1] != registered or not plan[0].fits(first):
             plan = self._plan = (self._plan_node(first, (), self.pad), dict(registered))
-        return plan[0].collate(samples, _ops.host_ops())
+        return plan[0].collate(samples, find_core())
 
     def _plan_node(self, first: Any, keys: Keys, pad: Pad) -> _Node:
         """Return the node for samples like this one."""
@@ -142,17 +144,16 @@ class _Container:
                 return False
         return True
 
-    def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
+    def collate(self, samples: Sequence[Any], core: ModuleType | None) -> Any:
         if self._is_mapping:
-            rows = tuple(samples)
-            columns = ops.columns(rows, self._names) or _ops.FALLBACK.columns(rows, self._names)
+            columns = columns_of(core, tuple(samples), self._names)
         else:
             columns = self._columns(samples)
         batch = {}
         for (name, child), column in zip(self._children.items(), columns, strict=False):
             # As in torch, functions that the user has registered get a mapping's values as a list.
             as_list = self._is_mapping and type(child) is Leaf
-            batch[name] = child.collate([*column] if as_list else column, ops)
+            batch[name] = child.collate([*column] if as_list else column, core)
         return list(batch.values()) if self._is_list else rebuild(samples[0], batch)
 
     def _columns(self, samples: Sequence[Any]) -> Iterable[Sequence[Any]]:

@@ -8,8 +8,8 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from torch.utils.data import Dataset
 
-from fastamp._ops import Images
 from fastamp.data.augment import Augmentations, read_augment
+from fastamp.data.columns import Images
 from fastamp.data.sample_rng import sample_rng
 
 

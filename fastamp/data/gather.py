@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 from torch.utils.data._utils import collate as torch_collate
 
-from fastamp import _ops
-from fastamp._ops import Column, Images
 from fastamp.data.collate import BatchCollator
+from fastamp.data.columns import Column, Images
 from fastamp.data.datasets import ArrayDataset
+from fastamp.data.host import find_core, make_gatherer
 from fastamp.data.indices import as_rows
 from fastamp.data.leaves import plain_dtype
 from fastamp.data.memory import keep
@@ -54,7 +54,7 @@ def find_path(loader: DataLoader[Any]) -> tuple[Gatherable | None, str]:
         device = find_device(gatherable.columns)
         if device.type != "cpu" or getattr(loader, "resident", False):
             return gatherable, f"gathered on {getattr(loader, 'device', None) or device}"
-        compiled = _ops.host_ops() is not _ops.FALLBACK
+        compiled = find_core() is not None
         return gatherable, "gathered by the compiled core" if compiled else "gathered by Python"
     count = loader.num_workers
     kind = "thread" if getattr(loader, "_in_threads", False) else "worker"
@@ -204,7 +204,7 @@ class GatherSource(Iterator[Any]):
         self._gatherer: Any  # None: item by item
         self._slots: Slots | DeviceGatherer = slots
         if find_device(columns).type == "cpu":
-            self._gatherer = _ops.host_ops().gatherer(self._aliases, self._depth)
+            self._gatherer = make_gatherer(self._aliases, self._depth)
         else:
             self._gatherer = self._slots = DeviceGatherer(self._aliases)
             self._depth, self._counting = 1, []  # nothing is gathered ahead
@@ -251,7 +251,7 @@ class GatherSource(Iterator[Any]):
     @property
     def has_threads(self) -> bool:
         """Whether threads gather batches while the consumer does other work."""
-        return _ops.host_ops() is not _ops.FALLBACK
+        return find_core() is not None
 
     def is_next_ready(self) -> bool:
         """Say whether the next batch is gathered, or will be in no time."""
@@ -273,7 +273,7 @@ class GatherSource(Iterator[Any]):
         if self._gatherer is None or not self._under_way:
             return
         self._gatherer = None  # its end waits for copies that run
-        self._gatherer = _ops.host_ops().gatherer(self._aliases, self._depth)
+        self._gatherer = make_gatherer(self._aliases, self._depth)
         for _, keys, rows, outputs, _ in self._under_way:
             if outputs:
                 self._gatherer.submit(rows, outputs, keys)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fastamp._ops import index_error
 from fastamp.data.checks import as_integer
+from fastamp.data.columns import index_error
 from fastamp.data.pixels import find_pillow, find_simplejpeg, open_image, resize
 from fastamp.data.sample_rng import sample_rng
 

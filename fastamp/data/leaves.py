@@ -7,6 +7,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data._utils import collate as torch_collate
 
-from fastamp import _ops
-
-Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
+from fastamp.data.host import Allocate, stack
 
 Keys = tuple[Any, ...]
 
@@ -81,22 +80,22 @@ class Leaf:
         """Say whether the leaf was planned for such a sample."""
         return type(sample) is self._type
 
-    def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
+    def collate(self, samples: Sequence[Any], core: ModuleType | None) -> Any:
         """Return what `default_collate` makes of the samples."""
-        del ops
+        del core
         return self._function(samples, collate_fn_map=torch_collate.default_collate_fn_map)
 
 
 class NumberLeaf(Leaf):
     """Plain integers or floats, which torch would convert one by one."""
 
-    def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
+    def collate(self, samples: Sequence[Any], core: ModuleType | None) -> Any:
         """Return a tensor of them, as `default_collate`: int64 or float64."""
         # The device of an empty tensor takes a quarter of the time of get_default_device.
         if {*map(type, samples)} == {self._type} and torch.empty(0).device == _CPU:
             with contextlib.suppress(OverflowError):  # raised by torch below, in its own words
                 return torch.from_numpy(np.array(samples, NUMBERS[self._function]))
-        return super().collate(samples, ops)
+        return super().collate(samples, core)
 
 
 class TensorLeaf(Leaf):
@@ -115,7 +114,7 @@ class TensorLeaf(Leaf):
             )
             raise TypeError(msg)
 
-    def collate(self, samples: Sequence[Any], ops: _ops.HostOps) -> Any:
+    def collate(self, samples: Sequence[Any], core: ModuleType | None) -> Any:
         """Return the samples as one tensor, with the dimension of the batch in front."""
         if self._is_list:
             samples = self._arrays(samples)
@@ -126,13 +125,11 @@ class TensorLeaf(Leaf):
             dtype = torch_dtype(dtype) if on_cpu else None
         if dtype is not None:
             pad = None if self._pad is None else self._element(self._pad, dtype)
-            out = ops.stack(samples, dtype, self._allocate, pad, self._multiple)
-            if out is None:
-                out = _ops.FALLBACK.stack(samples, dtype, self._allocate, pad, self._multiple)
+            out = stack(core, samples, dtype, self._allocate, pad, self._multiple)
             if out is not None:
                 return out
         try:
-            return super().collate(samples, ops)
+            return super().collate(samples, core)
         except RuntimeError as error:
             shapes: list[Any] = [getattr(sample, "shape", None) for sample in samples]
             index = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), None)

@@ -9,10 +9,11 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Sampler, SequentialSampler
 
-from fastamp._ops import Column, untraced
+from fastamp._ops import untraced
 from fastamp.data.accelerated import Preparable
 from fastamp.data.checks import as_integer, check_device, check_generator, check_worker
 from fastamp.data.collate import BatchCollator
+from fastamp.data.columns import Column
 from fastamp.data.datasets import ArrayDataset, count_rows, is_arrays
 from fastamp.data.gather import find_path
 from fastamp.data.indices import Indices, find_samplers

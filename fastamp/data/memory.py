@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fastamp._ops import Windows
+from fastamp.data.columns import Windows
 
 
 class Kept(NamedTuple):

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastamp._ops import Column, Windows, check_rows
+from fastamp.data.columns import Column, Windows, check_rows
 from fastamp.data.leaves import torch_dtype
 
 _CHUNK_NBYTES = 1 << 26  # of an array on its way to the device
@@ -20,7 +20,7 @@ def _signed(tensor: Tensor) -> Tensor:
 
 
 class DeviceGatherer:
-    """Batches gathered on the device of their columns; see `fastamp._ops.Gatherer`.
+    """Batches gathered on the device of their columns; see `TorchGatherer`.
 
     Only row numbers are copied there, 8 bytes a sample; nothing waits for them. In place of `Slots`
     it also allocates the batches' memory.

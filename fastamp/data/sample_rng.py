@@ -9,11 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastamp._ops import SPLITMIX, mix
-
 _MASK = 2**64 - 1
+SPLITMIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _GAMMA, _FIRST, _SECOND = map(np.uint64, SPLITMIX)
 _Number = TypeVar("_Number", int, Tensor)
+
+
+def mix(value: int) -> int:
+    """Return the next number of splitmix64, a bijection of 64 bits."""
+    gamma, first, second = SPLITMIX
+    value = (value + gamma) & _MASK
+    value = ((value ^ (value >> 30)) * first) & _MASK
+    value = ((value ^ (value >> 27)) * second) & _MASK
+    return value ^ (value >> 31)
 
 
 def mix_all(values: Tensor) -> Tensor:

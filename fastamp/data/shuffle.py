@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, RandomSampler
 
-from fastamp._ops import SPLITMIX, mix
+from fastamp.data.sample_rng import SPLITMIX, mix
 
 _Numbers: TypeAlias = npt.NDArray[np.uint64]
 

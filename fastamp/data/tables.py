@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from fastamp._ops import Column, Windows
+from fastamp.data.columns import Column, Windows
 from fastamp.data.leaves import torch_dtype
 
 _FORMATS = (None, "numpy", "torch")

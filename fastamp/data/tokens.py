@@ -12,9 +12,9 @@ from numpy.lib.format import open_memmap
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fastamp._ops import Windows, index_error, mix
 from fastamp.data.checks import as_integer
-from fastamp.data.sample_rng import mix_all, sample_rng
+from fastamp.data.columns import Windows, index_error
+from fastamp.data.sample_rng import mix, mix_all, sample_rng
 
 _Source: TypeAlias = str | os.PathLike[str] | npt.NDArray[Any] | Tensor
 _DTYPES = (np.uint8, np.uint16, np.uint32, np.int32, np.int64)

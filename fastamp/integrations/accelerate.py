@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastamp.integrations.patching import has_methods_of, put_before, replace_scaler, stock
 from fastamp.step import GradScaler, StepReport, clip_grad_norm_
-from fastamp.step.fused import parameters_of
+from fastamp.step.native import parameters_of
 from fastamp.step.split import SplitStep
 
 __all__ = ["prepare"]
@@ -38,7 +38,7 @@ def prepare(accelerator: Any, *, fold: bool = True) -> GradScaler:
       if the step is left out.
     - Gradients are clipped at once, as by Accelerate, where the step cannot clip them: to another
       norm than 2, if they are not those of whole prepared optimizers, and while they are
-      accumulated. `fastamp.clip_grad_norm_` does it: the norm is exact, never a DTensor.
+      accumulated, or if torch makes the step. The norm is exact.
     - A norm that is not finite skips the step, without a scaler too, and
       `accelerator.optimizer_step_was_skipped` says so. Reading it waits for the device; prepared
       schedulers read it in every step, in order not to advance. Without a scaler and without a clip

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastamp.integrations.patching import has_methods_of, put_before, replace_scaler, stock
 from fastamp.step import GradScaler, clip_grad_norm_, clip_grad_value_
-from fastamp.step.fused import parameters_of
+from fastamp.step.native import parameters_of
 from fastamp.step.split import SplitStep
 
 __all__ = ["prepare"]

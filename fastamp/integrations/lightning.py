@@ -17,7 +17,7 @@ from fastamp.metrics import MetricsTracker
 from fastamp.metrics.sinks import Scalar
 from fastamp.metrics.watch import ScalerWatch
 from fastamp.step import GradScaler, StepReport, clip_grad_norm_
-from fastamp.step.fused import parameters_of
+from fastamp.step.native import parameters_of
 from fastamp.train import ModelCall
 
 __all__ = ["AmpCallback", "AmpPrecision", "to_lightning_module"]

@@ -51,6 +51,19 @@ def above_zero(name: str, value: Any) -> float:
     return number
 
 
+def refuse_scheduler(scheduler: Any, report: str) -> None:
+    """Raise a TypeError that says what to write in place of `scheduler=`."""
+    if scheduler is None:
+        return
+    msg = (
+        "scheduler: not an argument any more. After the step write: "
+        f"if not {report}.skipped: scheduler.step(). On CUDA `skipped` waits for the device; the "
+        "guide on fp16 (docs/guides/fp16.md) asks one step later, without a wait. In bf16 most "
+        "programs step the scheduler each time and do not ask."
+    )
+    raise TypeError(msg)
+
+
 def check_group(group: Any) -> None:
     """Raise a TypeError if `process_group` is neither None nor a group that this rank is in."""
     if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
@@ -59,14 +72,19 @@ def check_group(group: Any) -> None:
     raise TypeError(msg)
 
 
-def check_state(state: Any) -> None:
-    """Raise a ValueError if this is not the state of a scaler, before any of it is loaded."""
+def as_state(state: Any) -> dict[str, Any]:
+    """Return a scaler's state with tensors as numbers, or raise a ValueError."""
     if not isinstance(state, dict):
         msg = f"state_dict: expected what GradScaler.state_dict returns, got {state!r:.200}"
         raise ValueError(msg)  # noqa: TRY004 - the same error for every invalid state
+    tensors = {
+        k: v.item() for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() == 0
+    }
+    numbers: dict[str, Any] = {**state, **tensors}
     for name, (kind, most) in _STATE.items():
-        value = state.get(name)
+        value = numbers.get(name)
         if not isinstance(value, kind) or isinstance(value, bool) or not 0 <= value <= most:
             number = "an integer" if kind is Integral else "a number"
             msg = f"state_dict[{name!r}]: expected {number} from 0 to {most:g}, got {value!r:.200}"
             raise ValueError(msg)
+    return numbers

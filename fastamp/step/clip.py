@@ -1,6 +1,5 @@
 """torch.nn.utils' gradient clipping with an exact norm: one read, at most one write."""
 
-import math
 import types
 import warnings
 from collections.abc import Iterable
@@ -40,13 +39,13 @@ def clip_grad_norm_(
         parameters: a tensor or an iterable of tensors whose `.grad` is clipped; any shapes, dtypes,
             layouts and devices. Those without a gradient are skipped.
         max_norm: largest norm of the gradients afterwards.
-        norm_type: order of the norm, `inf` included; for 0 torch counts the tensors that are not 0.
+        norm_type: order of the norm; other orders than 2 are torch's own functions'.
         error_if_nonfinite: raise where the norm is inf or NaN; costs a wait for the device.
         foreach: accepted for compatibility; fastamp always handles the list as a whole.
 
     Returns:
-        The norm before clipping, a 0-dim tensor on the first gradient's device; float64 where a
-        gradient has 64 bits, float32 elsewhere.
+        The norm before clipping, a 0-dim tensor on the first gradient's device, of DTensors a
+        replicated one; float64 where a gradient has 64 bits, float32 elsewhere.
 
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set. The message names the
@@ -71,18 +70,17 @@ def clip_grad_norm_(
     grads = _grads_of(parameters)
     max_norm = as_bound("max_norm", max_norm)
     norm_type = float(norm_type)
-    if not grads:
-        return torch.tensor(0.0)
-    held = _ops.hold(grads, owners=parameters) if norm_type != 0 else None
-    if held is None:
+    if norm_type != 2 or torch.compiler.is_compiling():
         return torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    held = _ops.hold(grads, owners=parameters)
+    if held is None:
+        return torch.tensor(0.0)
     _refuse_inference_tensors(held.held)
-    packed = held.pack(norm_type)
-    stats = packed.grad_stats(norm_type, _ops.Clip(max_norm=max_norm))
+    stats = held.measure(_ops.Clip(max_norm=max_norm, only_finite=False))
     if error_if_nonfinite and not stats.norm.isfinite():
-        raise RuntimeError(_nonfinite_message([p.grad for p in parameters], norm_type))
-    packed.rescale_(stats.factor)
-    return stats.norm
+        raise RuntimeError(_nonfinite_message([p.grad for p in parameters]))
+    held.rescale_(stats.factor)
+    return _ops.replicated(stats.norm, grads)
 
 
 @torch.no_grad()
@@ -96,13 +94,13 @@ def get_total_norm(
 
     Args:
         tensors: a tensor or an iterable of tensors; any shapes, dtypes, layouts and devices.
-        norm_type: order of the norm, `inf` included; for 0 torch counts the tensors that are not 0.
+        norm_type: order of the norm; other orders than 2 are torch's own functions'.
         error_if_nonfinite: raise where the norm is inf or NaN; costs a wait for the device.
         foreach: accepted for compatibility; fastamp always handles the list as a whole.
 
     Returns:
-        A 0-dim tensor, no DTensor, on the first tensor's device; float64 where a tensor has 64
-        bits, float32 elsewhere.
+        A 0-dim tensor on the first tensor's device, of DTensors a replicated one; float64 where a
+        tensor has 64 bits, float32 elsewhere.
 
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set. The message names the
@@ -116,13 +114,15 @@ def get_total_norm(
     norm_type = float(norm_type)
     if not tensors:
         return torch.tensor(0.0)
-    held = _ops.hold(tensors) if norm_type != 0 else None
+    held = None
+    if norm_type == 2 and not torch.compiler.is_compiling():
+        held = _ops.hold(tensors)
     if held is None:
         return _torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
-    norm = held.pack(norm_type).grad_stats(norm_type, _ops.Clip()).norm
+    norm = held.measure(_ops.Clip()).norm
     if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(_nonfinite_message(tensors, norm_type))
-    return norm
+        raise RuntimeError(_nonfinite_message(tensors))
+    return _ops.replicated(norm, tensors)
 
 
 @torch.no_grad()
@@ -157,17 +157,18 @@ def clip_grads_with_norm_(
     grads = _grads_of(parameters)
     if not grads:
         return
-    held = _ops.hold(grads, owners=parameters)
-    if hasattr(total_norm, "full_tensor"):  # torch's norm of DTensors is a DTensor
-        total_norm = total_norm.full_tensor()
+    held = None
+    if not torch.compiler.is_compiling():
+        held = _ops.hold(grads, owners=parameters)
+        if hasattr(total_norm, "full_tensor"):  # the norm of DTensors is a DTensor
+            total_norm = total_norm.full_tensor()
     if held is None or type(total_norm) is not torch.Tensor or total_norm.dim() > 0:
         _torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
         return
     _refuse_inference_tensors(held.held)
     longer = total_norm + 1e-6
     clip_coef = torch.full_like(longer, max_norm) / longer
-    packed = held.pack()
-    packed.rescale_(clip_coef.clamp(max=1.0).to(packed.device))
+    held.rescale_(clip_coef.clamp(max=1.0))
 
 
 def clip_grad_value_(
@@ -230,16 +231,16 @@ def _refuse_inference_tensors(grads: list[Tensor]) -> None:
         raise RuntimeError(msg)
 
 
-def _nonfinite_message(tensors: Iterable[Tensor | None], norm_type: float) -> str:
+def _nonfinite_message(tensors: Iterable[Tensor | None]) -> str:
     """Say which gradient is not finite, in torch's words."""
     where = "in a gradient of another rank"
     for i, tensor in enumerate(tensors):
         held = [] if tensor is None else [_ops.local_of(tensor)]
-        if not get_total_norm(held, math.inf).isfinite():
+        if not get_total_norm(held).isfinite():
             where = f"first in the gradient of parameters[{i}]"
             break
     return (
-        f"The total norm of order {norm_type} for gradients from `parameters` is non-finite "
+        "The total norm of order 2.0 for gradients from `parameters` is non-finite "
         f"({where}), so it cannot be clipped. To disable this error and scale the gradients by the "
         "non-finite norm anyway, set `error_if_nonfinite=False`"
     )

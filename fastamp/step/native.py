@@ -1,221 +1,240 @@
-"""The native step: which optimizers fastamp updates itself, their state, and whom to notify.
+"""The native step: which optimizers the core updates, in one call, and their state.
 
 The optimizer's state stays torch's own, so that anyone can call `optimizer.step()` at any time.
 """
 
 import inspect
-from collections.abc import Callable
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from functools import lru_cache
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch import Tensor
+from torch.optim import Optimizer
 
 from fastamp import _ops
-from fastamp._ops import Apply, Packed, Rule, Update
-from fastamp.step import counts
-from fastamp.step.report import StepReport
+from fastamp.step.shards import Shards, shards_of
 
-if TYPE_CHECKING:
-    from fastamp._ops.parts import Parts
+# The class of an optimizer, and its declaration in csrc/step/rules.h. AdamW is an Adam.
+RULES = {
+    "torch.optim.adam.Adam": "Adam",
+    "torch.optim.sgd.SGD": "SGD",
+    "torch.optim.adagrad.Adagrad": "Adagrad",
+}
+_updates: "WeakKeyDictionary[Optimizer, tuple[str, Any]]" = WeakKeyDictionary()
 
-_Notify: TypeAlias = Callable[[StepReport], None] | None
-_CPU = torch.device("cpu")
-_ZERO_GRAD = Optimizer.zero_grad
-_RULES = {Adam: Rule.ADAM, AdamW: Rule.ADAMW, SGD: Rule.SGD, Adagrad: Rule.ADAGRAD}
-_updates: "WeakKeyDictionary[Optimizer, tuple[_ops.Ops, torch.device, Update]]" = (
-    WeakKeyDictionary()
-)
+
+def parameters_of(optimizers: Any) -> list[Tensor]:
+    """Return the parameters of all groups of optimizers, each once, in order."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    found = {id(parameter): parameter for group in groups for parameter in group["params"]}
+    return [*found.values()]
+
+
+def prepare(optimizer: Optimizer) -> tuple[Any, Any] | str:  # noqa: PLR0911 - one row a reason
+    """Return the core's backend and update for an optimizer; or say why torch has to step."""
+    cls: Any = type(optimizer)
+    own = vars(optimizer)
+    rule, why = _rule_of(cls, cls.step, getattr(cls, "_init_group", None))
+    if not rule:
+        return why
+    if _ops.has_step_hook(own):
+        return "there is a step hook"
+    if "_init_group" in own:
+        return "optimizer._init_group is patched"
+    if "grad_scale" in own or "found_inf" in own:
+        return "the optimizer has a grad_scale of its own"
+    if "step" in own and not _is_schedulers(own["step"], cls.step):
+        return "optimizer.step is patched"
+    if _ops.in_dispatch_mode():
+        return "a TorchDispatchMode is on"
+    groups = optimizer.param_groups
+    params = groups[0]["params"] if groups else ()
+    device = params[0].device if type(params) is list and params else _device_of(params)
+    backend = _ops.backend_for(device)
+    if backend is None:  # fastamp's own update in Python would take longer than torch's kernels
+        return f"no compiled code for {device.type}"
+    if (
+        device.type == "cuda"
+        and torch.cuda.is_current_stream_capturing()
+        and not all(group.get("fused") or group.get("capturable") for group in groups)
+    ):
+        return "a graph captures the step of a group that is neither fused nor capturable"
+    known = _updates.get(optimizer)
+    if known is None or known[0] != rule:
+        known = _updates[optimizer] = (rule, _ops.core().Update(rule))
+    return backend, known[1]
+
+
+def note_step(optimizer: Optimizer) -> None:
+    """Note that a step was made, as the wrapper of torch's schedulers around `step` does."""
+    if "step" in vars(optimizer):
+        _ops.note_step_called(optimizer)
+
+
+def has_own_zero_grad(optimizer: Optimizer) -> bool:
+    """Say whether somebody has replaced `zero_grad`: then it is called."""
+    own = _inside(type(optimizer).zero_grad, Optimizer.__module__)
+    return "zero_grad" in vars(optimizer) or own is not _inside(
+        Optimizer.zero_grad, Optimizer.__module__
+    )
+
+
+def in_range(optimizer: Optimizer, function: Any) -> Any:
+    """Return a function in the range that torch's step opens while a profiler runs."""
+    name = f"Optimizer.step#{type(optimizer).__name__}.step"
+    return torch.autograd.profiler.record_function(name)(function)
 
 
 class NativeStep(NamedTuple):
-    """One optimizer's step, with its gradients collected and its update still to be made."""
+    """One optimizer's step, read and still to be made: its half after an all-reduce."""
 
-    grads: Packed
-    """The gradients, or this rank's shards of them."""
-    parts: "Parts | None"
-    """This rank's shards, where other ranks hold others."""
-    apply: Apply
-    """The update, in the range that torch's step opens while a profiler runs."""
-    notify: _Notify
-    """Called with what the step did, after the update."""
+    optimizer: Optimizer
+    backend: Any
+    update: Any
+    read: Any
+    shards: Shards | None
 
-    def forget(self) -> None:
-        """Release this rank's shards, in place of `apply`."""
-        if self.parts is not None:
-            self.parts.forget()
+    def apply(self, factor: Tensor | None, found_inf: Tensor | None, *, zero_grad: bool) -> None:
+        """Multiply the gradients by `factor` and update, unless `found_inf` is 1.0."""
+        device = self.backend.device
+        if found_inf is not None:
+            found_inf = _ops.moved(found_inf, device)
+        if factor is not None:
+            factor = _ops.moved(factor, device).to(torch.float32)
+        drops = zero_grad and not has_own_zero_grad(self.optimizer)
+        apply = self.backend.apply
+        if _ops.is_profiling():
+            apply = in_range(self.optimizer, apply)
+        apply(self.update, self.read, factor, found_inf, drops)
+        if self.shards is not None:
+            self.shards.note_writes(drops=drops)
+        note_step(self.optimizer)
 
 
 def read(optimizer: Optimizer) -> NativeStep | str:
-    """Collect an optimizer's gradients for a step; or say why torch has to make this step."""
-    notify = _check(optimizer)
-    if isinstance(notify, str):
-        return notify
-    rule = _RULES[type(optimizer)]
-    update = _update_of(optimizer, rule)
-    if isinstance(update, str):
-        return update
-    found, parts = _read(optimizer, update)
-    if found == _ops.NO_STATE:
-        reason = _make_state(optimizer, rule)
-        found, parts = (reason, None) if reason else _read(optimizer, update)
-    if isinstance(found, str):
-        return found
-    grads, apply = found
-    if update.counts_on_host:
-        counts.watch(optimizer, update)
-    if parts is not None:
-        apply = parts.wrap(apply)
-    if "zero_grad" in vars(optimizer) or type(optimizer).zero_grad is not _ZERO_GRAD:
-        apply = _with_own_zero_grad(apply, optimizer)
-    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-        name = f"Optimizer.step#{type(optimizer).__name__}.step"
-        apply = torch.autograd.profiler.record_function(name)(apply)
-    return NativeStep(grads, parts, apply, notify)
-
-
-def _with_own_zero_grad(apply: Apply, optimizer: Optimizer) -> Apply:
-    """Return an update that calls the optimizer's `zero_grad`, which somebody has replaced."""
-
-    def apply_and_call(*args: Any, zero_grad: bool = False) -> None:
-        apply(*args)
-        if zero_grad:
-            optimizer.zero_grad()
-
-    return apply_and_call
-
-
-def _read(
-    optimizer: Optimizer, update: Update
-) -> "tuple[tuple[Packed, Apply] | str, Parts | None]":
-    """Collect the gradients, of DTensors this rank's shards; or say why torch has to step."""
-    found = update.read(optimizer.param_groups, optimizer.state)
-    if found != _ops.OTHER_TYPE:
-        return found, None
-    parts = _ops.parts_of(optimizer.param_groups, optimizer.state)
-    if isinstance(parts, str):
-        return parts, None
-    found = update.read(parts.groups, parts.states)
-    if isinstance(found, str):
-        parts.forget()
-    return found, parts
-
-
-def _check(optimizer: Optimizer) -> _Notify | str:
-    """Return what to call after a native step; or say what only torch's step would respect."""
-    if type(optimizer) not in _RULES:  # a subclass may do anything
-        kind, name = type(optimizer), type(optimizer).__name__
-        if getattr(torch.optim, name, None) is kind:
-            return f"fastamp has no update of its own for {name}"
-        return f"{name} is not one of torch's own"
-    own = vars(optimizer)
-    hooks = own["_optimizer_step_pre_hooks"], own["_optimizer_step_post_hooks"]
-    if counts.others_in(*hooks) or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
-        return "there is a step hook"
-    if "grad_scale" in own or "found_inf" in own:
-        return "the optimizer has a grad_scale of its own"
-    step = type(optimizer).step
-    if not inspect.isfunction(step) or not _is_torchs(step):  # a mock would record the reads
-        return f"{type(optimizer).__name__}.step is patched"
-    return _notifier(optimizer, own["step"]) if "step" in own else None
-
-
-def _update_of(optimizer: Optimizer, rule: Rule) -> Update | str:
-    """Return the optimizer's `Update`, kept between steps; or say why torch has to step."""
-    params = optimizer.param_groups[0]["params"] if optimizer.param_groups else ()
-    device = params[0].device if params else _CPU
-    ops = _ops.ops_for(device)
-    if _ops.clones_what_is_written():
-        return "allow_mutation_on_saved_tensors is on"
-    if ops is _ops.FALLBACK and (device != _CPU or not _ops.is_chosen("fallback")):
-        # It would take longer than torch's kernels, and wait for a device.
-        return f"no compiled code for {device.type}"
-    if device != _CPU and torch.cuda.is_current_stream_capturing():
-        return "a graph captures the step"
-    known = _updates.get(optimizer)
-    if known is None or known[0] is not ops or known[1] != device:
-        if known is not None:
-            known[2].settle(optimizer.state)
-        known = _updates[optimizer] = (ops, device, ops.update(rule, device))
-    return known[2]
+    """Read an optimizer, of DTensors this rank's shards; or say why torch has to step."""
+    prepared = prepare(optimizer)
+    if isinstance(prepared, str):
+        return prepared
+    backend, update = prepared
+    for is_again in (False, True):
+        shards = shards_of(optimizer)
+        if isinstance(shards, str):
+            return shards
+        if shards is None:
+            found = backend.read(update, optimizer.param_groups, optimizer.state, None)
+        else:
+            found = backend.read(update, shards.groups, shards.states, shards.grads)
+        if not isinstance(found, str):
+            return NativeStep(optimizer, backend, update, found, shards)
+        if found != _ops.core().NO_STATE or is_again:
+            return found
+        if why := make_state(optimizer):
+            return why
+    return "no state"
 
 
 @torch.no_grad()
-def _make_state(optimizer: Optimizer, rule: Rule) -> str | None:
-    """Make the state of parameters that have none, as torch's step does; or say why torch has to.
+def make_state(optimizer: Optimizer) -> str | None:  # noqa: C901 - as torch's, line by line
+    """Make missing states as torch's step does; or say why torch has to.
 
-    For SGD, buffers of zeros are equivalent to none, except with dampening: SGD keeps no count of
-    steps, so a skipped first step must leave no buffer behind.
+    On a device the count of steps goes there also where torch keeps it on the host, so that a
+    skipped step need not be known there: torch's own step then waits for it.
     """
+    cls: Any = type(optimizer)
+    rule, _ = _rule_of(cls, cls.step, cls._init_group)
+    states, counts, first = _ops.core().rules[rule]
     for group in optimizer.param_groups:
-        if rule is Rule.ADAGRAD or (rule is Rule.SGD and not group["momentum"]):
-            continue  # Adagrad makes its state itself; SGD without momentum has none
-        if rule is Rule.SGD and len({*map(id, group["params"])}) < len(group["params"]):
-            return "a parameter is twice in a group"  # for which torch makes two buffers
+        on_device = group.get("fused") or group.get("capturable")
+        names = [name for name, option in states if not option or group.get(option)]
+        if not counts and len({*map(id, group["params"])}) < len([*group["params"]]):
+            return "a parameter is twice in a group"  # torch makes two buffers of one
         for param in group["params"]:
             if param.grad is None:
                 continue
+            if param.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return "a graph captures the first step"
             state: dict[str, Any] = optimizer.state[param]
-            if rule is not Rule.SGD and not state:
-                wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
-                dtype = torch.float64 if wide else torch.float32
-                on_device = param.device if group.get("fused") else None
-                state["step"] = torch.zeros((), dtype=dtype, device=on_device)
-                names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(group["amsgrad"])
-                for name in names:
-                    state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
-            elif rule is Rule.SGD and state.get("momentum_buffer") is None:
-                if group["dampening"]:
-                    return "the first step of SGD with dampening"
-                state["momentum_buffer"] = torch.zeros_like(param.grad)
+            missing = [name for name in names if state.get(name) is None]
+            if missing and first == "by its class":
+                return f"{missing[0]}: {cls.__name__} has not made it"
+            if missing and counts and state:
+                return f"{missing[0]}: missing"  # torch's step raises its error
+            if counts and "step" not in state:
+                if state:
+                    return "step: missing"
+                state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+            elif counts and not on_device and state["step"].device != param.device:
+                state["step"] = state["step"].to(param.device)
+            for name in missing:
+                like = param.grad if first == "zeros of the gradient" else param
+                state[name] = torch.zeros_like(like, memory_format=torch.preserve_format)
     return None
 
 
-@cache
-def _is_torchs(step: Any) -> bool:
-    """Say whether a class's `step` is torch's own, wrapped by nothing but torch's decorators."""
-    while inspect.isfunction(step):
-        if not step.__globals__.get("__name__", "").startswith("torch.optim."):
-            return False
-        wrapped = getattr(step, "__wrapped__", None)
-        if wrapped is None:
-            return True
-        step = wrapped
-    return False
+@lru_cache(maxsize=256)
+def _rule_of(cls: Any, step: Any, init_group: Any) -> tuple[str, str]:
+    """Return the rule that a class follows; or "", and why it follows none.
 
-
-def _notifier(optimizer: Optimizer, step: Any) -> _Notify | str:
-    """Return a function that does what the known patches of `optimizer.step` do in a step.
-
-    torch's schedulers note that `step` was called. Accelerate takes a step for skipped if `step`
-    was not called: it is told of a skipped one only for fused optimizers, as by torch's scaler.
+    A subclass follows its base's if it overrides nothing that torch's step calls. torch wraps
+    `step` on each class: what is compared is the function inside.
     """
-    accelerated = None
+    name = cls.__name__
+    for base in cls.__mro__:
+        rule = RULES.get(f"{base.__module__}.{base.__qualname__}")
+        if rule is not None:
+            break
+    else:
+        is_torchs = getattr(torch.optim, name, None) is cls
+        return (
+            "",
+            f"fastamp has no update for {name}" if is_torchs else f"{name} is not torch's own",
+        )
+    theirs = getattr(base, "_init_group", None)
     if (
-        inspect.isfunction(step)
-        and step.__module__ == "accelerate.optimizer"
-        and step.__name__ == "patched_step"
+        _inside(init_group, base.__module__) is not _inside(theirs, base.__module__)
+        or (theirs is not None and _inside(init_group, base.__module__) is None)
+        or cls.__getattribute__ is not object.__getattribute__
+        or hasattr(cls, "state")
+        or hasattr(cls, "param_groups")
     ):
-        inside = inspect.getclosurevars(step).nonlocals
-        accelerated, step = inside["accelerated_optimizer"], inside["method"]
-    is_bound = getattr(step, "__func__", None) is type(optimizer).step
-    is_scheduled = (
+        return "", f"{name} overrides what torch's step calls"
+    inside = _inside(step, base.__module__)
+    if inside is None or inside is not _inside(base.step, base.__module__):
+        return "", f"{name}.step is patched, or its own"
+    return rule, ""
+
+
+@lru_cache(maxsize=256)
+def _inside(step: Any, module: str) -> Any:
+    """Return the function that only torch's decorators wrap; None if there are others.
+
+    Once torch.compile is used, it wraps methods of each optimizer's class.
+    """
+    while inspect.isfunction(step):  # a mock would answer every question
+        wrapped = getattr(step, "__wrapped__", None)
+        found = step.__globals__.get("__name__", "")
+        if wrapped is None:
+            return step if found == module else None
+        if not found.startswith("torch."):
+            return None
+        step = wrapped
+    return None
+
+
+def _is_schedulers(step: Any, of_class: Any) -> bool:
+    """Say whether a `step` on the instance is the class's, or torch's schedulers' around it."""
+    if getattr(step, "__func__", None) is of_class:
+        return True
+    return (
         inspect.isfunction(step)
-        and getattr(step, "_wrapped_by_lr_sched", False)
-        and step.__globals__["__name__"] == "torch.optim.lr_scheduler"
-        and getattr(step, "__wrapped__", None) is type(optimizer).step
+        and step.__globals__.get("__name__") == "torch.optim.lr_scheduler"
+        and getattr(step, "__wrapped__", None) is of_class
     )
-    if not (is_bound or is_scheduled):
-        return "optimizer.step is patched"
 
-    def notify(report: StepReport) -> None:
-        if is_scheduled:
-            optimizer._opt_called = True  # type: ignore[attr-defined]
-        if accelerated is not None:
-            fused = all(group.get("fused") for group in optimizer.param_groups)
-            if fused or not report.skipped:
-                accelerated._accelerate_step_called = True
 
-    return notify
+def _device_of(params: Any) -> torch.device:
+    """Return the first parameter's device, of any kind of collection."""
+    first = next(iter(params), None)
+    return torch.device("cpu") if first is None else first.device

@@ -1,21 +1,16 @@
 """What a step found: its report, and the gradients that are not finite."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fastamp import _ops
 from fastamp.step.arguments import check_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-def _statistic(name: str) -> Any:
-    return property(lambda report: getattr(report._stats or unread(), name))
 
 
 class StepReport:
@@ -29,37 +24,53 @@ class StepReport:
         (tensor(5.), tensor(0.2000), False)
     """
 
-    norm: Tensor = _statistic("norm")
-    """Of the unscaled gradients before clipping, NaN where the step did not read them."""
-    clip_coef: Tensor = _statistic("clip_coef")
-    """What clipping multiplied the gradients by, 1 without clipping."""
-    found_inf: Tensor = _statistic("found_inf")
-    """1.0 if the step was skipped, else 0.0. It is skipped if a gradient holds inf or NaN, or if
-    scale / clip_coef, by which a fused kernel divides, overflows float32."""
-    scale: Tensor = _statistic("scale")
-    """The loss scale of this step; 1 without scaling."""
-
-    def __init__(self, stats: _ops.GradStats | None, way: str) -> None:
+    def __init__(self, stats: _ops.GradStats | Tensor | None, way: str) -> None:
         self._stats = stats  # most programs never ask a step that read nothing
         self.way = way
-        """How the step was made, and why not faster: "native", by an update of fastamp's own;
-        "folded" into torch's fused kernels; or "in place: AdamW is not fused (foreach=True)". It
-        also says if the fallback read gradients, as on a GPU that this build has no code for, and
-        if nothing was read: "native, bare: neither scaling nor max_norm"."""
+        """How the step was made: "native", in one call of the core; or "torch's: " and the reason,
+        by the optimizer's own `step`."""
+
+    @property
+    def stats(self) -> _ops.GradStats:
+        """All statistics, the factor that multiplied the gradients included."""
+        if isinstance(self._stats, Tensor):
+            return _ops.GradStats(self._stats)
+        return self._stats or unread()
+
+    @property
+    def norm(self) -> Tensor:
+        """Of the unscaled gradients before clipping, NaN where the step did not read them."""
+        return self.stats.norm
+
+    @property
+    def clip_coef(self) -> Tensor:
+        """What clipping multiplied the gradients by, 1 without clipping."""
+        return self.stats.clip_coef
+
+    @property
+    def found_inf(self) -> Tensor:
+        """1.0 if the step was skipped, since a gradient holds inf or NaN, else 0.0."""
+        return self.stats.found_inf
+
+    @property
+    def scale(self) -> Tensor:
+        """The loss scale of this step; 1 without scaling."""
+        return self.stats.scale
 
     @property
     def skipped(self) -> bool:
         """Whether the optimizer left the parameters as they were; waits for the device."""
-        return is_set(self.found_inf)
+        flag = self.found_inf
+        return has_value(flag) and bool(flag.item())
 
     def __repr__(self) -> str:
         names = ("norm", "clip_coef", "found_inf", "scale", "way")
         return f"StepReport({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
-def is_set(flag: Tensor) -> bool:
-    """Return the value of a flag; False for a meta or fake tensor, which has none."""
-    return not (flag.is_meta or isinstance(flag, FakeTensor)) and bool(flag.item())
+def has_value(tensor: Tensor) -> bool:
+    """Say whether a tensor has elements: a meta or fake tensor has none."""
+    return not (tensor.is_meta or hasattr(tensor, "fake_mode"))
 
 
 class _Counts(NamedTuple):
@@ -92,7 +103,7 @@ def unread(found_inf: Tensor | None = None, scale: Tensor | None = None) -> _ops
     """Return the statistics of a step that did not read the gradients."""
     found_inf = torch.zeros(()) if found_inf is None else found_inf
     nan, one = torch.full_like(found_inf, torch.nan), torch.ones_like(found_inf)
-    return _ops.GradStats([nan, found_inf, one, one, one, one if scale is None else scale])
+    return _ops.GradStats([nan, found_inf, one, one, one if scale is None else scale])
 
 
 def nonfinite_parameters(
@@ -136,8 +147,7 @@ def nonfinite_parameters(
     if dist.is_available() and dist.is_initialized():
         for entry in found:
             entry.rank = dist.get_rank()
-        held = _ops.hold([grad for _, grad in named], process_group)
-        return found if held is None else held.gather(found)
+        return _ops.gather(found, [grad for _, grad in named], process_group)
     return found
 
 

@@ -1,12 +1,12 @@
 """A step in two calls, as frameworks make it: the first one clips, the second one updates.
 
 The first call only reads the gradients and returns their norm. The second one unscales and clips
-them in the pass of the update.
+them in the pass of the update. A step that fastamp does not make itself is clipped at once.
 """
 
 from collections.abc import Sequence
-from enum import Enum
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,16 +15,10 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from fastamp import _ops
+from fastamp.step import native
 from fastamp.step.arguments import as_bound
-from fastamp.step.fused import (
-    has_pre_hook,
-    parameters_of,
-    share_parameters,
-    takes_scaler,
-    why_in_place,
-)
-from fastamp.step.reading import refuse_float16
-from fastamp.step.scaler import GradScaler
+from fastamp.step.native import parameters_of
+from fastamp.step.scaler import GradScaler, is_told, refuse_float16
 
 _WRITTEN = (
     "the gradients were changed between clip_grad_norm_() and step(), and are unscaled and clipped "
@@ -33,52 +27,39 @@ _WRITTEN = (
 )
 
 
-class _Now(Enum):
-    """How gradients have changed since they were read."""
-
-    SAME = "the same tensors, unchanged"
-    WRITTEN = "written, or some replaced"
-    REPLACED = "all replaced"
-    CLEARED = "all gone, or set to zero"
+def _read(parameter: Tensor) -> tuple[Tensor, Tensor | None, int]:
+    """Return a parameter, its gradient, and how often that was written."""
+    grad = parameter.grad
+    return parameter, grad, 0 if grad is None else _ops.count_writes(_ops.local_of(grad))
 
 
-class _Ahead:
-    """The gradients of one optimizer that were read before its step, and their statistics."""
-
-    def __init__(self, optimizer: Optimizer, max_norm: float, stats: _ops.GradStats) -> None:
-        self.max_norm, self.stats, self.is_clipped = max_norm, stats, False
-        self._parameters = parameters_of([optimizer])
-        self._grads = [parameter.grad for parameter in self._parameters]
-        self._versions = self._count_writes()
-
-    def _count_writes(self) -> list[int]:
-        return [_ops.local_of(grad)._version for grad in self._grads if grad is not None]
-
-    def look(self) -> _Now:
-        """Compare the gradients with those that were read; a write after the clip is fine."""
-        now = [parameter.grad for parameter in self._parameters]
-        pairs = list(zip(now, self._grads, strict=True))
-        if all(new is old for new, old in pairs):
-            if self.is_clipped or self._count_writes() == self._versions:
-                return _Now.SAME
-            is_zero = not any(_ops.local_of(each).any() for each in now if each is not None)
-            return _Now.CLEARED if is_zero else _Now.WRITTEN
-        if any(new is old for new, old in pairs if old is not None):
-            return _Now.WRITTEN
-        return _Now.CLEARED if all(new is None for new in now) else _Now.REPLACED
-
-    def clipped(self) -> None:
-        """Note that the gradients are unscaled and clipped: of the read only found_inf counts."""
-        one = torch.ones_like(self.stats.factor)
-        self.stats, self.is_clipped = self.stats.replace(factor=one, grad_scale=one), True
+def _grads_of(optimizer: Optimizer) -> list[Tensor | None]:
+    return [parameter.grad for parameter in parameters_of([optimizer])]
 
 
-def _may_share(optimizers: list[Optimizer]) -> bool:
-    """Say whether optimizers that step one by one may use the statistics of one read."""
-    if len(optimizers) == 1:
+class _Pending(NamedTuple):
+    """A clip that the next step makes."""
+
+    max_norm: float
+    stats: _ops.GradStats
+    read: list[tuple[Tensor, Tensor | None, int]]
+    """The gradients that it is for."""
+    hook: Any
+    """The handle of a hook that clips if the optimizer's own `step` is called."""
+
+    def is_cleared(self) -> bool:
+        """Say whether the gradients are gone or zeros; raise an error if they were changed."""
+        if self.is_unchanged():
+            return False
+        grads = [parameter.grad for parameter, *_ in self.read if parameter.grad is not None]
+        if any(_ops.local_of(grad).any() for grad in grads):
+            raise RuntimeError(_WRITTEN)
         return True
-    devices = {parameter.device for parameter in parameters_of(optimizers)}
-    return len(devices) == 1 and not share_parameters(optimizers)
+
+    def is_unchanged(self) -> bool:
+        """Say whether the gradients are the same tensors with the same elements."""
+        pairs = [(_read(old[0]), old) for old in self.read]
+        return all(new[1] is old[1] and new[2] == old[2] for new, old in pairs)
 
 
 class SplitStep:
@@ -90,19 +71,22 @@ class SplitStep:
 
     def __init__(self, scaler: GradScaler) -> None:
         self.scaler = scaler
-        self._ahead: WeakKeyDictionary[Optimizer, _Ahead] = WeakKeyDictionary()
+        self._pending: WeakKeyDictionary[Optimizer, _Pending] = WeakKeyDictionary()
+        # Unscaled and clipped, and not yet stepped: what was found, and the gradients.
+        self._clipped: WeakKeyDictionary[Optimizer, tuple[_ops.GradStats, list[Tensor | None]]]
+        self._clipped = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle without the gradients."""
         return SplitStep, (self.scaler,)
 
-    @_ops.outside_graphs
+    @_ops.untraced
     def clip_grad_norm_(
         self, optimizers: Sequence[Optimizer], max_norm: float, *, fold: bool = True
     ) -> Tensor | None:
         """Clip the gradients of optimizers to one norm: in the steps that follow, or now.
 
-        They are clipped now if `fold` is False, or if a step cannot fold the clip into its pass.
+        They are clipped now if `fold` is False, and those of a step that torch makes.
 
         Returns:
             The norm of the unscaled gradients, a 0-dim tensor, without a wait; None if torch has to
@@ -114,55 +98,44 @@ class SplitStep:
             TypeError: `max_norm` is not a number.
             ValueError: `max_norm` is NaN or below 0, or a gradient to unscale is float16.
         """
-        max_norm = as_bound("max_norm", max_norm)
+        max_norm, optimizers = as_bound("max_norm", max_norm), [*optimizers]
         for optimizer in optimizers:
             self.settle(optimizer)
-        found = self._read([*optimizers], max_norm)
-        if found is None:
+        states = self.scaler._states_of(optimizers)
+        is_ready = states[0]["stage"] is OptState.READY
+        if self.scaler.is_enabled() and not is_ready:
+            self.scaler.unscale_(optimizers[0])  # raises torch's error
+        grads = self.scaler._hold(optimizers)
+        count = sum(len(parameters_of([each])) for each in optimizers)
+        are_shared = len(parameters_of(optimizers)) < count
+        if grads is None or are_shared or any(map(is_told, optimizers)):
             return None
-        stats, can_fold = found
-        for optimizer in optimizers:
-            self._ahead[optimizer] = _Ahead(optimizer, max_norm, stats)
-            if not (fold and can_fold):
-                self.settle(optimizer)
+        if is_ready:
+            refuse_float16(grads)
+        stats = self.scaler._measure(states, grads, max_norm)
+        for each in optimizers:
+            if fold and isinstance(native.prepare(each), tuple):
+                self._pend(each, max_norm, stats)
+            else:
+                self._clip(each, max_norm, stats)
         return stats.norm
 
-    def _read(
-        self, optimizers: list[Optimizer], max_norm: float
-    ) -> tuple[_ops.GradStats, bool] | None:
-        """Read the gradients, and say whether the optimizers' steps can clip them."""
-        scaler = self.scaler
-        states = scaler._states_of(optimizers)
-        is_ready = states[0]["stage"] is OptState.READY
-        if scaler.is_enabled() and not is_ready:
-            scaler.unscale_(optimizers[0])  # raises torch's error
-        if any(takes_scaler(type(each)) or hasattr(each, "grad_scale") for each in optimizers):  # type: ignore[arg-type]
-            return None  # somebody else tells an optimizer how to unscale
-        if not _may_share(optimizers):
-            return None
-        steps = scaler._read_natively(optimizers)
-        if isinstance(steps, str):
-            packed, steps, can_fold = scaler._pack(optimizers), [], False
-            if len(optimizers) == 1:
-                can_fold = why_in_place(optimizers[0]) is None and not has_pre_hook(optimizers[0])
-        else:
-            can_fold, packed = True, steps[0].grads
-            if len(steps) > 1 or steps[0].parts is not None or scaler.process_group is not None:
-                packed = scaler._pack(optimizers)
+    def _pend(self, optimizer: Optimizer, max_norm: float, stats: _ops.GradStats) -> None:
+        read = [_read(parameter) for parameter in parameters_of([optimizer])]
+        hook = optimizer.register_step_pre_hook(lambda stepped, *_: self._clip_now(stepped))
+        self._pending[optimizer] = _Pending(max_norm, stats, read, hook)
+
+    def _clip(self, optimizer: Optimizer, max_norm: float, stats: _ops.GradStats) -> None:
+        self.scaler._known = stats
         try:
-            if packed is None:
-                return None
-            if is_ready:
-                refuse_float16(packed)
-            # Not the scaler's own count: whether a step follows is unknown.
-            device = packed.device
-            counts = is_ready and can_fold
-            count = torch.zeros((), dtype=torch.float32, device=device) if counts else None
-            clip = scaler._clip(device, states[0], max_norm, skipped=count)
-            return packed.grad_stats(2.0, clip), can_fold
+            self.scaler.clip_grad_norm_(optimizer, max_norm)
         finally:
-            for step in steps:
-                step.forget()
+            self.scaler._known = None
+        self._note_clip(optimizer, stats)
+
+    def _note_clip(self, optimizer: Optimizer, stats: _ops.GradStats) -> None:
+        stats = stats.replace(factor=torch.ones_like(stats.factor))
+        self._clipped[optimizer] = stats, _grads_of(optimizer)
 
     def settle(self, optimizer: Optimizer) -> bool:
         """Make a pending clip of the optimizer's gradients now; say whether they are clipped.
@@ -170,39 +143,41 @@ class SplitStep:
         Raises:
             RuntimeError: the gradients have been written to since they were read.
         """
-        ahead = self._ahead.get(optimizer)
-        now = None if ahead is None else ahead.look()
-        if ahead is None or now in (_Now.CLEARED, _Now.REPLACED):
-            self.forget(optimizer)
-            return False
-        if ahead.is_clipped:
-            return True
-        if now is _Now.WRITTEN:
-            self.forget(optimizer)
-            raise RuntimeError(_WRITTEN)
-        self.scaler._known = ahead.stats
-        try:
-            self.scaler.clip_grad_norm_(optimizer, ahead.max_norm)
-        finally:
-            self.scaler._known = None
-        ahead.clipped()
-        return True
+        pending = self._pending.pop(optimizer, None)
+        if pending is not None:
+            pending.hook.remove()
+            if not pending.is_cleared():
+                self._clip(optimizer, pending.max_norm, pending.stats)
+        return self._found(optimizer) is not None
+
+    def _found(self, optimizer: Optimizer) -> _ops.GradStats | None:
+        """Return what was found in gradients that are clipped, unless they are others by now."""
+        if optimizer not in self._clipped:
+            return None
+        stats, grads = self._clipped[optimizer]
+        pairs = zip(grads, _grads_of(optimizer), strict=True)
+        return stats if all(old is new for old, new in pairs) else None
+
+    def _clip_now(self, optimizer: Optimizer) -> None:
+        self.settle(optimizer)
 
     def forget(self, optimizer: Optimizer) -> None:
         """Drop the pending clip and the gradients that were read."""
-        self._ahead.pop(optimizer, None)
+        self._clipped.pop(optimizer, None)
+        if (pending := self._pending.pop(optimizer, None)) is not None:
+            pending.hook.remove()
 
     def before_backward(self) -> None:
         """Make all pending clips, since a backward pass adds to the gradients; not with scaling.
 
         With scaling the next call raises an error, as torch's scaler does.
         """
-        for optimizer in [*self._ahead]:
+        for optimizer, pending in [*self._pending.items()]:
             if not self.scaler.is_enabled():
                 self.settle(optimizer)
+            elif not pending.is_unchanged() and pending.is_cleared():
                 self.forget(optimizer)
-            elif self._ahead[optimizer].look() is _Now.CLEARED:
-                self.forget(optimizer)
+        self._clipped.clear()
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step as `GradScaler.step`, with the pending clip, and update the scale.
@@ -210,20 +185,29 @@ class SplitStep:
         Raises:
             RuntimeError: the gradients have been written to between clip and step.
         """
-        if args or kwargs:  # a closure, which would compute gradients anew
+        pending = self._pending.get(optimizer)
+        if pending is not None and (args or kwargs or pending.is_cleared()):
             self.settle(optimizer)
-            self.forget(optimizer)
-        ahead = self._ahead.pop(optimizer, None)
-        now = _Now.CLEARED if ahead is None else ahead.look()
-        if ahead is None or now is _Now.CLEARED or (now is _Now.REPLACED and ahead.is_clipped):
+            pending = None
+        stats = self._found(optimizer) if pending is None else pending.stats
+        if stats is None or args or kwargs:
             result = self.scaler.step(optimizer, *args, **kwargs)
-        elif now is not _Now.SAME and not ahead.is_clipped:
-            raise RuntimeError(_WRITTEN)
         else:
-            self.scaler._known = ahead.stats
+            max_norm = inf
+            if pending is not None:
+                max_norm = pending.max_norm
+                self.forget(optimizer)
+            self.scaler._known = stats
             try:
-                result = self.scaler.step(optimizer, max_norm=ahead.max_norm)
+                result = self.scaler.step(optimizer, max_norm=max_norm)
+            except BaseException:  # a second call makes the same step
+                if pending is not None and pending.is_unchanged():
+                    self._pend(optimizer, max_norm, stats)
+                elif pending is not None:
+                    self._note_clip(optimizer, stats)
+                raise
             finally:
                 self.scaler._known = None
+        self.forget(optimizer)
         self.scaler.update()
         return result

@@ -5,20 +5,20 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
-from fastamp._ops import outside_graphs
+from fastamp._ops import untraced
+from fastamp.step.arguments import refuse_scheduler
 from fastamp.step.report import StepReport
 from fastamp.step.scaler import GradScaler
-from fastamp.step.schedule import Schedulers
 
 _own = threading.local()
 
 
-@outside_graphs
+@untraced
 def optimizer_step(
     optimizer: Optimizer | Sequence[Optimizer],
     max_norm: float | None = None,
     zero_grad: bool = False,  # noqa: FBT001, FBT002 - read as optimizer_step(optimizer, 1.0, True)
-    scheduler: Schedulers = None,
+    scheduler: None = None,
 ) -> StepReport:
     """Clip the gradients to `max_norm`, check them, and step if all are finite, in one call.
 
@@ -32,14 +32,13 @@ def optimizer_step(
         zero_grad: set the gradients to None afterwards, also after a skipped step. If another loss
             sends gradients into these parameters before their next backward pass, as an actor's
             does into a critic, call `optimizer.zero_grad()` before that pass all the same.
-        scheduler: stepped unless the step is skipped; see `GradScaler.step`.
+        scheduler: not an argument any more; the error says what to write.
 
     Returns:
         What the step found and did; a value that is read on the host waits for the device.
 
     Raises:
-        TypeError: `optimizer` is not an optimizer, `scheduler` not a scheduler, or `max_norm` not a
-            number.
+        TypeError: `optimizer` is not an optimizer, or `max_norm` not a number.
         ValueError: `max_norm` is NaN or below 0; a list is empty or has an optimizer twice.
 
     Example:
@@ -50,10 +49,10 @@ def optimizer_step(
         >>> report.norm
         tensor(4.4721)
     """
-    # Removed during the step: a hook may call this function for another optimizer.
-    scaler: GradScaler = vars(_own).pop("scaler", None) or GradScaler(enabled=False)
+    refuse_scheduler(scheduler, "report")
     try:
-        scaler.step(optimizer, max_norm=max_norm, zero_grad=zero_grad, scheduler=scheduler)
-        return scaler.last_step
-    finally:
-        _own.scaler = scaler
+        scaler: GradScaler = _own.scaler
+    except AttributeError:
+        scaler = _own.scaler = GradScaler(enabled=False)
+    scaler.step(optimizer, max_norm=max_norm, zero_grad=zero_grad)
+    return scaler.last_step

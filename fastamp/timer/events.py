@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch.autograd import profiler
 
-from fastamp._ops import Region, RegionMaker, apart_from_captures
+from fastamp._ops import apart_from_captures
+from fastamp.timer.regions import Region, RegionMaker
 
 _MAX_EVENTS = 4096  # in flight
 _HARVEST_LIMIT = 32  # bounds the time that one region spends on reading earlier events

@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 
-from fastamp import _ops
 from fastamp._files import write
-from fastamp._ops import Region
 from fastamp.timer.events import DeviceClock, Extras, Span
 from fastamp.timer.facts import describe
+from fastamp.timer.regions import Region, region_maker
 
 Histogram = tuple[tuple[int, int], ...]
 Times = tuple[float, float, float]
@@ -138,7 +137,7 @@ class Timer:
     def __init__(self, device: str | torch.device | None = None, trace: bool = False) -> None:  # noqa: FBT001, FBT002
         self._device = _device(device)
         self._spans: deque[Span] = deque(maxlen=_MAX_SPANS if trace else 0)
-        make_region = _ops.ops_for(self._device).region_maker()
+        make_region = region_maker(self._device)
         self._clock: DeviceClock | None = None
         if self._device.type == "cuda":
             self._clock = DeviceClock(self._device, make_region, self._spans)

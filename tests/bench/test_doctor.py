@@ -40,7 +40,8 @@ def with_units(monkeypatch):
 
 def test_a_pure_python_install_is_named_with_its_remedy(look, monkeypatch):
     monkeypatch.setattr(choose, "_is_installed", lambda: False)
-    monkeypatch.setattr(choose, "_backends", lambda: {"fallback": choose.FALLBACK})
+    monkeypatch.setattr(choose, "_core", lambda: "fastamp was installed without its compiled code")
+    monkeypatch.setattr(choose, "_tables", dict)
     command = f"{PYTHON} -m pip install --force-reinstall --no-deps --no-cache-dir"
     command += " '/src/fast amp'"
     said = look()
@@ -57,18 +58,22 @@ def test_compiled_code_that_cannot_be_loaded_is_served_by_python_and_named(look,
     monkeypatch.setattr(choose, "_is_installed", lambda: True)
     monkeypatch.setattr(choose, "_only", None)
     monkeypatch.delenv("FASTAMP_BACKEND", raising=False)
-    monkeypatch.setitem(sys.modules, "fastamp._ops.compiled", None)
-    monkeypatch.delattr("fastamp._ops.compiled", raising=False)
-    choose._backends.cache_clear()
+    monkeypatch.setitem(sys.modules, "fastamp._native", None)
+    monkeypatch.delattr("fastamp._native", raising=False)
+    for cached in (choose._core, choose._tables):
+        cached.cache_clear()
+    choose._handles.clear()
     try:
         with pytest.warns(UserWarning, match="cannot be loaded .*: the slower pure-Python"):
             assert fastamp.backends() == ["fallback"]
         said = look()
         assert "cpu     pure Python" in said
-        assert "fastamp's compiled code cannot be loaded (import of fastamp._ops.compiled" in said
+        assert "fastamp's compiled code cannot be loaded (import of fastamp._native" in said
         assert "Fix it:" in said
     finally:
-        choose._backends.cache_clear()
+        for cached in (choose._core, choose._tables):
+            cached.cache_clear()
+        choose._handles.clear()
 
 
 @pytest.mark.skipif("cpu" not in fastamp.backends(), reason="needs the compiled core")

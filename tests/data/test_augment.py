@@ -13,8 +13,9 @@ from support.pictures import augmented
 from torch.utils.data import DataLoader, Subset, default_collate
 
 import fastamp
-from fastamp import Cutout, RandomCrop, RandomHorizontalFlip, _ops
-from fastamp._ops import Column
+from fastamp import Cutout, RandomCrop, RandomHorizontalFlip
+from fastamp.data.columns import Column
+from fastamp.data.host import make_gatherer
 from fastamp.data.sample_rng import SampleRng, current
 
 GUARD = 0xA5
@@ -104,7 +105,7 @@ def check_case(seed):
     nbytes = expected.size * own.itemsize
     memory = torch.full((256 + nbytes,), GUARD, dtype=torch.uint8)
     output = memory[128 : 128 + nbytes].view(own).view(expected.shape)
-    gatherer = _ops.host_ops().gatherer([column], 1)
+    gatherer = make_gatherer([column], 1)
     gatherer.submit(torch.tensor(rows), [output], torch.tensor(keys))
     gatherer.wait()
     found = output.to(torch.complex128).real.to(torch.int64).numpy()

@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
 import fastamp
-from fastamp import _ops
+from fastamp.data import host
 
 SHARED = {name: fastamp.BatchCollator() for name in ("fallback", "cpu", "cuda")}
 
@@ -410,10 +410,10 @@ def test_workers_collate_into_shared_memory(backend):
 
 
 def test_allocate_must_give_memory_of_the_right_size(compiled):
-    ops = _ops.host_ops()
+    core = host.find_core()
     for wrong in (torch.empty(5), torch.empty(2, 4).T[:3], torch.empty(4, 2, device="meta")):
         with pytest.raises(RuntimeError, match="allocate: expected a contiguous CPU tensor of 32"):
-            ops.stack([torch.ones(2)] * 4, torch.float32, lambda *_, w=wrong: w)
+            host.stack(core, [torch.ones(2)] * 4, torch.float32, lambda *_, w=wrong: w)
 
 
 def test_what_the_core_does_not_read_is_collated_as_torch_does(compiled):

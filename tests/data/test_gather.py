@@ -8,8 +8,8 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 import fastamp
-from fastamp import _ops
-from fastamp._ops import Column, Windows
+from fastamp.data.columns import Column, Windows
+from fastamp.data.host import make_gatherer
 
 GUARD_NBYTES = 128  # before and after every output
 GUARD = 0xA5
@@ -52,7 +52,7 @@ def check(column, indices, output, memory):
 
 def gather(columns, indices):
     """Gather one batch and compare it with NumPy's."""
-    gatherer = _ops.host_ops().gatherer(columns, 1)
+    gatherer = make_gatherer(columns, 1)
     outputs, memories = zip(*(make_output(len(indices), c) for c in columns), strict=True)
     gatherer.submit(torch.tensor(indices, dtype=torch.int64), outputs)
     assert gatherer.wait() >= 0
@@ -62,7 +62,7 @@ def gather(columns, indices):
 
 def raised(columns, indices):
     """Return the text of the error that the indices cause."""
-    gatherer = _ops.host_ops().gatherer(columns, 1)
+    gatherer = make_gatherer(columns, 1)
     outputs = [make_output(len(indices), column)[0] for column in columns]
     gatherer.submit(torch.tensor(indices, dtype=torch.int64), outputs)
     with pytest.raises(IndexError) as info:
@@ -149,7 +149,7 @@ def test_windows_may_lie_in_several_arrays(backend, dtype, size):
                 Column(Windows(parts, step, expected.shape), d) for d in {torch.int64, dtype}
             ]
             indices = rng().integers(-len(expected), len(expected), 60)
-            gatherer = _ops.host_ops().gatherer(columns, 1)
+            gatherer = make_gatherer(columns, 1)
             outputs = [make_output(60, column) for column in columns]
             gatherer.submit(torch.from_numpy(indices), [output for output, _ in outputs])
             gatherer.wait()
@@ -178,7 +178,7 @@ def test_every_dtype_is_copied_bit_by_bit(backend, dtype, shape):
     array = (array % 2).view(dtype) if dtype is torch.bool else array.view(dtype)
     column = Column(array, dtype)
     output, _ = make_output(3, column)
-    gatherer = _ops.host_ops().gatherer([column], 1)
+    gatherer = make_gatherer([column], 1)
     gatherer.submit(torch.tensor([5, 0, -2]), [output])
     gatherer.wait()
     bits = array.view(6, -1).view(torch.uint8)[[5, 0, 4]]
@@ -223,7 +223,7 @@ def test_no_index_is_in_bounds_of_nothing(backend):
 def test_batches_come_in_the_order_of_submission(backend):
     column = same_dtype(np.arange(1000).reshape(500, 2))
     depth = 5
-    gatherer = _ops.host_ops().gatherer([column], depth)
+    gatherer = make_gatherer([column], depth)
     batches = [rng().integers(-500, 500, n).tolist() for n in (1, 400, 0, 3, 90) * 8]
     under_way = []
     for number, indices in enumerate(batches):
@@ -239,7 +239,7 @@ def test_batches_come_in_the_order_of_submission(backend):
 
 def test_batches_after_an_error_are_right(backend):
     column = same_dtype(np.arange(20))
-    gatherer = _ops.host_ops().gatherer([column], 3)
+    gatherer = make_gatherer([column], 3)
     jobs = [([n, 19] if n != 1 else [n, 20], *make_output(2, column)) for n in range(3)]
     for indices, output, _ in jobs:
         gatherer.submit(torch.tensor(indices), [output])

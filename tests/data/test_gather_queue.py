@@ -18,8 +18,8 @@ import torch
 from support.loading import ends
 
 from fastamp import _ops
-from fastamp._ops import Column
 from fastamp.data import slots as slots_module
+from fastamp.data.columns import Column
 from fastamp.data.slots import Slots
 
 

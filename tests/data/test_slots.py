@@ -12,7 +12,7 @@ from support.loading import Rows, assert_same, check, make_array
 from torch.utils.data import TensorDataset
 
 import fastamp
-from fastamp._ops import fallback
+from fastamp.data import host
 from fastamp.data import slots as slots_module
 from fastamp.data.slots import Slots
 
@@ -24,7 +24,7 @@ NBYTES = 4096
 def reused(monkeypatch):
     """Lease small tensors too."""
     monkeypatch.setattr(slots_module, "_REUSE_NBYTES", NBYTES)
-    monkeypatch.setattr(fallback, "_STACK_BYTES", NBYTES)
+    monkeypatch.setattr(host, "_STACK_BYTES", NBYTES)
 
 
 def allocate(slots, shape=(1024,), dtype=torch.float32):
@@ -204,7 +204,7 @@ import ctypes, gc, os, resource, sys
 import torch
 from torch.utils.data import TensorDataset
 import fastamp
-from fastamp._ops import fallback
+from fastamp.data import host
 from fastamp.data import slots
 from support.loading import Squares
 
@@ -212,7 +212,7 @@ from support.loading import Squares
 M_ARENA_MAX = -8
 assert ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 if sys.argv[1] == "leased":
-    slots._REUSE_NBYTES = fallback._STACK_BYTES = 1
+    slots._REUSE_NBYTES = host._STACK_BYTES = 1
 
 def resident():
     gc.collect()

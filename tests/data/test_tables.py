@@ -11,8 +11,8 @@ from support.loading import assert_same, generator
 from torch.utils.data import DataLoader, Subset
 
 import fastamp
-from fastamp import _ops
-from fastamp._ops import Column, Windows
+from fastamp.data.columns import Column, Windows
+from fastamp.data.host import make_gatherer
 from fastamp.data.tables import read_table
 
 datasets = pytest.importorskip("datasets")
@@ -192,7 +192,7 @@ def test_the_memory_lives_as_long_as_the_columns(backend, tmp_path):
     del table
     gc.collect()
     output = torch.empty(2, 2, dtype=torch.int64)
-    gatherer = _ops.host_ops().gatherer([column], 1)
+    gatherer = make_gatherer([column], 1)
     gatherer.submit(torch.tensor([1499, 7]), [output])
     gatherer.wait()
     assert build([output])["x"].tolist() == [[1499, 2998], [7, 14]]
@@ -225,7 +225,7 @@ def test_rows_are_found_in_parts_of_any_length(backend, lengths):
     rows = torch.cat([rows, rows - len(whole)])
     output = torch.empty(len(rows), 2, dtype=torch.int16)
     column = Column(Windows(parts, 2, whole.shape), torch.int16)
-    gatherer = _ops.host_ops().gatherer([column], 1)
+    gatherer = make_gatherer([column], 1)
     gatherer.submit(rows, [output])
     gatherer.wait()
     np.testing.assert_array_equal(output, whole[rows.numpy()])

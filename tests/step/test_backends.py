@@ -1,11 +1,8 @@
-"""Which backend serves what, and that all of them offer the same ops."""
+"""Which backend serves which device, and what the core refuses."""
 
 from __future__ import annotations
 
-import inspect
-import re
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +10,11 @@ from support.processes import run_python
 
 import fastamp
 from fastamp import _ops
-from fastamp._ops import choose, fallback, rules
-from fastamp._ops.types import COMPILED_NORMS
+from fastamp._ops import choose
 
-ROOT = Path(__file__).parents[2]
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+HAS_CORE = "cpu" in fastamp.backends()
+needs_core = pytest.mark.skipif(not HAS_CORE, reason="needs the compiled core")
 
 
 def test_backends_are_listed_best_first():
@@ -26,16 +24,25 @@ def test_backends_are_listed_best_first():
 
 
 def test_the_choice_follows_the_device():
-    best = "cpu" if "cpu" in fastamp.backends() else "fallback"
-    assert _ops.ops_for(torch.device("cpu")).name == best
-    assert _ops.ops_for(torch.device("meta")).name == "fallback"
-    assert _ops.ops_for(torch.device("mps")).name == "fallback"
+    for other in ("meta", "mps"):
+        assert _ops.backend_for(torch.device(other)) is _ops.core_for(torch.device(other)) is None
+    backend = _ops.backend_for(CPU)
+    assert (backend is not None) == (_ops.core_for(CPU) is not None) == HAS_CORE
+    if HAS_CORE:
+        assert (backend.device, backend.is_apart) == (CPU, False)
+        assert _ops.core_for(CPU) is _ops.core()
+    with _ops.use_only("fallback"):
+        assert _ops.backend_for(CPU) is _ops.core_for(CPU) is None
+    assert (_ops.backend_for(CPU) is not None) == HAS_CORE
 
 
 @pytest.mark.cuda
 def test_cuda_tensors_go_to_the_cuda_backend():
     assert fastamp.backends()[0] == "cuda"
-    assert _ops.ops_for(torch.device("cuda", 0)).name == "cuda"
+    backend = _ops.backend_for(GPU)
+    assert (backend.device, backend.is_apart) == (GPU, True)
+    with _ops.use_only("cpu"):
+        assert _ops.backend_for(GPU) is None
 
 
 @pytest.mark.parametrize("name", fastamp.backends())
@@ -45,14 +52,20 @@ def test_the_environment_variable_narrows_the_choice(name):
     assert result.stdout.strip() == str(expected), result.stderr
 
 
+@pytest.fixture(scope="module")
+def listed():
+    """Return what another process finds, whatever tests have done to this one."""
+    code = "import fastamp; print(*fastamp.backends(), sep=', ')"
+    return run_python(code, FASTAMP_BACKEND="").stdout.strip()
+
+
 @pytest.mark.parametrize("name", ["cuda", "cpu", "cdua"])
-def test_a_backend_that_is_not_there_is_refused_with_the_list(name):
-    if name in fastamp.backends():
+def test_a_backend_that_is_not_there_is_refused_with_the_list(name, listed):
+    if name in listed:
         pytest.skip(f"{name} is there")
     result = run_python("import fastamp", FASTAMP_BACKEND=name)
     assert result.returncode != 0
     why = "is not a backend" if name == "cdua" else "is not available here"
-    listed = ", ".join(fastamp.backends())
     assert f"RuntimeError: FASTAMP_BACKEND='{name}' {why}; available: {listed}" in result.stderr
 
 
@@ -68,175 +81,143 @@ def test_use_only_restores_the_choice():
     assert fastamp.backends() == before
 
 
-def ops_of(protocol: type) -> dict[str, inspect.Signature]:
-    functions = {k: v for k, v in vars(protocol).items() if inspect.isfunction(v)}
-    return {k: inspect.signature(v) for k, v in functions.items() if not k.startswith("_")}
-
-
-def missing_ops(cls: type, protocol: type) -> list[str]:
-    """Name the ops of the table that a backend lacks or takes with other arguments."""
-    return [
-        name
-        for name, signature in ops_of(protocol).items()
-        if not hasattr(cls, name)
-        or list(inspect.signature(getattr(cls, name)).parameters) != list(signature.parameters)
-    ]
-
-
-def test_every_backend_has_every_op():
-    assert set(ops_of(_ops.Ops)) == {"pack", "region_maker", "update"}
-    assert set(ops_of(_ops.Packed)) == {"grad_stats", "reduce", "rescale_"}
-    assert set(ops_of(_ops.Update)) == {"read", "settle"}
-    classes = [(fallback.FallbackOps, fallback.TensorPack, rules.TorchUpdate)]
-    if "cpu" in fastamp.backends():
-        from fastamp._ops import compiled
-
-        classes.append((compiled.CompiledOps, compiled.CompiledPack, compiled.CompiledUpdate))
-        assert tuple(compiled._NORM_TYPES) == COMPILED_NORMS
-    for ops, packed, update in classes:
-        assert missing_ops(ops, _ops.Ops) == missing_ops(packed, _ops.Packed) == []
-        assert missing_ops(update, _ops.Update) == []
-
-
-def test_every_row_of_the_compiled_op_table_is_bound():
-    table = (ROOT / "csrc/step/ops.h").read_text()
-    rows = re.findall(r"void \(\*(\w+)\)\(", table)
-    assert rows == ["grad_stats", "rescale", "update"]
-    files = ROOT.glob("csrc/step/bind*.cpp")
-    bindings = "".join(path.read_text() for path in files)
-    for row in rows:
-        assert f"ops.{row}(" in bindings
-    # A row that a backend leaves out does not compile: missing-field-initializers is an error.
-    assert "-Werror=missing-field-initializers" in (ROOT / "CMakeLists.txt").read_text()
-
-
-def test_a_torch_without_the_exchange_table_gets_the_fallback_and_is_told_once(monkeypatch):
-    native = pytest.importorskip("fastamp._native")
-    monkeypatch.setattr(native, "has_exchange_table", False)
-    monkeypatch.setattr(choose, "_only", None)
-    choose._backends.cache_clear()
-    try:
-        monkeypatch.setenv("FASTAMP_BACKEND", "fallback")  # who asks for it need not be told
-        assert fastamp.backends() == ["fallback"]
-        choose._backends.cache_clear()
-        monkeypatch.delenv("FASTAMP_BACKEND")
-        with pytest.warns(UserWarning, match="needs torch 2.10 or later"):
-            assert fastamp.backends() == ["fallback"]
-        assert _ops.ops_for(torch.device("cpu")).name == "fallback"  # and no second warning
-    finally:
-        choose._backends.cache_clear()
-
-
 @pytest.fixture
-def probed_anew():
-    """Forget which CUDA devices the kernels can run on, before and after."""
-    choose._cuda_ops.cache_clear()
-    yield torch.device("cuda", 0)
-    choose._cuda_ops.cache_clear()
+def chosen_anew(monkeypatch):
+    """Forget the choice, before and after."""
+    caches = choose._core, choose._tables
+
+    def forget():
+        choose._handles.clear()
+        for cached in caches:
+            cached.cache_clear()
+
+    monkeypatch.setattr(choose, "_only", None)
+    monkeypatch.delenv("FASTAMP_BACKEND", raising=False)
+    forget()
+    yield
+    forget()
 
 
-def ops_with_warnings(device):
+def served_with_warnings(device):
+    """Return whether the core serves a device each time that it is asked, and the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        served = {_ops.ops_for(device).name for _ in range(3)}
-    return served, [str(warning.message) for warning in caught]
+        (is_served,) = {_ops.backend_for(device) is not None for _ in range(3)}
+    return is_served, [str(warning.message) for warning in caught]
 
 
+def test_a_torch_without_the_exchange_table_gets_the_fallback_and_is_told_once(
+    chosen_anew, monkeypatch
+):
+    native = pytest.importorskip("fastamp._native")
+    monkeypatch.setattr(native, "has_exchange_table", False)
+    is_served, (said,) = served_with_warnings(CPU)
+    assert not is_served
+    assert "needs torch 2.10 or later" in said
+    assert "needs torch 2.10 or later" in choose.why_fallback(GPU)
+    assert served_with_warnings(GPU) == (False, [])
+    assert (fastamp.backends(), _ops.core()) == (["fallback"], None)
+
+
+def test_who_asks_for_the_fallback_is_not_told(chosen_anew, monkeypatch):
+    native = pytest.importorskip("fastamp._native")
+    monkeypatch.setattr(native, "has_exchange_table", False)
+    monkeypatch.setattr(choose, "_only", "fallback")
+    monkeypatch.setenv("FASTAMP_BACKEND", "fallback")
+    for device in (CPU, GPU):
+        assert served_with_warnings(device) == (False, [])
+        assert choose.why_fallback(device) == "FASTAMP_BACKEND=fallback is set"
+
+
+@needs_core
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a GPU")
-@pytest.mark.skipif("cpu" not in fastamp.backends(), reason="needs the compiled core")
-def test_a_cuda_device_that_the_kernels_cannot_run_on_is_named_once(probed_anew):
-    from fastamp import _native
-
-    served, (said,) = ops_with_warnings(probed_anew)
-    assert served == {"fallback"}
+def test_a_cuda_device_that_the_kernels_cannot_run_on_is_named_once(chosen_anew):
+    is_served, (said,) = served_with_warnings(GPU)
+    assert not is_served
     assert "gradients on cuda:0 get the slower pure-Python fallback: " in said
-    remedy = "update the" if _native.built_with_cuda else "rebuild it with nvcc on the PATH"
+    remedy = "update the" if _ops.core().built_with_cuda else "rebuild it with nvcc on the PATH"
     assert remedy in said
     with _ops.use_only("fallback"):  # who asks for it need not be told
-        assert ops_with_warnings(probed_anew) == ({"fallback"}, [])
+        assert served_with_warnings(GPU) == (False, [])
 
 
+@needs_core
 @pytest.mark.parametrize(
-    ("error", "served"),
+    "error",
     [
-        (None, "cuda"),
-        ("the NVIDIA driver is for CUDA 11.8; update the driver", "fallback"),
-        ("CUDA error in reduce_kernel: cudaErrorNoKernelImageForDevice", "fallback"),
+        None,
+        "the NVIDIA driver is for CUDA 11.8; update the driver",
+        "CUDA error in reduce_kernel: cudaErrorNoKernelImageForDevice",
     ],
 )
-def test_a_cuda_device_is_probed_before_the_first_launch(probed_anew, monkeypatch, error, served):
-    native = pytest.importorskip("fastamp._native")
-    from fastamp._ops import compiled
-
-    probed = []
+def test_a_cuda_device_is_probed_before_the_first_launch(chosen_anew, monkeypatch, error):
+    core, probed = _ops.core(), []
 
     def check_device(index):
         probed.append(index)
         if error is not None:
             raise RuntimeError(error)
 
-    monkeypatch.setattr(native, "check_device", check_device)
-    found = {"cuda": compiled.CompiledOps("cuda", native.cuda_ops), "cpu": None}
-    monkeypatch.setattr(choose, "_backends", lambda: found)
-    monkeypatch.setattr(choose, "_only", None)
-    names, said = ops_with_warnings(probed_anew)
-    assert (names, probed) == ({served}, [0])
-    assert [error in message for message in said] == ([] if error is None else [True])
-    assert ops_with_warnings(torch.device("cuda", 1))[0] == {served}
+    monkeypatch.setattr(core, "check_device", check_device)
+    monkeypatch.setattr(choose, "_tables", lambda: {"cuda": (core.cuda_ops, True)})
+    for index in range(2):
+        is_served, said = served_with_warnings(torch.device("cuda", index))
+        assert is_served == (error is None)
+        assert [error in message for message in said] == ([] if error is None else [True])
     assert probed == [0, 1]
 
 
-def test_a_pure_python_install_says_what_cuda_tensors_need(probed_anew, monkeypatch):
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_a_pure_python_install_says_what_is_needed(chosen_anew, monkeypatch, device):
     monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(choose, "_backends", lambda: {"fallback": choose.FALLBACK})
-    monkeypatch.setattr(choose, "_only", None)
-    served, (said,) = ops_with_warnings(probed_anew)
-    assert served == {"fallback"}
-    assert "install it again with a C++ compiler and nvcc on the PATH" in said
+    assert (fastamp.backends(), _ops.core()) == (["fallback"], None)
+    is_served, said = served_with_warnings(device)
+    needed = "a C++ compiler" + " and nvcc" * (device == GPU) + " on the PATH"
+    assert choose.why_fallback(device).endswith(f"install it again with {needed}")
+    assert not is_served
+    assert [needed in message for message in said] == [True] * (device == GPU)
 
 
-@pytest.mark.skipif("cpu" not in fastamp.backends(), reason="needs the compiled core")
+@needs_core
 def test_cuda_ops_without_cuda_code_say_so():
-    from fastamp import _native
-
-    if _native.built_with_cuda:
+    core = _ops.core()
+    if core.built_with_cuda:
         pytest.skip("built with CUDA")
-    packed = _native.pack([], None)
+    backend = core.Backend(core.cuda_ops, False, CPU, None)
     with pytest.raises(RuntimeError, match="built without CUDA"):
-        _native.cuda_ops.rescale(packed, torch.tensor(1.0), 1)
+        backend.rescale(backend.pack([torch.ones(3)]), torch.tensor(1.0))
 
 
-@pytest.mark.skipif("cpu" not in fastamp.backends(), reason="needs the compiled core")
+@needs_core
+@pytest.mark.parametrize("argument", ["scale", "before", "skipped"])
 @pytest.mark.parametrize(
-    ("argument", "value"),
+    "value",
     [
-        ("scale", torch.tensor(1.0, dtype=torch.float64)),
-        ("work", torch.empty(1, dtype=torch.float64)),
-        ("stats", torch.empty(4)),
-        ("stats", "x"),
+        torch.ones((), dtype=torch.float64),
+        torch.ones((), device="meta"),
+        torch.ones(0),
+        torch.ones(4)[::2],
+        "x",
     ],
 )
 def test_the_core_refuses_a_wrong_buffer_by_name(argument, value):
-    from fastamp import _native
-
-    packed = _native.pack([torch.ones(10)], None)
-    arguments = {
-        "scale": None,
-        "max_norm": None,
-        "only_finite": False,
-        "skipped": None,
-        "work": torch.empty(2, dtype=torch.float64),
-        "stats": torch.empty(_native.NUM_STATS),
-        argument: value,
-    }
-    with pytest.raises(TypeError, match=f"^{argument}: expected a dense float"):
-        _native.cpu_ops.grad_stats(packed, _native.NormType.L2, **arguments, num_threads=1)
+    backend = _ops.backend_for(CPU)
+    given = {"max_norm": 1.0, "only_finite": False, "scale": None, "before": None, "skipped": None}
+    packed = backend.pack([torch.ones(10)])
+    with pytest.raises(TypeError, match=f"^{argument}: expected a dense float32"):
+        backend.grad_stats(packed, **given | {argument: value})
 
 
-def test_tensors_of_two_devices_are_packed_apart():
+@needs_core
+def test_the_core_refuses_tensors_that_it_has_not_packed():
+    with pytest.raises(TypeError, match=r"tensors: fastamp\._native\.PackedTensors"):
+        _ops.backend_for(CPU).grad_stats([torch.ones(1)], None, None, False, None, None)
+
+
+def test_tensors_of_two_devices_are_read_apart():
     with _ops.use_only("fallback"):
-        mixed = _ops.Tensors([torch.ones(2), torch.ones(3, device="meta")]).pack()
-        assert len(mixed._packs) == 2
+        grads = _ops.hold([torch.ones(2), torch.ones(3, device="meta"), torch.ones(1)])
+        assert [len(part.tensors) for part in grads._parts] == [2, 1]
 
 
 @pytest.mark.cuda
@@ -266,7 +247,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
-@pytest.mark.skipif("cpu" not in fastamp.backends(), reason="needs the compiled core")
+@needs_core
 def test_a_forked_child_gets_threads_of_its_own():
     result = run_python(FORK)
     assert result.returncode == 0, result.stderr

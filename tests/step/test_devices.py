@@ -8,8 +8,7 @@ from support.stream_model import Model
 
 import fastamp
 from fastamp import _ops
-from fastamp._ops.groups import Groups
-from fastamp.step.reading import join_flags
+from fastamp.step.scaler import _joined
 
 
 def on_gpu(value):
@@ -28,12 +27,13 @@ def scaled(scale):
 
 def clip():
     grad = torch.ones(3)
-    Groups([_ops.FALLBACK.pack([grad])]).rescale_(on_gpu(0.5))
+    _ops.hold([grad]).rescale_(on_gpu(0.5))
     return grad
 
 
 def join():
-    return join_flags([torch.zeros(()), on_gpu(1.0)])
+    states = [{"found_inf_per_device": {0: torch.zeros(()), 1: on_gpu(1.0)}}]
+    return _joined(states, torch.device("cpu"))
 
 
 def unscale():
@@ -66,17 +66,3 @@ def test_the_cpu_waits_for_a_number_from_a_gpu(call, expected):
         found = call()
         assert found.unique().tolist() == [expected]
     assert model.found == []
-
-
-def test_a_factor_is_moved_to_the_gradients_of_one_of_several_optimizers():
-    """The statistics of all are on the first one's device; compiled code reads their memory."""
-
-    class Grads:
-        device = torch.device("cuda:1")
-
-        def rescale_(self, factor):
-            assert factor.device == self.device
-
-    model = Model(0)
-    with model.installed(), _ops.use_only("fallback"):
-        fastamp.GradScaler("cuda")._rescale_(Grads(), on_gpu(0.5), on_gpu(0.0))

@@ -36,7 +36,7 @@ def test_thousands_of_tensors_are_clipped_at_once(backend, device, small):
     before = grads.clone()
     norm = reference.exact_norm([values_of(before)])
     assert fastamp.clip_grad_norm_(parameters, 1.0).item() == norm
-    factor = reference.finish(float(norm) ** 2, 2.0, 1.0, 1.0)["factor"]
+    factor = reference.finish(float(norm) ** 2, 1.0, 1.0)["factor"]
     expected = reference.rescale(bits(before), "float32", factor)
     np.testing.assert_array_equal(bits(grads), expected)
 
@@ -68,7 +68,6 @@ def test_more_than_2_to_the_31_elements(dtype):
     for i, value in values.items():
         grad[i] = value
     assert fastamp.get_total_norm(grad).item() == 6.0
-    assert fastamp.get_total_norm(grad, math.inf).item() == 5.0
     parameter = torch.zeros(1, dtype=dtype, device="cuda").expand(size)
     parameter.grad = grad
     fastamp.clip_grad_norm_(parameter, 3.0)

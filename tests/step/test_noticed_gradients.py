@@ -37,7 +37,7 @@ def hook(optimizer, wanted):
         (hook, "there is a step hook"),
     ],
 )
-def test_what_is_asked_for_in_mid_run_counts_at_once_and_no_longer(change, reason, backend):
+def test_what_is_asked_for_in_mid_run_counts_at_once_and_no_longer(change, reason, compiled):
     found = []
     for ours in (True, False):
         parameters, optimizer = make("adamw", sizes=SIZES)
@@ -56,7 +56,7 @@ def test_what_is_asked_for_in_mid_run_counts_at_once_and_no_longer(change, reaso
 
 
 @pytest.mark.parametrize("change", ["lr", "betas", "amsgrad", "state", "step"])
-def test_what_torch_refuses_in_mid_run_is_refused_as_by_torch(change, backend):
+def test_what_torch_refuses_in_mid_run_is_refused_as_by_torch(change, compiled):
     errors = []
     for ours in (True, False):
         parameters, optimizer = make("adamw", sizes=SIZES)
@@ -92,7 +92,7 @@ def test_what_torch_refuses_in_mid_run_is_refused_as_by_torch(change, backend):
         ("adam, near end", {"betas": (0.9, 0.5)}),
     ],
 )
-def test_options_of_other_rules_may_change_too(name, change, backend):
+def test_options_of_other_rules_may_change_too(name, change, compiled):
     found = []
     for ours in (True, False):
         parameters, optimizer = make(name, sizes=SIZES)
@@ -165,7 +165,7 @@ NATIVE_GRADS = [none, in_place, other_data, exchanged, unaligned, freed]
 @pytest.mark.parametrize(
     "change", [*NATIVE_GRADS, all_none, strided, shared, own_memory], ids=lambda f: f.__name__
 )
-def test_gradients_may_differ_at_any_step(change, backend):
+def test_gradients_may_differ_at_any_step(change, compiled):
     found = []
     for ours in (True, False):
         parameters, optimizer = make("adamw", sizes=[*SIZES[:-1], (16, 16)])
@@ -189,7 +189,7 @@ def test_gradients_may_differ_at_any_step(change, backend):
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.10")
-def test_gradients_may_come_in_another_dtype_later(backend):
+def test_gradients_may_come_in_another_dtype_later(compiled):
     found = []
     for dtypes in ([torch.float32] * 4, [torch.float32, torch.bfloat16] * 2):
         parameters = parameters_with(*[torch.ones(n) for n in (5, 70_000)])

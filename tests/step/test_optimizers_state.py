@@ -146,7 +146,7 @@ def fresh(cls, optimizer, **options):
 
 
 @each_case
-def test_the_state_has_torchs_names_order_and_layout(cls, backend):
+def test_the_state_has_torchs_names_order_and_layout(cls, compiled):
     for pair in made(cls):
         for seed in range(3):
             steps(pair, [seed])
@@ -154,7 +154,7 @@ def test_the_state_has_torchs_names_order_and_layout(cls, backend):
 
 
 @each_case
-def test_a_state_loads_into_a_new_optimizer(cls, backend):
+def test_a_state_loads_into_a_new_optimizer(cls, compiled):
     for pair in made(cls):
         steps(pair, range(3))
         saved = copy.deepcopy(pair[0].state_dict())
@@ -169,7 +169,7 @@ def test_a_state_loads_into_a_new_optimizer(cls, backend):
 
 
 @each_case
-def test_loading_is_deterministic_and_leaves_the_state_as_it_is(cls, backend):
+def test_loading_is_deterministic_and_leaves_the_state_as_it_is(cls, compiled):
     for pair in made(cls):
         steps(pair, range(2))
         saved = copy.deepcopy(pair[0].state_dict())
@@ -185,7 +185,7 @@ def test_loading_is_deterministic_and_leaves_the_state_as_it_is(cls, backend):
 
 
 @each_case
-def test_a_step_by_torch_of_a_loaded_state_is_torchs(cls, backend):
+def test_a_step_by_torch_of_a_loaded_state_is_torchs(cls, compiled):
     for pair in made(cls):
         steps(pair, range(2))
         loaded = [fresh(cls, each) for each in pair]
@@ -197,7 +197,7 @@ def test_a_step_by_torch_of_a_loaded_state_is_torchs(cls, backend):
 
 
 @each_case
-def test_a_state_of_before_options_were_added_loads(cls, backend):
+def test_a_state_of_before_options_were_added_loads(cls, compiled):
     added = ["maximize", "foreach", "differentiable", "capturable", "amsgrad", "nesterov"]
     added += ["decoupled_weight_decay"] + ["fused"] * (cls is not SGD)  # torch takes False there
     for pair in made(cls):
@@ -214,7 +214,7 @@ def test_a_state_of_before_options_were_added_loads(cls, backend):
 
 
 @each_case
-def test_counts_that_are_plain_numbers_load(cls, backend):
+def test_counts_that_are_plain_numbers_load(cls, compiled):
     for pair in made(cls) if cls is not SGD else ():
         steps(pair, range(2))
         loaded = [fresh(cls, each) for each in pair]
@@ -228,7 +228,7 @@ def test_counts_that_are_plain_numbers_load(cls, backend):
 
 
 @each_case
-def test_parameters_may_have_names(cls, backend):
+def test_parameters_may_have_names(cls, compiled):
     for _, options in (case for case in CASES if case[0] is cls):
         module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
         pair = [cls(copy.deepcopy(module).named_parameters(), **options) for _ in range(2)]
@@ -242,7 +242,7 @@ def test_parameters_may_have_names(cls, backend):
 
 @each_case
 @pytest.mark.parametrize("weights_only", [True, False])
-def test_a_state_is_saved_and_loaded_whole(cls, weights_only, backend):
+def test_a_state_is_saved_and_loaded_whole(cls, weights_only, compiled):
     for pair in made(cls):
         steps(pair, range(3))
         file = io.BytesIO()
@@ -260,7 +260,7 @@ def pickled(optimizer):
 
 @each_case
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickled])
-def test_a_copy_has_all_attributes_and_goes_on_alike(cls, copied, backend):
+def test_a_copy_has_all_attributes_and_goes_on_alike(cls, copied, compiled):
     for pair in made(cls):
         names = [sorted(vars(pair[0]))]
         steps(pair, range(2))
@@ -282,7 +282,7 @@ def test_a_copy_has_all_attributes_and_goes_on_alike(cls, copied, backend):
 
 
 @each_case
-def test_hooks_of_states_see_and_change_them(cls, backend):
+def test_hooks_of_states_see_and_change_them(cls, compiled):
     for pair in made(cls):
         steps(pair, range(2))
         for each in pair:
@@ -305,7 +305,7 @@ def test_hooks_of_states_see_and_change_them(cls, backend):
 
 
 @each_case
-def test_hooks_of_steps_are_called_as_by_torch(cls, backend):
+def test_hooks_of_steps_are_called_as_by_torch(cls, compiled):
     for pair in made(cls):
         steps(pair, range(2))
         for each in pair:
@@ -327,7 +327,7 @@ def test_hooks_of_steps_are_called_as_by_torch(cls, backend):
 
 
 @each_case
-def test_a_group_may_be_added_after_steps(cls, backend):
+def test_a_group_may_be_added_after_steps(cls, compiled):
     for pair in made(cls):
         steps(pair, range(2))
         for each in pair:
@@ -344,7 +344,7 @@ def test_a_group_may_be_added_after_steps(cls, backend):
 
 
 @each_case
-def test_steps_without_gradients_change_nothing(cls, backend):
+def test_steps_without_gradients_change_nothing(cls, compiled):
     for pair in made(cls):
         steps(pair, range(2))
         for each in pair:
@@ -358,7 +358,7 @@ def test_steps_without_gradients_change_nothing(cls, backend):
 
 @each_case
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_of_zero_or_none_are_torchs(cls, set_to_none, backend):
+def test_gradients_of_zero_or_none_are_torchs(cls, set_to_none, compiled):
     for pair in made(cls):
         for seed in range(3):
             steps(pair, [seed])
@@ -368,21 +368,6 @@ def test_gradients_of_zero_or_none_are_torchs(cls, set_to_none, backend):
                     p.grad = torch.zeros_like(p)
             assert fastamp.optimizer_step(pair[0], max_norm=1e9).way.startswith("native")
             pair[1].step()
-        assert_as_torch(pair)
-
-
-@each_case
-def test_the_default_dtype_is_torchs(cls, backend):
-    for pair in made(cls):
-        torch.set_default_dtype(torch.float64)
-        try:
-            for seed in range(2):
-                for each in pair:
-                    give(parameters_of(each), seed=seed)
-                fastamp.optimizer_step(pair[0], max_norm=1e9)
-                pair[1].step()
-        finally:
-            torch.set_default_dtype(torch.float32)
         assert_as_torch(pair)
 
 

@@ -8,9 +8,8 @@ import pickle
 import pytest
 import torch
 from support.gradients import parameters_with, random
-from support.training import FUSED, OPTIMIZERS, make_folding, make_scaler, one_step
+from support.training import FUSED, OPTIMIZERS, make_scaler, one_step
 from support.waits import ReadsRefused, sync_refused
-from torch.amp.grad_scaler import OptState
 
 import fastamp
 
@@ -45,27 +44,18 @@ def test_gradients_end_unscaled_and_clipped(backend, device, how, name):
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_a_scale_that_the_user_set_is_respected(backend, device, name):
-    grad = random(1000, torch.float32, device)
-    norm = grad.double().norm().item()
-    parameters = parameters_with(grad * 1024 * 4)
-    optimizer = make_folding(name, parameters)
-    optimizer.grad_scale = torch.tensor(4.0, device=device)
-    scaler = make_scaler(fastamp.GradScaler, device)
-    one_step(scaler, optimizer, device, max_norm=norm / 2)
-    torch.testing.assert_close(parameters[0].grad, grad / 2, rtol=1e-6, atol=0)
-    assert scaler.last_step.norm.item() == pytest.approx(norm, rel=1e-7)
-    assert not hasattr(optimizer, "grad_scale")
-    assert not hasattr(optimizer, "found_inf")
-
-
-@pytest.mark.parametrize("stage", [OptState.READY, OptState.UNSCALED])
-def test_a_scale_that_the_user_set_on_the_host_goes_to_the_gradients_device(stage):
-    """Where a kernel would take its address for one of the device's."""
-    scaler = fastamp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(torch.ones(()))
-    clip = scaler._clip(torch.device("meta"), {"stage": stage}, 1.0, given_scale=torch.tensor(4.0))
-    assert clip.scale.device.type == "meta"
+def test_a_scale_that_the_user_set_is_torchs(backend, device, name):
+    found = []
+    for cls in (fastamp.GradScaler, torch.amp.GradScaler):
+        parameters = parameters_with(random(1000, torch.float32, device) * 1024 * 4)
+        optimizer = OPTIMIZERS[name](parameters)
+        optimizer.grad_scale = torch.tensor(4.0, device=device)
+        scaler = make_scaler(cls, device)
+        one_step(scaler, optimizer, device)
+        assert not hasattr(optimizer, "grad_scale")
+        assert not hasattr(optimizer, "found_inf")
+        found.append(parameters[0].detach())
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -120,17 +110,35 @@ def test_a_disabled_scaler_without_clipping_reads_nothing_of_the_device(kind):
         scaler.scale(parameters[0].sum())
         scaler.unscale_(optimizer)
         scaler.clip_grad_norm_(optimizer, 1.0)
-        scaler.step(optimizer, scheduler=scheduler)
+        scaler.step(optimizer)
         scaler.update()
+        if not scaler.last_step.skipped:
+            scheduler.step()
     assert scaler.skipped_steps == 0
     assert scheduler.last_epoch == 2
 
 
+def test_a_scheduler_is_refused_with_the_lines_to_write():
+    (parameter,) = parameters_with(torch.ones(2))
+    before = parameter.detach().clone()
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    scaler = fastamp.GradScaler("cpu", enabled=False)
+    for step, report in ((scaler.step, r"scaler\.last_step"), (fastamp.optimizer_step, "report")):
+        text = rf"^scheduler: not an argument .*: if not {report}\.skipped: scheduler\.step\(\)"
+        with pytest.raises(TypeError, match=text):
+            step(optimizer, max_norm=1.0, scheduler=scheduler)
+        assert torch.equal(parameter, before)
+    for step in (scaler.step, fastamp.optimizer_step):
+        step(optimizer, scheduler=None)  # as a program without a schedule writes it
+    assert torch.equal(parameter, before - 2)
+
+
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("enabled", [True, False])
-def test_a_folded_step_reads_nothing_on_the_host(backend, device, enabled, name):
+def test_a_native_step_reads_nothing_on_the_host(compiled, device, enabled, name):
     parameters = parameters_with(*[random(1000, torch.float32, device, seed=i) for i in range(3)])
-    optimizer = make_folding(name, parameters)
+    optimizer = OPTIMIZERS[name](parameters)
     scaler = make_scaler(fastamp.GradScaler, device, enabled=enabled)
     one_step(scaler, optimizer, device, max_norm=1.0)  # makes the optimizer's state
     scaler.update()

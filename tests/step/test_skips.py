@@ -60,7 +60,7 @@ def with_gradients(parameters, memory, scale, bad=()):
 @pytest.mark.parametrize("zero_grad", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", RULES)
-def test_a_skipped_step_writes_no_byte(name, dtype, zero_grad, backend):
+def test_a_skipped_step_writes_no_byte(name, dtype, zero_grad, compiled):
     for bad, max_norm in ([(0, math.inf)], 1.0), ([(3, math.nan), (1, -math.inf)], None):
         parameters, optimizer, memory = watched(name, dtype, 2, fused=True)
         skip_where_torch_refuses(optimizer, dtype)
@@ -79,7 +79,7 @@ def test_a_skipped_step_writes_no_byte(name, dtype, zero_grad, backend):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", RULES)
-def test_a_step_writes_nothing_beside_its_tensors(name, dtype, backend):
+def test_a_step_writes_nothing_beside_its_tensors(name, dtype, compiled):
     parameters, optimizer, memory = watched(name, dtype, 2, fused=True)
     skip_where_torch_refuses(optimizer, dtype)
     with_gradients(parameters, memory, 1.0)
@@ -140,7 +140,7 @@ def test_fused_sgd_takes_fresh_memory_for_momentum_in_torch_and_not_here(backend
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_fused_sgd_leaves_most_short_parameters_as_they_are_in_torch_and_not_here(dtype, backend):
+def test_fused_sgd_leaves_most_short_parameters_as_they_are_in_torch_and_not_here(dtype, compiled):
     changed = []
     for ours in (True, False):
         parameters = parameters_with(torch.ones(1000, dtype=dtype))
@@ -157,7 +157,7 @@ def test_fused_sgd_leaves_most_short_parameters_as_they_are_in_torch_and_not_her
 
 @pytest.mark.parametrize("zero_grad", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_end_unscaled_and_clipped_or_are_left_as_they_are(dtype, zero_grad, backend):
+def test_gradients_end_unscaled_and_clipped_or_are_left_as_they_are(dtype, zero_grad, compiled):
     parameters, optimizer = make("adamw", dtype, sizes=SIZES[:4], fused=True)
     for factor, max_norm in (64.0, 0.5), (64.0, None), (1.0, 1e9):
         give(parameters, factor, seed=1)

@@ -13,7 +13,7 @@ from fastamp.step.split import SplitStep
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("enabled", [False, True])
 def test_after_a_clip_whose_step_is_left_out_the_next_ones_are_as_ever(
-    enabled, to_none, backend, device
+    enabled, to_none, compiled, device
 ):
     (parameter,) = parameters_with(torch.zeros(3, device=device))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
@@ -29,7 +29,7 @@ def test_after_a_clip_whose_step_is_left_out_the_next_ones_are_as_ever(
     torch.testing.assert_close(parameter.detach().cpu(), torch.full((3,), -(3**-0.5)))
 
 
-def test_what_is_written_between_clip_and_step_is_an_error(backend, device):
+def test_what_is_written_between_clip_and_step_is_an_error(compiled, device):
     (parameter,) = parameters_with(torch.zeros(3, device=device))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     split = SplitStep(fastamp.GradScaler(device, enabled=False))

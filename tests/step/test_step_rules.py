@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.bits import bits
 from support.gradients import parameters_with, random
-from support.training import FUSED, OPTIMIZERS, make_folding, make_scaler, one_step
+from support.training import FUSED, OPTIMIZERS, make_scaler, one_step
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import fastamp
@@ -110,25 +110,6 @@ def test_norms_of_odd_orders_are_torchs(norm_type, backend, device):
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("name", FUSED)
-def test_a_scale_too_large_to_be_divided_out_falls_until_it_is_not(name, backend, device):
-    parameters = parameters_with(torch.zeros(100, device=device))
-    optimizer = OPTIMIZERS[name](parameters)
-    scaler = fastamp.GradScaler(device, init_scale=2.0**122)
-    before = parameters[0].detach().clone()
-    for _ in range(4):
-        parameters[0].grad = scaler.scale(torch.full((100,), 0.1, device=device))
-        scaler.step(optimizer, max_norm=1e-2)  # of 1: 2**122 * 100 is above float32's largest
-        scaler.update()
-        if not scaler.last_step.skipped:
-            break
-        assert torch.equal(parameters[0], before)
-    assert scaler.get_scale() == 2.0**121
-    assert scaler.last_step.way.startswith("native")
-    assert not torch.equal(parameters[0], before)
-    assert parameters[0].grad.norm().item() == pytest.approx(1e-2, rel=1e-5)
-
-
 def sgd_after(cls, first, device, **options):
     """Return parameters and momentum after a step with gradients of `first` and one of 1."""
     parameters = parameters_with(torch.full((1000,), first, device=device))
@@ -199,24 +180,26 @@ def test_a_step_pre_hook_sees_gradients_as_torch_leaves_them(
         finally:
             handle.remove()
     theirs, ours = seen.values()
+    if name in FUSED and max_norm is None:  # torch's kernel unscales after the hook
+        theirs = theirs / 1024
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_a_hooked_step_still_skips_without_a_wait(name, backend, device):
+def test_a_hooked_step_still_skips(name, backend, device):
     parameters = parameters_with(torch.tensor([1.0, math.inf], device=device))
     before = parameters[0].detach().clone()
-    optimizer = make_folding(name, parameters)
+    optimizer = OPTIMIZERS[name](parameters)
     optimizer.register_step_pre_hook(lambda *_: None)
     scaler = make_scaler(fastamp.GradScaler, device)
     one_step(scaler, optimizer, device, max_norm=1.0)
     assert torch.equal(parameters[0], before)
-    assert scaler.last_step.way.startswith("in place: there is a step_pre_hook")
+    assert scaler.last_step.way == "torch's: there is a step hook"
     assert scaler.skipped_steps == 1
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_a_fused_optimizer_may_load_the_state_of_one_that_was_not(enabled, backend, device):
+def test_a_fused_optimizer_may_load_the_state_of_one_that_was_not(enabled, compiled, device):
     stepped = []
     for load in (False, True):
         parameters = parameters_with(torch.ones(10, device=device))
@@ -226,9 +209,7 @@ def test_a_fused_optimizer_may_load_the_state_of_one_that_was_not(enabled, backe
             assert not optimizer.param_groups[0]["fused"]
         scaler = fastamp.GradScaler(device, enabled=enabled, init_scale=1.0)
         one_step(scaler, optimizer, device, max_norm=1.0)
-        is_native = load and device == "cpu"
-        expected = "native" if is_native else "in place: AdamW is not fused"
-        assert scaler.last_step.way.startswith(expected)
+        assert scaler.last_step.way == ("native" if load else "torch's: fused=False")
         stepped.append(parameters[0].detach())
     torch.testing.assert_close(*stepped)
 
@@ -258,6 +239,7 @@ def test_before_the_first_step_the_report_says_so():
         assert scaler.last_step.way == "no step yet"
 
 
+@pytest.mark.skipif("cpu" not in fastamp.backends(), reason="needs the compiled core")
 def test_the_report_tells_the_way_of_the_step():
     ways = {}
     for name, options in {"fused": {"fused": True}, "foreach": {"foreach": True}}.items():
@@ -266,21 +248,13 @@ def test_the_report_tells_the_way_of_the_step():
             scaler = fastamp.GradScaler("cpu", enabled=enabled)
             optimizer = AdamW(parameters, **options)
             one_step(scaler, optimizer, "cpu")
-            way = scaler.last_step.way
-            ways[name, enabled] = way.partition("; ")[0]
+            ways[name, enabled] = scaler.last_step.way
     assert ways == {
         ("fused", True): "native",
-        ("fused", False): "native, bare: neither scaling nor max_norm",
-        ("foreach", True): "in place: AdamW is not fused (foreach=True)",
-        ("foreach", False): "torch's (foreach=True), bare: neither scaling nor max_norm",
+        ("fused", False): "native",
+        ("foreach", True): "torch's: foreach=True",
+        ("foreach", False): "torch's: foreach=True",
     }
-
-
-def test_the_report_tells_of_the_fallback(backend, device):
-    parameters = parameters_with(torch.ones(10, device=device))
-    scaler = make_scaler(fastamp.GradScaler, device)
-    one_step(scaler, AdamW(parameters, fused=True), device)
-    assert ("fallback" in scaler.last_step.way) == (backend == "fallback")
 
 
 @pytest.mark.parametrize("max_norm", [1.0, None])

@@ -14,6 +14,7 @@ from support.processes import run_python
 from support.training import OPTIMIZERS, assert_same_bits, make_scaler
 
 import fastamp
+from fastamp.step import native
 
 SIZES = (300_001, 7, 70_000, 65_536)  # several chunks: enough for the threads to share
 ADAMW = partial(torch.optim.AdamW, weight_decay=0, eps=0)
@@ -62,22 +63,23 @@ def in_threads(calls, *, at_once):
 
 @pytest.mark.parametrize("optimizer_type", [ADAMW, partial(ADAMW, fused=True), SGD])
 def test_a_step_in_the_midst_of_anothers_loses_neither(
-    optimizer_type, backend, device, monkeypatch
+    optimizer_type, compiled, device, monkeypatch
 ):
     """As from two threads that step one optimizer."""
     parameters = parameters_with(torch.zeros(1000, device=device), torch.zeros(3, device=device))
     optimizer = optimizer_type(parameters, lr=1.0)
     for p in parameters:
         p.grad = torch.ones_like(p)
-    measure = fastamp.GradScaler._measure
+    prepare = native.prepare
 
-    def measure_and_step(scaler, *args):
-        monkeypatch.setattr(fastamp.GradScaler, "_measure", measure)
+    def prepare_and_step(prepared):
+        monkeypatch.setattr(native, "prepare", prepare)
+        found = prepare(prepared)
         in_threads([lambda: fastamp.optimizer_step(optimizer, math.inf)], at_once=False)
-        return measure(scaler, *args)
+        return found
 
-    monkeypatch.setattr(fastamp.GradScaler, "_measure", measure_and_step)
-    assert fastamp.optimizer_step(optimizer, math.inf).way.startswith("native")
+    monkeypatch.setattr(native, "prepare", prepare_and_step)
+    assert fastamp.optimizer_step(optimizer, math.inf).way == "native"
     for p in parameters:
         assert p.eq(-2).all()
     states = optimizer.state_dict()["state"].values()

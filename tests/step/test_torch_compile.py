@@ -10,11 +10,9 @@ import pytest
 import torch
 from support.bits import bits
 from support.gradients import parameters_with, random
-from torch import library
 from torch._dynamo.utils import counters
 
 import fastamp
-from fastamp._ops import graph
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -42,43 +40,18 @@ def compiled_call(lib: ModuleType, call: Callable, parameters: list[torch.Tensor
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_whole_graph_gives_the_bits_of_the_eager_call(backend, device, call):
+def test_a_whole_graph_does_what_torchs_function_does_in_it(backend, device, call):
     if call is CALLS["clip_grad_value_"] and torch.__version__ < (2, 10):
         pytest.skip("torch's own function, which breaks the graph in torch 2.6")
-
-    def parameters() -> list[torch.Tensor]:
+    found = []
+    for lib in (fastamp, torch.nn.utils):
         grads = [random(1003, dtype, device, seed=i) for i, dtype in enumerate(DTYPES)]
-        return parameters_with(None, *grads)
-
-    ours, eager, theirs = parameters(), parameters(), parameters()
-    norm, expected = compiled_call(fastamp, call, ours), call(fastamp, eager)
-    reference = call(torch.nn.utils, theirs)
-    if expected is None:
-        assert norm is None is reference
-    else:
-        assert norm.dtype == expected.dtype
-        assert norm.item() == expected.item() == pytest.approx(reference.item(), rel=1e-2)
-    assert ours[0].grad is None
-    for a, b, c in zip(ours[1:], eager[1:], theirs[1:], strict=True):
-        assert (bits(a.grad) == bits(b.grad)).all()
-        torch.testing.assert_close(a.grad, c.grad, rtol=1e-2, atol=1e-2)
-
-
-def test_the_operators_are_what_they_are_registered_as(backend, device):
-    tensors = [random(33, dtype, device) for dtype in DTYPES]
-    scale = torch.tensor(8.0, device=device)
-    for args in ((tensors, 2.0, None, None, False), (tensors[:3], math.inf, scale, 1.0, True)):
-        library.opcheck(graph._grad_stats, args)
-    library.opcheck(graph._rescale_, (tensors, torch.tensor(0.5, device=device)))
-
-
-def test_a_norm_that_is_not_finite_is_an_error_of_the_compiled_call(backend, device):
-    parameters = parameters_with(None, torch.tensor([1.0, math.inf], device=device))
-    torch.compiler.reset()
-    clip = torch.compile(fastamp.clip_grad_norm_, backend="aot_eager")
-    with pytest.raises(RuntimeError, match=r"first in the gradient of parameters\[1\]"):
-        clip(parameters, 1.0, error_if_nonfinite=True)
-    assert parameters[1].grad.tolist() == [1.0, math.inf]
+        parameters = parameters_with(None, *grads)
+        norm = compiled_call(lib, call, parameters)
+        assert parameters[0].grad is None
+        found.append([norm, *(p.grad for p in parameters[1:])])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
 STEPS: dict[str, Callable[[fastamp.GradScaler, torch.optim.Optimizer], object]] = {

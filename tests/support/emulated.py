@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).parents[2]
-HEADERS = [*ROOT.glob("csrc/*/*.h"), *ROOT.glob("csrc/*/*.cuh")]
+HEADERS = [*ROOT.glob("csrc/*/*.h"), *ROOT.glob("csrc/*/*.cuh"), *ROOT.glob("tests/emulate/*.h")]
 SOURCES = [
     *sorted(ROOT.glob("csrc/step/*.cu")),
-    ROOT / "csrc/emulate/export.cpp",
-    ROOT / "csrc/emulate/fibers.cpp",
+    ROOT / "tests/emulate/export.cpp",
+    ROOT / "tests/emulate/fibers.cpp",
 ]
 # As CMakeLists.txt has them. Undefined behaviour, such as a misaligned vector, ends the process.
 # Products and sums are contracted where this machine can, as nvcc does.
 FLAGS = ["-std=c++17", "-O2", "-march=native", "-ffp-contract=fast", "-DFASTAMP_EMULATE"]
 FLAGS += ["-fPIC", "-shared", "-pthread", "-Werror=missing-field-initializers"]
 FLAGS += ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
-FLAGS += ["-Icsrc/emulate", "-Icsrc", "-x", "c++"]
+FLAGS += ["-Itests/emulate", "-Itests", "-Icsrc", "-x", "c++"]
 
 
 def compiler() -> list[str] | None:
@@ -74,24 +74,21 @@ def library() -> Path | None:
 
 @cache
 def _loaded() -> ctypes.CDLL | None:
-    path = library() if "cpu" in choose._backends() else None
+    path = library() if "cpu" in choose._tables() else None
     return None if path is None else ctypes.CDLL(str(path))
 
 
 @cache
-def emulated_ops() -> _ops.Ops | None:
-    """Return the backend; None where it cannot be made."""
+def emulated_table() -> choose.Table | None:
+    """Return the ops of the emulated kernels; None where they cannot be made."""
     loaded = _loaded()
     if loaded is None:
         return None
-    from fastamp import _native
-    from fastamp._ops.compiled import CompiledOps
-
     size = ctypes.c_size_t()
     find = loaded.fastamp_emulated_ops
     find.restype = ctypes.c_void_p
     address = find(ctypes.byref(size))
-    return CompiledOps("emulated", _native.Ops(address, size.value), host_is_apart=True)
+    return _ops.core().OpTable(address, size.value), True
 
 
 def count_launches(call: Callable[[], object]) -> int:
@@ -103,10 +100,9 @@ def count_launches(call: Callable[[], object]) -> int:
 
 
 @contextmanager
-def use_emulated(backend: _ops.Ops) -> Iterator[None]:
+def use_emulated(table: choose.Table) -> Iterator[None]:
     """Let the emulated kernels, and else the fallback, serve the CPU's tensors."""
-    found = {"cpu": backend, "fallback": _ops.FALLBACK}
-    with mock.patch.object(choose, "_backends", return_value=found), _ops.use_only("cpu"):
+    with mock.patch.object(choose, "_tables", return_value={"cpu": table}), _ops.use_only("cpu"):
         yield
 
 

@@ -162,8 +162,10 @@ def train_by_hand(batches: list[list[int]], precision: str) -> list[torch.Tensor
         if i % 6 == OVERFLOW:
             loss = loss * math.inf
         scaler.scale(loss).backward()
-        scaler.step(optimizer, max_norm=0.1, zero_grad=True, scheduler=schedule)
+        scaler.step(optimizer, max_norm=0.1, zero_grad=True)
         scaler.update()
+        if not scaler.last_step.skipped:
+            schedule.step()
     return [parameter.detach() for parameter in model.parameters()]
 
 

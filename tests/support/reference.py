@@ -21,31 +21,25 @@ ROW_BYTES = 512
 FINAL_LANES = 1024
 
 
-def exact_norm(arrays: Sequence[NDArray[np.generic]], norm_type: float = 2.0) -> np.float32:
+def exact_norm(arrays: Sequence[NDArray[np.generic]]) -> np.float32:
     """Return the norm over all arrays, correctly rounded sums (math.fsum), as float32."""
-    wide = [a.astype(np.float64).ravel() for a in arrays]
-    if norm_type == math.inf:
-        return np.float32(np.max([np.abs(a).max() for a in wide if a.size], initial=0.0))
-    terms = (np.square(a) if norm_type == 2 else np.abs(a) for a in wide)
-    total = math.fsum(math.fsum(t.tolist()) for t in terms)
-    return np.float32(math.sqrt(total) if norm_type == 2 else total)
+    terms = (np.square(a.astype(np.float64).ravel()) for a in arrays)
+    return np.float32(math.sqrt(math.fsum(math.fsum(t.tolist()) for t in terms)))
 
 
-def _halve(lanes: NDArray[np.float64], norm_type: float) -> NDArray[np.float64]:
+def _halve(lanes: NDArray[np.float64]) -> NDArray[np.float64]:
     """Join the last axis, a power of two long, by halves until one is left."""
     while lanes.shape[-1] > 1:
         half = lanes.shape[-1] // 2
-        left, right = lanes[..., :half], lanes[..., half:]
-        lanes = np.maximum(left, right) if norm_type == math.inf else left + right
+        lanes = lanes[..., :half] + lanes[..., half:]
     return lanes[..., 0]
 
 
-def _add_rows(rows: NDArray[np.float64], norm_type: float) -> NDArray[np.float64]:
+def _add_rows(rows: NDArray[np.float64]) -> NDArray[np.float64]:
     """Join the second last axis, one row after the other."""
     total = np.zeros_like(rows[..., 0, :])
     for i in range(rows.shape[-2]):
-        row = rows[..., i, :]
-        total = np.maximum(total, row) if norm_type == math.inf else total + row
+        total = total + rows[..., i, :]
     return total
 
 
@@ -53,32 +47,24 @@ def _pad(values: NDArray[np.float64], multiple: int) -> NDArray[np.float64]:
     return np.pad(values, (0, -values.size % multiple))
 
 
-def ordered_sum(
-    arrays: Sequence[NDArray[np.generic]], itemsizes: Sequence[int], norm_type: float = 2.0
-) -> float:
+def ordered_sum(arrays: Sequence[NDArray[np.generic]], itemsizes: Sequence[int]) -> float:
     """Return the float64 reduction in the order that csrc/step/math.h promises, to the bit."""
     chunks = []
     for array, itemsize in zip(arrays, itemsizes, strict=True):
         values = array.astype(np.float64).ravel()
-        terms = np.square(values) if norm_type == 2 else np.abs(values)
         lanes = ROW_BYTES // itemsize
-        rows = _pad(terms, CHUNK).reshape(-1, STRIPS_PER_CHUNK, STRIP // lanes, lanes)
-        strips = _halve(_add_rows(rows, norm_type), norm_type)
-        chunks.append(_halve(strips, norm_type))
+        rows = _pad(np.square(values), CHUNK).reshape(-1, STRIPS_PER_CHUNK, STRIP // lanes, lanes)
+        chunks.append(_halve(_halve(_add_rows(rows))))
     flat = np.concatenate(chunks) if chunks else np.zeros(0)
-    final = _add_rows(_pad(flat, FINAL_LANES).reshape(-1, FINAL_LANES), norm_type)
-    return float(_halve(final, norm_type))
+    return float(_halve(_add_rows(_pad(flat, FINAL_LANES).reshape(-1, FINAL_LANES))))
 
 
-def finish(
-    reduced: float, norm_type: float, scale: float, max_norm: float | None
-) -> dict[str, np.float32]:
+def finish(reduced: float, scale: float, max_norm: float | None) -> dict[str, np.float32]:
     """Return the statistics of a step, every operation rounded as the core promises."""
     one = np.float32(1)
     with np.errstate(all="ignore"):
         inv_scale = np.float32(1.0 / np.float64(scale))
-        root = np.sqrt(np.float64(reduced)) if norm_type == 2 else np.float64(reduced)
-        norm = np.float32(root * np.float64(inv_scale))
+        norm = np.float32(np.sqrt(np.float64(reduced)) * np.float64(inv_scale))
         clip_coef = one
         if max_norm is not None:
             clip_coef = np.float32(max_norm) / (norm + np.float32(1e-6))
@@ -89,7 +75,6 @@ def finish(
             "clip_coef": clip_coef,
             "factor": np.float32(clip_coef * inv_scale),
             "scale": np.float32(scale),
-            "grad_scale": np.float32(np.float32(scale) / clip_coef),
         }
 
 

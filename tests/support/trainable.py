@@ -122,8 +122,10 @@ class Loop:
                 with torch.autocast("cpu", torch.float16):
                     loss = loud(self.model(x + noise), y)
                 self.scaler.scale(loss).backward()
-                self.scaler.step(self.optimizer, max_norm=1.0, scheduler=self.scheduler)
+                self.scaler.step(self.optimizer, max_norm=1.0)
                 self.scaler.update()
+                if not self.scaler.last_step.skipped:
+                    self.scheduler.step()
                 self.optimizer.zero_grad()
                 self.mean.update_parameters(self.model)
                 step += 1

@@ -9,7 +9,6 @@ import torch
 from support.bits import bits
 
 import fastamp
-from fastamp.step import counts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -64,8 +63,7 @@ def scaler_of(cls=fastamp.GradScaler, **options):
 
 
 def everything(parameters: Iterable[torch.Tensor], optimizer) -> list[bytes]:
-    """Return the bits of parameters, gradients and states, whose counts are asked for."""
-    counts.settle(optimizer)  # as state_dict does, which takes no state of a parameter that left
+    """Return the bits of parameters, gradients and states."""
     states = [v for p in parameters for v in optimizer.state.get(p, {}).values() if v is not None]
     grads = [p.grad for p in parameters if p.grad is not None]
     return [bits(t.detach()).tobytes() for t in [*parameters, *grads, *states]]

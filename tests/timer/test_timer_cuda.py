@@ -22,12 +22,8 @@ def gpu(request, monkeypatch):
         pytest.skip(f"backend {request.param} is not available")
     gpu = FakeGpu()
     install(gpu, monkeypatch)
-    ops = (
-        _ops.ops_for(torch.device("cpu"))
-        if request.param == "cpu"
-        else _ops.ops_for(torch.device("meta"))
-    )
-    monkeypatch.setattr(_ops, "ops_for", lambda _: ops)
+    core = _ops.core_for(torch.device("cpu")) if request.param == "cpu" else None
+    monkeypatch.setattr(_ops, "core_for", lambda _: core)
     return gpu
 
 

@@ -1,24 +1,31 @@
-"""The timer's regions without compiled code: csrc/timer/bind.cpp in Python.
+"""The timer's regions: those of the compiled core, or csrc/timer/bind.cpp in Python.
 
-A region appends its duration to a list, which needs no lock; the list is counted in batches.
+In Python a region appends its duration to a list, which needs no lock; the list is counted in
+batches.
 """
 
+import functools
 import os
 import sys
 import threading
+from collections.abc import Callable
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from torch.autograd import profiler
 from typing_extensions import Self
+
+from fastamp import _ops
 
 # csrc/timer/clock.h, csrc/timer/bind.cpp
 _NUM_BUCKETS = 44 * 32
 _LONGEST_NS = (1 << 48) - 1
 _MAX_PENDING = 2048
 
-_Frame = tuple["FallbackRegion", Any, int, Any]
+RegionMaker: TypeAlias = "Callable[[str, Any, bool], Region]"
+_Frame = tuple["Region", Any, int, Any]
 
 _lock = threading.RLock()
 os.register_at_fork(
@@ -26,8 +33,22 @@ os.register_at_fork(
 )
 
 
-class FallbackRegion:
-    """One path of nested regions; see `fastamp._ops.Region`.
+def region_maker(device: torch.device) -> RegionMaker:
+    """Return the function that makes a timer's regions from path, `begin` and `always`.
+
+    `begin`, the same for all regions, is called with a region that opens, if `always` is set or
+    torch's profiler is on. It returns a function that is called when the region closes, with the
+    start and the end in nanoseconds.
+    """
+    core = _ops.core_for(device)
+    if core is None:
+        return functools.partial(Region, threading.local())
+    make_region: RegionMaker = core.make_region
+    return make_region
+
+
+class Region:
+    """One path of nested regions, in all threads, on the host's clock; the core's have its methods.
 
     `local` belongs to one timer. Its `stack`, one for each thread, is a list of one frame, that of
     the innermost open region: the region, the function to call at its end, its start, and the frame
@@ -38,7 +59,7 @@ class FallbackRegion:
 
     def __init__(self, local: threading.local, path: str, begin: Any, always: bool) -> None:  # noqa: FBT001
         self.path = path
-        self.children: dict[str, FallbackRegion] = {}
+        self.children: dict[str, Region] = {}
         self._local = local
         self._begin = begin
         self._always = always
@@ -46,15 +67,15 @@ class FallbackRegion:
         self._exact = (0, 0, 0, 0)
         self._hits = np.zeros(_NUM_BUCKETS, np.int64)
 
-    def innermost(self) -> "FallbackRegion":
-        """Return the innermost open region of this thread, or else this one."""
+    def innermost(self) -> "Region":
+        """Return the innermost open region of this thread and this timer, or else this one."""
         try:
             frame: _Frame | None = self._local.stack[0]
         except AttributeError:
             return self
         return frame[0] if frame else self
 
-    def find(self, name: object) -> "FallbackRegion | None":
+    def find(self, name: object) -> "Region | None":
         """Return the known region of a name inside the innermost open one."""
         return self.innermost().children.get(name)  # type: ignore[call-overload, no-any-return]
 
@@ -71,7 +92,11 @@ class FallbackRegion:
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        """Close it and, without an asyncio loop, the regions left open inside it."""
+        """Close it and the regions left open inside it.
+
+        Nothing happens if it has been closed with a region around it. In a thread that runs an
+        asyncio loop it closes only itself: the regions inside may belong to other tasks.
+        """
         end_ns = perf_counter_ns()
         try:
             stack: list[_Frame] = self._local.stack
@@ -143,7 +168,7 @@ class FallbackRegion:
             return (*self._exact, self._hits.tobytes())
 
     def reset(self) -> None:
-        """Reset all figures."""
+        """Reset all figures; if the region is open, it is counted when it ends."""
         with _lock:
             self._pending.clear()
             self._exact = (0, 0, 0, 0)

@@ -7,14 +7,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fastamp._ops.host_types import AugmentStep, Images, StepKind
+from fastamp.data.columns import AugmentStep, Images, StepKind
+from fastamp.data.sample_rng import mix
 
-_MASK = 2**64 - 1
-SPLITMIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 
-def augment_image(images: Images, row: Tensor | npt.NDArray[np.generic], key: int) -> Tensor:
+def paint_image(images: Images, row: Tensor | npt.NDArray[np.generic], key: int) -> Tensor:
     """Return the bytes of the augmented image, in new memory; `key` seeds its random numbers."""
     if isinstance(row, torch.Tensor):
         row = row.contiguous().view(-1).view(torch.uint8).numpy()
@@ -28,15 +27,6 @@ def augment_image(images: Images, row: Tensor | npt.NDArray[np.generic], key: in
         elif y < step.y_bound:
             planes = planes[:, :, ::-1]
     return torch.from_numpy(np.array(planes, order="C").view(np.uint8).reshape(-1))
-
-
-def mix(value: int) -> int:
-    """Return the next number of splitmix64, a bijection of 64 bits."""
-    gamma, first, second = SPLITMIX
-    value = (value + gamma) & _MASK
-    value = ((value ^ (value >> 30)) * first) & _MASK
-    value = ((value ^ (value >> 27)) * second) & _MASK
-    return value ^ (value >> 31)
 
 
 def _paint(

@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-#include "emulate/grid.h"
+#include "grid.h"
 #include "step/ops.h"
 
 /// Returns the op table of the kernels, and the size that it has here.

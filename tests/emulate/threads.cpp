@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include "emulate/grid.h"
+#include "grid.h"
 
 namespace fastamp::emulate {
 namespace {

@@ -1,18 +1,16 @@
-"""The interface of the host's backends for rows and samples (`HostOps`), with its data types."""
+"""Arrays whose rows become the rows of batches, and how rows that are images are augmented."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
-
-from fastamp._ops.types import Ops
 
 
 class StepKind(IntEnum):
@@ -112,66 +110,6 @@ class Column(NamedTuple):
     def row_shape(self) -> tuple[int, ...]:
         """The shape of one row of the batch."""
         return tuple(self.array.shape[1:]) if self.images is None else self.images.row_shape
-
-
-class Gatherer(Protocol):
-    """Gathers batches out of columns, in the order of submission, for one consumer."""
-
-    def submit(
-        self, indices: Tensor, outputs: Sequence[Tensor], keys: Tensor | None = None
-    ) -> None:
-        """Add a batch: int64 indices of rows, and one contiguous tensor to fill for each column.
-
-        `keys`, one int64 for each row, seed the random numbers of its augmentation.
-        """
-
-    def is_ready(self) -> bool:
-        """Say whether the oldest batch is copied, or so small that `wait` copies it at once."""
-
-    def wait(self) -> float:
-        """Wait for the oldest batch and return the seconds that its copy took.
-
-        Raises:
-            IndexError: an index of that batch is out of bounds.
-        """
-
-
-class HostOps(Ops, Protocol):
-    """A backend with what it does with the rows and samples of a batch, which are on the host."""
-
-    def columns(
-        self, samples: tuple[Any, ...], keys: tuple[Any, ...]
-    ) -> Iterable[Sequence[Any]] | None:
-        """Return, for each key, sample[key] of every sample; None if it cannot handle them."""
-
-    def stack(
-        self,
-        samples: Sequence[Any],
-        dtype: torch.dtype,
-        allocate: Callable[[tuple[int, ...], torch.dtype], Tensor],
-        pad: Tensor | None = None,
-        multiple: int = 1,
-    ) -> Tensor | None:
-        """Copy samples into one tensor; None where the backend cannot handle them.
-
-        Args:
-            samples: at least one; all tensors or all arrays, of any shapes.
-            dtype: the batch's, which is that of the first sample.
-            allocate: gives memory for a shape and a dtype; called once, after all checks.
-            pad: the element that fills ragged dimensions, 0-dim on the CPU; None refuses them.
-            multiple: ragged dimensions, and that of vectors, are rounded up to a multiple of this.
-        """
-
-    def augment_image(self, images: Images, row: Tensor | npt.NDArray[Any], key: int) -> Tensor:
-        """Return the bytes of the augmented image, in new memory; `key` is that of `submit`."""
-
-    def gatherer(self, columns: Sequence[Column], depth: int) -> Gatherer:
-        """Return a gatherer of batches, which keeps the columns alive.
-
-        Args:
-            columns: at least one array; all have the same number of rows.
-            depth: batches that may be in flight.
-        """
 
 
 def check_rows(indices: Tensor, num_rows: int) -> Tensor:

@@ -8,7 +8,7 @@
 #include <mutex>
 #include <vector>
 
-#include "emulate/grid.h"
+#include "grid.h"
 
 namespace fastamp::emulate {
 

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "emulate/grid.h"
+#include "grid.h"
 #include "step/convert.h"
 
 #define __host__

@@ -1,0 +1,47 @@
+"""Ranks that hold different gradients, or fail in the middle of a step; and the norm's type."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import ranks, uneven_ranks
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
+KINDS = ["DTensors", "DTensors, a plain one left", "process group, another type"]
+
+
+@pytest.fixture(scope="module")
+def two():
+    with ranks.start(2) as started:
+        yield started
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("how", ["step", "clip, then step", "without scaling", "clip_grad_norm_"])
+@pytest.mark.parametrize("what", KINDS)
+def test_a_rank_without_a_gradient_leaves_no_other_waiting(two, what, how, bad):
+    if how == "clip_grad_norm_" and what.startswith("process group"):
+        pytest.skip("the function has no process_group")
+    first, second = two.run(2, uneven_ranks.clip_and_step, what, how, bad)
+    assert first == second
+    norm, expected, skipped, scale = first
+    assert norm == pytest.approx(expected, rel=1e-7)
+    assert skipped == bad
+    assert scale == (1.0 if how == "without scaling" else 2.0 if bad else 4.0)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("fused", [None, True])
+def test_a_step_that_fails_between_read_and_update_leaves_nothing_on_the_shards(
+    two, fused, enabled
+):
+    for left, expected, found in two.run(2, uneven_ranks.fail_in_a_collective, fused, enabled):
+        assert left == ["lost", None]
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("with_plain", [False, True])
+def test_the_norm_of_dtensors_is_a_replicated_dtensor_and_plain_in_reports(two, with_plain):
+    for found, expected, wrong in two.run(2, uneven_ranks.norms_of_dtensors, with_plain):
+        assert found == pytest.approx((expected,) * 3, rel=1e-7)
+        assert not wrong

@@ -1,0 +1,170 @@
+"""An optimizer's and a scaler's state, as other people make it: counts of steps, groups, scales."""
+
+from __future__ import annotations
+
+import importlib
+import math
+
+import pytest
+import torch
+from support.gradients import parameters_with
+from torch.overrides import TorchFunctionMode
+
+import fastamp
+
+ADAMS = [torch.optim.AdamW, torch.optim.Adam]
+
+
+def ones(*sizes, device="cpu"):
+    return parameters_with(*[torch.ones(size, device=device) for size in sizes])
+
+
+def step_count(optimizer, parameter):
+    return optimizer.state[parameter]["step"]
+
+
+def scaler_on(device, **options):
+    scaler = fastamp.GradScaler(device, init_scale=4.0, **options)
+    scaler.scale(torch.ones((), device=device))
+    return scaler
+
+
+# --- where and how the count of steps is made ---
+
+
+@pytest.mark.parametrize("cls", ADAMS)
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_count_is_made_on_the_cpu_whatever_the_default_device_is(cls, enabled, compiled, device):
+    parameters = ones(3, 5, device=device)
+    optimizer, scaler = cls(parameters, lr=1.0, eps=0), scaler_on(device, enabled=enabled)
+    with torch.device("meta"):
+        scaler.step(optimizer, max_norm=1.0)
+    assert scaler.last_step.norm.device.type == device
+    for parameter in parameters:
+        assert step_count(optimizer, parameter).item() == 1
+        torch.testing.assert_close(parameter.detach().cpu(), torch.full_like(parameter, -1.0).cpu())
+
+
+@pytest.mark.parametrize("cls", ADAMS)
+def test_a_count_is_float32_whatever_the_default_dtype_is(cls, compiled, device):
+    (parameter,) = ones(3, device=device)
+    optimizer = cls([parameter])
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        report = fastamp.optimizer_step(optimizer, max_norm=1.0)
+    finally:
+        torch.set_default_dtype(before)
+    assert step_count(optimizer, parameter).dtype == torch.float32
+    assert report.way.startswith("native")
+
+
+class HostElsewhere(TorchFunctionMode):
+    """Makes zeros without a device on "meta", which plays the host of parameters on a CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.zeros and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+def test_a_capturable_group_beside_another_has_its_count_on_its_parameters_device(
+    backend, device, monkeypatch
+):
+    """torch refuses capturable=True on a CPU; here it is told not to."""
+    adam = importlib.import_module("torch.optim.adam")
+    monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda: ["cpu", "cuda"])
+    parameters = ones(3, 5, device=device)
+    groups = [{"params": [p], "capturable": i > 0} for i, p in enumerate(parameters)]
+    optimizer = torch.optim.AdamW(groups)
+    with HostElsewhere():
+        fastamp.optimizer_step(optimizer, max_norm=1.0)
+    assert step_count(optimizer, parameters[1]).device == parameters[1].device
+    optimizer.step()  # torch's own takes the state
+    assert [step_count(optimizer, p).item() for p in parameters] == [2, 2]
+
+
+# --- what the count of steps says ---
+
+
+@pytest.mark.parametrize("cls", [*ADAMS, torch.optim.Adagrad])
+def test_a_count_that_is_read_from_the_state_leaves_out_skipped_steps(cls, apart, device):
+    """On the emulated device the host's memory is the device's: that the count moves is unseen."""
+    parameters = ones(3, 5, device=device)
+    optimizer = cls(parameters)
+    for step in range(5):
+        parameters[1].grad = torch.full((5,), math.inf if step in (0, 3) else 1.0, device=device)
+        assert fastamp.optimizer_step(optimizer, max_norm=1.0).way.startswith("native")
+    for parameter in parameters:
+        assert step_count(optimizer, parameter).item() == 3
+        assert step_count(optimizer, parameter).device.type == device
+
+
+@pytest.mark.parametrize("fused", [True, None])
+@pytest.mark.parametrize("cls", ADAMS)
+def test_parameters_that_share_a_count_step_as_in_torch(cls, fused, backend, device):
+    results = []
+    for ours in (True, False):
+        parameters = ones(3, 5, 4, device=device)
+        optimizer = cls(parameters, lr=1.0, fused=fused)
+        optimizer.step()
+        shared = step_count(optimizer, parameters[0])
+        for parameter in parameters:  # as some people's loaders make it
+            optimizer.state[parameter]["step"] = shared
+            parameter.grad = torch.arange(float(parameter.numel()), device=device)
+        for _ in range(3):
+            fastamp.optimizer_step(optimizer, max_norm=1e9) if ours else optimizer.step()
+        counts = [step_count(optimizer, p) for p in parameters]
+        results.append([*counts, *(p.detach() for p in parameters)])
+    torch.testing.assert_close(*results)
+
+
+# --- the parameters of a group ---
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize(
+    "hold",
+    [tuple, lambda ps: dict(enumerate(ps)).values(), lambda ps: dict.fromkeys(ps).keys(), set],
+    ids=["tuple", "values", "keys", "set"],
+)
+def test_the_parameters_of_a_group_may_be_held_as_torch_takes_them(hold, max_norm, backend, device):
+    parameters = ones(1, 3, device=device)
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    optimizer.param_groups[0]["params"] = hold(parameters)
+    fastamp.optimizer_step(optimizer, max_norm=max_norm, zero_grad=True)
+    for parameter in parameters:
+        assert parameter.grad is None
+        moved = -1.0 if max_norm is None else -0.5
+        torch.testing.assert_close(parameter.detach().cpu(), torch.full(parameter.shape, moved))
+
+
+# --- a scaler's state ---
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+@pytest.mark.parametrize("name", ["scale", "_growth_tracker"])
+def test_a_number_in_a_scalers_state_may_be_a_tensor_as_torch_takes_it(name, is_used):
+    found = []
+    for cls in (torch.amp.GradScaler, fastamp.GradScaler):
+        scaler = cls("cpu", init_scale=4.0)
+        if is_used:
+            scaler.scale(torch.ones(()))
+        state = {**scaler.state_dict(), name: torch.tensor(7)}
+        scaler.load_state_dict(state)
+        scaled = scaler.scale(torch.ones(())).item()
+        found.append((scaled, scaler.get_scale(), scaler._get_growth_tracker()))
+    assert found[0] == found[1]
+    assert 7 in found[1]
+
+
+def test_a_scale_that_is_a_tensor_is_bounded_and_checked_as_a_number():
+    scaler = fastamp.GradScaler("cpu", init_scale=4.0, max_scale=8.0)
+    state = scaler.state_dict()
+    scaler.load_state_dict({**state, "scale": torch.tensor(32.0)})
+    assert scaler.scale(torch.ones(())).item() == 8.0
+    with pytest.raises(ValueError, match="state_dict\\['scale'\\]: expected a number"):
+        scaler.load_state_dict({**state, "scale": torch.tensor(math.nan)})
+    with pytest.raises(ValueError, match="state_dict\\['scale'\\]: expected a number"):
+        scaler.load_state_dict({**state, "scale": torch.ones(2)})

@@ -1,0 +1,217 @@
+"""Steps that go wrong in the middle, or that somebody has changed: nothing is lost or left over."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import pytest
+import torch
+from support.accelerate_loops import forget, use_fp16
+from support.gradients import parameters_with
+
+import fastamp
+from fastamp.step.split import SplitStep
+
+SCALE = 4.0
+
+
+class Sub(torch.Tensor):
+    """A tensor of another type, as libraries have them."""
+
+
+SGDS = {
+    "open": lambda ps: torch.optim.SGD(ps, lr=1.0),
+    "fused": lambda ps: torch.optim.SGD(ps, lr=1.0, fused=True),
+    "foreach": lambda ps: torch.optim.SGD(ps, lr=1.0, foreach=True),
+}
+
+
+def make_scaler(*, enabled=True, cls=fastamp.GradScaler):
+    scaler = cls("cpu", init_scale=SCALE, enabled=enabled)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+def scaled_ones(*sizes, enabled=True):
+    """Return parameters whose unscaled gradients are ones."""
+    return parameters_with(*[torch.full((n,), SCALE if enabled else 1.0) for n in sizes])
+
+
+def assert_all(parameters, value):
+    for p in parameters:
+        torch.testing.assert_close(p.detach(), torch.full_like(p, value))
+
+
+def fail_once(optimizer, monkeypatch):
+    """Patch an optimizer's step as a wrapper does; the first call runs out of memory."""
+    step, calls = optimizer.step, []
+
+    def failing(*args, **kwargs):
+        calls.append(0)
+        if len(calls) == 1:
+            raise MemoryError
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(optimizer, "step", failing)
+
+
+# --- a gradient that is not finite, of a tensor subclass ---
+
+
+@pytest.mark.parametrize("how", ["step", "clip, then step"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("name", SGDS)
+def test_a_bad_value_in_a_tensor_subclass_spreads_to_no_other_gradient(name, enabled, bad, how):
+    first, odd, last = scaled_ones(3, 2, 4, enabled=enabled)
+    odd.grad = torch.tensor([SCALE if enabled else 1.0, bad]).as_subclass(Sub)
+    optimizer, scaler = SGDS[name]([first, odd, last]), make_scaler(enabled=enabled)
+    if how == "clip, then step":
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer, max_norm=1.0)
+    assert scaler.last_step.skipped
+    assert all(p.eq(0).all() for p in (first, odd, last))
+    for parameter in (first, last):
+        torch.testing.assert_close(parameter.grad, torch.ones_like(parameter))
+    assert not odd.grad[1].isfinite()
+
+
+# --- a step in two calls ---
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("name", SGDS)
+def test_a_split_step_that_failed_is_clipped_when_it_is_called_again(name, enabled, monkeypatch):
+    parameters = scaled_ones(1, 3, enabled=enabled)
+    optimizer = SGDS[name](parameters)
+    fail_once(optimizer, monkeypatch)
+    split = SplitStep(make_scaler(enabled=enabled))
+    assert split.clip_grad_norm_([optimizer], 1.0).item() == 2
+    with pytest.raises(MemoryError):
+        split.step(optimizer)
+    split.step(optimizer)
+    assert_all(parameters, -0.5)
+
+
+def assert_clipped_or_refused(step, parameters):
+    """Make a step: it is clipped; or it raises as for changed gradients, and nothing moves."""
+    with contextlib.suppress(RuntimeError):
+        step()
+        assert_all(parameters, -0.5)
+        return
+    assert_all(parameters, 0.0)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("name", SGDS)
+def test_the_inner_optimizer_steps_with_clipped_gradients_or_not_at_all(name, enabled):
+    parameters = scaled_ones(1, 3, enabled=enabled)
+    optimizer = SGDS[name](parameters)
+    split = SplitStep(make_scaler(enabled=enabled))
+    split.clip_grad_norm_([optimizer], 1.0)
+    assert_clipped_or_refused(optimizer.step, parameters)
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+@pytest.mark.parametrize("what", ["fails once", "steps inside"])
+def test_accelerates_clip_holds_for_a_step_that_failed_and_for_the_inner_one(
+    what, precision, monkeypatch
+):
+    accelerate = pytest.importorskip("accelerate")
+    from fastamp.integrations.accelerate import prepare
+
+    forget()
+    try:
+        own = accelerate.Accelerator(cpu=True)
+        own = use_fp16(own) if precision == "fp16" else own
+        prepare(own)
+        model = torch.nn.Linear(4, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        model, optimizer = own.prepare(model, SGDS["fused"](model.parameters()))
+        own.backward(model(torch.ones(1, 4)).sum())
+        own.clip_grad_norm_(model.parameters(), 1.0)
+        if what == "steps inside":
+            assert_clipped_or_refused(optimizer.optimizer.step, [model.weight])
+        else:
+            fail_once(optimizer.optimizer, monkeypatch)
+            with pytest.raises(MemoryError):
+                optimizer.step()
+            optimizer.step()
+            assert_all([model.weight], -0.5)
+    finally:
+        forget()
+
+
+# --- a scaler's methods that a subclass overrides ---
+
+
+def recording(base, name, calls):
+    """Return a subclass of a scaler, which notes the calls of one method."""
+
+    def method(self, *args, **kwargs):
+        calls.append(name)
+        return getattr(base, name)(self, *args, **kwargs)
+
+    return type("Recording", (base,), {name: method})
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("optimizer_name", ["open", "fused", "foreach"])
+@pytest.mark.parametrize("name", ["_maybe_opt_step", "_unscale_grads_", "_check_inf_per_device"])
+def test_what_torchs_scaler_calls_on_itself_is_called(name, optimizer_name, max_norm, backend):
+    seen = []
+    for base in (torch.amp.GradScaler, fastamp.GradScaler):
+        calls = []
+        parameters = scaled_ones(1, 3)
+        optimizer = SGDS[optimizer_name](parameters)
+        scaler = make_scaler(cls=recording(base, name, calls))
+        if base is fastamp.GradScaler:
+            scaler.step(optimizer, max_norm=max_norm)
+        else:
+            if max_norm is not None:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+            scaler.step(optimizer)
+        scaler.update()
+        seen.append((calls, [p.detach() for p in parameters]))
+    (expected, theirs), (found, ours) = seen
+    torch.testing.assert_close(ours, theirs)
+    assert found == expected
+
+
+# --- a failure between read and update ---
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("name", SGDS)
+def test_a_failure_in_the_second_optimizer_says_that_the_first_has_stepped(
+    name, enabled, max_norm, monkeypatch
+):
+    first, second = scaled_ones(1, 3, enabled=enabled)
+    optimizers, scaler = [SGDS[name]([p]) for p in (first, second)], make_scaler(enabled=enabled)
+    fail_once(optimizers[1], monkeypatch)
+    with pytest.raises((MemoryError, RuntimeError)) as caught:
+        scaler.step(optimizers, max_norm=max_norm)
+    assert first.item() == pytest.approx(-1.0 if max_norm is None else -0.5)
+    assert second.eq(0).all()
+    told = [str(caught.value), *getattr(caught.value, "__notes__", [])]
+    assert "optimizer[0]" in "".join(told)
+    if enabled:
+        with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
+            scaler.step(optimizers[0])
+        scaler.step(optimizers[1])
+        torch.testing.assert_close(second.detach(), first.detach().expand(3))
+
+
+@pytest.mark.parametrize("name", SGDS)
+def test_an_optimizer_that_has_stepped_says_so_though_zero_grad_fails(name, monkeypatch, backend):
+    parameters = scaled_ones(1, 3)
+    optimizer, scaler = SGDS[name](parameters), make_scaler()
+    monkeypatch.setattr(optimizer, "zero_grad", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        scaler.step(optimizer, max_norm=1.0, zero_grad=True)
+    with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
+        scaler.step(optimizer)
+    assert parameters[0].item() == pytest.approx(-0.5)

@@ -1,0 +1,140 @@
+"""The optimizers' updates in torch's operators: csrc/step/rules.h, one tensor at a time.
+
+The oracle of the compiled updates. Products, sums, quotients and roots are rounded one by one, so
+that all backends get the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+import fastamp
+from fastamp import _ops
+from fastamp.step import StepReport
+
+
+class PythonScaler(fastamp.GradScaler):
+    """A scaler whose steps are made here: the fallback reads, and Python updates."""
+
+    def step(self, optimizer, *, max_norm=None, zero_grad=False):
+        states = self._states_of([optimizer])
+        with _ops.use_only("fallback"):
+            stats = self._measure(states, self._hold([optimizer]), max_norm)
+        make_update(optimizer, stats.factor.item(), stats.found_inf.item(), zero_grad=zero_grad)
+        self.last_step = StepReport(stats, "by Python")
+        states[0]["stage"] = OptState.STEPPED
+        states[0]["found_inf_per_device"] = {torch.device("cpu"): stats.found_inf}
+
+
+@torch.no_grad()
+def make_update(optimizer, factor=1.0, found_inf=0.0, *, zero_grad=False):
+    """Multiply gradients by a factor and update, unless `found_inf` is set; make missing states."""
+    rule = next(c for c in type(optimizer).__mro__ if c.__name__ in _APPLY).__name__
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                _make_state(rule, group, param, optimizer.state[param])
+                if not found_inf:
+                    _update(rule, group, param, optimizer.state[param], factor, zero_grad)
+                if zero_grad:
+                    param.grad = None
+
+
+def _make_state(rule, group, param, state):
+    names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(group.get("amsgrad"))
+    if rule == "SGD":
+        names = ["momentum_buffer"] * bool(group["momentum"])
+    if rule == "Adam":
+        state.setdefault("step", torch.zeros(()))
+    for name in names if rule != "Adagrad" else ():
+        if state.get(name) is None:
+            like = param.grad if rule == "SGD" else param
+            state[name] = torch.zeros_like(like, memory_format=torch.preserve_format)
+
+
+def _update(rule, group, param, state, factor, zero_grad):
+    grad = param.grad.float()
+    if factor != 1.0:
+        grad = grad * factor
+        if not zero_grad:
+            param.grad.copy_(grad)
+    if "step" in state:
+        state["step"].add_(1)
+    count = int(state["step"].item()) if "step" in state else 0
+    states = [v for name, v in state.items() if name != "step" and v is not None]
+    values = [param.float(), *(each.float() for each in states)]
+    found = _APPLY[rule](group, count, -grad if group["maximize"] else grad, *values)
+    for tensor, value in zip([param, *states], found, strict=True):
+        tensor.copy_(value)
+
+
+def _power(base, exponent):
+    """Square repeatedly: `**` differs between C libraries."""
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
+
+
+def _root(values):
+    """Return correctly rounded roots: the last bit of MKL's float32 ones is sometimes wrong."""
+    return values.double().sqrt().float()
+
+
+def _decayed(grad, param, weight_decay):
+    """Add coupled weight decay to a gradient."""
+    return grad + param * weight_decay if weight_decay else grad
+
+
+def _adam(group, step, grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq=None):
+    (beta1, beta2), lr = group["betas"], float(group["lr"])
+    if group["decoupled_weight_decay"]:
+        param = param * (1 - lr * group["weight_decay"])
+    else:
+        grad = _decayed(grad, param, group["weight_decay"])
+    if 1 - beta1 >= 0.5:  # interpolated from the nearer end, as torch.lerp does
+        exp_avg = grad + (grad - exp_avg) * -beta1
+    else:
+        exp_avg = exp_avg + (grad - exp_avg) * (1 - beta1)
+    exp_avg_sq = exp_avg_sq * beta2 + (grad * (1 - beta2)) * grad
+    states = [exp_avg, exp_avg_sq]
+    if max_exp_avg_sq is not None:
+        states.append(torch.maximum(exp_avg_sq, max_exp_avg_sq))
+    root = math.sqrt(1 - _power(beta2, step))
+    denominator = _root(states[-1]) + group["eps"] * root
+    return [param - (exp_avg * (lr / (1 - _power(beta1, step)) * root)) / denominator, *states]
+
+
+def _sgd(group, _step, grad, param, *buffers):
+    grad = _decayed(grad, param, group["weight_decay"])
+    momentum = group["momentum"]
+    found = [buffer * momentum + grad * (1 - group["dampening"]) for buffer in buffers]
+    for buffer in found:
+        grad = grad + buffer * momentum if group["nesterov"] else buffer
+    return [param - grad * float(group["lr"]), *found]
+
+
+def _adagrad(group, step, grad, param, total):
+    grad = _decayed(grad, param, group["weight_decay"])
+    total = total + grad * grad
+    lr = float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])
+    return [param - (grad * lr) / (_root(total) + group["eps"]), total]
+
+
+_APPLY = {"Adam": _adam, "SGD": _sgd, "Adagrad": _adagrad}
+
+
+def python_step(optimizer, max_norm=None, *, zero_grad=False):
+    """Do what fastamp.optimizer_step does, with the update made here; return its report."""
+    if max_norm is None:
+        make_update(optimizer, zero_grad=zero_grad)
+        return StepReport(None, "by Python")
+    scaler = PythonScaler(enabled=False)
+    scaler.step(optimizer, max_norm=max_norm, zero_grad=zero_grad)
+    return scaler.last_step
