@@ -166,9 +166,8 @@ class GradScaler(torch.amp.GradScaler):
             max_norm = as_bound("max_norm", max_norm)
         states = self._states_of(optimizers)
         self._dropped = zero_grad = bool(zero_grad)
-        if not why and (
-            _overrides(cast(Any, type(self))) or not vars(self).keys().isdisjoint(_CALLED)
-        ):
+        cls: Any = type(self)
+        if not why and (_overrides(cls) or not vars(self).keys().isdisjoint(_CALLED)):
             why = "a method of the scaler is overridden"
         grads: Grads | None = None
         if not why and not several and self.process_group is None and self._known is None:
@@ -356,7 +355,7 @@ class GradScaler(torch.amp.GradScaler):
             if self._enabled:
                 skipped = skipped.detach()  # made in a torch.func transform, it is a wrapper
         if is_ready:
-            scale = cast(Tensor, self._scale).detach()
+            scale = self._scale.detach()  # type: ignore[union-attr]
             if scale.device != device:
                 scale = _ops.moved(scale, device)
         elif self._enabled:
