@@ -87,9 +87,7 @@ ClipSpec clip_of(const Backend& backend, const py::object& scale, const py::obje
 
 // Documented in step/ops.h and fastamp/_native.pyi.
 void define_step(py::module_& module) {
-  py::class_<PackedTensors>(module, "PackedTensors")
-      .def_readonly("rest", &PackedTensors::rest)
-      .def_readonly("has_float16", &PackedTensors::has_float16);
+  py::class_<PackedTensors>(module, "PackedTensors").def_readonly("rest", &PackedTensors::rest);
   py::class_<OpTable>(module, "OpTable")
       .def(py::init(&table_at), py::arg("address"), py::arg("size"));
   py::class_<Backend> backend(module, "Backend");

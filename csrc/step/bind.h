@@ -40,14 +40,12 @@ struct PackedTensors {
   TensorList views;
   std::vector<std::int64_t> rest;  ///< indices of the tensors that the core does not handle
   std::int64_t num_chunks = 0;
-  bool has_float16 = false;  ///< among those that it handles
 
   /// Adds a view of one of the tensors; skips an empty one.
   void add(const TensorView& view) {
     if (view.numel == 0) return;
     views.push_back(view);
     num_chunks += chunks_of(view.numel);
-    has_float16 |= view.dtype == DType::kFloat16;
   }
 };
 
@@ -56,7 +54,7 @@ class AddressSet {
  public:
   explicit AddressSet(std::size_t expected) {
     std::size_t size = 16;
-    while (size < 2 * expected) size *= 2;
+    while (2 * size < 3 * expected) size *= 2;
     slots_.resize(size, nullptr);
   }
   bool insert(const void* address) {

@@ -214,21 +214,27 @@ class Update {
       view.state_dtype = found->dtype;
       view.states[s] = take(*found);
     }
-    if (rule_.counts) view.step = static_cast<float*>(take(read_count(backend, group, state)));
+    if (rule_.counts)
+      view.step = static_cast<float*>(take(read_count(backend, group, state, prefetcher)));
     step.list.parameters.push_back(view);
   }
 
   /// Reads the count of steps, which torch keeps on the host unless the group is fused or
   /// capturable. On a device that is apart, Python moves it there.
-  static TensorView read_count(const Backend& backend, const Group& group, PyObject* state) {
+  static TensorView read_count(const Backend& backend, const Group& group, PyObject* state,
+                               Prefetcher& prefetcher) {
     static PyObject* const name = PyUnicode_InternFromString("step");
     PyObject* tensor = find(state, name);
     if (tensor == nullptr) throw Refusal{kNoState};
     const auto is_count = [](const std::optional<TensorView>& view) {
       return view && view->dtype == DType::kFloat32 && view->numel == 1;
     };
-    const auto found = read_dense(tensor, backend.device);
-    if (is_count(found)) return *found;
+    Strides layout;
+    const auto found = read_dense(tensor, backend.device, &layout);
+    if (is_count(found)) {
+      prefetcher.met(tensor, layout);
+      return *found;
+    }
     if (backend.is_apart && !group.counts_on_device && is_count(read_dense(tensor, kHost)))
       throw Refusal{kNoState};
     throw Refusal{"step: its dtype, layout or device"};

@@ -12,6 +12,9 @@
 
 namespace fastamp {
 
+/// The optimizers whose update the core makes. AdamW is Adam with decoupled decay.
+enum class Rule : std::uint8_t { kAdam, kSgd, kAdagrad };
+
 /// Squares repeatedly: `pow` differs between C libraries.
 FASTAMP_HD inline double power(double base, std::uint64_t exponent) {
   double result = 1;

@@ -8,8 +8,7 @@
 
 namespace fastamp {
 
-/// The optimizers whose update the core makes. AdamW is Adam with decoupled decay.
-enum class Rule : std::uint8_t { kAdam, kSgd, kAdagrad };
+enum class Rule : std::uint8_t;  ///< see rules.h
 
 /// The options of one parameter group; those of other optimizers stay 0.
 struct GroupOptions {

@@ -21,7 +21,7 @@ class Part:
     def __init__(self, tensors: Sequence[Tensor], backend: Any = None) -> None:
         self.device = tensors[0].device
         self.tensors, self.backend = tensors, backend
-        self.packed = None if backend is None else backend.pack(tensors)
+        self.packed: Any = None if backend is None else backend.pack(tensors)
 
     def reduce(self) -> Reduced:
         """Read every element once."""
@@ -86,6 +86,9 @@ class Grads:
 
 def split(tensors: Sequence[Tensor]) -> list[Part]:
     """Hand each of one or more tensors to a backend: a part for each device, or two."""
+    backend = backend_for(tensors[0].device)
+    if backend is not None and not (part := Part(tensors, backend)).packed.rest:
+        return [part]  # the core has looked at the device of each
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor)

@@ -143,8 +143,7 @@ def make_state(optimizer: Optimizer) -> str | None:  # noqa: C901 - as torch's, 
     skipped step need not be known there: torch's own step then waits for it.
     """
     cls: Any = type(optimizer)
-    rule, _ = _rule_of(cls, cls.step, cls._init_group)
-    states, counts, first = _ops.core().rules[rule]
+    states, counts, first = _ops.core().rules[_updates[optimizer][0]]
     for group in optimizer.param_groups:
         on_device = group.get("fused") or group.get("capturable")
         names = [name for name, option in states if not option or group.get(option)]

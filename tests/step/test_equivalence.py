@@ -13,7 +13,7 @@ from support.differences import OPTIMIZERS, TORCHS, differences
 from support.python_update import PythonScaler, python_step
 from support.reference import update
 from support.updates import (
-    MORE_RULES,
+    OF_TORCH,
     RULES,
     SIZES,
     everything,
@@ -53,7 +53,7 @@ def random_states(kind, group, size, step, generator):
 
 
 @pytest.mark.parametrize("step", [1, 2, 1000])
-@pytest.mark.parametrize("name", RULES | MORE_RULES)
+@pytest.mark.parametrize("name", OF_TORCH)
 def test_one_step_is_the_float64_result_to_a_few_ulp(name, step, compiled):
     # Of the largest number that is added on the way: 2 for a parameter of four times the change's
     # size, else 6. A change is made of up to twelve numbers that are rounded, by half an ulp each;
@@ -225,7 +225,7 @@ def torchs(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", RULES | MORE_RULES)
+@pytest.mark.parametrize("name", OF_TORCH)
 def test_after_50_steps_it_is_as_near_to_float64_as_torchs_own(name, dtype, compiled):
     exact = of_torch(name, torch.float64, start=dtype, foreach=True)
     ours = (after_50_steps(name, dtype, is_native, fused=True) - exact).abs()

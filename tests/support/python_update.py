@@ -32,7 +32,7 @@ class PythonScaler(fastamp.GradScaler):
 @torch.no_grad()
 def make_update(optimizer, factor=1.0, found_inf=0.0, *, zero_grad=False):
     """Multiply gradients by a factor and update, unless `found_inf` is set; make missing states."""
-    rule = next(c for c in type(optimizer).__mro__ if c.__name__ in _APPLY).__name__
+    rule = next(c for c in type(optimizer).__mro__ if c.__name__ in _RULES).__name__
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is not None:
@@ -44,13 +44,11 @@ def make_update(optimizer, factor=1.0, found_inf=0.0, *, zero_grad=False):
 
 
 def _make_state(rule, group, param, state):
-    names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(group.get("amsgrad"))
-    if rule == "SGD":
-        names = ["momentum_buffer"] * bool(group["momentum"])
-    if rule == "Adam":
+    _, names, counts = _RULES[rule]
+    if counts and rule != "Adagrad":  # whose states the optimizer makes itself
         state.setdefault("step", torch.zeros(()))
-    for name in names if rule != "Adagrad" else ():
-        if state.get(name) is None:
+    for name, option in names.items() if rule != "Adagrad" else ():
+        if (option is None or group.get(option)) and state.get(name) is None:
             like = param.grad if rule == "SGD" else param
             state[name] = torch.zeros_like(like, memory_format=torch.preserve_format)
 
@@ -66,7 +64,7 @@ def _update(rule, group, param, state, factor, zero_grad):
     count = int(state["step"].item()) if "step" in state else 0
     states = [v for name, v in state.items() if name != "step" and v is not None]
     values = [param.float(), *(each.float() for each in states)]
-    found = _APPLY[rule](group, count, -grad if group["maximize"] else grad, *values)
+    found = _RULES[rule][0](group, count, -grad if group.get("maximize") else grad, *values)
     for tensor, value in zip([param, *states], found, strict=True):
         tensor.copy_(value)
 
@@ -127,7 +125,13 @@ def _adagrad(group, step, grad, param, total):
     return [param - (grad * lr) / (_root(total) + group["eps"]), total]
 
 
-_APPLY = {"Adam": _adam, "SGD": _sgd, "Adagrad": _adagrad}
+_ADAM = {"exp_avg": None, "exp_avg_sq": None, "max_exp_avg_sq": "amsgrad"}
+# The arithmetic; the states, each with the option that it depends on; whether steps are counted.
+_RULES = {
+    "Adam": (_adam, _ADAM, True),
+    "SGD": (_sgd, {"momentum_buffer": "momentum"}, False),
+    "Adagrad": (_adagrad, {"sum": None}, True),
+}
 
 
 def python_step(optimizer, max_norm=None, *, zero_grad=False):

@@ -13,6 +13,12 @@ import fastamp
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+
+def is_torchs(cls):
+    """Say whether torch has the optimizer, and so implementations to compare with."""
+    return cls.__module__.startswith("torch.optim")
+
+
 SIZES = [(3,), (70, 5), (0,), (1025,), (70_000,)]
 RULES = {
     "adamw": (torch.optim.AdamW, {}),
@@ -36,6 +42,8 @@ MORE_RULES = {
     ),
 }
 """Options that few tests need."""
+
+OF_TORCH = [name for name, (cls, _) in (RULES | MORE_RULES).items() if is_torchs(cls)]
 
 
 def make(name, dtype=torch.float32, *, sizes=SIZES, **options):
