@@ -3,30 +3,18 @@
 // With clang's -fsanitize=fuzzer it runs under libFuzzer; with random_inputs.cpp alone.
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 
 #include "input.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   using namespace fuzz;
+  constexpr void (*kFuzzers[])(Input&) = {
+      fuzz_step,   [](Input& in) { fuzz_clock(in), fuzz_pairs(in); },
+      fuzz_stack,  fuzz_stack,
+      fuzz_stack,  fuzz_augment,
+      fuzz_gather, fuzz_gather};
   Input input(data, size);
-  switch (input.take<std::uint8_t>() % 8) {
-    case 0:
-      fuzz_step(input);
-      break;
-    case 1:
-      fuzz_clock(input);
-      fuzz_pairs(input);
-      break;
-    case 2:
-    case 3:
-    case 4:
-      fuzz_stack(input);
-      break;
-    case 5:
-      fuzz_augment(input);
-      break;
-    default:
-      fuzz_gather(input);
-  }
+  kFuzzers[input.take<std::uint8_t>() % std::size(kFuzzers)](input);
   return 0;
 }

@@ -1,16 +1,15 @@
 """CUDA graphs: the step inside one, and a capture while fastamp's threads are at work."""
 
-from __future__ import annotations
-
+import math
 import time
 
 import pytest
 import torch
+from support.gradients import parameters_with, random
 from support.processes import run_python
 
 import fastamp
 
-SIZES = [(1003,), (64, 64), (7,), *[(5,)] * 50]
 FIRST_CALL = """
 import torch, fastamp
 parameter = torch.nn.Parameter(torch.zeros(1000, device="cuda"))
@@ -29,50 +28,70 @@ for scale in (3.0, 0.01):
 """
 
 
-class Training:
-    """Parameters with gradients that stay where they are, their optimizer and a scaler."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator("cuda").manual_seed(0)
-        values = [torch.randn(size, device="cuda", generator=generator) for size in SIZES]
-        self.parameters = [torch.nn.Parameter(value) for value in values]
-        for parameter in self.parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=0.01, fused=True, capturable=True)
-        self.scaler = fastamp.GradScaler("cuda", init_scale=8.0, growth_interval=2)
-        self.scaler.scale(torch.ones((), device="cuda"))
-        self.step(0)
-
-    def give(self, seed):
-        """Fill the gradients, every third time with one that overflowed."""
-        generator = torch.Generator("cuda").manual_seed(seed)
-        for parameter in self.parameters:
-            parameter.grad.normal_(generator=generator)
-        if seed % 3 == 2:
-            self.parameters[1].grad[3, 4] = torch.inf
-
-    def step(self, seed=None):
-        if seed is not None:
-            self.give(seed)
-        self.scaler.step(self.optimizer, max_norm=1.0)
-        self.scaler.update()
+def graph_of(call):
+    """Capture a call that has already run once on another stream, as torch asks for."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
 
 
 @pytest.mark.cuda
-def test_a_captured_step_replays_as_the_eager_one():
-    eager, captured = Training(), Training()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured.step()
-    for seed in range(1, 9):
-        eager.step(seed)
-        captured.give(seed)
+def test_a_captured_clip_replays_with_new_gradients():
+    sizes = [1, 1003, 70_001, *[64] * 3000]  # more than one table of tensors
+    static = parameters_with(*[torch.zeros(size, device="cuda") for size in sizes])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        fastamp.clip_grad_norm_(static, 1.0)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph, norm = graph_of(lambda: fastamp.clip_grad_norm_(static, 1.0))
+    for seed in range(3):
+        scale = 10.0 ** (seed - 4)  # the first two are short enough to stay as they are
+        grads = [scale * random(size, torch.float32, "cuda", seed=seed) for size in sizes]
+        for parameter, grad in zip(static, grads, strict=True):
+            parameter.grad.copy_(grad)
         graph.replay()
-        pairs = zip(eager.parameters, captured.parameters, strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
-        assert torch.equal(eager.scaler._scale, captured.scaler._scale)
-    assert eager.scaler.skipped_steps == captured.scaler.skipped_steps == 3
+        eager = parameters_with(*grads)
+        assert torch.equal(norm, fastamp.clip_grad_norm_(eager, 1.0))
+        for a, b in zip(static, eager, strict=True):
+            assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("how", ["step", "clip_grad_norm_"])
+def test_a_captured_step_replays_with_new_gradients_and_overflows(how):
+    sizes = (1, 1003, 70_001, *[5] * 50)
+    results = []
+    for captured in (False, True):
+        parameters = parameters_with(*[torch.zeros(size, device="cuda") for size in sizes])
+        optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True, capturable=True)
+        scaler = fastamp.GradScaler("cuda", init_scale=1024.0, growth_interval=2)
+
+        def step(scaler=scaler, optimizer=optimizer):
+            if how == "clip_grad_norm_":
+                scaler.clip_grad_norm_(optimizer, 1e-2)
+            else:
+                scaler.step(optimizer, max_norm=1e-2)
+            scaler.update()
+
+        scaler.scale(torch.ones((), device="cuda"))
+        run = step
+        for seed in range(6):
+            for parameter, size in zip(parameters, sizes, strict=True):
+                parameter.grad.copy_(random(size, torch.float32, "cuda", seed=seed))
+            if seed in (2, 4):
+                parameters[1].grad[7] = math.inf
+            torch.cuda.synchronize()
+            run()
+            if captured and seed == 0:
+                graph, _ = graph_of(step)
+                run = graph.replay
+        norm = scaler.last_step.norm if how == "step" else torch.zeros(())
+        tensors = [t.detach() for p in parameters for t in (p, p.grad)]
+        results.append([*tensors, norm, scaler.get_scale(), scaler.skipped_steps])
+    torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
+    assert results[0][-2] == 1024.0 * 2 / 4
 
 
 def test_a_count_of_skipped_steps_is_made_before_a_capture(monkeypatch):

@@ -1,7 +1,5 @@
 """Gradients, flags and a scale on several devices, on a model of torch.cuda."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.stream_model import Model

@@ -2,13 +2,12 @@
 
 import copy
 import gc
-import pickle
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support.updates import RULES, everything, give, make, scaler_of
+from support.updates import RULES, give, make
 
 import fastamp
 from fastamp import _ops
@@ -26,10 +25,23 @@ def torchs_step(optimizer):
     optimizer.step()
 
 
-def assert_same_with_torch(train):
-    """Train with steps that fastamp makes, and with torch's."""
-    ours, expected = ([p.detach() for p in train(step)] for step in (native_step, torchs_step))
-    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+def as_by_torch(train):
+    """Make a test of a training: steps that fastamp makes come to what torch's do."""
+
+    def test(compiled):
+        ours, expected = ([p.detach() for p in train(s)] for s in (native_step, torchs_step))
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+    return test
+
+
+def stepped(count=2):
+    """Return parameters after native steps, and their optimizer."""
+    parameters, optimizer = make("adamw", sizes=SIZES)
+    for seed in range(count):
+        give(parameters, seed=seed)
+        native_step(optimizer)
+    return parameters, optimizer
 
 
 def assert_dead(references):
@@ -37,102 +49,56 @@ def assert_dead(references):
     assert [reference for reference in references if reference() is not None] == []
 
 
-def test_two_optimizers_may_take_turns_over_the_same_parameters(compiled):
-    def train(step):
-        parameters, one = make("adamw", sizes=SIZES)
-        other = torch.optim.SGD(parameters[::-1], lr=0.1, momentum=0.9)
-        third = torch.optim.Adagrad(parameters[1:], lr=0.1)
-        for i in range(9):
-            give(parameters, seed=i)
-            step((one, other, third)[i * i % 3])
-        return parameters
-
-    assert_same_with_torch(train)
+@as_by_torch
+def test_two_optimizers_may_take_turns_over_the_same_parameters(step):
+    parameters, one = make("adamw", sizes=SIZES)
+    other = torch.optim.SGD(parameters[::-1], lr=0.1, momentum=0.9)
+    third = torch.optim.Adagrad(parameters[1:], lr=0.1)
+    for i in range(9):
+        give(parameters, seed=i)
+        step((one, other, third)[i * i % 3])
+    return parameters
 
 
-def test_optimizers_that_step_together_may_step_alone(compiled):
-    def train(step):
-        parameters, one = make("adamw", sizes=SIZES)
-        others = [torch.nn.Parameter(torch.ones(n)) for n in (5, 700)]
-        other = torch.optim.SGD(others, lr=0.1, momentum=0.9)
-        for i in range(6):
-            give([*parameters, *others], seed=i)
-            if i % 2 and step is native_step:
-                native_step([one, other])
-            else:
-                step(one)
-                step(other)
-        return [*parameters, *others]
-
-    assert_same_with_torch(train)
+@as_by_torch
+def test_optimizers_that_step_together_may_step_alone(step):
+    parameters, one = make("adamw", sizes=SIZES)
+    others = [torch.nn.Parameter(torch.ones(n)) for n in (5, 700)]
+    other = torch.optim.SGD(others, lr=0.1, momentum=0.9)
+    for i in range(6):
+        give([*parameters, *others], seed=i)
+        if i % 2 and step is native_step:
+            native_step([one, other])
+        else:
+            step(one)
+            step(other)
+    return [*parameters, *others]
 
 
-def test_an_optimizer_may_be_stepped_from_threads_in_turn(compiled):
-    def train(step):
-        parameters, optimizer = make("adamw", sizes=SIZES)
-        for i in range(6):
-            give(parameters, seed=i)
-            if i % 3:
-                with ThreadPoolExecutor(1) as pool:  # another thread each time
-                    pool.submit(step, optimizer).result()
-            else:
-                step(optimizer)
-        return parameters
-
-    assert_same_with_torch(train)
+@as_by_torch
+def test_an_optimizer_may_be_stepped_from_threads_in_turn(step):
+    parameters, optimizer = make("adamw", sizes=SIZES)
+    for i in range(6):
+        give(parameters, seed=i)
+        if i % 3:
+            with ThreadPoolExecutor(1) as pool:  # another thread each time
+                pool.submit(step, optimizer).result()
+        else:
+            step(optimizer)
+    return parameters
 
 
-def test_a_scaler_and_steps_without_one_may_take_turns(compiled):
-    def train(step):
-        parameters, optimizer = make("adamw", sizes=SIZES)
-        scaler = scaler_of(growth_interval=10**6)
-        for i in range(6):
-            give(parameters, scaler.get_scale() if i % 2 else 1.0, seed=i)
-            if i % 2:
-                scaler.step(optimizer)
-                scaler.update()
-            else:
-                step(optimizer)
-        return parameters
-
-    assert_same_with_torch(train)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-@pytest.mark.parametrize("name", ["adamw", "sgd, nesterov"])
-def test_a_copy_of_an_optimizer_shares_nothing_with_it(name, copied, compiled):
-    def train(step):
-        parameters, optimizer = make(name, sizes=SIZES)
-        give(parameters)
-        step(optimizer)
-        other = copied(optimizer)
-        others = [p for group in other.param_groups for p in group["params"]]
-        give(others)
-        before = everything(parameters, optimizer)
-        step(other)
-        assert everything(parameters, optimizer) == before
-        for i in range(4):
-            give(parameters, seed=i)
-            give(others, seed=10 + i)
-            step((optimizer, other)[i % 2])
-        return [*parameters, *others]
-
-    assert_same_with_torch(train)
-
-
-def test_optimizers_that_follow_each_other_are_not_mistaken(compiled):
-    def train(step):
-        parameters = [torch.nn.Parameter(torch.full((n,), float(n))) for n in (5, 700)]
-        for i in range(20):  # one may lie where the one before it did
-            own = [torch.nn.Parameter(torch.ones(10 + i))]
-            optimizer = torch.optim.SGD([*own, *parameters[i % 2 :]], lr=0.01 * i, momentum=0.9)
-            for seed in (i, i + 1):
-                give([*own, *parameters], seed=seed)
-                step(optimizer)
-            del own, optimizer
-        return parameters
-
-    assert_same_with_torch(train)
+@as_by_torch
+def test_optimizers_that_follow_each_other_are_not_mistaken(step):
+    parameters = [torch.nn.Parameter(torch.full((n,), float(n))) for n in (5, 700)]
+    for i in range(20):  # one may lie where the one before it did
+        own = [torch.nn.Parameter(torch.ones(10 + i))]
+        optimizer = torch.optim.SGD([*own, *parameters[i % 2 :]], lr=0.01 * i, momentum=0.9)
+        for seed in (i, i + 1):
+            give([*own, *parameters], seed=seed)
+            step(optimizer)
+        del own, optimizer
+    return parameters
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -148,10 +114,7 @@ def test_an_optimizer_dies_with_all_that_it_has(name, compiled):
 
 
 def test_what_was_taken_out_of_an_optimizer_dies(compiled):
-    parameters, optimizer = make("adamw", sizes=SIZES)
-    for seed in range(3):
-        give(parameters, seed=seed)
-        native_step(optimizer)
+    parameters, optimizer = stepped(count=3)
     parameter = optimizer.param_groups[1]["params"].pop()
     assert parameter is parameters.pop()
     found = [parameter, *optimizer.state.pop(parameter).values(), parameter.grad]
@@ -165,10 +128,7 @@ def test_what_was_taken_out_of_an_optimizer_dies(compiled):
 
 
 def test_memory_that_was_let_go_is_not_written(compiled):
-    parameters, optimizer = make("adamw", sizes=SIZES)
-    for seed in range(2):
-        give(parameters, seed=seed)
-        native_step(optimizer)
+    parameters, optimizer = stepped()
     before = [p.data for p in parameters]
     moments = [optimizer.state[p]["exp_avg"].data for p in parameters]
     for p in parameters:
@@ -184,10 +144,7 @@ def test_memory_that_was_let_go_is_not_written(compiled):
 
 def test_tensors_can_be_swapped_after_a_step(compiled):
     # It needs the only reference to a tensor, and none that is weak: modules are moved so.
-    parameters, optimizer = make("adamw", sizes=SIZES)
-    for seed in range(2):
-        give(parameters, seed=seed)
-        native_step(optimizer)
+    parameters, optimizer = stepped()
     for p in parameters:
         p.grad = None
         torch.utils.swap_tensors(p, torch.nn.Parameter(torch.ones_like(p)))
@@ -201,10 +158,7 @@ def test_tensors_can_be_swapped_after_a_step(compiled):
 
 def test_memory_can_be_resized_after_a_step(compiled):
     # A storage that somebody else looks into cannot be.
-    parameters, optimizer = make("adamw", sizes=SIZES)
-    for seed in range(2):
-        give(parameters, seed=seed)
-        native_step(optimizer)
+    parameters, optimizer = stepped()
     for p in parameters:
         state = optimizer.state[p]
         for tensor in (p, state["exp_avg"], state["exp_avg_sq"]):
@@ -235,31 +189,27 @@ def test_a_step_that_fails_leaves_the_next_one_right(wrong, compiled):
             step(optimizer)
         return parameters
 
-    assert_same_with_torch(train)
+    as_by_torch(train)(compiled)
 
 
-def test_the_backend_may_change_between_steps(compiled):
-    def train(step):
-        parameters, optimizer = make("adamw", sizes=SIZES)
-        for i in range(6):
-            give(parameters, seed=i)
-            if i % 3 == 2:
-                with _ops.use_only("fallback"):
-                    fastamp.optimizer_step(optimizer, FAR)
-            else:
-                step(optimizer)
-        return parameters
-
-    assert_same_with_torch(train)
-
-
-def test_the_number_of_threads_may_change_between_steps(compiled):
-    def train(step):
-        parameters, optimizer = make("adamw", sizes=[*SIZES, (200_000,)])
-        for i in range(4):
-            torch.set_num_threads(1 + i % 2)
-            give(parameters, seed=i)
+@as_by_torch
+def test_the_backend_may_change_between_steps(step):
+    parameters, optimizer = make("adamw", sizes=SIZES)
+    for i in range(6):
+        give(parameters, seed=i)
+        if i % 3 == 2:
+            with _ops.use_only("fallback"):
+                fastamp.optimizer_step(optimizer, FAR)
+        else:
             step(optimizer)
-        return parameters
+    return parameters
 
-    assert_same_with_torch(train)
+
+@as_by_torch
+def test_the_number_of_threads_may_change_between_steps(step):
+    parameters, optimizer = make("adamw", sizes=[*SIZES, (200_000,)])
+    for i in range(4):
+        torch.set_num_threads(1 + i % 2)
+        give(parameters, seed=i)
+        step(optimizer)
+    return parameters

@@ -1,7 +1,5 @@
 """Apple's GPUs, which have no float64, on a machine that has none."""
 
-from __future__ import annotations
-
 import torch
 from support.played_mps import Played, PlayMps
 

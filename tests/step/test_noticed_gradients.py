@@ -13,6 +13,22 @@ FAR = 1e9
 """A norm that no gradients have: nothing is clipped."""
 
 
+def assert_as_torch(prepare, ways=None, *, name="adamw", sizes=SIZES):
+    """Make steps by fastamp and by torch; `ways` has those of fastamp's that are not native."""
+    found = []
+    for ours in (True, False):
+        parameters, optimizer = make(name, sizes=sizes)
+        for step in range(STEPS):
+            prepare(step, parameters, optimizer)
+            if ours:
+                way = fastamp.optimizer_step(optimizer, FAR).way
+                assert way.startswith((ways or {}).get(step, "native"))
+            else:
+                optimizer.step()
+        found.append([p.detach() for p in parameters])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
 def asked_for(**options):
     def change(optimizer, wanted):
         optimizer.param_groups[1].update(options if wanted else dict.fromkeys(options))
@@ -38,46 +54,38 @@ def hook(optimizer, wanted):
     ],
 )
 def test_what_is_asked_for_in_mid_run_counts_at_once_and_no_longer(change, reason, compiled):
-    found = []
-    for ours in (True, False):
-        parameters, optimizer = make("adamw", sizes=SIZES)
-        for step in range(6):
-            if step in (2, 4):
-                change(optimizer, step == 2)
-            give(parameters, seed=step)
-            with torch.set_grad_enabled(reason != "differentiable=True"):
-                if ours:
-                    way = fastamp.optimizer_step(optimizer, FAR).way
-                    assert (reason if step in (2, 3) else "native") in way
-                else:
-                    optimizer.step()
-        found.append([p.detach() for p in parameters])
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    def prepare(step, parameters, optimizer):
+        if step in (2, 4):
+            change(optimizer, step == 2)
+        give(parameters, seed=step)
+
+    with torch.set_grad_enabled(reason != "differentiable=True"):
+        assert_as_torch(prepare, dict.fromkeys((2, 3), f"torch's: {reason}"))
 
 
-@pytest.mark.parametrize("change", ["lr", "betas", "amsgrad", "state", "step"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda group, _: group.update(lr="fast"),
+        lambda group, _: group.update(betas=0.9),
+        lambda group, _: group.update(amsgrad=True),
+        lambda _, state: state.pop("exp_avg_sq"),
+        lambda _, state: state.pop("step"),
+    ],
+    ids=["lr", "betas", "amsgrad", "state", "step"],
+)
 def test_what_torch_refuses_in_mid_run_is_refused_as_by_torch(change, compiled):
     errors = []
-    for ours in (True, False):
+    for step in (lambda o: fastamp.optimizer_step(o, FAR), torch.optim.AdamW.step):
         parameters, optimizer = make("adamw", sizes=SIZES)
-        for step in range(3):
-            give(parameters, seed=step)
-            if step < 2:
-                fastamp.optimizer_step(optimizer, FAR)
-        if change == "lr":
-            optimizer.param_groups[0]["lr"] = "fast"
-        if change == "amsgrad":
-            optimizer.param_groups[0]["amsgrad"] = True
-        if change == "betas":
-            optimizer.param_groups[0]["betas"] = 0.9
-        if change == "state":
-            del optimizer.state[parameters[0]]["exp_avg_sq"]
-        if change == "step":
-            del optimizer.state[parameters[0]]["step"]
+        for seed in range(2):
+            give(parameters, seed=seed)
+            fastamp.optimizer_step(optimizer, FAR)
+        give(parameters, seed=2)
+        change(optimizer.param_groups[0], optimizer.state[parameters[0]])
         with pytest.raises((KeyError, TypeError)) as caught:
-            fastamp.optimizer_step(optimizer, FAR) if ours else optimizer.step()
-        left = everything(parameters, optimizer)
-        errors.append((type(caught.value), str(caught.value), left))
+            step(optimizer)
+        errors.append((type(caught.value), str(caught.value), everything(parameters, optimizer)))
     assert errors[0] == errors[1]
 
 
@@ -93,20 +101,15 @@ def test_what_torch_refuses_in_mid_run_is_refused_as_by_torch(change, compiled):
     ],
 )
 def test_options_of_other_rules_may_change_too(name, change, compiled):
-    found = []
-    for ours in (True, False):
-        parameters, optimizer = make(name, sizes=SIZES)
-        before = {key: optimizer.param_groups[1][key] for key in change}
-        for step in range(STEPS):
-            if step in (2, 4):
-                optimizer.param_groups[1].update(change if step == 2 else before)
-            give(parameters, seed=step)
-            if ours:
-                assert fastamp.optimizer_step(optimizer, FAR).way.startswith("native")
-            else:
-                optimizer.step()
-        found.append([p.detach() for p in parameters])
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    other = dict(change)
+
+    def prepare(step, parameters, optimizer):
+        group = optimizer.param_groups[1]
+        for key in change if step in (2, 4) else ():  # there and back
+            group[key], other[key] = other[key], group[key]
+        give(parameters, seed=step)
+
+    assert_as_torch(prepare, name=name)
 
 
 def none(parameters, step):
@@ -166,26 +169,20 @@ NATIVE_GRADS = [none, in_place, other_data, exchanged, unaligned, freed]
     "change", [*NATIVE_GRADS, all_none, strided, shared, own_memory], ids=lambda f: f.__name__
 )
 def test_gradients_may_differ_at_any_step(change, compiled):
-    found = []
-    for ours in (True, False):
-        parameters, optimizer = make("adamw", sizes=[*SIZES[:-1], (16, 16)])
-        parameters[1].kept = torch.ones(70, 5)
-        for step in range(STEPS):
-            give(parameters, seed=step)
-            if step in (2, 3):
-                change(parameters, step)
-            if ours:
-                way = fastamp.optimizer_step(optimizer, FAR).way
-                assert way.startswith("native") == (step not in (2, 3) or change in NATIVE_GRADS)
-            else:
-                optimizer.step()
-            if hasattr(parameters[1], "back"):
-                values = parameters[1].__dict__.pop("back")
-                parameters[1].untyped_storage().resize_(values.nbytes)
-                with torch.no_grad():
-                    parameters[1].copy_(values)
-        found.append([p.detach() for p in parameters])
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    def prepare(step, parameters, optimizer):
+        if step == 0:
+            parameters[1].kept = torch.ones(70, 5)
+        if hasattr(parameters[1], "back"):
+            values = parameters[1].__dict__.pop("back")
+            parameters[1].untyped_storage().resize_(values.nbytes)
+            with torch.no_grad():
+                parameters[1].copy_(values)
+        give(parameters, seed=step)
+        if step in (2, 3):
+            change(parameters, step)
+
+    ways = {} if change in NATIVE_GRADS else dict.fromkeys((2, 3), "torch's: ")
+    assert_as_torch(prepare, ways, sizes=[*SIZES[:-1], (16, 16)])
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.10")

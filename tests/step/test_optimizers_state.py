@@ -8,6 +8,7 @@ import copy
 import io
 import math
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -64,8 +65,11 @@ def parameters_of(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def made(cls):
-    """Make an optimizer of every kind, and one that is the same, for steps by torch."""
+def made(cls, count=0):
+    """Make an optimizer of every kind, and one that is the same, for steps by torch.
+
+    Both have made `count` steps.
+    """
     for case, options in CASES:
         if case is not cls:
             continue
@@ -76,17 +80,19 @@ def made(cls):
             parameters = [torch.nn.Parameter(value) for value in values]
             groups = [{"params": parameters[:1], "lr": 1e-3}, {"params": parameters[1:]}]
             pair.append(cls(groups, **{"lr": 1e-2, **options}))
+        steps(pair, range(count))
         yield pair
 
 
 def step(optimizer, seed, *, ours=True):
     """Make a step by fastamp, with a scaler and without one in turn, or by torch."""
-    give(parameters_of(optimizer), seed=seed)
+    scale = 1024.0 if ours and seed % 2 else 1.0
+    give(parameters_of(optimizer), scale, seed=seed)
     if not ours:
         optimizer.step()
         return
     if seed % 2:
-        scaler = scaler_of(init_scale=1.0)
+        scaler = scaler_of(init_scale=scale)
         scaler.step(optimizer)
         way = scaler.last_step.way
     else:
@@ -125,7 +131,9 @@ def assert_no_difference(given, saved):
         assert torch.equal(one, other) if isinstance(other, torch.Tensor) else one == other
 
 
-def assert_as_torch(pair):
+def assert_as_torch(pair, seeds=()):
+    """Compare two optimizers after some more steps."""
+    steps(pair, seeds)
     assert_same(*pair, rtol=1e-5, atol=1e-6)
 
 
@@ -149,15 +157,24 @@ def fresh(cls, optimizer, **options):
 def test_the_state_has_torchs_names_order_and_layout(cls, compiled):
     for pair in made(cls):
         for seed in range(3):
-            steps(pair, [seed])
-            assert_as_torch(pair)
+            assert_as_torch(pair, [seed])
+
+
+def through_a_file(state, *, weights_only):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
+SAVES = [copy.deepcopy, *(partial(through_a_file, weights_only=only) for only in (True, False))]
 
 
 @each_case
-def test_a_state_loads_into_a_new_optimizer(cls, compiled):
-    for pair in made(cls):
-        steps(pair, range(3))
-        saved = copy.deepcopy(pair[0].state_dict())
+@pytest.mark.parametrize("save", SAVES, ids=["copied", "weights only", "pickled"])
+def test_a_state_loads_into_a_new_optimizer(cls, save, compiled):
+    for pair in made(cls, 3):
+        saved = save(pair[0].state_dict())
         for options in ({}, {"foreach": True}):
             other = fresh(cls, pair[0], **options)
             other.load_state_dict(saved)
@@ -170,8 +187,7 @@ def test_a_state_loads_into_a_new_optimizer(cls, compiled):
 
 @each_case
 def test_loading_is_deterministic_and_leaves_the_state_as_it_is(cls, compiled):
-    for pair in made(cls):
-        steps(pair, range(2))
+    for pair in made(cls, 2):
         saved = copy.deepcopy(pair[0].state_dict())
         found = []
         for _ in range(2):
@@ -184,47 +200,38 @@ def test_loading_is_deterministic_and_leaves_the_state_as_it_is(cls, compiled):
         assert found[0] == found[1]
 
 
-@each_case
-def test_a_step_by_torch_of_a_loaded_state_is_torchs(cls, compiled):
-    for pair in made(cls):
-        steps(pair, range(2))
-        loaded = [fresh(cls, each) for each in pair]
-        for each, other in zip(pair, loaded, strict=True):
-            other.load_state_dict(copy.deepcopy(each.state_dict()))
-            step(other, 5, ours=False)
-        steps(loaded, (6, 7))
-        assert_as_torch(loaded)
+def as_it_is(saved):
+    """Change nothing of a state."""
+
+
+def without_later_options(saved):
+    names = ["maximize", "foreach", "differentiable", "capturable", "amsgrad", "nesterov"]
+    names += ["decoupled_weight_decay"]
+    names += ["fused"] * ("momentum" not in saved["param_groups"][0])  # torch takes False there
+    for group in saved["param_groups"]:
+        for name in names:
+            group.pop(name, None)
+
+
+def with_counts_as_numbers(saved):
+    for state in saved["state"].values():
+        if "step" in state:
+            state["step"] = state["step"].item()
 
 
 @each_case
-def test_a_state_of_before_options_were_added_loads(cls, compiled):
-    added = ["maximize", "foreach", "differentiable", "capturable", "amsgrad", "nesterov"]
-    added += ["decoupled_weight_decay"] + ["fused"] * (cls is not SGD)  # torch takes False there
-    for pair in made(cls):
-        steps(pair, range(2))
-        loaded = [fresh(cls, each) for each in pair]
-        for each, other in zip(pair, loaded, strict=True):
-            saved = copy.deepcopy(each.state_dict())
-            for group in saved["param_groups"]:
-                for name in added:
-                    group.pop(name, None)
-            other.load_state_dict(saved)
-        steps(loaded, (6, 7))
-        assert_as_torch(loaded)
-
-
-@each_case
-def test_counts_that_are_plain_numbers_load(cls, compiled):
-    for pair in made(cls) if cls is not SGD else ():
-        steps(pair, range(2))
+@pytest.mark.parametrize("change", [as_it_is, without_later_options, with_counts_as_numbers])
+@pytest.mark.parametrize("first_by_torch", [True, False])
+def test_states_as_torch_has_saved_them_load(cls, change, first_by_torch, compiled):
+    for pair in made(cls, 2):
         loaded = [fresh(cls, each) for each in pair]
         for each, other in zip(pair, loaded, strict=True):
             saved = copy.deepcopy(each.state_dict())
-            for state in saved["state"].values():
-                state["step"] = state["step"].item()
+            change(saved)
             other.load_state_dict(saved)
-        steps(loaded, (6, 7))
-        assert_as_torch(loaded)
+            if first_by_torch:
+                step(other, 5, ours=False)
+        assert_as_torch(loaded, (6, 7))
 
 
 @each_case
@@ -238,20 +245,6 @@ def test_parameters_may_have_names(cls, compiled):
         other = cls([*copy.deepcopy(module).parameters()])
         other.load_state_dict(copy.deepcopy(pair[0].state_dict()))
         step(other, 5)
-
-
-@each_case
-@pytest.mark.parametrize("weights_only", [True, False])
-def test_a_state_is_saved_and_loaded_whole(cls, weights_only, compiled):
-    for pair in made(cls):
-        steps(pair, range(3))
-        file = io.BytesIO()
-        torch.save(pair[0].state_dict(), file)
-        file.seek(0)
-        other = fresh(cls, pair[0])
-        other.load_state_dict(torch.load(file, weights_only=weights_only))
-        assert_same(pair[0], other, rtol=0, atol=0)
-        assert_goes_on_alike(pair[0], other)
 
 
 def pickled(optimizer):
@@ -283,8 +276,7 @@ def test_a_copy_has_all_attributes_and_goes_on_alike(cls, copied, compiled):
 
 @each_case
 def test_hooks_of_states_see_and_change_them(cls, compiled):
-    for pair in made(cls):
-        steps(pair, range(2))
+    for pair in made(cls, 2):
         for each in pair:
             seen = []
             each.register_state_dict_pre_hook(lambda o, seen=seen: seen.append(o))
@@ -300,14 +292,12 @@ def test_hooks_of_states_see_and_change_them(cls, compiled):
             each.register_load_state_dict_post_hook(seen.append)
             each.load_state_dict(saved)
             assert seen == [each, each]
-        steps(pair, (6, 7))
-        assert_as_torch(pair)
+        assert_as_torch(pair, (6, 7))
 
 
 @each_case
 def test_hooks_of_steps_are_called_as_by_torch(cls, compiled):
-    for pair in made(cls):
-        steps(pair, range(2))
+    for pair in made(cls, 2):
         for each in pair:
             calls = []
             handles = [
@@ -322,14 +312,12 @@ def test_hooks_of_steps_are_called_as_by_torch(cls, compiled):
             assert calls == ["before", "after"]
             for handle in handles:
                 handle.remove()
-        steps(pair, (6, 7))
-        assert_as_torch(pair)
+        assert_as_torch(pair, (6, 7))
 
 
 @each_case
 def test_a_group_may_be_added_after_steps(cls, compiled):
-    for pair in made(cls):
-        steps(pair, range(2))
+    for pair in made(cls, 2):
         for each in pair:
             added = [torch.nn.Parameter(torch.ones(n)) for n in (7, 70)]
             each.add_param_group({"params": added, "lr": 0.05, "weight_decay": 0.01})
@@ -339,14 +327,12 @@ def test_a_group_may_be_added_after_steps(cls, compiled):
                     step(each, 5, ours=False)
             except KeyError:
                 pytest.skip("this torch's Adagrad makes states only when it is made itself")
-        steps(pair, (6, 7))
-        assert_as_torch(pair)
+        assert_as_torch(pair, (6, 7))
 
 
 @each_case
 def test_steps_without_gradients_change_nothing(cls, compiled):
-    for pair in made(cls):
-        steps(pair, range(2))
+    for pair in made(cls, 2):
         for each in pair:
             each.zero_grad()
         before = [everything(parameters_of(each), each) for each in pair]

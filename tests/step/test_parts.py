@@ -1,7 +1,5 @@
 """Native steps of DTensors, in real processes over gloo: bit-equal to those of whole tensors."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

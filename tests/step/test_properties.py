@@ -7,8 +7,6 @@ tolerance applies to the other norms, which are not promised to the last bit: th
 gradients, whose squares round in float64.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

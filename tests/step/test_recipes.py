@@ -1,7 +1,5 @@
 """What torch's own tests do to a scaler, private names included: ours does what torch's does."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import warnings

@@ -7,8 +7,6 @@ import pickle
 import pytest
 import torch
 from support.gradients import parameters_with
-from support.python_update import python_step
-from support.updates import everything, give, make
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastamp
@@ -49,24 +47,6 @@ def test_a_look_at_a_report_in_fake_tensor_mode_leaves_its_values(backend, devic
     with FakeTensorMode(allow_non_fake_inputs=True):
         repr((report, bare))
     assert (report.norm.item(), bare.norm.isnan().item()) == (5.0, True)
-
-
-@pytest.mark.parametrize("name", ["adamw", "adagrad", "adam, amsgrad"])
-def test_neighbours_may_have_taken_different_numbers_of_steps(name, compiled):
-    found = []
-    for make_step in (fastamp.optimizer_step, python_step):
-        parameters, optimizer = make(name, sizes=[(5,), (7, 3), (1,), (9_000,), (2,), (30,)])
-        for turn in range(5):
-            give(parameters, seed=turn)
-            for place, parameter in enumerate(parameters):
-                if (place + turn) % 3 == 0 or place > turn + 3:
-                    parameter.grad = None
-            report = make_step(optimizer, max_norm=1.0)
-            assert report.way == ("native" if make_step is not python_step else "by Python")
-        found.append(everything(parameters, optimizer))
-        counts = {float(state["step"]) for state in optimizer.state.values()}
-        assert len(counts) > 1
-    assert found[0] == found[1]
 
 
 def test_what_is_no_module_is_refused_by_name():

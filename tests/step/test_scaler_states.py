@@ -1,7 +1,5 @@
 """A scaler's state: pickled, loaded, and refused by the name of what is wrong in it."""
 
-from __future__ import annotations
-
 import math
 import pickle
 

@@ -8,7 +8,8 @@ from unittest import mock
 import pytest
 import torch
 from support.bits import bits
-from support.gradients import parameters_with
+from support.gradients import parameters_with, random
+from support.training import make_scaler, one_step
 from support.updates import RULES, SIZES, give, make, scaler_of, skip_where_torch_refuses
 
 import fastamp
@@ -116,43 +117,49 @@ def uninitialized(tensor, **_options):
     return torch.full_like(tensor, math.nan)
 
 
-def sgd_after_an_overflow(cls, **options):
-    """Train with SGD, whose first step overflows; return all elements."""
-    parameters, optimizer = make("sgd, nesterov", sizes=SIZES[:2], **options)
-    scaler = scaler_of(cls)
+def sgd_after(cls, device, overflows, **options):
+    """Train with SGD, whose first step may overflow; return a parameter and its momentum."""
+    (parameter,) = parameters_with(torch.zeros(1000, device=device))
+    optimizer, scaler = torch.optim.SGD([parameter], 0.1, 0.9, **options), make_scaler(cls, device)
     with mock.patch.object(torch, "empty_like", uninitialized):
         for i in range(3):
-            give(parameters, scaler.get_scale(), seed=i)
-            if i == 0:
-                parameters[0].grad[0] = math.inf
-            scaler.step(optimizer)
+            parameter.grad = random(1000, torch.float32, device, seed=i) * scaler.get_scale()
+            if overflows and i == 0:
+                parameter.grad[0] = math.inf
+            one_step(scaler, optimizer, device)
             scaler.update()
-    return torch.cat([p.detach().flatten() for p in parameters])
+    return torch.stack([parameter.detach(), optimizer.state[parameter]["momentum_buffer"]])
 
 
-def test_fused_sgd_takes_fresh_memory_for_momentum_in_torch_and_not_here(backend):
-    if TORCH in FIRST_FAULT:
-        assert sgd_after_an_overflow(torch.amp.GradScaler, fused=True).isnan().all()
-    expected = sgd_after_an_overflow(torch.amp.GradScaler, foreach=False)
+@pytest.mark.parametrize("overflows", [True, False])
+@pytest.mark.parametrize("rule", [{"nesterov": True}, {"dampening": 0.5}], ids=str)
+def test_fused_sgd_takes_fresh_memory_for_momentum_in_torch_and_not_here(
+    rule, overflows, backend, device
+):
+    if TORCH in FIRST_FAULT and overflows and device == "cpu":
+        assert sgd_after(torch.amp.GradScaler, device, overflows, fused=True, **rule).isnan().all()
+    expected = sgd_after(torch.amp.GradScaler, device, overflows, foreach=False, **rule)
     for options in ({"fused": True}, {}):
-        ours = sgd_after_an_overflow(fastamp.GradScaler, **options)
+        ours = sgd_after(fastamp.GradScaler, device, overflows, **options, **rule)
         torch.testing.assert_close(ours, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_fused_sgd_leaves_most_short_parameters_as_they_are_in_torch_and_not_here(dtype, compiled):
-    changed = []
-    for ours in (True, False):
-        parameters = parameters_with(torch.ones(1000, dtype=dtype))
-        optimizer = torch.optim.SGD(parameters, lr=0.5, fused=True)
-        if ours:
-            assert fastamp.optimizer_step(optimizer, max_norm=1e9).way.startswith("native")
-        else:
-            optimizer.step()
-        changed.append(int((parameters[0] != 0).sum()))
-    assert changed[0] == 1000
-    if TORCH in SECOND_FAULT:
-        assert changed[1] == 8
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("max_norm", [None, 1e9])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fused_sgd_leaves_most_short_parameters_as_they_are_in_torch_and_not_here(
+    dtype, max_norm, enabled, compiled
+):
+    (parameter,), (other,) = (parameters_with(torch.ones(1000, dtype=dtype)) for _ in "ab")
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
+    scaler = scaler_of(enabled=enabled, init_scale=1.0)
+    scaler.step(optimizer, max_norm=max_norm)
+    assert scaler.last_step.way.startswith("native")
+    assert optimizer.param_groups[0]["fused"] is True
+    assert parameter.eq(-1).all()
+    torch.optim.SGD([other], lr=1.0, fused=True).step()
+    if TORCH in SECOND_FAULT and dtype != torch.float32:
+        assert other.eq(-1).sum() == 8
 
 
 @pytest.mark.parametrize("zero_grad", [False, True])

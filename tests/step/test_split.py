@@ -1,7 +1,5 @@
 """A step in two calls, without a framework; with one it is tested in tests/integrations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.gradients import parameters_with

@@ -1,9 +1,8 @@
 """Threads and processes: steps at once, no thread beyond torch's number, workers after a fork."""
 
-from __future__ import annotations
-
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from support.gradients import parameters_with, random
 from support.processes import run_python
-from support.training import OPTIMIZERS, assert_same_bits, make_scaler
+from support.training import OPTIMIZERS, assert_same_bits, make_scaler, one_step
 
 import fastamp
 from fastamp.step import native
@@ -34,8 +33,7 @@ def step_a_model(device, name, seed):
             parameter.grad = random(parameter.shape, torch.float32, device, seed=100 * seed + i + j)
         if i == seed:
             parameters[0].grad[-1] = torch.inf
-        scaler.scale(torch.ones((), device=device))
-        scaler.step(optimizer, max_norm=1e-4)
+        one_step(scaler, optimizer, device, max_norm=1e-4)
         scaler.update()
         norms.append(scaler.last_step.norm)
     assert scaler.skipped_steps == 1
@@ -43,22 +41,16 @@ def step_a_model(device, name, seed):
 
 
 def in_threads(calls, *, at_once):
-    """Run every call in a thread of its own, all at once or one after the other."""
-    results = [None] * len(calls)
-    start = threading.Barrier(len(calls) if at_once else 1)
+    """Run every call in a thread, all at once or one after the other."""
+    count = len(calls) if at_once else 1
+    start = threading.Barrier(count)
 
-    def run(i):
+    def run(call):
         start.wait()
-        results[i] = calls[i]()
+        return call()
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-        if not at_once:
-            thread.join()
-    for thread in threads:
-        thread.join()
-    return results
+    with ThreadPoolExecutor(count) as pool:
+        return [*pool.map(run, calls)]
 
 
 @pytest.mark.parametrize("optimizer_type", [ADAMW, partial(ADAMW, fused=True), SGD])

@@ -1,10 +1,6 @@
 """What torch.compile makes of the clip functions and steps: one graph, and one break of it."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
-from types import ModuleType
 
 import pytest
 import torch
@@ -17,11 +13,11 @@ import fastamp
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
-def grads_of(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+def grads_of(parameters):
     return [p.grad for p in parameters if p.grad is not None]
 
 
-CALLS: dict[str, Callable[[ModuleType, list[torch.Tensor]], torch.Tensor | None]] = {
+CALLS = {
     "clip_grad_norm_": lambda lib, ps: lib.clip_grad_norm_(ps, 0.5),
     "of a generator": lambda lib, ps: lib.clip_grad_norm_((p for p in ps), 0.5),
     "largest magnitude": lambda lib, ps: lib.clip_grad_norm_(ps, 0.5, math.inf),
@@ -34,7 +30,7 @@ CALLS: dict[str, Callable[[ModuleType, list[torch.Tensor]], torch.Tensor | None]
 }
 
 
-def compiled_call(lib: ModuleType, call: Callable, parameters: list[torch.Tensor]) -> object:
+def compiled_call(lib, call, parameters):
     torch.compiler.reset()
     return torch.compile(lambda: call(lib, parameters), backend="aot_eager", fullgraph=True)()
 
@@ -54,7 +50,7 @@ def test_a_whole_graph_does_what_torchs_function_does_in_it(backend, device, cal
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
-STEPS: dict[str, Callable[[fastamp.GradScaler, torch.optim.Optimizer], object]] = {
+STEPS = {
     "step": lambda scaler, optimizer: scaler.step(optimizer, max_norm=0.5),
     "update": lambda scaler, _: scaler.update(),
     "clip_grad_norm_": lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 0.5),

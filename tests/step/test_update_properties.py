@@ -3,15 +3,14 @@
 150 for each backend, or as many as `FASTAMP_EXAMPLES` says: 3,000 in `nox -s properties`.
 """
 
-import itertools
 import math
 import os
 from typing import Any, NamedTuple
 
 import torch
-from support.bits import bits
 from support.drawn import EXAMPLES, hypothesis
 from support.python_update import PythonScaler
+from support.updates import everything
 
 import fastamp
 
@@ -161,9 +160,7 @@ def train(cls, options, drawn, run, scaler_class):
         scaler.step(optimizer, max_norm=run.max_norm, zero_grad=run.zero_grad)
         ways.append(scaler.last_step.way)
         scaler.update()
-    states = itertools.chain(*(s.values() for s in optimizer.state.values()))
-    tensors = [t for p, _ in made for t in (p.detach(), p.grad)]
-    return [bits(t).tobytes() for t in [*tensors, *states] if t is not None], ways
+    return everything([parameter for parameter, _ in made], optimizer), ways
 
 
 @SETTINGS
