@@ -233,7 +233,7 @@ def _about_data(profile: Profile, _: Mapping[str, Interval]) -> Iterator[Advice]
         low = 1 / max(share, 1 - share)
         gain = Interval(value=math.sqrt(low * gain.high), low=low, high=gain.high)
         why += "; made in parallel, batches overlap with the rest"
-    threads = f"num_workers={os.cpu_count()}, worker='auto'"
+    threads = f"num_workers={os.cpu_count()}, with worker='thread' and without"
     path = facts.path or ""
     if facts.loader in {None, "torch.DataLoader"} and facts.dataset in IN_MEMORY:
         what = f"fastamp.DataLoader, which gathers the {facts.dataset} in compiled code"

@@ -77,3 +77,10 @@ def _git_revision() -> str | None:
     except OSError:
         return None
     return done.stdout.strip() or None
+
+
+def count_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

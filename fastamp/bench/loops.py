@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import IterableDataset, RandomSampler, default_collate
 
 import fastamp
+from fastamp.bench.environment import count_cores
 from fastamp.bench.jobs import JOBS
 from fastamp.bench.loader import Batches, fastamp_batches, torch_batches
 from fastamp.bench.tasks import (
@@ -34,7 +35,6 @@ from fastamp.bench.tasks import (
     make_optimizer,
 )
 from fastamp.data import map_tensors
-from fastamp.data.auto import count_cores
 from fastamp.data.gather import find_path
 from fastamp.step.native import parameters_of
 

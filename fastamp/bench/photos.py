@@ -24,9 +24,9 @@ from torch.utils.data import Dataset
 
 import fastamp
 from fastamp.bench import peers
+from fastamp.bench.environment import count_cores
 from fastamp.bench.record import PLAIN, Case
 from fastamp.bench.thread_cases import TorchLoader
-from fastamp.data.auto import count_cores
 from fastamp.metrics.sinks import require
 
 Batches: TypeAlias = Iterable[Any]  # starts again for each pass

@@ -1,4 +1,4 @@
-"""The races of thread workers: items that wait, the first batch, and the choice of "auto"."""
+"""The races of thread workers: items that wait, and the first batch."""
 
 import argparse
 import time
@@ -6,22 +6,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
-from timeit import timeit
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 import fastamp
-from fastamp.bench.race import Plan
 from fastamp.bench.record import Case
 
 WORKERS = 8
 WAITING = 1024  # items
-EPOCH_S = 30.0  # of a pass that "auto" is measured in
-PROBE_S = 3.0  # at least, of the pass that measures a fixed choice
-EPOCHS = Plan(rounds=6, warmup=0)  # of half a minute each: no warm-up is needed
 
 
 class Items(Dataset[Any]):
@@ -43,37 +37,9 @@ def wait(index: int) -> torch.Tensor:
     return torch.full((16,), index)
 
 
-def compute_in_python(index: int) -> int:
-    """Hold the GIL for a millisecond or two."""
-    total = 0
-    for number in range(20_000):
-        total += number * index
-    return total
-
-
-def compute_in_torch(index: int) -> torch.Tensor:
-    """Multiply matrices, outside of the GIL."""
-    matrix = torch.full((256, 256), float(index))
-    return (matrix @ matrix)[0]
-
-
-def copy_memory(index: int) -> np.ndarray[Any, Any]:
-    """Make a large array."""
-    return np.full((3, 224, 224), index, np.float32)
-
-
 def give(index: int) -> int:
     """Do next to nothing."""
     return index
-
-
-KINDS = {
-    "auto-python": compute_in_python,
-    "auto-waits": wait,
-    "auto-torch": compute_in_torch,
-    "auto-copies": copy_memory,
-    "auto-nothing": give,
-}
 
 
 class TorchLoader(DataLoader[Any]):
@@ -115,34 +81,8 @@ def make_first(_args: argparse.Namespace) -> Case:
     return Case(arms=arms, before=lambda _: kept.clear())
 
 
-def make_auto(kind: str, _args: argparse.Namespace) -> Case:
-    """A pass of half a minute, by the better fixed choice of two workers and by "auto"."""
-
-    def run(worker: str, length: int) -> None:
-        items = Items(KINDS[kind], length)
-        deque(fastamp.DataLoader[Any](items, 32, num_workers=2, worker=worker), 0)
-
-    rates = {worker: _find_rate(partial(run, worker)) for worker in ("thread", "process")}
-    best = max(rates, key=rates.__getitem__)
-    length = int(rates[best] * EPOCH_S)
-    arms = {worker: partial(run, worker, length) for worker in (best, "auto")}
-    return Case(arms=arms, plan=EPOCHS)
-
-
-def _find_rate(run: Callable[[int], None]) -> float:
-    """Return the items a second of a pass of PROBE_S or more."""
-    length, elapsed_s = 256, 0.0
-    while elapsed_s < PROBE_S:
-        length *= 4
-        elapsed_s = timeit(partial(run, length), number=1)
-    return length / elapsed_s
-
-
 MAKE: dict[str, Callable[[argparse.Namespace], Case]] = {
     "waits": make_waits,
     "first": make_first,
-    **{kind: partial(make_auto, kind) for kind in KINDS},
 }
-DOCS = {"waits": make_waits.__doc__, "first": make_first.__doc__} | {
-    kind: f"{make_auto.__doc__} {make.__doc__}" for kind, make in KINDS.items()
-}
+DOCS = {"waits": make_waits.__doc__, "first": make_first.__doc__}

@@ -1,44 +1,41 @@
-"""Copies batches to a device, in the consumer's thread or in a thread that runs ahead."""
+"""Copies batches to a device as they are taken, on a side stream."""
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from fastamp.data.gather import GatherSource
-from fastamp.data.prefetch import CudaCopies, prefetch
+from fastamp.data.prefetch import CudaCopies, make_copies
 
-_AHEAD = 2  # batches whose copy has begun before the consumer asks for them
-
-
-def copy_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """Return the batches on a device, copied ahead of their consumer.
-
-    Batches that the core gathers need no Python thread beside the consumer's.
-    """
-    if device.type != "cuda" or not (isinstance(batches, GatherSource) and batches.has_threads):
-        return iter(prefetch(batches, device, _AHEAD))
-    if device == torch.device("cuda"):
-        device = torch.device("cuda", torch.cuda.current_device())
-    return CopiedBatches(batches, device)
+_AHEAD = 2  # gathered batches whose copy has begun before the consumer asks for them
 
 
 class CopiedBatches(Iterator[Any]):
-    """Gathered batches, copied to a CUDA device on a side stream.
+    """Batches on a device, each taken from its source in the consumer's thread.
 
-    Each request for a batch starts the copies of all batches that are gathered by then. The
-    consumer waits only if its own batch is not gathered yet, and never for a copy.
+    A request takes a batch, starts its copy and returns: the consumer's stream waits for the copy,
+    the consumer does not. What the core gathers is taken ahead: each request starts the copies of
+    all batches that are gathered by then. The user's own code runs only when its batch is due.
     """
 
-    def __init__(self, source: GatherSource, device: torch.device) -> None:
-        self._source, self._device = source, device
-        self._copies = CudaCopies(device, _AHEAD, keeps=False)
+    def __init__(self, source: Iterator[Any], device: torch.device) -> None:
+        ahead = 0
+        if isinstance(source, GatherSource) and source.has_threads:
+            ahead, self._is_next_ready = _AHEAD, source.is_next_ready
+        keeps = not getattr(source, "makes_fresh", False)
+        self._source = source
+        self._copies = make_copies(device, ahead, keeps=keeps)
+        is_cuda = isinstance(self._copies, CudaCopies)
+        self._ahead = ahead if is_cuda else 0
+        self._on_device = torch.cuda.device(device) if is_cuda else nullcontext()
         self._begun: deque[Any] = deque()  # batches with the events of their copies, or errors
 
     def __next__(self) -> Any:
         begun = self._begun
-        while not begun or (len(begun) <= _AHEAD and self._source.is_next_ready()):
+        while not begun or (len(begun) <= self._ahead and self._is_next_ready()):
             begun.append(self._begin())
         first = begun.popleft()
         if isinstance(first, Exception):
@@ -51,8 +48,9 @@ class CopiedBatches(Iterator[Any]):
     def _begin(self) -> Any:
         """Begin the copy of the next batch, or return the error that comes in its place."""
         try:
+            self._copies.settle()
             batch = next(self._source)
-            with torch.cuda.device(self._device):
+            with self._on_device:
                 return self._copies.start(batch)
         except Exception as error:  # noqa: BLE001 - raised where the batch would come
             return error

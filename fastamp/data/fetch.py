@@ -301,10 +301,6 @@ class FetchSource(Iterator[Any]):
         finally:
             current.sample = before
 
-    def finish(self) -> bool:
-        """Let threads begin no more batches; say whether any are left to make."""
-        return bool(self._iterator.finish())  # type: ignore[attr-defined]
-
     @property
     def late(self) -> list[int]:
         """The places of undelivered batches that later ones have overtaken."""

@@ -45,42 +45,6 @@ def find_generator(loader: Any) -> torch.Generator | None:
     return next((one for one in found if isinstance(one, torch.Generator)), None)
 
 
-class Drawn:
-    """What a pass's sampler has yielded, kept for other workers: it is iterated only once."""
-
-    def __init__(self) -> None:
-        self._rest: Iterator[tuple[int, tuple[Any, int]]] | None = None
-        self._seen: list[tuple[int, tuple[Any, int]]] = []
-        self.keeps = True  # until it is known who makes the rest
-        self._error: Exception | None = None  # of the sampler, raised at its place by each
-
-    def at(self, position: Position, numbered: Iterator[Any]) -> Iterator[tuple[Any, int]]:
-        """Yield what is undelivered at a position; `numbered` begins with the first of it."""
-        late, seen = position.late, 0
-        passed = position.batch + len(late)
-        if self._rest is None:
-            self._rest = zip(chain(late, count(passed)), numbered, strict=False)
-        while True:
-            if seen == len(self._seen):
-                if self._error is not None:
-                    raise self._error
-                try:
-                    drawn = next(self._rest, None)
-                except Exception as error:
-                    self._error = error if self.keeps else None
-                    raise
-                if drawn is None:
-                    return
-                if self.keeps:
-                    self._seen.append(drawn)
-                    seen += 1
-            else:
-                drawn = self._seen[seen]
-                seen += 1
-            if drawn[0] >= passed or drawn[0] in late:
-                yield drawn[1]
-
-
 @dataclass(eq=False)
 class Indices:
     """What a sampler yields in one epoch, from a position on, as a sampler itself."""
@@ -108,8 +72,6 @@ class Indices:
     def __iter__(self) -> Iterator[Any]:
         """Yield what the sampler yields, with the place of the first sample."""
         numbered = self._from_position(_number_single if self.single else _number_batches)
-        if self.position.drawn is not None:
-            numbered = self.position.drawn.at(self.position, numbered)
         if self.plain:
             return chain([Skip()] * self.skips, map(itemgetter(0), numbered))
         order = self.order
@@ -160,7 +122,7 @@ class Indices:
     def _from_position(self, begin: _Begin) -> Iterator[tuple[Any, int]]:
         """Begin a sampler at once, as torch's iterators do, and read it later."""
         position, sampler = self.position, self.sampler
-        known = position.resumed or position.begun or position.drawn is not None
+        known = position.resumed or position.begun
         known = known or (position.rng is not None and self._drew_at is not position)
         if known or self.seed is not None or type(sampler) in _LAZY:
             return self._read(begin, sampler)

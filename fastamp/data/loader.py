@@ -58,8 +58,10 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
     Args:
         dataset: this and all arguments up to `in_order` are torch.utils.data.DataLoader's.
         device: the device of the batches' tensors, in any nesting of dicts, lists, tuples and
-            dataclasses. For CUDA they are gathered into pinned memory and copied on a side stream,
-            ahead of the consumer (see `fastamp.prefetch`). None leaves them on the CPU.
+            dataclasses. For CUDA they are gathered into pinned memory, two batches ahead of the
+            loop, and copied on a side stream. Batches of all other datasets are made when they are
+            asked for, by the loop's thread or by workers; their copy overlaps with the device's
+            step. None leaves them on the CPU.
         seed: shuffles epoch n with the seed `seed + n`, so that it can be repeated and resumed by
             itself. The order is torch's. For more than 2^28 rows, whose order would take over 2 GB,
             it is computed instead: a Feistel network permutes the row numbers, so that nothing is
@@ -79,9 +81,6 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
             repeatable. `fastamp.get_worker_info()` and `worker_init_fn` work in threads; each gets
             a copy of an iterable dataset. Batches are made ahead as by processes, but no more than
             `max_bytes`. A `__getitem__` that computes in Python needs processes.
-            "auto" measures in the first pass which of the two is faster and keeps the choice, also
-            in the state; `stats().workers` says why. In that pass both may make batches. Iterable
-            datasets, datasets with a `state_dict`, and a `worker_init_fn` get processes.
         resident: keep the dataset, which must be one that is gathered, on the device: the first
             pass moves all of it. Batches are gathered there, so only row numbers are copied, and
             nothing waits for them. Batches and states are the same as without it. Later writes into
@@ -110,9 +109,6 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         torch.Size([4, 2])
         torch.Size([2, 2])
     """
-
-    _chosen: str | None = None  # by "auto"
-    _trying: str | None = None  # while it measures
 
     def __init__(
         self,
@@ -312,8 +308,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
     @property
     def _in_threads(self) -> bool:
         """Whether the workers are threads."""
-        worker = self._chosen or self._trying if self.worker == "auto" else self.worker
-        return self.num_workers > 0 and worker == "thread"
+        return self.num_workers > 0 and self.worker == "thread"
 
     def check_worker_number_rationality(self) -> None:
         """Warn as torch does of more processes than cores, but not of threads, which may wait."""

@@ -4,11 +4,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
 from fastamp._ops import untraced
 from fastamp.data.position import Position
+from fastamp.data.prefetch import Taken
 from fastamp.data.states import unmark
 from fastamp.data.stats import LoaderStats
 
@@ -26,6 +28,8 @@ class LoaderPass(Iterator[Any]):
     _stats: LoaderStats
     _states: deque[Any]  # of the dataset or its workers, after each batch made
     _length: Callable[[], int]
+    _ask: Callable[[], dict[str, Any]] | None = None
+    """For a thread that takes batches ahead: returns the dataset's state after the last one."""
     _ended: bool = False
     _interrupted: bool = False
     _left_s: float = 0.0  # when the last batch was delivered
@@ -43,30 +47,63 @@ class LoaderPass(Iterator[Any]):
             )
             raise RuntimeError(msg)
         position = self._position
-        delivered = vars(position).copy()
+        before = vars(position).copy()
         try:
-            start_s = time.perf_counter()
-            try:
-                batch = next(self._batches)
-            except StopIteration:
-                self._end(start_s)
-                raise
-            except Exception as error:
-                self._count(start_s, moves=not unmark(error))
-                raise
-            self._count(start_s)
-            self._stats.batches += 1
-            return batch  # noqa: TRY300 - Ctrl-C may come here too
+            batch, error, delivered = self._take()
+            delivered()
+            if error is None:
+                return batch
         except Exception:
             raise
         except BaseException:
             # Ctrl-C, anywhere: a sampler or an iterator may have been left halfway.
             self._interrupted = True
             if not self._ended:
-                vars(position).update(delivered)
+                vars(position).update(before)
                 if isinstance(position.dataset, MethodType):
                     position.dataset = self._refuse_state
             raise
+        try:
+            raise error
+        finally:
+            del error  # whose traceback refers to this frame
+
+    def take_ahead(self) -> Callable[[], Taken]:
+        """Let the position move not when a batch is taken, but when it is delivered.
+
+        Returns:
+            A function that takes a batch, or the error in its place, with the function to call at
+            its delivery.
+        """
+        position = self._position
+        if isinstance(position.dataset, MethodType):
+            self._ask = position.dataset
+            vars(position).update(self._ask())
+        return self._take
+
+    def _take(self) -> Taken:
+        start_s = time.perf_counter()
+        batch = error = None
+        try:
+            batch = next(self._batches)
+        except StopIteration as end:
+            return None, end, partial(self._end, start_s)
+        except Exception as raised:  # noqa: BLE001 - raised where the consumer is
+            error = raised
+        stats, end_s = self._stats, time.perf_counter()
+        stats.wait_s += end_s - start_s
+        stats.elapsed_s += end_s - (self._left_s or start_s)
+        self._left_s = end_s
+        stats.batches += error is None
+        try:
+            if error is not None and unmark(error):
+                return None, error, bool
+            news = self._states.popleft() if self._states else ()
+            if self._ask is not None:
+                news = (*news, self._ask())
+            return batch, error, partial(self._position.advance, news)
+        finally:
+            del error  # whose traceback refers to this frame
 
     def _end(self, start_s: float) -> None:
         if not self._ended:
@@ -80,13 +117,3 @@ class LoaderPass(Iterator[Any]):
         """Raise an error: where an iterable dataset was after the last batch is unknown."""
         msg = "the pass was interrupted while the dataset was read: its position is unknown"
         raise RuntimeError(msg)
-
-    def _count(self, start_s: float, *, moves: bool = True) -> None:
-        end_s = time.perf_counter()
-        self._stats.wait_s += end_s - start_s
-        self._stats.elapsed_s += end_s - (self._left_s or start_s)
-        self._left_s = end_s
-        if moves:
-            self._position.batch += 1
-            if self._states:
-                self._position.take(self._states.popleft())

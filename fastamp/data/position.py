@@ -3,7 +3,7 @@
 from base64 import b64decode, b64encode
 from dataclasses import dataclass, field, fields, replace
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,13 +49,18 @@ class Position:
     """Seed of the samples' random numbers: the loader's, or the one that torch's iterators draw."""
 
     persist = False  # whether the copies in workers live on when the epoch ends
-    drawn = cast("Any", None)  # what the sampler has yielded, if other workers may take over
 
     def end_epoch(self) -> None:
         """Move to the start of the next epoch."""
         kept = self if self.persist else Position(0)
         workers, seed = as_of_pass_before(kept.workers), kept.sample_seed
         vars(self).update(vars(Position(self.epoch + 1, workers=workers, sample_seed=seed)))
+
+    def advance(self, news: Any) -> None:
+        """Move behind a batch that is delivered, with what it brought."""
+        self.batch += 1
+        if news:
+            self.take(news)
 
     def take(self, news: Any) -> None:
         """Note what a batch brought: notes of workers, and fields."""

@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from fastamp.data.states import mark_undelivered
 from fastamp.data.structure import map_tensors
 
 T = TypeVar("T")
+Taken: TypeAlias = tuple[Any, BaseException | None, Callable[[], object]]
+"""A batch, or the error in its place, and what to call when it is delivered."""
 FORKED = (
     "this iterator was made before the process forked and its thread stayed behind: "
     "call iter() in the child"
@@ -33,7 +36,8 @@ def prefetch(
 ) -> "Prefetcher[T]":
     """Make the batches of an iterable ahead of the loop that consumes them.
 
-    1. A thread takes batches from the iterable, at most `depth` ahead.
+    1. A thread takes batches from the iterable, at most `depth` ahead. Its Python code runs in that
+       thread: draws from the program's global generators are not repeatable there.
     2. For a CUDA device it pins the tensors that are not pinned, and starts their copy on a side
        stream, which also allocates their memory. The copy does not wait for the consumer's stream.
        Memory that the iterable itself has pinned may be filled again: before the thread takes the
@@ -67,10 +71,7 @@ def prefetch(
         tensor([1., 1.])
     """
     depth = as_integer("depth", depth, least=1, optional=False)
-    found = None if device is None else torch.device(device)
-    if found == torch.device("cuda"):  # the current device, which is another one in the thread
-        found = torch.device("cuda", torch.cuda.current_device())
-    return Prefetcher(iterable, found, depth)
+    return Prefetcher(iterable, None if device is None else torch.device(device), depth)
 
 
 @dataclass(eq=False, repr=False)
@@ -107,12 +108,12 @@ class Pass(Iterator[T], Generic[T]):
         """`told` is called in the thread after each batch, error, or end that is ready."""
         self._timeout_s = timeout_s or None
         source = iter(iterable)
-        self._copies: CudaCopies | _Moves = _Moves(device)
-        if device and device.type == "cuda":
-            keeps = not getattr(source, "makes_fresh", False)
-            self._copies = CudaCopies(device, depth, keeps=keeps)
-        # Batches with the event of their copy's end or None, and errors in place of batches.
-        self._ready: SimpleQueue[tuple[Any, Any] | BaseException] = SimpleQueue()
+        # A loader's own pass says when its position moves: when a batch is delivered.
+        take = source.take_ahead() if hasattr(source, "take_ahead") else partial(_take, source)
+        keeps = not getattr(source, "makes_fresh", False)
+        self._copies = make_copies(device, depth, keeps=keeps)
+        # Batches with their copies, or errors, and what to call at the delivery.
+        self._ready: SimpleQueue[Taken] = SimpleQueue()
         # None for each batch that there is room for, and anything else at the end.
         self._room: SimpleQueue[Any] = SimpleQueue()
         for _ in range(depth):
@@ -122,7 +123,17 @@ class Pass(Iterator[T], Generic[T]):
         # The thread holds no reference to this object, whose end ends the thread.
         grad = torch.is_grad_enabled()
         ended = weakref.ref(self, self._room.put)  # no Python code, which Ctrl-C could interrupt
-        shared = (source, self._copies, self._ready, self._room, self._stopped, grad, told, ended)
+        shared = (
+            source,
+            take,
+            self._copies,
+            self._ready,
+            self._room,
+            self._stopped,
+            grad,
+            told,
+            ended,
+        )
         self._thread = threading.Thread(target=_produce, args=shared, name="fastamp", daemon=True)
         start(self._thread)
         live.add(self)
@@ -134,18 +145,19 @@ class Pass(Iterator[T], Generic[T]):
         if self._owner_pid != os.getpid():
             raise RuntimeError(FORKED)
         try:
-            item = self._ready.get(timeout=self._timeout_s)
-        except RuntimeError as error:  # of torch's signal handler: a worker died
-            raise mark_undelivered(error)  # noqa: B904 - the same error
+            begun, error, delivered = self._ready.get(timeout=self._timeout_s)
+        except RuntimeError as died:  # of torch's signal handler
+            raise mark_undelivered(died)  # noqa: B904 - the same error
         self._room.put(None)
-        if isinstance(item, BaseException):
-            if is_last(item):
+        delivered()
+        if error is not None:
+            if is_last(error):
                 self.close()
             try:
-                raise item
+                raise error
             finally:
-                del item  # whose traceback refers to this frame
-        return cast("T", self._copies.deliver(*item))
+                del error  # whose traceback refers to this frame
+        return cast("T", self._copies.deliver(*begun))
 
     def close(self) -> None:
         """End the pass and its thread; what was ready is dropped."""
@@ -153,7 +165,7 @@ class Pass(Iterator[T], Generic[T]):
         if self._owner_pid != os.getpid():
             return
         self._room.put("end")
-        self._ready.put(StopIteration())  # for another thread that waits for a batch
+        self._ready.put((None, StopIteration(), bool))  # for another thread that waits for a batch
         # While the interpreter ends, no other thread runs.
         if self._thread is not threading.current_thread() and not sys.is_finalizing():
             join(self._thread)
@@ -168,10 +180,15 @@ def is_last(error: BaseException) -> bool:
     return isinstance(error, StopIteration) or not isinstance(error, Exception)
 
 
+def _take(iterator: Iterator[Any]) -> Taken:
+    return next(iterator), None, bool
+
+
 def _produce(
     iterator: Iterator[Any],
-    copies: "CudaCopies | _Moves",
-    ready: SimpleQueue[tuple[Any, Any] | BaseException],
+    take: Callable[[], Taken],
+    copies: "CudaCopies | Moves",
+    ready: SimpleQueue[Taken],
     room: SimpleQueue[Any],
     stopped: list[bool],
     grad: bool,  # noqa: FBT001 - a thread's argument
@@ -183,14 +200,19 @@ def _produce(
         while True:
             if room.get() is not None or stopped:
                 break
+            delivered: Callable[[], object] = bool
             try:
                 copies.settle()
-                batch = next(iterator)
-                ready.put(copies.start(batch))
-                del batch  # held no longer than the consumer holds it
-            except BaseException as error:  # noqa: BLE001 - raised where the consumer is
-                ready.put(error)
-                if is_last(error):
+                batch, error, delivered = take()
+                begun = copies.start(batch) if error is None else None
+                ready.put((begun, error, delivered))
+                del batch, begun  # held no longer than the consumer holds it
+                if error is not None and is_last(error):
+                    break
+                del error
+            except BaseException as failed:  # noqa: BLE001 - raised where the consumer is
+                ready.put((None, failed, delivered))
+                if is_last(failed):
                     break
             finally:
                 if told is not None:
@@ -202,10 +224,10 @@ def _produce(
             if close is not None:
                 close()
             # Errors in `ready` refer to this frame: a cycle, which would keep the iterator alive.
-            del ready, iterator, close
+            del ready, iterator, take, close, delivered
 
 
-class _Moves:
+class Moves:
     """Moves batches to a device that is not CUDA, or leaves them where they are."""
 
     def __init__(self, device: torch.device | None) -> None:
@@ -224,6 +246,15 @@ class _Moves:
         """Return a batch as it is."""
         del copied
         return batch
+
+
+def make_copies(device: torch.device | None, ahead: int, *, keeps: bool) -> "CudaCopies | Moves":
+    """Return what brings batches to a device; see `CudaCopies`."""
+    if device is None or device.type != "cuda":
+        return Moves(device)
+    if device == torch.device("cuda"):  # the current device, which is another one in another thread
+        device = torch.device("cuda", torch.cuda.current_device())
+    return CudaCopies(device, ahead, keeps=keeps)
 
 
 class _Copied(NamedTuple):

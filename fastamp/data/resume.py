@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from fastamp.data.auto import choose
 from fastamp.data.indices import find_generator
 from fastamp.data.position import Position, encode, read_position
 from fastamp.data.shuffle import is_long
@@ -65,7 +64,6 @@ def save(loader: Any) -> dict[str, Any]:
         "version": _STATE_VERSION,
         **_identity(loader),
         "told_epoch": loader._told_epoch,
-        "worker": loader._chosen,
         **encode(position),
     }
 
@@ -88,12 +86,6 @@ def load(loader: Any, state: Any) -> None:
         msg = f"state: it has the state of a dataset, and {kind} has no load_state_dict"
         raise ValueError(msg)
     _check_workers(loader, position)
-    chosen = state.get("worker", "")
-    if chosen not in (None, "process", "thread"):
-        msg = f"state: its worker: expected None, 'process' or 'thread', got {chosen!r}"
-        raise ValueError(msg)
-    if chosen is not None and loader.worker == "auto":
-        choose(loader, chosen, "as in the loaded state")
     if told_epoch is not None:
         loader.set_epoch(told_epoch)
     if position.generator is not None and loader.generator is not None:

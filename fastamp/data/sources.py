@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any
 
@@ -18,9 +17,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, MapDataPipe
 
 from fastamp.data.accelerated import ServedPass
-from fastamp.data.auto import TrialPass, choose_at_once
 from fastamp.data.collate import BatchCollator
-from fastamp.data.copied import copy_ahead
+from fastamp.data.copied import CopiedBatches
 from fastamp.data.fetch import FetchSource, make_inner
 from fastamp.data.gather import Gatherable, GatherSource, find_device, find_path
 from fastamp.data.indices import Indices, find_generator
@@ -61,16 +59,12 @@ def begin(loader: Any, position: Position, gatherable: Gatherable | None) -> Loa
     states: deque[Any] = deque()
     batches: Iterator[Any]
     if gatherable is None:
-        ahead = to_device or loader._served is not None
-        fetch = partial(_fetched, loader, states=states, ahead=ahead)
-        chosen = loader.worker != "auto" or not loader.num_workers or loader._chosen is not None
-        chosen = chosen or choose_at_once(loader)
-        batches = fetch(position) if chosen else TrialPass(loader, position, fetch)
+        batches = _fetched(loader, position, states, ahead=loader._served is not None)
     else:
         batches = _gathered(loader, gatherable, position)
         to_device = to_device and find_device(gatherable.columns).type == "cpu"
     if device is not None and to_device:
-        batches = copy_ahead(batches, device)
+        batches = CopiedBatches(batches, device)
     if loader._served is not None:
         batches = ServedPass(loader, batches, position.consumed)
     return LoaderPass(batches, position, loader._stats, states, loader.__len__)

@@ -41,9 +41,6 @@ class LoaderStats:
     path: str = ""
     """How batches are made: "gathered by the compiled core", or "item by item: " and the reason."""
 
-    workers: str = ""
-    """With `worker="auto"`: "threads: " or "processes: ", and why."""
-
     @property
     def wait_share(self) -> float:
         """The part of the consumer's time that it waited."""

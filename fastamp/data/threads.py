@@ -202,14 +202,6 @@ class ThreadBatches(Iterator[Measured]):
         self._draw()
         return self._task_info.pop(number)
 
-    def finish(self) -> bool:
-        """Begin no more batches; say whether any are left to make."""
-        self._draw()
-        has_more = bool(self._drawn)
-        self._drawn.clear()
-        self._indices = iter(())
-        return has_more
-
     def close(self) -> None:
         """Drop the batches under way, and the threads unless they persist."""
         self._maker.dropped.append(True)
@@ -263,6 +255,6 @@ class StreamBatches(Iterator[Measured]):
                 "properly configuring the IterableDataset replica at each worker. Please see "
                 "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for "
                 "examples.",
-                stacklevel=6,
+                stacklevel=7,
             )
         return measured

@@ -254,7 +254,7 @@ def test_a_loader_that_starves_is_named_with_its_remedy(judge, with_units):
     assert "1. fastamp.DataLoader(..., num_workers=" in judge(timer, loader=loader)
     loader = fastamp.DataLoader([torch.ones(2)] * 8, 4)
     list(loader)
-    assert "worker='auto': batches are made item by item: the dataset is" in judge(
+    assert "worker='thread' and without: batches are made item by item: the dataset is" in judge(
         timer, loader=loader
     )
 

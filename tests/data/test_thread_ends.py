@@ -124,7 +124,6 @@ from support.loading import Rows
 from torch.utils.data import IterableDataset
 
 import fastamp
-from fastamp.data import auto
 
 for persistent in (False, True):
     loader = fastamp.DataLoader(

@@ -200,7 +200,7 @@ def test_a_dataset_with_a_state_is_refused_a_state_by_name():
 
 def test_what_threads_cannot_do_is_refused():
     for worker in ("threads", 3):
-        with pytest.raises(ValueError, match="worker: expected None, 'process', 'thread' or"):
+        with pytest.raises(ValueError, match="worker: expected None, 'process' or 'thread'"):
             fastamp.DataLoader(Squares(3), worker=worker)
     with pytest.raises(ValueError, match="multiprocessing_context: expected None"):
         in_threads(Squares(3), multiprocessing_context="fork")
@@ -211,9 +211,8 @@ def test_what_threads_cannot_do_is_refused():
 
 
 def test_a_prefetch_factor_of_zero_is_refused_as_by_torch():
-    for worker in ("thread", "auto"):
-        with pytest.raises(AssertionError, match="prefetch_factor must be greater than 0"):
-            [*fastamp.DataLoader(range(5), num_workers=2, worker=worker, prefetch_factor=0)]
+    with pytest.raises(AssertionError, match="prefetch_factor must be greater than 0"):
+        [*fastamp.DataLoader(range(5), num_workers=2, worker="thread", prefetch_factor=0)]
 
 
 @pytest.mark.parametrize("kind", [list, torch.tensor, np.array])
