@@ -205,9 +205,7 @@ class FetchSource(Iterator[Any]):
     _stats: LoaderStats
     _dataset: Any
     _states: deque[Any]
-    """Receives each batch's note on its worker, or the dataset's state after the batch."""
-    _ahead: bool
-    """Whether batches are made before they are delivered, so that states are taken at once."""
+    """Receives each batch's note on its worker."""
     _copies: bool = False
     """Whether workers have copies of the dataset, and send notes of their states."""
     _passed: tuple[Position, int] | None = None
@@ -228,15 +226,12 @@ class FetchSource(Iterator[Any]):
         if find_save(self._dataset) or find_save(self._inner):
             self._save = find_both(self._dataset, self._inner)
         self._has_state = self._save is not None and not hasattr(self._iterator, "_workers")
-        self._asks = self._has_state and self._ahead
-        self._tells = self._asks or self._copies or self._passed is not None
+        self._tells = self._copies or self._passed is not None
 
     @property
     def position(self) -> dict[str, Any]:
         """The fields of the loader's position to set before the first batch."""
-        if not self._has_state:
-            return {}
-        return self.ask() if self._ahead else {"dataset": self.ask}
+        return {"dataset": self.ask} if self._has_state else {}
 
     def __next__(self) -> Any:
         try:
@@ -276,8 +271,6 @@ class FetchSource(Iterator[Any]):
         notes, self._notes = [*self._notes, note], []
         if self._passed is not None:
             notes.append({"late": self.late})
-        if self._asks:
-            notes.append(self.ask())
         self._states.append(notes)
 
     def _next(self) -> Measured:

@@ -14,13 +14,13 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 
 from fastamp.data.position import Position
 from fastamp.data.sample_rng import Order, Placed, draw_seed, find_pass_key
-from fastamp.data.shard import RankBatches, ShardSampler
+from fastamp.data.shard import ShardSampler
 from fastamp.data.shuffle import FeistelSampler, ranges
 from fastamp.data.states import Skip
 
 _Begin: TypeAlias = Callable[[Iterable[Any], int], Iterator[tuple[Any, int]]]
 _COMPUTED = (SequentialSampler, FeistelSampler)  # begin anywhere, without the indices before
-_LAZY = (BatchSampler, RandomSampler, RankBatches, ShardSampler, *_COMPUTED)
+_LAZY = (BatchSampler, RandomSampler, ShardSampler, *_COMPUTED)
 """Samplers whose `__iter__` draws nothing before the first index is asked for."""
 _DRAWN = 4096  # indices drawn at once, with replacement
 _SPLIT = 256  # batches split off a chunk of indices at once
@@ -116,7 +116,7 @@ class Indices:
             if isinstance(sampler, ShardSampler):
                 return sampler.at(position.epoch, position.consumed).order(key)
             if isinstance(sampler, DistributedSampler):
-                return Order(key, sampler.rank, 1, sampler.num_replicas - 1)
+                return Order(key, sampler.rank, sampler.num_replicas - 1)
         return Order(key)
 
     def _from_position(self, begin: _Begin) -> Iterator[tuple[Any, int]]:
@@ -173,7 +173,7 @@ def _place_shard(sampler: Any, position: Position) -> Iterable[Any] | None:
     """Return a rank's sampler, of samples or batches, for the rest of the epoch; None without."""
     if isinstance(sampler, ShardSampler):
         return sampler.at(position.epoch, position.consumed)
-    inner = sampler.sampler if type(sampler) in (BatchSampler, RankBatches) else None
+    inner = sampler.sampler if type(sampler) is BatchSampler else None
     if not isinstance(inner, ShardSampler):
         return None
     placed = inner.at(position.epoch, position.consumed)

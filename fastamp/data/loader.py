@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Sampler, SequentialSampler
 
 from fastamp._ops import untraced
-from fastamp.data.accelerated import Preparable
 from fastamp.data.checks import as_integer, check_device, check_generator, check_worker
 from fastamp.data.collate import BatchCollator
 from fastamp.data.columns import Column
@@ -29,7 +28,7 @@ from fastamp.data.stats import LoaderStats
 T_co = TypeVar("T_co", covariant=True)
 
 
-class DataLoader(Preparable, TorchDataLoader[T_co]):
+class DataLoader(TorchDataLoader[T_co]):
     """Load batches as torch.utils.data.DataLoader does: same arguments, same batches, less time.
 
     Datasets in memory or in a mapped file are gathered by threads of the compiled core, ahead of
@@ -50,10 +49,8 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
     copied out of its last page; what is written into a NumPy array, or through `tensor.data`, after
     a batch was begun; and memory that is freed and used again while a batch is copied from it.
 
-    `accelerator.prepare(loader)` of Hugging Face's Accelerate returns this loader, which from then
-    on gives this process's batches, on the Accelerator's device. They are those of Accelerate's own
-    loaders, also with `split_batches`, `even_batches` and other options, but every process reads
-    its own (`dispatch_batches` is refused).
+    Hugging Face's Accelerate keeps this loader after `fastamp.integrations.accelerate.prepare`, and
+    makes its own of it otherwise.
 
     Args:
         dataset: this and all arguments up to `in_order` are torch.utils.data.DataLoader's.
@@ -210,9 +207,6 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         shard, gatherable = self._shard, find_columns(self)
         if shard is not None and shard.epoch != self._next.epoch:  # by the sampler's own set_epoch
             self.set_epoch(shard.epoch)
-        if self._served is not None:
-            self._served.synchronize()
-            self.set_epoch(self._next.epoch)  # as Accelerate's loaders do
         begins_at, passes = self._next, (self._last, self._left)
         position = copy(begins_at)
         self._begin_at(Position(epoch=position.epoch + 1))
@@ -240,7 +234,7 @@ class DataLoader(Preparable, TorchDataLoader[T_co]):
         self._begin_at(self._next if self._next.epoch == epoch else Position(epoch=epoch))
         self._last = None
         self._told_epoch = epoch
-        for told in (*find_samplers(self), self._served and self.dataset):
+        for told in find_samplers(self):
             tell = getattr(told, "set_epoch", None)
             if tell is not None:
                 tell(epoch)

@@ -43,15 +43,12 @@ class Order(NamedTuple):
     """The key of the pass: see `find_pass_key`."""
     first: int = 0
     """The place of this rank's first sample in the epoch's order over all ranks."""
-    block: int = 1
-    """Samples that a rank takes at once."""
     others: int = 0
-    """Samples that all other ranks together take in between."""
+    """Samples of other ranks between two of this rank's."""
 
     def places(self, numbers: _Number) -> _Number:
         """Return the places in the epoch's order over all ranks; also of a tensor of numbers."""
-        placed = numbers + self.first
-        return placed + numbers // self.block * self.others if self.others else placed
+        return numbers * (1 + self.others) + self.first
 
     def find_key(self, number: int) -> int:
         """Return a sample's key as an unsigned number of 64 bits; for its batch's, give ~number."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
+from torch.utils.data import DistributedSampler, IterableDataset
 from typing_extensions import Self
 
 from fastamp.data.sample_rng import Order
@@ -25,24 +25,14 @@ class ShardSampler(DistributedSampler[Any]):
 
     consumed = 0
     """Samples of the epoch's order that all ranks together have had before."""
-    block = 1
-    """Samples that a rank takes at once: its batch, where batches are shared out, not samples. The
-    last one is then padded, or cut, to a whole batch."""
-    even = True
-    """Whether the end is padded; otherwise the last ranks have less."""
 
     def __len__(self) -> int:
         return self._count(0)
 
     def _count(self, consumed: int) -> int:
         """Return how many samples this rank has after the first `consumed` of all ranks."""
-        left, block = len(self.dataset) - consumed, self.block  # type: ignore[arg-type]
-        rounds, rest = divmod(left, self.num_replicas * block)
-        if self.drop_last or not rest:
-            return rounds * block
-        if self.even:
-            return (rounds + 1) * block
-        return rounds * block + min(max(rest - self.rank * block, 0), block)
+        rounds, rest = divmod(len(self.dataset) - consumed, self.num_replicas)  # type: ignore[arg-type]
+        return rounds + (rest > 0 and not self.drop_last)
 
     def at(self, epoch: int, consumed: int) -> Self:
         """Return the sampler of an epoch's samples after the first `consumed` ones."""
@@ -52,8 +42,7 @@ class ShardSampler(DistributedSampler[Any]):
 
     def order(self, key: int) -> Order:
         """Return the places of this rank's samples in the epoch, with the key of a pass."""
-        first, others = self.rank * self.block, (self.num_replicas - 1) * self.block
-        return Order(key, self.consumed + first, self.block, others)
+        return Order(key, self.consumed + self.rank, self.num_replicas - 1)
 
     def chunks(self, start: int = 0, size: int = 1) -> Iterator[Tensor]:
         """Yield the indices from `start` on, many batches of a size at a time."""
@@ -67,21 +56,6 @@ class ShardSampler(DistributedSampler[Any]):
     def __iter__(self) -> Iterator[int]:
         for chunk in self.chunks():
             yield from chunk.tolist()
-
-
-class RankBatches(BatchSampler):
-    """A rank's batches of a ShardSampler, whose `even` Accelerate knows as `even_batches`."""
-
-    sampler: ShardSampler
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether all ranks have as many batches; Accelerate sets it for a while."""
-        return self.sampler.even
-
-    @even_batches.setter
-    def even_batches(self, value: bool) -> None:
-        self.sampler.even = value
 
 
 def check_shardable(dataset: Any, **samplers: Any) -> None:

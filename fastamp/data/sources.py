@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, MapDataPipe
 
-from fastamp.data.accelerated import ServedPass
 from fastamp.data.collate import BatchCollator
 from fastamp.data.copied import CopiedBatches
 from fastamp.data.fetch import FetchSource, make_inner
@@ -59,14 +58,12 @@ def begin(loader: Any, position: Position, gatherable: Gatherable | None) -> Loa
     states: deque[Any] = deque()
     batches: Iterator[Any]
     if gatherable is None:
-        batches = _fetched(loader, position, states, ahead=loader._served is not None)
+        batches = _fetched(loader, position, states)
     else:
         batches = _gathered(loader, gatherable, position)
         to_device = to_device and find_device(gatherable.columns).type == "cpu"
     if device is not None and to_device:
         batches = CopiedBatches(batches, device)
-    if loader._served is not None:
-        batches = ServedPass(loader, batches, position.consumed)
     return LoaderPass(batches, position, loader._stats, states, loader.__len__)
 
 
@@ -158,7 +155,7 @@ def _gathered(loader: Any, gatherable: Gatherable, position: Position) -> Gather
     return GatherSource(gatherable, indices, slots, stats, loader.max_bytes, make, num_batches)
 
 
-def _fetched(loader: Any, position: Position, states: deque[Any], *, ahead: bool) -> Any:
+def _fetched(loader: Any, position: Position, states: deque[Any]) -> Any:
     """Return the batches that torch's iterators make; put the dataset's states into `states`."""
     if position.exhausted:
         if position.dataset is not None:
@@ -188,7 +185,7 @@ def _fetched(loader: Any, position: Position, states: deque[Any], *, ahead: bool
     if copies and position.workers is None:
         position.workers = [None] * workers
     position.persist, loader._began = loader.persistent_workers, True
-    source = _start(loader, position, inner, states, ahead=ahead)
+    source = _start(loader, position, inner, states)
     position.begun = True
     return source
 
@@ -205,9 +202,7 @@ def _generators_kept() -> Iterator[None]:
         np.random.set_state(numpy)  # noqa: NPY002
 
 
-def _start(
-    loader: Any, position: Position, inner: Any, states: deque[Any], *, ahead: bool
-) -> FetchSource:
+def _start(loader: Any, position: Position, inner: Any, states: deque[Any]) -> FetchSource:
     """Return torch's iterator, with the states of dataset and workers at the position."""
     dataset, copies = loader.dataset, has_copies(loader)
     stream, own, default = isinstance(dataset, IterableDataset), position.dataset, None
@@ -232,7 +227,7 @@ def _start(
     in_order = loader.in_order or stream or loader.num_workers == 0
     passed = (replace(position), position.turn) if position.late or not in_order else None
     source = FetchSource(
-        iterator, loader._stats, dataset, states, ahead, copies, passed, in_order, _order=order
+        iterator, loader._stats, dataset, states, copies, passed, in_order, _order=order
     )
     source.makes_fresh = type(loader.collate_fn) is BatchCollator
     if stream and loader.num_workers == 0:

@@ -129,7 +129,7 @@ class WorkerStream(IterableDataset[Measured]):
         info: Any = get_worker_info()
         worker: int = info.id
         key, self._epoch = find_pass_key(self._seed, self._epoch), self._epoch + 1
-        order = Order(key, worker, 1, info.num_workers - 1)
+        order = Order(key, worker, info.num_workers - 1)
         current.sample = order, 0
         records, self._records = self._records, None  # of the first pass
         record = records[worker] if records else None

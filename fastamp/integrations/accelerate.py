@@ -1,7 +1,4 @@
-"""Accelerate: after one call its `clip_grad_norm_` and `optimizer.step()` are one fused step.
-
-A `fastamp.DataLoader` needs nothing of this: `accelerator.prepare(loader)` takes it as it is.
-"""
+"""Accelerate: after one call its `clip_grad_norm_` and `optimizer.step()` are one fused step."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -10,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastamp.integrations.accelerate_loader import prepare_loader
 from fastamp.integrations.patching import has_methods_of, put_before, replace_scaler, stock
 from fastamp.step import GradScaler, StepReport, clip_grad_norm_
 from fastamp.step.native import parameters_of
@@ -27,6 +25,12 @@ def prepare(accelerator: Any, *, fold: bool = True) -> GradScaler:
     once and returns their norm, a tensor, without a wait for the device. The `optimizer.step()`
     that follows unscales, clips and updates in one pass. Call it once, before
     `accelerator.prepare`, or at least before schedulers are made on prepared optimizers.
+
+    `accelerator.prepare(loader)` keeps a `fastamp.DataLoader`: over several processes it is that of
+    `shard=True`, with the loader's `seed` or the first process's `torch.initial_seed()`. With a
+    sampler of the user's, an iterable dataset, or options that ask for another order
+    (`dispatch_batches`, `even_batches=False`), several processes get Accelerate's own loader, which
+    reads item by item.
 
     What differs from Accelerate alone:
 
@@ -96,6 +100,8 @@ class _Accelerator:
 
     scaler: GradScaler | None
     sync_gradients: bool
+    device_placement: bool
+    _dataloaders: list[Any]
     _optimizers: list[Any]
     _split: SplitStep
     _may_fold: Callable[[], bool]
@@ -105,6 +111,19 @@ class _Accelerator:
         self._take_scaler()
         made = stock(self).prepare_optimizer(optimizer, device_placement)
         self._adopt(made)
+        return made
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Prepare a loader; see `prepare` for a fastamp.DataLoader."""
+        on_device = self.device_placement if device_placement is None else device_placement
+        made = prepare_loader(data_loader, self, on_device=bool(on_device))
+        if made is None:
+            return stock(self).prepare_data_loader(
+                data_loader, device_placement, slice_fn_for_dispatch
+            )
+        self._dataloaders.append(made)
         return made
 
     def _take_scaler(self) -> None:

@@ -46,7 +46,7 @@ def run(loader):
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002
     random.seed(0)
-    draw = np.random.rand  # noqa: NPY002
+    draw = np.random.rand
     return [(batch, torch.rand(1), draw(), random.random()) for batch in loader]
 
 

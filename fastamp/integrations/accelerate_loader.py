@@ -1,0 +1,151 @@
+"""A `fastamp.DataLoader` that an Accelerator has prepared: its part of the data, on its device."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from fastamp.data import DataLoader
+
+
+class PreparedLoader(DataLoader[Any]):
+    """A loader that tells Accelerate where it is in its pass.
+
+    Batches are taken one ahead, as by Accelerate's own loaders, so that the last one is known.
+    """
+
+    _is_accelerate_prepared = True
+    use_stateful_dataloader = True
+    """Accelerate's `save_state` and `load_state` keep the position."""
+    gradient_state: Any
+    """Accelerate's record of the loaders in use."""
+    end_of_dataloader = False
+    remainder = -1
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples in one batch of each process, over all processes."""
+        return int(self.batch_size or 1) * getattr(self.sampler, "num_replicas", 1)
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of all processes."""
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Begin a pass, and note in Accelerate's record how it goes."""
+        take = super().__iter__().take_ahead()
+        self.end_of_dataloader, self.remainder = False, -1
+        if not (self.drop_last or isinstance(self.dataset, IterableDataset)):
+            self.remainder = self.total_dataset_length % self.total_batch_size
+        self.gradient_state._add_dataloader(self)
+        try:
+            batch, error, delivered = take()
+            while not isinstance(error, StopIteration):
+                ahead = take()
+                self.end_of_dataloader = isinstance(ahead[1], StopIteration)
+                delivered()
+                if error is not None:
+                    try:
+                        raise error
+                    finally:
+                        del error  # whose traceback refers to this frame
+                yield batch
+                batch, error, delivered = ahead
+            delivered()
+        finally:
+            self.gradient_state._remove_dataloader(self)
+
+
+def prepare_loader(loader: Any, accelerator: Any, *, on_device: bool) -> PreparedLoader | None:
+    """Return a loader of this process's part of the data; None if Accelerate has to make it.
+
+    One process keeps the loader as it is; a seeded one is that of `shard=True` with one rank, which
+    has the same order. Over several it is that of `shard=True`, if fastamp made its sampler and the
+    Accelerator wants batches of one size on all ranks.
+    """
+    if type(loader) is not DataLoader:
+        return None
+    made: Any = loader
+    count, rank = _ranks(accelerator)
+    shard = made._shard
+    if shard is None and loader.seed is not None:  # its order is known to `skip_first_batches`, too
+        made = _make_shard(loader, accelerator, count, rank) or made
+    elif shard is None and count > 1:
+        made = _make_shard(loader, accelerator, count, rank)
+    shard = getattr(made, "_shard", None)
+    if count > 1 and (shard is None or (shard.num_replicas, shard.rank) != (count, rank)):
+        return None
+    made.__class__ = PreparedLoader
+    made.gradient_state = accelerator.gradient_state
+    if on_device:
+        made.device = accelerator.device
+    return made  # type: ignore[no-any-return]
+
+
+def _ranks(accelerator: Any) -> tuple[int, int]:
+    """Return the number of parts that the data is shared out in, and this process's part."""
+    count, rank = accelerator.num_processes, accelerator.process_index
+    mesh = accelerator._prepare_device_mesh() if hasattr(accelerator, "torch_device_mesh") else None
+    if mesh is not None:  # the ranks of one model, or of one sequence, share a part
+        sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+        alike = sizes.get("tp", 1) * sizes.get("cp", 1)
+        count, rank = count // alike, rank // alike
+    return count, rank
+
+
+def _make_shard(loader: Any, accelerator: Any, count: int, rank: int) -> Any:
+    """Return a loader with the same arguments and `shard=True`; None if it would differ."""
+    config, size = accelerator.dataloader_config, loader.batch_size
+    sampler: Any = loader.sampler
+    is_plain = type(sampler) is SequentialSampler or (
+        isinstance(sampler, RandomSampler)
+        and not sampler.replacement
+        and sampler.num_samples == len(loader.dataset)
+        and sampler.generator in (None, loader.generator if loader.seed is not None else None)
+    )
+    if (
+        isinstance(loader.dataset, IterableDataset)
+        or type(loader.batch_sampler) is not BatchSampler
+        or loader.batch_sampler.sampler is not sampler
+        or loader._shard is not None
+        or not is_plain
+        or getattr(sampler, "data_source", None) is not loader.dataset
+        or (config.split_batches and size % count)
+        or config.dispatch_batches
+        or not (config.even_batches or loader.drop_last)
+    ):
+        return None
+    seed = loader.seed
+    if seed is None:
+        drawn = [config.data_seed or torch.initial_seed() % 2**63]
+        dist.broadcast_object_list(drawn, 0)
+        seed = drawn[0]
+    made: DataLoader[Any] = DataLoader(
+        loader.dataset,
+        size // count if config.split_batches else size,
+        shuffle=isinstance(sampler, RandomSampler),
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        drop_last=loader.drop_last,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        prefetch_factor=loader.prefetch_factor if loader.num_workers else None,
+        persistent_workers=loader.persistent_workers,
+        pin_memory_device=loader.pin_memory_device,
+        in_order=loader.in_order,
+        device=loader.device,
+        seed=seed,
+        rank=rank,
+        world_size=count,
+        max_bytes=loader.max_bytes,
+        worker=loader.worker,
+        resident=loader.resident,
+    )
+    batches: Any = made.batch_sampler
+    batches.set_epoch = batches.sampler.set_epoch  # which the Trainer calls when it resumes
+    return made
