@@ -105,11 +105,26 @@ class Column(NamedTuple):
     """Of the batch: the array's own, or int64 for unsigned and 32-bit integers."""
     images: Images | None = None
     """How its rows are augmented; None copies them."""
+    is_scattered: bool = False
+    """Whether the numbers of a row lie apart, as in a table that is stored column by column."""
 
     @property
     def row_shape(self) -> tuple[int, ...]:
         """The shape of one row of the batch."""
         return tuple(self.array.shape[1:]) if self.images is None else self.images.row_shape
+
+    def in_row_order(self) -> "Column":
+        """Return the column with the numbers of each row side by side: a copy, if they are not."""
+        if not self.is_scattered:
+            return self
+        array: Any = self.array
+        if not isinstance(array, torch.Tensor):
+            made: Any = np.ascontiguousarray(array)
+        elif array.dtype == torch.bfloat16:  # NumPy, whose copy takes a third of the time, has none
+            made = array.contiguous()
+        else:
+            made = torch.from_numpy(np.ascontiguousarray(array.numpy()))
+        return self._replace(array=made, is_scattered=False)
 
 
 def check_rows(indices: Tensor, num_rows: int) -> Tensor:

@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import zip_longest
 from operator import itemgetter
 from threading import get_ident
@@ -54,8 +55,10 @@ def find_path(loader: DataLoader[Any]) -> tuple[Gatherable | None, str]:
         device = find_device(gatherable.columns)
         if device.type != "cpu" or getattr(loader, "resident", False):
             return gatherable, f"gathered on {getattr(loader, 'device', None) or device}"
-        compiled = find_core() is not None
-        return gatherable, "gathered by the compiled core" if compiled else "gathered by Python"
+        way = "gathered by the compiled core" if find_core() else "gathered by Python"
+        copied = _count_scattered(gatherable)
+        rows = f", from a copy in row order of {copied:,} bytes, made for each pass"
+        return gatherable, way + rows * (copied > 0)
     count = loader.num_workers
     kind = "thread" if getattr(loader, "_in_threads", False) else "worker"
     workers = f", in {count} {kind}{'s' * (count > 1)}" if count else ""
@@ -86,6 +89,10 @@ def _find_columns(loader: DataLoader[Any]) -> tuple[Gatherable | None, str]:
     kind, module = type(dataset).__name__, type(dataset).__module__
     if gatherable is not None and not _may_stay(loader, find_device(gatherable.columns)):
         return None, f"the {kind} is on another device"
+    copied = 0 if gatherable is None else _count_scattered(gatherable)
+    if copied > (getattr(loader, "max_bytes", None) or DEFAULT_MAX_BYTES):
+        copy = f"a copy in row order takes {copied:,} bytes, more than max_bytes"
+        return None, f"the numbers of a row lie apart, and {copy}"
     if gatherable is None and is_table(dataset):
         return None, f"the Hugging Face dataset has {read_table(dataset)}"
     if module.startswith("datasets."):
@@ -158,12 +165,29 @@ def _column(array: Any) -> Column | None:
     if dtype is None or array.ndim == 0 or type(array) not in _ARRAYS:
         return None
     if isinstance(array, Tensor):
-        return Column(array, dtype) if array[:1].is_contiguous() else None
+        is_plain = array[:1].is_contiguous()
+        return Column(array, dtype, None, not is_plain) if is_plain or _on_host(array) else None
     try:  # whether default_collate gives rows this dtype
         fits = default_collate([np.ones((1, *array.shape[1:]), array.dtype)[0]]).dtype == dtype
     except TypeError:  # a dtype that torch does not have
         return None
-    return Column(array, dtype) if fits and array[:1].flags.c_contiguous else None
+    if not fits or min(array.strides[1:], default=0) < 0:  # torch's error
+        return None
+    return Column(array, dtype, None, not array[:1].flags.c_contiguous)
+
+
+def _on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _count_scattered(gatherable: Gatherable) -> int:
+    """Return the bytes of the copies that put the numbers of each row side by side."""
+    columns = (column for column in gatherable.columns if column.is_scattered)
+    return sum(math.prod(column.array.shape) * column.array.dtype.itemsize for column in columns)
+
+
+def _was_written(tensor: Tensor, version: int) -> bool:
+    return tensor._version != version
 
 
 class GatherSource(Iterator[Any]):
@@ -188,6 +212,9 @@ class GatherSource(Iterator[Any]):
         num_batches: float = math.inf,
     ) -> None:
         columns, self._build, self._subset, self._find = gatherable
+        scattered = [c.array for c in columns if c.is_scattered and isinstance(c.array, Tensor)]
+        originals = [tensor for tensor in scattered if not tensor.is_inference()]
+        columns = [column.in_row_order() for column in columns]
         self._rows = [(column.row_shape, column.dtype) for column in columns]
         self._row_nbytes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._rows]
         # For a GPU only two, since pinning memory takes time; two more batches are being copied.
@@ -196,6 +223,7 @@ class GatherSource(Iterator[Any]):
         pairs = zip(self._kept, columns, strict=True)
         self._aliases = [column._replace(array=kept.alias) for kept, column in pairs]
         self._changes = {change for kept in self._kept for change in kept.changes()}
+        self._changes |= {partial(_was_written, tensor, tensor._version) for tensor in originals}
         tensors = [kept.alias for kept in self._kept if isinstance(kept.alias, Tensor)]
         self._counting = [tensor for tensor in tensors if not tensor.is_inference()]
         if len(self._counting) < len(tensors):  # nobody can tell what is written into the others

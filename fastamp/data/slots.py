@@ -74,9 +74,11 @@ class Slots:
             return flat.view(dtype).view(shape)
         if nbytes >= _REUSE_NBYTES and not self.pinned:
             with self._lock:
-                leased = self._lease(nbytes, dtype)
-            if leased is not None:
-                return leased.view(shape)
+                memory = self._lease(nbytes)
+            if memory is not None:  # a tensor of its own: a view could not be detached in place
+                return torch.empty(0, dtype=dtype, device=_CPU).set_(
+                    memory, 0, shape, _strides(shape)
+                )
         with apart_from_captures() if self.pinned else nullcontext():
             return torch.empty(shape, dtype=dtype, device=_CPU, pin_memory=self.pinned)
 
@@ -91,8 +93,8 @@ class Slots:
             slots[:] = [slot for slot in slots if slot() is not None]
         return sum(nbytes * len(slots) for nbytes, (_, slots) in self._rings.items())
 
-    def _lease(self, nbytes: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a tensor in a slot, which comes back when nothing refers to its memory."""
+    def _lease(self, nbytes: int) -> torch.UntypedStorage | None:
+        """Return the memory of a slot, which comes back when nothing refers to it."""
         # Four sizes for each power of two, so that ragged batches share slots.
         step = 1 << (nbytes.bit_length() - 3)
         size = -(-nbytes // step) * step
@@ -108,7 +110,15 @@ class Slots:
         owner: Any = (ctypes.c_char * nbytes).from_address(memory.data_ptr())
         owner.lease = lease = _Lease(owner, free.append)
         lease.memory = memory
-        return torch.frombuffer(owner, dtype=dtype)
+        return torch.frombuffer(owner, dtype=torch.uint8).untyped_storage()
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    """Return the strides of a contiguous tensor with dimensions and elements."""
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.append(strides[-1] * size)
+    return strides[::-1]
 
 
 class _Lease(weakref.ref[Any]):

@@ -31,6 +31,22 @@ def allocate(slots, shape=(1024,), dtype=torch.float32):
     return slots.allocate(shape, dtype)
 
 
+@pytest.mark.parametrize("shape", [(1 << 18,), (512, 1, 512), (3, 1 << 18, 2)])
+def test_a_leased_batch_is_a_tensor_of_its_own(shape):
+    rows = torch.zeros(shape[0], *shape[1:])
+    with torch.no_grad():
+        (batch,) = next(iter(fastamp.DataLoader(TensorDataset(rows), shape[0])))
+    assert batch._base is None
+    assert (batch.shape, batch.stride()) == (rows.shape, rows.stride())
+    batch.detach_()
+    weight = torch.ones((), requires_grad=True)
+    batch.add_(1).mul_(weight)  # "a view was created in no_grad mode", if it were one
+    batch.sum().backward()
+    assert weight.grad == batch.numel()
+    with pytest.raises(RuntimeError, match="not resizable"):
+        batch.detach().resize_(2 * batch.numel())
+
+
 @pytest.mark.usefixtures("reused")
 @pytest.mark.parametrize(
     "look",
