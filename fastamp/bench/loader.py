@@ -45,6 +45,19 @@ def _make_tensors(generator: torch.Generator) -> Data:
     return Data(TensorDataset(rows, labels), 256, [rows, labels])
 
 
+def _make_columns(generator: torch.Generator) -> Data:
+    """A table of 50,000 x 100 float32, stored by columns as pandas', batches of 128."""
+    rows, labels = torch.rand(100, 50_000, generator=generator).T, torch.arange(50_000)
+    return Data(TensorDataset(rows, labels), 128, [rows, labels])
+
+
+def _make_windows(generator: torch.Generator) -> Data:
+    """Windows of 96 values of a series of 50,000 float32, one at each, batches of 128."""
+    series = torch.rand(50_000, generator=generator)
+    windows = series.unfold(0, 96, 1)
+    return Data(TensorDataset(windows), 128, [windows])
+
+
 def _make_tokens(generator: torch.Generator) -> Data:
     """Windows of 257 uint16 tokens, batches of 64."""
     tokens = torch.randint(2**15, (16_384 * 256 + 1,), dtype=torch.int16, generator=generator)
@@ -96,6 +109,8 @@ def _make_slow(_generator: torch.Generator) -> Data:
 
 DATA = {
     "tensors": _make_tensors,
+    "columns": _make_columns,
+    "windows": _make_windows,
     "tokens": _make_tokens,
     "images": _make_images,
     "augmented": _make_augmented,
