@@ -288,7 +288,7 @@ def test_a_folder_of_the_users_called_datasets_is_not_hugging_faces(tmp_path):
     (tmp_path / "datasets" / "__init__.py").touch()
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
     done = run_python(f"{code}\nfrom fastamp.bench import loader\nprint(*loader.DATA)")
-    assert done.stdout == "tensors tokens images augmented dicts collate slow\n"
+    assert done.stdout == "tensors columns windows tokens images augmented dicts collate slow\n"
 
 
 def test_a_check_of_frameworks_that_are_not_installed_is_no_verdict(monkeypatch, capsys):

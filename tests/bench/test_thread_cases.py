@@ -9,10 +9,8 @@ import pytest
 from fastamp.bench import loader, thread_cases
 
 
-@pytest.mark.parametrize("name", ["waits", "first", "auto-nothing", "auto-copies"])
+@pytest.mark.parametrize("name", ["waits", "first"])
 def test_each_arm_of_a_race_makes_a_pass(name, monkeypatch):
-    monkeypatch.setattr(thread_cases, "EPOCH_S", 0.001)
-    monkeypatch.setattr(thread_cases, "PROBE_S", 0.001)
     monkeypatch.setattr(thread_cases, "WORKERS", 1)
     monkeypatch.setattr(thread_cases, "WAITING", 24)
     case = loader.CASES[name](argparse.Namespace(seed=0))
@@ -20,4 +18,4 @@ def test_each_arm_of_a_race_makes_a_pass(name, monkeypatch):
         case.before(arm)
         case.arms[arm]()
     case.before("")
-    assert "batch" in thread_cases.DOCS[name] or "auto" in [*case.arms][-1]
+    assert "batch" in thread_cases.DOCS[name]
