@@ -110,14 +110,20 @@ PyObject* region_exit(PyObject* self, PyObject* const*, Py_ssize_t) {
   if (own == 0) Py_RETURN_NONE;  // closed with a region around it
   const std::int64_t start_ns = frames[own - 1].start_ns;
   const bool alone = own < depth && runs_event_loop();
+  PyObject *type = nullptr, *error = nullptr, *traceback = nullptr;
   // A region's `end` is Python, which may close others: the garbage collector ends generators.
   while ((own = place_of(region, start_ns)) > 0) {
     std::size_t top = alone ? own : depth;
     while (frames[top - 1].region->begin != region->begin) --top;
-    if (!close_frame(top - 1, end_ns)) return nullptr;
+    if (!close_frame(top - 1, end_ns)) {  // the others end all the same
+      if (type == nullptr) PyErr_Fetch(&type, &error, &traceback);
+      PyErr_Clear();
+    }
     if (top == own) break;
   }
-  Py_RETURN_NONE;
+  if (type == nullptr) Py_RETURN_NONE;
+  PyErr_Restore(type, error, traceback);
+  return nullptr;
 }
 
 Region* innermost_of(Region* region) {

@@ -4,6 +4,7 @@ In Python a region appends its duration to a list, which needs no lock; the list
 batches.
 """
 
+import contextlib
 import functools
 import os
 import sys
@@ -131,9 +132,10 @@ class Region:
             for region, end, start_ns, _ in reversed(inner):
                 stack[0] = (region, end, start_ns, stack[0])
         else:
-            for region, *_ in inner:
-                region.__exit__(None, None, None)
-            stack[0] = frame[3]
+            with contextlib.ExitStack() as closing:  # all of them, also if the end of one raises
+                closing.callback(stack.__setitem__, 0, frame[3])
+                for region, *_ in reversed(inner):
+                    closing.callback(region.__exit__, None, None, None)
         return frame
 
     def add(self, duration_ns: int) -> None:

@@ -162,9 +162,7 @@ class Timer:
 
     def _new_region(self, name: object) -> Region:
         outer = self._root.innermost()
-        if not isinstance(name, str):
-            msg = f"name: expected a str, got {name!r}"
-            raise TypeError(msg)
+        name = _check_name(name)
         depth = self._depths.get(outer.path, 0) + 1
         if depth > _MAX_DEPTH:
             msg = f"region {name!r}: {_MAX_DEPTH} are open around it; is a stop() missing?"
@@ -222,9 +220,11 @@ class Timer:
         """Return a decorator that makes every call of a function a region.
 
         Raises:
-            TypeError: the function is a generator or asynchronous: its body runs in pieces, between
-                which other regions begin and end.
+            TypeError: `name` is not a string, as in `@timer.wrap` without one; or the function is a
+                generator or asynchronous: its body runs in pieces, between which other regions
+                begin and end.
         """
+        _check_name(name)
 
         def decorate(function: _F) -> _F:
             is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
@@ -362,6 +362,16 @@ class Timer:
         for region in list(self._regions.values()):
             region.reset()
         self._spans.clear()
+
+
+def _check_name(name: object) -> str:
+    """Return a region's name, or raise an error."""
+    if not isinstance(name, str):
+        msg = f"name: expected a str, got {name!r}"
+        if callable(name):
+            msg += "; a decorator needs it: @timer.wrap('forward')"
+        raise TypeError(msg)
+    return name
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -17,6 +17,7 @@ import torch
 
 import fastamp
 from fastamp import Timer, _ops
+from fastamp.timer.events import Extras
 
 
 def test_many_regions_take_no_memory(timer, backend):
@@ -403,3 +404,36 @@ def test_a_timer_frees_what_it_holds(backend):
     del timer
     gc.collect()
     assert (region(), spans()) == (None, None)
+
+
+def test_regions_end_also_if_the_end_of_one_inside_raises(backend, monkeypatch):
+    begin = Extras.begin
+
+    def failing(extras, region):
+        end = begin(extras, region)
+
+        def end_or_fail(start_ns, end_ns):
+            end(start_ns, end_ns)
+            if region.path == "outer/inner/broken":
+                raise OSError(region.path)
+
+        return end_or_fail
+
+    monkeypatch.setattr(Extras, "begin", failing)
+    timer = Timer("cpu", trace=True)
+    for name in ("outer", "inner", "broken"):
+        timer.start(name)
+    outer = timer._regions["outer"]
+    with pytest.raises(OSError, match="outer/inner/broken"):
+        outer.__exit__(None, None, None)
+    with timer("next"):
+        pass
+    assert {"outer/inner", "outer/inner/broken", "next"} <= {*timer.summary()}
+
+
+def test_wrap_without_a_name_is_refused(timer):
+    with pytest.raises(TypeError, match=r"got <function .*@timer\.wrap\('forward'\)"):
+
+        @timer.wrap
+        def function():
+            pass
