@@ -2,6 +2,7 @@
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from operator import getitem
@@ -32,6 +33,8 @@ class Maker(NamedTuple):
     lock: Lock
     ready: SimpleQueue[int]
     """Receives the numbers of batches that are done."""
+    used_s: deque[float]
+    """Receives the processor time of each thread's part of a batch."""
     dropped: list[Any]
     """Not empty once no more batches are wanted."""
     ended: "weakref.ref[Any]"
@@ -55,6 +58,7 @@ def find_maker(loader: Any, slots: Slots, batches: Any) -> Maker:
         pins=loader.pin_memory and torch.accelerator.is_available(),
         lock=Lock(),
         ready=SimpleQueue(),
+        used_s=deque(),
         dropped=dropped,
         ended=weakref.ref(batches, dropped.append),
     )
@@ -81,7 +85,7 @@ class BatchTask:
         """Make samples until all are begun; say whether the thread's own error was handed on."""
         maker = self._maker
         torch.set_grad_enabled(maker.grad)  # for this thread
-        place = self.count
+        place, start_s = self.count, time.thread_time()
         while not maker.dropped:
             with maker.lock:
                 place = self._claimed
@@ -95,6 +99,7 @@ class BatchTask:
             if place >= self.count or failed is not None:
                 break
         current.sample = None
+        maker.used_s.append(time.thread_time() - start_s)
         return failed is not None and place < self.count
 
     def _make(self, place: int, failed: BaseException | None) -> tuple[BaseException | None, float]:

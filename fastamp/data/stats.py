@@ -38,6 +38,8 @@ class LoaderStats:
     """Time gathering rows, and starting copies to the device."""
     slot_wait_s: float = 0.0
     """Time getting memory for batches."""
+    thread_cpu_s: float = 0.0
+    """Processor time of thread workers, most of which holds the GIL if they run Python."""
     path: str = ""
     """How batches are made: "gathered by the compiled core", or "item by item: " and the reason."""
 
@@ -48,17 +50,25 @@ class LoaderStats:
 
     @property
     def verdict(self) -> str:
-        """One word: "compute-bound", or "starved 18 %: getitem", the share and its cause.
+        """In a few words: "compute-bound", or "starved 18 %: getitem", the share and its cause.
 
-        "compute-bound": the loop waits for less than 5 % of its time. Otherwise the cause is the
+        "compute-bound": the loop waits for less than 5 % of its time. With thread workers it is not
+        said: the loop's own Python waits for the GIL while theirs holds it, and that is no waiting
+        for a batch; the verdict then gives their processor time. Otherwise the cause is the
         largest of the times above, "getitem", "collate", "copy" or "slot-wait". It is named only if
         it is at least three quarters of the waiting, and so explains it; else: "starved 18 %".
         Before the first batch: "nothing measured yet".
         """
         if not self.batches:
             return "nothing measured yet"
-        if self.wait_share < _STARVED_SHARE:
+        if self.wait_share < _STARVED_SHARE and not self.thread_cpu_s:
             return "compute-bound"
+        if self.wait_share < _STARVED_SHARE:
+            busy = self.thread_cpu_s / self.elapsed_s if self.elapsed_s else 0.0
+            return (
+                f"waits {100 * self.wait_share:.0f} %; threads compute for {100 * busy:.0f} % of "
+                "the time and may hold the GIL: time some steps with worker='process' too"
+            )
         causes = {
             "getitem": self.getitem_s,
             "collate": self.collate_s,

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import time
 import traceback
 import warnings
 import weakref
@@ -67,11 +68,13 @@ class ThreadLoader:
         position = self._indices.position
         if self._streams is None or not loader.persistent_workers:
             self._streams = [_copy_stream(loader, position) for _ in range(loader.num_workers)]
-        parts = []
+        parts: list[Iterator[Measured]] = []
+        used_s: deque[float] = deque()
         for worker, stream in enumerate(self._streams):
             info = replace(self._info(loader, worker), dataset=stream.dataset)
-            parts.append(_run_stream(stream, info, loader.worker_init_fn if new else None))
-        return StreamBatches(parts, loader, position.turn)
+            init_fn = loader.worker_init_fn if new else None
+            parts.append(_run_stream(stream, info, init_fn, used_s))
+        return StreamBatches(parts, loader, position.turn, used_s)
 
     def _info(self, loader: Any, worker: int) -> WorkerInfo:
         seed = (self._base_seed or 0) + worker
@@ -93,10 +96,24 @@ def _copy_stream(loader: Any, position: Position) -> WorkerStream:
 
 
 def _run_stream(
-    stream: WorkerStream, info: WorkerInfo, init_fn: Callable[[int], None] | None
+    stream: WorkerStream,
+    info: WorkerInfo,
+    init_fn: Callable[[int], None] | None,
+    used_s: deque[float],
 ) -> Iterator[Measured]:
     become_worker(info, init_fn)
-    yield from stream
+    before_s = time.thread_time()
+    for measured in stream:
+        now_s = time.thread_time()
+        used_s.append(now_s - before_s)
+        before_s = now_s
+        yield measured
+
+
+def _add_up(used_s: deque[float], loader: Any) -> None:
+    """Add the processor time that threads have reported to a loader's statistics."""
+    while used_s:
+        loader._stats.thread_cpu_s += used_s.popleft()
 
 
 def _timed_out(loader: Any) -> Exception:
@@ -165,9 +182,11 @@ class ThreadBatches(Iterator[Measured]):
         if self._owner_pid != os.getpid():
             raise RuntimeError(FORKED)
         if not self._task_info:
+            _add_up(self._maker.used_s, self._loader)
             self.close()
             raise StopIteration
         task: Any = self._take()
+        _add_up(self._maker.used_s, self._loader)
         error = task if isinstance(task, BaseException) else self._check(task)
         if error is not None and is_last(error):
             self.close()
@@ -213,7 +232,9 @@ class StreamBatches(Iterator[Measured]):
 
     _workers = ()  # no processes
 
-    def __init__(self, parts: list[Iterator[Measured]], loader: Any, turn: int) -> None:
+    def __init__(
+        self, parts: list[Iterator[Measured]], loader: Any, turn: int, used_s: deque[float]
+    ) -> None:
         depth, timeout_s = loader.prefetch_factor, loader.timeout
         # Receives a worker's number for each of its batches, if they come in any order.
         ready: SimpleQueue[int] | None = None if loader.in_order else SimpleQueue()
@@ -224,7 +245,7 @@ class StreamBatches(Iterator[Measured]):
             )
             for worker, part in enumerate(parts)
         ]
-        self._turn, self._loader = turn, loader
+        self._turn, self._loader, self._used_s = turn, loader, used_s
         self._length, self._counted = loader._IterableDataset_len_called, 0
 
     def __next__(self) -> Measured:
@@ -236,7 +257,9 @@ class StreamBatches(Iterator[Measured]):
                 self._turn = (turn + 1) % len(self._parts)
                 part = self._parts[turn]
                 if part is not None:
-                    return self._count(next(part))
+                    measured = next(part)
+                    _add_up(self._used_s, self._loader)
+                    return self._count(measured)
             except StopIteration:
                 self._parts[turn] = None
             except Empty:

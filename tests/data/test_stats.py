@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from support.loading import Rows, Squares, make_array
 from support.streams import Stream
-from torch.utils.data import Subset, TensorDataset, default_collate
+from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
 import fastamp
 from fastamp.data import LoaderStats
@@ -104,3 +105,24 @@ def test_a_slow_dataset_is_named_as_the_cause_of_starvation(num_workers, backend
     assert stats.wait_share > 0.5
     assert stats.getitem_s >= 0.2
     assert stats.getitem_s > max(stats.collate_s, stats.copy_s, stats.slot_wait_s)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_threads_are_never_called_compute_bound(stream):
+    def get(index):
+        return sum(range(20_000)) + index
+
+    class Numbers(IterableDataset):
+        def __iter__(self):
+            return map(get, range(40))
+
+    used_s = time.process_time()
+    dataset = Numbers() if stream else Rows(40, get)
+    loader = fastamp.DataLoader(dataset, 10, num_workers=2, worker="thread")
+    list(loader)
+    used_s = time.process_time() - used_s
+    stats = loader.stats()
+    assert 0 < stats.thread_cpu_s <= used_s
+    said = replace(stats, elapsed_s=10.0, wait_s=0.1, thread_cpu_s=6.0).verdict
+    assert said.startswith("waits 1 %; threads compute for 60 % of the time and may hold the GIL")
+    assert replace(stats, elapsed_s=10.0, wait_s=0.1, thread_cpu_s=0.0).verdict == "compute-bound"
