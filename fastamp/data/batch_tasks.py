@@ -15,7 +15,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from fastamp.data.row_writer import Rows, fills_rows, find_get
 from fastamp.data.sample_rng import Placed, current
-from fastamp.data.slots import Slots
+from fastamp.data.slots import Slots, can_pin
 from fastamp.data.states import find_together, note_index
 from fastamp.data.structure import count_nbytes
 
@@ -55,7 +55,7 @@ def find_maker(loader: Any, slots: Slots, batches: Any) -> Maker:
         rows=partial(Rows, find_get(dataset), slots) if fills else None,
         collate_fn=collate_fn,
         grad=torch.is_grad_enabled(),
-        pins=loader.pin_memory and torch.accelerator.is_available(),
+        pins=loader.pin_memory and can_pin(),
         lock=Lock(),
         ready=SimpleQueue(),
         used_s=deque(),

@@ -29,6 +29,12 @@ def too_large(max_bytes: int, nbytes: int) -> ValueError:
     return ValueError(f"max_bytes={max_bytes}: one batch takes {nbytes} bytes")
 
 
+def can_pin() -> bool:
+    """Say whether torch pins memory here: not without an accelerator, nor on Apple's GPUs."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found is not None and found.type != "mps"
+
+
 class Slots:
     """Gives out memory for the tensors of batches and takes it back when they are gone.
 

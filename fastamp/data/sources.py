@@ -25,7 +25,7 @@ from fastamp.data.passes import LoaderPass
 from fastamp.data.position import Position
 from fastamp.data.resident import move
 from fastamp.data.sample_rng import SampleRng, current, draw_seed
-from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
+from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots, can_pin
 from fastamp.data.states import as_of_pass_before, has_copies
 
 
@@ -52,7 +52,7 @@ def begin(loader: Any, position: Position, gatherable: Gatherable | None) -> Loa
     if loader._slots is None or loader._slots.owner_pid != os.getpid():
         pinned = loader.pin_memory or (device is not None and device.type == "cuda")
         loader._slots = Slots(
-            pinned=pinned and torch.accelerator.is_available(),
+            pinned=pinned and can_pin(),
             max_bytes=loader.max_bytes or DEFAULT_MAX_BYTES,
         )
     states: deque[Any] = deque()
@@ -91,10 +91,12 @@ def _seed_samples(loader: Any, position: Position, *, again: bool) -> None:
 
 def _warn_unpinned(loader: Any) -> None:
     """Warn as torch's iterators do."""
-    if loader.pin_memory and not torch.accelerator.is_available():
+    if loader.pin_memory and not can_pin():
+        why = "no accelerator is found, then"
+        if torch.accelerator.is_available():
+            why = "not supported on MPS now,"
         warnings.warn(
-            "'pin_memory' argument is set as true but no accelerator is found, "
-            "then device pinned memory won't be used.",
+            f"'pin_memory' argument is set as true but {why} device pinned memory won't be used.",
             stacklevel=5,
         )
 

@@ -79,8 +79,15 @@ def become_worker(info: WorkerInfo, init_fn: Callable[[int], None] | None) -> No
     torch.get_num_threads()  # torch sets OpenMP up for this thread now
     with contextlib.suppress(AttributeError, OSError):  # where torch computes without OpenMP
         ctypes.CDLL(None).omp_set_num_threads(1)  # for this thread alone
-    if init_fn is not None:
+    if init_fn is None:
+        return
+    try:
         init_fn(info.id)
+    except AttributeError as error:
+        if "NoneType" not in str(error):
+            raise
+        msg = f"worker_init_fn: {error}; in a thread torch's get_worker_info() is None: "
+        raise AttributeError(msg + "call fastamp.get_worker_info(), which knows both") from error
 
 
 class Team:

@@ -125,3 +125,24 @@ def test_a_copy_that_fails_is_raised_in_its_batchs_place(in_thread, monkeypatch)
         else:
             next(batches)
         assert loader.state_dict()["batch"] == number + 1
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "worker": "thread"}])
+@pytest.mark.parametrize("gathered", [False, True])
+def test_nothing_is_pinned_on_apples_gpus_as_by_torch(options, gathered, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    dataset = torch.arange(6) if gathered else range(6)
+    loader = fastamp.DataLoader(dataset, 3, pin_memory=True, **options)
+    said = "set as true but not supported on MPS now, device pinned memory won't be used"
+    with pytest.warns(UserWarning, match=said):
+        assert [batch.tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_an_init_function_that_asks_torch_in_a_thread_is_told_whom_to_ask():
+    def init(_worker):
+        return torch.utils.data.get_worker_info().dataset
+
+    loader = fastamp.DataLoader(range(6), num_workers=1, worker="thread", worker_init_fn=init)
+    with pytest.raises(AttributeError, match=r"call fastamp\.get_worker_info\(\), which knows"):
+        next(iter(loader))
