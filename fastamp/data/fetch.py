@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, MapDataPipe, 
 
 from fastamp.data.indices import Indices
 from fastamp.data.position import Position
-from fastamp.data.sample_rng import Order, Placed, current
+from fastamp.data.sample_rng import Batch, Order, Placed, current
 from fastamp.data.slots import Slots
 from fastamp.data.states import (
     Failed,
@@ -79,10 +79,10 @@ class _Watched(Dataset[Any]):
             if together:
                 current.sample = order, number
                 return together(indices)
-            items = []
-            for number, index in enumerate(indices, number):  # noqa: B020 - that of the index
-                current.sample = order, number
-                items.append(self.dataset[index])
+            items, dataset = [], self.dataset
+            batch = current.sample = Batch(order)
+            for batch.number, index in enumerate(indices, number):
+                items.append(dataset[index])
         except Exception as error:
             note_index(error, index)
             if self._save is None:

@@ -109,8 +109,23 @@ class SampleRng:
 
 
 class _Current(threading.local):
-    sample: tuple[Order, int] | SampleRng | None = None
+    sample: "tuple[Order, int] | Batch | SampleRng | None" = None
     """The sample that the thread makes: its number, or its generators once they are used."""
+
+
+class Batch:
+    """The samples of a batch, one after the other: a plain attribute says which is being made."""
+
+    __slots__ = ("_found", "_of", "number", "order")
+
+    def __init__(self, order: Order) -> None:
+        self.order, self.number, self._of = order, 0, -1
+
+    def rng(self) -> SampleRng:
+        """Return the generators of the sample, the same at each call."""
+        if self._of != self.number:
+            self._of, self._found = self.number, SampleRng(self.order.find_key(self.number))
+        return self._found
 
 
 current = _Current()
@@ -142,6 +157,8 @@ def sample_rng() -> SampleRng:
         True
     """
     found = current.sample
+    if type(found) is Batch:
+        return found.rng()
     if type(found) is tuple:
         order, number = found
         found = current.sample = SampleRng(order.find_key(number))
