@@ -93,6 +93,8 @@ GATHERED = {
     "numpy rows with gaps": lambda _: make_array("f4", 2 * N, 9)[::2, 2:7],
     "numpy backwards": lambda _: make_array("f4", N, 3)[::-1],
     "one row N times": lambda _: make_array(torch.int32, 1, 4).expand(N, 4),
+    "columns": lambda _: make_array(torch.float32, 3, N).T,
+    "numpy columns": lambda _: make_array("f4", 3, N).T,
     "big rows": lambda _: make_array(torch.uint8, N, 5000),
     **{
         f"tokens {dtype} from {kind}": functools.partial(tokens_from, kind, dtype=dtype)
@@ -111,8 +113,6 @@ GATHERED = {
 # What goes through torch's own iterators.
 FETCHED = {
     "Squares": lambda _: Squares(N),
-    "columns": lambda _: make_array(torch.float32, 3, N).T,
-    "numpy columns": lambda _: make_array("f4", 3, N).T,
     "big-endian": lambda _: Rows(N, lambda i: np.arange(N, dtype="f4")[i]),
     "requires_grad": lambda _: TensorDataset(X.clone().requires_grad_(), Y),
     "list": lambda _: list(range(N)),
