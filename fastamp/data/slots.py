@@ -31,8 +31,10 @@ def too_large(max_bytes: int, nbytes: int) -> ValueError:
 
 def can_pin() -> bool:
     """Say whether torch pins memory here: not without an accelerator, nor on Apple's GPUs."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found is not None and found.type != "mps"
+    if not torch.accelerator.is_available():
+        return False
+    found = torch.accelerator.current_accelerator()
+    return found is None or found.type != "mps"
 
 
 class Slots:
