@@ -83,6 +83,7 @@ class Prefetcher {
 /// What a step keeps for the next one of the same optimizer: memory, so that it allocates nothing.
 struct Spare {
   UpdateList list;
+  std::vector<py::object> states;
   Prefetcher prefetcher;
 };
 
@@ -91,6 +92,7 @@ struct ReadStep : PackedTensors {
   py::list params;  ///< those that have a gradient
   bool owns_grads;  ///< whether the gradients are the parameters' `.grad`
   UpdateList list;
+  std::vector<py::object> states;  ///< kept alive: another thread may replace them in their dict
 };
 
 /// The steps of one optimizer. What it holds between them is taken out by a step and given back at
@@ -106,6 +108,7 @@ class Update {
     Spare spare = std::exchange(spare_, {});
     ReadStep step;
     step.list = std::move(spare.list);
+    step.states = std::move(spare.states);
     step.list.rule = rule_.rule;
     step.list.groups.clear();
     step.list.parameters.clear();
@@ -124,6 +127,8 @@ class Update {
       backend.ops.update(step.list, spec, launch);
     }
     spare_.list = std::move(step.list);
+    step.states.clear();
+    spare_.states = std::move(step.states);
     py::list written = std::move(step.params);
     if (!spec.write_grads && step.owns_grads)
       for (const py::handle param : written) drop_grad(param);
@@ -213,16 +218,18 @@ class Update {
       prefetcher.met(tensor, other);
       view.state_dtype = found->dtype;
       view.states[s] = take(*found);
+      step.states.push_back(py::reinterpret_borrow<py::object>(tensor));
     }
     if (rule_.counts)
-      view.step = static_cast<float*>(take(read_count(backend, group, state, prefetcher)));
+      view.step =
+          static_cast<float*>(take(read_count(backend, group, state, prefetcher, step.states)));
     step.list.parameters.push_back(view);
   }
 
   /// Reads the count of steps, which torch keeps on the host unless the group is fused or
   /// capturable. On a device that is apart, Python moves it there.
   static TensorView read_count(const Backend& backend, const Group& group, PyObject* state,
-                               Prefetcher& prefetcher) {
+                               Prefetcher& prefetcher, std::vector<py::object>& kept) {
     static PyObject* const name = PyUnicode_InternFromString("step");
     PyObject* tensor = find(state, name);
     if (tensor == nullptr) throw Refusal{kNoState};
@@ -233,6 +240,7 @@ class Update {
     const auto found = read_dense(tensor, backend.device, &layout);
     if (is_count(found)) {
       prefetcher.met(tensor, layout);
+      kept.push_back(py::reinterpret_borrow<py::object>(tensor));
       return *found;
     }
     if (backend.is_apart && !group.counts_on_device && is_count(read_dense(tensor, kHost)))

@@ -125,3 +125,34 @@ def test_data_loader_workers_clip(start, name):
     code = f"from support import clips; clips.check_workers({start!r})"
     result = run_python(code, FASTAMP_BACKEND=name)
     assert result.returncode == 0, result.stderr
+
+
+REPLACE = """
+import sys, threading, torch, fastamp
+parameters = [torch.nn.Parameter(torch.randn(300, 300)) for _ in range(30)]
+for p in parameters:
+    p.grad = torch.randn_like(p)
+optimizer, stop = torch.optim.AdamW(parameters), []
+fastamp.optimizer_step(optimizer)
+
+def replace():  # as when a checkpoint is restored
+    while not stop:
+        for p in parameters:
+            state = optimizer.state[p]
+            state["exp_avg"], state["step"] = torch.zeros(300, 300), torch.ones(())
+
+thread = threading.Thread(target=replace)
+thread.start()
+for _ in range(200):
+    assert fastamp.optimizer_step(optimizer).way == "native"
+stop.append(1)
+thread.join()
+assert all(p.isfinite().all() for p in parameters)
+"""
+
+
+@pytest.mark.skipif("cpu" not in fastamp.backends(), reason="no compiled code")
+def test_states_that_another_thread_replaces_during_a_step_live_until_its_end():
+    """The memory of freed ones would be written into."""
+    done = run_python(REPLACE)
+    assert done.returncode == 0, done.stderr
