@@ -120,7 +120,8 @@ def _make_shard(loader: Any, accelerator: Any, count: int, rank: int) -> Any:
         return None
     seed = loader.seed
     if seed is None:
-        drawn = [config.data_seed or torch.initial_seed() % 2**63]
+        own = config.data_seed
+        drawn = [torch.initial_seed() % 2**63 if own is None else own]
         dist.broadcast_object_list(drawn, 0)
         seed = drawn[0]
     made: DataLoader[Any] = DataLoader(

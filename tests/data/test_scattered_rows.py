@@ -19,7 +19,8 @@ SERIES = np.arange(200, dtype=np.float32).reshape(100, 2)
 TENSOR = torch.from_numpy(TABLE)
 SCATTERED = {
     "by columns": TENSOR,
-    "of every dtype": TENSOR.to(torch.bfloat16),
+    "bfloat16": TENSOR.to(torch.bfloat16),
+    "float8": TENSOR.to(torch.float8_e4m3fn),
     "integers": torch.arange(60).reshape(6, 10).T,
     "some columns": TENSOR[:, ::3],
     "expanded": torch.arange(10.0)[:, None].expand(10, 4),
