@@ -221,7 +221,9 @@ class GradScaler(torch.amp.GradScaler):
             return torch.tensor(0.0)
         if states[0]["stage"] is OptState.READY:
             refuse_float16(grads)
-        return self._clip_in_place(states, grads, max_norm).norm
+        stats = self._measure(states, grads, max_norm)
+        self._rescale(states, grads, stats)
+        return stats.norm
 
     @_ops.untraced
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -467,7 +469,8 @@ class GradScaler(torch.amp.GradScaler):
                 refuse_float16(cast(Grads, grads))
             held = cast(Grads, grads)
             skipped = self._counter(held.device) if has_value(held.held[0]) else None
-            stats = self._clip_in_place(states, held, max_norm, skipped)
+            stats = self._measure(states, held, max_norm, skipped)
+            self._rescale(states, held, stats)
             report = StepReport(stats, report.way)
         elif self._enabled:
             device = (
@@ -567,20 +570,12 @@ class GradScaler(torch.amp.GradScaler):
             skipped.add_(stats.found_inf)
         return stats
 
-    def _clip_in_place(
-        self,
-        states: list[dict[str, Any]],
-        grads: Grads,
-        max_norm: float | None,
-        skipped: Tensor | None = None,
-    ) -> GradStats:
-        """Unscale, check and clip in one read and at most one write."""
-        stats = self._measure(states, grads, max_norm, skipped)
+    def _rescale(self, states: list[dict[str, Any]], grads: Grads, stats: GradStats) -> None:
+        """Unscale and clip gradients that were read, in at most one write, and note it."""
         grads.rescale_(stats.factor)
         for state in states:
             state["stage"], state["stats"] = OptState.UNSCALED, stats
             state["found_inf_per_device"] = {grads.device: stats.found_inf}
-        return stats
 
     def _loss_scale(self) -> Tensor:
         """Return a copy of the loss scale; 1 without scaling."""
