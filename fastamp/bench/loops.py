@@ -35,7 +35,6 @@ from fastamp.bench.tasks import (
     make_optimizer,
 )
 from fastamp.data import map_tensors
-from fastamp.data.gather import find_path
 from fastamp.step.native import parameters_of
 
 ARMS = ("naive", "stock", "fastamp")
@@ -117,7 +116,7 @@ def list_workers(data: Data, arm: str) -> list[dict[str, Any]]:
     if arm == "stock":
         return [*alone, processes]
     ours = fastamp.DataLoader[Any](data.dataset, data.batch_size, collate_fn=data.collate_fn)
-    is_gathered = find_path(ours)[0] is not None
+    is_gathered = ours.stats().path.startswith("gathered")
     return alone if is_gathered else [*alone, {"num_workers": n, "worker": "thread"}, processes]
 
 

@@ -8,6 +8,7 @@ from fastamp.data.loader import DataLoader
 from fastamp.data.prefetch import prefetch
 from fastamp.data.sample_rng import sample_rng
 from fastamp.data.shard import ShardSampler
+from fastamp.data.sources import Source
 from fastamp.data.stats import LoaderStats
 from fastamp.data.structure import map_tensors
 from fastamp.data.tokens import TokenDataset
@@ -23,6 +24,7 @@ __all__ = [
     "RandomCrop",
     "RandomHorizontalFlip",
     "ShardSampler",
+    "Source",
     "TokenDataset",
     "WorkerInfo",
     "get_worker_info",

@@ -143,18 +143,17 @@ def augment_image(images: Images, row: Tensor | npt.NDArray[Any], key: int) -> T
     return output
 
 
-def make_gatherer(columns: Sequence[Column], depth: int) -> Any:
+def make_gatherer(columns: Sequence[Column], depth: int, threads: int = 1) -> Any:
     """Return a gatherer of batches with `TorchGatherer`'s methods, which keeps the columns alive.
 
     Args:
         columns: at least one array; all have the same number of rows.
         depth: batches that may be in flight.
+        threads: threads that gather them, beside the consumer's.
     """
     core = find_core()
     if core is None:
         return TorchGatherer(columns)
-    # One thread less, since the consumer copies, too, while it waits.
-    threads = max(1, torch.get_num_threads() - 1)
     return core.Gatherer([_memory(column) for column in columns], depth, threads, columns)
 
 

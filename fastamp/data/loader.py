@@ -1,30 +1,63 @@
 """`fastamp.DataLoader`: torch's, with native gathering, exact resume and statistics."""
 
-from collections.abc import Callable, Iterable
+import importlib
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
+from functools import cache, partial
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Sampler, SequentialSampler
+from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, Sampler, SequentialSampler
 
 from fastamp._ops import untraced
+from fastamp.data.ahead import DEFAULT_MAX_BYTES, gather_ahead, read_ahead, workers_ahead
 from fastamp.data.checks import as_integer, check_device, check_generator, check_worker
 from fastamp.data.collate import BatchCollator
 from fastamp.data.columns import Column
+from fastamp.data.copied import CopiedBatches
 from fastamp.data.datasets import ArrayDataset, count_rows, is_arrays
-from fastamp.data.gather import find_path
-from fastamp.data.indices import Indices, find_samplers
+from fastamp.data.gather import GatherSource
+from fastamp.data.host import find_core
+from fastamp.data.items import (
+    CallerBatches,
+    Items,
+    StatefulItems,
+    StatefulStream,
+    Stream,
+    TorchBatches,
+    hand_on,
+)
 from fastamp.data.passes import LoaderPass
-from fastamp.data.position import Position
-from fastamp.data.resume import load, save
+from fastamp.data.plan import Plan, find_generator, find_samplers, generators_kept
+from fastamp.data.position import VERSION, Position, decode, encode, find_save
+from fastamp.data.resident import move
+from fastamp.data.sample_rng import Batch, Order, current, draw_seed, find_pass_key
 from fastamp.data.shard import ShardSampler, check_shardable, find_ranks
 from fastamp.data.shuffle import FeistelSampler, is_long
-from fastamp.data.slots import Slots
-from fastamp.data.sources import begin, find_columns
+from fastamp.data.slots import Slots, can_pin
+from fastamp.data.sources import (
+    Columns,
+    count_scattered,
+    find_device,
+    find_make,
+    is_default,
+    read_columns,
+    why_not,
+)
 from fastamp.data.stats import LoaderStats
+from fastamp.data.tasks import StreamReader, find_maker
+from fastamp.data.threads import Room, StreamBatches, ThreadBatches, copy_stream
+from fastamp.data.workers import Team, WorkerInfo
 
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -183,44 +216,350 @@ class DataLoader(TorchDataLoader[T_co]):
             in_order=in_order,
         )
         self.device, self.resident = device, resident
-        self._moved: list[Column] | None = None  # to the device, if `resident`
         self.seed = seed
         self.max_bytes = max_bytes
         self._shard = sampler if isinstance(sampler, ShardSampler) else None
         self._next = Position(epoch=0)  # where the next pass begins
         self._last: Position | None = None  # of the pass that began last
-        self._left: Position | None = None  # of the one before it
         self._told_epoch: int | None = None
-        self._began = False
-        self._sample_seed: int | None = None  # of the pass that began last
-        self._batch_nbytes: int | None = None  # of the largest batch that threads have made
+        self._forget_workers()
+
+    def _forget_workers(self) -> None:
+        """Begin anew with all that lives longer than a pass."""
+        self._base_seed: int | None = None  # of workers, once a pass has begun
+        self._moved: list[Column] | None = None  # to the device, if `resident`
         self._slots: Slots | None = None
-        self._stats = LoaderStats()
-        self._inner: tuple[TorchDataLoader[Any], Indices] | None = None  # whose workers persist
+        self._stats, self._path = LoaderStats(), ""
+        self._room = Room(self.max_bytes)
+        self._inner: tuple[Any, Any, Plan] | None = None  # torch's loader, its dataset, its plan
+        self._team: list[Team] | None = None  # whose threads persist
+        self._times: Tensor | None = None  # seconds of each worker process, shared with it
 
     @untraced
     def __iter__(self) -> LoaderPass:  # type: ignore[override]  # torch's class cannot be made
         """Begin a pass: at the start of an epoch, or where a loaded state stopped."""
+        return self._get_iterator()
+
+    def _get_iterator(self) -> LoaderPass:  # type: ignore[override]
+        """Begin a pass, as subclasses of torch's loader call it."""
         if self.timeout and not self.num_workers:
             msg = f"timeout: expected 0 without workers, got {self.timeout}"
             raise AssertionError(msg)  # as torch's
-        shard, gatherable = self._shard, find_columns(self)
+        shard, columns = self._shard, self._find_columns()
         if shard is not None and shard.epoch != self._next.epoch:  # by the sampler's own set_epoch
             self.set_epoch(shard.epoch)
-        begins_at, passes = self._next, (self._last, self._left)
+        begins_at, last = self._next, self._last
         position = copy(begins_at)
         self._begin_at(Position(epoch=position.epoch + 1))
-        self._left, self._last = self._last, position
-        if self.generator is not None:
-            if self.seed is not None and shard is None:
-                self.generator.manual_seed(self.seed + position.epoch)
-            position.generator = self.generator.get_state()
+        self._last = position
+        if self.generator is not None and self.seed is not None and shard is None:
+            self.generator.manual_seed(self.seed + position.epoch)
         try:
-            return begin(self, position, gatherable)
+            return self._begin(position, columns)
         except BaseException:  # the next call begins at the same place
             self._begin_at(begins_at)
-            self._last, self._left = passes
+            self._last = last
             raise
+
+    @property
+    def _keeps_generator(self) -> bool:
+        """Whether the order of later epochs depends on the state of the loader's generator."""
+        return self.generator is not None and self.seed is None and self._shard is None
+
+    def _find_columns(self) -> Columns | None:
+        """Return the dataset's columns if they are gathered; note how batches are made."""
+        reason = why_not(self.collate_fn, self.worker_init_fn)
+        reason = reason if self._auto_collation else "the loader makes no batches"
+        columns, count = None, self.num_workers
+        if not reason:
+            limit = self.max_bytes or DEFAULT_MAX_BYTES
+            wanted = "cpu" if self.pin_memory else self.device
+            columns, reason = read_columns(self.dataset, wanted, limit)
+        if columns is None:
+            kind = "thread" if self._in_threads else "worker"
+            workers = f", in {count} {kind}{'s' * (count > 1)}" if count else ""
+            self._path = f"item by item{workers}: {reason}"
+            if self.resident:
+                msg = (
+                    f"resident=True: expected a dataset that is gathered, this is read {self._path}"
+                )
+                raise ValueError(msg)
+            return None
+        own = find_device(columns.columns)
+        if own.type != "cpu" or self.resident:
+            self._path = f"gathered on {self.device or own}"
+        else:
+            copied = count_scattered(columns)
+            rows = f", from a copy in row order of {copied:,} bytes, made for each pass"
+            self._path = "gathered by " + ("the compiled core" if find_core() else "Python")
+            self._path += rows * (copied > 0)
+        device = torch.device(self.device or "cpu")
+        if not self.resident or device.type == "cpu" or own.type != "cpu":
+            return columns
+        if self._moved is None:
+            self._moved = move(columns.columns, device)
+        return columns._replace(columns=self._moved)
+
+    def _begin(self, position: Position, columns: Columns | None) -> LoaderPass:
+        """Begin a pass at a position."""
+        device = None if self.device is None else torch.device(self.device)
+        to_device = device is not None and device.type != "cpu"
+        if self._slots is None or self._slots.owner_pid != os.getpid():
+            pinned = self.pin_memory or (device is not None and device.type == "cuda")
+            limit = self.max_bytes or DEFAULT_MAX_BYTES
+            self._slots = Slots(pinned=pinned and can_pin(), max_bytes=limit)
+        samplers = find_samplers(self)
+        generator = find_generator(samplers)
+        seed = self.seed if generator is not None and generator is self.generator else None
+        sampler = self.batch_sampler if self._auto_collation else self.sampler
+        is_pipe = isinstance(self.dataset, MapDataPipe)
+        plan = Plan(sampler, generator, seed, position, not self._auto_collation, is_pipe)
+        batches: Iterator[Any]
+        if columns is not None:
+            batches = self._gather(columns, plan, self._slots)
+            to_device = to_device and find_device(columns.columns).type == "cpu"
+        elif self._in_threads:
+            batches = self._in_thread_workers(plan, self._slots)
+        elif self.num_workers or self._has_state or is_pipe:
+            if not self.num_workers:
+                self._lease_from(self._slots)
+            batches, plan = self._through_torch(plan)
+        else:
+            batches = self._in_this_thread(plan, self._slots)
+        position.begun = True
+        position.persists = self.persistent_workers and self.num_workers > 0
+        if device is not None and to_device:
+            makes_fresh = columns is not None or type(self.collate_fn) is BatchCollator
+            batches = CopiedBatches(batches, device, keeps=not makes_fresh)
+        return LoaderPass(batches, position, self._stats, self.__len__, plan.states)
+
+    def _lease_from(self, slots: Slots) -> None:
+        if type(self.collate_fn) is BatchCollator:
+            self.collate_fn.lease_from(slots)
+
+    def _pins(self, stacklevel: int = 6) -> bool:
+        """Say whether batches are pinned; warn as torch's iterators do where they cannot be."""
+        if self.pin_memory and not can_pin():
+            why = "no accelerator is found, then"
+            if torch.accelerator.is_available():
+                why = "not supported on MPS now,"
+            warnings.warn(
+                f"'pin_memory' argument is set as true but {why} device pinned memory won't be "
+                "used.",
+                stacklevel=stacklevel,
+            )
+        return self.pin_memory and can_pin()
+
+    def _begin_plan(self, plan: Plan, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
+        """Begin a sampler and draw the seed of workers, in the order of torch's iterators."""
+        again = self.persistent_workers and self.num_workers > 0 and self._base_seed is not None
+        batches = begin()
+        if again:  # they keep their seed
+            self._note_seed(plan.position, self._base_seed or 0, self.generator)
+            return batches
+        source = self._seed_source(plan.position)
+        self._note_seed(plan.position, draw_seed(source), source)
+        if self.num_workers:  # torch's begin their sampler once more
+            return begin()
+        return batches
+
+    def _seed_source(self, position: Position) -> torch.Generator:
+        """Return what the seed of workers is drawn from."""
+        source = torch.default_generator if self.generator is None else self.generator
+        if not position.begun:
+            return source
+        # The program's own draws go on as if this pass had not been begun once more.
+        apart = torch.Generator()
+        apart.set_state(source.get_state())
+        return apart
+
+    def _note_seed(
+        self, position: Position, base_seed: int, source: torch.Generator | None
+    ) -> None:
+        """Note what a resumed pass needs: the samples' seed, and the state after it was drawn.
+
+        Samples have the loader's seed, or the one that torch's iterators draw.
+        """
+        self._base_seed = base_seed
+        if self._keeps_generator and source is not None:
+            position.generator = source.get_state()
+        if position.sample_seed is None:
+            seed = self.seed if self._shard is None else self._shard.seed
+            position.sample_seed = base_seed if seed is None else seed
+
+    def _gather(self, columns: Columns, plan: Plan, slots: Slots) -> GatherSource:
+        """Return the batches that the core gathers."""
+        self._pins()
+        batches = self._begin_plan(plan, plan.begin_rows)
+        if self.num_workers and plan.is_computed:  # torch's draw before the consumer asks
+            batches = chain([*islice(batches, 1)], batches)
+        elif self.num_workers:
+            batches = read_ahead(batches, self.num_workers * (self.prefetch_factor or 2))
+        order = plan.order
+        items = Items(self.dataset, self.collate_fn, None, single=False)
+        keyed = columns.find is not None or any(column.images for column in columns.columns)
+
+        def find_keys(count: int, number: int) -> Tensor:
+            return order.find_keys(order.places(torch.arange(number, number + count)))
+
+        cell = Batch(order)
+        return GatherSource(
+            columns,
+            batches,
+            slots,
+            self._stats,
+            gather_ahead(self.max_bytes, pinned=slots.pinned, is_computed=plan.is_computed),
+            lambda rows, number: items.make(rows, cell, number),
+            find_keys=find_keys if keyed else None,
+            num_full=math.inf if self.num_workers else plan.num_full,
+            max_bytes=self.max_bytes,
+        )
+
+    def _in_this_thread(self, plan: Plan, slots: Slots) -> CallerBatches:
+        """Return batches that are made item by item, when they are asked for."""
+        pins = self._pins()
+        self._lease_from(slots)
+        batches = self._begin_plan(plan, plan.begin)
+        items = self._items(Items)
+        return CallerBatches(batches, plan.order, items, self._stats, pins=pins)
+
+    def _items(self, kind: type[Items]) -> Items:
+        make = find_make(self.dataset, self.collate_fn) if self._auto_collation else None
+        return kind(
+            self.dataset,
+            self.collate_fn,
+            make,
+            single=not self._auto_collation,
+            worker_init_fn=self.worker_init_fn,
+            times=self._times,
+        )
+
+    def _in_thread_workers(self, plan: Plan, slots: Slots) -> Iterator[Any]:
+        """Return batches that threads make."""
+        if not self.prefetch_factor:
+            msg = f"prefetch_factor must be greater than 0, got {self.prefetch_factor}"
+            raise AssertionError(msg)  # as torch's
+        pins = self._pins()
+        self._lease_from(slots)
+        count, dataset, stream = self.num_workers, self.dataset, self._is_stream
+        batches = self._begin_plan(plan, (lambda: iter(())) if stream else plan.begin)
+        order, key = plan.order, find_pass_key(plan.position.sample_seed or 0, plan.position.epoch)
+        ahead = workers_ahead(self.max_bytes, count, self.prefetch_factor)
+        maker = partial(
+            find_maker,
+            self.dataset,
+            self.collate_fn,
+            order,
+            single=not self._auto_collation,
+            pins=pins,
+            slots=slots if is_default(self.collate_fn) else None,
+        )
+        shared = self._stats, self._room, ahead, self.timeout
+        is_here = self._team is not None and self._team[0].is_here
+        if not (is_here and self.persistent_workers):
+            datasets = [copy_stream(dataset) if stream else dataset for _ in range(count)]
+            infos = [
+                WorkerInfo(i, count, (self._base_seed or 0) + i, one)
+                for i, one in enumerate(datasets)
+            ]
+            # A stream is read by one thread alone.
+            groups = [[info] for info in infos] if stream else [infos]
+            self._team = [Team(group, self.worker_init_fn) for group in groups]
+        teams = self._team or []
+        self._team = teams if self.persistent_workers else None
+        if not stream:
+            return ThreadBatches(batches, teams[0], maker, *shared, in_order=self.in_order)
+        readers = [
+            StreamReader(
+                team.infos[0].dataset,
+                Order(key, worker, count - 1),
+                self.batch_size,
+                cuts=self.drop_last,
+            )
+            for worker, team in enumerate(teams)
+        ]
+        length, name = self._IterableDataset_len_called, repr(dataset)
+        return StreamBatches(
+            readers, teams, maker, *shared, in_order=self.in_order, length=length, name=name
+        )
+
+    def _through_torch(self, plan: Plan) -> tuple[Iterator[Any], Plan]:
+        """Return the batches of torch's iterator over processes or a stream, and their plan."""
+        position, count = plan.position, self.num_workers
+        source = self._seed_source(position)
+        after = torch.Generator()
+        after.set_state(source.get_state())
+        if self._base_seed is None or not (self.persistent_workers and count):
+            self._base_seed = draw_seed(after)  # torch's iterator draws the same one below
+        self._note_seed(position, self._base_seed, after)
+        if self._inner is None or not self.persistent_workers:
+            self._inner = self._make_inner(plan)
+        inner, items, plan = self._inner
+        plan.move_to(position)
+        inner.generator = None if source is torch.default_generator else source
+        cell = None
+        if isinstance(items, Stream):
+            items.begin(position.epoch, position.batch if find_save(self.dataset) else 0)
+        if position.dataset_state is not None:
+            inner.load_state_dict(position.dataset_state)
+        before = current.sample
+        is_read_again = self._is_stream and position.batch > 0 and not find_save(self.dataset)
+        try:
+            with generators_kept() if is_read_again else nullcontext():
+                iterator = iter(inner)
+        finally:
+            current.sample = before
+        if isinstance(items, Stream) and not count:
+            cell = items.cell
+        if self._has_state and hasattr(inner, "state_dict"):
+            position.ask = inner.state_dict
+        return TorchBatches(iterator, self._stats, cell), plan
+
+    def _make_inner(self, plan: Plan) -> tuple[Any, Any, Plan]:
+        """Return torch's loader, or torchdata's for a dataset with a state."""
+        count, stateful = self.num_workers, find_save(self.dataset) is not None
+        if self._times is None:
+            self._times = torch.zeros(max(count, 1), 2, dtype=torch.float64)
+            if count:
+                self._times.share_memory_()  # type: ignore[no-untyped-call]
+        items: Any
+        own: dict[str, Any]
+        if isinstance(self.dataset, IterDataPipe | MapDataPipe):
+            items = self.dataset
+            own = {"collate_fn": self.collate_fn, "worker_init_fn": self.worker_init_fn}
+        elif self._is_stream:
+            kind: Any = StatefulStream if stateful else Stream
+            seed = plan.position.sample_seed or 0
+            items = kind(self.dataset, self.collate_fn, seed, count, self.worker_init_fn)
+            own = {"collate_fn": items.collate, "worker_init_fn": items.init_worker}
+        else:
+            items = self._items(StatefulItems if stateful else Items)
+            own = {"collate_fn": hand_on, "worker_init_fn": items.init_worker}
+        if self._is_stream:
+            own |= {"batch_size": self.batch_size, "drop_last": self.drop_last}
+        elif self._auto_collation:
+            own["batch_sampler"] = plan
+        else:
+            own |= {"batch_size": None, "sampler": plan}
+        kind = stateful_loader() if self._has_state else None
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls a function that torch 2.13 deprecates.
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
+            inner = (kind or TorchDataLoader)(
+                items,
+                num_workers=count,
+                pin_memory=self.pin_memory,
+                timeout=self.timeout,
+                multiprocessing_context=self.multiprocessing_context,
+                prefetch_factor=self.prefetch_factor if count else None,
+                persistent_workers=self.persistent_workers,
+                pin_memory_device=self.pin_memory_device,
+                in_order=self.in_order,
+                **own,
+            )
+        # torch's iterator warns when more samples come than len(loader) said.
+        inner._IterableDataset_len_called = self._IterableDataset_len_called
+        return inner, items, plan
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass, for `seed`, and for samplers that have `set_epoch`.
@@ -267,7 +606,66 @@ class DataLoader(TorchDataLoader[T_co]):
                 pipe that workers read; or the loader is sharded and `in_order` is False.
             RuntimeError: the dataset is iterable, and Ctrl-C interrupted reading it.
         """
-        return save(self)
+        self._check_state()
+        position = (self._last or self._next).now()
+        generator, own = self.generator, find_generator(find_samplers(self))
+        shard = self._shard
+        if self._keeps_generator and generator is not None and position.generator is None:
+            position.generator = generator.get_state()
+        if position.rng is None and own is not None and own is not generator:
+            position.rng = own.get_state()
+        if shard is not None:
+            at_once = (self.batch_size or 1) * shard.num_replicas
+            had = position.consumed + position.batch * at_once
+            position.batch, position.consumed = 0, min(had, len(self.dataset))  # type: ignore[arg-type]
+        state = {"version": VERSION, **self._identity(), "told_epoch": self._told_epoch}
+        return {**state, **encode(position)}
+
+    def _check_state(self) -> None:
+        """Raise an error for a loader whose position cannot be known."""
+        name = type(self.dataset).__name__
+        if self._is_stream and hasattr(self.dataset, "state_dict") and not find_save(self.dataset):
+            msg = (
+                f"dataset: the state_dict of {name} takes arguments, so its position is unknown; "
+                "save and load the dataset's own state beside the loader"
+            )
+            raise TypeError(msg)
+        if self._has_state and self._in_threads:
+            what = "is iterable" if self._is_stream else "has a state_dict"
+            msg = (
+                f"worker='thread': {name} {what}, and threads read ahead of it; use "
+                "worker='process' to save and load its position"
+            )
+            raise TypeError(msg)
+        if self._has_state and stateful_loader() is None:
+            msg = (
+                f"dataset: torchdata saves and loads the state of {name}, and it cannot be "
+                "imported: pip install 'fastamp[state]'"
+            )
+            raise ImportError(msg)
+        if self.num_workers > 0 and not self.in_order:
+            msg = "in_order=False: which batches are delivered is unknown; use in_order=True"
+            raise TypeError(msg)
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what two loaders must have in common for one to load the other's state."""
+        batches: Any = self.batch_sampler if self._auto_collation else self.sampler
+        shard, size, seed = self._shard, getattr(batches, "batch_size", None), self.seed
+        drawn = find_generator(find_samplers(self))
+        source = "torch's default generator" if drawn is None else "a generator"
+        if shard is not None:
+            size, seed, source = None, shard.seed, "the seed" if shard.shuffle else "nothing"
+            if shard.shuffle and is_long(self.dataset):
+                source = "the seed, by a Feistel network"
+        return {
+            "sampler": type(getattr(batches, "sampler", batches)).__name__,
+            "batch_size": size,
+            "drop_last": getattr(batches, "drop_last", False),
+            "length": None if self._is_stream else len(self.dataset),  # type: ignore[arg-type]
+            "seed": seed,
+            "source of randomness": source,
+            "num_workers": self.num_workers if self._has_state else None,
+        }
 
     def load_state_dict(self, state: Any) -> None:
         """Let the next pass resume where `state_dict` was called.
@@ -282,34 +680,66 @@ class DataLoader(TorchDataLoader[T_co]):
                 Nothing is changed then.
             TypeError: see `state_dict`.
         """
-        load(self, state)
+        self._check_state()
+        position, told_epoch = decode(state, self._identity())
+        if told_epoch is not None:
+            self.set_epoch(told_epoch)
+        if position.generator is not None and self.generator is not None:
+            self.generator.set_state(position.generator)
+        self._begin_at(position)
+        self._last = self._inner = self._team = self._base_seed = None  # workers have moved on
 
     def stats(self) -> LoaderStats:
         """Return counts and times since the loader was made; `str` of them is the verdict."""
         slot_wait_s = self._slots.wait_s if self._slots else 0.0
-        return replace(self._stats, slot_wait_s=slot_wait_s, path=find_path(self)[1])
+        stats = replace(self._stats, slot_wait_s=slot_wait_s, path=self._how())
+        if self._times is not None:
+            getitem_s, collate_s = self._times.sum(0).tolist()
+            stats.getitem_s += getitem_s
+            stats.collate_s += collate_s
+        return stats
+
+    def _how(self) -> str:
+        """Return how batches are made, as of the last pass."""
+        if not self._path:
+            self._find_columns()
+        return self._path
 
     def __str__(self) -> str:
         """Say how batches are made, and why not faster: `stats().path`."""
-        return f"fastamp.DataLoader: {find_path(self)[1]}"
+        return f"fastamp.DataLoader: {self._how()}"
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the statistics and slots, which a copy begins anew, and the workers."""
-        last = self._last and self._last.now()
-        new = {"_stats": LoaderStats(), "_slots": None, "_inner": None, "_last": last}
-        return {**vars(self), **new, "_moved": None}
+        clone = object.__new__(type(self))
+        vars(clone).update(vars(self), _last=self._last and self._last.now())
+        clone._forget_workers()
+        return vars(clone)
 
     @property
     def _in_threads(self) -> bool:
         """Whether the workers are threads."""
         return self.num_workers > 0 and self.worker == "thread"
 
+    @property
+    def _is_stream(self) -> bool:
+        return isinstance(self.dataset, IterableDataset)
+
+    @property
+    def _has_state(self) -> bool:
+        """Whether the dataset has a position or a state of its own."""
+        return self._is_stream or find_save(self.dataset) is not None
+
     def check_worker_number_rationality(self) -> None:
         """Warn as torch does of more processes than cores, but not of threads, which may wait."""
         if not self._in_threads:
             super().check_worker_number_rationality()
 
-    @property
-    def _batches(self) -> Any:
-        """The sampler of batches, or of single indices where the loader does not batch."""
-        return self.sampler if self.batch_sampler is None else self.batch_sampler
+
+@cache
+def stateful_loader() -> Any:
+    """Return torchdata's loader where it is installed, else None."""
+    try:
+        return importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader
+    except ImportError:
+        return None

@@ -3,19 +3,15 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from types import MethodType
 from typing import Any
 
 from fastamp._ops import untraced
-from fastamp.data.position import Position
+from fastamp.data.position import Position, unmark
 from fastamp.data.prefetch import Taken
-from fastamp.data.states import unmark
 from fastamp.data.stats import LoaderStats
 
 
-@dataclass(eq=False, repr=False)
 class LoaderPass(Iterator[Any]):
     """What `iter(loader)` returns.
 
@@ -23,16 +19,20 @@ class LoaderPass(Iterator[Any]):
     not, since the batch is still to come.
     """
 
-    _batches: Iterator[Any]
-    _position: Position
-    _stats: LoaderStats
-    _states: deque[Any]  # of the dataset or its workers, after each batch made
-    _length: Callable[[], int]
-    _ask: Callable[[], dict[str, Any]] | None = None
-    """For a thread that takes batches ahead: returns the dataset's state after the last one."""
-    _ended: bool = False
-    _interrupted: bool = False
-    _left_s: float = 0.0  # when the last batch was delivered
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        position: Position,
+        stats: LoaderStats,
+        length: Callable[[], int],
+        sampler_states: deque[Any],
+    ) -> None:
+        """`sampler_states` receives the state of a sampler of the user's after each batch."""
+        self._batches, self._position, self._stats = batches, position, stats
+        self._length, self._sampler_states = length, sampler_states
+        self._ask: Callable[[], Any] | None = None  # once batches are taken ahead
+        self._ended = self._interrupted = False
+        self._left_s = 0.0  # when the last batch was delivered
 
     def __len__(self) -> int:
         return self._length()
@@ -46,27 +46,42 @@ class LoaderPass(Iterator[Any]):
                 "last batch delivered"
             )
             raise RuntimeError(msg)
-        position = self._position
-        before = vars(position).copy()
+        position, stats, start_s = self._position, self._stats, time.perf_counter()
+        delivered = position.batch
         try:
-            batch, error, delivered = self._take()
-            delivered()
-            if error is None:
-                return batch
-        except Exception:
+            batch = next(self._batches)
+            self._count(stats, start_s)
+            stats.batches += 1
+            self._move()
+        except StopIteration:
+            self._end(start_s)
+            raise
+        except Exception as error:
+            self._count(stats, start_s)
+            if not unmark(error):
+                self._move()
             raise
         except BaseException:
             # Ctrl-C, anywhere: a sampler or an iterator may have been left halfway.
             self._interrupted = True
             if not self._ended:
-                vars(position).update(before)
-                if isinstance(position.dataset, MethodType):
-                    position.dataset = self._refuse_state
+                position.batch = delivered
+            if position.ask is not None:
+                position.ask = _refuse_state
             raise
-        try:
-            raise error
-        finally:
-            del error  # whose traceback refers to this frame
+        return batch
+
+    def _count(self, stats: LoaderStats, start_s: float) -> None:
+        end_s = time.perf_counter()
+        stats.wait_s += end_s - start_s
+        stats.elapsed_s += end_s - (self._left_s or start_s)
+        self._left_s = end_s
+
+    def _move(self) -> None:
+        """Move the position behind a batch."""
+        if self._sampler_states:
+            self._position.sampler_state = self._sampler_states.popleft()
+        self._position.batch += 1
 
     def take_ahead(self) -> Callable[[], Taken]:
         """Let the position move not when a batch is taken, but when it is delivered.
@@ -76,9 +91,9 @@ class LoaderPass(Iterator[Any]):
             its delivery.
         """
         position = self._position
-        if isinstance(position.dataset, MethodType):
-            self._ask = position.dataset
-            vars(position).update(self._ask())
+        if position.ask is not None:
+            self._ask = position.ask
+            position.dataset_state, position.ask = position.ask(), None
         return self._take
 
     def _take(self) -> Taken:
@@ -87,33 +102,31 @@ class LoaderPass(Iterator[Any]):
         try:
             batch = next(self._batches)
         except StopIteration as end:
-            return None, end, partial(self._end, start_s)
+            dataset = self._ask and self._ask()
+            return None, end, partial(self._end, start_s, dataset)
         except Exception as raised:  # noqa: BLE001 - raised where the consumer is
             error = raised
-        stats, end_s = self._stats, time.perf_counter()
-        stats.wait_s += end_s - start_s
-        stats.elapsed_s += end_s - (self._left_s or start_s)
-        self._left_s = end_s
-        stats.batches += error is None
+        self._count(self._stats, start_s)
+        self._stats.batches += error is None
         try:
             if error is not None and unmark(error):
                 return None, error, bool
-            news = self._states.popleft() if self._states else ()
-            if self._ask is not None:
-                news = (*news, self._ask())
-            return batch, error, partial(self._position.advance, news)
+            sampler = self._sampler_states.popleft() if self._sampler_states else None
+            dataset = self._ask and self._ask()
+            return batch, error, partial(self._position.advance, sampler, dataset)
         finally:
             del error  # whose traceback refers to this frame
 
-    def _end(self, start_s: float) -> None:
+    def _end(self, start_s: float, dataset: Any = None) -> None:
         if not self._ended:
             self._stats.elapsed_s += start_s - (self._left_s or start_s)
-            for news in self._states:
-                self._position.take(news)
+            if dataset is not None:
+                self._position.dataset_state = dataset
             self._position.end_epoch()
         self._ended = True
 
-    def _refuse_state(self) -> Any:
-        """Raise an error: where an iterable dataset was after the last batch is unknown."""
-        msg = "the pass was interrupted while the dataset was read: its position is unknown"
-        raise RuntimeError(msg)
+
+def _refuse_state() -> Any:
+    """Raise an error: where a dataset with a state was after the last batch is unknown."""
+    msg = "the pass was interrupted while the dataset was read: its position is unknown"
+    raise RuntimeError(msg)

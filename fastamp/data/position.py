@@ -1,17 +1,19 @@
 """Where a loader is in its epoch, and how a state stores it."""
 
+import inspect
 from base64 import b64decode, b64encode
-from dataclasses import dataclass, field, fields, replace
-from types import MethodType
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastamp.data.checks import as_integer
-from fastamp.data.states import Record, as_of_pass_before, read_records
 
-_GENERATORS = ("rng", "generator", "workers_rng")
+VERSION = 2
+_GENERATORS = ("rng", "generator")
+_MARK = "_fastamp_undelivered"
 
 
 @dataclass
@@ -21,95 +23,106 @@ class Position:
     epoch: int
     batch: int = 0
     """Batches delivered to the consumer."""
-    late: list[int] = field(default_factory=list)
-    """With `in_order=False`: the batches that others have overtaken, by their place in order."""
     consumed: int = 0
     """Of a sharded loader: samples that all ranks have had before the first of these batches."""
-    rng: Tensor | None = None
-    """State of the generator before the sampler drew from it."""
-    generator: Tensor | None = None
-    """State of the loader's generator when the pass began."""
-    dataset: Any = None
-    """State of a dataset after the last batch delivered, or when the pass began if its copies in
-    workers have their own. If no batches are made ahead: a method that returns it, with `iterator`
-    and `exhausted`."""
-    iterator: Any = None
-    """State of an iterable dataset's iterator, where the iterator has it."""
-    exhausted: bool = False
-    """Whether an iterable dataset had ended with that batch."""
-    workers: list[Record | None] | None = None
-    """State of each worker's copy of the dataset after its last batch delivered."""
-    turn: int = 0
-    """The worker that makes the next batch."""
-    workers_rng: Tensor | None = None
-    """State of torch's default generator before the seed of the workers was drawn from it."""
     begun: bool = False
-    """Whether the pass had begun, and had drawn that seed."""
+    """Whether the draw that seeds workers is made, in this pass or for workers that persist."""
     sample_seed: int | None = None
     """Seed of the samples' random numbers: the loader's, or the one that torch's iterators draw."""
+    rng: Tensor | None = None
+    """State of what the sampler draws from, before its draws."""
+    generator: Tensor | None = None
+    """State of the loader's generator when the pass began."""
+    sampler_state: Any = None
+    """State of a sampler of the user's after the last batch delivered, if it has one."""
+    dataset_state: Any = None
+    """torchdata's state of a dataset with a state of its own, or of an iterable one."""
 
-    persist = False  # whether the copies in workers live on when the epoch ends
+    ask: Callable[[], Any] | None = None
+    """If no batches are taken ahead: returns the dataset's state now. Not stored."""
+    persists: bool = False
+    """Whether workers live on when the epoch ends. Not stored."""
+
+    def advance(self, sampler: Any = None, dataset: Any = None) -> None:
+        """Move behind a batch that is delivered."""
+        if sampler is not None:
+            self.sampler_state = sampler
+        if dataset is not None:
+            self.dataset_state = dataset
+        self.batch += 1
 
     def end_epoch(self) -> None:
         """Move to the start of the next epoch."""
-        kept = self if self.persist else Position(0)
-        workers, seed = as_of_pass_before(kept.workers), kept.sample_seed
-        vars(self).update(vars(Position(self.epoch + 1, workers=workers, sample_seed=seed)))
-
-    def advance(self, news: Any) -> None:
-        """Move behind a batch that is delivered, with what it brought."""
-        self.batch += 1
-        if news:
-            self.take(news)
-
-    def take(self, news: Any) -> None:
-        """Note what a batch brought: notes of workers, and fields."""
-        for note in news:
-            if isinstance(note, dict):
-                vars(self).update(note)
-            elif note is not None and self.workers is not None:
-                worker, record = note
-                self.workers = [*self.workers]  # a state keeps the old list
-                self.workers[worker] = record
-                self.turn = (worker + 1) % len(self.workers)
+        kept: dict[str, Any] = {"dataset_state": self.dataset_state, "ask": self.ask}
+        if self.persists:
+            kept |= {"begun": True, "sample_seed": self.sample_seed, "persists": True}
+        vars(self).update(vars(Position(self.epoch + 1)) | kept)
 
     def now(self) -> "Position":
         """Return a copy that does not move with the pass."""
-        if isinstance(self.dataset, MethodType):
-            return replace(self, **self.dataset())
-        return replace(self)
-
-    @property
-    def resumed(self) -> bool:
-        """Whether the pass has delivered batches before, so that its first draws are made."""
-        return self.batch + self.consumed > 0
+        return replace(self, dataset_state=self.ask() if self.ask else self.dataset_state, ask=None)
 
 
-def read_position(state: dict[str, Any]) -> tuple[Position, int | None]:
+_STORED = tuple(one.name for one in fields(Position) if one.name not in ("ask", "persists"))
+
+
+def find_save(dataset: Any) -> Callable[[], Any] | None:
+    """Return the `state_dict` of a dataset or sampler if it needs no arguments."""
+    save: Callable[[], Any] | None = getattr(dataset, "state_dict", None)
+    try:
+        inspect.signature(save).bind()  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+    return save if hasattr(dataset, "load_state_dict") else None
+
+
+def mark_undelivered(error: Exception) -> Exception:
+    """Mark an error that comes in place of no batch, as a timeout, and return it."""
+    vars(error)[_MARK] = True
+    return error
+
+
+def unmark(error: Exception) -> bool:
+    """Take the mark away, which says nothing to a loader whose dataset reads this one."""
+    return bool(vars(error).pop(_MARK, False))
+
+
+def encode(position: Position) -> dict[str, Any]:
+    """Return a position in the types of JSON, except for states of the user's own."""
+    state = {name: getattr(position, name) for name in _STORED}
+    for name in _GENERATORS:
+        if state[name] is not None:
+            state[name] = b64encode(state[name].numpy().tobytes()).decode()
+    return state
+
+
+def decode(state: Any, identity: dict[str, Any]) -> tuple[Position, int | None]:
     """Return the position in a loader's state, and the epoch that its user has set.
 
+    Args:
+        state: what `DataLoader.state_dict` returns.
+        identity: what the loaders that saved and load it must have in common, by its name.
+
     Raises:
-        ValueError: a key is missing or has another kind of value.
+        ValueError: the state is of another version, or of another loader; or one of its keys is
+            missing or has another kind of value.
     """
-    names = [field.name for field in fields(Position)]
-    for name in (*names, "told_epoch"):
+    _check_identity(state, identity)
+    for name in (*_STORED, "told_epoch"):
         if name not in state:
             msg = f"state: expected what DataLoader.state_dict returns, it has no {name!r}"
             raise ValueError(msg)
-    for name in ("epoch", "batch", "consumed", "turn", "told_epoch", "sample_seed"):
+    for name in ("epoch", "batch", "consumed", "told_epoch", "sample_seed"):
         optional = name in ("told_epoch", "sample_seed")
         as_integer(f"state: its {name}", state[name], least=0, optional=optional)
-    _check_late(state["late"], state["batch"])
-    for name in ("exhausted", "begun"):
-        if type(state[name]) is not bool:
-            msg = f"state: its {name}: expected True or False, got {state[name]!r}"
-            raise ValueError(msg)
-    values = {name: state[name] for name in names}
-    values["workers"] = read_records(state["workers"])
+    if type(state["begun"]) is not bool:
+        msg = f"state: its begun: expected True or False, got {state['begun']!r}"
+        raise ValueError(msg)
+    values = {name: state[name] for name in _STORED}
     for name in _GENERATORS:
         if state[name] is not None:
             try:
-                values[name] = decode(state[name])
+                values[name] = _as_rng_state(state[name])
                 torch.Generator().set_state(values[name])
             except (RuntimeError, TypeError, ValueError) as error:
                 msg = f"state: its {name}: expected the state of a generator or None; {error}"
@@ -117,23 +130,20 @@ def read_position(state: dict[str, Any]) -> tuple[Position, int | None]:
     return Position(**values), state["told_epoch"]
 
 
-def _check_late(late: Any, batch: int) -> None:
-    is_list = isinstance(late, list) and all(type(place) is int for place in late)
-    if not is_list or sorted({-1, *late}) != [-1, *late] or late[-1:] >= [batch + len(late)]:
-        msg = f"state: its late: expected places that {batch} batches have passed, got {late!r}"
+def _check_identity(state: Any, identity: dict[str, Any]) -> None:
+    version = state.get("version") if isinstance(state, dict) else None
+    if type(version) is not int or version != VERSION:
+        found = "" if version is None else f", got version {version!r}"
+        msg = f"state: expected what DataLoader.state_dict returns, version {VERSION}{found}"
         raise ValueError(msg)
+    for name, ours in identity.items():
+        value = state.get(name)
+        if type(value) is not type(ours) or value != ours:
+            msg = f"state: its {name} is {value!r}, the loader's {ours!r}"
+            raise ValueError(msg)
 
 
-def encode(position: Position) -> dict[str, Any]:
-    """Return a position in the types of JSON, except for a dataset's own states."""
-    state = vars(position).copy()
-    for name in _GENERATORS:
-        if state[name] is not None:
-            state[name] = b64encode(state[name].numpy().tobytes()).decode()
-    return state
-
-
-def decode(text: Any) -> Tensor:
+def _as_rng_state(text: Any) -> Tensor:
     """Return a generator's state out of its text; a tensor is returned as it is."""
     if isinstance(text, Tensor):
         return text

@@ -18,7 +18,7 @@ from torch import Tensor
 from fastamp._ops import apart_from_captures, untraced
 from fastamp.data.checks import as_integer
 from fastamp.data.own_threads import join, live, start
-from fastamp.data.states import mark_undelivered
+from fastamp.data.position import mark_undelivered
 from fastamp.data.structure import map_tensors
 
 T = TypeVar("T")
@@ -97,16 +97,7 @@ class Prefetcher(Iterable[T], Generic[T]):
 class Pass(Iterator[T], Generic[T]):
     """One pass over an iterable, with the thread that runs ahead."""
 
-    def __init__(
-        self,
-        iterable: Iterable[T],
-        device: torch.device | None,
-        depth: int,
-        timeout_s: float = 0,
-        told: Callable[[], None] | None = None,
-    ) -> None:
-        """`told` is called in the thread after each batch, error, or end that is ready."""
-        self._timeout_s = timeout_s or None
+    def __init__(self, iterable: Iterable[T], device: torch.device | None, depth: int) -> None:
         source = iter(iterable)
         # A loader's own pass says when its position moves: when a batch is delivered.
         take = source.take_ahead() if hasattr(source, "take_ahead") else partial(_take, source)
@@ -123,17 +114,7 @@ class Pass(Iterator[T], Generic[T]):
         # The thread holds no reference to this object, whose end ends the thread.
         grad = torch.is_grad_enabled()
         ended = weakref.ref(self, self._room.put)  # no Python code, which Ctrl-C could interrupt
-        shared = (
-            source,
-            take,
-            self._copies,
-            self._ready,
-            self._room,
-            self._stopped,
-            grad,
-            told,
-            ended,
-        )
+        shared = source, take, self._copies, self._ready, self._room, self._stopped, grad, ended
         self._thread = threading.Thread(target=_produce, args=shared, name="fastamp", daemon=True)
         start(self._thread)
         live.add(self)
@@ -145,7 +126,7 @@ class Pass(Iterator[T], Generic[T]):
         if self._owner_pid != os.getpid():
             raise RuntimeError(FORKED)
         try:
-            begun, error, delivered = self._ready.get(timeout=self._timeout_s)
+            begun, error, delivered = self._ready.get()
         except RuntimeError as died:  # of torch's signal handler
             raise mark_undelivered(died)  # noqa: B904 - the same error
         self._room.put(None)
@@ -192,7 +173,6 @@ def _produce(
     room: SimpleQueue[Any],
     stopped: list[bool],
     grad: bool,  # noqa: FBT001 - a thread's argument
-    told: Callable[[], None] | None,
     _ended: object,
 ) -> None:
     torch.set_grad_enabled(grad)  # of this thread
@@ -214,9 +194,6 @@ def _produce(
                 ready.put((None, failed, delivered))
                 if is_last(failed):
                     break
-            finally:
-                if told is not None:
-                    told()
         try:
             copies.settle()
         finally:

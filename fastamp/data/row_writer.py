@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Subset, default_collate
+from torch.utils.data import Subset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from fastamp.data.collate import BatchCollator
 from fastamp.data.images import ImageFolder
 from fastamp.data.leaves import plain_dtype
 from fastamp.data.slots import Slots
@@ -20,12 +19,6 @@ _WHOLE = object()  # the key of a sample that is itself a leaf
 _FUNCTIONS = dict(default_collate_fn_map)  # torch's own
 Get = Callable[[Any, Tensor | None], Any]
 _Spec = tuple[type, tuple[int, ...], torch.dtype]
-
-
-def fills_rows(collate_fn: Any) -> bool:
-    """Say whether batches filled row by row are those that a collate function would return."""
-    plain = type(collate_fn) is BatchCollator and collate_fn.pad is None
-    return plain or collate_fn is default_collate
 
 
 def find_get(dataset: Any) -> Get:

@@ -109,17 +109,18 @@ class SampleRng:
 
 
 class _Current(threading.local):
-    sample: "tuple[Order, int] | Batch | SampleRng | None" = None
-    """The sample that the thread makes: its number, or its generators once they are used."""
+    sample: "Batch | SampleRng | None" = None
+    """What says which sample the thread makes, or its generators."""
 
 
 class Batch:
-    """The samples of a batch, one after the other: a plain attribute says which is being made."""
+    """The samples of a pass, one after the other: a plain attribute says which is being made."""
 
     __slots__ = ("_found", "_of", "number", "order")
 
     def __init__(self, order: Order) -> None:
-        self.order, self.number, self._of = order, 0, -1
+        self.order, self.number = order, 0
+        self._of: int | None = None
 
     def rng(self) -> SampleRng:
         """Return the generators of the sample, the same at each call."""
@@ -159,9 +160,4 @@ def sample_rng() -> SampleRng:
     found = current.sample
     if type(found) is Batch:
         return found.rng()
-    if type(found) is tuple:
-        order, number = found
-        found = current.sample = SampleRng(order.find_key(number))
-    if found is None:
-        found = SampleRng(draw_seed())
-    return found  # type: ignore[return-value]
+    return found or SampleRng(draw_seed())  # type: ignore[return-value]

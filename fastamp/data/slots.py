@@ -14,19 +14,15 @@ import torch
 from torch.utils.data import get_worker_info
 
 from fastamp._ops import apart_from_captures
+from fastamp.data.ahead import DEFAULT_MAX_BYTES
 
 # From this size on fresh memory costs more than a lease: the C library gives freed pages back to
 # the system, and the next batch faults them in again, as the images of `bench loader` show.
 _REUSE_NBYTES = 1 << 20
 _KNOWN_SHAPES = 64  # of small tensors: ragged batches bring new ones without end
 _KEPT_FREE = 4  # of each size
-DEFAULT_MAX_BYTES = 1 << 30
+
 _CPU = torch.device("cpu")
-
-
-def too_large(max_bytes: int, nbytes: int) -> ValueError:
-    """Return the error of a batch that is larger than all that the loader may hold."""
-    return ValueError(f"max_bytes={max_bytes}: one batch takes {nbytes} bytes")
 
 
 def can_pin() -> bool:

@@ -1,241 +1,243 @@
-"""Begins a pass: finds the source of its batches, gathered or fetched, and how they are copied."""
+"""What a dataset can do for a loader: hand out the memory of its rows, or make whole batches.
+
+Arrays, tokens, Arrow tables, and any `fastamp.Source` have columns: memory that the core gathers
+rows out of. All other datasets are read item by item.
+"""
 
 import math
-import os
-import random
-import warnings
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from itertools import chain, islice, repeat
-from typing import Any
+from collections.abc import Callable, Iterable
+from itertools import zip_longest
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, MapDataPipe
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data._utils import collate as torch_collate
 
 from fastamp.data.collate import BatchCollator
-from fastamp.data.copied import CopiedBatches
-from fastamp.data.fetch import FetchSource, make_inner
-from fastamp.data.gather import Gatherable, GatherSource, find_device, find_path
-from fastamp.data.indices import Indices, find_generator
-from fastamp.data.passes import LoaderPass
-from fastamp.data.position import Position
-from fastamp.data.resident import move
-from fastamp.data.sample_rng import SampleRng, current, draw_seed
-from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots, can_pin
-from fastamp.data.states import as_of_pass_before, has_copies
+from fastamp.data.columns import Column, Images
+from fastamp.data.datasets import ArrayDataset
+from fastamp.data.leaves import plain_dtype
+from fastamp.data.plan import as_rows
+from fastamp.data.sample_rng import sample_rng
+from fastamp.data.structure import map_tensors
+from fastamp.data.tables import is_table, read_table
+from fastamp.data.tokens import TokenDataset
+
+_ARRAYS = (Tensor, np.ndarray, np.memmap)
+_TORCHS = {**torch_collate.default_collate_fn_map}
+_IN_MEMORY = (Subset, TensorDataset, ArrayDataset, *_ARRAYS)
 
 
-def find_columns(loader: Any) -> Gatherable | None:
-    """Return a dataset's columns if they are gathered; a resident one is moved first."""
-    gatherable, way = find_path(loader)
-    if not loader.resident:
-        return gatherable
-    if gatherable is None:
-        msg = f"resident=True: expected a dataset that is gathered, this is read {way}"
-        raise ValueError(msg)
-    device = torch.device(loader.device)
-    if device.type == "cpu" or find_device(gatherable.columns).type != "cpu":
-        return gatherable
-    if loader._moved is None:
-        loader._moved = move(gatherable.columns, device)
-    return gatherable._replace(columns=loader._moved)
+class Source(Dataset[Any]):
+    """A dataset of a kind of your own that is not read item by item.
+
+    Give it `__len__` and one of two methods:
+
+    - `columns()`, if all rows lie in memory or in a mapped file: the core gathers them, ahead of
+      the loop, on its threads;
+    - `make(rows, keys)`, if a batch is read at one go, as from Parquet or a database.
+
+    Both are used where batches are made without a `collate_fn` of the user's. `dataset[i]`, and so
+    torch's own loader, work as well.
+
+    Example:
+        >>> class Halves(fastamp.Source):
+        ...     def __len__(self):
+        ...         return 6
+        ...
+        ...     def make(self, rows, keys):
+        ...         return {"half": rows / 2}
+        >>> next(iter(fastamp.DataLoader(Halves(), batch_size=3)))["half"]
+        tensor([0.0000, 0.5000, 1.0000])
+    """
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def columns(self) -> Any:
+        """Return the arrays whose rows are the samples.
+
+        Called when a pass begins, so it should only hand out what is there.
+
+        Returns:
+            A tensor, a NumPy array or memmap, or a dict, list or tuple of them, as for
+            `fastamp.ArrayDataset`. All have as many rows as the dataset.
+        """
+        raise NotImplementedError
+
+    def make(self, rows: Tensor, keys: Tensor) -> Any:
+        """Return the batch of some rows.
+
+        Called in the loop's thread, or in a worker.
+
+        Args:
+            rows: int64, of shape (batch,).
+            keys: int64, of shape (batch,): numbers to seed the random draws of each sample with,
+                the same whoever makes it.
+
+        Returns:
+            Tensors of shape (batch, ...), in any nesting of dicts, lists and tuples.
+        """
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> Any:
+        if not -len(self) <= index < len(self):
+            msg = f"index {index} is out of range for {len(self)} samples"
+            raise IndexError(msg)
+        row = index % len(self)
+        if gives_columns(self):
+            return tree_map(itemgetter(row), self.columns())
+        keys = torch.tensor([sample_rng().take_key()], dtype=torch.uint64).view(torch.int64)
+        return map_tensors(itemgetter(0), self.make(torch.tensor([row]), keys))
 
 
-def begin(loader: Any, position: Position, gatherable: Gatherable | None) -> LoaderPass:
-    """Begin a pass of a loader at a position."""
-    device = None if loader.device is None else torch.device(loader.device)
-    to_device = device is not None and device.type != "cpu"
-    if loader._slots is None or loader._slots.owner_pid != os.getpid():
-        pinned = loader.pin_memory or (device is not None and device.type == "cuda")
-        loader._slots = Slots(
-            pinned=pinned and can_pin(),
-            max_bytes=loader.max_bytes or DEFAULT_MAX_BYTES,
-        )
-    states: deque[Any] = deque()
-    batches: Iterator[Any]
-    if gatherable is None:
-        batches = _fetched(loader, position, states)
-    else:
-        batches = _gathered(loader, gatherable, position)
-        to_device = to_device and find_device(gatherable.columns).type == "cpu"
-    if device is not None and to_device:
-        batches = CopiedBatches(batches, device)
-    return LoaderPass(batches, position, loader._stats, states, loader.__len__)
+def gives_columns(source: Source) -> bool:
+    """Say whether a class has the method `columns` of its own."""
+    return type(source).columns is not Source.columns
 
 
-def _indices(loader: Any, position: Position) -> Indices:
-    generator = find_generator(loader)
-    seed = None if generator is None or generator is not loader.generator else loader.seed
-    single, plain = loader.batch_sampler is None, isinstance(loader.dataset, MapDataPipe)
-    return Indices(loader._batches, generator, seed, position, 0, single, plain)
+def find_make(dataset: Any, collate_fn: Any) -> Callable[[Tensor, Tensor], Any] | None:
+    """Return the method that makes whole batches, unless the user wants to collate samples."""
+    is_own = isinstance(dataset, Source) and type(dataset).make is not Source.make
+    return dataset.make if is_own and is_default(collate_fn) else None
 
 
-def _seed_samples(loader: Any, position: Position, *, again: bool) -> None:
-    """Give samples the loader's seed, or the one that torch's iterators draw when they begin."""
-    if position.sample_seed is None:
-        seed = loader.seed if loader._shard is None else loader._shard.seed
-        if seed is None and again:
-            seed = loader._sample_seed
-        if seed is None:
-            source = loader.generator or torch.default_generator
-            state = source.get_state()
-            seed = draw_seed(loader.generator)
-            source.set_state(state)
-        position.sample_seed = seed
-    loader._sample_seed = position.sample_seed
+class Columns(NamedTuple):
+    """The columns of a dataset, out of which the core gathers batches."""
+
+    columns: list[Column]
+    build: Callable[[list[Tensor]], Any]
+    """Makes the batch, as default_collate would, out of one tensor for each column."""
+    rows: Tensor | None = None
+    """For a subset: the row of each index, int64."""
+    find: Callable[[Tensor, Any], Tensor] | None = None
+    """For random offsets: returns the rows to gather for indices and the keys of their samples."""
 
 
-def _warn_unpinned(loader: Any) -> None:
-    """Warn as torch's iterators do."""
-    if loader.pin_memory and not can_pin():
-        why = "no accelerator is found, then"
-        if torch.accelerator.is_available():
-            why = "not supported on MPS now,"
-        warnings.warn(
-            f"'pin_memory' argument is set as true but {why} device pinned memory won't be used.",
-            stacklevel=5,
-        )
+def is_default(collate_fn: Any) -> bool:
+    """Say whether batches are those of `default_collate`."""
+    plain = type(collate_fn) is BatchCollator and collate_fn.pad is None
+    return plain or collate_fn is default_collate
 
 
-def _with_keys(indices: Indices, *, keyed: bool) -> Iterator[tuple[Any, Tensor | None]]:
-    """Return the batches of indices with the keys that samples draw from."""
-    if not keyed:
-        return zip(indices.batches(), repeat(None))
-    order = indices.order
-    return ((batch, order.find_keys(places)) for batch, places in indices.placed_batches())
+def why_not(collate_fn: Any, worker_init_fn: Any) -> str:
+    """Return why a loader cannot gather any dataset; an empty string if it can."""
+    if not is_default(collate_fn):
+        pads = type(collate_fn) is BatchCollator
+        return "collate_fn pads" if pads else "collate_fn is the user's"
+    registered = torch_collate.default_collate_fn_map
+    added = tuple(kind for kind in registered if kind not in _TORCHS)
+    changed = any(registered.get(kind) is not function for kind, function in _TORCHS.items())
+    if changed or isinstance((), added) or isinstance({}, added):  # the samples of rows
+        return "default_collate_fn_map has functions of the user's"
+    return "" if worker_init_fn is None else "worker_init_fn is given"
 
 
-def _would_persist(loader: Any, position: Position) -> bool:
-    """Say whether a new pass follows a loaded state of persistent workers, which draw no seed."""
-    is_new = not (position.resumed or position.begun)
-    return is_new and position.rng is not None and find_generator(loader) is None
+def read_columns(  # noqa: PLR0911 - one for each reason
+    dataset: Any, device: torch.device | str | int | None, max_bytes: int
+) -> tuple[Columns | None, str]:
+    """Return the columns of a dataset, or None and why there are none.
+
+    Args:
+        dataset: of any kind.
+        device: where the batches are to be; None is wherever the dataset is.
+        max_bytes: the most that copies in row order may take.
+    """
+    source = find_columns(dataset)
+    kind, module = type(dataset).__name__, type(dataset).__module__
+    if source is not None:
+        own = find_device(source.columns)
+        if own.type != "cpu" and device is not None and own != torch.empty(0, device=device).device:
+            return None, f"the {kind} is on another device"
+        copied = count_scattered(source)
+        if copied > max_bytes:
+            copy = f"a copy in row order takes {copied:,} bytes, more than max_bytes"
+            return None, f"the numbers of a row lie apart, and {copy}"
+        return source, ""
+    if is_table(dataset):
+        return None, f"the Hugging Face dataset has {read_table(dataset)}"
+    if module.startswith("datasets."):
+        return None, "the dataset is a Hugging Face dataset"
+    if type(dataset) in _IN_MEMORY:
+        return None, f"the {kind} holds more than plain arrays"
+    return None, f"the dataset is a {kind}"
 
 
-def _is_unread(loader: Any, position: Position) -> bool:
-    """Say whether a pass has begun whose sampler draws from the program's generator only later."""
-    drawn = position.resumed or position.rng is not None or position.workers_rng is not None
-    return position.begun and not drawn and not isinstance(loader.dataset, IterableDataset)
+def find_columns(dataset: object) -> Columns | None:  # noqa: PLR0911 - one for each kind
+    """Return the columns of a dataset in memory; None for any other dataset.
 
-
-def _gathered(loader: Any, gatherable: Gatherable, position: Position) -> GatherSource:
-    """Return the gathered batches, after the warning and draws of torch's iterators."""
-    _warn_unpinned(loader)
-    workers = loader.num_workers > 0
-    again = workers and loader.persistent_workers and loader._began
-    position.persist = loader.persistent_workers
-    _seed_samples(loader, position, again=again)
-    # A resumed pass leaves the program's own draws alone.
-    alone = position.resumed or position.begun or _would_persist(loader, position)
-    keyed = gatherable.find is not None or any(column.images for column in gatherable.columns)
-    sampler = _indices(loader, position)
-    indices = _with_keys(sampler, keyed=keyed)
-    if not again and (loader.generator is not None or not alone):
-        draw_seed(loader.generator)
-        if workers:  # torch's begin their sampler once more
-            indices = _with_keys(sampler, keyed=keyed)
-    position.begun = loader._began = True
-    if workers:  # torch's ask for indices before the consumer does
-        indices = chain(list(islice(indices, 1)), indices)
-
-    def make(rows: list[Any], keys: Tensor | None) -> Any:
-        before, samples = current.sample, []
+    Batches have the values, types and dtypes that default_collate gives them.
+    """
+    if type(dataset) is Subset:
+        inner = find_columns(dataset.dataset)
+        rows = None if inner is None else as_rows(dataset.indices)
+        if inner is None or rows is None:
+            return None
         try:
-            for place, row in enumerate(rows):
-                if keys is not None:
-                    current.sample = SampleRng(int(keys[place]) % 2**64)
-                samples.append(loader.dataset[row])
-        finally:
-            current.sample = before
-        return loader.collate_fn(samples)
-
-    slots, stats = loader._slots, loader._stats
-    num_batches = math.inf if workers else sampler.num_left
-    return GatherSource(gatherable, indices, slots, stats, loader.max_bytes, make, num_batches)
-
-
-def _fetched(loader: Any, position: Position, states: deque[Any]) -> Any:
-    """Return the batches that torch's iterators make; put the dataset's states into `states`."""
-    if position.exhausted:
-        if position.dataset is not None:
-            loader.dataset.load_state_dict(position.dataset)
-        if loader.generator is not None:
-            draw_seed(loader.generator)  # as when the pass began
-        return iter(())
-    workers = loader.num_workers
-    if loader._in_threads:
-        _warn_unpinned(loader)
-    if type(loader.collate_fn) is BatchCollator and (workers == 0 or loader._in_threads):
-        loader.collate_fn.lease_from(loader._slots)
-    turn, copies = position.turn, has_copies(loader)
-    new = loader._inner is None or not loader.persistent_workers
-    _seed_samples(loader, position, again=not new)
-    if new:
-        indices = _indices(loader, position)
-        loader._inner = make_inner(loader, indices, position, loader._slots), indices
-    elif copies and loader._left is not None:
-        position.workers = as_of_pass_before(loader._left.workers)
-    inner, indices = loader._inner
-    indices.position, indices.skips, inner.generator = position, turn, loader.generator
-    seeded = _would_persist(loader, position) or _is_unread(loader, position)
-    if seeded and loader.generator is None:  # the program's generator gives no seed again
-        inner.generator = torch.Generator()
-        inner.generator.set_state(torch.get_rng_state())
-    if copies and position.workers is None:
-        position.workers = [None] * workers
-    position.persist, loader._began = loader.persistent_workers, True
-    source = _start(loader, position, inner, states)
-    position.begun = True
-    return source
+            return inner._replace(rows=rows if inner.rows is None else inner.rows[rows])
+        except IndexError:  # raised by torch's Subset where the batch would come
+            return None
+    if type(dataset) is TokenDataset:
+        columns = [Column(part, torch.int64) for part in (dataset.x, dataset.y)]
+        return Columns(columns, list, None, dataset.find_starts if dataset.random_offsets else None)
+    if type(dataset) is TensorDataset:
+        return _from_arrays(dataset.tensors)
+    if type(dataset) is ArrayDataset:
+        return _from_arrays(dataset.arrays, dataset.images())
+    if isinstance(dataset, Source):
+        return _from_arrays(dataset.columns()) if gives_columns(dataset) else None
+    if is_table(dataset):
+        table = read_table(dataset)
+        return None if isinstance(table, str) else Columns(*table)
+    column = _column(dataset)
+    return None if column is None else Columns([column], itemgetter(0))
 
 
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Restore the program's generators at the end, whatever a dataset draws from them."""
-    python, numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
+def _from_arrays(tree: Any, images: Iterable[Images | None] = ()) -> Columns | None:
+    arrays = tree_leaves(tree)
+    found = zip_longest(map(_column, arrays), images)
+    columns = [column._replace(images=how) for column, how in found if column is not None]
+    if len(columns) < len(arrays) or len({find_device([column]) for column in columns}) > 1:
+        return None
+    if type(tree) is tuple and all(type(part) in _ARRAYS for part in tree):
+        return Columns(columns, list)
+    # Tuples become lists, as in default_collate.
+    _, spec = tree_flatten(default_collate([tree_map(lambda _: 0, tree)]))
+    return Columns(columns, lambda tensors: tree_unflatten(tensors, spec))
 
 
-def _start(loader: Any, position: Position, inner: Any, states: deque[Any]) -> FetchSource:
-    """Return torch's iterator, with the states of dataset and workers at the position."""
-    dataset, copies = loader.dataset, has_copies(loader)
-    stream, own, default = isinstance(dataset, IterableDataset), position.dataset, None
-    if copies and loader.generator is None:
-        default = position.workers_rng
-        position.workers_rng = torch.get_rng_state() if default is None else default
-    alone = inner.generator is None and (position.resumed or position.begun)
-    later = position.begun and not stream and loader.num_workers == 0
-    order = loader._inner[1].order if stream and loader.num_workers == 0 else None
-    before, current.sample = current.sample, None if order is None else (order, 0)
-    with _generators_kept() if alone else nullcontext():
-        if own is not None and not later:
-            dataset.load_state_dict(own)
-        if default is not None:
-            torch.set_rng_state(default)
-        try:
-            iterator = iter(inner)
-        finally:
-            current.sample = before
-    if own is not None and later:
-        dataset.load_state_dict(own)
-    in_order = loader.in_order or stream or loader.num_workers == 0
-    passed = (replace(position), position.turn) if position.late or not in_order else None
-    source = FetchSource(
-        iterator, loader._stats, dataset, states, copies, passed, in_order, _order=order
-    )
-    source.makes_fresh = type(loader.collate_fn) is BatchCollator
-    if stream and loader.num_workers == 0:
-        with _generators_kept():
-            source.forward(position)
-    if copies and not stream:
-        position.dataset = source.ask()["dataset"]
-    vars(position).update(source.position)
-    return source
+def find_device(columns: list[Column]) -> torch.device:
+    """Return the device of the columns."""
+    array = columns[0].array
+    return array.device if isinstance(array, Tensor) else torch.device("cpu")
+
+
+def _column(array: Any) -> Column | None:
+    """Return an array as a column; None if its rows are not plain memory."""
+    dtype = plain_dtype(array, on_host=False)
+    if dtype is None or array.ndim == 0 or type(array) not in _ARRAYS:
+        return None
+    if isinstance(array, Tensor):
+        is_plain = array[:1].is_contiguous()
+        return Column(array, dtype, None, not is_plain) if is_plain or _on_host(array) else None
+    try:  # whether default_collate gives rows this dtype
+        fits = default_collate([np.ones((1, *array.shape[1:]), array.dtype)[0]]).dtype == dtype
+    except TypeError:  # a dtype that torch does not have
+        return None
+    if not fits or min(array.strides[1:], default=0) < 0:  # torch's error
+        return None
+    return Column(array, dtype, None, not array[:1].flags.c_contiguous)
+
+
+def _on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def count_scattered(source: Columns) -> int:
+    """Return the bytes of the copies that put the numbers of each row side by side."""
+    columns = (column for column in source.columns if column.is_scattered)
+    return sum(math.prod(column.array.shape) * column.array.dtype.itemsize for column in columns)

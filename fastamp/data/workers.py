@@ -101,7 +101,7 @@ class Team:
         self._tasks: SimpleQueue[Any] = SimpleQueue()
         # Put into the queue when the team dies, by no Python code, which Ctrl-C could interrupt.
         self._ended = weakref.ref(self, self._tasks.put)
-        self._owner_pid = os.getpid()
+        self.infos, self._owner_pid = infos, os.getpid()
         # The threads hold no reference to the team.
         self._threads = [
             threading.Thread(

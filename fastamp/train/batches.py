@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from fastamp.data import ArrayDataset, DataLoader, ShardSampler, map_tensors
 from fastamp.data.datasets import count_rows
-from fastamp.data.indices import find_samplers
+from fastamp.data.plan import find_samplers
 from fastamp.train.check import ANY, attempt, check
 from fastamp.train.config import TrainConfig
 from fastamp.train.random_state import check_rng_state, rng_state, set_rng_state

@@ -8,7 +8,6 @@ import json
 import pickle
 import random
 import tempfile
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,6 @@ from support.thread_workers import fail
 from torch.utils.data import RandomSampler, TensorDataset
 
 import fastamp
-from fastamp.data import loader as loader_module
 
 X = make_array(torch.float32, 40, 3)
 
@@ -225,7 +223,7 @@ def test_a_pass_that_cannot_begin_leaves_the_loaded_position(error, monkeypatch)
     for resumed in (loader, make()):
         resumed.load_state_dict(state)
         with monkeypatch.context() as patch:
-            patch.setattr(loader_module, "begin", lambda *_: fail(error, "refused"))
+            patch.setattr(fastamp.DataLoader, "_begin", lambda *_: fail(error, "refused"))
             with pytest.raises(error, match="refused"):
                 iter(resumed)
         assert_same(resumed.state_dict(), state)
@@ -284,81 +282,6 @@ def test_taking_a_state_does_not_depend_on_the_position(backend):
     assert len(asked) == before
 
 
-class Waiting(Squares):
-    """Rows, of which some are given once they are asked for in earnest."""
-
-    def __init__(self, length, slow):
-        super().__init__(length)
-        self.slow, self.go_on = slow, torch.multiprocessing.Event()
-
-    def __getitem__(self, index):
-        if index in self.slow:
-            assert self.go_on.wait(60)
-        return super().__getitem__(index)
-
-
-@pytest.mark.parametrize("device", [None, "cpu"])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_batches_that_others_passed_are_not_lost(workers, device):
-    def make(slow, num_workers):
-        options = {"num_workers": num_workers, "in_order": False, "device": device}
-        return fastamp.DataLoader(Waiting(60, slow), 2, shuffle=True, seed=3, **options)
-
-    order = [batch["x"][:, 0].int().tolist() for batch in make({}, 0)]
-    seen, state = [], None
-    for _ in range(2):  # it is resumed twice
-        left = [row for batch in order for row in batch if row not in seen]
-        loader = make(left[:2], 2)
-        if state:
-            loader.load_state_dict(state)
-        batches = iter(loader)
-        for _ in range(3):
-            seen += next(batches)["x"][:, 0].int().tolist()
-        state = json.loads(json.dumps(loader.state_dict()))
-        assert state["late"][0] == 0
-        loader.dataset.go_on.set()
-        del batches
-    last = make({}, workers)
-    last.load_state_dict(state)
-    for batch in last:
-        seen += batch["x"][:, 0].int().tolist()
-    assert sorted(seen) == list(range(60))
-    assert last.state_dict()["late"] == []
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_batches_that_are_late_stay_so_until_they_come(workers):
-    """Also where a resumed pass is saved again before it has had all of them."""
-
-    class Late(Squares):
-        gate = threading.Event()
-
-        def __getitem__(self, index):
-            if index < 2:
-                assert self.gate.wait(60)
-            return index
-
-    def make(num_workers):
-        threads = {"worker": "thread", "num_workers": num_workers} if num_workers else {}
-        return fastamp.DataLoader(Late(9), 1, in_order=False, **threads)
-
-    loader = make(3)
-    batches = iter(loader)  # whose end waits for the threads that wait
-    seen = [next(batches).item() for _ in range(3)]
-    Late.gate.set()
-    state, lates = loader.state_dict(), []
-    for _ in range(3):
-        lates.append(state["late"])
-        loader = make(workers)
-        loader.load_state_dict(state)
-        seen.append(next(iter(loader)).item())
-        state = loader.state_dict()
-    assert lates == [[0, 1], [1], []]
-    loader = make(workers)
-    loader.load_state_dict(state)
-    assert sorted(seen + [batch.item() for batch in loader]) == list(range(9))
-
-
 DRAWN_FROM = {
     "torch's generator": lambda _: {"shuffle": True},
     "a generator": lambda _: {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
@@ -402,3 +325,11 @@ def test_a_pass_that_has_begun_without_a_batch_draws_no_seed_again(dataset, back
         loader.load_state_dict(state)
         torch.set_rng_state(rng)
         assert_same([*loader, *loader], expected)
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_batches_that_come_in_any_order_have_no_state(worker):
+    loader = fastamp.DataLoader(Squares(8), 2, num_workers=2, in_order=False, worker=worker)
+    for call in (loader.state_dict, lambda: loader.load_state_dict({})):
+        with pytest.raises(TypeError, match="in_order=False: which batches are delivered is"):
+            call()

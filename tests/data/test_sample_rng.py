@@ -12,7 +12,7 @@ from support.loading import assert_same
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, Subset
 
 import fastamp
-from fastamp.data.indices import Indices
+from fastamp.data.plan import Plan
 from fastamp.data.position import Position
 from fastamp.data.sample_rng import Order, mix, mix_all
 
@@ -205,12 +205,9 @@ def test_outside_a_pass_torchs_own_seed_counts():
     assert Drawn()[3][0] == 3
 
 
-def test_batches_of_rows_come_with_the_places_of_their_samples():
-    """For what draws without Python: rows and places as tensors."""
+def test_a_plan_numbers_its_batches_by_their_first_sample():
     for sampler, batch in ((range(10), 1), (BatchSampler(range(10), 3, drop_last=False), 2)):
         batches = [[i] for i in sampler] if batch == 1 else sampler
-        position = Position(0, batch=batch, late=[0])
-        found = [*Indices(batches, None, None, position).placed_batches()]
-        assert torch.equal(torch.cat([rows for rows, _ in found]), torch.cat([p for _, p in found]))
-        assert found[0][1][0] == 0
-        assert found[1][1][0] == found[1][0][0] == (2 if batch == 1 else 9)
+        found = [*Plan(batches, None, None, Position(0, batch=batch)).begin_rows()]
+        assert [rows[0].item() for rows, _ in found] == [number for _, number in found]
+        assert found[0][1] == (1 if batch == 1 else 6)

@@ -73,6 +73,10 @@ def test_a_timeout_is_not_counted_as_a_batch(make, worker, device):
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.2 seconds"):
             next(batches)
+    if worker == "thread" and make is LateStream:  # has no state
+        dataset.event.set()
+        assert len(wait_for(batches)) == 2
+        return
     assert loader.state_dict()["batch"] == 2
     dataset.event.set()
     wait_for(batches)
@@ -120,27 +124,6 @@ class Counted(Dataset):
         self.made = state["made"]
 
 
-class CountedStream(IterableDataset):
-    def __init__(self):
-        self.rows, self.place = Counted(), 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.place == 18:
-            self.place = 0
-            raise StopIteration
-        self.place += 1
-        return self.rows[self.place - 1]
-
-    def state_dict(self):
-        return {"made": self.rows.made, "place": self.place}
-
-    def load_state_dict(self, state):
-        self.rows.made, self.place = state["made"], state["place"]
-
-
 class Broken(Counted):
     """Has batches that cannot be collated."""
 
@@ -163,19 +146,13 @@ def take(batches, most=100):
     return taken
 
 
-def name(batch):
-    """Tell batches apart, whoever made them."""
-    return str(batch[0])
-
-
 @pytest.mark.pairwise
-@pytest.mark.parametrize("make", [Counted, CountedStream, Broken])
+@pytest.mark.parametrize("make", [Counted, Broken])
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize("prefetched", [False, True])
-def test_a_dataset_with_a_state_resumes_after_errors(make, num_workers, in_order, prefetched):
-    def make_loader(*, in_order=True):
-        return fastamp.DataLoader(make(), 2, in_order=in_order, num_workers=num_workers)
+def test_a_dataset_with_a_state_resumes_after_errors(make, num_workers, prefetched):
+    def make_loader():
+        return fastamp.DataLoader(make(), 2, num_workers=num_workers)
 
     def begin(loader):
         return iter(fastamp.prefetch(loader) if prefetched else loader)
@@ -183,7 +160,7 @@ def test_a_dataset_with_a_state_resumes_after_errors(make, num_workers, in_order
     whole = take(begin(make_loader()))
     assert len(whole) > 8
     assert len({str(each) for each in whole}) > 6
-    batches = begin(loader := make_loader(in_order=in_order))
+    batches = begin(loader := make_loader())
     seen, states = [], []
     for _ in whole:
         seen += take(batches, 1)
@@ -192,36 +169,7 @@ def test_a_dataset_with_a_state_resumes_after_errors(make, num_workers, in_order
         loader = make_loader()
         loader.load_state_dict(json.loads(states[stop - 1]))
         rest = take(begin(loader))
-        if in_order:
-            assert seen[:stop] + rest == whole
-        assert sorted(map(name, seen[:stop] + rest)) == sorted(map(name, whole))
-
-
-@pytest.mark.parametrize("worker", ["thread", "process"])
-def test_a_late_batch_stays_late_when_another_raises(worker):
-    dataset = Late()
-
-    def get(index):
-        if index == 1:
-            msg = "number 1"
-            raise LookupError(msg)
-        return dataset.find(4 if index == 0 else index + 10)
-
-    def make(in_order):
-        options = {"num_workers": 2, "prefetch_factor": 1, "worker": worker, "in_order": in_order}
-        return fastamp.DataLoader(Rows(8, get), 1, **options)
-
-    loader = make(in_order=False)
-    batches = iter(loader)
-    with pytest.raises(LookupError, match="number 1"):
-        next(batches)
-    state = loader.state_dict()
-    assert (state["batch"], state["late"]) == (1, [0])
-    dataset.event.set()
-    del batches
-    loader = make(in_order=True)
-    loader.load_state_dict(json.loads(json.dumps(state)))
-    assert take(iter(loader)) == [[4], [12], [13], [14], [15], [16], [17]]
+        assert seen[:stop] + rest == whole
 
 
 def test_a_timeout_of_a_loader_that_a_dataset_reads_counts_as_its_item():

@@ -165,32 +165,6 @@ def test_a_stopped_pass_resumes_with_any_number_of_threads(seed):
         assert_same([*resumed], rest)
 
 
-def test_batches_that_others_passed_are_not_lost():
-    go_on = threading.Event()
-
-    def loader_of(slow, num_workers):
-        def get(index):
-            if index in slow:
-                go_on.wait(60)
-            return index
-
-        options = {"in_order": False, "num_workers": num_workers}
-        return in_threads(Rows(60, get), 2, shuffle=True, seed=3, **options)
-
-    order = [index for batch in loader_of((), 0) for index in batch.tolist()]
-    loader = loader_of(order[:2], 3)
-    loader._batch_nbytes = 16  # as after a batch; until then threads work on the first one alone
-    iterator = iter(loader)
-    seen = [index for _ in range(4) for index in next(iterator).tolist()]
-    state = json.loads(json.dumps(loader.state_dict()))
-    assert state["late"] == [0]
-    go_on.set()
-    last = loader_of((), 2)
-    last.load_state_dict(state)
-    seen += [index for batch in last for index in batch.tolist()]
-    assert sorted(seen) == list(range(60))
-
-
 def test_a_dataset_with_a_state_is_refused_a_state_by_name():
     loader = in_threads(Stateful(9))
     assert len([*loader]) == 3

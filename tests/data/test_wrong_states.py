@@ -62,7 +62,7 @@ def test_foreign_states_are_refused_and_change_nothing(backend):
         ("rng", torch.zeros(3), "expected the state of a generator"),
         ("rng", 5, "expected the state of a generator"),
         ("generator", torch.zeros(7, dtype=torch.uint8), "expected the state of a generator"),
-        ("exhausted", None, "expected True or False"),
+        ("begun", None, "expected True or False"),
     ],
 )
 def test_a_state_with_another_kind_of_value_is_refused_by_its_key(key, value, message, backend):
