@@ -16,13 +16,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 from torch.utils.data._utils import collate as torch_collate
 
+from fastamp.data.augment import Images
 from fastamp.data.collate import BatchCollator
-from fastamp.data.columns import Column, Images
+from fastamp.data.columns import Column, find_core, keep, make_gatherer, plain_dtype
 from fastamp.data.datasets import ArrayDataset
-from fastamp.data.host import find_core, make_gatherer
 from fastamp.data.indices import as_rows
-from fastamp.data.leaves import plain_dtype
-from fastamp.data.memory import keep
 from fastamp.data.resident import DeviceGatherer
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots, too_large
 from fastamp.data.stats import LoaderStats
