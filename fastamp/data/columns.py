@@ -10,6 +10,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from torch import Tensor
 
 from fastamp import _ops
 from fastamp.data.augment import Images, paint_image
+
+_CPU = torch.device("cpu")  # made once: that takes a microsecond
 
 
 @functools.cache
@@ -134,7 +137,8 @@ def index_error(index: int, num_rows: int) -> IndexError:
     return IndexError(msg)
 
 
-class _MappedFile(NamedTuple):
+@dataclass(frozen=True)
+class _MappedFile:
     """The part of a file that an array maps. A call says whether the file has become too short."""
 
     memory: mmap.mmap
@@ -156,8 +160,7 @@ class Kept(NamedTuple):
 
     def changes(self) -> list[Callable[[], bool]]:
         """Return the functions that say whether any of it has changed; two that agree are equal."""
-        found: list[Callable[[], bool] | None] = [self.has_moved, *self.files]
-        return [change for change in found if change is not None]
+        return list(self.files) if self.has_moved is None else [self.has_moved]
 
     def check_file(self) -> None:
         """Raise an error if the file has become too short."""
@@ -201,7 +204,7 @@ def _files_of(arrays: Sequence[npt.NDArray[Any]]) -> tuple[_MappedFile, ...]:
 
 def find_core() -> ModuleType | None:
     """Return the compiled core if it serves the host now, else None."""
-    found: ModuleType | None = _ops.core_for(torch.device("cpu"))
+    found: ModuleType | None = _ops.core_for(_CPU)
     return found
 
 
