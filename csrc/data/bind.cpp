@@ -265,7 +265,7 @@ class Gatherer {
 
 }  // namespace
 
-// Documented in fastamp/data/host.py.
+// Documented in fastamp/data/columns.py and fastamp/data/collate.py.
 void define_data(py::module_& module) {
   module.def("augment_image", &augment_image, py::arg("images"), py::arg("key"), py::arg("source"),
              py::arg("output"));

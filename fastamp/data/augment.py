@@ -1,11 +1,14 @@
-"""Random crops, flips and cutouts of images, made while the loader copies them into the batch."""
+"""Random crops, flips and cutouts of images, made while the loader copies them into the batch.
+
+The core makes them in csrc/data/augment.h; `paint_image` makes the same ones without it.
+"""
 
 import math
-import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import IntEnum
 from functools import lru_cache
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -13,15 +16,54 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fastamp.data.columns import AugmentStep, Images, StepKind
-from fastamp.data.host import augment_image
-from fastamp.data.leaves import plain_dtype
+from fastamp.data.checks import as_integer, as_size
+from fastamp.data.sample_rng import mix
 
 _MAX_STEPS = 8
 _CHANNELS = (1, 3, 4)
 _END = 2**31  # sizes are below it, so that a draw of 32 bits times a size fits into 63
-Sizes: TypeAlias = int | Sequence[int]
-Fill: TypeAlias = float | Sequence[float]
+_NUMBERS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # of these bytes, whatever they are
+Size: TypeAlias = int | Sequence[int]
+
+
+class StepKind(IntEnum):
+    """The augmentations of images."""
+
+    CROP = 0
+    FLIP = 1
+    CUTOUT = 2
+
+
+class AugmentStep(NamedTuple):
+    """One augmentation, in pixels. It draws two numbers, y and x, below its bounds.
+
+    The upper left corner of a crop or a hole lies at (y - top, x - left).
+    """
+
+    kind: StepKind
+    y_bound: int
+    """Of a flip: its probability times 2^32."""
+    x_bound: int = 1
+    top: int = 0
+    left: int = 0
+    height: int = 0
+    """Of the crop or the hole."""
+    width: int = 0
+
+
+class Images(NamedTuple):
+    """How to augment the rows of a column that are images: planes of pixels."""
+
+    planes: int
+    height: int
+    width: int
+    pixel_nbytes: int
+    steps: tuple[AugmentStep, ...]
+    """At most 8."""
+    zeros: npt.NDArray[np.uint8]
+    """The pixel that each step fills each plane with: (steps, planes, pixel_nbytes)."""
+    row_shape: tuple[int, ...]
+    """Of the augmented images."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +73,10 @@ class RandomCrop:
     Args:
         size: pixels of the result: the side of a square, or (height, width). None is the size that
             the images have.
-        padding: pixels to add first: on each side, or (left and right, top and bottom), or (left,
-            top, right, bottom).
-        fill: the value of the added pixels: a number, or one for each channel.
+        padding: pixels of 0 to add first, on each side.
 
     Raises:
-        ValueError: a size is below 1, a padding below 0, or there are too many numbers.
+        ValueError: a size is below 1, or `padding` below 0.
 
     Example:
         >>> images = torch.zeros(8, 3, 32, 32, dtype=torch.uint8)
@@ -46,27 +86,23 @@ class RandomCrop:
         torch.Size([3, 28, 28])
     """
 
-    size: Sizes | None = None
-    padding: Sizes | None = 0
-    fill: Fill = field(default=0, kw_only=True)
+    size: Size | None = None
+    padding: int = 0
 
     def __post_init__(self) -> None:
+        as_integer("padding", self.padding, least=0, optional=False)
         if self.size is not None:
-            _set(self, size=_read_sizes("size", self.size, 2, least=1))
-        _set(self, padding=_read_sizes("padding", self.padding or 0, 4, least=0))
-        _set(self, fill=_read_fill(self.fill))
+            object.__setattr__(self, "size", as_size(self.size))
 
     def step(self, height: int, width: int) -> AugmentStep:
         """Return the crop for images of this size."""
         size: Any = (height, width) if self.size is None else self.size
-        padding: Any = self.padding
-        left, top, right, bottom = padding
-        padded = height + top + bottom, width + left + right
+        padded = height + 2 * self.padding, width + 2 * self.padding
         y_bound, x_bound = padded[0] - size[0] + 1, padded[1] - size[1] + 1
         if min(y_bound, x_bound) < 1 or max(padded) >= _END:
             msg = f"size: {size} does not fit into the padded images, {padded}"
             raise ValueError(msg)
-        return AugmentStep(StepKind.CROP, y_bound, x_bound, top, left, *size)
+        return AugmentStep(StepKind.CROP, y_bound, x_bound, self.padding, self.padding, *size)
 
 
 @dataclass(frozen=True)
@@ -99,16 +135,15 @@ class RandomHorizontalFlip:
 
 @dataclass(frozen=True)
 class Cutout:
-    """Fill a rectangle centred on a random pixel; parts outside of the image are cut off.
+    """Set a rectangle centred on a random pixel to 0; parts outside of the image are cut off.
 
     It is the regularisation of DeVries and Taylor (2017).
 
     Args:
         size: pixels of the rectangle: the side of a square, or (height, width).
-        fill: a number, or one for each channel.
 
     Raises:
-        ValueError: a size is below 1, or there are too many numbers.
+        ValueError: a size is below 1.
 
     Example:
         >>> images = torch.ones(8, 3, 32, 32)
@@ -117,161 +152,85 @@ class Cutout:
         True
     """
 
-    size: Sizes
-    fill: Fill = field(default=0, kw_only=True)
+    size: Size
 
     def __post_init__(self) -> None:
-        _set(self, size=_read_sizes("size", self.size, 2, least=1))
-        _set(self, fill=_read_fill(self.fill))
+        object.__setattr__(self, "size", as_size(self.size))
 
     def step(self, height: int, width: int) -> AugmentStep:
         """Return the cutout for images of this size."""
         size: Any = self.size
-        return AugmentStep(
-            StepKind.CUTOUT, height, width, size[0] // 2, size[1] // 2, size[0], size[1]
-        )
+        return AugmentStep(StepKind.CUTOUT, height, width, size[0] // 2, size[1] // 2, *size)
 
 
 Augmentation: TypeAlias = RandomCrop | RandomHorizontalFlip | Cutout
-Augmentations: TypeAlias = Sequence[Augmentation] | dict[Any, Sequence[Augmentation]]
 
 
-def _set(frozen: object, **values: object) -> None:
-    for name, value in values.items():
-        object.__setattr__(frozen, name, value)
-
-
-def _read_sizes(name: str, value: Any, count: int, *, least: int) -> tuple[int, ...]:
-    """Return `count` integers: one or two of them repeated, or all as given."""
-    parts = tuple(value) if isinstance(value, Sequence) else (value,)
-    whole = all(isinstance(part, Integral) and not isinstance(part, bool) for part in parts)
-    if len(parts) not in {1, 2, count} or not whole or not all(least <= p < _END for p in parts):
-        counts = " or ".join(map(str, sorted({2, count})))
-        msg = f"{name}: expected an integer of at least {least}, or {counts} of them, got {value!r}"
-        raise ValueError(msg)
-    return tuple(map(int, parts)) * (count // len(parts))
-
-
-def _read_fill(value: Any) -> Fill:
-    parts = tuple(value) if isinstance(value, Sequence) else (value,)
-    if not parts or not all(isinstance(part, Real) for part in parts):
-        msg = f"fill: expected a number, or one for each channel, got {value!r}"
-        raise ValueError(msg)
-    return parts if isinstance(value, Sequence) else value
-
-
-class Augmented(NamedTuple):
-    """The augmentations of one array of images, as the core does them."""
-
-    augmentations: tuple[Augmentation, ...]
-    channels_last: bool | None
-    name: str
-    """What errors call the augmentations."""
-
-    def images(self, array: Tensor | npt.NDArray[Any]) -> Images:
-        """Return how the core reads and augments the rows of an array.
-
-        Raises:
-            TypeError: the array does not hold images in plain memory on the CPU.
-            ValueError: the augmentations do not fit them.
-        """
-        dtype = plain_dtype(array)
-        if dtype is None:
-            kind = getattr(array, "dtype", type(array).__name__)
-            state = ", which requires grad" if getattr(array, "requires_grad", False) else ""
-            msg = f"{self.name}: expected plain numbers on the CPU to augment, got {kind}{state}"
+def check_augmentations(augment: Any) -> tuple[Augmentation, ...]:
+    """Return augmentations as a tuple, or raise an error that names the one that is none."""
+    if not isinstance(augment, list | tuple):
+        msg = f"augment: expected a list of augmentations, got {augment!r}"
+        raise TypeError(msg)
+    for i, each in enumerate(augment):
+        if not isinstance(each, Augmentation):
+            kinds = "RandomCrop, RandomHorizontalFlip or Cutout of fastamp"
+            msg = f"augment[{i}]: expected {kinds}, got {each!r}"
             raise TypeError(msg)
-        return _plan(self, tuple(array.shape), dtype)
-
-    def apply(self, array: Tensor | npt.NDArray[Any], index: Any, key: int) -> Any:
-        """Return row `index` of the array, augmented with a sample's key."""
-        images, row = self.images(array), array[operator.index(index)]
-        result = augment_image(images, row, key)
-        if isinstance(row, np.ndarray):
-            return result.numpy().view(row.dtype).reshape(images.row_shape)
-        return result.view(row.dtype).view(images.row_shape)
-
-
-def read_augment(augment: Any, arrays: Any, *, channels_last: bool | None) -> dict[Any, Augmented]:
-    """Return the augmentations by the key or the position of their array.
-
-    Raises:
-        TypeError: an entry is no augmentation, or its array does not hold images.
-        ValueError: they do not fit the images, are too many, or there is no such array.
-    """
-    parts = arrays if isinstance(arrays, dict) else dict(enumerate(arrays))
-    named = {f"augment[{key!r}]": key for key in augment} if isinstance(augment, dict) else {}
-    if not isinstance(augment, dict):
-        named, augment = {"augment": next(iter(parts))}, {next(iter(parts)): augment}
-    found = {}
-    for name, key in named.items():
-        several = augment[key]
-        if key not in parts:
-            msg = f"{name}: there is no such array, only {', '.join(map(repr, parts))}"
-            raise ValueError(msg)
-        if not isinstance(several, list | tuple):
-            msg = f"{name}: expected a list of augmentations, got {several!r}"
-            raise TypeError(msg)
-        for i, each in enumerate(several):
-            if not isinstance(each, Augmentation):
-                msg = (
-                    f"{name}[{i}]: expected RandomCrop, RandomHorizontalFlip or Cutout of fastamp, "
-                    f"got {each!r}"
-                )
-                raise TypeError(msg)
-        if len(several) > _MAX_STEPS:
-            msg = f"{name}: expected at most {_MAX_STEPS} augmentations, got {len(several)}"
-            raise ValueError(msg)
-        if several:
-            found[key] = Augmented(tuple(several), channels_last, name)
-            found[key].images(parts[key])
-    return found
+    if len(augment) > _MAX_STEPS:
+        msg = f"augment: expected at most {_MAX_STEPS} augmentations, got {len(augment)}"
+        raise ValueError(msg)
+    return tuple(augment)
 
 
 @lru_cache(maxsize=256)
-def _plan(augmented: Augmented, shape: tuple[int, ...], dtype: torch.dtype) -> Images:
+def plan_images(
+    augmentations: tuple[Augmentation, ...], shape: tuple[int, ...], itemsize: int
+) -> Images:
+    """Return how to augment the rows of an array of images: (N, ..., height, width).
+
+    Raises:
+        TypeError: the rows are no images.
+        ValueError: they have their channels last, or an augmentation does not fit them.
+    """
     if len(shape) < 3 or 0 in shape[1:]:
-        msg = (
-            f"{augmented.name}: expected images of shape (N, ..., height, width), as (N, channels, "
-            f"height, width), got {shape}"
-        )
+        msg = "augment: expected images of shape (N, height, width) or (N, channels, height, width)"
+        msg += f", got {shape}"
         raise TypeError(msg)
-    coloured, narrow = len(shape) > len("NHW"), shape[-1] in _CHANNELS
-    if augmented.channels_last is None and coloured and narrow and shape[-1] < min(shape[-3:-1]):
-        msg = f"channels_last: expected True or False for images of shape {shape[1:]}, got None"
-        raise ValueError(msg)
-    last = bool(augmented.channels_last) and coloured
-    end = len(shape) - last  # the dimension after height and width
-    lead, (height, width), tail = shape[1 : end - 2], shape[end - 2 : end], shape[end:]
-    channels = (tail or lead[-1:] or (1,))[0]
-    planes, pixel_nbytes = math.prod(lead), math.prod(tail) * dtype.itemsize
-    steps, fills, size = [], [], (height, width)
-    for i, each in enumerate(augmented.augmentations):
+    if len(shape) > 3 and shape[-1] in _CHANNELS and shape[-1] < min(shape[-3:-1]):
+        msg = f"augment: expected images of shape (N, channels, height, width), got {shape}: "
+        msg += "pass images.permute(0, 3, 1, 2).contiguous(), or with NumPy "
+        raise ValueError(msg + "np.ascontiguousarray(images.transpose(0, 3, 1, 2))")
+    *lead, height, width = shape[1:]
+    planes, steps, size = math.prod(lead), [], (height, width)
+    for i, each in enumerate(augmentations):
         try:
             steps.append(each.step(*size))
-            fill = _encode(getattr(each, "fill", 0), channels, dtype)
         except ValueError as error:
-            msg = f"{augmented.name}[{i}].{error}"
+            msg = f"augment[{i}].{error}"
             raise ValueError(msg) from None
-        fills.append(np.resize(fill, (planes, pixel_nbytes)))
         if isinstance(each, RandomCrop):
             size = steps[-1].height, steps[-1].width
-    row_shape = (*lead, *size, *tail)
-    return Images(planes, height, width, pixel_nbytes, tuple(steps), np.stack(fills), row_shape)
+    zeros = np.zeros((len(steps), planes, itemsize), np.uint8)
+    return Images(planes, height, width, itemsize, tuple(steps), zeros, (*lead, *size))
 
 
-def _encode(fill: Fill, channels: int, dtype: torch.dtype) -> npt.NDArray[np.uint8]:
-    """Return the bytes of a fill, one element for each channel."""
-    values = [*fill] if isinstance(fill, Sequence) else [fill] * channels
-    if len(values) != channels:
-        msg = f"fill: expected a number, or one for each of {channels} channels, got {fill!r}"
-        raise ValueError(msg)
-    rounds = dtype.is_floating_point or dtype.is_complex
-    try:
-        elements = torch.tensor(values, dtype=dtype)
-    except (RuntimeError, OverflowError):
-        elements = None
-    if elements is None or (not rounds and elements.tolist() != values):
-        msg = f"fill: expected what {dtype} can hold, got {fill!r}"
-        raise ValueError(msg)
-    return elements.view(torch.uint8).numpy()
+def paint_image(images: Images, row: Tensor | npt.NDArray[np.generic], key: int) -> Tensor:
+    """Return the bytes of the augmented image, in new memory; `key` seeds its random numbers."""
+    if isinstance(row, torch.Tensor):
+        row = row.contiguous().view(-1).view(torch.uint8).numpy()
+    pixels = np.ascontiguousarray(row).reshape(-1).view(_NUMBERS[images.pixel_nbytes])
+    planes: Any = pixels.reshape(images.planes, images.height, images.width)
+    for s, step in enumerate(images.steps):
+        y, x = mix(key + 2 * s + 1) >> 32, mix(key + 2 * s + 2) >> 32
+        if step.kind is StepKind.FLIP:
+            planes = planes[:, :, ::-1] if y < step.y_bound else planes
+            continue
+        y, x = y * step.y_bound >> 32, x * step.x_bound >> 32
+        if step.kind is StepKind.CROP:
+            padding = (0, 0), (step.top, step.top), (step.left, step.left)
+            planes = np.pad(planes, padding)[:, y : y + step.height, x : x + step.width]
+        else:
+            planes, top, left = planes.copy(), y - step.top, x - step.left
+            rows = slice(max(top, 0), max(top + step.height, 0))
+            planes[:, rows, max(left, 0) : max(left + step.width, 0)] = 0
+    return torch.from_numpy(np.array(planes, order="C").view(np.uint8).reshape(-1))

@@ -22,6 +22,20 @@ def as_integer(name: str, value: Any, *, least: int, optional: bool = True) -> A
     return int(value)
 
 
+def as_size(size: Any) -> tuple[int, int]:
+    """Return the height and width of images from these two, or from one number for both.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    pair = tuple(size) if isinstance(size, list | tuple) else (size, size)
+    if len(pair) != 2:
+        msg = f"size: expected a number, or height and width, got {size!r}"
+        raise ValueError(msg)
+    height, width = (as_integer("size", side, least=1, optional=False) for side in pair)
+    return height, width
+
+
 def check_generator(generator: Any) -> None:
     """Raise an error unless it is a torch.Generator or None."""
     if not isinstance(generator, torch.Generator | None):

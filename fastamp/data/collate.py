@@ -1,9 +1,13 @@
 """A collate_fn with default_collate's results and one copy per byte.
 
 The structure of a sample becomes a tree of nodes, kept for as long as the first sample of a batch
-fits it. As in torch, the first sample decides how a batch is collated.
+fits it. As in torch, the first sample decides how a batch is collated, and what the core does not
+support goes to torch's own collate function.
 """
 
+import contextlib
+import functools
+import math
 import numbers
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,24 +16,31 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data._utils import collate as torch_collate
 
 from fastamp import _ops
 from fastamp.data.checks import as_integer
-from fastamp.data.host import columns_of, find_core
-from fastamp.data.leaves import NUMBERS, Keys, Leaf, NumberLeaf, TensorLeaf, hint, place, registered
+from fastamp.data.columns import find_core, torch_dtype
 from fastamp.data.slots import Slots
 from fastamp.data.structure import contents_of, rebuild
 
-# The types that backends stack, by torch's collate function for them.
+# The types that the core stacks, by torch's collate function for them.
 _STACKED: dict[Callable[..., Any], tuple[type, ...]] = {
     torch_collate.collate_tensor_fn: (torch.Tensor, torch.nn.Parameter),
     torch_collate.collate_numpy_array_fn: (np.ndarray, np.memmap),
 }
+# The NumPy type of plain numbers, by torch's collate function for them.
+_NUMBERS: dict[Callable[..., Any], type] = {
+    torch_collate.collate_int_fn: np.int64,
+    torch_collate.collate_float_fn: np.float64,
+}
+_CPU = torch.device("cpu")
 
-Pad = float | Mapping[Any, Any] | None
-_Node: TypeAlias = "Leaf | _Container"
-_Plan = Callable[[Any, Keys, Pad], _Node]
+Pad: TypeAlias = float | Mapping[Any, Any] | None
+_Keys: TypeAlias = tuple[Any, ...]
+_Node: TypeAlias = "_Leaf | _Container"
+_Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
 class BatchCollator:
@@ -56,7 +67,7 @@ class BatchCollator:
         ValueError: `pad_multiple` is below 1; at the first batch, `pad` has a key that the samples
             lack, or a number that the dtype cannot hold.
         RuntimeError: samples differ in shape and `pad` has no number for them: the message names
-            the keys, the index of the sample and both shapes. Or they are nested tensors.
+            the keys, the index of the sample and both shapes.
 
     Example:
         >>> collate = fastamp.BatchCollator(pad={"ids": 0})
@@ -85,27 +96,28 @@ class BatchCollator:
             plan = self._plan = (self._plan_node(first, (), self.pad), dict(registered))
         return plan[0].collate(samples, find_core())
 
-    def _plan_node(self, first: Any, keys: Keys, pad: Pad) -> _Node:
+    def _plan_node(self, first: Any, keys: _Keys, pad: Pad) -> _Node:
         """Return the node for samples like this one."""
-        function = registered(first)
-        if function in _STACKED and isinstance(first, torch.Tensor) and first.is_nested:
-            msg = (
-                f"{place(0, keys)}: expected a tensor of one shape, got a nested tensor; these are "
-                "not currently supported by the default collate_fn"  # torch's words
-            )
-            raise RuntimeError(msg)
+        function = _registered(first)
         inner = pad if isinstance(pad, Mapping) else {}
         number = None if isinstance(pad, Mapping) else pad
         items = _items_of(first) if function is None and number is None else None
         if items is not None:
-            return _Container(first, items, keys, inner, self._plan_node)
+            for key in inner:
+                if key not in items:
+                    msg = f"pad has the key {key!r} for {_place(0, keys)}, which has {list(items)}"
+                    raise ValueError(msg)
+            children = {k: self._plan_node(v, (*keys, k), inner.get(k)) for k, v in items.items()}
+            return _Container(first, children, keys)
         if inner and function:
-            msg = f"pad for {place(0, keys)}: expected a number, got {pad!r}"
+            msg = f"pad for {_place(0, keys)}: expected a number, got {pad!r}"
             raise TypeError(msg)
+        if isinstance(first, Tensor) and first.is_nested:
+            return _Leaf(first, keys)
         if number is not None or (function and type(first) in _STACKED.get(function, ())):
-            return TensorLeaf(first, keys, self.slots.allocate, number, self.pad_multiple)
-        plain = function in NUMBERS and type(first) in (int, float)
-        return NumberLeaf(first, keys) if plain else Leaf(first, keys)
+            return _TensorLeaf(first, keys, self.slots.allocate, number, self.pad_multiple)
+        plain = function in _NUMBERS and type(first) in (int, float)
+        return _NumberLeaf(first, keys) if plain else _Leaf(first, keys)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the plan, whose types may not be picklable, and the slots."""
@@ -119,15 +131,9 @@ class BatchCollator:
 class _Container:
     """Samples that are mappings, sequences, namedtuples or dataclasses."""
 
-    def __init__(
-        self, first: Any, items: dict[Any, Any], keys: Keys, pad: Mapping[Any, Any], plan: _Plan
-    ) -> None:
-        for key in pad:
-            if key not in items:
-                msg = f"pad has the key {key!r} for {place(0, keys)}, which has {list(items)}"
-                raise ValueError(msg)
-        self._children = {k: plan(value, (*keys, k), pad.get(k)) for k, value in items.items()}
-        self._type, self._keys, self._names = type(first), keys, tuple(items)
+    def __init__(self, first: Any, children: dict[Any, _Node], keys: _Keys) -> None:
+        self._type, self._children, self._keys = type(first), children, keys
+        self._names = tuple(children)
         self._is_named = hasattr(first, "_fields")
         self._is_mapping = isinstance(first, Mapping)
         # torch makes lists of tuples.
@@ -145,36 +151,183 @@ class _Container:
         return True
 
     def collate(self, samples: Sequence[Any], core: ModuleType | None) -> Any:
-        if self._is_mapping:
-            columns = columns_of(core, tuple(samples), self._names)
-        else:
-            columns = self._columns(samples)
+        columns = self._columns(samples, core)
         batch = {}
         for (name, child), column in zip(self._children.items(), columns, strict=False):
             # As in torch, functions that the user has registered get a mapping's values as a list.
-            as_list = self._is_mapping and type(child) is Leaf
+            as_list = self._is_mapping and type(child) is _Leaf
             batch[name] = child.collate([*column] if as_list else column, core)
         return list(batch.values()) if self._is_list else rebuild(samples[0], batch)
 
-    def _columns(self, samples: Sequence[Any]) -> Iterable[Sequence[Any]]:
+    def _columns(self, samples: Sequence[Any], core: ModuleType | None) -> Iterable[Sequence[Any]]:
         """Return the values of all samples for each child, in torch's containers."""
+        if self._is_mapping:
+            found: Any = core and core.columns(tuple(samples), self._names)
+            return found or (list(map(operator.itemgetter(name), samples)) for name in self._names)
         if not issubclass(self._type, Sequence):  # a dataclass
             return [list(map(operator.attrgetter(name), samples)) for name in self._names]
         length = len(self._names)
         for index, sample in enumerate(() if self._is_named else samples):
             if len(sample) != length:
                 msg = (
-                    f"{place(index, self._keys)} has length {len(sample)}, "
-                    f"{place(0, self._keys)} has length {length}: each element in list of batch "
-                    f"should be of equal size; if they are lists of numbers, {hint(self._keys)}"
+                    f"{_place(index, self._keys)} has length {len(sample)}, "
+                    f"{_place(0, self._keys)} has length {length}: each element in list of batch "
+                    f"should be of equal size; if they are lists of numbers, {_hint(self._keys)}"
                 )
                 raise RuntimeError(msg)
         return zip(*samples, strict=False)
 
 
+class _Leaf:
+    """Values that torch's own function collates."""
+
+    def __init__(self, first: Any, keys: _Keys) -> None:
+        self._type, self._keys = type(first), keys
+        self._function = _registered(first) or torch_collate.collate  # which raises torch's error
+
+    def fits(self, sample: Any) -> bool:
+        return type(sample) is self._type
+
+    def collate(self, samples: Sequence[Any], core: ModuleType | None) -> Any:
+        del core
+        return self._function(samples, collate_fn_map=torch_collate.default_collate_fn_map)
+
+
+class _NumberLeaf(_Leaf):
+    """Plain integers or floats, which torch would convert one by one."""
+
+    def collate(self, samples: Sequence[Any], core: ModuleType | None) -> Any:
+        # The device of an empty tensor takes a quarter of the time of get_default_device.
+        if {*map(type, samples)} == {self._type} and torch.empty(0).device == _CPU:
+            with contextlib.suppress(OverflowError):  # raised by torch below, in its own words
+                return torch.from_numpy(np.array(samples, _NUMBERS[self._function]))
+        return super().collate(samples, core)
+
+
+class _TensorLeaf(_Leaf):
+    """Tensors, arrays or lists of numbers, of one shape or padded to one.
+
+    Args:
+        first: a sample.
+        keys: where it lies in the sample that the collator was given.
+        allocate: gives memory on the CPU for a shape and a dtype.
+        pad: the number that fills ragged dimensions; None refuses them.
+        multiple: ragged dimensions, and that of vectors, are rounded up to a multiple of this.
+    """
+
+    def __init__(
+        self, first: Any, keys: _Keys, allocate: _Allocate, pad: float | None, multiple: int
+    ) -> None:
+        super().__init__(first, keys)
+        self._allocate, self._pad, self._multiple = allocate, pad, multiple
+        self._is_list = not isinstance(first, torch.Tensor | np.ndarray)
+
+    def collate(self, samples: Sequence[Any], core: ModuleType | None) -> Any:
+        if self._is_list:
+            samples = self._arrays(samples)
+        dtype = samples[0].dtype
+        if not isinstance(dtype, torch.dtype):
+            # torch makes tensors of arrays on the default device.
+            on_cpu = self._pad is not None or torch.get_default_device().type == "cpu"
+            dtype = torch_dtype(dtype) if on_cpu else None
+        out = None if dtype is None else self._stack(samples, dtype, core)
+        if out is not None:
+            return out
+        try:
+            return super().collate(samples, core)
+        except RuntimeError as error:
+            shapes: list[Any] = [getattr(sample, "shape", None) for sample in samples]
+            index = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), None)
+            # torch refuses sparse tensors, and what has no shape, for what they are.
+            if index is None or None in shapes or "sparse" in str(error):
+                raise
+            msg = f"{_place(index, self._keys)} has shape {tuple(shapes[index])}, "
+            msg += f"{_place(0, self._keys)} has shape {tuple(shapes[0])}: "
+            ragged = "padding needs the same number of dimensions"
+            msg += _hint(self._keys) if self._pad is None else ragged
+            raise RuntimeError(msg) from error
+
+    def _stack(
+        self, samples: Sequence[Any], dtype: torch.dtype, core: ModuleType | None
+    ) -> Tensor | None:
+        """Copy samples into one tensor of this dtype; None where torch's own function has to."""
+        pad = None if self._pad is None else self._element(self._pad, dtype)
+        if core is not None:
+            out: Tensor | None = core.stack(samples, dtype, self._allocate, pad, self._multiple)
+            if out is not None:
+                return out
+        if pad is None:
+            return None
+        # Gradients flow through these copies, and dtypes may differ.
+        rows = [torch.as_tensor(sample) for sample in samples]
+        shapes = [row.shape for row in rows]
+        if len({*map(len, shapes)}) > 1:
+            return None
+        longest = []
+        for lengths in zip(*shapes, strict=True):
+            is_ragged = len(shapes[0]) == 1 or len({*lengths}) > 1
+            step = self._multiple if is_ragged else 1
+            longest.append(-(-max(lengths) // step) * step)
+        dtype = functools.reduce(torch.promote_types, [row.dtype for row in rows])
+        padded = self._allocate((len(rows), *longest), dtype).to(rows[0].device).copy_(pad)
+        for i, row in enumerate(rows):
+            padded[i][tuple(slice(length) for length in row.shape)].copy_(row)
+        return padded
+
+    def _arrays(self, samples: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
+        """Turn lists of numbers into arrays of one dtype; an empty list fits any."""
+        try:
+            arrays = [np.asarray(sample) for sample in samples]
+            dtype = np.result_type(*[a for a in arrays if a.size] or [np.asarray(self._pad)])
+        except (TypeError, ValueError):  # lists of several lengths or depths
+            dtype = np.dtype(object)
+        if dtype.kind not in "biuf":
+            msg = (
+                f"pad={self._pad!r} for {_place(0, self._keys)}: expected a tensor, an array or a "
+                f"list of numbers of one depth, got {self._type.__name__} with {dtype} elements"
+            )
+            raise TypeError(msg)
+        return [array.astype(dtype, copy=False) for array in arrays]
+
+    def _element(self, pad: float, dtype: torch.dtype) -> Tensor:
+        """Return the padding as an element of the leaf."""
+        try:
+            element = torch.tensor(pad, dtype=dtype, device=_CPU)
+            if dtype.is_floating_point or dtype.is_complex:
+                holds = bool(element.isfinite()) or not math.isfinite(pad)
+            else:
+                holds = element.item() == pad
+        except (RuntimeError, TypeError, ValueError, OverflowError):
+            holds = False
+        if not holds:
+            msg = f"pad={pad!r} for {_place(0, self._keys)}: {dtype} does not hold it"
+            raise ValueError(msg)
+        return element
+
+
+def _registered(sample: Any) -> Callable[..., Any] | None:
+    """Return torch's collate function for a sample, found as torch finds it."""
+    functions = torch_collate.default_collate_fn_map
+    own = functions.get(type(sample))
+    return own or next((f for types, f in functions.items() if isinstance(sample, types)), None)
+
+
 def _items_of(sample: Any) -> dict[Any, Any] | None:
     items = contents_of(sample)
     return dict(enumerate(sample)) if items is None and isinstance(sample, Sequence) else items
+
+
+def _place(index: int, keys: _Keys) -> str:
+    """Say where in a batch something lies."""
+    return f"samples[{index}]" + "".join(f"[{key!r}]" for key in keys)
+
+
+def _hint(keys: _Keys) -> str:
+    """Say how to pad a leaf."""
+    pad: Any = 0
+    for key in reversed(keys):
+        pad = {key: pad}
+    return f"BatchCollator(pad={pad!r}) pads it"
 
 
 def _check_pad(pad: Any, name: str) -> None:

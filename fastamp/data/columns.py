@@ -1,9 +1,18 @@
-"""Arrays whose rows become the rows of batches, and how rows that are images are augmented."""
+"""Arrays whose rows become the rows of batches, kept for a pass, and gathered.
 
+The compiled core gathers them ahead of the consumer; without it `TorchGatherer` does in Python.
+"""
+
+import functools
+import math
+import mmap
+import time
 from bisect import bisect_right
-from collections.abc import Sequence
-from enum import IntEnum
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,45 +21,31 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
+from fastamp import _ops
+from fastamp.data.augment import Images, paint_image
 
-class StepKind(IntEnum):
-    """The augmentations of images."""
-
-    CROP = 0
-    FLIP = 1
-    CUTOUT = 2
+_CPU = torch.device("cpu")  # made once: that takes a microsecond
 
 
-class AugmentStep(NamedTuple):
-    """One augmentation, in pixels. It draws two numbers, y and x, below its bounds.
-
-    The upper left corner of a crop or a hole lies at (y - top, x - left).
-    """
-
-    kind: StepKind
-    y_bound: int
-    """Of a flip: its probability times 2^32."""
-    x_bound: int = 1
-    top: int = 0
-    left: int = 0
-    height: int = 0
-    """Of the crop or the hole."""
-    width: int = 0
+@functools.cache
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
+    """Return torch's name for a dtype of NumPy, or None where torch has none."""
+    try:
+        return torch.from_numpy(np.empty(0, dtype)).dtype
+    except (TypeError, ValueError):
+        return None
 
 
-class Images(NamedTuple):
-    """How to augment the rows of a column that are images: planes of pixels."""
-
-    planes: int
-    height: int
-    width: int
-    pixel_nbytes: int
-    steps: tuple[AugmentStep, ...]
-    """At most 8."""
-    fills: npt.NDArray[np.uint8]
-    """The pixel that each step fills each plane with: (steps, planes, pixel_nbytes)."""
-    row_shape: tuple[int, ...]
-    """Of the augmented images."""
+def plain_dtype(array: Any, *, on_host: bool = True) -> torch.dtype | None:
+    """Return torch's dtype of an array in plain memory, `on_host` only on the CPU; else None."""
+    if isinstance(array, np.ndarray):
+        return torch_dtype(array.dtype)
+    if type(array) is not Tensor or array.requires_grad or array.is_meta:
+        return None
+    if array.layout is not torch.strided or (on_host and array.device.type != "cpu"):
+        return None
+    odd = array.is_nested or array.is_quantized or array.is_conj() or array.is_neg()
+    return None if odd or array._is_zerotensor() else array.dtype
 
 
 class Windows:
@@ -140,3 +135,179 @@ def index_error(index: int, num_rows: int) -> IndexError:
     """Return torch's error for an index that is out of bounds."""
     msg = f"index {index} is out of bounds for dimension 0 with size {num_rows}"
     return IndexError(msg)
+
+
+@dataclass(frozen=True)
+class _MappedFile:
+    """The part of a file that an array maps. A call says whether the file has become too short."""
+
+    memory: mmap.mmap
+    end: int
+    path: str
+
+    def __call__(self) -> bool:
+        return self.memory.size() < self.end
+
+
+class Kept(NamedTuple):
+    """The memory that an array had when a pass began."""
+
+    alias: Tensor | npt.NDArray[Any] | Windows
+    """A view of the same rows, which keeps their memory alive whatever is done to the array."""
+    has_moved: Callable[[], bool] | None = None
+    """Says whether a tensor has other memory or another shape now."""
+    files: tuple[_MappedFile, ...] = ()
+
+    def changes(self) -> list[Callable[[], bool]]:
+        """Return the functions that say whether any of it has changed; two that agree are equal."""
+        return list(self.files) if self.has_moved is None else [self.has_moved]
+
+    def check_file(self) -> None:
+        """Raise an error if the file has become too short."""
+        for file in self.files:
+            if file():
+                msg = f"dataset: {file.path} was truncated while it is mapped: rows are lost"
+                raise RuntimeError(msg)
+
+
+def keep(array: Tensor | npt.NDArray[Any] | Windows) -> Kept:
+    """Keep the memory of a column for as long as the result lives."""
+    if isinstance(array, Tensor):
+        return _keep_tensor(array)
+    if isinstance(array, Windows):  # of arrays that nobody else has
+        return Kept(array, files=_files_of(array.parts))
+    return Kept(array.view(), files=_files_of([array]))
+
+
+def _keep_tensor(tensor: Tensor) -> Kept:
+    alias, storage = tensor.detach(), tensor.untyped_storage()
+    address_of, nbytes_of, looks_into = storage.data_ptr, storage.nbytes, tensor.is_set_to
+    address, nbytes = address_of(), nbytes_of()
+
+    def has_moved() -> bool:
+        # A storage is resized and shared in place; `set_` gives the tensor another storage.
+        return address_of() != address or nbytes_of() != nbytes or not looks_into(alias)
+
+    return Kept(alias, has_moved)
+
+
+def _files_of(arrays: Sequence[npt.NDArray[Any]]) -> tuple[_MappedFile, ...]:
+    found = []
+    for array in arrays:
+        owner: Any = array
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        if isinstance(owner, np.memmap) and isinstance(owner.base, mmap.mmap):
+            found.append(_MappedFile(owner.base, owner.offset + owner.nbytes, str(owner.filename)))
+    return tuple(found)
+
+
+def find_core() -> ModuleType | None:
+    """Return the compiled core if it serves the host now, else None."""
+    found: ModuleType | None = _ops.core_for(_CPU)
+    return found
+
+
+def augment_image(images: Images, row: Any, key: int) -> Any:
+    """Return the augmented row, in new memory; `key` seeds its random numbers."""
+    core, is_array = find_core(), isinstance(row, np.ndarray)
+    if core is None:
+        made = paint_image(images, row, key)
+    else:
+        plain: Any = np.ascontiguousarray(row) if is_array else row.contiguous()
+        source = plain.ctypes.data if is_array else plain.data_ptr()
+        nbytes = math.prod(images.row_shape) * row.dtype.itemsize
+        made = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        core.augment_image(_describe(images), key, source, made.data_ptr())
+    if is_array:
+        return made.numpy().view(row.dtype).reshape(images.row_shape)
+    return made.view(row.dtype).view(images.row_shape)
+
+
+def make_gatherer(columns: Sequence[Column], depth: int, threads: int = 1) -> Any:
+    """Return a gatherer of batches with `TorchGatherer`'s methods, which keeps the columns alive.
+
+    Args:
+        columns: at least one array; all have the same number of rows.
+        depth: batches that may be in flight.
+        threads: threads that gather them, beside the consumer's.
+    """
+    core = find_core()
+    if core is None:
+        return TorchGatherer(columns)
+    return core.Gatherer([_memory(column) for column in columns], depth, threads, columns)
+
+
+def _memory(column: Column) -> tuple[list[tuple[int, int]], int, int, int, int, Any]:
+    """Return a column's parts (address, nbytes), rows, stride, row size, `widened` and images.
+
+    All sizes are in bytes. `widened` is the item size of integers that become int64, negative if
+    they are signed; 0 copies the rows as they are.
+    """
+    array, images = column.array, column.images
+    if isinstance(array, torch.Tensor):
+        itemsize, dtype = array.element_size(), array.dtype
+        parts, stride = [(array.data_ptr(), array.nbytes)], array.stride(0) * itemsize
+    else:
+        itemsize, dtype = array.dtype.itemsize, torch_dtype(array.dtype) or column.dtype
+        arrays = array.parts if isinstance(array, Windows) else (array,)
+        parts, stride = [(part.ctypes.data, part.nbytes) for part in arrays], array.strides[0]
+    row_nbytes = math.prod(array.shape[1:]) * itemsize
+    widened = 0 if dtype == column.dtype else -itemsize if dtype.is_signed else itemsize
+    how = images and _describe(images)
+    return parts, array.shape[0], stride, row_nbytes, widened, how
+
+
+def _describe(images: Images) -> tuple[Any, ...]:
+    return (*images[:4], images.steps, images.zeros.ctypes.data)
+
+
+class TorchGatherer:
+    """Gathers batches out of columns, in the order of submission, for one consumer."""
+
+    def __init__(self, columns: Sequence[Column]) -> None:
+        self._columns = columns
+        self._in_flight: deque[tuple[Tensor, Sequence[Tensor], Tensor | None]] = deque()
+
+    def submit(
+        self, indices: Tensor, outputs: Sequence[Tensor], keys: Tensor | None = None
+    ) -> None:
+        """Add a batch: int64 indices of rows, and one contiguous tensor to fill for each column.
+
+        `keys`, one int64 for each row, seed the random numbers of its augmentation.
+        """
+        self._in_flight.append((indices, outputs, keys))
+
+    def is_ready(self) -> bool:
+        """Say whether the oldest batch is copied, or so small that `wait` copies it at once."""
+        return False  # a batch is copied in `wait`, not before
+
+    def wait(self) -> float:
+        """Wait for the oldest batch and return the seconds that its copy took.
+
+        Raises:
+            IndexError: an index of that batch is out of bounds.
+        """
+        start_s = time.perf_counter()
+        indices, outputs, keys = self._in_flight.popleft()
+        for column, output in zip(self._columns, outputs, strict=True):
+            _take(column, indices, output, keys)
+        return time.perf_counter() - start_s
+
+
+def _take(column: Column, indices: Tensor, output: Tensor, keys: Tensor | None) -> None:
+    """Write the rows at the indices, which may count from the end."""
+    array = column.array
+    rows = check_rows(indices, array.shape[0])
+    if isinstance(array, Windows):
+        output.copy_(torch.from_numpy(array.take(rows.numpy())))
+    elif column.images is not None and keys is not None:
+        for row, target, key in zip(rows.tolist(), output, keys.tolist(), strict=True):
+            target.view(-1).view(torch.uint8).copy_(paint_image(column.images, array[row], key))
+    elif isinstance(array, np.ndarray):
+        output.copy_(torch.from_numpy(np.take(array, rows.numpy(), axis=0)))
+    elif array.dtype == output.dtype:
+        # torch selects rows of uint16, uint32 and uint64, but not single numbers.
+        torch.index_select(array[..., None], 0, rows, out=output[..., None])
+    else:
+        output.copy_(torch.index_select(array, 0, rows))

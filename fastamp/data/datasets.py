@@ -1,6 +1,7 @@
 """Datasets of the rows of arrays, in memory or in mapped files."""
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,8 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from torch.utils.data import Dataset
 
-from fastamp.data.augment import Augmentations, read_augment
-from fastamp.data.columns import Images
+from fastamp.data.augment import Augmentation, Images, check_augmentations, plan_images
+from fastamp.data.columns import augment_image, plain_dtype
 from fastamp.data.sample_rng import sample_rng
 
 
@@ -22,20 +23,17 @@ class ArrayDataset(Dataset[Any]):
 
     Args:
         arrays: with the same first dimension, of any dtype.
-        augment: a list of augmentations, made in its order while an image is copied: at most 8 of
-            `fastamp.RandomCrop`, `fastamp.RandomHorizontalFlip` and `fastamp.Cutout`. A list is for
-            the first array; a dict has a list for each array to augment, by its key or position.
-        channels_last: True if images to augment have the shape (height, width, channels), False
-            for (channels, height, width). Images without channels have (height, width). It must be
-            given where the last dimension is the smallest and 1, 3 or 4.
+        augment: a list of augmentations of the first array, made in its order while an image is
+            copied: at most 8 of `fastamp.RandomCrop`, `fastamp.RandomHorizontalFlip` and
+            `fastamp.Cutout`. Its images have the shape (channels, height, width), with any number
+            of dimensions in front, or none for (height, width).
 
     The random draws depend on the loader's `seed`, the epoch and the sample's place in it, as in
-    `fastamp.sample_rng`: not on the batch, the workers or the ranks. Arrays of one sample with the
-    same augmentations are augmented alike, such as images and their masks.
+    `fastamp.sample_rng`: not on the batch, the workers or the ranks.
 
     Raises:
         TypeError: an array is no tensor or NumPy array with a first dimension, an augmentation is
-            none of these, or an array to augment does not hold images in plain memory on the CPU.
+            none of these, or the array to augment does not hold images in plain memory on the CPU.
         ValueError: there is no array, or they differ in length; or the augmentations do not fit.
 
     Example:
@@ -45,40 +43,46 @@ class ArrayDataset(Dataset[Any]):
         (torch.Size([4, 3]), tensor([0, 1, 2, 3]))
     """
 
-    def __init__(
-        self, *arrays: Any, augment: Augmentations | None = None, channels_last: bool | None = None
-    ) -> None:
+    def __init__(self, *arrays: Any, augment: Sequence[Augmentation] = ()) -> None:
         alone = len(arrays) == 1 and type(arrays[0]) is dict
         self.arrays: Any = {**arrays[0]} if alone else arrays
         self._length = count_rows(self.arrays, "arrays")
-        self._augmented = read_augment(augment or [], self.arrays, channels_last=channels_last)
+        self._augment = check_augmentations(augment)
+        self.images()
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        key = sample_rng().take_key() if self._augmented else 0
-        sample = {}
-        for name, part in self._parts():
-            if name in self._augmented:
-                sample[name] = self._augmented[name].apply(part, index, key)
-            elif _has_rows(part):
-                sample[name] = part[index]
-            else:
-                sample[name] = tree_map(lambda array: array[index], part)
-        return sample if isinstance(self.arrays, dict) else tuple(sample.values())
-
-    def _parts(self) -> Iterable[tuple[Any, Any]]:
-        return self.arrays.items() if isinstance(self.arrays, dict) else enumerate(self.arrays)
+        in_dict = isinstance(self.arrays, dict)
+        parts = self.arrays.items() if in_dict else enumerate(self.arrays)
+        sample = {
+            name: part[index] if _has_rows(part) else tree_map(lambda array: array[index], part)
+            for name, part in parts
+        }
+        if self._augment:
+            operator.index(index)  # which refuses slices
+            name, row = next(iter(sample.items()))
+            sample[name] = augment_image(self._plan(), row, sample_rng().take_key())
+        return sample if in_dict else tuple(sample.values())
 
     def images(self) -> list[Images | None]:
         """Return how each array is augmented, or None, one by one also for those in containers."""
-        found: list[Images | None] = []
-        for name, part in self._parts():
-            augmented = self._augmented.get(name)
-            count = len(tree_leaves(part))
-            found += [None] * count if augmented is None else [augmented.images(part)]
+        found: list[Images | None] = [None] * len(tree_leaves(self.arrays))
+        if self._augment:
+            found[0] = self._plan()
         return found
+
+    def _plan(self) -> Images:
+        """Return how the first array is augmented."""
+        array = next(iter(self.arrays.values() if isinstance(self.arrays, dict) else self.arrays))
+        dtype = plain_dtype(array)
+        if dtype is None:
+            kind = getattr(array, "dtype", type(array).__name__)
+            state = ", which requires grad" if getattr(array, "requires_grad", False) else ""
+            msg = f"augment: expected plain numbers on the CPU to augment, got {kind}{state}"
+            raise TypeError(msg)
+        return plan_images(self._augment, tuple(array.shape), dtype.itemsize)
 
 
 def is_arrays(tree: object) -> bool:

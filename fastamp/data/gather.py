@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fastamp.data.ahead import Ahead, too_large
-from fastamp.data.host import find_core, make_gatherer
-from fastamp.data.memory import keep
+from fastamp.data.columns import find_core, keep, make_gatherer
 from fastamp.data.resident import DeviceGatherer
 from fastamp.data.slots import Slots
 from fastamp.data.sources import Columns, find_device

@@ -1,25 +1,34 @@
-"""`fastamp.ImageFolder`: a folder of images for each class, as uint8 pixels of one size."""
+"""`fastamp.ImageFolder`: a folder of images for each class, as uint8 pixels of one size.
 
+Images are decoded at the resolution that is needed, cropped, and only then resized.
+"""
+
+import importlib
+import math
 import operator
 import os
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from io import BytesIO
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fastamp.data.checks import as_integer
+from fastamp.data.checks import as_size
 from fastamp.data.columns import index_error
-from fastamp.data.pixels import find_pillow, find_simplejpeg, open_image, resize
 from fastamp.data.sample_rng import sample_rng
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-
-
-class DamagedImageError(OSError):
-    """A file cannot be read as an image."""
+_SCALES = (8, 4, 2, 1)  # that JPEG decoders divide by
+# The least and largest width / height of a random crop, and its tries, as torchvision's.
+_RATIO = (3 / 4, 4 / 3)
+_TRIES = 10
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
@@ -36,24 +45,16 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
     pixels, and resized to `size` with torch's antialiased bilinear filter, which differs from
     Pillow's by at most 1. A JPEG that is at least twice as large is decoded at a half, a quarter or
     an eighth of its resolution, the lowest that is enough for `size`. simplejpeg decodes JPEGs
-    where it is installed, else Pillow, to the same pixels: see `decoder`. All of this releases the
-    GIL, so that threads help.
+    where it is installed, else Pillow, to the same pixels. All of this releases the GIL, so that
+    threads help.
 
     Args:
         path: the folder of the class folders.
         size: height and width of the images, or one number for both.
-        resize: resize the shorter side to this number of pixels, and crop the center: `size=224,
-            resize=256` is torchvision's `Resize(256)` and `CenterCrop(224)`; but here whole pixels
-            of the file are cropped first, and then resized.
         random_crop: the least and the largest share of the image's area, as (0.08, 1.0), for a
             random part in place of the centered one: torchvision's RandomResizedCrop.
-        ratio: the least and the largest width / height of a random part.
         flip: flip half of the images left to right, at random. Random numbers are those of
             `fastamp.sample_rng()`.
-        damaged: "raise" an error that names the file, or "skip" a file that is damaged or gone. The
-            next readable file of `samples` then takes its place, label included, so that the
-            length, the order and the size of batches stay; `skipped` lists these files.
-        allow_empty: allow classes without an image.
 
     Attributes:
         classes: the names of the classes.
@@ -86,29 +87,16 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         path: str | os.PathLike[str],
         size: int | Sequence[int],
         *,
-        resize: int | None = None,
         random_crop: tuple[float, float] | None = None,
-        ratio: tuple[float, float] = (3 / 4, 4 / 3),
         flip: bool = False,
-        damaged: str = "raise",
-        allow_empty: bool = False,
     ) -> None:
-        self.size = _check_size(size)
-        resize = as_integer("resize", resize, least=max(self.size))
-        _check_range("ratio", ratio, 1e6)
-        if random_crop is not None:
-            _check_range("random_crop", random_crop, 1.0)
-            if resize is not None:
-                msg = f"resize={resize}: a random crop has a size of its own"
-                raise ValueError(msg)
-        if damaged not in ("raise", "skip"):
-            msg = f"damaged: expected 'raise' or 'skip', got {damaged!r}"
-            raise ValueError(msg)
+        self.size = as_size(size)
+        _check_share(random_crop)
         if flip not in (True, False):
             msg = f"flip: expected True or False, got {flip!r}"
             raise ValueError(msg)
-        find_pillow()
-        self.resize, self.random_crop, self.ratio, self.flip = resize, random_crop, ratio, flip
+        _find_pillow()
+        self.random_crop, self.flip = random_crop, flip
         self.root = os.path.expanduser(os.fspath(path))  # noqa: PTH111 - paths as torchvision's
         with os.scandir(self.root) as entries:
             self.classes = sorted(entry.name for entry in entries if entry.is_dir())
@@ -120,13 +108,10 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         self.imgs = self.samples
         self.targets = [label for _, label in self.samples]
         empty = sorted(set(self.classes) - {self.classes[label] for label in set(self.targets)})
-        if empty and not allow_empty:
+        if empty:
             msg = f"Found no valid file for the classes {', '.join(empty)}. "
             msg += f"Supported extensions are: {', '.join(EXTENSIONS)}"
             raise FileNotFoundError(msg)
-        # In shared memory, where worker processes mark what they skip.
-        skips: Any = torch.zeros(len(self.samples), dtype=torch.bool, device="cpu")
-        self._skips = skips.share_memory_() if damaged == "skip" else None
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -134,60 +119,41 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return self.read(index)
 
-    def read(self, index: int, out: Tensor | None = None) -> tuple[Tensor, int]:
-        """Return a sample, with the image written into `out` if it is given."""
-        length, first = len(self.samples), operator.index(index)
-        if not -length <= first < length:
-            raise index_error(first, length)
-        for place in range(first, first + length):
-            path, label = self.samples[place % length]
-            try:
-                return self._read_file(path, out), label
-            except (DamagedImageError, FileNotFoundError):
-                if self._skips is None:
-                    raise
-                self._skips[place % length] = True
-        msg = f"{self.root}: no image in it can be read"
-        raise OSError(msg)
-
     def __repr__(self) -> str:
         count = f"{len(self.samples):,} images of {len(self.classes):,} classes"
         height, width = self.size
-        return f"ImageFolder({self.root!r}: {count}, {height} x {width}, by {self.decoder})"
+        decoder = "simplejpeg" if find_simplejpeg() else "Pillow"
+        return f"ImageFolder({self.root!r}: {count}, {height} x {width}, by {decoder})"
 
-    @property
-    def decoder(self) -> str:
-        """What decodes JPEGs here: simplejpeg or Pillow. Pillow decodes all other files."""
-        return "Pillow" if find_simplejpeg() is None else "simplejpeg"
-
-    @property
-    def skipped(self) -> list[str]:
-        """The files that were skipped so far, each once, also by torch's worker processes."""
-        rows = [] if self._skips is None else self._skips.nonzero().flatten().tolist()
-        return [self.samples[row][0] for row in rows]
-
-    def _read_file(self, path: str, out: Tensor | None) -> Tensor:
+    def read(self, index: int, out: Tensor | None = None) -> tuple[Tensor, int]:
+        """Return a sample, with the image written into `out` if it is given."""
+        length, row = len(self.samples), operator.index(index)
+        if not -length <= row < length:
+            raise index_error(row, length)
+        path, label = self.samples[row]
+        height, width = self.size
         with open(path, "rb") as file:  # noqa: PTH123 - Path.open takes twice as long
             data = file.read()
         rng = sample_rng().python if self.flip or self.random_crop else None
         try:
             image = open_image(data)
             if self.random_crop is None or rng is None:
-                box = image.center(*self.size, self.resize)
+                unit = min(image.width / width, image.height / height)
+                box = image.center(max(1, round(width * unit)), max(1, round(height * unit)))
             else:
-                box = image.draw(self.random_crop, self.ratio, rng)
-            part = image.cut(box, *self.size)
+                box = image.draw(self.random_crop, rng)
+            part = image.cut(box, height, width)
         except MemoryError:
             raise
         except Exception as error:  # Pillow raises errors of many types
             msg = f"{path}: cannot be read as an image: {error}"
-            raise DamagedImageError(msg) from error
+            raise OSError(msg) from error
         if out is None:
-            out = torch.empty(3, *self.size, dtype=torch.uint8, device="cpu")
-        resize(part, out)
+            out = torch.empty(3, height, width, dtype=torch.uint8, device="cpu")
+        _resize(part, out)
         if self.flip and rng is not None and rng.random() < 0.5:
             out.copy_(out.flip(2))
-        return out
+        return out, label
 
 
 def _find_images(root: str, classes: list[str]) -> Iterator[tuple[str, int]]:
@@ -199,20 +165,117 @@ def _find_images(root: str, classes: list[str]) -> Iterator[tuple[str, int]]:
                     yield os.path.join(folder, file), label  # noqa: PTH118
 
 
-def _check_size(size: Any) -> tuple[int, int]:
-    is_pair = isinstance(size, Sequence) and not isinstance(size, str | bytes)
-    pair = tuple(size) if is_pair else (size, size)
-    if len(pair) != 2:
-        msg = f"size: expected a number, or height and width, got {size!r}"
+def _check_share(share: Any) -> None:
+    pair = tuple(share) if isinstance(share, Sequence) else ()
+    numbers = len(pair) == 2 and all(isinstance(each, Real) for each in pair)
+    if share is not None and not (numbers and 0 < pair[0] <= pair[1] <= 1):
+        msg = f"random_crop: expected the least and the largest share of the area, got {share!r}"
         raise ValueError(msg)
-    height, width = (as_integer("size", value, least=1, optional=False) for value in pair)
-    return height, width
 
 
-def _check_range(name: str, value: Any, most: float) -> None:
-    """Raise an error unless it is a pair of numbers above 0, the smaller one first."""
-    pair = tuple(value) if isinstance(value, Sequence) else ()
-    numbers = all(isinstance(each, Real) for each in pair)
-    if len(pair) != 2 or not numbers or not 0 < pair[0] <= pair[1] <= most:
-        msg = f"{name}: expected the least and the largest of a range above 0, got {value!r}"
-        raise ValueError(msg)
+class ImageFile(NamedTuple):
+    """An image whose size is known and whose pixels are not decoded yet."""
+
+    width: int
+    height: int
+    decode: Callable[[int], npt.NDArray[np.uint8]]
+    """Returns pixels of shape (height, width, 3); a JPEG's are divided by a scale, rounded up."""
+
+    def center(self, width: int, height: int) -> tuple[int, int, int, int]:
+        """Return left, top, right and bottom of a centered part, no larger than the image."""
+        width, height = min(self.width, width), min(self.height, height)
+        left, top = (self.width - width) // 2, (self.height - height) // 2
+        return left, top, left + width, top + height
+
+    def draw(self, share: tuple[float, float], rng: random.Random) -> tuple[int, int, int, int]:
+        """Return a random part, drawn as by torchvision's RandomResizedCrop."""
+        least, most = _RATIO
+        for _ in range(_TRIES):
+            area = self.width * self.height * rng.uniform(*share)
+            shape = math.exp(rng.uniform(math.log(least), math.log(most)))
+            width, height = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
+            if 0 < width <= self.width and 0 < height <= self.height:
+                left, top = rng.randint(0, self.width - width), rng.randint(0, self.height - height)
+                return left, top, left + width, top + height
+        return self.center(round(self.height * most), round(self.width / least))
+
+    def cut(self, box: tuple[int, int, int, int], height: int, width: int) -> Tensor:
+        """Return the pixels of a part, to be resized to this height and width, channels last.
+
+        A JPEG is decoded at the lowest resolution that need not be enlarged, and each edge of the
+        part is at the nearest pixel there.
+        """
+        left, top, right, bottom = box
+        most = min((right - left) // width, (bottom - top) // height)
+        scale = next(s for s in _SCALES if s <= max(most, 1))
+        pixels = self.decode(scale)
+        if len(pixels) < self.height:
+            left, top, right, bottom = ((edge + scale // 2) // scale for edge in box)
+        return torch.from_numpy(pixels[top:bottom, left:right])
+
+
+def _resize(part: Tensor, row: Tensor) -> None:
+    """Write uint8 pixels of (height, width, 3) into a tensor of (3, height, width)."""
+    if part.shape[:2] == row.shape[1:]:
+        row.copy_(part.permute(2, 0, 1))
+        return
+    torch.ops.aten._upsample_bilinear2d_aa.out(  # interpolate() has no out=
+        part.permute(2, 0, 1)[None], row.shape[1:], False, None, None, out=row[None]
+    )
+
+
+def open_image(data: bytes) -> ImageFile:
+    """Read the size of an image."""
+    found = _open_jpeg(data) if data[:2] == b"\xff\xd8" and find_simplejpeg() else None
+    if found is not None:
+        return found
+    image = _find_pillow().open(BytesIO(data))
+    return ImageFile(image.width, image.height, partial(_decode_by_pillow, image))
+
+
+def _open_jpeg(data: bytes) -> ImageFile | None:
+    """Read the size of a JPEG that simplejpeg decodes; return None for any other file."""
+    try:
+        height, width, space, _ = find_simplejpeg().decode_jpeg_header(data)
+    except ValueError:
+        return None
+    most = _find_pillow().MAX_IMAGE_PIXELS  # above it Pillow warns, or refuses
+    if space not in {"YCbCr", "Gray", "RGB"} or (most is not None and width * height > most):
+        return None
+    return ImageFile(width, height, partial(_decode_by_simplejpeg, data, width, height))
+
+
+def _decode_by_simplejpeg(
+    data: bytes, width: int, height: int, scale: int
+) -> npt.NDArray[np.uint8]:
+    least = {"min_width": -(-width // scale), "min_height": -(-height // scale)}
+    try:
+        pixels: npt.NDArray[np.uint8] = find_simplejpeg().decode_jpeg(data, **least)
+    except ValueError:  # Pillow decides what is damaged, with or without simplejpeg
+        return _decode_by_pillow(_find_pillow().open(BytesIO(data)), scale)
+    return pixels
+
+
+def _decode_by_pillow(image: Any, scale: int) -> npt.NDArray[np.uint8]:
+    if scale > 1:
+        image.draft("RGB", (image.width // scale, image.height // scale))
+    return np.array(image if image.mode == "RGB" else image.convert("RGB"))
+
+
+@cache
+def _find_pillow() -> Any:
+    """Return PIL.Image, or raise an ImportError that says how to install it."""
+    try:
+        return importlib.import_module("PIL.Image")
+    except ImportError as error:
+        msg = f"Pillow cannot be imported ({error}): pip install 'fastamp[images]'"
+        raise ImportError(msg) from error
+
+
+@cache
+def find_simplejpeg() -> Any:
+    """Return simplejpeg where it is installed, else None."""
+    try:
+        return importlib.import_module("simplejpeg")
+    except ImportError:
+        return None

@@ -21,11 +21,10 @@ from fastamp._ops import untraced
 from fastamp.data.ahead import DEFAULT_MAX_BYTES, gather_ahead, read_ahead, workers_ahead
 from fastamp.data.checks import as_integer, check_device, check_generator, check_worker
 from fastamp.data.collate import BatchCollator
-from fastamp.data.columns import Column
+from fastamp.data.columns import Column, find_core
 from fastamp.data.copied import CopiedBatches
 from fastamp.data.datasets import ArrayDataset, count_rows, is_arrays
 from fastamp.data.gather import GatherSource
-from fastamp.data.host import find_core
 from fastamp.data.items import (
     CallerBatches,
     Items,

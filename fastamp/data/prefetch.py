@@ -240,7 +240,7 @@ class _Copied(NamedTuple):
     done: torch.cuda.Event
     tensors: list[Tensor]
     left: list[Tensor]
-    """Tensors of other layouts, which are not copied yet."""
+    """Tensors of other layouts and of subclasses, which are not copied yet."""
     taken: torch.cuda.Event
     """Recorded on the consumer's stream when it takes the batch."""
 
@@ -282,7 +282,8 @@ class CudaCopies:
         current = torch.cuda.current_stream(self._device)
 
         def destination(tensor: Tensor) -> Tensor:
-            if tensor.layout is not torch.strided or tensor.is_nested:
+            is_own = type(tensor) not in (Tensor, torch.nn.Parameter)  # `to` keeps a subclass
+            if is_own or tensor.layout is not torch.strided or tensor.is_nested:
                 copied.left.append(tensor)
                 return tensor
             if tensor.device.type != "cpu":

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastamp.data.columns import Column, Windows, check_rows
-from fastamp.data.leaves import torch_dtype
+from fastamp.data.columns import Column, Windows, check_rows, torch_dtype
 
 _CHUNK_NBYTES = 1 << 26  # of an array on its way to the device
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}

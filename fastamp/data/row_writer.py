@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import Subset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from fastamp.data.columns import plain_dtype
 from fastamp.data.images import ImageFolder
-from fastamp.data.leaves import plain_dtype
 from fastamp.data.slots import Slots
 
 _LEAST_NBYTES = 4096  # of a row that is worth a copy of its own

@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils import collate as torch_collate
 
+from fastamp.data.augment import Images
 from fastamp.data.collate import BatchCollator
-from fastamp.data.columns import Column, Images
+from fastamp.data.columns import Column, plain_dtype
 from fastamp.data.datasets import ArrayDataset
-from fastamp.data.leaves import plain_dtype
 from fastamp.data.plan import as_rows
 from fastamp.data.sample_rng import sample_rng
 from fastamp.data.structure import map_tensors

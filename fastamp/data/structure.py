@@ -67,26 +67,24 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
 
 
 def count_nbytes(batch: Any) -> int:
-    """Return the bytes of all tensors in a batch; 0 if a container of it cannot be read."""
+    """Return the bytes of all tensors in dicts, lists, tuples and dataclasses; of a cycle, 0."""
     try:
         return _count_nbytes(batch)
-    except Exception:  # noqa: BLE001 - a container of the user's own: nobody has asked for its bytes
+    except RecursionError:
         return 0
 
 
 def _count_nbytes(batch: Any) -> int:
-    kind = type(batch)
-    if kind in _PLAIN:
-        return 0
     if isinstance(batch, Tensor):
         return batch.nbytes if batch.layout is torch.strided else 0
-    if kind is list or kind is tuple:
+    if isinstance(batch, list | tuple):
         # In a long list, such as one entry for each sample or token, all entries are alike.
         many_plain = len(batch) > _FEW and {type(batch[0]), type(batch[-1])} <= _PLAIN
         return 0 if many_plain else sum(map(_count_nbytes, batch))
-    if kind is dict:
+    if type(batch) is dict:
         return sum(map(_count_nbytes, batch.values()))
-    if isinstance(batch, Mapping) and not isinstance(batch, dict | UserDict):
-        return 0  # it may compute its values when they are read
-    contents = contents_of(batch)
-    return 0 if contents is None else sum(map(_count_nbytes, contents.values()))
+    if isinstance(batch, UserDict):
+        return _count_nbytes(batch.data)
+    if type(batch) in _PLAIN or not dataclasses.is_dataclass(batch):
+        return 0  # also of other mappings, which may compute their values when they are read
+    return sum(_count_nbytes(getattr(batch, f.name, None)) for f in dataclasses.fields(batch))

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from fastamp.data.columns import Column, Windows
-from fastamp.data.leaves import torch_dtype
+from fastamp.data.columns import Column, Windows, torch_dtype
 
 _FORMATS = (None, "numpy", "torch")
 # Not uint64, which becomes int64 or an error, nor float16, whose NaNs torch converts one way in a

@@ -1,7 +1,6 @@
 """A dataset of the windows of a sequence of tokens, in files or in memory."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -128,67 +127,53 @@ def _portable(source: Any) -> Any:
 def _open_all(source: Any, dtype: npt.DTypeLike | None, header: int) -> list[npt.NDArray[Any]]:
     """Return the tokens of all files and arrays, which have one dtype."""
     try:
-        wanted = None if dtype is None else np.dtype(dtype)
+        wanted = np.dtype(np.uint16 if dtype is None else dtype)
     except (TypeError, ValueError):  # torch's, for one
         wanted = np.dtype(object)
-    if wanted is not None and wanted not in _DTYPES:
+    if wanted not in _DTYPES:
         msg = f"dtype: expected NumPy's {_NAMES}, got {dtype!r}"
         raise ValueError(msg)
     kinds = (str, os.PathLike, np.ndarray, Tensor)
     several = isinstance(source, list | tuple) and all(isinstance(s, kinds) for s in source)
-    sources = source if several else [source]
-    names = [f"path_or_array[{i}]" if several else "path_or_array" for i in range(len(sources))]
     parts: list[npt.NDArray[Any]] = []
-    for name, one in zip(names, sources, strict=True):
-        parts.append(_open(name, one, wanted, header))
-        if parts[-1].dtype != parts[0].dtype:
-            msg = f"{name}: its tokens are {parts[-1].dtype}, those before it {parts[0].dtype}"
-            raise ValueError(msg)
+    for i, one in enumerate(source if several else [source]):
+        name = f"path_or_array[{i}]" if several else "path_or_array"
+        parts.append(tokens := _open(name, one, wanted, header))
+        expected = parts[0].dtype if dtype is None else wanted
+        if tokens.dtype != expected:
+            msg = f"{name}: expected {expected} tokens, as `dtype` or the first part, "
+            raise ValueError(msg + f"got {tokens.dtype}")
     return parts
 
 
-def _open(name: str, source: _Source, dtype: np.dtype[Any] | None, header: int) -> npt.NDArray[Any]:
+def _open(name: str, source: _Source, dtype: np.dtype[Any], header: int) -> npt.NDArray[Any]:
+    """Return the tokens of a file or an array; `dtype` and `header` are those of raw files."""
     path = Path(source) if isinstance(source, str | os.PathLike) else None
-    if header and (path is None or path.suffix.lower() == ".npy"):
+    if path is not None and path.suffix.lower() != ".npy":
+        return _map(path, dtype, header)
+    if header:
         kind = "an array" if path is None else "a .npy file"
         msg = f"header={header}: expected 0 where {name} is {kind}, not a file of raw tokens"
         raise ValueError(msg)
-    tokens = _read(name, np.asarray, source) if path is None else _map(path, dtype, header)
-    if dtype is not None and dtype != tokens.dtype:
-        msg = f"dtype={dtype.name}: the tokens of {name} are {tokens.dtype.name}"
-        raise ValueError(msg)
-    if tokens.ndim != 1:
-        msg = f"{name}: expected one dimension, got shape {tokens.shape}"
-        raise ValueError(msg)
-    if tokens.dtype not in _DTYPES:
-        msg = f"{name}: expected {_NAMES} in this machine's byte order, got {tokens.dtype}"
-        raise ValueError(msg)
+    try:
+        tokens = np.asarray(source) if path is None else open_memmap(path, mode="r")
+    except OSError:
+        raise
+    except Exception as error:  # NumPy's parser raises errors of many types
+        msg = f"{name if path is None else path}: cannot be read: {error}"
+        raise ValueError(msg) from error
+    if tokens.ndim != 1 or tokens.dtype not in _DTYPES:
+        msg = f"{name}: expected one dimension of {_NAMES} in this machine's byte order, "
+        raise ValueError(msg + f"got shape {tokens.shape} of {tokens.dtype}")
     return np.ascontiguousarray(tokens) if tokens.strides != (tokens.itemsize,) else tokens
 
 
-def _map(path: Path, dtype: np.dtype[Any] | None, header: int) -> npt.NDArray[Any]:
-    nbytes, raw = path.stat().st_size, np.dtype(np.uint16 if dtype is None else dtype)
-    if nbytes < header:
-        msg = f"header={header}: {path} has only {nbytes} bytes"
-        raise ValueError(msg)
+def _map(path: Path, dtype: np.dtype[Any], header: int) -> npt.NDArray[Any]:
+    """Map a file of raw tokens."""
+    nbytes = path.stat().st_size
+    if nbytes < header or (nbytes - header) % dtype.itemsize:
+        msg = f"{path} has {nbytes} bytes: expected {header} of a header and a multiple of "
+        raise ValueError(msg + f"{dtype.itemsize} of tokens, for dtype {dtype}")
     if nbytes == header:  # cannot be mapped; nor can a FIFO, which would block
-        return np.empty(0, raw)
-    if path.suffix.lower() == ".npy":
-        mapped: npt.NDArray[Any] = _read(str(path), open_memmap, path, mode="r")
-        return mapped
-    if (nbytes - header) % raw.itemsize:
-        behind = " behind the header" if header else ""
-        msg = f"dtype={raw.name}: {path} has {nbytes - header} bytes{behind}, no multiple of "
-        raise ValueError(msg + str(raw.itemsize))
-    return np.memmap(path, raw, "r", offset=header)
-
-
-def _read(name: str, read: Callable[..., Any], source: Any, **options: Any) -> Any:
-    """Read something with NumPy; a ValueError names it if NumPy cannot, for whatever reason."""
-    try:
-        return read(source, **options)
-    except OSError:
-        raise
-    except Exception as error:
-        msg = f"{name}: cannot be read: {error}"
-        raise ValueError(msg) from error
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype, "r", offset=header)

@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
 import fastamp
-from fastamp.data import host
+from fastamp.data.columns import find_core
 
 SHARED = {name: fastamp.BatchCollator() for name in ("fallback", "cpu", "cuda")}
 
@@ -248,6 +248,32 @@ def test_arrays_that_must_not_be_written_are_taken(compiled):
     assert fastamp.BatchCollator()([array, array]).tolist() == [[0, 1, 2]] * 2
 
 
+class Boxes(torch.Tensor):
+    """As torchvision's: only what keeps their meaning keeps the class and its attribute."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            made = function(*args, **(kwargs or {}))
+        if function is not torch.Tensor.to:
+            return made
+        made = made.as_subclass(cls)
+        made.format = args[0].format
+        return made
+
+
+def test_a_tensor_of_a_subclass_stays_what_it_is_when_a_batch_is_moved():
+    boxes = torch.ones(2, 4).as_subclass(Boxes)
+    boxes.format = "xyxy"
+    batch = {"target": [boxes, 1], "point": Point(boxes, "a")}
+    moved = fastamp.data.map_tensors(lambda tensor: tensor.to("meta"), batch)
+    for found in (moved["target"][0], moved["point"].x):
+        assert type(found) is Boxes
+        assert found.is_meta
+        assert found.format == "xyxy"
+    assert_collates_as_torch(fastamp.BatchCollator(), [{"b": boxes}] * 2)
+
+
 def test_a_batch_is_a_copy(backend):
     sample = {"a": torch.zeros(2), "b": np.zeros(2)}
     batch = fastamp.BatchCollator()([sample])
@@ -410,10 +436,10 @@ def test_workers_collate_into_shared_memory(backend):
 
 
 def test_allocate_must_give_memory_of_the_right_size(compiled):
-    core = host.find_core()
+    core = find_core()
     for wrong in (torch.empty(5), torch.empty(2, 4).T[:3], torch.empty(4, 2, device="meta")):
         with pytest.raises(RuntimeError, match="allocate: expected a contiguous CPU tensor of 32"):
-            host.stack(core, [torch.ones(2)] * 4, torch.float32, lambda *_, w=wrong: w)
+            core.stack([torch.ones(2)] * 4, torch.float32, lambda *_, w=wrong: w)
 
 
 def test_what_the_core_does_not_read_is_collated_as_torch_does(compiled):

@@ -8,8 +8,7 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 import fastamp
-from fastamp.data.columns import Column, Windows
-from fastamp.data.host import make_gatherer
+from fastamp.data.columns import Column, Windows, make_gatherer
 
 GUARD_NBYTES = 128  # before and after every output
 GUARD = 0xA5

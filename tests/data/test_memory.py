@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 
+import numpy as np
 import pytest
 import torch
 from support.loading import HOST, check
@@ -15,7 +16,7 @@ import fastamp
 
 # Each case runs in a child of one process, which a read of freed memory would end.
 CASES = """
-import contextlib, json, multiprocessing, os, signal, sys, tempfile
+import contextlib, json, os, sys, tempfile, warnings
 import numpy as np
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader, Subset, TensorDataset
@@ -24,27 +25,17 @@ from support.loading import assert_same
 
 N, BATCH, CUT = 64, 4, "was truncated while it is mapped"
 torch.set_num_threads(3)
+warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # torch's, of a map
 
 def rows(seed):  # 64 KB each: freed memory of this size is given back to the system
     return torch.arange(N * 16384, dtype=torch.int32).reshape(N, 16384) + seed
 
-def send(x):
-    queue = torch.multiprocessing.get_context("fork").SimpleQueue()
-    queue.put(x)
-    queue.get()
-
 def replace(x):
     x.data = rows(7)
-
-def set_(x):
-    x.set_(rows(7))
 
 def resize(x):
     x.resize_(2 * N, 16384)
     x[N:] = 1
-
-def grow_storage(x):
-    x.untyped_storage().resize_(2 * x.nbytes)
 
 def empty(x):
     x.untyped_storage().resize_(0)
@@ -52,22 +43,15 @@ def empty(x):
 def shrink(x):
     x.resize_(20, 16384)
 
-def reorder(x):
-    x.set_(x.untyped_storage(), 0, (N, 16384), (0, 1))
-
 def swap(x):
     torch.utils.swap_tensors(x, rows(7))
 
 changes = {
     "share_memory_": lambda x: x.share_memory_(),
-    "a queue": send,
     "data": replace,
-    "set_": set_,
     "resize_": resize,
-    "storage grows": grow_storage,
     "storage is emptied": empty,
     "shrinks": shrink,
-    "strides": reorder,
     "swap_tensors": swap,
 }
 
@@ -92,21 +76,6 @@ def compare(change, wrap):
     if fastamp.backends()[0] != "fallback":
         ahead = batches(loader(fastamp.DataLoader, device="meta"), rows(0), change)
         assert len(ahead) >= len(expected)
-
-def resize_array():
-    array = rows(0).numpy().copy()
-    for keep in (array, array[:32], array.reshape(-1)):
-        iterator = iter(fastamp.DataLoader(keep[:, None], BATCH))
-        next(iterator)
-        try:
-            array.resize(2 * array.size, refcheck=False)
-        except ValueError:
-            pass
-        else:
-            raise AssertionError("resized")
-        del iterator
-    del keep
-    array.resize(2 * array.size)
 
 def cut(nbytes, *, view=lambda x: x, message=CUT):
     with tempfile.TemporaryDirectory() as folder:
@@ -155,12 +124,6 @@ def cut_tokens(random_offsets):
         assert len(last) > 0
         assert_same(last, list(fastamp.DataLoader(dataset, 4, seed=1))[-len(last):])
 
-def as_tensor(mapped):
-    import warnings
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # not writable
-        return torch.from_numpy(mapped)
-
 def chain():
     # A fault that is none of the loader's goes to who asked for it before.
     import ctypes, faulthandler
@@ -175,12 +138,10 @@ def of_tensors(change):
         compare(changes[change], wrap)
 
 cases = {name: (lambda name=name: of_tensors(name)) for name in changes}
-cases["ndarray.resize"] = resize_array
 cases["file is emptied"] = lambda: cut(0)
 cases["file is cut"] = lambda: cut(4096 * 40 + 100)
-cases["file of a view"] = lambda: cut(0, view=lambda mapped: np.asarray(mapped)[1:])
-cases["file of a tensor"] = lambda: cut(0, view=as_tensor, message="its file was truncated")
-cases["tokens"] = lambda: cut(0, view=lambda m: fastamp.ArrayDataset({"a": m.reshape(N, -1)}))
+cases["file of a view"] = lambda: cut(0, view=lambda m: fastamp.ArrayDataset({"a": m.T.T}))
+cases["file of a tensor"] = lambda: cut(0, view=torch.from_numpy, message="its file was truncated")
 cases["token files"] = lambda: cut_tokens(False)
 cases["random token files"] = lambda: cut_tokens(True)
 cases["somebody else's"] = chain
@@ -202,32 +163,14 @@ for name in sys.argv[1:]:
     results[name] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 print(json.dumps(results))
 """
-OF_TENSORS = [
-    "share_memory_",
-    "a queue",
-    "data",
-    "set_",
-    "resize_",
-    "storage grows",
-    "storage is emptied",
-    "shrinks",
-    "strides",
-    "swap_tensors",
-]
-OF_ARRAYS = [
-    "ndarray.resize",
-    "file is emptied",
-    "file is cut",
-    "file of a view",
-    "tokens",
-    "token files",
-]
+OF_TENSORS = ["share_memory_", "data", "resize_", "storage is emptied", "shrinks", "swap_tensors"]
+OF_FILES = ["file is emptied", "file is cut", "file of a view", "token files", "random token files"]
 COMPILED = ["file of a tensor", "somebody else's"]
 
 
 @functools.cache
 def results(backend):
-    names = [*OF_TENSORS, *OF_ARRAYS, *(COMPILED if backend == "cpu" else [])]
+    names = [*OF_TENSORS, *OF_FILES, *(COMPILED if backend == "cpu" else [])]
     return json.loads(check(CASES, *names, backend=backend))
 
 
@@ -265,10 +208,14 @@ def test_what_is_written_into_an_inference_tensor_is_in_the_next_batch(backend):
 
 
 def test_an_array_cannot_be_resized_during_a_pass(backend):
-    assert results(backend)["ndarray.resize"] == 0
+    array = np.arange(64)
+    batches = iter(fastamp.DataLoader(array, 4))
+    next(batches)
+    with pytest.raises(ValueError, match="cannot resize"):
+        array.resize(128)
 
 
-@pytest.mark.parametrize("case", OF_ARRAYS[1:])
+@pytest.mark.parametrize("case", OF_FILES)
 def test_a_mapped_file_that_is_cut_is_an_error(case, backend):
     assert results(backend)[case] == 0
 

@@ -47,20 +47,11 @@ def test_a_column_of_numbers_is_converted_at_once(monkeypatch):
     assert_same(fastamp.BatchCollator()(samples), expected)
 
 
-def test_the_strings_of_a_batch_are_not_looked_at_one_by_one(monkeypatch):
-    looked = []
-    contents_of = structure.contents_of
-    monkeypatch.setattr(structure, "contents_of", lambda v: looked.append(v) or contents_of(v))
-    batch = {"name": ["a", "b"] * 50, "x": torch.zeros(2)}
-    assert structure.count_nbytes(batch) == 8
-    assert looked == []
-
-
-def test_the_tokens_of_a_batch_are_not_looked_at_one_by_one(monkeypatch):
+def test_the_tokens_and_strings_of_a_batch_are_not_looked_at_one_by_one(monkeypatch):
     calls = []
     count = structure._count_nbytes
     monkeypatch.setattr(structure, "_count_nbytes", lambda v: calls.append(v) or count(v))
     batch = [{"ids": [*range(512)], "text": "a"} for _ in range(64)]
-    batch += [(torch.zeros(2), 1)]
+    batch += [(torch.zeros(2), 1), {"names": ["a", "b"] * 50}]
     assert structure.count_nbytes([batch, (1, torch.zeros(3)), tuple(range(99))]) == 20
-    assert len(calls) < 64 * 3 + 10
+    assert len(calls) < 64 * 3 + 15

@@ -153,9 +153,9 @@ def test_padding_needs_one_number_of_dimensions(backend):
             "samples[0]['ids']: expected a nu",
         ),
         ({"ids": 0}, [{"ids": "text"}], TypeError, "samples[0]['ids']: expected a tensor, an arr"),
-        ({"ids": 0}, [{"ids": {"x": 1}}], TypeError, "to pad, got dict"),
-        ({"ids": 0}, [{"ids": ["a"]}], TypeError, "samples[0]['ids']: expected lists of numbers"),
-        ({"ids": 0}, [{"ids": [1, [2]]}], TypeError, "expected lists of numbers of one depth"),
+        ({"ids": 0}, [{"ids": {"x": 1}}], TypeError, "numbers of one depth, got dict"),
+        ({"ids": 0}, [{"ids": ["a"]}], TypeError, "of one depth, got list with <U1 elements"),
+        ({"ids": 0}, [{"ids": [1, [2]]}], TypeError, "got list with object elements"),
         (0.5, [torch.ones(1, dtype=torch.int64)], ValueError, "torch.int64 does not hold it"),
         (-1, [torch.ones(1, dtype=torch.uint8)], ValueError, "torch.uint8 does not hold it"),
         (math.inf, [torch.ones(1, dtype=torch.int32)], ValueError, "torch.int32 does not hold it"),
@@ -207,14 +207,8 @@ def test_what_padding_does_not_help_is_told_as_torch_tells_it(backend):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
-@pytest.mark.parametrize("pad", [None, {"x": 0}])
-def test_nested_tensors_are_refused_by_name(layout, pad, backend):
+@pytest.mark.parametrize("pad", [None, 0])
+def test_nested_tensors_are_refused_as_torch_refuses_them(layout, pad, backend):
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=layout)
-    with pytest.raises(RuntimeError, match=r"samples\[0\]\['x'\]: expected a tensor of one shape"):
-        fastamp.BatchCollator(pad)([{"x": nested}] * 2)
-    told = "not currently supported by the default collate_fn"  # as torch tells
-    with pytest.raises(RuntimeError, match=told):
-        fastamp.BatchCollator()([nested] * 2)
-    if layout is torch.strided:
-        with pytest.raises(RuntimeError, match=told):
-            torch.utils.data.default_collate([nested] * 2)
+    with pytest.raises(RuntimeError, match="not currently supported by the default collate_fn"):
+        fastamp.BatchCollator(pad)([nested] * 2)

@@ -16,8 +16,8 @@ from torch.utils.data import Subset, TensorDataset
 
 import fastamp
 from fastamp import _ops
+from fastamp.data.columns import find_core
 from fastamp.data.gather import GatherSource
-from fastamp.data.host import find_core
 
 X, Y = make_array(torch.float32, 40, 3, 5), torch.arange(40)
 TOKENS = np.arange(65500, 65536, dtype=np.uint16)
@@ -137,7 +137,7 @@ def test_data_that_is_on_the_device_is_gathered_there(model):
 def test_what_cannot_be_resident_is_refused_and_nothing_has_begun(model, monkeypatch):
     with pytest.raises(ValueError, match="resident=True: device: expected the device to keep"):
         fastamp.DataLoader(X, resident=True)
-    images = fastamp.ArrayDataset(X, augment=[fastamp.RandomHorizontalFlip()], channels_last=True)
+    images = fastamp.ArrayDataset(X, augment=[fastamp.RandomHorizontalFlip()])
     for dataset, error in (
         (
             [*range(9)],

@@ -12,7 +12,6 @@ from support.loading import Rows, assert_same, check, make_array
 from torch.utils.data import TensorDataset
 
 import fastamp
-from fastamp.data import host
 from fastamp.data import slots as slots_module
 from fastamp.data.slots import Slots
 
@@ -24,7 +23,6 @@ NBYTES = 4096
 def reused(monkeypatch):
     """Lease small tensors too."""
     monkeypatch.setattr(slots_module, "_REUSE_NBYTES", NBYTES)
-    monkeypatch.setattr(host, "_STACK_BYTES", NBYTES)
 
 
 def allocate(slots, shape=(1024,), dtype=torch.float32):
@@ -199,7 +197,7 @@ def test_batches_for_cuda_are_gathered_into_pinned_memory(compiled):
 
 @pytest.mark.usefixtures("reused")
 @pytest.mark.parametrize("kind", ["arrays", "python"])
-def test_a_loader_uses_slots_again(kind, backend):
+def test_a_loader_uses_slots_again(kind, compiled):
     x = make_array(torch.int32, 64, 1024)
     dataset = TensorDataset(x) if kind == "arrays" else Rows(64, lambda i: (x[i],))
     loader = fastamp.DataLoader(dataset, 4)
@@ -220,7 +218,6 @@ import ctypes, gc, os, resource, sys
 import torch
 from torch.utils.data import TensorDataset
 import fastamp
-from fastamp.data import host
 from fastamp.data import slots
 from support.loading import Squares
 
@@ -228,7 +225,7 @@ from support.loading import Squares
 M_ARENA_MAX = -8
 assert ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 if sys.argv[1] == "leased":
-    slots._REUSE_NBYTES = host._STACK_BYTES = 1
+    slots._REUSE_NBYTES = 1
 
 def resident():
     gc.collect()

@@ -11,8 +11,7 @@ from support.loading import assert_same, generator
 from torch.utils.data import DataLoader, Subset
 
 import fastamp
-from fastamp.data.columns import Column, Windows
-from fastamp.data.host import make_gatherer
+from fastamp.data.columns import Column, Windows, make_gatherer
 from fastamp.data.tables import read_table
 
 datasets = pytest.importorskip("datasets")

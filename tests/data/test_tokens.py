@@ -165,9 +165,6 @@ def test_a_damaged_npy_file_is_refused_by_name(tmp_path, data):
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r"t\.npy: cannot be read"):
         fastamp.TokenDataset(path, 2)
-    path.write_bytes(b"")
-    with pytest.raises(ValueError, match="0 tokens are too few"):
-        fastamp.TokenDataset(path, 2)
     with pytest.raises(FileNotFoundError, match="missing"):
         fastamp.TokenDataset(tmp_path / "missing.npy", 2)
 
@@ -189,7 +186,7 @@ def test_token_files_that_do_not_fit_are_refused(tmp_path):
         fastamp.TokenDataset(torch.zeros(9, dtype=torch.int64, device="meta"), 2)
     with pytest.raises(ValueError, match="float32"):
         fastamp.TokenDataset(np.zeros(9, "f4"), 2)
-    with pytest.raises(ValueError, match=r"in this machine's byte order, got [<>]u2"):
+    with pytest.raises(ValueError, match=r"in this machine's byte order, got .* of [<>]u2"):
         fastamp.TokenDataset(np.zeros(9, np.dtype("u2").newbyteorder()), 2)
     with pytest.raises(ValueError, match=r"\(3, 3\)"):
         fastamp.TokenDataset(np.zeros((3, 3), "u1"), 2)
@@ -204,20 +201,16 @@ def test_headers_and_lists_that_do_not_fit_are_refused_by_name(tmp_path):
         with pytest.raises(ValueError, match=f"header: expected an integer of .* got {bad!r}"):
             fastamp.TokenDataset(raw, 2, header=bad)
     for sources, options, message in (
-        (raw, {"header": 10}, "header=10: .*t.bin has only 9 bytes"),
-        (raw, {"header": 2}, "t.bin has 7 bytes behind the header, no multiple of 2"),
+        (raw, {"header": 10}, "t.bin has 9 bytes: expected 10 of a header and a multiple of 2 of"),
+        (raw, {"header": 2}, "t.bin has 9 bytes: expected 2 of a header"),
         (raw, {"header": 9}, "0 tokens are too few"),
         (saved, {"header": 4}, "header=4: expected 0 where path_or_array is a .npy file"),
         ([saved, tokens], {"header": 4}, r"where path_or_array\[0\] is a .npy file"),
         ([raw, tokens], {"header": 1}, r"where path_or_array\[1\] is an array"),
         ([tokens, np.zeros((3, 3), "u2")], {}, r"path_or_array\[1\]: expected one dimension"),
-        ([tokens, np.zeros(9, "f4")], {}, r"path_or_array\[1\]: expected uint8.* got float32"),
-        ([tokens, np.zeros(9, "u4")], {}, r"\[1\]: its tokens are uint32, those before it uint16"),
-        (
-            [tokens, saved],
-            {"dtype": "i4"},
-            r"dtype=int32: the tokens of path_or_array\[0\] are uin",
-        ),
+        ([tokens, np.zeros(9, "f4")], {}, r"path_or_array\[1\]: expected .* of float32"),
+        ([tokens, np.zeros(9, "u4")], {}, r"\[1\]: expected uint16 tokens, .* got uint32"),
+        ([tokens, saved], {"dtype": "i4"}, r"\[0\]: expected int32 tokens, .* got uint16"),
         ([tokens[:1], tokens[:1]], {}, "block_size=2: 2 tokens are too few for one window"),
         ([], {}, "0 tokens are too few"),
     ):

@@ -187,7 +187,7 @@ def test_a_forbidden_include_is_caught(path, line):
         ("fastamp.step.scaler", "from fastamp import _native"),
         ("fastamp.step.scaler", "import fastamp._native"),
         ("fastamp.step.scaler", "from fastamp.data import loader"),
-        ("fastamp.data.host", "from fastamp import _native"),
+        ("fastamp.data.columns", "from fastamp import _native"),
         ("fastamp.timer.events", "from fastamp.step import GradScaler"),
         ("fastamp.timer.regions", "from fastamp._native import make_region"),
         ("fastamp._ops.fallback", "from fastamp.step import clip_grad_norm_"),

@@ -15,27 +15,25 @@ def draw(key, n):
     return (x ^ x >> 31) >> 32
 
 
-def crop(image, y, x, height, width, padding, fills):
-    """Pad with a value for each plane and cut a window out."""
-    left, top, right, bottom = padding
-    sides = ((top, bottom), (left, right))
-    padded = [np.pad(p, sides, constant_values=f) for p, f in zip(image, fills, strict=True)]
+def crop(image, y, x, height, width, padding):
+    """Pad with zeros and cut a window out."""
+    padded = [np.pad(plane, padding) for plane in image]
     return np.stack(padded)[:, y : y + height, x : x + width]
 
 
-def cut_out(image, y, x, height, width, fills):
-    """Fill a window around a pixel."""
+def cut_out(image, y, x, height, width):
+    """Set a window around a pixel to 0."""
     image = image.copy()
     rows, columns = np.arange(image.shape[1]), np.arange(image.shape[2])
     rows = (rows >= y - height // 2) & (rows < y - height // 2 + height)
     columns = (columns >= x - width // 2) & (columns < x - width // 2 + width)
-    for plane, fill in zip(image, fills, strict=True):
-        plane[np.ix_(rows, columns)] = fill
+    for plane in image:
+        plane[np.ix_(rows, columns)] = 0
     return image
 
 
 def augmented(image, key, steps):
-    """Return an image after steps such as ("flip", p) or ("cutout", height, width, fills)."""
+    """Return an image after steps such as ("flip", p) or ("cutout", height, width)."""
     for i, (kind, *options) in enumerate(steps):
         first, second = draw(key, 2 * i + 1), draw(key, 2 * i + 2)
         height, width = image.shape[1:]
@@ -44,9 +42,8 @@ def augmented(image, key, steps):
         elif kind == "cutout":
             image = cut_out(image, first * height >> 32, second * width >> 32, *options)
         else:
-            size, padding, fills = options
-            height += padding[1] + padding[3]
-            width += padding[0] + padding[2]
+            size, padding = options
+            height, width = height + 2 * padding, width + 2 * padding
             y, x = first * (height - size[0] + 1) >> 32, second * (width - size[1] + 1) >> 32
-            image = crop(image, y, x, *size, padding, fills)
+            image = crop(image, y, x, *size, padding)
     return image
