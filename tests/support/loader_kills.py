@@ -110,7 +110,7 @@ ANY = (0, 1, 2, 4)  # how many workers a run may have
 # What is loaded, its options, and the workers that a run may have.
 KINDS = {
     "threads": (Drawn, {"worker": "thread"}, ANY),
-    "stream": (Stream, {"worker": "thread", "shuffle": False}, (2,)),
+    "stream": (Stream, {"shuffle": False}, (2,)),
     "images": (
         lambda: fastamp.ImageFolder(folder_of_images(), 24, random_crop=(0.2, 1.0), flip=True),
         {"worker": "thread"},
