@@ -12,6 +12,7 @@ from fastamp.data import (
     RandomHorizontalFlip,
     TokenDataset,
     get_worker_info,
+    in_memory,
     prefetch,
     sample_rng,
 )
@@ -70,6 +71,7 @@ __all__ = [
     "fine_tune",
     "get_total_norm",
     "get_worker_info",
+    "in_memory",
     "nonfinite_parameters",
     "optimizer_step",
     "prefetch",

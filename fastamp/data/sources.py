@@ -2,16 +2,14 @@
 
 import math
 import os
-import random
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain, islice, repeat
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, MapDataPipe
@@ -24,7 +22,7 @@ from fastamp.data.indices import Indices, find_generator
 from fastamp.data.passes import LoaderPass
 from fastamp.data.position import Position
 from fastamp.data.resident import move
-from fastamp.data.sample_rng import SampleRng, current, draw_seed
+from fastamp.data.sample_rng import SampleRng, current, draw_seed, generators_kept
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots, can_pin
 from fastamp.data.states import as_of_pass_before, has_copies
 
@@ -192,18 +190,6 @@ def _fetched(loader: Any, position: Position, states: deque[Any]) -> Any:
     return source
 
 
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Restore the program's generators at the end, whatever a dataset draws from them."""
-    python, numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
-
-
 def _start(loader: Any, position: Position, inner: Any, states: deque[Any]) -> FetchSource:
     """Return torch's iterator, with the states of dataset and workers at the position."""
     dataset, copies = loader.dataset, has_copies(loader)
@@ -215,7 +201,7 @@ def _start(loader: Any, position: Position, inner: Any, states: deque[Any]) -> F
     later = position.begun and not stream and loader.num_workers == 0
     order = loader._inner[1].order if stream and loader.num_workers == 0 else None
     before, current.sample = current.sample, None if order is None else (order, 0)
-    with _generators_kept() if alone else nullcontext():
+    with generators_kept() if alone else nullcontext():
         if own is not None and not later:
             dataset.load_state_dict(own)
         if default is not None:
@@ -233,7 +219,7 @@ def _start(loader: Any, position: Position, inner: Any, states: deque[Any]) -> F
     )
     source.makes_fresh = type(loader.collate_fn) is BatchCollator
     if stream and loader.num_workers == 0:
-        with _generators_kept():
+        with generators_kept():
             source.forward(position)
     if copies and not stream:
         position.dataset = source.ask()["dataset"]
