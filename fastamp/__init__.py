@@ -13,6 +13,7 @@ from fastamp.data import (
     Source,
     TokenDataset,
     get_worker_info,
+    in_memory,
     prefetch,
     sample_rng,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "fine_tune",
     "get_total_norm",
     "get_worker_info",
+    "in_memory",
     "nonfinite_parameters",
     "optimizer_step",
     "prefetch",

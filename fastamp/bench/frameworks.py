@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
+from fastamp._progress import progress
 from fastamp.bench.in_frameworks import FRAMEWORKS
 from fastamp.bench.jobs import JOBS
 from fastamp.bench.loops import AGREE_STEPS, Loop, check_losses, find_data, list_parts
 from fastamp.bench.race import Plan, run_race, show
 from fastamp.bench.record import Report, Task, judge
 from fastamp.bench.tasks import expect, find_make, make_training
-from fastamp.train.options import progress, refuse
+from fastamp.train.options import refuse
 from fastamp.train.random_state import seed_all
 
 PLAN = Plan(rounds=4000, warmup=2, half_width=0.01, limit_s=20.0)

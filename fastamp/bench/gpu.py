@@ -16,10 +16,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import fastamp
+from fastamp._progress import progress
 from fastamp.bench.race import Interval
 from fastamp.bench.record import Report, Task
 from fastamp.bench.rows import NAMED
-from fastamp.train.options import progress
 
 METRICS = """share/, the gradients, their kind and the kernel, as in share/gpt2/float32/reduce;
 overlap/ and the steps that the producer sleeps"""

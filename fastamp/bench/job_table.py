@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastamp._progress import progress
 from fastamp.bench import photos
 from fastamp.bench.arms import Arm, Run
 from fastamp.bench.environment import no_speed_reason
@@ -36,7 +37,7 @@ from fastamp.bench.loops import (
 from fastamp.bench.race import Interval, Plan, Race, run_race, show
 from fastamp.bench.record import Report, Task, Verdict, judge
 from fastamp.bench.tasks import Training, copy_model, draw, find_make, make_loader, make_training
-from fastamp.train.options import progress, refuse
+from fastamp.train.options import refuse
 from fastamp.train.random_state import seed_all
 
 MAIN = Plan(rounds=4000, warmup=2, half_width=0.01, limit_s=20.0)

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from fastamp._progress import progress
 from fastamp.bench.advice import Profile
 from fastamp.bench.arms import Arm, Job, Run, Score, evaluate, make_arms
 from fastamp.bench.peaks import peak_memory
 from fastamp.bench.race import Plan, Race, run_race
 from fastamp.bench.tasks import Training, copy_model, count_samples, draw, make_loader
 from fastamp.bench.where import profile_runs
-from fastamp.train.options import progress
 
 WARMUP_STEPS = 4  # at most: kernels, optimizer state and the allocator's pools are made
 # Without --steps: as many as narrow intervals take.

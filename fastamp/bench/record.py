@@ -15,9 +15,9 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch.utils._pytree import tree_map
 
+from fastamp._progress import progress
 from fastamp.bench.race import AGAIN, Interval, Plan, Race, run_race, show, verdict_on
 from fastamp.timer.timer import align
-from fastamp.train.options import progress
 
 SCHEMA_VERSION = 5  # raised when a field of the record is added, removed or changes its meaning
 Details = dict[str, dict[str, float]]  # more figures of each arm, by name

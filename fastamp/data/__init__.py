@@ -4,6 +4,7 @@ from fastamp.data.augment import Cutout, RandomCrop, RandomHorizontalFlip
 from fastamp.data.collate import BatchCollator
 from fastamp.data.datasets import ArrayDataset
 from fastamp.data.images import ImageFolder
+from fastamp.data.in_memory import in_memory
 from fastamp.data.loader import DataLoader
 from fastamp.data.prefetch import prefetch
 from fastamp.data.sample_rng import sample_rng
@@ -28,6 +29,7 @@ __all__ = [
     "TokenDataset",
     "WorkerInfo",
     "get_worker_info",
+    "in_memory",
     "map_tensors",
     "prefetch",
     "sample_rng",

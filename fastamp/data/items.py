@@ -37,10 +37,12 @@ def find_together(dataset: Any) -> Callable[[list[Any]], Any] | None:
     return getattr(inner, "__getitems__", None) and dataset.__getitems__
 
 
-def note_index(error: BaseException, index: Any) -> BaseException:
+def note_index(
+    error: BaseException, index: Any, reader: str = "fastamp.DataLoader"
+) -> BaseException:
     """Add to an error which item has raised it."""
     if isinstance(error, Exception) and hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(f"fastamp.DataLoader: raised by dataset[{index}]")
+        error.add_note(f"{reader}: raised by dataset[{index}]")
     return error
 
 

@@ -35,10 +35,17 @@ from fastamp.data.items import (
     hand_on,
 )
 from fastamp.data.passes import LoaderPass
-from fastamp.data.plan import Plan, find_generator, find_samplers, generators_kept
+from fastamp.data.plan import Plan, find_generator, find_samplers
 from fastamp.data.position import VERSION, Position, decode, encode, find_save
 from fastamp.data.resident import move
-from fastamp.data.sample_rng import Batch, Order, current, draw_seed, find_pass_key
+from fastamp.data.sample_rng import (
+    Batch,
+    Order,
+    current,
+    draw_seed,
+    find_pass_key,
+    generators_kept,
+)
 from fastamp.data.shard import ShardSampler, check_shardable, find_ranks
 from fastamp.data.shuffle import FeistelSampler, is_long
 from fastamp.data.slots import Slots, can_pin

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,7 +23,7 @@ from torch.utils.data import (
 )
 
 from fastamp.data.position import Position, find_save
-from fastamp.data.sample_rng import Order, Placed, draw_seed, find_pass_key
+from fastamp.data.sample_rng import Order, Placed, draw_seed, find_pass_key, generators_kept
 from fastamp.data.shard import ShardSampler
 from fastamp.data.shuffle import FeistelSampler, ranges
 
@@ -230,18 +229,6 @@ class Plan:
 
     def _count(self, batch: Any) -> int:
         return len(batch) if not self.single and hasattr(batch, "__len__") else 1
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Restore the program's generators of torch, NumPy and Python at the end."""
-    python, numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
 
 
 def _is_computed(sampler: Any) -> bool:

@@ -2,6 +2,8 @@
 
 import random
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -161,3 +163,15 @@ def sample_rng() -> SampleRng:
     if type(found) is Batch:
         return found.rng()
     return found or SampleRng(draw_seed())  # type: ignore[return-value]
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Restore the program's generators at the end, whatever a dataset draws from them."""
+    python, numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from fastamp._progress import progress
 from fastamp.train.config import AUTOCAST, TrainConfig
-from fastamp.train.options import progress
 from fastamp.train.random_state import rng_state, seed_all, set_rng_state
 from fastamp.train.ranks import join
 from fastamp.train.result import CURVES, Curve, TrainResult

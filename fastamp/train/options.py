@@ -1,13 +1,11 @@
-"""Command-line options: how numbers are read, how a bad value is refused, and the progress bar."""
+"""Command-line options: how numbers are read, and how a bad value is refused."""
 
 import argparse
-import importlib
-import importlib.util
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from io import TextIOWrapper
 from typing import NoReturn
 
@@ -53,15 +51,3 @@ def say(text: str) -> None:
         with open(os.devnull, "wb") as nothing:  # noqa: PTH123 - what is buffered is not tried again
             os.dup2(nothing.fileno(), sys.stdout.fileno())
         raise OutputError(error.errno, f"the standard output: {error.strerror}") from error
-
-
-@contextmanager
-def progress(
-    total: int | None, first: int = 0, *, shows: bool = True
-) -> Iterator[Callable[..., object]]:
-    """Show a progress bar on a terminal if tqdm is installed; yield a function that advances it."""
-    if not shows or not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
-        yield lambda _=1: None
-        return
-    with importlib.import_module("tqdm").tqdm(total=total, initial=first, leave=False) as bar:
-        yield bar.update

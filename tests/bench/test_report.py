@@ -23,11 +23,11 @@ from torch.utils.data import default_collate
 
 import fastamp
 from fastamp import _ops
+from fastamp._progress import progress
 from fastamp.bench import arms, crops, latency, loader, measure, page, pictures, step, timer
 from fastamp.bench.__main__ import main
 from fastamp.bench.race import Interval
 from fastamp.bench.record import PLAIN, SCHEMA_VERSION, Case, _finite, run_cases
-from fastamp.train.options import progress
 
 VOID = {"meta", "link"}
 PICTURES = ["Comparisons", "Where the time of a step goes", "Memory", "Times", "Training loss"]
