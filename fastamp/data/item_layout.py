@@ -19,8 +19,8 @@ from torch.utils._pytree import (
 from torch.utils.data import default_collate
 
 from fastamp.data.collate import BatchCollator
+from fastamp.data.columns import plain_dtype, torch_dtype
 from fastamp.data.datasets import ArrayDataset
-from fastamp.data.leaves import plain_dtype, torch_dtype
 from fastamp.data.sources import find_columns
 
 Chunk: TypeAlias = tuple[int, list[Tensor]]
