@@ -15,7 +15,7 @@ from fastamp.data import (
     prefetch,
     sample_rng,
 )
-from fastamp.metrics import Csv, JsonLines, MetricsTracker, ScalarStats, TensorBoard
+from fastamp.metrics import MetricsTracker, ScalarStats
 from fastamp.step import (
     GradScaler,
     StepReport,
@@ -42,12 +42,10 @@ __all__ = [
     "BatchCollator",
     "CheckpointError",
     "Checkpointer",
-    "Csv",
     "Cutout",
     "DataLoader",
     "GradScaler",
     "ImageFolder",
-    "JsonLines",
     "LoaderStats",
     "MetricsTracker",
     "ModelCall",
@@ -56,7 +54,6 @@ __all__ = [
     "RegionStats",
     "ScalarStats",
     "StepReport",
-    "TensorBoard",
     "Timer",
     "TokenDataset",
     "TrainConfig",

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fastamp.metrics.plot import plot_curves
 from fastamp.timer import RankStats
+from fastamp.train.plot import plot_curves
 
 # Each curve of a result, and the scalar that it shows.
 CURVES = {

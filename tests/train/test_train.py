@@ -316,6 +316,8 @@ def test_the_result_is_bounded_pickles_and_plots(tmp_path):
     assert str(pickle.loads(pickle.dumps(result))) == result.summary()
     result.plot(tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+    result.plot(tmp_path / "curves")  # as savefig names it
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
