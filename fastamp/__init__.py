@@ -17,7 +17,7 @@ from fastamp.data import (
     prefetch,
     sample_rng,
 )
-from fastamp.metrics import Csv, JsonLines, MetricsTracker, ScalarStats, TensorBoard
+from fastamp.metrics import MetricsTracker, ScalarStats
 from fastamp.step import (
     GradScaler,
     StepReport,
@@ -44,12 +44,10 @@ __all__ = [
     "BatchCollator",
     "CheckpointError",
     "Checkpointer",
-    "Csv",
     "Cutout",
     "DataLoader",
     "GradScaler",
     "ImageFolder",
-    "JsonLines",
     "LoaderStats",
     "MetricsTracker",
     "ModelCall",
@@ -59,7 +57,6 @@ __all__ = [
     "ScalarStats",
     "Source",
     "StepReport",
-    "TensorBoard",
     "Timer",
     "TokenDataset",
     "TrainConfig",

@@ -81,18 +81,6 @@ bool close_frame(std::size_t index, std::int64_t end_ns) {
   return succeeds;
 }
 
-/// Says whether this thread runs an asyncio loop, whose tasks end their regions in any order.
-bool runs_event_loop() {
-  PyObject* asyncio = PyImport_GetModule(py::str("asyncio").ptr());
-  PyObject* loop =
-      asyncio == nullptr ? nullptr : PyObject_CallMethod(asyncio, "_get_running_loop", nullptr);
-  const bool runs = loop != nullptr && loop != Py_None;
-  PyErr_Clear();
-  Py_XDECREF(loop);
-  Py_XDECREF(asyncio);
-  return runs;
-}
-
 /// Returns the place of an open region, counted from 1; 0 if it has been closed.
 std::size_t place_of(const Region* region, std::int64_t start_ns) {
   std::size_t place = depth;
@@ -109,11 +97,10 @@ PyObject* region_exit(PyObject* self, PyObject* const*, Py_ssize_t) {
   while (own > 0 && frames[own - 1].region != region) --own;
   if (own == 0) Py_RETURN_NONE;  // closed with a region around it
   const std::int64_t start_ns = frames[own - 1].start_ns;
-  const bool alone = own < depth && runs_event_loop();
   PyObject *type = nullptr, *error = nullptr, *traceback = nullptr;
   // A region's `end` is Python, which may close others: the garbage collector ends generators.
   while ((own = place_of(region, start_ns)) > 0) {
-    std::size_t top = alone ? own : depth;
+    std::size_t top = depth;
     while (frames[top - 1].region->begin != region->begin) --top;
     if (!close_frame(top - 1, end_ns)) {  // the others end all the same
       if (type == nullptr) PyErr_Fetch(&type, &error, &traceback);

@@ -26,9 +26,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from fastamp.bench.environment import no_speed_reason
+from fastamp.bench.facts import Facts
 from fastamp.bench.race import Interval
 from fastamp.timer import RegionStats
-from fastamp.timer.facts import Facts
 from fastamp.timer.timer import middles_ns
 
 # The parts of a step, and the words in a region's name that stand for each.

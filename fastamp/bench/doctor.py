@@ -15,12 +15,12 @@ import torch
 
 from fastamp.bench import installation
 from fastamp.bench.advice import PARTS, Profile, advise, read_profile
+from fastamp.bench.facts import Facts
 from fastamp.bench.race import Interval, Plan, run_race
 from fastamp.bench.record import Report, Task, check_kinds, read_json
 from fastamp.bench.rows import SGD, WORK
 from fastamp.bench.step import CALLS, SMALL, STOCK_RTOL, Side, draw_grads
 from fastamp.timer import RegionStats
-from fastamp.timer.facts import Facts
 
 METRICS = "none"
 KINDS = {

@@ -11,8 +11,8 @@ import torch
 import fastamp
 from fastamp.bench.advice import Profile
 from fastamp.bench.arms import Run
+from fastamp.bench.facts import describe
 from fastamp.bench.race import Interval, Race, bootstrap
-from fastamp.timer.facts import describe
 
 BLOCKS = 6  # of every arm, in turn
 BLOCK_S = 0.1

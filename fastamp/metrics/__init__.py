@@ -1,7 +1,6 @@
 """The tracker: scalars of a run in bounded memory, read without waiting for the device."""
 
 from fastamp.metrics.series import ScalarStats
-from fastamp.metrics.sinks import Csv, JsonLines, TensorBoard
 from fastamp.metrics.tracker import MetricsTracker
 
-__all__ = ["Csv", "JsonLines", "MetricsTracker", "ScalarStats", "TensorBoard"]
+__all__ = ["MetricsTracker", "ScalarStats"]

@@ -88,23 +88,17 @@ class Series:
     def restore(cls, state: dict[str, list[Any]]) -> Self:
         """Return the series of a state, or raise an error if it cannot be one."""
         capacity, stride, count, step = map(operator.index, state["at"][:-1])
-        if capacity < 2:
-            msg = f"capacity is {capacity}"
-            raise ValueError(msg)
         made = cls(capacity)
         made._steps, made._values = array("q", state["steps"]), array("d", state["values"])
         made._stride, made._count = stride, count
         made._last = (array("q", [step])[0], float(state["at"][-1]))  # raises beyond 64 bits
-        n_finite, *sums = state["sums"]
-        made._n_finite = operator.index(n_finite)
-        made._sum, made._min, made._max = map(float, sums)
-        n_kept = -(-count // stride) if stride > 0 else -1
+        made._n_finite = operator.index(state["sums"][0])
+        made._sum, made._min, made._max = map(float, state["sums"][1:])
+        is_whole = capacity >= 2 and stride > 0 and 0 <= made._n_finite <= count and count > 0
+        n_kept = -(-count // stride) if is_whole else -1
         if not (len(made._steps) == len(made._values) == n_kept <= capacity):
             lengths = f"{len(made._steps)} steps, {len(made._values)} values"
-            msg = f"{lengths}, {count=}, {stride=}, {capacity=}"
-            raise ValueError(msg)
-        if not (0 <= made._n_finite <= count and count > 0):
-            msg = f"{n_finite} finite values of {count}"
+            msg = f"{lengths}, {count=}, {stride=}, {capacity=}, finite: {made._n_finite}"
             raise ValueError(msg)
         return made
 

@@ -5,9 +5,8 @@ import logging
 import operator
 import os
 import threading
-import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, TypeAlias
 
@@ -17,11 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastamp._ops.captures import apart_from_captures
-from fastamp.metrics.plot import plot_curves
 from fastamp.metrics.series import ScalarStats, Series
-from fastamp.metrics.sinks import Scalar, Sink
-from fastamp.metrics.watch import GpuWatch, ScalerWatch, watch_means
-from fastamp.metrics.writer import Writer
+from fastamp.metrics.sinks import Scalar, sink_of
+from fastamp.metrics.watch import ScalerWatch, watch_gpu
 from fastamp.step import GradScaler
 
 Name: TypeAlias = str | Callable[[int, float], Iterable[Scalar]]
@@ -39,58 +36,55 @@ class MetricsTracker:
 
     `log_scalar` puts a value into a queue. `flush`, and every 4,096th value, empties the queue into
     the histories and the sinks, in order; values on a device follow once they have been copied.
-    Only `flush`, `summary`, `history`, `plot`, `state_dict`, `load_state_dict` and `close` wait for
-    them, and so does `log_scalar` when the device is 30,000 values behind. Any thread may log. A
-    tracker with sinks is closed at exit. The first 10,000 names have histories; others go to the
-    sinks only, and the log says so once.
+    Only `flush`, `summary`, `history`, `state_dict`, `load_state_dict` and `close` wait for them,
+    and so does `log_scalar` when the device is 30,000 values behind. Any thread may log. A tracker
+    with sinks is closed at exit. The first 10,000 names have histories; others go to the sinks
+    only, and the log says so once.
 
-    Each sink is called in a thread of its own. The thread that logs waits for it, at most 30 s for
-    one call. After that nothing waits for the sink until it returns: 64 calls are queued for it,
-    and the values of further ones are counted in `dropped`.
+    Sinks are called by the thread that empties the queue: one that may block needs a queue of its
+    own, as TensorBoard's writer and W&B have. In a forked child the sinks are not called.
 
     Args:
         capacity: number of values in the history of one name at most; at least 2.
-        sinks: callables that accept a list of (name, step, value), as `fastamp.JsonLines`. A sink
-            that raises an error is reported once, in the log, and called again with the next batch.
-            Of the ranks of torch.distributed only the first calls its sinks; all keep histories.
+        sinks: callables that accept a list of (name, step, value), or TensorBoard's
+            `SummaryWriter`. A sink that raises an error is reported once, in the log, and called
+            again with the next batch. Of the ranks of torch.distributed only the first calls its
+            sinks; all keep histories.
 
     Raises:
-        TypeError: a sink is not callable.
+        TypeError: a sink is neither a callable nor a SummaryWriter.
         ValueError: `capacity` is not an integer of at least 2.
 
     Example:
-        >>> tracker = fastamp.MetricsTracker(sinks=[fastamp.JsonLines("metrics.jsonl")])
+        >>> seen = []
+        >>> tracker = fastamp.MetricsTracker(sinks=[seen.extend])
         >>> for step in range(3):
         ...     tracker.log_scalar("train/loss", torch.tensor(3.0 - step), step)
         >>> tracker.history("train/loss")
         (array([0, 1, 2]), array([3., 2., 1.]))
+        >>> seen[0]
+        ('train/loss', 0, 3.0)
         >>> tracker.close()
     """
 
-    def __init__(self, capacity: int = 4096, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(self, capacity: int = 4096, sinks: Iterable[Any] = ()) -> None:
         if not hasattr(capacity, "__index__") or capacity < 2:
             expected = "an integer of at least 2, for the first and the last value"
             msg = f"capacity: expected {expected}, got {capacity!r}"
             raise ValueError(msg)
-        sinks = [*sinks]
-        if not all(map(callable, sinks)):
-            msg = f"sinks: expected callables, got {sinks!r}"
-            raise TypeError(msg)
         self.last_step = 0
         """The step of the latest call of `log_scalar`."""
-        self._writers = [Writer(sink) for sink in sinks]
+        self._sinks = [sink_of(sink) for sink in sinks]
+        self._pid = os.getpid()
         self._is_full = False
         self._series: dict[str, Series] = defaultdict(lambda: Series(capacity))
         self._watched: list[Any] = []
-        self._gpus = GpuWatch(self._put)
-        self._samples: list[Callable[[], None]] = []
         self._stops: list[Callable[[], None]] = []
         self._queue: list[Entry] = []
         self._in_flight: deque[tuple[list[Entry], list[Transfer]]] = deque()
         self._lock = threading.RLock()
         self._is_draining = False
-        _trackers.add(self)
-        if sinks:
+        if self._sinks:
             atexit.register(self.close)
 
     def log_scalar(self, name: str, value: Any, step: int) -> None:
@@ -117,13 +111,11 @@ class MetricsTracker:
         self.last_step = step
 
     def watch(self, source: Any, *, first_step: int = 0) -> None:
-        """Record the values of a scaler, timer, loader or GPU until the tracker is closed.
+        """Record the values of a scaler or a GPU until the tracker is closed.
 
         - `fastamp.GradScaler`: "train/grad_norm" at every step (NaN where it was not computed),
           "train/loss_scale" when it changes, and at every overflow "train/gradient_overflow" (1)
           and "train/skipped_steps" (how many so far). Steps are counted by calls of `update`.
-        - `fastamp.Timer`, `fastamp.DataLoader`: "timer/<region>" and "loader/wait_s" and the like,
-          at every `flush` the mean seconds per call or batch since the last one.
         - a CUDA device, as "cuda": "gpu0/utilization_pct", "gpu0/memory_nbytes" (in use by all
           processes) and "gpu0/power_w", once a second. Nothing without a GPU; if its driver
           refuses, a warning is logged.
@@ -134,27 +126,24 @@ class MetricsTracker:
 
         Raises:
             ImportError: there is a GPU and no nvidia-ml-py; it comes with the extra `gpu`.
+            RuntimeError: `source` is a string that names no device.
             TypeError: `source` is none of these.
         """
-        if any(source is known for known in self._watched):
-            return
         if isinstance(source, GradScaler):
-            self._watch_scaler(source, first_step)
-        elif isinstance(source, str | torch.device):
-            has_nvml = torch.cuda.is_available() and torch.version.cuda is not None
-            try:
-                device = torch.device(source)
-            except RuntimeError as error:
-                msg = f"source: expected a CUDA device, got {source!r}"
-                raise TypeError(msg) from error
-            if device.type == "cuda" and has_nvml:
-                self._gpus.add(device)
-        elif hasattr(source, "summary") or hasattr(source, "stats"):
-            self._samples.append(watch_means(self._put, source))
-        else:
-            msg = f"source: expected a GradScaler, Timer, DataLoader or CUDA device, got {source!r}"
+            if source not in self._watched:
+                self._watch_scaler(source, first_step)
+                self._watched.append(source)
+            return
+        if not isinstance(source, str | torch.device):
+            msg = f"source: expected a GradScaler or a CUDA device, got {source!r}"
             raise TypeError(msg)
-        self._watched.append(source)
+        device = torch.device(source)
+        has_nvml = torch.cuda.is_available() and torch.version.cuda is not None
+        if device.type == "cuda" and has_nvml:
+            index = torch.cuda.current_device() if str(device) == "cuda" else device.index
+            if index not in self._watched:
+                self._stops.append(watch_gpu(self._put, index))
+                self._watched.append(index)
 
     def _watch_scaler(self, scaler: GradScaler, first_step: int) -> ScalerWatch:
         known = self.summary() if first_step else {}  # of the run that is resumed
@@ -164,14 +153,7 @@ class MetricsTracker:
 
     def flush(self) -> None:
         """Pass everything logged so far to the histories and the sinks; waits for the device."""
-        for sample in self._samples:
-            sample()
         self._drain(wait=True)
-
-    @property
-    def dropped(self) -> int:
-        """How many values did not reach a sink, because it blocked."""
-        return sum(writer.dropped for writer in self._writers)
 
     def history(self, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the steps and values of a name: the first, the last, and an even sample.
@@ -219,27 +201,12 @@ class MetricsTracker:
             self._series.update(loaded)
             self.last_step = max((each.last_step for each in loaded.values()), default=0)
 
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw every history into a file; its suffix (.png, .svg, .pdf) chooses the format.
-
-        Raises:
-            ImportError: matplotlib is not installed; it comes with the extra `plot`.
-            ValueError: nothing was logged.
-        """
-        curves = {name: self.history(name) for name in self.summary()}
-        if not curves:
-            msg = "plot: nothing was logged"
-            raise ValueError(msg)
-        plot_curves(path, curves)
-
     def close(self) -> None:
-        """Flush, and release the sinks and everything that is watched; histories stay."""
-        for stop in (*self._stops, self._gpus.stop):
+        """Flush, and end what is watched; the sinks are called no more, the histories stay."""
+        for stop in self._stops:
             stop()
         self.flush()
-        for writer in self._writers:
-            writer.close()
-        self._watched, self._samples, self._stops = [], [], []
+        self._sinks, self._watched, self._stops = [], [], []
         atexit.unregister(self.close)
 
     def _put(self, name: Name, value: Any, step: int | None = None) -> None:
@@ -251,8 +218,6 @@ class MetricsTracker:
 
     def _drain(self, *, wait: bool) -> None:
         """Empty the queue, and record the batches whose values are on the host, or all of them."""
-        if any(writer.is_current() for writer in self._writers):  # the next call does it
-            return
         with self._lock, apart_from_captures():
             if self._is_draining or _is_capturing():
                 return
@@ -264,13 +229,12 @@ class MetricsTracker:
                 self._in_flight.append((batch, _send(batch)))
                 while self._in_flight and (wait or self._is_first_ready()):
                     batch, transfers = self._in_flight[0]
-                    arrived = _read(transfers)  # Ctrl-C here leaves the batch to the next call
+                    # Ctrl-C here leaves the batch to the next call.
+                    arrived = dict(pair for each in transfers for pair in each.read())
                     self._in_flight.popleft()
                     self._record(batch, arrived)
             finally:
                 self._is_draining = False
-        for writer in self._writers:
-            writer.wait()
 
     def _is_first_ready(self) -> bool:
         transfers = self._in_flight[0][1]
@@ -293,33 +257,20 @@ class MetricsTracker:
             elif not self._is_full:
                 self._is_full = True
                 logging.getLogger(__name__).warning("%r and further names have no history", name)
-        for writer in self._writers if scalars and _is_first_rank() else ():
-            writer.put(scalars)
+        for sink in self._sinks if scalars and self._is_first() else ():
+            sink([*scalars])
 
-
-_trackers: "weakref.WeakSet[MetricsTracker]" = weakref.WeakSet()
-
-
-def _leave_to_parent() -> None:
-    """Drop, in a forked child, what its parent has logged and will write itself.
-
-    A thread that is not there may have held the locks, or been emptying the queue.
-    """
-    for tracker in _trackers:
-        tracker._queue, tracker._in_flight = [], deque()
-        tracker._lock, tracker._is_draining = threading.RLock(), False
-        for writer in tracker._writers:
-            writer.begin()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
+    def _is_first(self) -> bool:
+        """Return whether this is the first rank, and no forked child."""
+        is_only = not (dist.is_available() and dist.is_initialized())
+        return os.getpid() == self._pid and (is_only or dist.get_rank() == 0)
 
 
 class Transfer:
     """Scalars of one stream on their way to the host in one copy, and their places in a batch."""
 
     def __init__(self, stream: Any, places: list[int], values: list[Tensor]) -> None:
-        self.places = places
+        self._places = places
         self._event: Any = None
         if stream is None:  # not CUDA: `read` copies and waits
             self._values = torch.stack(values)
@@ -333,11 +284,11 @@ class Transfer:
         """Return whether `read` returns without waiting."""
         return self._event is not None and self._event.query()
 
-    def read(self) -> list[float]:
-        """Wait for the scalars and return them."""
+    def read(self) -> Iterator[tuple[int, float]]:
+        """Wait for the scalars and return them with their places."""
         if self._event is not None:
             self._event.synchronize()
-        return self._values.tolist()
+        return zip(self._places, self._values.tolist(), strict=True)
 
 
 def _send(batch: list[Entry]) -> list[Transfer]:
@@ -351,21 +302,12 @@ def _send(batch: list[Entry]) -> list[Transfer]:
     return [Transfer(stream, *group) for (_, stream), group in by_stream.items()]
 
 
-def _read(transfers: list[Transfer]) -> dict[int, float]:
-    """Wait for the values of a batch that were on a device, and return them by their places."""
-    return {place: v for t in transfers for place, v in zip(t.places, t.read(), strict=True)}
-
-
 def _restore(name: str, kept: Any) -> Series:
     try:
         return Series.restore(kept)
     except (TypeError, ValueError, LookupError, OverflowError, RuntimeError) as error:
         msg = f"state[{name!r}]: is not the state of a history: {error!r}"
         raise ValueError(msg) from error
-
-
-def _is_first_rank() -> bool:
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
 def _is_capturing() -> bool:

@@ -1,5 +1,5 @@
 """The timer: regions measured with asynchronous events and one wait at the end."""
 
-from fastamp.timer.timer import RankStats, RegionStats, Timer
+from fastamp.timer.timer import RegionStats, Timer
 
-__all__ = ["RankStats", "RegionStats", "Timer"]
+__all__ = ["RegionStats", "Timer"]

@@ -7,7 +7,6 @@ batches.
 import contextlib
 import functools
 import os
-import sys
 import threading
 from collections.abc import Callable
 from time import perf_counter_ns
@@ -95,8 +94,7 @@ class Region:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         """Close it and the regions left open inside it.
 
-        Nothing happens if it has been closed with a region around it. In a thread that runs an
-        asyncio loop it closes only itself: the regions inside may belong to other tasks.
+        Nothing happens if it has been closed with a region around it.
         """
         end_ns = perf_counter_ns()
         try:
@@ -119,7 +117,7 @@ class Region:
             end(start_ns, end_ns)
 
     def _take(self, stack: list[Any]) -> _Frame | None:
-        """Remove this region from the stack, and close or keep the regions inside it."""
+        """Remove this region from the stack, and close the regions inside it."""
         inner: list[_Frame] = []  # from the innermost one
         frame: _Frame | None = stack[0]
         while frame and frame[0] is not self:
@@ -127,15 +125,10 @@ class Region:
             frame = frame[3]
         if frame is None:  # closed with a region around it
             return None
-        if _runs_event_loop():
-            stack[0] = frame[3]
-            for region, end, start_ns, _ in reversed(inner):
-                stack[0] = (region, end, start_ns, stack[0])
-        else:
-            with contextlib.ExitStack() as closing:  # all of them, also if the end of one raises
-                closing.callback(stack.__setitem__, 0, frame[3])
-                for region, *_ in reversed(inner):
-                    closing.callback(region.__exit__, None, None, None)
+        with contextlib.ExitStack() as closing:  # all of them, also if the end of one raises
+            closing.callback(stack.__setitem__, 0, frame[3])
+            for region, *_ in reversed(inner):
+                closing.callback(region.__exit__, None, None, None)
         return frame
 
     def add(self, duration_ns: int) -> None:
@@ -175,9 +168,3 @@ class Region:
             self._pending.clear()
             self._exact = (0, 0, 0, 0)
             self._hits = np.zeros(_NUM_BUCKETS, np.int64)
-
-
-def _runs_event_loop() -> bool:
-    """Say whether this thread runs an asyncio loop, whose tasks end their regions in any order."""
-    asyncio = sys.modules.get("asyncio")
-    return asyncio is not None and asyncio._get_running_loop() is not None

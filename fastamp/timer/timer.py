@@ -9,9 +9,8 @@ import functools
 import inspect
 import json
 import os
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,11 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.compiler import is_dynamo_compiling
-from torch.optim import Optimizer
 
 from fastamp._files import write
 from fastamp.timer.events import DeviceClock, Extras, Span
-from fastamp.timer.facts import describe
 from fastamp.timer.regions import Region, region_maker
 
 Histogram = tuple[tuple[int, int], ...]
@@ -69,25 +66,7 @@ class RegionStats(NamedTuple):
     captured: int = 0
     """How often it was not timed on the GPU, because a CUDA graph was being captured."""
     histogram: tuple[tuple[int, int], ...] = ()
-    """(bucket, count), for `Timer.merge`. Each nanosecond below 64 has its own bucket, and each
-    doubling above has 32 buckets."""
-
-
-class RankStats(NamedTuple):
-    """One region over the ranks of a process group: the mean of each rank, in seconds.
-
-    Example:
-        >>> timer = fastamp.Timer("cpu")
-        >>> with timer("sum"):
-        ...     total = sum(range(1000))
-        >>> timer.summary_over_ranks()["sum"].max_rank
-        0
-    """
-
-    min: float
-    min_rank: int
-    max: float
-    max_rank: int
+    """(bucket, count). Each nanosecond below 64 has its own bucket, each doubling above has 32."""
 
 
 class Timer:
@@ -96,9 +75,9 @@ class Timer:
     `with timer("forward"): ...` costs less than three times two reads of a clock. On CUDA an
     event is recorded on the current stream when the region begins and when it ends; only
     `summary()` waits for them. A region that is opened inside another one is named by its path,
-    "outer/inner". Nesting is per thread, also where asyncio tasks interleave in one. A region that
-    an exception ends is counted, too; one that is left open ends with the region around it. 1,000
-    paths are kept apart; further ones are counted together as "(other)".
+    "outer/inner". Nesting is per thread: asyncio tasks that interleave in one need a timer each. A
+    region that an exception ends is counted, too; one that is left open ends with the region around
+    it. 1,000 paths are kept apart; further ones are counted together as "(other)".
 
     Inside `torch.compile` regions are left out of the graph. While a CUDA graph is captured they
     are not timed on the GPU, and counted in `captured`. torch's profiler shows them as ranges.
@@ -129,7 +108,6 @@ class Timer:
         "_device",
         "_make",
         "_regions",
-        "_resets",
         "_root",
         "_spans",
     )
@@ -146,7 +124,6 @@ class Timer:
         self._make: Callable[[str], Region] = lambda path: make_region(path, begin, always)
         self._root = self._make("")
         self._regions: dict[str, Region] = {}
-        self._resets = 0
         self._depths: dict[str, int] = {}  # number of regions around each path, plus 1
 
     def __call__(self, name: str) -> Region | contextlib.nullcontext[None]:
@@ -268,31 +245,6 @@ class Timer:
         times = (sum_ns / 1e9, min_ns / 1e9, max_ns / 1e9)
         return _region_stats(count, times, (host_s, *others), histogram)
 
-    @staticmethod
-    def merge(*summaries: Mapping[str, RegionStats]) -> dict[str, RegionStats]:
-        """Join summaries, of this process or of others, as if one timer had seen everything."""
-        merged: dict[str, RegionStats] = {}
-        for path, stats in (item for summary in summaries for item in summary.items()):
-            merged[path] = _join(merged[path], stats) if path in merged else stats
-        return merged
-
-    def summary_over_ranks(self) -> dict[str, RankStats]:
-        """Compare the ranks of the default process group, in one gather that every rank must join.
-
-        Without an initialised process group this process is the only rank.
-        """
-        mine = {path: stats.mean for path, stats in self.summary().items() if stats.count}
-        everyone: list[Any] = [mine]
-        distributed = torch.distributed
-        if distributed.is_available() and distributed.is_initialized():
-            everyone = [None] * distributed.get_world_size()
-            distributed.all_gather_object(everyone, mine)
-        compared = {}
-        for path in dict.fromkeys(path for means in everyone for path in means):
-            ranked = [(means[path], rank) for rank, means in enumerate(everyone) if path in means]
-            compared[path] = RankStats(*min(ranked), *max(ranked))
-        return compared
-
     def table(self) -> str:
         """Return `summary()` as text: a line for each region, then what was not timed and why."""
         times = ["total", "mean", "min", "p50", "p90", "p99", "max"]
@@ -307,29 +259,17 @@ class Timer:
                 notes.append(f"{path}: {stats.captured:,} not timed in the capture of a CUDA graph")
         return "\n".join(align(rows) + notes)
 
-    def to_json(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        optimizer: Optimizer | Iterable[Optimizer] | None = None,
-        loader: Any = None,
-        scaler: torch.amp.GradScaler | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write `summary()` to a file, in seconds, for `python -m fastamp.bench doctor --timer`.
 
-        The file is written whole or stays as it was. That command says what would help. It is more
-        certain if it knows the optimizer or several, the loader, the scaler, and the dtype of
-        autocast (torch.float32 without it).
+        The file is written whole or stays as it was. That command says what would help, with more
+        certainty if `fastamp.bench.facts.save` has written the file.
 
         Raises:
             OSError: the file cannot be written.
-            TypeError: `optimizer` is not an optimizer, nor several.
         """
-        facts = describe(optimizer, loader, scaler, dtype)
         regions = {name: stats._asdict() for name, stats in self.summary().items()}
         content = {"schema": 1, "unit": "s", "device": str(self._device), "regions": regions}
-        content["facts"] = asdict(facts)
         write(Path(path), (json.dumps(content) + "\n").encode())
 
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
@@ -356,7 +296,6 @@ class Timer:
 
     def reset(self) -> None:
         """Forget all figures."""
-        self._resets += 1
         if self._clock is not None:
             self._clock.reset()
         for region in list(self._regions.values()):
@@ -409,14 +348,6 @@ def middles_ns(buckets: NDArray[np.int64]) -> NDArray[np.float64]:
     shift = np.maximum(buckets // 32 - 1, 0)
     middles: NDArray[np.float64] = ((buckets - 32 * shift) << shift) + ((1 << shift) - 1) / 2
     return middles
-
-
-def _join(a: RegionStats, b: RegionStats) -> RegionStats:
-    timed = [stats for stats in (a, b) if stats.count] or [a]
-    times = (a.total + b.total, min(s.min for s in timed), max(s.max for s in timed))
-    hits = Counter(dict(a.histogram)) + Counter(dict(b.histogram))
-    others = (a.host + b.host, a.gap + b.gap, a.dropped + b.dropped, a.captured + b.captured)
-    return _region_stats(a.count + b.count, times, others, tuple(sorted(hits.items())))
 
 
 def align(rows: list[list[str]]) -> list[str]:

@@ -14,7 +14,7 @@ from fastamp._progress import progress
 from fastamp.train.config import AUTOCAST, TrainConfig
 from fastamp.train.random_state import rng_state, seed_all, set_rng_state
 from fastamp.train.ranks import join
-from fastamp.train.result import CURVES, Curve, TrainResult
+from fastamp.train.result import CURVES, Curve, TrainResult, compare_ranks
 from fastamp.train.run import Run
 from fastamp.train.signals import DEFERRED, Signals
 
@@ -256,6 +256,7 @@ class _Loop(Run):
         host_s = {name: stats.host for name, stats in regions.items()}
         training_s = elapsed_s - host_s.get("evaluate", 0) - host_s.get("checkpoint", 0)
         is_cuda = self.device.type == "cuda"
+        mean_s = {name: stats.mean for name, stats in regions.items() if stats.count}
         return TrainResult(
             **curves,
             steps=self.step,
@@ -266,7 +267,7 @@ class _Loop(Run):
             peak_memory_nbytes=torch.cuda.max_memory_allocated(self.device) if is_cuda else None,
             phase_s={name: stats.total for name, stats in regions.items()},
             wait_share=host_s.get("data", 0) / training_s,
-            over_ranks=self.timer.summary_over_ranks() if self.ranks.mode is not None else {},
+            over_ranks=compare_ranks(self.ranks.gather(mean_s)) if self.ranks.mode else {},
         )
 
 

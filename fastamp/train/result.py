@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fastamp.metrics.plot import plot_curves
-from fastamp.timer import RankStats
+from fastamp.train.plot import plot_curves
 
 # Each curve of a result, and the scalar that it shows.
 CURVES = {
@@ -32,6 +31,29 @@ class Curve(NamedTuple):
 
     steps: NDArray[np.int64]
     values: NDArray[np.float64]
+
+
+class RankStats(NamedTuple):
+    """One region over the ranks of a process group: the mean of each rank, in seconds.
+
+    Example:
+        >>> fastamp.train.RankStats(min=0.1, min_rank=0, max=0.2, max_rank=1).max_rank
+        1
+    """
+
+    min: float
+    min_rank: int
+    max: float
+    max_rank: int
+
+
+def compare_ranks(everyone: list[dict[str, float]]) -> dict[str, RankStats]:
+    """Compare the mean seconds of each region, of which every rank has given its own."""
+    compared = {}
+    for path in dict.fromkeys(path for means in everyone for path in means):
+        ranked = [(means[path], rank) for rank, means in enumerate(everyone) if path in means]
+        compared[path] = RankStats(*min(ranked), *max(ranked))
+    return compared
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ import fastamp
 from fastamp.bench import environment, main_job
 from fastamp.bench.__main__ import main
 from fastamp.bench.advice import VANISHES, Profile, advise, read_profile
+from fastamp.bench.facts import Facts, describe
 from fastamp.bench.race import Interval
-from fastamp.timer.facts import Facts, describe
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fastamp
 from fastamp._ops import choose
 from fastamp.bench import doctor, environment, installation
+from fastamp.bench import facts as facts_of
 from fastamp.bench.__main__ import main
 from fastamp.bench.race import Race, Visit
 
@@ -176,7 +177,7 @@ def judge(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(doctor, "run_race", race_once)
 
     def run(timer, **facts):
-        timer.to_json(tmp_path / "timer.json", **facts)
+        facts_of.save(timer, tmp_path / "timer.json", **facts)
         assert main([*LOOK, "--timer", str(tmp_path / "timer.json")]) == 0
         return capsys.readouterr().out
 

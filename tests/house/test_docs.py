@@ -27,7 +27,7 @@ PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.par
 # What a block may be called that does not run; a directive's name stands in braces.
 OTHERS = {"sh", "diff", "text", "json", "yaml", "toml"}
 INTEGRATIONS = "fastamp.integrations."
-EXTRAS = ("accelerate", "lightning", "tensorboard", "transformers", "wandb")
+EXTRAS = ("accelerate", "lightning", "transformers", "wandb")
 REFERENCE = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
 DESCRIBED = re.findall(r"^\.\. (?:auto|py:)(?!module)\w+:: (\w[\w.]*)", REFERENCE, re.MULTILINE)
 
@@ -161,8 +161,7 @@ def test_every_public_name_has_an_example_that_runs(needs, tmp_path):
     for package in needs:
         pytest.importorskip(package)
     described = sorted({*DESCRIBED} - {"fastamp.__version__"})
-    more = (INTEGRATIONS, "fastamp.TensorBoard")
-    names = [name for name in described if name.startswith(more) == bool(needs)]
+    names = [name for name in described if name.startswith(INTEGRATIONS) == bool(needs)]
     done = run_python(STRICTLY + RUN_EXAMPLES, *names, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 

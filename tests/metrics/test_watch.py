@@ -1,4 +1,4 @@
-"""What a tracker watches: scalers, timers, loaders and GPUs."""
+"""What a tracker watches: scalers and GPUs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import types
 import numpy as np
 import pytest
 import torch
-from support.tracking import Collect, logged, overflowing_run
+from support.tracking import Collect, overflowing_run
 
 import fastamp
-from fastamp.metrics import TensorBoard, watch
+from fastamp.metrics import watch
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -94,51 +94,6 @@ def test_a_scaler_without_scaling_tells_its_norms_until_the_tracker_is_closed():
     assert "train/loss_scale" not in made.summary()
 
 
-def test_a_timer_tells_means_since_the_last_flush():
-    stats = types.SimpleNamespace(count=0, total=0.0)
-    made = logged([0.0] * 6)
-    made.watch(types.SimpleNamespace(summary=lambda: {"step/forward": stats}))
-    for stats.count, stats.total in [(4, 8.0), (4, 8.0), (6, 9.0), (2, 6.0), (3, 7.0)]:
-        made.flush()  # the last but one comes after a reset
-    assert [a.tolist() for a in made.history("timer/step/forward")] == [[5] * 3, [2.0, 0.5, 1.0]]
-
-
-def test_a_timer_that_is_reset_at_every_epoch_tells_the_means_of_each():
-    timer, made = fastamp.Timer("cpu"), fastamp.MetricsTracker()
-    made.watch(timer)
-    for epoch in range(3):
-        for _ in range(4 + epoch):
-            with timer("step"):
-                pass
-        made.log_scalar("epoch", 0.0, epoch)
-        made.flush()
-        mean = timer.summary()["step"].mean
-        assert made.history("timer/step")[0].tolist() == [*range(epoch + 1)]
-        assert made.history("timer/step")[1][-1] == pytest.approx(mean)
-        timer.reset()
-
-
-def test_a_timer_of_a_resumed_run_is_logged_at_its_last_step():
-    timer, made = fastamp.Timer("cpu"), fastamp.MetricsTracker()
-    made.watch(timer)
-    made.load_state_dict(logged([0.0] * 6).state_dict())
-    with timer("step"):
-        pass
-    made.flush()
-    assert made.history("timer/step")[0].tolist() == [5]
-
-
-def test_a_loader_tells_means_of_its_batches():
-    stats = types.SimpleNamespace(batches=10, nbytes=5000, wait_s=1.0, getitem_s=2.0)
-    made = fastamp.MetricsTracker()
-    made.watch(types.SimpleNamespace(stats=lambda: stats))
-    made.flush()
-    stats.batches, stats.wait_s = 20, 4.0
-    made.flush()
-    assert made.history("loader/wait_s")[1].tolist() == [0.1, pytest.approx(0.3)]
-    assert set(made.summary()) == {"loader/wait_s", "loader/getitem_s"}
-
-
 class NVMLError(Exception):
     """What a stand-in of pynvml raises."""
 
@@ -170,34 +125,30 @@ def nvml(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("module", ["matplotlib", "tensorboard", "pynvml"])
-def test_a_missing_package_is_named_with_its_extra(nvml, monkeypatch, module):
-    for name in [name for name in sys.modules if module in name.split(".")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, module, None)
-    extra, use = {
-        "matplotlib": ("plot", lambda: logged([1.0]).plot("x.png")),
-        "tensorboard": ("tensorboard", lambda: TensorBoard("x")),
-        "pynvml": ("gpu", lambda: logged([1.0]).watch("cuda")),
-    }[module]
-    with pytest.raises(ImportError, match=rf"pip install 'fastamp\[{extra}\]'"):
-        use()
+def test_a_missing_package_is_named_with_its_extra(nvml, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(ImportError, match=r"pip install 'fastamp\[gpu\]'"):
+        fastamp.MetricsTracker().watch("cuda")
 
 
 def gpu_threads():
     return [t for t in threading.enumerate() if t.name == "fastamp-gpu"]
 
 
-def test_gpus_are_asked_in_one_thread_by_uuid(nvml):
-    made = fastamp.MetricsTracker()
-    made.log_scalar("x", 0.0, 42)
-    for name in ("cuda", "cuda:1", "cuda", "cpu"):
-        made.watch(name)
+def wait_for(made, n_names):
     end_s = time.monotonic() + 20
-    while len(made.summary()) < 6:
+    while len(made.summary()) < n_names:
         assert time.monotonic() < end_s
         time.sleep(0.005)
-    assert len(gpu_threads()) == 1
+
+
+def test_each_gpu_is_asked_in_one_thread_by_uuid_until_the_tracker_is_closed(nvml):
+    made = fastamp.MetricsTracker()
+    made.log_scalar("x", 0.0, 42)
+    for name in ("cuda", "cuda:1", "cuda", torch.device("cuda:0"), "cpu"):
+        made.watch(name)
+    wait_for(made, 6)
+    assert len(gpu_threads()) == 2
     assert [a[0].item() for a in made.history("gpu0/utilization_pct")] == [42, 87.0]
     assert made.history("gpu0/power_w")[1][0] == 123.456
     assert made.history("gpu1/memory_nbytes")[1][0] == 5000
@@ -218,10 +169,7 @@ def test_a_part_of_a_gpu_is_asked_by_its_own_uuid(nvml, monkeypatch, uuid):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     made = fastamp.MetricsTracker()
     made.watch("cuda")
-    end_s = time.monotonic() + 20
-    while len(made.summary()) < 3:
-        assert time.monotonic() < end_s
-        time.sleep(0.005)
+    wait_for(made, 3)
     made.close()
     assert made.history("gpu0/memory_nbytes")[1][0] == 5000
 
@@ -241,8 +189,10 @@ def test_a_driver_that_refuses_is_told_of_in_the_log(nvml, monkeypatch, caplog, 
 
 
 def test_what_is_no_device_is_refused_by_name():
-    with pytest.raises(TypeError, match="source: expected a CUDA device, got 'gpu0'"):
+    with pytest.raises(RuntimeError, match="gpu0"):
         fastamp.MetricsTracker().watch("gpu0")
+    with pytest.raises(TypeError, match="source: expected a GradScaler or a CUDA device, got 3"):
+        fastamp.MetricsTracker().watch(3)
 
 
 def test_without_a_gpu_there_is_nothing_to_watch(monkeypatch):

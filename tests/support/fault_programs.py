@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import functools
 import hashlib
-import json
 import logging
 import pickle
 import sys
@@ -18,7 +16,6 @@ import torch.distributed
 from support.faults import report
 from support.trainable import Loop, loud, outcome, run
 
-import fastamp
 from fastamp.bench import __main__ as bench
 from fastamp.bench import selftest
 from fastamp.bench.record import Report
@@ -98,36 +95,6 @@ def report_damage():
         yield
     except CheckpointError as error:
         report("damaged", str(error))
-
-
-SINKS = {"JsonLines": fastamp.JsonLines, "Csv": fastamp.Csv}
-NAMES = ["loss", "a,b", 'a "name"', "two\nlines", "x" * 3000]
-SCALARS = [(NAMES[i % len(NAMES)], i, i / 4) for i in range(60)]
-
-
-def read_scalars(path: Path) -> list[tuple]:
-    """Return the scalars in a sink's file; raise an error if a line is broken."""
-    with path.open(newline="") as file:
-        if file.read(1) == "{":
-            rows = [json.loads(line).values() for line in path.read_text().splitlines()]
-        else:
-            file.seek(0)
-            _, *rows = csv.reader(file)
-    return [(name, int(step), float(value)) for name, step, value in rows]
-
-
-def log(folder: Path, kind: str) -> None:
-    """Log in batches what is not in the file yet; skip a batch that cannot be written."""
-    path = folder / "log"
-    sink = SINKS[kind](path)
-    present = read_scalars(path) if path.stat().st_size else []
-    start = present[-1][1] + 1 if present else 0
-    while start < len(SCALARS):
-        batch = SCALARS[start : start + 1 + start % 5]
-        with contextlib.suppress(OSError):
-            sink(batch)
-            report("flushed", [step for _, step, _ in batch])
-        start += len(batch)
 
 
 def measure(folder: Path) -> int:

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from support.fault_programs import SCALARS, read_scalars
 from support.faults import Fault, Ran, Server
 
 import fastamp
@@ -127,23 +126,6 @@ def nothing_is_left_behind(history: History) -> str | None:
     return f"left behind: {names}" if saves and not is_tidy else None
 
 
-def flushed_lines_stay(history: History) -> str | None:
-    """Lines of a sink that were flushed stay; all lines are whole, and in order."""
-    if not history.is_over:
-        return None
-    if any(history.last.codes):
-        return f"the file cannot be continued: {history.last.err[-1500:]}"
-    try:
-        present = read_scalars(history.folder / "log")
-    except ValueError as error:
-        return f"what is not a line: {error}"
-    steps = [step for _, step, _ in present]
-    flushed = {step for batch in history.said("flushed") for step in batch}
-    if steps != sorted(set(steps)) or not flushed <= set(steps):
-        return f"lost {flushed - set(steps)} of {steps}"
-    return None if all(SCALARS[scalar[1]] == scalar for scalar in present) else f"{present}"
-
-
 def old_or_new(history: History) -> str | None:
     """A file is either the old one or the new one, whole."""
     for name, end in {"record": "\n}\n", "page": "</html>\n"}.items():
@@ -200,8 +182,6 @@ SUBJECTS = {
     "fine_tune, 2 ranks": Subject("look_and_train", ranks=2, properties=TRAINING),
     "loop": Subject("look_and_loop", properties=TRAINING),
     "loop, in a thread": Subject("look_and_loop", (True,), properties=TRAINING),
-    "JsonLines": Subject("log", ("JsonLines",), properties=(flushed_lines_stay,)),
-    "Csv": Subject("log", ("Csv",), properties=(flushed_lines_stay,)),
     "bench": Subject("measure", properties=(old_or_new, refusals_have_status_2), files=BENCH_FILES),
 }
 # How often each subject is struck by each kind of fault.
@@ -210,8 +190,6 @@ KILLS = {
     ("fine_tune", "power"): 6,
     ("fine_tune, 2 ranks", "kill"): 1,
     ("fine_tune, 2 ranks", "power"): 1,
-    ("JsonLines", "kill"): 1,
-    ("Csv", "kill"): 1,
     ("bench", "kill"): 1,
     ("bench", "power"): 1,
 }
@@ -224,9 +202,6 @@ FAILURES = {
     ("fine_tune", "fail"): 5,
     ("fine_tune", "full"): 2,
     ("fine_tune, 2 ranks", "fail"): 1,
-    ("JsonLines", "fail"): 1,
-    ("JsonLines", "full"): 1,
-    ("Csv", "fail"): 1,
     ("bench", "full"): 1,
     ("bench", "fail"): 1,
 }

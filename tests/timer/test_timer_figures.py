@@ -1,4 +1,4 @@
-"""What the timer tells: figures, tables, files, and what ranks compare."""
+"""What the timer tells: figures, tables and files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from support import ranks, reference, timed
+from support import reference
 
 from fastamp import Timer
 
@@ -51,21 +51,6 @@ def test_no_bucket_is_wider_than_promised_and_all_are_the_same_everywhere(timer)
         stats = timer.summary()["x"]
         assert stats.histogram == ((reference.bucket(value), 1),), value
         assert stats.p50 == stats.min == stats.max == value / 1e9
-
-
-def test_merged_summaries_are_those_of_one_timer(backend):
-    values_ns = durations("lognormal", 10_000)
-    whole, *parts = (Timer("cpu") for _ in range(3))
-    record(whole, "x", values_ns)
-    record(parts[0], "x", values_ns[:3000])
-    record(parts[1], "x", values_ns[3000:])
-    record(parts[1], "only here", values_ns[:1])
-    merged = Timer.merge(*(part.summary() for part in parts))
-    expected = whole.summary()["x"]
-    assert merged["x"].histogram == expected.histogram
-    assert merged["x"][:-1] == pytest.approx(expected[:-1])
-    assert merged["only here"].count == 1
-    assert Timer.merge() == {}
 
 
 def test_json_has_the_summary(timer, tmp_path):
@@ -133,16 +118,3 @@ def test_a_trace_keeps_the_newest_regions(backend, tmp_path):
     assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
     assert inner["dur"] >= 1000
     assert timer.summary()["x"].count == 70_000
-
-
-@pytest.fixture(scope="module")
-def two():
-    with ranks.start(2) as started:
-        yield started
-
-
-def test_ranks_are_compared_in_one_gather(timer, backend, two):
-    timer("x").add(2_000_000)
-    assert timer.summary_over_ranks() == {"x": (0.002, 0, 0.002, 0)}
-    expected = {"step": (0.001, 0, 0.003, 1), "only": (0.005, 1, 0.005, 1)}
-    assert two.run(2, timed.compare_ranks, backend) == [(expected, 1)] * 2

@@ -17,7 +17,6 @@ from support.fault_trials import (
     History,
     Tally,
     Trials,
-    flushed_lines_stay,
 )
 from support.faults import Fault, Server
 
@@ -76,15 +75,6 @@ def test_a_checkpoint_of_ranks_outlives_a_loss_of_power(last, call, server, two_
     assert history.rans[0].struck == call
     assert history.last.said("resumed") == [12, 12], history.last.err
     assert set(history.last.said("outcome")) == set(expected.said("outcome"))
-
-
-@pytest.mark.parametrize("name", ["JsonLines", "Csv"])
-@pytest.mark.parametrize("kind", ["full", "fail"])
-def test_half_a_batch_on_a_full_disk_is_removed_from_a_sinks_file(name, kind, server, tmp_path):
-    n_calls = run(server, name, tmp_path / "peace").last.calls_of(0)
-    for at in range(n_calls // 2, n_calls // 2 + 8):
-        fault = Fault(kind, at=at, number=28, length=4, cut=True)
-        assert flushed_lines_stay(run(server, name, tmp_path / str(at), fault)) is None
 
 
 def test_a_checkpoint_that_cannot_be_removed_is_told_as_the_folders_error(server, tmp_path):

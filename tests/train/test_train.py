@@ -19,6 +19,7 @@ from fastamp import ModelCall, TrainConfig, fine_tune
 from fastamp.train.batches import Batches
 from fastamp.train.gpt import GPT, Shape
 from fastamp.train.ranks import Ranks
+from fastamp.train.result import compare_ranks
 from fastamp.train.text import load_corpus
 
 # Each choice with and without validation data, but not all pairs.
@@ -304,6 +305,12 @@ def test_evaluations_come_when_they_are_due():
         assert result.val_loss.values[-1] == pytest.approx(expected, rel=1e-6)  # of batches of 8
 
 
+def test_ranks_are_compared_by_the_mean_of_each_region():
+    everyone = [{"step": 0.001}, {"step": 0.003, "only": 0.005}]
+    expected = {"step": (0.001, 0, 0.003, 1), "only": (0.005, 1, 0.005, 1)}
+    assert compare_ranks(everyone) == expected
+
+
 def test_the_result_is_bounded_pickles_and_plots(tmp_path):
     data = (torch.randn(4200, 1), torch.randn(4200, 1))
     config = TrainConfig(batch_size=1, log_every=1000, epochs=1)
@@ -316,6 +323,8 @@ def test_the_result_is_bounded_pickles_and_plots(tmp_path):
     assert str(pickle.loads(pickle.dumps(result))) == result.summary()
     result.plot(tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+    result.plot(tmp_path / "curves")  # as savefig names it
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,7 @@ def plot_curves(path: str | os.PathLike[str], curves: dict[str, Any]) -> None:
     figures = require("matplotlib.figure", "plot")
     figure = figures.Figure(figsize=(8, 2.5 * len(curves)), layout="constrained")
     for index, (name, curve) in enumerate(curves.items()):
-        panel = figure.add_subplot(len(curves), 1, index + 1, xlabel="step")
-        shown = name.encode(errors="backslashreplace").decode()  # surrogates cannot be drawn
-        panel.set_title(shown, parse_math=False)
+        panel = figure.add_subplot(len(curves), 1, index + 1, xlabel="step", title=name)
         panel.plot(*curve, marker=".")
     target, content = Path(path), io.BytesIO()
     if not target.suffix:  # as savefig does

@@ -1,12 +1,18 @@
 """Facts about a training loop, in its timer's file for `python -m fastamp.bench doctor`."""
 
+import json
+import os
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+from fastamp._files import write
+from fastamp.timer import Timer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +71,41 @@ def describe(
         scaler=None if scaler is None else _scaler_of(scaler),
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
     )
+
+
+def save(
+    timer: Timer,
+    path: str | os.PathLike[str],
+    *,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    loader: Any = None,
+    scaler: torch.amp.GradScaler | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write `Timer.to_json`'s file and the facts of a loop for `fastamp.bench doctor --timer`.
+
+    Args:
+        timer: of the loop.
+        path: of the file.
+        optimizer: one or several.
+        loader: of the batches.
+        scaler: of the gradients.
+        dtype: of autocast; torch.float32 without it.
+
+    Raises:
+        OSError: the file cannot be written.
+        TypeError: `optimizer` is not an optimizer, nor several.
+
+    Example:
+        >>> timer = fastamp.Timer("cpu")
+        >>> with timer("step"):
+        ...     pass
+        >>> fastamp.bench.facts.save(timer, "timer.json", dtype=torch.float32)
+    """
+    facts = describe(optimizer, loader, scaler, dtype)
+    timer.to_json(path)
+    content = json.loads(Path(path).read_bytes()) | {"facts": asdict(facts)}
+    write(Path(path), (json.dumps(content) + "\n").encode())
 
 
 def _scaler_of(scaler: torch.amp.GradScaler) -> str:
