@@ -59,7 +59,7 @@ from fastamp.data.sources import (
     why_not,
 )
 from fastamp.data.stats import LoaderStats
-from fastamp.data.tasks import StreamReader, find_maker
+from fastamp.data.thread_tasks import StreamReader, find_maker
 from fastamp.data.threads import Room, StreamBatches, ThreadBatches, copy_stream
 from fastamp.data.workers import Team, WorkerInfo
 
@@ -71,13 +71,14 @@ class DataLoader(TorchDataLoader[T_co]):
     """Load batches as torch.utils.data.DataLoader does: same arguments, same batches, less time.
 
     Datasets in memory or in a mapped file are gathered by threads of the compiled core, ahead of
-    the consumer: TensorDataset, `fastamp.ArrayDataset`, `fastamp.TokenDataset`, a tensor, a NumPy
-    array or memmap, a dict of these (which is an ArrayDataset), a Hugging Face dataset (format
-    "torch", "numpy" or none) of integers, floats and lists of one length, and a Subset of any.
-    Their batches are those of `default_collate`, and no worker processes are started. Every other
-    dataset, and every dataset with a `collate_fn` or a `worker_init_fn` of the user's, goes through
-    torch's own iterators and workers, or threads if `worker` says so, with `fastamp.BatchCollator`
-    where no `collate_fn` is given.
+    the consumer: TensorDataset, `fastamp.ArrayDataset`, `fastamp.TokenDataset`, a
+    `fastamp.Source` with columns, a tensor, a NumPy array or memmap, a dict of these (which is an
+    ArrayDataset), a Hugging Face dataset (format "torch", "numpy" or none) of integers, floats and
+    lists of one length, and a Subset of any. Their batches are those of `default_collate`, and no
+    worker processes are started. Every other dataset, and every dataset with a `collate_fn` or a
+    `worker_init_fn` of the user's, is read item by item: in the loop's thread, in torch's worker
+    processes, or in threads if `worker` says so, with `fastamp.BatchCollator` where no `collate_fn`
+    is given. The user's own code runs where torch runs it.
 
     A batch that the user keeps is never overwritten.
 
@@ -86,7 +87,9 @@ class DataLoader(TorchDataLoader[T_co]):
     mapped file that is cut short raises a RuntimeError (Arrow's, a BufferError). Three things
     go unnoticed: a file that another process changes in place, or cuts short while a batch is
     copied out of its last page; what is written into a NumPy array, or through `tensor.data`, after
-    a batch was begun; and memory that is freed and used again while a batch is copied from it.
+    a batch was begun; and memory that is freed and used again while a batch is copied from it. With
+    `device=`, what the loop writes into a dataset that is gathered may be missing from the next two
+    batches, whose copies have begun.
 
     Hugging Face's Accelerate keeps this loader after `fastamp.integrations.accelerate.prepare`, and
     makes its own of it otherwise.
@@ -247,7 +250,7 @@ class DataLoader(TorchDataLoader[T_co]):
         return self._get_iterator()
 
     def _get_iterator(self) -> LoaderPass:  # type: ignore[override]
-        """Begin a pass, as subclasses of torch's loader call it."""
+        """Begin a pass. Subclasses override it to wrap the pass, as those of torch's loader."""
         if self.timeout and not self.num_workers:
             msg = f"timeout: expected 0 without workers, got {self.timeout}"
             raise AssertionError(msg)  # as torch's
@@ -602,15 +605,16 @@ class DataLoader(TorchDataLoader[T_co]):
         any batch size: it says how many samples of the epoch all of them have had, if each has had
         as many batches as this one.
 
-        A dataset with `state_dict` and `load_state_dict` is saved with it, and so is its iterator
-        if it is iterable. With workers that is each worker's copy, whose `state_dict` is called
-        after every batch; in the middle of an epoch such a state needs the same number of workers.
-        An iterable dataset without these methods is read again up to the position.
+        A sampler with `state_dict` and `load_state_dict` is asked after each of its batches, and
+        its state is in the loader's. A dataset with these methods, and any iterable dataset, is
+        saved and loaded by torchdata (the extra `state`), as by its StatefulDataLoader: an iterable
+        dataset without the methods is read again up to the position.
 
         Raises:
-            TypeError: the dataset is iterable and its `state_dict` needs arguments, or it is a data
-                pipe that workers read; or the loader is sharded and `in_order` is False.
-            RuntimeError: the dataset is iterable, and Ctrl-C interrupted reading it.
+            ImportError: the dataset has a state or is iterable, and torchdata is not installed.
+            TypeError: threads read such a dataset, or one whose `state_dict` needs arguments; or
+                `in_order` is False with workers: it is unknown which batches are delivered.
+            RuntimeError: the dataset has a state, and Ctrl-C interrupted reading it.
         """
         self._check_state()
         position = (self._last or self._next).now()
@@ -676,15 +680,15 @@ class DataLoader(TorchDataLoader[T_co]):
     def load_state_dict(self, state: Any) -> None:
         """Let the next pass resume where `state_dict` was called.
 
-        The number of workers may differ, unless each has a copy of its own of the dataset: an
-        iterable one, or one with a `state_dict`.
+        The number of workers may differ, unless the dataset is iterable or has a state: then each
+        worker has a copy of its own.
 
         Raises:
             ValueError: the state is another version's, or of a loader with another sampler, batch
-                size, `drop_last`, length of the dataset, seed or source of randomness; or one of
-                its keys is missing, has another kind of value, or is of another number of workers.
-                Nothing is changed then.
-            TypeError: see `state_dict`.
+                size, `drop_last`, length of the dataset, seed, source of randomness or number of
+                workers; or one of its keys is missing, or has another kind of value. Nothing is
+                changed then.
+            ImportError, TypeError: see `state_dict`.
         """
         self._check_state()
         position, told_epoch = decode(state, self._identity())

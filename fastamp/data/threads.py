@@ -17,7 +17,7 @@ from fastamp.data.ahead import Ahead, too_large
 from fastamp.data.position import mark_undelivered
 from fastamp.data.prefetch import FORKED, is_last
 from fastamp.data.stats import LoaderStats
-from fastamp.data.tasks import BatchTask, Maker, StreamReader, StreamTask, Task
+from fastamp.data.thread_tasks import BatchTask, Maker, StreamReader, StreamTask, Task
 from fastamp.data.workers import Team
 
 _COPY: dict[type, Callable[[Any], Any]] = {
