@@ -1,0 +1,294 @@
+"""Faults that the loader had, each with its whole kind: states, draws, and what others rely on."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import warnings
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from support.loading import Squares, assert_same
+from support.stream_model import Model
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset, Sampler, Subset, TensorDataset
+
+import fastamp
+from fastamp.data.prefetch import CudaCopies
+from fastamp.data.sample_rng import generators_kept
+
+
+class Box(torch.Tensor):
+    """A subclass, as torchvision's boxes and masks."""
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_subclass_of_tensor_stays_what_it_is_on_a_device(device):
+    batches = [{"box": torch.ones(3).as_subclass(Box), "x": torch.ones(2)}]
+    for batch in fastamp.prefetch(batches, device):
+        assert type(batch["box"]) is Box
+        assert type(batch["x"]) is torch.Tensor
+
+
+def test_a_subclass_of_tensor_is_moved_by_its_own_method_to_cuda():
+    model = Model(0)
+    with model.installed(importlib.import_module("fastamp.data.prefetch")):
+        copies = CudaCopies(torch.device("cuda", 0), 2, keeps=False)
+        box, plain = torch.ones(3).as_subclass(Box), torch.ones(3)
+        _, copied = copies.start([box, plain])
+        assert [type(tensor) for tensor in copied.left] == [Box]
+        assert [type(tensor) for tensor in copied.tensors] == [torch.Tensor]
+
+
+class Own(Sampler):
+    """A sampler that knows where it is."""
+
+    def __init__(self, length):
+        self.length, self.place = length, 0
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        while self.place < self.length:
+            self.place += 1
+            yield self.place - 1
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+class OwnBatches(Own):
+    """As batches of two."""
+
+    def __iter__(self):
+        for row in super().__iter__():
+            yield [row, row]
+
+
+@pytest.mark.parametrize("by_owner", [False, True], ids=["by the loader", "by its owner, too"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("dataset", [torch.arange(20), Squares(20)], ids=["arrays", "python"])
+def test_a_sampler_with_a_state_is_asked_and_nothing_is_skipped_twice(
+    dataset, num_workers, by_owner
+):
+    def make():
+        sampler = OwnBatches(20)
+        return sampler, fastamp.DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers)
+
+    _, loader = make()
+    batches = iter(loader)
+    for _ in range(5):
+        next(batches)
+    state = json.loads(json.dumps(loader.state_dict()))
+    assert state["sampler_state"] == {"samples": 10, "state": {"place": 5}}
+    expected = [*batches]
+    assert len(expected) == 15
+    sampler, resumed = make()
+    if by_owner:
+        sampler.load_state_dict({"place": 5})
+    resumed.load_state_dict(state)
+    assert_same([*resumed], expected)
+    assert len([*resumed]) == 20  # the next epoch is whole
+
+
+def test_threads_that_read_streams_hold_no_more_than_max_bytes():
+    class Large(IterableDataset):
+        def __iter__(self):
+            for _ in range(20):
+                made.append(1)
+                yield torch.zeros(1000, dtype=torch.uint8)
+
+        def __deepcopy__(self, _):
+            return self
+
+    made = []
+    loader = fastamp.DataLoader(
+        Large(), 2, num_workers=2, worker="thread", prefetch_factor=8, max_bytes=4000
+    )
+    for count, batch in enumerate(loader, 1):
+        assert batch.nbytes == 2000
+        assert len(made) <= 2 * (count + 2)  # two batches under way, and the one delivered
+    assert count == 20
+    small = fastamp.DataLoader(Large(), 2, num_workers=2, worker="thread", max_bytes=1999)
+    with pytest.raises(ValueError, match="max_bytes=1999: one batch takes 2000 bytes"):
+        next(iter(small))
+
+
+def test_a_subset_converts_its_indices_once_for_a_pass():
+    class Indices(list):
+        read = 0
+
+        def __iter__(self):
+            Indices.read += 1
+            return super().__iter__()
+
+    subset = Subset(torch.arange(40), Indices(range(0, 40, 2)))
+    loader = fastamp.DataLoader(subset, 4)
+    [*loader]
+    once = Indices.read
+    for _ in range(5):
+        str(loader)
+        loader.stats()
+    assert Indices.read == once
+
+
+def draw_all():
+    return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
+
+
+class Drawing(Sampler):
+    """Draws from all generators of the program as it goes."""
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        for row in range(12):
+            draw_all()
+            yield row
+
+
+@pytest.mark.parametrize("dataset", [torch.arange(12), Squares(12)], ids=["arrays", "python"])
+def test_a_sampler_that_draws_as_it_goes_leaves_the_loops_own_draws_alone(dataset):
+    def seed():
+        random.seed(1)
+        np.random.seed(1)  # noqa: NPY002
+        torch.manual_seed(1)
+
+    def loop(loader):
+        return [draw_all() for _ in loader], draw_all()
+
+    seed()
+    expected = loop(TorchDataLoader(dataset, 2, sampler=Drawing()))
+    seed()
+    assert loop(fastamp.DataLoader(dataset, 2, sampler=Drawing())) == expected
+    seed()
+    loader = fastamp.DataLoader(dataset, 2, sampler=Drawing())
+    batches, drawn = iter(loader), []
+    for _ in range(3):
+        next(batches)
+        drawn.append(draw_all())
+    state = loader.state_dict()
+    with generators_kept():
+        rest = loop(batches)
+    assert (drawn + rest[0], rest[1]) == expected
+    resumed = fastamp.DataLoader(dataset, 2, sampler=Drawing())
+    resumed.load_state_dict(state)
+    assert loop(resumed) == rest
+
+
+@pytest.mark.parametrize("dataset", [torch.arange(8), Squares(8)], ids=["arrays", "python"])
+def test_a_subclass_wraps_the_pass_as_with_torchs_loader(dataset):
+    class Wrapped(fastamp.DataLoader):
+        def _get_iterator(self):
+            return (("wrapped", batch) for batch in super()._get_iterator())
+
+    assert [word for word, _ in Wrapped(dataset, 4)] == ["wrapped"] * 2
+
+
+class Counter(IterableDataset):
+    """A stream with a state, of which each worker has a part."""
+
+    def __init__(self):
+        self.place = 0
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        while self.place < 6:
+            self.place += 1
+            yield first + step * self.place
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_resumed_stream_begins_its_later_epochs_at_the_start(persistent):
+    def make():
+        return fastamp.DataLoader(
+            Counter(), 2, num_workers=2, persistent_workers=persistent, seed=0
+        )
+
+    loader = make()
+    whole = [*loader]
+    loader = make()
+    batches = iter(loader)
+    next(batches)
+    next(batches)
+    resumed = make()
+    resumed.load_state_dict(loader.state_dict())
+    assert_same([*resumed], whole[2:])
+    assert_same([*resumed], whole)
+    assert_same([*resumed], whole)
+
+
+class Keeps(Counter):
+    """A stream that draws from torch's generator, and has its state in its own."""
+
+    def __iter__(self):
+        while self.place < 6:
+            self.place += 1
+            yield torch.rand(())
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place, "rng": torch.get_rng_state()}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+        torch.set_rng_state(state["rng"])
+
+
+def test_a_stream_that_restores_generators_in_its_own_state_draws_on():
+    loader = fastamp.DataLoader(Keeps(), 2)
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    expected = [*batches]
+    torch.manual_seed(99)
+    resumed = fastamp.DataLoader(Keeps(), 2)
+    resumed.load_state_dict(state)
+    assert_same([*resumed], expected)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_that_is_longer_than_it_says_is_told_when_torch_tells_it(num_workers):
+    class Told(IterableDataset):
+        def __len__(self):
+            return 3
+
+        def __iter__(self):
+            return iter(range(4))
+
+    def warned_at(make):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loader = make(Told(), None, num_workers=num_workers)
+            assert len(loader) == 3
+            return [len([w for w in caught if "IterableDataset" in str(w.message)]) for _ in loader]
+
+    expected = warned_at(TorchDataLoader)
+    assert warned_at(fastamp.DataLoader) == expected
+    assert warned_at(partial(fastamp.DataLoader, seed=1)) == expected
+    assert expected[-1] > 0
+
+
+def test_a_pass_over_arrays_begins_as_late_as_its_first_batch():
+    dataset = TensorDataset(torch.arange(8))
+    loader = fastamp.DataLoader(dataset, 4)
+    batches = iter(loader)
+    dataset.tensors[0].fill_(7)
+    assert next(batches)[0].tolist() == [7] * 4
