@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from copy import copy
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, islice
@@ -258,7 +257,7 @@ class DataLoader(TorchDataLoader[T_co]):
         if shard is not None and shard.epoch != self._next.epoch:  # by the sampler's own set_epoch
             self.set_epoch(shard.epoch)
         begins_at, last = self._next, self._last
-        position = copy(begins_at)
+        position = replace(begins_at)
         self._begin_at(Position(epoch=position.epoch + 1))
         self._last = position
         if self.generator is not None and self.seed is not None and shard is None:

@@ -33,7 +33,7 @@ _WHOLE = (WeightedRandomSampler, SubsetRandomSampler, DistributedSampler)
 _COMPUTED = (SequentialSampler, RandomSampler, *_OURS, *_WHOLE)
 _DRAWING = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
 _DRAWN = 4096  # indices drawn at once, with replacement
-_SPLIT = 256  # batches split off a chunk of indices at once
+_FIRST_SPLIT, _SPLIT = 4, 256  # batches split off at once: a pass may be left after the first one
 _BOOLEANS = (bool, np.dtype(bool), torch.bool)
 
 
@@ -166,9 +166,10 @@ class Plan:
             first = next(chunks, None)
         for chunk in chain(() if first is None else (first,), chunks):
             rest = len(chunk) % size if drop_last else 0
-            # Some batches at a time: a pass may be left after the first one.
-            for begin in range(0, len(chunk) - rest, _SPLIT * size):
-                part = chunk[begin : min(len(chunk) - rest, begin + _SPLIT * size)]
+            begin, end, count = 0, len(chunk) - rest, _FIRST_SPLIT
+            while begin < end:
+                part = chunk[begin : min(end, begin + count * size)]
+                begin, count = begin + count * size, _SPLIT
                 for batch in _split(part, size, lists=lists):
                     if len(batch) < size and type(sampler) is RandomSampler:
                         next(chunks, None)  # torch's batch sampler reaches the end for this one

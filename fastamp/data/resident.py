@@ -1,17 +1,22 @@
 """Datasets kept on a device: batches are gathered there, by row numbers from the host."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastamp.data.columns import Column, Windows, check_rows, torch_dtype
 
 _CHUNK_NBYTES = 1 << 26  # of an array on its way to the device
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 """Signed dtypes of the same size: not every device gathers the unsigned ones."""
+
+_copies: Any = WeakTensorKeyDictionary()
+"""Of a tensor, by device: its version when it was copied, and a weak reference to the copy."""
 
 
 def _signed(tensor: Tensor) -> Tensor:
@@ -105,6 +110,8 @@ def _end(array: Any) -> Any:
 
 
 def _move(array: Any, device: torch.device, moved: dict[Any, Tensor]) -> Tensor:
+    if isinstance(array, Tensor) and not array.is_inference():
+        return _move_once(array, device)
     if not isinstance(array, Windows):
         return _copy([array], array.shape, device)
     count = sum(map(len, array.parts))
@@ -112,6 +119,17 @@ def _move(array: Any, device: torch.device, moved: dict[Any, Tensor]) -> Tensor:
     if flat is None:
         flat = moved[_end(array)] = _copy(array.parts, (count,), device)
     return flat.as_strided(array.shape, (array.step, 1), len(flat) - count)
+
+
+def _move_once(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor's copy on a device, one for all loaders, as of the splits of a dataset."""
+    known = _copies.setdefault(tensor, {})
+    version, find = known.get(device, (None, None))
+    copy: Tensor | None = find() if find else None
+    if copy is None or version != tensor._version:
+        copy = _copy([tensor], tensor.shape, device)
+        known[device] = tensor._version, weakref.ref(copy)
+    return copy
 
 
 def _copy(parts: Sequence[Any], shape: Sequence[int], device: torch.device) -> Tensor:

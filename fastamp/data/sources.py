@@ -130,6 +130,8 @@ def why_not(collate_fn: Any, worker_init_fn: Any) -> str:
         pads = type(collate_fn) is BatchCollator
         return "collate_fn pads" if pads else "collate_fn is the user's"
     registered = torch_collate.default_collate_fn_map
+    if registered == _TORCHS:
+        return "" if worker_init_fn is None else "worker_init_fn is given"
     added = tuple(kind for kind in registered if kind not in _TORCHS)
     changed = any(registered.get(kind) is not function for kind, function in _TORCHS.items())
     if changed or isinstance((), added) or isinstance({}, added):  # the samples of rows
@@ -200,7 +202,7 @@ def find_columns(dataset: object) -> Columns | None:  # noqa: PLR0911 - one for 
 def _from_arrays(tree: Any, images: Iterable[Images | None] = ()) -> Columns | None:
     arrays = tree_leaves(tree)
     found = zip_longest(map(_column, arrays), images)
-    columns = [column._replace(images=how) for column, how in found if column is not None]
+    columns = [column._replace(images=how) if how else column for column, how in found if column]
     if len(columns) < len(arrays) or len({find_device([column]) for column in columns}) > 1:
         return None
     if type(tree) is tuple and all(type(part) in _ARRAYS for part in tree):
@@ -222,7 +224,7 @@ def _column(array: Any) -> Column | None:
     if dtype is None or array.ndim == 0 or type(array) not in _ARRAYS:
         return None
     if isinstance(array, Tensor):
-        is_plain = array[:1].is_contiguous()
+        is_plain = array.is_contiguous() or array[:1].is_contiguous()
         return Column(array, dtype, None, not is_plain) if is_plain or _on_host(array) else None
     try:  # whether default_collate gives rows this dtype
         fits = default_collate([np.ones((1, *array.shape[1:]), array.dtype)[0]]).dtype == dtype

@@ -132,7 +132,7 @@ def test_a_subset_converts_its_indices_once_for_a_pass():
 
     subset = Subset(torch.arange(40), Indices(range(0, 40, 2)))
     loader = fastamp.DataLoader(subset, 4)
-    [*loader]
+    list(loader)
     once = Indices.read
     for _ in range(5):
         str(loader)

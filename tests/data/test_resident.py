@@ -12,7 +12,7 @@ from support.loading import assert_same, ends, make_array
 from support.stream_model import Model
 from support.stream_schedules import prefetching
 from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import Subset, TensorDataset, random_split
 
 import fastamp
 from fastamp import _ops
@@ -107,6 +107,17 @@ def test_windows_of_one_sequence_are_moved_once(model):
     x, y = (column.array for column in loader._moved)
     assert x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
     assert y.storage_offset() == 1
+
+
+def test_the_splits_of_a_dataset_share_what_is_moved(model):
+    first, second = random_split(TensorDataset(X, Y), [30, 10])
+    loaders = [
+        fastamp.DataLoader(split, 4, device="cuda:1", resident=True) for split in (first, second)
+    ]
+    for loader in loaders:
+        next(iter(loader))
+    ours, theirs = ([column.array for column in loader._moved] for loader in loaders)
+    assert [x.data_ptr() for x in ours] == [x.data_ptr() for x in theirs]
 
 
 def test_memory_of_a_dataset_is_not_used_again_while_it_is_read(model):
