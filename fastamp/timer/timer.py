@@ -72,7 +72,7 @@ class RegionStats(NamedTuple):
 class Timer:
     """Time regions of a program, on a GPU without waiting for it.
 
-    `with timer("forward"): ...` costs less than three times two reads of a clock. On CUDA an
+    `with timer("forward"): ...` costs about three times two reads of a clock. On CUDA an
     event is recorded on the current stream when the region begins and when it ends; only
     `summary()` waits for them. A region that is opened inside another one is named by its path,
     "outer/inner". Nesting is per thread: asyncio tasks that interleave in one need a timer each. A
