@@ -46,6 +46,14 @@ def note_index(
     return error
 
 
+def make_rows(make: Make, rows: list[int]) -> Any:
+    """Return the batch that a source makes of rows, with the keys of their samples."""
+    cell: Any = current.sample
+    numbers = torch.arange(cell.number, cell.number + len(rows), device="cpu")
+    keys = cell.order.find_keys(cell.order.places(numbers))
+    return make(torch.tensor(rows, dtype=torch.int64, device="cpu"), keys)
+
+
 class Items(Dataset[Any]):
     """A dataset whose batches are made at one go, and timed.
 
@@ -82,8 +90,7 @@ class Items(Dataset[Any]):
         current.sample, cell.number, index = cell, number, rows
         try:
             if self._make is not None:
-                places = cell.order.places(torch.arange(number, number + len(rows)))
-                return self._make(torch.tensor(rows), cell.order.find_keys(places))
+                return make_rows(self._make, rows)
             if self._together is not None:
                 samples = self._together(rows)
             elif self._single:

@@ -408,7 +408,8 @@ class DataLoader(TorchDataLoader[T_co]):
         keyed = columns.find is not None or any(column.images for column in columns.columns)
 
         def find_keys(count: int, number: int) -> Tensor:
-            return order.find_keys(order.places(torch.arange(number, number + count)))
+            numbers = torch.arange(number, number + count, device="cpu")
+            return order.find_keys(order.places(numbers))
 
         cell = Batch(order)
         return GatherSource(
@@ -432,15 +433,17 @@ class DataLoader(TorchDataLoader[T_co]):
         return CallerBatches(batches, plan.order, items, self._stats, pins=pins)
 
     def _items(self, kind: type[Items]) -> Items:
-        make = find_make(self.dataset, self.collate_fn) if self._auto_collation else None
         return kind(
             self.dataset,
             self.collate_fn,
-            make,
+            self._find_make(),
             single=not self._auto_collation,
             worker_init_fn=self.worker_init_fn,
             times=self._times,
         )
+
+    def _find_make(self) -> Callable[[Tensor, Tensor], Any] | None:
+        return find_make(self.dataset, self.collate_fn) if self._auto_collation else None
 
     def _in_thread_workers(self, plan: Plan, slots: Slots) -> Iterator[Any]:
         """Return batches that threads make."""
@@ -458,6 +461,7 @@ class DataLoader(TorchDataLoader[T_co]):
             self.dataset,
             self.collate_fn,
             order,
+            make=self._find_make(),
             single=not self._auto_collation,
             pins=pins,
             slots=slots if is_default(self.collate_fn) else None,
@@ -527,7 +531,7 @@ class DataLoader(TorchDataLoader[T_co]):
         """Return torch's loader, or torchdata's for a dataset with a state."""
         count, stateful = self.num_workers, find_save(self.dataset) is not None
         if self._times is None:
-            self._times = torch.zeros(max(count, 1), 2, dtype=torch.float64)
+            self._times = torch.zeros(max(count, 1), 2, dtype=torch.float64, device="cpu")
             if count:
                 self._times.share_memory_()  # type: ignore[no-untyped-call]
         items: Any

@@ -82,7 +82,8 @@ class Source(Dataset[Any]):
         Returns:
             Tensors of shape (batch, ...), in any nesting of dicts, lists and tuples.
         """
-        raise NotImplementedError
+        msg = f"{type(self).__name__}: write columns() or make(rows, keys)"
+        raise NotImplementedError(msg)
 
     def __getitem__(self, index: int) -> Any:
         if not -len(self) <= index < len(self):
@@ -91,8 +92,9 @@ class Source(Dataset[Any]):
         row = index % len(self)
         if gives_columns(self):
             return tree_map(itemgetter(row), self.columns())
-        keys = torch.tensor([sample_rng().take_key()], dtype=torch.uint64).view(torch.int64)
-        return map_tensors(itemgetter(0), self.make(torch.tensor([row]), keys))
+        key = sample_rng().take_key()
+        keys = torch.tensor([key], dtype=torch.uint64, device="cpu").view(torch.int64)
+        return map_tensors(itemgetter(0), self.make(torch.tensor([row], device="cpu"), keys))
 
 
 def gives_columns(source: Source) -> bool:

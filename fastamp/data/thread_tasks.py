@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from fastamp.data.items import find_together, note_index
+from fastamp.data.items import Make, find_together, hand_on, make_rows, note_index
 from fastamp.data.row_writer import Rows, find_get
 from fastamp.data.sample_rng import Batch, Order, current
 from fastamp.data.slots import Slots
@@ -49,6 +49,7 @@ def find_maker(
     order: Order,
     batches: Any,
     *,
+    make: Make | None,
     single: bool,
     pins: bool,
     slots: Slots | None,
@@ -56,6 +57,8 @@ def find_maker(
     """Return what the threads of a pass need; large leaves are written into rows of `slots`."""
     dropped: list[Any] = []
     together = None if single else find_together(dataset)
+    if make is not None:
+        together, collate_fn = partial(make_rows, make), hand_on
     whole = single or together is not None
     return Maker(
         get=together or partial(getitem, dataset),
