@@ -142,14 +142,14 @@ def _make(
             for begin, parts in chunks:
                 for column, part in zip(columns, parts, strict=True):
                     column[begin : begin + len(part)] = part
-            return assemble(columns, layout.spec)
+            return assemble(columns, layout.like)
         record = describe(dataset, layout, known, key)
         if not is_made:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with locked(folder.with_name(f".{folder.name}.lock")):
                 if not folder.exists():
                     write(folder, record, layout, chunks)
-    return assemble(map_columns(folder, record, layout, known), layout.spec)
+    return assemble(map_columns(folder, record, layout, known), layout.like)
 
 
 def _check_size(nbytes: int, max_bytes: int | None, folder: Path | None) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -9,14 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import (
-    TreeSpec,
     keystr,
     tree_flatten,
     tree_flatten_with_path,
     tree_leaves,
     tree_unflatten,
 )
-from torch.utils.data import default_collate
 
 from fastamp.data.collate import BatchCollator
 from fastamp.data.columns import plain_dtype, torch_dtype
@@ -27,8 +26,9 @@ Chunk: TypeAlias = tuple[int, list[Tensor]]
 """The first row, and some rows of each column."""
 
 
-class _Kind(NamedTuple):
-    """What a leaf is in all items."""
+@dataclass
+class _Kind:
+    """What a leaf is in all items. No tuple: those are containers."""
 
     name: str
     dtype: torch.dtype | None = None
@@ -41,11 +41,15 @@ class _Kind(NamedTuple):
 class Layout(NamedTuple):
     """How items become rows of columns, one for each leaf."""
 
-    kinds: dict[str, _Kind]
-    """Of each leaf, by its place in an item, such as "[0]['x']"."""
-    spec: TreeSpec
+    like: Any
+    """An item, with what each leaf is in its place. A TreeSpec warns where it is unpickled."""
     rows: list[tuple[tuple[int, ...], torch.dtype]]
     """The shape and the dtype of a row of each column."""
+
+    @property
+    def kinds(self) -> dict[str, _Kind]:
+        """What each leaf is, by its place in an item, such as "[0]['x']"."""
+        return {keystr(path): kind for path, kind in tree_flatten_with_path(self.like)[0]}
 
     @property
     def row_nbytes(self) -> int:
@@ -54,20 +58,19 @@ class Layout(NamedTuple):
 
     def collate(self, rows: Sequence[int], items: list[Any]) -> list[Tensor]:
         """Return the items as rows of each column, or raise a TypeError that names an item."""
-        expected = tree_unflatten(self.kinds.values(), self.spec)
         for row, item in zip(rows, items, strict=True):
-            if not _fits(item, expected):
+            if not _fits(item, self.like):
                 self._check(row, item)
         return tree_leaves(BatchCollator()(items))
 
     def _check(self, row: int, item: Any) -> None:
-        kinds = _find_kinds(row, item)
-        for name in {**self.kinds, **kinds}:
-            here, first = kinds.get(name, "missing"), self.kinds.get(name, "missing")
+        kinds, firsts = _find_kinds(row, item), self.kinds
+        for name in {**firsts, **kinds}:
+            here, first = kinds.get(name, "missing"), firsts.get(name, "missing")
             if here != first:
                 msg = f"dataset[{row}]{name}: is {here}, in dataset[0] {first}"
                 raise TypeError(msg)
-        if tree_flatten(item)[1] != self.spec:
+        if tree_flatten(item)[1] != tree_flatten(self.like)[1]:
             msg = f"dataset[{row}]: has other containers, or another order, than dataset[0]"
             raise TypeError(msg)
 
@@ -116,21 +119,22 @@ def _find_kinds(row: int, item: Any) -> dict[str, _Kind]:
 
 def read_layout(first: Any) -> Layout:
     """Return the layout of the first item, or raise a TypeError if it cannot be gathered."""
-    kinds, spec = _find_kinds(0, first), tree_flatten(first)[1]
-    batch = default_collate([first]) if kinds else None
+    kinds = _find_kinds(0, first)
+    batch = BatchCollator()([first]) if kinds else None
     columns = tree_leaves(batch)
-    gatherable = find_columns(assemble(columns, spec)) if kinds else None
+    gatherable = find_columns(assemble(columns, first)) if kinds else None
     made = None if gatherable is None else gatherable.build(columns)
     if made is None or tree_flatten(made)[1] != tree_flatten(batch)[1]:
         got = type(first).__name__ + (f" with the leaves {', '.join(kinds)}" if kinds else "")
         msg = f"dataset[0]: expected numbers in dicts, lists and tuples, or a bare one, got {got}"
         raise TypeError(msg)
-    return Layout(kinds, spec, [(tuple(c.shape[1:]), c.dtype) for c in columns])
+    like = tree_unflatten(kinds.values(), tree_flatten(first)[1])
+    return Layout(like, [(tuple(c.shape[1:]), c.dtype) for c in columns])
 
 
-def assemble(columns: list[Tensor], spec: TreeSpec) -> Any:
-    """Return the dataset of the columns."""
-    tree = tree_unflatten(columns, spec)
+def assemble(columns: list[Tensor], like: Any) -> Any:
+    """Return the dataset of the columns, whose items have the containers of this one."""
+    tree = tree_unflatten(columns, tree_flatten(like)[1])
     if isinstance(tree, Tensor):
         return tree
     return ArrayDataset(*tree) if type(tree) in (tuple, list) else ArrayDataset(tree)

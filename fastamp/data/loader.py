@@ -498,33 +498,37 @@ class DataLoader(TorchDataLoader[T_co]):
     def _through_torch(self, plan: Plan) -> tuple[Iterator[Any], Plan]:
         """Return the batches of torch's iterator over processes or a stream, and their plan."""
         position, count = plan.position, self.num_workers
-        source = self._seed_source(position)
-        after = torch.Generator()
-        after.set_state(source.get_state())
+        stateful, source = find_save(self.dataset) is not None, self._seed_source(position)
+        apart = torch.Generator()
+        apart.set_state(source.get_state())
         if self._base_seed is None or not (self.persistent_workers and count):
-            self._base_seed = draw_seed(after)  # torch's iterator draws the same one below
-        self._note_seed(position, self._base_seed, after)
+            self._base_seed = draw_seed(apart)  # torch's iterator draws the same one below
+        self._note_seed(position, self._base_seed, apart)
         if self._inner is None or not self.persistent_workers:
             self._inner = self._make_inner(plan)
         inner, items, plan = self._inner
         plan.move_to(position)
         inner.generator = None if source is torch.default_generator else source
-        cell = None
         if isinstance(items, Stream):
-            items.begin(position.epoch, position.batch if find_save(self.dataset) else 0)
-        if position.dataset_state is not None:
+            items.begin(position.epoch, position.batch if stateful else 0)
+        # At the start of an epoch, workers that do not persist have the dataset as it is here.
+        is_kept = stateful and (not count or self.persistent_workers)
+        if position.dataset_state is not None and (position.batch or is_kept):
             inner.load_state_dict(position.dataset_state)
+            if not position.batch:  # torchdata ends the pass before, and draws a seed for it
+                inner.generator = torch.Generator()
+                inner.generator.set_state(source.get_state())
+                draw_seed(source)
         before = current.sample
-        is_read_again = self._is_stream and position.batch > 0 and not find_save(self.dataset)
+        is_read_again = self._is_stream and position.batch > 0 and not stateful
         try:
             with generators_kept() if is_read_again else nullcontext():
                 iterator = iter(inner)
         finally:
             current.sample = before
-        if isinstance(items, Stream) and not count:
-            cell = items.cell
         if self._has_state and hasattr(inner, "state_dict"):
             position.ask = inner.state_dict
+        cell = items.cell if isinstance(items, Stream) and not count else None
         return TorchBatches(iterator, self._stats, cell), plan
 
     def _make_inner(self, plan: Plan) -> tuple[Any, Any, Plan]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import shutil
 import threading
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 import fastamp
 from fastamp.data.item_folder import locked
+from fastamp.data.item_layout import read_layout
 
 module = import_module("fastamp.data.in_memory")  # its name is the function's, too
 LENGTH = 37
@@ -117,6 +119,24 @@ def test_workers_read_the_same(worker, folder, monkeypatch):
         assert_loads_as(made, dataset)
 
 
+def test_other_processes_or_threads_read():
+    dataset, main = Counted(), threading.get_ident()
+    fastamp.in_memory(dataset, num_workers=2)
+    assert sum(dataset.reads.values()) == 4 * 2 + 1  # the probes, in this process
+    readers = set()
+    fastamp.in_memory(
+        Rows(LENGTH, lambda i: readers.add(threading.get_ident()) or i),
+        num_workers=2,
+        worker="thread",
+    )
+    assert readers - {main}
+
+
+def test_a_dataset_goes_to_processes_that_are_spawned():
+    layout = read_layout(ITEMS["named"](0))
+    assert pickle.loads(pickle.dumps(layout)) == layout
+
+
 def test_large_items_are_read_one_by_one():
     dataset = Rows(3, lambda i: torch.full((1 << 18,), i))
     assert_same(
@@ -127,6 +147,11 @@ def test_large_items_are_read_one_by_one():
 def test_an_item_is_what_the_original_gives_up_to_collation():
     made = fastamp.in_memory(Rows(LENGTH, lambda i: [i, np.full(2, i), True]))
     assert_same(made[5], (torch.tensor(5), torch.tensor([5, 5]), torch.tensor(True)))
+
+
+def test_read_only_arrays_are_read_without_torchs_warning():
+    made = fastamp.in_memory(Rows(LENGTH, lambda i: np.frombuffer(bytes([i, 7]), np.uint8)))
+    assert_same(made, torch.tensor([[i, 7] for i in range(LENGTH)], dtype=torch.uint8))
 
 
 def test_every_item_is_read_once_and_four_are_probed_twice():
@@ -273,6 +298,9 @@ def test_an_item_that_changes_later_is_noticed_when_it_is_read(folder):
 
 
 def test_the_programs_generators_are_left_as_they_were():
+    random.seed(7)
+    torch.manual_seed(7)
+    np.random.seed(7)  # noqa: NPY002
     states = random.getstate(), torch.get_rng_state(), np.random.get_state()[1]  # noqa: NPY002
     fastamp.in_memory(Rows(LENGTH, ITEMS["dict"]), num_workers=1)
     assert random.getstate() == states[0]
