@@ -1,10 +1,16 @@
 // Reads of memory that its owner may free meanwhile, or whose file another process may truncate.
 #pragma once
 
+#include "data/gather.h"
+
 namespace fastamp {
 
-/// Calls `read(argument)`; returns false if it read memory that no longer exists. Then the call was
-/// left in the middle, without destructors: `read` must own nothing and hold no lock.
-bool read_guarded(void (*read)(void* argument), void* argument);
+/// Sets the handlers of SIGSEGV and SIGBUS, again if they were removed. Called before each job, by
+/// one thread at a time.
+void keep_guard();
+
+/// Returns gather(columns, job), or that memory of a column is lost. Then the copy was left in the
+/// middle, without destructors: `gather` must own nothing and hold no lock.
+GatherResult gather_guarded(const std::vector<Column>& columns, const GatherJob& job);
 
 }  // namespace fastamp

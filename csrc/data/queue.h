@@ -9,10 +9,12 @@
 
 namespace fastamp {
 
-/// Gathers batches on threads of its own, in the order of submission, for one consumer. The memory
-/// that jobs point to outlives the queue; that of columns should.
+/// Gathers batches on the threads of the process, in the order of submission, for one consumer. The
+/// memory that jobs point to outlives the queue; that of columns should.
 class GatherQueue {
  public:
+  /// At most `num_threads` threads are started for it, fewer if the process has some: when a job is
+  /// submitted that is worth one, and no other thread is idle.
   GatherQueue(std::vector<Column> columns, int depth, int num_threads);
   ~GatherQueue();  ///< Waits for the jobs that run and drops the others.
 
@@ -27,6 +29,7 @@ class GatherQueue {
   std::optional<GatherResult> wait(double timeout_s);
 
  private:
+  struct Pool;
   struct Shared;
   Shared& shared();
 

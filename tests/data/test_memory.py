@@ -16,7 +16,7 @@ import fastamp
 
 # Each case runs in a child of one process, which a read of freed memory would end.
 CASES = """
-import contextlib, json, os, sys, tempfile, warnings
+import contextlib, ctypes, faulthandler, json, mmap, multiprocessing, os, signal, sys, tempfile, warnings
 import numpy as np
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader, Subset, TensorDataset
@@ -126,10 +126,43 @@ def cut_tokens(random_offsets):
 
 def chain():
     # A fault that is none of the loader's goes to who asked for it before.
-    import ctypes, faulthandler
     faulthandler.enable()
     list(fastamp.DataLoader(rows(0), BATCH))
     ctypes.string_at(0)
+
+def gather_bytes(source, target, num_bytes):
+    from types import SimpleNamespace
+    from fastamp import _native
+    column = [(source.ctypes.data, num_bytes)], 1, num_bytes, num_bytes, 0, None
+    gatherer = _native.Gatherer([column], 1, 1, source)
+    output = SimpleNamespace(data_ptr=lambda: target.ctypes.data)
+    gatherer.submit(torch.tensor([0]), [output])
+    gatherer.wait()
+
+def write_wrongly(num_bytes):
+    # Stands for a bug of the core: an output where nothing can be written.
+    faulthandler.enable()
+    target = np.frombuffer(mmap.mmap(-1, num_bytes, prot=mmap.PROT_READ), np.uint8)
+    gather_bytes(np.zeros(num_bytes, np.uint8), target, num_bytes)
+
+def read_cut_after(change):
+    # disable() restores the handlers that enable() found, and so removes those of the core.
+    faulthandler.enable()
+    gather_bytes(np.zeros(1, np.uint8), np.zeros(1, np.uint8), 1)
+    faulthandler.disable()
+    change()
+    for num_bytes in (1000, 100_000):
+        with tempfile.TemporaryFile() as file:
+            file.truncate(num_bytes)
+            mapped = mmap.mmap(file.fileno(), num_bytes, prot=mmap.PROT_READ)
+            file.truncate(0)
+        source = np.frombuffer(mapped, np.uint8)
+        try:
+            gather_bytes(source, np.zeros(num_bytes, np.uint8), num_bytes)
+        except BufferError as error:
+            assert "its memory is gone" in str(error)
+        else:
+            raise AssertionError("no error")
 
 wraps = {"tensor": lambda x: x, "pair": lambda x: TensorDataset(x, torch.arange(N)),
          "subset": lambda x: Subset(x, range(N - 1, -1, -1))}
@@ -145,6 +178,10 @@ cases["file of a tensor"] = lambda: cut(0, view=torch.from_numpy, message="its f
 cases["token files"] = lambda: cut_tokens(False)
 cases["random token files"] = lambda: cut_tokens(True)
 cases["somebody else's"] = chain
+cases["the core's, small"] = lambda: write_wrongly(1000)
+cases["the core's, large"] = lambda: write_wrongly(100_000)
+cases["disabled"] = lambda: read_cut_after(lambda: None)
+cases["enabled again"] = lambda: read_cut_after(faulthandler.enable)
 
 results = {}
 for name in sys.argv[1:]:
@@ -165,7 +202,8 @@ print(json.dumps(results))
 """
 OF_TENSORS = ["share_memory_", "data", "resize_", "storage is emptied", "shrinks", "swap_tensors"]
 OF_FILES = ["file is emptied", "file is cut", "file of a view", "token files", "random token files"]
-COMPILED = ["file of a tensor", "somebody else's"]
+OTHERS_FAULTS = ["somebody else's", "the core's, small", "the core's, large"]
+COMPILED = ["file of a tensor", *OTHERS_FAULTS, "disabled", "enabled again"]
 
 
 @functools.cache
@@ -224,6 +262,12 @@ def test_a_cut_file_behind_a_tensor_is_an_error(compiled):
     assert results(compiled)["file of a tensor"] == 0
 
 
+@pytest.mark.parametrize("change", ["disabled", "enabled again"])
+def test_a_cut_file_is_an_error_also_after_faulthandler_is(change, compiled):
+    assert results(compiled)[change] == 0
+
+
 @pytest.mark.skipif(HOST != "cpu", reason="needs the compiled core")
-def test_a_fault_elsewhere_still_ends_the_process():
-    assert results("cpu")["somebody else's"] == -11
+@pytest.mark.parametrize("case", OTHERS_FAULTS)
+def test_a_fault_elsewhere_still_ends_the_process(case):
+    assert results("cpu")[case] == -11
