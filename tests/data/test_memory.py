@@ -16,7 +16,7 @@ import fastamp
 
 # Each case runs in a child of one process, which a read of freed memory would end.
 CASES = """
-import contextlib, ctypes, faulthandler, json, mmap, multiprocessing, os, signal, sys, tempfile, warnings
+import contextlib, ctypes, faulthandler, json, mmap, os, sys, tempfile, warnings
 import numpy as np
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader, Subset, TensorDataset
