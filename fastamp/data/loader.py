@@ -295,13 +295,13 @@ class DataLoader(TorchDataLoader[T_co]):
             return None
         own = find_device(columns.columns)
         if own.type != "cpu" or self.resident:
-            self._path = f"gathered on {self.device or own}"
+            self._path = f"gathered on {own if self.device is None else self.device}"
         else:
             copied = count_scattered(columns)
             rows = f", from a copy in row order of {copied:,} bytes, made for each pass"
             self._path = "gathered by " + ("the compiled core" if find_core() else "Python")
             self._path += rows * (copied > 0)
-        device = torch.device(self.device or "cpu")
+        device = torch.device("cpu" if self.device is None else self.device)
         if not self.resident or device.type == "cpu" or own.type != "cpu":
             return columns
         if self._moved is None:
