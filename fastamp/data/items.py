@@ -255,6 +255,24 @@ def begin_worker(
         worker_init_fn(worker_id)
 
 
+def read_again(iterator: Iterator[Any], count: int, *, goes_on: bool) -> None:
+    """Skip the batches of a stream that were delivered; errors among them are old, if it goes on.
+
+    The error of a worker process is raised: it may have died.
+    """
+    done = 0
+    while done < count:
+        try:
+            next(iterator)
+        except StopIteration:  # noqa: PERF203 - an error in its place
+            return
+        except Exception:
+            if not goes_on:
+                raise
+        else:
+            done += 1
+
+
 def hand_on(batch: Any) -> Any:
     """Return a batch that is made already."""
     return batch

@@ -5,7 +5,6 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, islice
@@ -32,6 +31,7 @@ from fastamp.data.items import (
     Stream,
     TorchBatches,
     hand_on,
+    read_again,
 )
 from fastamp.data.passes import LoaderPass
 from fastamp.data.plan import Plan, find_generator, find_samplers
@@ -253,6 +253,9 @@ class DataLoader(TorchDataLoader[T_co]):
         if self.timeout and not self.num_workers:
             msg = f"timeout: expected 0 without workers, got {self.timeout}"
             raise AssertionError(msg)  # as torch's
+        if self.num_workers and not self.prefetch_factor:
+            msg = f"prefetch_factor must be greater than 0, got {self.prefetch_factor}"
+            raise AssertionError(msg)  # as torch's
         shard, columns = self._shard, self._find_columns()
         if shard is not None and shard.epoch != self._next.epoch:  # by the sampler's own set_epoch
             self.set_epoch(shard.epoch)
@@ -389,7 +392,7 @@ class DataLoader(TorchDataLoader[T_co]):
         Samples have the loader's seed, or the one that torch's iterators draw.
         """
         self._base_seed = base_seed
-        if self._keeps_generator and source is not None:
+        if self._keeps_generator and source is not None and not position.begun:
             position.generator = source.get_state()
         if position.sample_seed is None:
             seed = self.seed if self._shard is None else self._shard.seed
@@ -447,15 +450,12 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def _in_thread_workers(self, plan: Plan, slots: Slots) -> Iterator[Any]:
         """Return batches that threads make."""
-        if not self.prefetch_factor:
-            msg = f"prefetch_factor must be greater than 0, got {self.prefetch_factor}"
-            raise AssertionError(msg)  # as torch's
         pins = self._pins()
         self._lease_from(slots)
         count, dataset, stream = self.num_workers, self.dataset, self._is_stream
         batches = self._begin_plan(plan, (lambda: iter(())) if stream else plan.begin)
         order, key = plan.order, find_pass_key(plan.position.sample_seed or 0, plan.position.epoch)
-        ahead = workers_ahead(self.max_bytes, count, self.prefetch_factor)
+        ahead = workers_ahead(self.max_bytes, count, self.prefetch_factor or 2)
         maker = partial(
             find_maker,
             self.dataset,
@@ -512,21 +512,22 @@ class DataLoader(TorchDataLoader[T_co]):
         if isinstance(items, Stream):
             items.begin(position.epoch, position.batch if stateful else 0)
         # At the start of an epoch, workers that do not persist have the dataset as it is here.
-        is_kept = stateful and (not count or self.persistent_workers)
-        if position.dataset_state is not None and (position.batch or is_kept):
+        is_kept = position.batch > 0 or not count or self.persistent_workers
+        if position.dataset_state is not None and is_kept:
             inner.load_state_dict(position.dataset_state)
             if not position.batch:  # torchdata ends the pass before, and draws a seed for it
                 inner.generator = torch.Generator()
                 inner.generator.set_state(source.get_state())
                 draw_seed(source)
         before = current.sample
-        is_read_again = self._is_stream and position.batch > 0 and not stateful
         try:
-            with generators_kept() if is_read_again else nullcontext():
-                iterator = iter(inner)
+            iterator = iter(inner)
+            if self._is_stream and not stateful and position.batch:
+                with generators_kept():
+                    read_again(iterator, position.batch, goes_on=not count)
         finally:
             current.sample = before
-        if self._has_state and hasattr(inner, "state_dict"):
+        if stateful and hasattr(inner, "state_dict"):
             position.ask = inner.state_dict
         cell = items.cell if isinstance(items, Stream) and not count else None
         return TorchBatches(iterator, self._stats, cell), plan
@@ -557,7 +558,7 @@ class DataLoader(TorchDataLoader[T_co]):
             own["batch_sampler"] = plan
         else:
             own |= {"batch_size": None, "sampler": plan}
-        kind = stateful_loader() if self._has_state else None
+        kind = stateful_loader() if stateful else None
         with warnings.catch_warnings():
             # torchdata 0.11 calls a function that torch 2.13 deprecates.
             warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
@@ -613,14 +614,14 @@ class DataLoader(TorchDataLoader[T_co]):
         as many batches as this one.
 
         A sampler with `state_dict` and `load_state_dict` is asked after each of its batches, and
-        its state is in the loader's. A dataset with these methods, and any iterable dataset, is
-        saved and loaded by torchdata (the extra `state`), as by its StatefulDataLoader: an iterable
-        dataset without the methods is read again up to the position.
+        its state is in the loader's. A dataset with these methods is saved and loaded by torchdata
+        (the extra `state`), as by its StatefulDataLoader. An iterable dataset without them is read
+        again up to the position.
 
         Raises:
-            ImportError: the dataset has a state or is iterable, and torchdata is not installed.
-            TypeError: threads read such a dataset, or one whose `state_dict` needs arguments; or
-                `in_order` is False with workers: it is unknown which batches are delivered.
+            ImportError: the dataset has a state, and torchdata is not installed.
+            TypeError: threads read an iterable dataset or one with a state; its `state_dict` needs
+                arguments; or `in_order` is False with workers.
             RuntimeError: the dataset has a state, and Ctrl-C interrupted reading it.
         """
         self._check_state()
@@ -654,7 +655,7 @@ class DataLoader(TorchDataLoader[T_co]):
                 "worker='process' to save and load its position"
             )
             raise TypeError(msg)
-        if self._has_state and stateful_loader() is None:
+        if find_save(self.dataset) and stateful_loader() is None:
             msg = (
                 f"dataset: torchdata saves and loads the state of {name}, and it cannot be "
                 "imported: pip install 'fastamp[state]'"

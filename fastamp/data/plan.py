@@ -197,10 +197,12 @@ class Plan:
     def _read(self) -> Iterator[tuple[Any, int]]:
         """Begin a sampler at once, as torch's iterators do, and yield its batches."""
         position, sampler, source = self.position, self.sampler, self._source
-        save = find_save(sampler)
+        parts = (sampler, getattr(sampler, "sampler", None))  # a sampler may lie in torch's
+        own: Any = next((part for part in parts if find_save(part)), None)
+        save = None if own is None else own.state_dict
         self.states.clear()
-        if save is not None and position.sampler_state is not None:
-            sampler.load_state_dict(position.sampler_state["state"])
+        if own is not None and position.sampler_state is not None:
+            own.load_state_dict(position.sampler_state["state"])
             return self._rest(iter(sampler), position.sampler_state["samples"], save)
         if self._resumed or self._noted is not None:
             with generators_kept():

@@ -13,8 +13,8 @@ import pytest
 import torch
 from support.loading import Squares, assert_same
 from support.stream_model import Model
+from torch.utils.data import BatchSampler, IterableDataset, Sampler, Subset, TensorDataset
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset, Sampler, Subset, TensorDataset
 
 import fastamp
 from fastamp.data.prefetch import CudaCopies
@@ -97,6 +97,90 @@ def test_a_sampler_with_a_state_is_asked_and_nothing_is_skipped_twice(
     resumed.load_state_dict(state)
     assert_same([*resumed], expected)
     assert len([*resumed]) == 20  # the next epoch is whole
+
+
+class Shuffles(Own):
+    """Draws a new order in each epoch, from a generator of its own."""
+
+    def __init__(self, length):
+        super().__init__(length)
+        self.own, self.rows = torch.Generator().manual_seed(5), []
+
+    def __iter__(self):
+        if not self.place:
+            self.rows = torch.randperm(self.length, generator=self.own).tolist()
+        for row in self.rows[self.place :]:
+            self.place += 1
+            yield row
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place, "rows": self.rows, "rng": self.own.get_state().tolist()}
+
+    def load_state_dict(self, state):
+        self.place, self.rows = state["place"], state["rows"]
+        self.own.set_state(torch.tensor(state["rng"], dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("way", ["sampler", "batch_sampler", "single"])
+@pytest.mark.parametrize("dataset", [torch.arange(8), Squares(8)], ids=["arrays", "python"])
+def test_a_sampler_with_a_state_inside_of_torchs_is_asked(dataset, way, num_workers):
+    def make():
+        own = Shuffles(8)
+        how = {
+            "sampler": {"sampler": own, "batch_size": 2},
+            "batch_sampler": {"batch_sampler": BatchSampler(own, 2, drop_last=False)},
+            "single": {"sampler": own, "batch_size": None},
+        }
+        return fastamp.DataLoader(dataset, num_workers=num_workers, **how[way])
+
+    loader = make()
+    list(loader)
+    batches = iter(loader)
+    next(batches)
+    state = json.loads(json.dumps(loader.state_dict()))
+    expected = [*batches, *loader]
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert_same([*resumed, *resumed], expected)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_a_stream_without_a_state_may_be_resumed_again_and_again(num_workers):
+    class Shared(IterableDataset):
+        def __iter__(self):
+            info = torch.utils.data.get_worker_info()
+            return iter(range(24) if info is None else range(info.id, 24, info.num_workers))
+
+    def make():
+        return fastamp.DataLoader(Shared(), 2, num_workers=num_workers)
+
+    whole, taken, state = [*make()], [], make().state_dict()
+    for count in (3, 1, 4):
+        loader = make()
+        loader.load_state_dict(json.loads(json.dumps(state)))
+        batches = iter(loader)
+        taken += [next(batches) for _ in range(count)]
+        state = loader.state_dict()
+    loader = make()
+    loader.load_state_dict(state)
+    assert_same([*taken, *loader], whole)
+
+
+@pytest.mark.parametrize("dataset", [torch.arange(8), Squares(8)], ids=["arrays", "python"])
+def test_a_generator_that_the_sampler_ignores_gives_later_epochs_their_seeds(dataset):
+    def make():
+        generator = torch.Generator().manual_seed(5)
+        return fastamp.DataLoader(dataset, 2, sampler=list(range(8)), generator=generator)
+
+    states, loader = [], make()
+    for _ in range(3):
+        next(iter(loader))
+        states.append(loader.state_dict())
+        loader = make()
+        loader.load_state_dict(states[-1])
+    assert states[0]["generator"] == states[1]["generator"] == states[2]["generator"]
 
 
 def test_threads_that_read_streams_hold_no_more_than_max_bytes():
