@@ -2,7 +2,6 @@
 // whole batch: there are many of them.
 #include "data/queue.h"
 
-#include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
