@@ -7,6 +7,7 @@
 #include <csetjmp>
 #include <csignal>
 #include <cstdlib>
+#include <mutex>
 
 namespace fastamp {
 namespace {
@@ -58,20 +59,24 @@ void on_fault(int signal, siginfo_t* info, void* context) {
 }  // namespace
 
 void keep_guard() {
-  static bool is_installed = false;
+  static std::mutex mutex;  // of what follows, and `before`
+  static bool is_installed[2];
   struct sigaction ours{};
   ours.sa_sigaction = on_fault;
   ours.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
   for (int i = 0; i < 2; ++i) {
     struct sigaction now;
     sigaction(kSignals[i], nullptr, &now);
+    if (now.sa_sigaction == on_fault) continue;
+    const std::lock_guard<std::mutex> lock(mutex);
+    sigaction(kSignals[i], nullptr, &now);  // another thread may have been faster
     // A handler that was set after ours calls ours. None, or again the one before ours, means that
     // ours was removed: faulthandler.disable() restores what enable() found.
     const auto handler = now.sa_handler;
-    if (!is_installed || handler == SIG_DFL || handler == before[i].sa_handler)
+    if (!is_installed[i] || handler == SIG_DFL || handler == before[i].sa_handler)
       sigaction(kSignals[i], &ours, &before[i]);
+    is_installed[i] = true;
   }
-  is_installed = true;
 }
 
 GatherResult gather_guarded(const std::vector<Column>& columns, const GatherJob& job) {

@@ -5,8 +5,7 @@
 
 namespace fastamp {
 
-/// Sets the handlers of SIGSEGV and SIGBUS, again if they were removed. Called before each job, by
-/// one thread at a time.
+/// Sets the handlers of SIGSEGV and SIGBUS, again if they were removed. Called before each job.
 void keep_guard();
 
 /// Returns gather(columns, job), or that memory of a column is lost. Then the copy was left in the

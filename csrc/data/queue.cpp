@@ -2,7 +2,6 @@
 // whole batch: there are many of them.
 #include "data/queue.h"
 
-#include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -168,10 +167,10 @@ void GatherQueue::submit(GatherJob job) {
       throw std::invalid_argument("gather queue: images are augmented, and there are no keys");
   }
   const bool is_small = nbytes_of(shared.columns, job) < kWakeBytes;
+  keep_guard();
   std::unique_lock<std::mutex> lock(shared.pool.mutex);
   if (shared.submitted - shared.delivered == shared.slots.size())
     throw std::runtime_error("gather queue: more jobs under way than its depth");
-  keep_guard();
   if (shared.started == shared.submitted) shared.pool.line.push_back(&shared);
   Slot& slot = shared.slot_of(shared.submitted++);
   slot.job = std::move(job);

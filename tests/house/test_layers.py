@@ -23,10 +23,7 @@ INCLUDES = {
     "parallel": [r"parallel/\w+\.h", r"(dlfcn|unistd)\.h", STANDARD],
     "tensor": [r"(tensor|support|pybind11)/\w+\.h", STANDARD],
     "tensor/view.h": [r"support/\w+\.h", STANDARD],
-    **{
-        name: [rf"{name}/\w+\.h", r"(pthread|unistd)\.h", *SHARED]
-        for name in ("step", "data", "timer")
-    },
+    **{name: [rf"{name}/\w+\.h", r"unistd\.h", *SHARED] for name in ("step", "data", "timer")},
     **{f"{name}/bind": [rf"{name}/\w+\.h", *BINDING] for name in ("step", "data")},
     "timer/bind": [r"timer/\w+\.h", r"structmember\.h", *BINDING],
     **{
