@@ -9,23 +9,24 @@ import random
 import shutil
 import threading
 import warnings
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from importlib import import_module
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from support.loading import Point, Rows, Squares, assert_same, ends, generator, make_array
+from support import kept_sets
+from support.kept_sets import LENGTH, assert_loads_as, batches, fail_on, keep_over_ranks
+from support.loading import Point, Rows, Squares, assert_same, ends, make_array
 from support.ranks import start
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 import fastamp
 from fastamp.data.item_folder import locked
 from fastamp.data.item_layout import read_layout
 
 module = import_module("fastamp.data.in_memory")  # its name is the function's, too
-LENGTH = 37
 BFLOATS = make_array(torch.bfloat16, LENGTH, 3)
 FLOAT8S = make_array(torch.float8_e4m3fn, LENGTH, 5)
 COMPLEX = make_array("complex64", LENGTH, 2)
@@ -56,18 +57,9 @@ ITEMS = {
 }
 
 
-class Counted(Dataset):
-    """A dataset of the items of a function, which counts how often each is read."""
-
+class Counted(kept_sets.Counted):
     def __init__(self, get=ITEMS["tuple"], length=LENGTH):
-        self.get, self.length, self.reads = get, length, Counter()
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        self.reads[index] += 1
-        return self.get(index)
+        super().__init__(get, length)
 
 
 class Together(Rows):
@@ -76,17 +68,6 @@ class Together(Rows):
 
     def __getitem__(self, index):
         raise NotImplementedError
-
-
-def batches(kind, dataset, **options):
-    return list(kind(dataset, 8, shuffle=True, generator=generator(3), **options))
-
-
-def assert_loads_as(made, original):
-    loader = fastamp.DataLoader(made, 8, shuffle=True, generator=generator(3))
-    assert loader.stats().path.startswith("gathered")
-    assert_same(list(loader), batches(DataLoader, original))
-    assert_same(batches(DataLoader, made), batches(DataLoader, original))
 
 
 @pytest.fixture
@@ -520,27 +501,10 @@ def ranks():
         yield started
 
 
-def keep_over_ranks(path, bad):
-    dataset = Counted(lambda i: i if i != bad else 1 / 0)
-    made = fastamp.in_memory(dataset, path)
-    assert_loads_as(made, dataset)
-    return dataset.reads[2]
-
-
 def test_one_rank_makes_the_folder_and_all_map_it(ranks, folder):
     reads = ranks.run(2, keep_over_ranks, folder, None)
     once = 2  # by torch's loader, for the comparison
     assert [read - once for read in reads] == [1, 0]
-
-
-def fail_on(rank, path):
-    mine = torch.distributed.get_rank() == rank
-    dataset = Counted(lambda i: {}[i] if mine and i == 2 - 2 * rank else i)
-    try:
-        fastamp.in_memory(dataset, path)
-    except Exception as error:  # noqa: BLE001
-        return repr(error)
-    return None
 
 
 @pytest.mark.parametrize("rank", [0, 1])
