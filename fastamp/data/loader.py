@@ -519,6 +519,8 @@ class DataLoader(TorchDataLoader[T_co]):
                 inner.generator = torch.Generator()
                 inner.generator.set_state(source.get_state())
                 draw_seed(source)
+        # torch's iterator warns when more samples come than len(loader) said.
+        inner._IterableDataset_len_called = self._IterableDataset_len_called
         before = current.sample
         try:
             iterator = iter(inner)
@@ -574,8 +576,6 @@ class DataLoader(TorchDataLoader[T_co]):
                 in_order=self.in_order,
                 **own,
             )
-        # torch's iterator warns when more samples come than len(loader) said.
-        inner._IterableDataset_len_called = self._IterableDataset_len_called
         return inner, items, plan
 
     def set_epoch(self, epoch: int) -> None:
