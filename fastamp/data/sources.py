@@ -72,7 +72,7 @@ class Source(Dataset[Any]):
     def make(self, rows: Tensor, keys: Tensor) -> Any:
         """Return the batch of some rows.
 
-        Called in the loop's thread, or in a worker.
+        Called in the loop's thread, or in a worker: several threads may call it at once.
 
         Args:
             rows: int64, of shape (batch,).
