@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, islice
 from typing import Any, TypeVar
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -259,7 +260,7 @@ class DataLoader(TorchDataLoader[T_co]):
         shard, columns = self._shard, self._find_columns()
         if shard is not None and shard.epoch != self._next.epoch:  # by the sampler's own set_epoch
             self.set_epoch(shard.epoch)
-        begins_at, last = self._next, self._last
+        begins_at, last, inner = self._next, self._last, self._inner
         position = replace(begins_at)
         self._begin_at(Position(epoch=position.epoch + 1))
         self._last = position
@@ -269,7 +270,7 @@ class DataLoader(TorchDataLoader[T_co]):
             return self._begin(position, columns)
         except BaseException:  # the next call begins at the same place
             self._begin_at(begins_at)
-            self._last = last
+            self._last, self._inner = last, inner
             raise
 
     @property
@@ -530,7 +531,7 @@ class DataLoader(TorchDataLoader[T_co]):
         finally:
             current.sample = before
         if stateful and hasattr(inner, "state_dict"):
-            position.ask = inner.state_dict
+            position.ask = partial(_ask, WeakMethod(inner.state_dict))
         cell = items.cell if isinstance(items, Stream) and not count else None
         return TorchBatches(iterator, self._stats, cell), plan
 
@@ -752,6 +753,16 @@ class DataLoader(TorchDataLoader[T_co]):
         """Warn as torch does of more processes than cores, but not of threads, which may wait."""
         if not self._in_threads:
             super().check_worker_number_rationality()
+
+
+def _ask(state_dict: WeakMethod[Callable[[], Any]]) -> Any:
+    """Return the state of torchdata's loader; None once that is gone, and so is its pass.
+
+    The loader refers to the position that asks it. In a cycle its workers would be left to the
+    garbage collector, which closes their queues first: torch then waits 5 s for each.
+    """
+    save = state_dict()
+    return save and save()
 
 
 @cache

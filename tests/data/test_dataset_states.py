@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import multiprocessing
 import pickle
 import random
 
@@ -158,6 +160,23 @@ def test_what_a_stream_draws_while_it_is_read_again_is_not_the_programs(backend)
     loader.load_state_dict(state)
     set_rng_state(rng, [])
     assert_same([*loader, *noise()], expected)
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_workers_of_a_dataset_with_a_state_exit_with_the_last_reference(persistent_workers):
+    before = set(multiprocessing.active_children())
+    options = {"num_workers": 2, "persistent_workers": persistent_workers}
+    loader = fastamp.DataLoader(Drawing(30), 4, **options)
+    batches = iter(loader)
+    next(batches)
+    workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == 2
+    gc.disable()
+    try:
+        del batches, loader
+        assert [worker.exitcode for worker in workers] == [0, 0]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("stop", [0, 1, 12, 24, 25, 26])

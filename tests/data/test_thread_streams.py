@@ -107,6 +107,23 @@ def test_more_batches_than_a_stream_has_told_are_warned_of_as_by_torch():
     assert len(found[0]) == 14
 
 
+@pytest.mark.parametrize("worker", ["process", "thread"])
+def test_workers_that_persist_warn_of_a_length_that_is_told_between_passes(worker):
+    class Told(Held):
+        def __len__(self):
+            return 20
+
+    Held.go_on.set()
+    options = {"num_workers": 2, "persistent_workers": True, "worker": worker}
+    loader = fastamp.DataLoader(Told(), 1, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len([*loader]) == 27
+    assert len(loader) == 20
+    with pytest.warns(UserWarning, match="was reported to be 20"):
+        assert len([*loader]) == 27
+
+
 def test_a_stream_that_fails_in_a_thread_is_told():
     class Failing(IterableDataset):
         lock = None
