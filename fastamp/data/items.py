@@ -205,12 +205,12 @@ class StatefulStream(Stream):
     def __iter__(self) -> Iterator[Any]:
         iterator: Any = super().__iter__()
         loaded, self._loaded, self._ended = self._loaded, None, self._had_ended
+        if loaded is not None and (iterator is self.dataset or not self._had_ended):
+            iterator.load_state_dict(loaded)
+        self._iterator = iterator
         if self._had_ended:  # when the state was saved; the dataset may be at its start again
             self._had_ended = False
             return iter(())
-        if loaded is not None:
-            iterator.load_state_dict(loaded)
-        self._iterator = None if iterator is self.dataset else iterator
         return _Reading(self, iterator)
 
     def end(self) -> None:
@@ -219,13 +219,15 @@ class StatefulStream(Stream):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the dataset and its iterator, and whether that has ended."""
-        save = find_save(self._iterator)
-        iterator = save and save()
-        return {"dataset": self.dataset.state_dict(), "iterator": iterator, "ended": self._ended}
+        # A dataset that is its own iterator may begin anew in `__iter__`: it is loaded after that.
+        is_own, save = self._iterator is self.dataset, find_save(self._iterator)
+        dataset, iterator = None if is_own else self.dataset.state_dict(), save and save()
+        return {"dataset": dataset, "iterator": iterator, "ended": self._ended}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load them."""
-        self.dataset.load_state_dict(state["dataset"])
+        if state["dataset"] is not None:
+            self.dataset.load_state_dict(state["dataset"])
         self._loaded, self._had_ended = state["iterator"], state["ended"]
 
 

@@ -162,6 +162,30 @@ def test_what_a_stream_draws_while_it_is_read_again_is_not_the_programs(backend)
     assert_same([*loader, *noise()], expected)
 
 
+class Rewound(Place, IterableDataset):
+    """A dataset that is its own iterator, and begins anew in `__iter__`."""
+
+    def __init__(self):
+        super().__init__(0, 30)
+
+    def __iter__(self):
+        self.next = 0
+        return self
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("count", [0, 3, 8])
+def test_a_dataset_that_begins_anew_as_its_own_iterator_resumes(count, num_workers):
+    loader = fastamp.DataLoader(Rewound(), 4, num_workers=num_workers)
+    batches = iter(loader)
+    [next(batches) for _ in range(count)]
+    state = json.loads(json.dumps(loader.state_dict()))
+    expected = [*batches, *loader]
+    resumed = fastamp.DataLoader(Rewound(), 4, num_workers=num_workers)
+    resumed.load_state_dict(state)
+    assert_same([*resumed, *resumed], expected)
+
+
 @pytest.mark.parametrize("persistent_workers", [False, True])
 def test_workers_of_a_dataset_with_a_state_exit_with_the_last_reference(persistent_workers):
     before = set(multiprocessing.active_children())
