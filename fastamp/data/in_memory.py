@@ -3,17 +3,17 @@
 import os
 import random
 import shutil
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset, IterableDataset
 
 from fastamp._progress import progress
 from fastamp.data.checks import as_integer, check_worker
@@ -21,6 +21,7 @@ from fastamp.data.datasets import ArrayDataset, is_arrays
 from fastamp.data.item_folder import describe, locked, map_columns, write
 from fastamp.data.item_layout import Chunk, Layout, assemble, hash_rows, read_layout
 from fastamp.data.items import find_together, note_index
+from fastamp.data.loader import DataLoader
 from fastamp.data.sample_rng import generators_kept
 from fastamp.data.sources import find_columns
 
@@ -235,21 +236,8 @@ def _read(
     num_workers, worker = workers
     size = chunks.size
     ranges = [range(begin, min(begin + size, length)) for begin in range(0, length, size)]
-    if worker != "thread" or num_workers == 0:
-        yield from DataLoader(
-            chunks, None, sampler=ranges, num_workers=num_workers, collate_fn=_as_it_is
-        )
-        return
-    pool, ahead = ThreadPoolExecutor(num_workers), deque[Future[Chunk]]()
-    try:
-        for rows in ranges:
-            ahead.append(pool.submit(chunks.__getitem__, rows))
-            if len(ahead) > 2 * num_workers:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    kind: Any = partial(DataLoader, worker="thread") if worker == "thread" else TorchDataLoader
+    yield from kind(chunks, None, sampler=ranges, num_workers=num_workers, collate_fn=_as_it_is)
 
 
 def _follow(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._utils import ExceptionWrapper
@@ -57,8 +58,8 @@ def make_rows(make: Make, rows: list[int]) -> Any:
 class Items(Dataset[Any]):
     """A dataset whose batches are made at one go, and timed.
 
-    In a worker process it stands in the place of the dataset, and `collate` in that of the
-    collate function, which then has nothing to do.
+    For torch's iterators it takes the place of the dataset, and returns whole batches: their
+    collate function has nothing to do.
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class Items(Dataset[Any]):
         self.dataset, self.collate_fn, self._make, self._single = dataset, collate_fn, make, single
         self._together = None if single else find_together(dataset)
         self._worker_init_fn, self._times = worker_init_fn, times
-        self.getitem_s = self.collate_s = 0.0
-        self._tell: Any = None if times is None else times[0].numpy()
+        self._tell: Any = np.zeros(2) if times is None else times[0].numpy()
+        self.getitem_s: float
+        self.collate_s: float
+        self.getitem_s, self.collate_s = self._tell.tolist()  # of the passes before
 
     def __len__(self) -> int:
         return len(self.dataset)

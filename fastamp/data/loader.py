@@ -291,6 +291,8 @@ class DataLoader(TorchDataLoader[T_co]):
             kind = "thread" if self._in_threads else "worker"
             workers = f", in {count} {kind}{'s' * (count > 1)}" if count else ""
             self._path = f"item by item{workers}: {reason}"
+            if self._find_make() is not None:
+                self._path = f"batch by batch{workers}: {type(self.dataset).__name__}.make"
             if self.resident:
                 msg = (
                     f"resident=True: expected a dataset that is gathered, this is read {self._path}"

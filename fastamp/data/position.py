@@ -32,11 +32,11 @@ class Position:
     rng: Tensor | None = None
     """State of what the sampler draws from, before its draws."""
     generator: Tensor | None = None
-    """State of the loader's generator when the pass began."""
+    """State of the loader's generator after the draw that seeds workers."""
     sampler_state: Any = None
     """State of a sampler of the user's after the last batch delivered, if it has one."""
     dataset_state: Any = None
-    """torchdata's state of a dataset with a state of its own, or of an iterable one."""
+    """torchdata's state of a dataset with a state of its own."""
 
     ask: Callable[[], Any] | None = None
     """If no batches are taken ahead: returns the dataset's state now. Not stored."""

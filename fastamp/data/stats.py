@@ -41,7 +41,8 @@ class LoaderStats:
     thread_cpu_s: float = 0.0
     """Processor time of thread workers, most of which holds the GIL if they run Python."""
     path: str = ""
-    """How batches are made: "gathered by the compiled core", or "item by item: " and the reason."""
+    """How batches are made: "gathered by the compiled core", "batch by batch: " and a source's
+    method, or "item by item: " and the reason."""
 
     @property
     def wait_share(self) -> float:

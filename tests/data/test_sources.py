@@ -64,6 +64,7 @@ def test_a_batch_is_made_at_one_go_with_the_same_draws_whoever_makes_it(way):
         return fastamp.DataLoader(Made(), 8, shuffle=True, seed=1, **options)
 
     expected = [*make()]
+    assert str(make()) == "fastamp.DataLoader: batch by batch: Made.make"
     assert sorted(torch.cat([batch["row"] for batch in expected]).tolist()) == [*range(N)]
     assert len({*torch.cat([batch["noise"] for batch in expected]).tolist()}) == N
     assert_same([*make(**WAYS[way])], expected)
