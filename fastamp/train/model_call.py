@@ -80,12 +80,22 @@ class ModelCall:
 
         "labels" are passed only if the model's `forward` has such an argument.
         """
+        plain = model.module if isinstance(model, DistributedDataParallel) else model
+        plain = getattr(plain, "_orig_mod", plain)  # of torch.compile
         if isinstance(inputs, Mapping):
-            plain = model.module if isinstance(model, DistributedDataParallel) else model
-            plain = getattr(plain, "_orig_mod", plain)  # of torch.compile
             takes_labels = _takes_labels(type(plain).forward)
             return model(**{k: v for k, v in inputs.items() if takes_labels or k != "labels"})
-        return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+        if not isinstance(inputs, tuple):
+            return model(inputs)
+        try:
+            return model(*inputs)
+        except TypeError as error:
+            if _takes(plain.forward, inputs):
+                raise
+            wanted = "expected a target and inputs that the model takes"
+            read = "a list as train_data holds batches, not columns or samples"
+            msg = f"batch: {wanted}, got {len(inputs)} inputs; {read}"
+            raise TypeError(msg) from error
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the loss, computed in float32.
@@ -170,3 +180,11 @@ def _is_integer(tensor: Tensor) -> bool:
 def _takes_labels(forward: Callable[..., object]) -> bool:
     parameters = inspect.signature(forward).parameters
     return "labels" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _takes(forward: Callable[..., object], inputs: tuple[Any, ...]) -> bool:
+    try:
+        inspect.signature(forward).bind(*inputs)
+    except TypeError:
+        return False
+    return True

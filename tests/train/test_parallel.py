@@ -25,6 +25,7 @@ from support.parallel_cases import (
     train_as_launched,
     train_by_hand,
     train_from_a_list,
+    train_on_unequal_batches,
     train_with_sinks,
 )
 from support.processes import CONTEXT, run_python
@@ -72,6 +73,22 @@ def test_ranks_train_as_one_process_with_all_their_batches(four, mode, accumulat
     assert_alike(ours, expected)
     for parts, whole in zip(zip(*seen, strict=True), expected["seen"], strict=True):
         assert sorted(itertools.chain(*parts)) == sorted(whole)
+
+
+@pytest.mark.parametrize(("mode", "accumulate"), [("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3)])
+def test_unequal_batches_are_those_of_one_process_joined(four, mode, accumulate):
+    """SGD adds the gradients to the weights: a few roundings of float32 in each of six steps."""
+    first, second = four.run(2, train_on_unequal_batches, mode, accumulate)
+    expected = train_on_unequal_batches(None, accumulate)
+    assert bits(first) == bits(second)
+    assert first["steps"] == expected["steps"]
+    close = {"rtol": 1e-5, "atol": 2e-6}
+    for name in ("train_loss", "grad_norm"):
+        curves = [torch.tensor(each["curves"][name][1]) for each in (first, expected)]
+        torch.testing.assert_close(*curves, **close)
+    for name, weight in expected["weights"].items():
+        ours = torch.tensor(first["weights"][name])
+        torch.testing.assert_close(ours, torch.tensor(weight), **close)
 
 
 @pytest.mark.parametrize(("optimizer", "max_norm"), [("sgd", None), ("adagrad", 1.0)])

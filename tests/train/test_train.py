@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 import re
@@ -378,6 +379,10 @@ def test_a_subclass_of_tuple_is_a_tuple_of_columns():
     assert fine_tune(make_model(), Pair(make_data(8)), config=config).steps == 2
 
 
+_SAMPLES = r"train_data\[0\]: expected a batch of tensors, as a list holds batches, got list of"
+_INPUTS = "batch: expected a target and inputs that the model takes, got 39 inputs; .* train_data"
+
+
 @pytest.mark.parametrize(
     ("data", "fields", "error", "message"),
     [
@@ -389,6 +394,10 @@ def test_a_subclass_of_tuple_is_a_tuple_of_columns():
         (iter([make_data(8)]), {"epochs": 2}, ValueError, "an iterator can be read only once"),
         (iter([]), {"schedule": "cosine"}, ValueError, "schedule: 'cosine' needs max_steps"),
         ((torch.ones(8, 8), torch.ones(8)), {}, ValueError, r"output \(8, 2\), target \(8,\) of"),
+        ((torch.ones(40, 8).tolist(), [0] * 40), {}, TypeError, r"train_data\[0\].* got float"),
+        ({"x": torch.ones(4, 8), "y": [0] * 4}, {}, TypeError, r"train_data\['y'\].* got int"),
+        ([torch.ones(40, 8).tolist(), [0] * 40], {}, TypeError, _SAMPLES),
+        ([[*torch.ones(40, 8)], [*torch.ones(40)]], {}, TypeError, _INPUTS),
     ],
 )
 def test_data_that_cannot_be_trained_on_is_refused(data, fields, error, message):
@@ -401,6 +410,19 @@ def test_data_that_cannot_be_trained_on_is_refused(data, fields, error, message)
         fine_tune(make_model, make_data())
     with pytest.raises(TypeError, match="config: expected a TrainConfig, got dict"):
         fine_tune(model, make_data(), config={})
+
+
+@pytest.mark.parametrize("name", ["a copy", "another model"])
+def test_an_optimizer_of_other_parameters_is_refused(name):
+    model = make_model()
+    other = copy.deepcopy(model) if name == "a copy" else torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(other.parameters(), 0.1)
+    with pytest.raises(ValueError, match="optimizer: expected one of the model's parameters, got"):
+        run(model=model, optimizer=lambda _: optimizer)
+    some = torch.optim.SGD(model[2].parameters(), 0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    run(model=model, precision="32-true", optimizer=lambda _: some)
+    assert [*map(torch.equal, model.parameters(), before)] == [True, True, False, False]
 
 
 def test_a_batch_from_a_gpu_has_arrived_when_it_is_trained_on_the_cpu():
