@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fastamp
+from fastamp.bench.gpt import GPT, Shape
 from fastamp.train import CheckpointError
 from fastamp.train import sharded_checkpoint as sharded
-from fastamp.train.gpt import GPT, Shape
 from fastamp.train.ranks import Ranks
 
 BLOCK, N, N_HELD_OUT = 8, 96, 21

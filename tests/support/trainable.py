@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -18,7 +17,6 @@ import numpy as np
 import torch
 
 import fastamp
-from fastamp.train import __main__ as command
 
 CURVES = ("train_loss", "val_loss", "grad_norm", "loss_scale", "lr")
 
@@ -219,13 +217,6 @@ def train_until_all_are_signalled(folder, accumulate, sender):
     config = fastamp.TrainConfig(accumulate=accumulate, loss_fn=loss_fn, **fields)
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(8), make_model())
     fastamp.fine_tune(model, Slow(), config=config)
-
-
-def run_command(args, errors):
-    """Run `python -m fastamp.train` with its stderr in a file, and every warning an error."""
-    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), sys.stderr.fileno())
-    warnings.simplefilter("error")
-    sys.exit(command.main(args))
 
 
 def newest(folder):

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fastamp
 from fastamp import ModelCall, TrainConfig, fine_tune
+from fastamp.bench.gpt import GPT, Shape
+from fastamp.bench.text import load_corpus
 from fastamp.train.batches import Batches
-from fastamp.train.gpt import GPT, Shape
 from fastamp.train.ranks import Ranks
 from fastamp.train.result import compare_ranks
-from fastamp.train.text import load_corpus
 
 # Each choice with and without validation data, but not all pairs.
 CHOICES = pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_ranks_are_compared_by_the_mean_of_each_region():
     assert compare_ranks(everyone) == expected
 
 
-def test_the_result_is_bounded_pickles_and_plots(tmp_path):
+def test_the_result_is_bounded_and_pickles():
     data = (torch.randn(4200, 1), torch.randn(4200, 1))
     config = TrainConfig(batch_size=1, log_every=1000, epochs=1)
     held_out = tuple(column[:50] for column in data)
@@ -322,10 +322,6 @@ def test_the_result_is_bounded_pickles_and_plots(tmp_path):
     assert all(seconds > 0 for seconds in result.phase_s.values())
     assert 0 < result.wait_share < 1 < result.samples_per_s
     assert str(pickle.loads(pickle.dumps(result))) == result.summary()
-    result.plot(tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").stat().st_size > 10_000
-    result.plot(tmp_path / "curves")  # as savefig names it
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -433,8 +429,3 @@ def test_a_batch_from_a_gpu_has_arrived_when_it_is_trained_on_the_cpu():
         ((moved, n),) = Batches("train_data", [batch], config, Ranks(), shuffle=False)
         assert (moved.sum().item(), n) == (8.0, 4)
     assert model.found == []
-
-
-def test_a_size_is_that_of_the_model():
-    shape = Shape(layers=3, heads=2, width=16, block_size=5)
-    assert shape.n_parameters == sum(p.numel() for p in GPT(shape).parameters())
