@@ -27,8 +27,8 @@ class Batches:
     pass over any other iterable starts again, from the same random state, and skips the batches
     that were consumed: it must yield the same ones again.
 
-    A Dataset or tensors are divided among the ranks. Without `shuffle`, samples
-    that pad a rank's share do not count.
+    A Dataset or tensors are divided among the ranks. Without `shuffle`, samples that pad a rank's
+    share do not count.
 
     Raises:
         TypeError: `data` is no Dataset, tensors or iterable, or a list without batches.
@@ -51,7 +51,6 @@ class Batches:
         self._has_state = False
         with suppress(AttributeError, TypeError):  # a loader without a state, or its dataset
             self._has_state = self.loader.state_dict() is not None
-        self._first_draws = [(one, one.get_state()) for one in self._own_generators()]
         self.n_consumed = 0
         """Batches of this pass."""
         self._rng_at_start: dict[str, Any] | None = None  # of this pass
@@ -77,24 +76,9 @@ class Batches:
             n_left -= n
             yield moved, n
         if self.n_consumed == n_empty:
-            missing = "sample in its batches" if n_empty else "batch in this pass"
-            msg = f"{self._name}: no {missing}; an iterator can be read only once"
+            msg = f"{self._name}: no sample in this pass; an iterator can be read only once"
             raise ValueError(msg)
         self.n_consumed = 0
-
-    def rewind(self, training: "Batches") -> None:
-        """Let the next pass have the first one's order, wherever the run was resumed.
-
-        What `training` draws from is left as it is.
-        """
-        if self.loader is training.loader:
-            return
-        if isinstance(self.loader, DataLoader):
-            self.loader.set_epoch(0)
-        shared = training._own_generators()
-        for generator, state in self._first_draws:
-            if not any(generator is one for one in shared):
-                generator.set_state(state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch delivered."""
@@ -102,12 +86,8 @@ class Batches:
         rng = self._rng_at_start
         if not self.n_consumed:  # the next pass begins with the generators as they are now
             rng = rng_state([self._device], self._own_generators())
-        return {
-            "n_consumed": self.n_consumed,
-            "n_ranks": self._n_ranks,
-            "rng": rng,
-            "loader": loader,
-        }
+        place = {"n_consumed": self.n_consumed, "n_ranks": self._n_ranks}
+        return place | {"rng": rng, "loader": loader}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise a ValueError unless it is a position; a loader checks its own state at loading."""
@@ -117,9 +97,8 @@ class Batches:
             msg = f"{n_ranks} ranks wrote it within a pass over loaders of their own: use as many"
             raise ValueError(msg)
         if (state["loader"] is None) is self._has_state:
-            here, there = "has no state", "has one"
-            if self._has_state:
-                here, there = "resumes by itself", "has no state of it"
+            states = ("resumes by itself", "has no state of it"), ("has no state", "has one")
+            here, there = states[not self._has_state]
             msg = f"{self._name} {here}, and the checkpoint {there}"
             raise ValueError(msg)
         if state["rng"] is not None or (state["n_consumed"] and not self._has_state):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fastamp._progress import progress
+from fastamp.data import DataLoader
 from fastamp.train.config import AUTOCAST, TrainConfig
 from fastamp.train.random_state import rng_state, seed_all, set_rng_state
 from fastamp.train.ranks import join
@@ -59,8 +60,8 @@ def fine_tune(
         train_data: a Dataset or tensors (one, or a tuple or dict of them), which are shuffled; a
             DataLoader; or any iterable of batches, such as a list. See `ModelCall.split` on
             batches.
-        val_data: as `train_data`, but not shuffled; None evaluates nothing. A loader that shuffles
-            by a seed or a generator of its own has the same order in each evaluation.
+        val_data: as `train_data`, but not shuffled; None evaluates nothing. A
+            `fastamp.DataLoader` that shuffles by a seed has the same order in each evaluation.
         config: None is `TrainConfig()`.
 
     Returns:
@@ -224,7 +225,9 @@ class _Loop(Run):
     def _evaluate(self) -> None:
         if self.held_out is None:
             return
-        self.held_out.rewind(self.data)
+        loader = self.held_out.loader
+        if isinstance(loader, DataLoader) and loader is not self.data.loader:
+            loader.set_epoch(0)  # the same order each time, wherever the run was resumed
         total, n_samples = torch.zeros((2,), dtype=torch.float64, device=self.device)
         with self.timer("evaluate"), modes_kept(self.model):
             self.model.eval()

@@ -90,12 +90,14 @@ class ModelCall:
         try:
             return model(*inputs)
         except TypeError as error:
-            if _takes(plain.forward, inputs):
-                raise
-            wanted = "expected a target and inputs that the model takes"
-            read = "a list as train_data holds batches, not columns or samples"
-            msg = f"batch: {wanted}, got {len(inputs)} inputs; {read}"
-            raise TypeError(msg) from error
+            try:
+                inspect.signature(plain.forward).bind(*inputs)
+            except TypeError:
+                wanted = "expected a target and inputs that the model takes"
+                read = "a list as train_data holds batches, not columns or samples"
+                msg = f"batch: {wanted}, got {len(inputs)} inputs; {read}"
+                raise TypeError(msg) from error
+            raise
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the loss, computed in float32.
@@ -180,11 +182,3 @@ def _is_integer(tensor: Tensor) -> bool:
 def _takes_labels(forward: Callable[..., object]) -> bool:
     parameters = inspect.signature(forward).parameters
     return "labels" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def _takes(forward: Callable[..., object], inputs: tuple[Any, ...]) -> bool:
-    try:
-        inspect.signature(forward).bind(*inputs)
-    except TypeError:
-        return False
-    return True

@@ -233,7 +233,7 @@ def test_a_rank_that_cannot_write_is_an_error_on_all(four, mode, tmp_path):
 def test_ranks_are_asked_for_by_who_has_some():
     with pytest.raises(ValueError, match="parallel: expected None, as neither torchrun nor"):
         train(parallel="ddp")
-    with pytest.raises(ValueError, match="parallel: expected None, 'ddp' or 'fsdp', got 'zero'"):
+    with pytest.raises(ValueError, match="parallel: expected one of ddp, fsdp or None, got 'zero'"):
         train(parallel="zero")
 
 
