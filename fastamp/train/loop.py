@@ -178,9 +178,10 @@ class _Loop(Run):
             with self.timer("data"):
                 found = [*islice((one for one in batches if one[1]), self.config.accumulate)]
         except RuntimeError:
-            # A signal ended a worker, too. Before the step's first batch all parts are in step.
-            has_begun = self.data.n_consumed != n_before or not n_before
-            if self.signals.received and not has_begun and self.ranks.mode is None:
+            # The signal ended a worker, too. Before a step's first batch all parts agree, except at
+            # the start of a pass, which draws random numbers.
+            agrees = self.data.n_consumed == n_before > 0
+            if self.signals.received and agrees and self.ranks.mode is None:
                 self._pause(None, None)
             raise
         self.has_ended = len(found) < self.config.accumulate
@@ -200,10 +201,10 @@ class _Loop(Run):
         return True
 
     def _accumulate(self, found: list[tuple[Any, int]]) -> torch.Tensor:
-        """Add up the gradients of the mean over a step's samples, of all ranks; return the mean.
+        """Add up the gradients of the mean loss over a step's samples; return this rank's part.
 
-        Ranks then average their gradients, and their losses: a sample's weight is `count` divided
-        by the samples of all, who may have different batches.
+        Ranks may have batches of different lengths. DDP and FSDP2 average gradients over the ranks:
+        a batch has the weight of its samples in the mean number of samples of a rank.
         """
         timer, mean = self.timer, torch.zeros((), dtype=torch.float32, device=self.device)
         n_samples: Any = sum(n for _, n in found)
@@ -214,8 +215,7 @@ class _Loop(Run):
             batch, n = found.pop(0)
             with self.no_sync() if found else nullcontext():
                 with timer("forward"), self.autocast:
-                    loss = self.model_call(self.trained, batch)
-                    loss = loss * (n / n_samples)
+                    loss = self.model_call(self.trained, batch) * (n / n_samples)
                 with timer("backward"):
                     torch.autograd.backward(self.scaler.scale(loss))
             mean = mean + loss.detach()
@@ -261,7 +261,7 @@ class _Loop(Run):
             best_checkpoint=self.keeper.best_path if self.keeper is not None else None,
             skipped_steps=self.schedule.n_skipped,
             precision=self.precision,
-            samples_per_s=self.n_samples * self.ranks.count / training_s,
+            samples_per_s=sum(self.ranks.gather(self.n_samples)) / training_s,
             peak_memory_nbytes=torch.cuda.max_memory_allocated(self.device) if is_cuda else None,
             phase_s={name: stats.total for name, stats in regions.items()},
             wait_share=host_s.get("data", 0) / training_s,
