@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 
 import fastamp
+from fastamp.bench.gpt import GPT, Shape
 from fastamp.bench.race import Plan, run_race
-from fastamp.train.gpt import GPT, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -181,7 +181,7 @@ if wanted ranks; then
   small=(--layers 2 --width 64 --heads 2 --block-size 64 --steps 60 --batch-size 8)
   for parallel in ddp fsdp; do
     step "nccl-$parallel" "$python" -m torch.distributed.run --nproc-per-node "$("$python" -c 'import torch; print(torch.cuda.device_count())')" \
-      -m fastamp.train "${small[@]}" --precision bf16-mixed --parallel "$parallel"
+      examples/train_gpt.py "${small[@]}" --precision bf16-mixed --parallel "$parallel"
   done
   step nvml "$python" "$site/nvml.py"
   step failed-kernel "$python" "$site/failed_kernel.py"

@@ -15,8 +15,8 @@ from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 
 import fastamp
+from fastamp.bench.gpt import GPT, Shape
 from fastamp.integrations.accelerate import prepare
-from fastamp.train.gpt import GPT, Shape
 
 STEPS, BATCH, BLOCK = 60, 16, 32
 

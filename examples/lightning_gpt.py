@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 import fastamp
+from fastamp.bench.gpt import GPT, Shape
 from fastamp.integrations.lightning import AmpCallback, AmpPrecision, to_lightning_module
-from fastamp.train.gpt import GPT, Shape
 
 STEPS, BATCH, BLOCK = 60, 16, 32
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import fastamp
-from fastamp.train.gpt import GPT, Shape
+from fastamp.bench.gpt import GPT, Shape
 
 STEPS, BATCH, BLOCK = 60, 16, 32
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

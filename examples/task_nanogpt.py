@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from fastamp.train.gpt import GPT, Shape  # in place of its model.py
+from fastamp.bench.gpt import GPT, Shape  # in place of its model.py
 
 data = torch.frombuffer(bytearray(Path(torch.__file__).read_bytes()), dtype=torch.uint8).long()
 

@@ -13,6 +13,7 @@ import torch
 from fastamp.bench.advice import advise
 from fastamp.bench.arms import Job
 from fastamp.bench.environment import DTYPES, no_speed_reason
+from fastamp.bench.gpt import GPT2_SMALL, Shape
 from fastamp.bench.jobs import JOBS
 from fastamp.bench.jobs.language import make_gpt
 from fastamp.bench.measure import WARMUP_STEPS, Results, train_arms
@@ -28,10 +29,9 @@ from fastamp.bench.tasks import (
     find_make,
     with_absolute_path,
 )
+from fastamp.bench.text import load_corpus
 from fastamp.bench.where import show_profiles
-from fastamp.train.gpt import GPT2_SMALL, Shape
 from fastamp.train.options import DEFAULT, number, refuse, say
-from fastamp.train.text import load_corpus
 
 # 11.2 M parameters. Many thin layers: the activations, which AMP halves, outweigh the parameters
 # and Adam's state, which it does not. Heads of 128, for which torch's bf16 attention is fastest.

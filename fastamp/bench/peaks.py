@@ -16,10 +16,10 @@ import torch
 
 from fastamp.bench.arms import Arm, Job, Run, evaluate
 from fastamp.bench.environment import find
+from fastamp.bench.gpt import Shape
 from fastamp.bench.jobs.language import make_gpt
 from fastamp.bench.tasks import BrokenTask, Training, draw, expect, make_loader, make_training
-from fastamp.train.gpt import Shape
-from fastamp.train.text import Corpus
+from fastamp.bench.text import Corpus
 
 MEMORY_STEPS = 2  # the first step makes the optimizer's state, the second runs beside it
 MEMORY_KINDS = {

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, IterableDataset
 
 from fastamp.data import ArrayDataset, DataLoader, ShardSampler, map_tensors
@@ -26,11 +27,11 @@ class Batches:
     pass over any other iterable starts again, from the same random state, and skips the batches
     that were consumed: it must yield the same ones again.
 
-    A Dataset or tensors are divided among the ranks. Without `shuffle`, samples
-    that pad a rank's share do not count.
+    A Dataset or tensors are divided among the ranks. Without `shuffle`, samples that pad a rank's
+    share do not count.
 
     Raises:
-        TypeError: `data` is no Dataset, tensors or iterable.
+        TypeError: `data` is no Dataset, tensors or iterable, or a list without batches.
         ValueError: it has no samples.
     """
 
@@ -50,8 +51,8 @@ class Batches:
         self._has_state = False
         with suppress(AttributeError, TypeError):  # a loader without a state, or its dataset
             self._has_state = self.loader.state_dict() is not None
-        self._first_draws = [(one, one.get_state()) for one in self._own_generators()]
-        self._n_consumed = 0  # in this pass
+        self.n_consumed = 0
+        """Batches of this pass."""
         self._rng_at_start: dict[str, Any] | None = None  # of this pass
         self._is_resumed = False
 
@@ -59,7 +60,7 @@ class Batches:
         """Start a pass, or continue the one of a loaded state."""
         n_left, n_empty = self._n_own, 0
         for batch in self._start():
-            self._n_consumed += 1
+            self.n_consumed += 1
             lengths: list[int] = []
 
             def move(tensor: torch.Tensor, lengths: list[int] = lengths) -> torch.Tensor:
@@ -74,38 +75,19 @@ class Batches:
             n = min(n, n_left)
             n_left -= n
             yield moved, n
-        if self._n_consumed == n_empty:
-            missing = "sample in its batches" if n_empty else "batch in this pass"
-            msg = f"{self._name}: no {missing}; an iterator can be read only once"
+        if self.n_consumed == n_empty:
+            msg = f"{self._name}: no sample in this pass; an iterator can be read only once"
             raise ValueError(msg)
-        self._n_consumed = 0
-
-    def rewind(self, training: "Batches") -> None:
-        """Let the next pass have the first one's order, wherever the run was resumed.
-
-        What `training` draws from is left as it is.
-        """
-        if self.loader is training.loader:
-            return
-        if isinstance(self.loader, DataLoader):
-            self.loader.set_epoch(0)
-        shared = training._own_generators()
-        for generator, state in self._first_draws:
-            if not any(generator is one for one in shared):
-                generator.set_state(state)
+        self.n_consumed = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch delivered."""
         loader = self.loader.state_dict() if self._has_state else None
         rng = self._rng_at_start
-        if not self._n_consumed:  # the next pass begins with the generators as they are now
+        if not self.n_consumed:  # the next pass begins with the generators as they are now
             rng = rng_state([self._device], self._own_generators())
-        return {
-            "n_consumed": self._n_consumed,
-            "n_ranks": self._n_ranks,
-            "rng": rng,
-            "loader": loader,
-        }
+        place = {"n_consumed": self.n_consumed, "n_ranks": self._n_ranks}
+        return place | {"rng": rng, "loader": loader}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise a ValueError unless it is a position; a loader checks its own state at loading."""
@@ -115,9 +97,8 @@ class Batches:
             msg = f"{n_ranks} ranks wrote it within a pass over loaders of their own: use as many"
             raise ValueError(msg)
         if (state["loader"] is None) is self._has_state:
-            here, there = "has no state", "has one"
-            if self._has_state:
-                here, there = "resumes by itself", "has no state of it"
+            states = ("resumes by itself", "has no state of it"), ("has no state", "has one")
+            here, there = states[not self._has_state]
             msg = f"{self._name} {here}, and the checkpoint {there}"
             raise ValueError(msg)
         if state["rng"] is not None or (state["n_consumed"] and not self._has_state):
@@ -130,8 +111,8 @@ class Batches:
             self.loader.load_state_dict(state["loader"])
             if not state["n_consumed"]:  # torchdata's loader draws here for the pass that has ended
                 self.loader.state_dict()
-        self._n_consumed, self._rng_at_start = state["n_consumed"], state["rng"]
-        self._is_resumed = self._n_consumed > 0
+        self.n_consumed, self._rng_at_start = state["n_consumed"], state["rng"]
+        self._is_resumed = self.n_consumed > 0
         if self._rng_at_start is not None and state["n_ranks"] == self._n_ranks:
             for i, own in enumerate(self._own_generators()):
                 own.set_state(self._rng_at_start["own"][i])
@@ -151,12 +132,12 @@ class Batches:
         self._is_resumed = False
         set_rng_state(self._rng_at_start or now, [self._device])
         batches: Iterator[Any] = iter(self.loader)
-        n_skipped = self._n_consumed
+        n_skipped = self.n_consumed
         if not self._has_state:
-            n_skipped = sum(1 for _ in islice(batches, self._n_consumed))
+            n_skipped = sum(1 for _ in islice(batches, self.n_consumed))
         set_rng_state(now, [self._device])
-        if n_skipped < self._n_consumed:
-            wanted = f"the checkpoint was written after {self._n_consumed}"
+        if n_skipped < self.n_consumed:
+            wanted = f"the checkpoint was written after {self.n_consumed}"
             msg = f"{self._name}: ended after {n_skipped} batches, and {wanted}"
             raise ValueError(msg)
         return batches
@@ -168,9 +149,14 @@ def _first(n: int, tensor: torch.Tensor) -> torch.Tensor:
 
 def _make_loader(name: str, data: Any, config: TrainConfig, ranks: Ranks, *, shuffle: bool) -> Any:
     if isinstance(data, (tuple, dict)):
-        with suppress(TypeError):  # if some of them are no arrays
-            count_rows((*data,) if isinstance(data, tuple) else data, name)
-            data = ArrayDataset(*data) if isinstance(data, tuple) else ArrayDataset(data)
+        count_rows((*data,) if isinstance(data, tuple) else data, name)
+        data = ArrayDataset(*data) if isinstance(data, tuple) else ArrayDataset(data)
+    first = data[0] if isinstance(data, list) and data else None
+    if isinstance(first, (list, tuple)) and not any(map(torch.is_tensor, tree_leaves(first))):
+        wanted = "expected a batch of tensors, as a list holds batches"
+        got = f"{type(first).__name__} of {len(first)}; pass samples as a Dataset or as tensors"
+        msg = f"{name}[0]: {wanted}, got {got}"
+        raise TypeError(msg)
     is_sized = hasattr(data, "__getitem__") and not isinstance(data, (list, tuple, dict))
     if not (is_sized or isinstance(data, Dataset)):
         return data

@@ -16,14 +16,17 @@ from fastamp.train.optimizer import OPTIMIZERS, SCHEDULES
 from fastamp.train.precision import compute_effective_precision
 
 AUTOCAST = {"32-true": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
-# The smallest value of each integer; those whose default is None may be None.
-INTEGERS = {"epochs": 1, "max_steps": 1, "batch_size": 1, "warmup_steps": 0, "accumulate": 1}
-INTEGERS |= {"seed": 0, "num_workers": 0, "eval_every": 1, "log_every": 1}
-INTEGERS |= {"checkpoint_every": 1, "keep": 1}
+_INTEGERS = {"epochs": 1, "max_steps": 1, "batch_size": 1, "warmup_steps": 0, "accumulate": 1}
+_INTEGERS |= {"seed": 0, "num_workers": 0, "eval_every": 1, "log_every": 1}
+_INTEGERS |= {"checkpoint_every": 1, "keep": 1}  # each with its smallest value
+_NUMBERS = {"lr": "a number above 0", "weight_decay": "a number of at least 0"}
+_NUMBERS |= {"max_norm": "a number above 0 or None"}
+_CHOICES: dict[str, Collection[str]] = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}
+_CHOICES |= {"parallel": ("ddp", "fsdp")}
 _KINDS: dict[str, Any] = {"loss_fn": Callable, "model_call": ModelCall, "tracker": MetricsTracker}
-_KINDS |= {"checkpoint_dir": str | os.PathLike, "use_amp": bool}
-_KINDS |= dict.fromkeys(["compile", "keep_best", "resume", "progress"], bool)
-_LARGEST = 2**63 - 1  # torch's integers have 64 bits
+_KINDS |= {"checkpoint_dir": str | os.PathLike}
+_KINDS |= dict.fromkeys(["use_amp", "compile", "keep_best", "resume", "progress"], bool)
+_DEVICE_ERRORS = AssertionError, ImportError, RuntimeError, TypeError, ValueError  # each by some
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +76,7 @@ class TrainConfig:
     max_norm: float | None = 1.0
     """Largest norm of all gradients together; None does not clip."""
     accumulate: int = 1
-    """Batches in a step. The last step of an epoch has the remaining ones."""
+    """Batches in a step, fetched before it. The last step of an epoch has the remaining ones."""
     compile: bool = False
     """Runs the model through `torch.compile`."""
     device: str | torch.device | None = None
@@ -117,28 +120,26 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        for name, least in INTEGERS.items():
+        for name, least in _INTEGERS.items():
             value = getattr(self, name)
-            fine = type(value) is int and least <= value <= _LARGEST
-            self._check_or_none(name, f"an integer from {least} to 2**63 - 1", fine=fine)
-        for name, others in {"lr": (), "weight_decay": (0,), "max_norm": (None,)}.items():
+            fine = type(value) is int and least <= value < 2**63  # torch's have 64 bits
+            self._check(name, f"an integer from {least} to 2**63 - 1", fine=fine)
+        for name, expected in _NUMBERS.items():
             value = getattr(self, name)
-            is_number = isinstance(value, (int, float))
-            fine = is_number and 0 < value <= sys.float_info.max
-            expected = " or ".join([*map(str, others), "a number above 0"])
-            fine = fine or ((is_number or value is None) and value in others)
-            self._check(name, expected, fine=fine)
+            fine = isinstance(value, (int, float)) and 0 <= value <= sys.float_info.max
+            fine = fine and (value > 0 or name == "weight_decay")
+            self._check(name, expected, fine=fine or (value is None and name == "max_norm"))
             if value is not None:  # a checkpoint cannot hold NumPy's numbers
                 object.__setattr__(self, name, float(value))
-        known = callable(self.optimizer) or self._is_one_of("optimizer", OPTIMIZERS)
-        self._check("optimizer", f"a callable or one of {', '.join(OPTIMIZERS)}", fine=known)
-        known = self._is_one_of("schedule", SCHEDULES)
-        self._check("schedule", f"one of {', '.join(SCHEDULES)}", fine=known)
-        known = self.parallel is None or self._is_one_of("parallel", ("ddp", "fsdp"))
-        self._check("parallel", "None, 'ddp' or 'fsdp'", fine=known)
+        for name, known in _CHOICES.items():
+            value = getattr(self, name)
+            fine = isinstance(value, str) and value in known
+            is_made = name == "optimizer" and callable(value)
+            expected = "a callable or " * (name == "optimizer") + f"one of {', '.join(known)}"
+            self._check(name, expected, fine=fine or is_made)
         for name, kind in _KINDS.items():
             fine = isinstance(getattr(self, name), kind)
-            self._check_or_none(name, getattr(kind, "__name__", "a path"), fine=fine)
+            self._check(name, getattr(kind, "__name__", "a path"), fine=fine)
         alone = self.loss_fn is None or self.model_call is None
         self._check("loss_fn", "None beside a model_call, which has its own", fine=alone)
         self._check("device", "an available device", fine=self._has_device())
@@ -179,26 +180,14 @@ class TrainConfig:
             if device.type == "cuda":  # it is not touched: workers may fork from this process
                 return (device.index or 0) < torch.cuda.device_count()
             return torch.empty(0, device=device).device.type != "meta"
-        except (
-            AssertionError,
-            ImportError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ):  # each by some devices
+        except _DEVICE_ERRORS:
             return False
 
     def _check(self, name: str, expected: str, *, fine: bool) -> None:
-        if not fine:
-            msg = f"{name}: expected {expected}, got {getattr(self, name)!r}"
-            raise ValueError(msg)
-
-    def _check_or_none(self, name: str, expected: str, *, fine: bool) -> None:
-        """Check a field that may be None if that is its default."""
-        if getattr(type(self), name) is None:
-            fine, expected = fine or getattr(self, name) is None, f"{expected} or None"
-        self._check(name, expected, fine=fine)
-
-    def _is_one_of(self, name: str, known: Collection[str]) -> bool:
+        """Refuse a field with its value; one whose default is None may be None."""
         value = getattr(self, name)
-        return isinstance(value, str) and value in known
+        if getattr(type(self), name) is None and not expected.startswith("None"):
+            fine, expected = fine or value is None, f"{expected} or None"
+        if not fine:
+            msg = f"{name}: expected {expected}, got {value!r}"
+            raise ValueError(msg)

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from fastamp._progress import progress
+from fastamp.data import DataLoader
 from fastamp.train.config import AUTOCAST, TrainConfig
 from fastamp.train.random_state import rng_state, seed_all, set_rng_state
 from fastamp.train.ranks import join
@@ -25,23 +27,25 @@ def fine_tune(
     """Train a model in place: fine-tune a pretrained one, or train one from scratch.
 
     1. The model moves to the device. If `config.checkpoint_dir` holds a run, it is resumed.
-    2. A step: for each of `config.accumulate` batches forward and loss under autocast, and backward
-       of the scaled loss; then unscale, check, clip and step at once. The learning rate advances
-       after a step that was taken; the loop learns of that one step later, without a wait.
+    2. A step: `config.accumulate` batches are fetched; for each of them forward and loss under
+       autocast, and backward of the scaled loss; then unscale, check, clip and step at once. The
+       gradient is that of the mean over the step's samples, of all ranks. The learning rate
+       advances after a step that was taken; the loop learns of that one step later, without a wait.
     3. After every epoch, or as often as the config says: evaluation in the same precision, and a
        checkpoint.
 
     With a checkpoint folder, after SIGTERM or Ctrl-C the current step and its evaluation finish,
     and a checkpoint is written. A second signal acts at once, for a step that never ends, as when
-    the data hang. A damaged checkpoint is passed over with one warning. On a CPU a run that is
-    interrupted or killed, and resumed, is bit-identical, except for random numbers that worker
-    processes draw within an epoch.
+    the data hang. If the same signal ends worker processes while some of a step's batches, or the
+    first ones of a pass, are missing, the last checkpoint stands. A damaged checkpoint is passed
+    over with one warning. On a CPU a run that is interrupted or killed, and resumed, is
+    bit-identical, except for random numbers that worker processes draw within an epoch.
 
     Under torchrun, or where torch.distributed is initialized, every rank calls this with the same
     arguments, and trains on its part of a Dataset or tensors, with DDP or FSDP2. A loader or an
     iterable must yield the rank's part, and as many batches as on the other ranks. If there is no
     process group yet, one is made, and destroyed at the end: an FSDP2 model stays sharded, and can
-    then no longer be called. Losses are means over the ranks; only the first rank logs to
+    then no longer be called. Losses are means over all ranks' samples; only the first rank logs to
     `config.tracker`; a signal to one rank is a signal to all.
 
     Checkpoints of ranks are folders that all ranks must be able to reach. The same number of ranks
@@ -56,8 +60,8 @@ def fine_tune(
         train_data: a Dataset or tensors (one, or a tuple or dict of them), which are shuffled; a
             DataLoader; or any iterable of batches, such as a list. See `ModelCall.split` on
             batches.
-        val_data: as `train_data`, but not shuffled; None evaluates nothing. A loader that shuffles
-            by a seed or a generator of its own has the same order in each evaluation.
+        val_data: as `train_data`, but not shuffled; None evaluates nothing. A
+            `fastamp.DataLoader` that shuffles by a seed has the same order in each evaluation.
         config: None is `TrainConfig()`.
 
     Returns:
@@ -71,7 +75,8 @@ def fine_tune(
         OSError: a checkpoint cannot be written; the model and older checkpoints are unchanged.
         TypeError: `model` is no module, `config` no TrainConfig, or the data or the model's output
             cannot be trained on.
-        ValueError: there is no batch or no parameter to train, or shapes do not match.
+        ValueError: there is no batch or no parameter to train, the optimizer has other parameters,
+            or shapes do not match.
 
     Example:
         >>> x, y = torch.randn(64, 4), torch.randint(2, (64,))
@@ -106,7 +111,6 @@ class _Loop(Run):
         # DDP exchanges gradients in the last backward pass of a step only.
         self.no_sync: Any = self.trained.no_sync if self.ranks.mode == "ddp" else nullcontext
         self.losses: list[tuple[int, torch.Tensor]] = []  # with steps, not yet logged
-        self.before_step: dict[str, Any] | None = None  # `own_state`, where there are workers
         self.advance: Callable[..., object] = lambda: None
         self.signals = Signals(enabled=self.keeper is not None)
 
@@ -149,7 +153,7 @@ class _Loop(Run):
         if saves or self.ranks.mode is None or self.step % self.config.log_every == 0:
             received = self._exchange()
         if saves or received is not None:
-            self.save(self.before_step)
+            self.save()
         if received is not None:
             self.signals.deliver(received)
 
@@ -169,67 +173,61 @@ class _Loop(Run):
 
     def _train_step(self, batches: Iterator[tuple[Any, int]]) -> bool:
         """Take a step of the optimizer, of at most `accumulate` batches; False if none is left."""
-        if self.keeper is not None and getattr(self.data.loader, "num_workers", None):
-            self.before_step = self.keeper.own_state()
+        n_before = self.data.n_consumed
         try:
-            n_samples, n_full, mean = self._accumulate(batches)
+            with self.timer("data"):
+                found = [*islice((one for one in batches if one[1]), self.config.accumulate)]
         except RuntimeError:
-            if self.signals.received and self.before_step and self.ranks.mode is None:
-                self.has_ended = False  # the signal ended a worker, too: the step is dropped
+            # The signal ended a worker, too. Before a step's first batch all parts agree, except at
+            # the start of a pass, which draws random numbers.
+            agrees = self.data.n_consumed == n_before > 0
+            if self.signals.received and agrees and self.ranks.mode is None:
                 self._pause(None, None)
             raise
-        self.before_step = None
-        if not n_samples:
+        self.has_ended = len(found) < self.config.accumulate
+        if not found:
             return False
-        self.step, self.n_samples = self.step + 1, self.n_samples + n_samples
-        self.val_loss = math.nan
+        self.step, self.val_loss = self.step + 1, math.nan
+        self.n_samples += sum(n for _, n in found)
+        loss = self._accumulate(found)
         self.advance()
-        self.losses.append((self.step, mean * (n_full / n_samples)))
+        self.losses.append((self.step, loss))
         self.tracker.log_scalar("train/lr", self.schedule.lr, self.step)
         with self.timer("step"):
-            self._optimize(n_full / n_samples)
+            self.scaler.step(self.optimizer, max_norm=self.config.max_norm)
+            self.schedule.advance(self.scaler.last_step.found_inf)
+            self.scaler.update()
+            self.optimizer.zero_grad()
         return True
 
-    def _accumulate(self, batches: Iterator[tuple[Any, int]]) -> tuple[int, int, torch.Tensor]:
-        """Return the samples of a step, those of a full one, and the loss divided by the latter."""
+    def _accumulate(self, found: list[tuple[Any, int]]) -> torch.Tensor:
+        """Add up the gradients of the mean loss over a step's samples; return this rank's part.
+
+        Ranks may have batches of different lengths. DDP and FSDP2 average gradients over the ranks:
+        a batch has the weight of its samples in the mean number of samples of a rank.
+        """
         timer, mean = self.timer, torch.zeros((), dtype=torch.float32, device=self.device)
-        batch, n = self._fetch(batches)
-        n_full, n_samples = n * self.config.accumulate, 0
-        for n_left in reversed(range(self.config.accumulate)):
-            if not n:
-                break
-            following = self._fetch(batches) if n_left else (None, 0)
-            n_samples += n
-            with self.no_sync() if following[1] else nullcontext():
+        n_samples: Any = sum(n for _, n in found)
+        if self.ranks.mode is not None:
+            mine = torch.full((), n_samples, dtype=torch.float64, device=self.device)
+            n_samples = self.ranks.sum([mine])[0] / self.ranks.count
+        while found:
+            batch, n = found.pop(0)
+            with self.no_sync() if found else nullcontext():
                 with timer("forward"), self.autocast:
-                    loss = self.model_call(self.trained, batch) * (n / n_full)
+                    loss = self.model_call(self.trained, batch) * (n / n_samples)
                 with timer("backward"):
                     torch.autograd.backward(self.scaler.scale(loss))
             mean = mean + loss.detach()
-            batch, n = following
-        return n_samples, n_full, mean
-
-    def _fetch(self, batches: Iterator[tuple[Any, int]]) -> tuple[Any, int]:
-        with self.timer("data"):
-            batch, n = next((found for found in batches if found[1]), (None, 0))
-        self.has_ended = not n
-        return batch, n
-
-    def _optimize(self, factor: float) -> None:
-        """Step on the gradients times a factor, which is 1 for a full accumulation."""
-        for parameter in self.model.parameters() if factor != 1 else ():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-        self.scaler.step(self.optimizer, max_norm=self.config.max_norm)
-        self.schedule.advance(self.scaler.last_step.found_inf)
-        self.scaler.update()
-        self.optimizer.zero_grad()
+        return mean
 
     @torch.no_grad()
     def _evaluate(self) -> None:
         if self.held_out is None:
             return
-        self.held_out.rewind(self.data)
+        loader = self.held_out.loader
+        if isinstance(loader, DataLoader) and loader is not self.data.loader:
+            loader.set_epoch(0)  # the same order each time, wherever the run was resumed
         total, n_samples = torch.zeros((2,), dtype=torch.float64, device=self.device)
         with self.timer("evaluate"), modes_kept(self.model):
             self.model.eval()
@@ -263,7 +261,7 @@ class _Loop(Run):
             best_checkpoint=self.keeper.best_path if self.keeper is not None else None,
             skipped_steps=self.schedule.n_skipped,
             precision=self.precision,
-            samples_per_s=self.n_samples * self.ranks.count / training_s,
+            samples_per_s=sum(self.ranks.gather(self.n_samples)) / training_s,
             peak_memory_nbytes=torch.cuda.max_memory_allocated(self.device) if is_cuda else None,
             phase_s={name: stats.total for name, stats in regions.items()},
             wait_share=host_s.get("data", 0) / training_s,

@@ -80,12 +80,24 @@ class ModelCall:
 
         "labels" are passed only if the model's `forward` has such an argument.
         """
+        plain = model.module if isinstance(model, DistributedDataParallel) else model
+        plain = getattr(plain, "_orig_mod", plain)  # of torch.compile
         if isinstance(inputs, Mapping):
-            plain = model.module if isinstance(model, DistributedDataParallel) else model
-            plain = getattr(plain, "_orig_mod", plain)  # of torch.compile
             takes_labels = _takes_labels(type(plain).forward)
             return model(**{k: v for k, v in inputs.items() if takes_labels or k != "labels"})
-        return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+        if not isinstance(inputs, tuple):
+            return model(inputs)
+        try:
+            return model(*inputs)
+        except TypeError as error:
+            try:
+                inspect.signature(plain.forward).bind(*inputs)
+            except TypeError:
+                wanted = "expected a target and inputs that the model takes"
+                read = "a list as train_data holds batches, not columns or samples"
+                msg = f"batch: {wanted}, got {len(inputs)} inputs; {read}"
+                raise TypeError(msg) from error
+            raise
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the loss, computed in float32.

@@ -47,6 +47,11 @@ def make_optimizer(
     if not isinstance(made, torch.optim.Optimizer):
         msg = f"optimizer: expected a callable that returns an Optimizer, it returned {made!r}"
         raise TypeError(msg)
+    held = {id(p) for group in made.param_groups for p in group["params"]}
+    if held.isdisjoint(map(id, parameters)):
+        kind = type(made).__name__
+        msg = f"optimizer: expected one of the model's parameters, got {kind} of others"
+        raise ValueError(msg)
     return made
 
 

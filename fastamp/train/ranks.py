@@ -92,23 +92,9 @@ class Ranks:
             fully_shard(module, mesh=mesh)
 
 
-def is_launched() -> bool:
+def _is_launched() -> bool:
     """Return whether this process is a rank: of torchrun, or of an initialized process group."""
     return dist.is_available() and (dist.is_initialized() or os.environ.keys() >= _LAUNCHERS)
-
-
-def check_environment() -> None:
-    """Raise a ValueError that names a variable of a launcher and what is wrong with it."""
-    needed = ["RANK", "WORLD_SIZE", "MASTER_PORT"] if is_launched() else []
-    for name in dict.fromkeys([*needed, "RANK", "WORLD_SIZE", "LOCAL_RANK"]):
-        value = os.environ.get(name)
-        if (value is None and name in needed) or not (value or "0").isdecimal():
-            msg = f"{name}: expected an integer of at least 0, got {value!r}"
-            raise ValueError(msg)
-    if needed and int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):
-        count, rank = os.environ["WORLD_SIZE"], os.environ["RANK"]
-        msg = f"RANK: expected less than WORLD_SIZE={count}, got {rank}"
-        raise ValueError(msg)
 
 
 @contextmanager
@@ -116,10 +102,9 @@ def join(config: TrainConfig) -> Iterator[Ranks]:
     """Join the other ranks, if there are any, and destroy the process group if this made it.
 
     Raises:
-        ValueError: the config asks for ranks and there are none, or for FSDP2 where torch has none,
-            or the ranks' launcher has set variables that are no numbers.
+        ValueError: the config asks for ranks and there are none, or for FSDP2 where torch has none.
     """
-    if not is_launched():
+    if not _is_launched():
         if config.parallel is not None:
             expected = "expected None, as neither torchrun nor torch.distributed has started ranks"
             msg = f"parallel: {expected}, got {config.parallel!r}"
@@ -135,7 +120,6 @@ def join(config: TrainConfig) -> Iterator[Ranks]:
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     if makes_group:
-        check_environment()
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield Ranks(config.parallel or "ddp", dist.get_rank(), dist.get_world_size())

@@ -1,14 +1,11 @@
 """The result of a training run: curves, counts and times."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-from fastamp.train.plot import plot_curves
 
 # Each curve of a result, and the scalar that it shows.
 CURVES = {
@@ -22,6 +19,8 @@ CURVES = {
 
 class Curve(NamedTuple):
     """A scalar over the steps, from 1: at most 4,096 points, the first and the last among them.
+
+    `pyplot.plot(*curve)` draws it.
 
     Example:
         >>> curve = fastamp.train.Curve(np.array([1, 2]), np.array([0.5, 0.25]))
@@ -125,11 +124,3 @@ class TrainResult:
         return "\n".join(lines)
 
     __str__ = summary
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the curves into a file; its suffix (.png, .svg, .pdf) chooses the format.
-
-        Raises:
-            ImportError: matplotlib is not installed; it comes with the extra `plot`.
-        """
-        plot_curves(path, {name: getattr(self, name) for name in CURVES})

@@ -82,13 +82,13 @@ class Run:
         """How far the run has come."""
         return self.step, self.epoch, self.evaluated_at
 
-    def save(self, own: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint unless this step has one; `own` may be an earlier `own_state`."""
+    def save(self) -> None:
+        """Write a checkpoint unless this step has one."""
         if self.keeper is None or self.saved_at == self.place:
             return
         self.schedule.read_flag()  # the optimizer's state has the rate, too
         with self.timer("checkpoint"):
-            self.keeper.write(self.keeper.state(self.step, own, self.val_loss))
+            self.keeper.write(self.keeper.state(self.step, metric=self.val_loss))
         self.saved_at = self.place
 
     def state_dict(self) -> dict[str, Any]:

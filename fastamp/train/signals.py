@@ -57,3 +57,11 @@ class Signals:
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self.received = number
         signal.signal(number, self._previous[number])
+        handler = signal.getsignal(signal.SIGCHLD)
+        if callable(handler):  # torch's raises in mid-step: the same signal may end workers
+            self._previous[signal.SIGCHLD] = handler
+            signal.signal(signal.SIGCHLD, _pass_over)
+
+
+def _pass_over(_number: int, _frame: FrameType | None) -> None:
+    """Do nothing; with SIG_IGN nobody would get the exit status of a child."""

@@ -14,10 +14,9 @@ from torch.nn import functional
 
 import fastamp
 from fastamp.bench import arms as arms_
-from fastamp.bench import tasks
+from fastamp.bench import tasks, text
+from fastamp.bench.gpt import GPT, Shape
 from fastamp.bench.jobs import language
-from fastamp.train import text
-from fastamp.train.gpt import GPT, Shape
 
 SHAPE = Shape(layers=2, heads=2, width=32, block_size=16)
 JOB = arms_.Job(device="cpu", precision="bf16", seed=0, steps=8, make=None, memory_make=None)

@@ -25,11 +25,11 @@ from fastamp.bench import (
     where,
 )
 from fastamp.bench import arms as arms_
+from fastamp.bench import text as train_text
 from fastamp.bench.__main__ import main
+from fastamp.bench.gpt import GPT, Shape
 from fastamp.bench.jobs import language
 from fastamp.bench.race import Interval, Race, Visit
-from fastamp.train import text as train_text
-from fastamp.train.gpt import GPT, Shape
 
 SHAPE = Shape(layers=2, heads=2, width=32, block_size=16)
 JOB = arms_.Job(device="cpu", precision="bf16", seed=0, steps=8, make=None, memory_make=None)

@@ -18,12 +18,11 @@ from support.processes import run_python
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from fastamp.bench import in_frameworks, job_table, loops
+from fastamp.bench import in_frameworks, job_table, loops, text
 from fastamp.bench.__main__ import main
 from fastamp.bench.jobs import JOBS, language, networks, vision
 from fastamp.bench.race import Plan
 from fastamp.bench.tasks import BrokenTask, make_training
-from fastamp.train import text
 
 WORKERS = {"dtype": None, "steps": 2, "seed": 0, "workers": {}}
 

@@ -12,10 +12,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS = {
     "nanogpt": "torch",
     "image_classifier": "sklearn",
-    "fine_tune": "torch",
+    "train_gpt": "torch",
     "lightning_gpt": "lightning",
     "accelerate_gpt": "accelerate",
 }
+SMALL = ["--layers", "1", "--heads", "2", "--width", "32", "--block-size", "32", "--lr", "0.01"]
+SMALL += ["--steps", "80", "--checkpoint-every", "30"]
+ARGUMENTS = {"train_gpt": SMALL}
 SCRIPT = """
 import runpy, warnings
 warnings.simplefilter("error")
@@ -26,14 +29,30 @@ runpy.run_path({path!r}, run_name="__main__")
 """
 
 
+def run(name, *arguments, **options):
+    result = run_python(SCRIPT.format(path=str(EXAMPLES / f"{name}.py")), *arguments, **options)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
 @pytest.mark.parametrize("name", NEEDS)
 def test_an_example_learns(name, tmp_path):
     pytest.importorskip(NEEDS[name])
-    result = run_python(SCRIPT.format(path=str(EXAMPLES / f"{name}.py")), cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+    result = run(name, *ARGUMENTS.get(name, ()), cwd=tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", result.stdout)]
     assert len(losses) >= 5
     # nanogpt.py trains twice
     runs = [losses[:6], losses[6:]] if name == "nanogpt" else [losses]
     assert all(run[-1] < 0.7 * run[0] for run in runs), result.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_gpt_resumes_and_can_be_trained_longer(tmp_path):
+    text = tmp_path / "text"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 300)
+    arguments = ["--data", str(text), *SMALL, "--checkpoint-dir", str(tmp_path / "run")]
+    first, again = (run("train_gpt", *arguments).stdout for _ in range(2))
+    assert "80 steps in 32-true, 0 skipped\ntrain_loss: 5." in first
+    assert float(re.search("val_loss: .* to ([0-9.]+)", first)[1]) < 3
+    assert first.partition("samples/s")[0].rpartition("\n")[0] in again
+    assert "90 steps in 32-true" in run("train_gpt", *arguments, "--steps", "90").stdout

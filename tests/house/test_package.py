@@ -8,6 +8,7 @@ import inspect
 import re
 import shutil
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -129,3 +130,23 @@ def test_importing_fastamp_its_integrations_and_the_bench_imports_no_extra():
     )
     result = run_python(code)
     assert (result.stdout.strip(), result.stderr) == ("set()", "")
+
+
+def test_importing_fastamp_and_clipping_import_no_slow_part_of_torch():
+    code = "import sys, torch, numpy; before = {*sys.modules}; import fastamp\n"
+    code += "p = torch.nn.Parameter(torch.ones(3)); p.grad = torch.ones(3)\n"
+    code += "fastamp.clip_grad_norm_(p, 1.0)\n"
+    code += "print(*{*sys.modules} - before)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    slow = ("tqdm", "pynvml", "sklearn", "torch._dynamo", "torch.distributed.tensor")
+    slow += ("torch.distributed.checkpoint", "fastamp._ops.sharded")
+    assert "fastamp.train" in done.stdout.split()
+    assert not [name for name in done.stdout.split() if name.startswith(slow)]
+
+
+@needs_native  # else a warning comes before it
+def test_a_backend_that_is_not_there_is_one_line_of_a_command():
+    code = "import runpy, sys; sys.argv[0] = '-m'; runpy.run_module('fastamp.bench')"
+    done = run_python(code, FASTAMP_BACKEND="zz")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch("FASTAMP_BACKEND='zz' is not a backend; available: .*\n", done.stderr)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import random
 import re
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
@@ -21,8 +20,7 @@ from fastamp.bench import latency, main_job
 from fastamp.bench import step as bench_step
 from fastamp.bench.race import Interval
 from fastamp.bench.record import Report, make_record
-from fastamp.train import __main__ as train
-from fastamp.train.text import load_corpus
+from fastamp.bench.text import load_corpus
 
 
 class Baseline(Target):
@@ -152,40 +150,7 @@ class BenchOptions(Target):
         self.stack.close()
 
 
-class TrainOptions(BenchOptions):
-    """The training command's line, and the launcher's variables, likewise."""
-
-    commands = ("train",)
-
-    def patch(self) -> None:
-        patch = self.stack.enter_context
-        corpus = load_corpus(str(self.text), block_size=16)
-        quick = lambda path, block_size, **_: (  # noqa: E731
-            corpus if path is None else load_corpus(path, block_size=block_size)
-        )
-        patch(mock.patch.object(train, "load_corpus", quick))
-        patch(mock.patch.object(train, "fine_tune", return_value="result"))
-        patch(mock.patch.dict(os.environ))
-        make = train.GPT
-        small = lambda shape: shape if max(vars(shape).values()) < 1000 else make(shape)  # noqa: E731
-        patch(mock.patch.object(train, "GPT", small))
-
-    def make(self, rng: random.Random) -> list[str]:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            os.environ.pop(name, None)
-            if rng.random() < 0.02:
-                os.environ[name] = rng.choice(("0", "1", "x", "", "-1"))
-        return [word for word in super().make(rng) if word != "train"]
-
-    def call(self, words: list[str]) -> Any:
-        return train.main([word for word in words if word != "train"])
-
-    def use(self, subject: None, given: Any, loaded: Any) -> None:
-        assert loaded == 0
-
-
 TARGETS = {
     "baseline": Baseline,
     "bench_options": BenchOptions,
-    "train_options": TrainOptions,
 }

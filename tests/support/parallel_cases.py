@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fastamp
+from fastamp.bench.gpt import GPT, Shape
 from fastamp.train import CheckpointError
 from fastamp.train import sharded_checkpoint as sharded
-from fastamp.train.gpt import GPT, Shape
 from fastamp.train.ranks import Ranks
 
 BLOCK, N, N_HELD_OUT = 8, 96, 21
@@ -191,6 +191,26 @@ def train_from_a_list(folder, stop_at=0):
         return train(folder, stop_at=stop_at, data=list(zip(*columns, strict=True)))
     except CheckpointError as error:
         return str(error)
+
+
+SIZES = ([5, 3, 4, 2, 7, 1, 6], [2, 6, 1, 4, 3, 8, 2])  # of two ranks' batches
+
+
+def train_on_unequal_batches(mode, accumulate):
+    """Train on batches of other lengths than those of the other rank, or on both joined."""
+    columns, n_rows = make_data(), sum(SIZES[0])
+    parts = [
+        [column[at : at + sum(sizes)].split(sizes) for column in columns]
+        for at, sizes in ((0, SIZES[0]), (n_rows, SIZES[1]))
+    ]
+    if mode is None:
+        batches = [
+            [torch.cat(pair) for pair in zip(*two, strict=True)] for two in zip(*parts, strict=True)
+        ]
+    else:
+        batches = parts[torch.distributed.get_rank()]
+    fields = {"parallel": mode, "accumulate": accumulate, "optimizer": "sgd", "lr": 0.5}
+    return train(data=list(zip(*batches, strict=True)), log_every=1, **fields)
 
 
 def train_with_sinks(mode):

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastamp
 from fastamp import _ops
-from fastamp.train.gpt import GPT, Shape
+from fastamp.bench.gpt import GPT, Shape
 
 STEPS, BAD_STEP = 14, 7  # the scale grows at the last one again
 MAX_NORM = 0.5

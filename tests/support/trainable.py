@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import random
 import signal
-import sys
+import subprocess
 import threading
 import time
 import warnings
@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 import fastamp
-from fastamp.train import __main__ as command
 
 CURVES = ("train_loss", "val_loss", "grad_norm", "loss_scale", "lr")
 
@@ -194,27 +193,30 @@ class Slow(torch.utils.data.Dataset):
         return torch.full((8,), i / 160), i % 2
 
 
-def train_until_all_are_signalled(folder, accumulate):
-    """Train with workers, and end them and this process by one signal, as a batch system does."""
+def train_until_all_are_signalled(folder, accumulate, sender):
+    """Train with workers, and end them and this process by one signal, as a batch system does.
+
+    Workers that another process ends exit with an error, of which torch tells at once.
+    """
     multiprocessing.set_start_method(None, force=True)  # Python's own, not how this one started
     os.setsid()
     calls = itertools.count()
 
     def loss_fn(output, target):
         if next(calls) == 9:
-            os.killpg(0, signal.SIGTERM)
+            if sender == "itself":
+                os.killpg(0, signal.SIGTERM)
+            else:
+                wait_s = 0.05 * (sender == "later")  # then the loop waits for a worker
+                command = ["sh", "-c", f"sleep {wait_s}; kill -TERM -{os.getpgid(0)}"]
+                subprocess.Popen(command, start_new_session=True)
+                time.sleep(1.0 * (sender == "another"))  # the workers have ended
         return torch.nn.functional.cross_entropy(output, target)
 
     fields = {"max_steps": 400, "batch_size": 4, "num_workers": 2, "checkpoint_dir": folder}
     config = fastamp.TrainConfig(accumulate=accumulate, loss_fn=loss_fn, **fields)
-    fastamp.fine_tune(make_model(), Slow(), config=config)
-
-
-def run_command(args, errors):
-    """Run `python -m fastamp.train` with its stderr in a file, and every warning an error."""
-    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), sys.stderr.fileno())
-    warnings.simplefilter("error")
-    sys.exit(command.main(args))
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(8), make_model())
+    fastamp.fine_tune(model, Slow(), config=config)
 
 
 def newest(folder):

@@ -137,11 +137,7 @@ def test_a_run_that_crashed_after_an_epoch_goes_on_to_the_bit(kind, tmp_path):
 
 SHUFFLED = {
     "seed": lambda data: fastamp.DataLoader(data, 4, shuffle=True, seed=5),
-    "generator": lambda data: fastamp.DataLoader(data, 4, shuffle=True, generator=generator()),
     "no seed": lambda data: fastamp.DataLoader(data, 4, shuffle=True),
-    "torch's with a generator": lambda data: DataLoader(
-        data, 4, shuffle=True, generator=generator()
-    ),
     "torch's": lambda data: DataLoader(data, 4, shuffle=True),
 }
 

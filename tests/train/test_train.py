@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 import re
@@ -16,11 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fastamp
 from fastamp import ModelCall, TrainConfig, fine_tune
+from fastamp.bench.gpt import GPT, Shape
+from fastamp.bench.text import load_corpus
 from fastamp.train.batches import Batches
-from fastamp.train.gpt import GPT, Shape
 from fastamp.train.ranks import Ranks
 from fastamp.train.result import compare_ranks
-from fastamp.train.text import load_corpus
 
 # Each choice with and without validation data, but not all pairs.
 CHOICES = pytest.mark.parametrize(
@@ -311,7 +312,7 @@ def test_ranks_are_compared_by_the_mean_of_each_region():
     assert compare_ranks(everyone) == expected
 
 
-def test_the_result_is_bounded_pickles_and_plots(tmp_path):
+def test_the_result_is_bounded_and_pickles():
     data = (torch.randn(4200, 1), torch.randn(4200, 1))
     config = TrainConfig(batch_size=1, log_every=1000, epochs=1)
     held_out = tuple(column[:50] for column in data)
@@ -321,10 +322,6 @@ def test_the_result_is_bounded_pickles_and_plots(tmp_path):
     assert all(seconds > 0 for seconds in result.phase_s.values())
     assert 0 < result.wait_share < 1 < result.samples_per_s
     assert str(pickle.loads(pickle.dumps(result))) == result.summary()
-    result.plot(tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").stat().st_size > 10_000
-    result.plot(tmp_path / "curves")  # as savefig names it
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -335,8 +332,8 @@ def test_the_result_is_bounded_pickles_and_plots(tmp_path):
         ({"max_steps": 1.5}, "max_steps: expected an integer from 1 to .* or None, got 1.5"),
         ({"lr": "fast"}, "lr: expected a number above 0, got 'fast'"),
         ({"lr": math.nan}, "lr: expected a number above 0, got nan"),
-        ({"max_norm": 0}, "max_norm: expected None or a number above 0, got 0"),
-        ({"weight_decay": -1}, "weight_decay: expected 0 or a number above 0, got -1"),
+        ({"max_norm": 0}, "max_norm: expected a number above 0 or None, got 0"),
+        ({"weight_decay": -1}, "weight_decay: expected a number of at least 0, got -1"),
         ({"optimizer": "lion"}, "one of adamw, adam, sgd, adagrad, got 'lion'"),
         ({"schedule": "step"}, "schedule: expected one of cosine, linear, constant, got 'step'"),
         ({"precision": "8"}, "precision: expected one of 64-true, .*, got '8'"),
@@ -348,15 +345,18 @@ def test_the_result_is_bounded_pickles_and_plots(tmp_path):
         ({"loss_fn": 3}, "loss_fn: expected Callable or None, got 3"),
         ({"model_call": ModelCall}, "model_call: expected ModelCall or None, got <class"),
         ({"tracker": 3}, "tracker: expected MetricsTracker or None, got 3"),
-        ({"device": "bogus"}, "device: expected an available device, got 'bogus'"),
-        ({"device": "meta"}, "device: expected an available device, got 'meta'"),
-        ({"device": b"\xff"}, "device: expected an available device, got b"),
-        ({"device": 2**63}, "device: expected an available device, got 9223372036854775808"),
+        ({"device": "bogus"}, "device: expected an available device or None, got 'bogus'"),
+        ({"device": "meta"}, "device: expected an available device or None, got 'meta'"),
+        ({"device": b"\xff"}, "device: expected an available device or None, got b"),
+        (
+            {"device": 2**63},
+            "device: expected an available device or None, got 9223372036854775808",
+        ),
         ({"lr": 10**400}, "lr: expected a number above 0, got 1000"),
-        ({"max_norm": torch.ones(2)}, "max_norm: expected None or a number above 0, got tensor"),
+        ({"max_norm": torch.ones(2)}, "max_norm: expected a number above 0 or None, got tensor"),
         ({"optimizer": {}}, r"optimizer: expected a callable or one of .*, got \{\}"),
         ({"schedule": []}, r"schedule: expected one of .*, got \[\]"),
-        ({"parallel": torch.ones(2)}, "parallel: expected None, 'ddp' or 'fsdp', got tensor"),
+        ({"parallel": torch.ones(2)}, "parallel: expected one of ddp, fsdp or None, got tensor"),
         ({"use_amp": torch.ones(2)}, "use_amp: expected bool or None, got tensor"),
         ({"compile": "max-autotune"}, "compile: expected bool, got 'max-autotune'"),
         ({"resume": "no"}, "resume: expected bool, got 'no'"),
@@ -378,17 +378,25 @@ def test_a_subclass_of_tuple_is_a_tuple_of_columns():
     assert fine_tune(make_model(), Pair(make_data(8)), config=config).steps == 2
 
 
+_SAMPLES = r"train_data\[0\]: expected a batch of tensors, as a list holds batches, got list of"
+_INPUTS = "batch: expected a target and inputs that the model takes, got 39 inputs; .* train_data"
+
+
 @pytest.mark.parametrize(
     ("data", "fields", "error", "message"),
     [
         (7, {}, TypeError, "train_data: expected a Dataset, tensors, .*, got int"),
-        ([], {}, ValueError, "train_data: no batch in this pass"),
+        ([], {}, ValueError, "train_data: no sample in this pass"),
         (torch.ones(0, 4), {}, ValueError, "train_data: has no samples"),
         ((torch.ones(4, 2), torch.ones(3)), {}, ValueError, r"train_data\[1\]: has 3 rows, and tr"),
-        ([make_data(0)], {"max_steps": 2}, ValueError, "train_data: no sample in its batches"),
+        ([make_data(0)], {"max_steps": 2}, ValueError, "train_data: no sample in this pass"),
         (iter([make_data(8)]), {"epochs": 2}, ValueError, "an iterator can be read only once"),
         (iter([]), {"schedule": "cosine"}, ValueError, "schedule: 'cosine' needs max_steps"),
         ((torch.ones(8, 8), torch.ones(8)), {}, ValueError, r"output \(8, 2\), target \(8,\) of"),
+        ((torch.ones(40, 8).tolist(), [0] * 40), {}, TypeError, r"train_data\[0\].* got float"),
+        ({"x": torch.ones(4, 8), "y": [0] * 4}, {}, TypeError, r"train_data\['y'\].* got int"),
+        ([torch.ones(40, 8).tolist(), [0] * 40], {}, TypeError, _SAMPLES),
+        ([[*torch.ones(40, 8)], [*torch.ones(40)]], {}, TypeError, _INPUTS),
     ],
 )
 def test_data_that_cannot_be_trained_on_is_refused(data, fields, error, message):
@@ -403,6 +411,19 @@ def test_data_that_cannot_be_trained_on_is_refused(data, fields, error, message)
         fine_tune(model, make_data(), config={})
 
 
+@pytest.mark.parametrize("name", ["a copy", "another model"])
+def test_an_optimizer_of_other_parameters_is_refused(name):
+    model = make_model()
+    other = copy.deepcopy(model) if name == "a copy" else torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(other.parameters(), 0.1)
+    with pytest.raises(ValueError, match="optimizer: expected one of the model's parameters, got"):
+        run(model=model, optimizer=lambda _: optimizer)
+    some = torch.optim.SGD(model[2].parameters(), 0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    run(model=model, precision="32-true", optimizer=lambda _: some)
+    assert [*map(torch.equal, model.parameters(), before)] == [True, True, False, False]
+
+
 def test_a_batch_from_a_gpu_has_arrived_when_it_is_trained_on_the_cpu():
     model = Model(0)
     with model.installed():
@@ -411,8 +432,3 @@ def test_a_batch_from_a_gpu_has_arrived_when_it_is_trained_on_the_cpu():
         ((moved, n),) = Batches("train_data", [batch], config, Ranks(), shuffle=False)
         assert (moved.sum().item(), n) == (8.0, 4)
     assert model.found == []
-
-
-def test_a_size_is_that_of_the_model():
-    shape = Shape(layers=3, heads=2, width=16, block_size=5)
-    assert shape.n_parameters == sum(p.numel() for p in GPT(shape).parameters())

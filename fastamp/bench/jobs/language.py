@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fastamp
-from fastamp.train.gpt import GPT, Shape
-from fastamp.train.text import (
+from fastamp.bench.gpt import GPT, Shape
+from fastamp.bench.text import (
     Batch,
     Bytes,
     Corpus,

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from fastamp.train import text
+from fastamp.bench import text
 
 SIZES = (16, 24)  # of a window, of a batch
 
@@ -44,19 +44,6 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(argparse.ArgumentError, match="closed' cannot be read: Permission denied"):
         text.load_corpus(str(tmp_path), block_size=4)
-
-
-@pytest.mark.parametrize("without", [".", "checkpoints"])
-def test_the_folder_of_checkpoints_may_be_around_the_text_or_in_it(without, tmp_path, monkeypatch):
-    folder = tmp_path / "data"
-    (folder / "checkpoints").mkdir(parents=True)
-    (folder / "a.txt").write_bytes(b"1" * 100)
-    (folder / "checkpoints" / "step-1.pt").write_bytes(b"2" * 100)
-    monkeypatch.chdir(tmp_path)
-    root = "data" if without == "." else str(folder)
-    out = without if without == "." else str(folder / without)
-    corpus = text.load_corpus(root, block_size=4, without=out)
-    assert len(corpus.train) + len(corpus.validation) == (200 if without == "." else 100)
 
 
 def test_a_link_to_itself_is_refused(tmp_path):

@@ -32,30 +32,24 @@ class Corpus:
     validation: Bytes
 
 
-def load_corpus(path: str | None, *, block_size: int, without: str | None = None) -> Corpus:
+def load_corpus(path: str | None, *, block_size: int) -> Corpus:
     """Read the text and keep its tail for validation.
 
     Args:
         path: a file, or a folder whose files are all read; None for the sources of the running
             interpreter's standard library. Files are joined in the order of their relative paths.
         block_size: the length of a window in bytes; both parts must hold more than one.
-        without: a folder whose files are left out, of checkpoints.
 
     Raises:
-        argparse.ArgumentError: `path` holds no text, or too little; or it is the folder `without`.
+        argparse.ArgumentError: `path` holds no text, or too little.
     """
     if path is None:
         source = f"standard library of Python {platform.python_version()}"
         root, ending, excluded = Path(sysconfig.get_path("stdlib")), ".py", EXCLUDED
     else:
         source, root, ending, excluded = path, Path(path), "", set()
-    out = None if without is None else os.path.realpath(without)
-    if out == os.path.realpath(root):
-        refuse("--checkpoint-dir", str(without), "is the folder of --data, which is read as text")
-    if out is not None and not _is_in(Path(out), os.path.realpath(root)):
-        out = None  # none of the files is in it
     try:
-        files = [root] if root.is_file() else _find(root, ending, excluded, out)
+        files = [root] if root.is_file() else _find(root, ending, excluded)
     except OSError as error:  # the name may be too long
         refuse("--data", str(error.filename or root), f"cannot be read: {error.strerror}")
     if not files:
@@ -76,8 +70,8 @@ def load_corpus(path: str | None, *, block_size: int, without: str | None = None
     return Corpus(source, digest, train=data[:-tail], validation=data[-tail:])
 
 
-def _find(root: Path, ending: str, excluded: set[str], out: str | None) -> list[Path]:
-    """Return the files in a folder, in the order of their paths; without those in `out`."""
+def _find(root: Path, ending: str, excluded: set[str]) -> list[Path]:
+    """Return the files in a folder, in the order of their paths."""
 
     def fail(error: OSError) -> None:
         if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
@@ -87,12 +81,8 @@ def _find(root: Path, ending: str, excluded: set[str], out: str | None) -> list[
     for folder, folders, names in os.walk(root, onerror=fail):
         folders[:] = [name for name in folders if name not in excluded]
         files = (Path(folder, name) for name in names if name.endswith(ending))
-        found += [file for file in files if file.is_file() and not _is_in(file, out)]
+        found += [file for file in files if file.is_file()]
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
-
-
-def _is_in(file: Path, folder: str | None) -> bool:
-    return folder is not None and Path(folder) in Path(os.path.realpath(file)).parents
 
 
 def training_batches(

@@ -19,12 +19,6 @@ class Shape:
     width: int
     block_size: int
 
-    @property
-    def n_parameters(self) -> int:
-        """The number of parameters of a GPT of this shape."""
-        block = 12 * self.width + 13  # of two norms, four linear layers and their biases
-        return (2 * VOCABULARY + self.block_size + 2 + self.layers * block) * self.width
-
 
 GPT2_SMALL = Shape(layers=12, heads=12, width=768, block_size=1024)
 
