@@ -19,7 +19,8 @@ def prepare(fabric: Any, *, fold: bool = True) -> GradScaler:
     """Let Fabric clip and step with fastamp, in all its precisions.
 
     The loop stays as it is, `loss.backward()` in "32-true" and "bf16-true" too; between clip and
-    step only `fabric.backward(loss)` may add to gradients. `fabric.clip_gradients(model, optimizer, max_norm=...)` reads the
+    step only `fabric.backward(loss)` may add to gradients.
+    `fabric.clip_gradients(model, optimizer, max_norm=...)` reads the
     gradients once and returns their norm; `optimizer.step()` unscales, clips and updates in one
     pass. Fused optimizers are clipped in fp16 too, which Fabric alone refuses. Between the two
     calls `.grad` is as backward left it, unless `fold` is False; a change that would be lost raises
