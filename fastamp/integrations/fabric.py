@@ -18,7 +18,9 @@ STEP_BY_THEMSELVES = ("FSDPStrategy", "DeepSpeedStrategy", "XLAStrategy", "XLAFS
 def prepare(fabric: Any, *, fold: bool = True) -> GradScaler:
     """Let Fabric clip and step with fastamp, in all its precisions.
 
-    The loop stays as it is. `fabric.clip_gradients(model, optimizer, max_norm=...)` reads the
+    The loop stays as it is, `loss.backward()` in "32-true" and "bf16-true" too; between clip and
+    step only `fabric.backward(loss)` may add to gradients.
+    `fabric.clip_gradients(model, optimizer, max_norm=...)` reads the
     gradients once and returns their norm; `optimizer.step()` unscales, clips and updates in one
     pass. Fused optimizers are clipped in fp16 too, which Fabric alone refuses. Between the two
     calls `.grad` is as backward left it, unless `fold` is False; a change that would be lost raises
@@ -59,9 +61,24 @@ def prepare(fabric: Any, *, fold: bool = True) -> GradScaler:
     if not has_methods_of(strategy, _Strategy):
         scaler = replace_scaler(strategy.precision, "precision")
         put_before(strategy, _Strategy)
-        strategy._split = SplitStep(scaler)
+        put_before(fabric, _Fabric)
+        fabric._split = strategy._split = SplitStep(scaler)
     strategy._fold = fold
     return strategy._split.scaler  # type: ignore[no-any-return]
+
+
+class _Fabric:
+    """The method that replaces Fabric's.
+
+    It is not the strategy's: Fabric forbids `loss.backward()` where a strategy has its own.
+    """
+
+    _split: SplitStep
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients; see Fabric."""
+        self._split.before_backward()
+        stock(self).backward(*args, **kwargs)
 
 
 class _Strategy:
@@ -69,11 +86,6 @@ class _Strategy:
 
     _split: SplitStep
     _fold: bool
-
-    def backward(self, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients; see Fabric."""
-        self._split.before_backward()
-        stock(self).backward(*args, **kwargs)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> Any:
         """Unscale, clip and update in one pass, after one read."""

@@ -4,8 +4,8 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,8 +34,9 @@ class AmpPrecision(OfLightning):
     error), and clipping by norm is part of the step. Schedulers with the interval "step" do not
     advance when a step is skipped, because of inf or NaN in a gradient; reading that waits for the
     device once a step. "bf16-mixed" and "32-true" scale nothing, but clip and skip in the same way:
-    `scaler` is a disabled one (None in Lightning's own plugins). They hand the closure to LBFGS and
-    to optimizers that are not torch's own, as Lightning does.
+    `scaler` is a disabled one (None in Lightning's own plugins). LBFGS, and optimizers whose `step`
+    is neither torch's nor fastamp's, call the closure by themselves, as in Lightning's own plugins:
+    gradients are clipped when the closure ends, and no step is skipped.
 
     It works with DDP and with FSDP2 (`ModelParallelStrategy`), where clipping to a norm costs one
     all-reduce of two numbers, and "16-mixed" is possible.
@@ -144,6 +145,8 @@ class AmpPrecision(OfLightning):
         is_scaling = self.scaler.is_enabled()
         if is_scaling and isinstance(optimizer, torch.optim.LBFGS):  # Lightning raises its error
             return super().optimizer_step(optimizer, model, closure, **kwargs)  # type: ignore[misc]
+        if not is_scaling and _needs_closure(optimizer):
+            return self._step_unfolded(optimizer, model, closure, **kwargs)
         result = closure()
         # None: training_step left the batch out, unless the module has run the closure by itself
         is_done = closure is self._lightning.core.optimizer.do_nothing_closure
@@ -160,35 +163,25 @@ class AmpPrecision(OfLightning):
             return None
         unclipped = None if is_scaling else math.inf  # inf makes the step check
         max_norm = self._max_norms.pop(id(optimizer), unclipped)
-        context: AbstractContextManager[None] = nullcontext()
-        if not is_scaling and _needs_closure(optimizer):
-            context = _given(optimizer, self._replay(optimizer, model, closure, result))
-        with context:
-            retval = self.scaler.step(optimizer, max_norm=max_norm, **kwargs)
+        retval = self.scaler.step(optimizer, max_norm=max_norm, **kwargs)
         self.scaler.update()
         self._report = self.scaler.last_step
         return result if retval is None and not is_scaling else retval
 
-    def _replay(
-        self, optimizer: Any, model: Any, closure: Callable[[], Any], result: Any
-    ) -> Callable[[], Any]:
-        """Return a closure whose first call returns `result`, which has been computed before."""
+    def _step_unfolded(
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Let the optimizer call the closure itself; clip at the end of each call."""
 
-        def state() -> list[tuple[int, int]]:
-            return [(p._version, id(p.grad)) for p in parameters_of([optimizer])]
+        def run() -> Any:
+            self._clips_in_step = False
+            try:
+                return self._wrap_closure(model, optimizer, closure)  # type: ignore[attr-defined]
+            finally:
+                self._clips_in_step = None
+                self.scaler.update()  # forgets this clip: the optimizer may call again
 
-        results, before = [result], state()
-
-        def replay() -> Any:
-            if results and state() == before:
-                return results.pop()
-            results.clear()
-            again = self._wrap_closure(model, optimizer, closure)  # type: ignore[attr-defined]
-            if (max_norm := self._max_norms.pop(id(optimizer), None)) is not None:
-                self.scaler.clip_grad_norm_(optimizer, max_norm)
-            return again
-
-        return replay
+        return optimizer.step(closure=run, **kwargs)
 
     def clip_gradients(
         self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm"
@@ -268,22 +261,10 @@ def _has_grads(optimizer: Any) -> bool:
 
 
 def _needs_closure(optimizer: Any) -> bool:
-    """Say whether its `step` may do more with a closure than call it first; torch's do not."""
+    """Say whether its `step` may do more with a closure than call it first."""
     module = getattr(optimizer.step, "__module__", "")
-    return isinstance(optimizer, torch.optim.LBFGS) or not module.startswith("torch.optim.")
-
-
-@contextmanager
-def _given(optimizer: Any, closure: Callable[[], Any]) -> Iterator[None]:
-    """Bind a closure to `optimizer.step`, since a scaler that clips refuses closures."""
-    own = vars(optimizer).get("step")  # schedulers set one
-    optimizer.step = partial(optimizer.step, closure=closure)
-    try:
-        yield
-    finally:
-        del optimizer.step
-        if own is not None:
-            optimizer.step = own
+    is_known = module.startswith(("torch.optim.", "fastamp."))
+    return isinstance(optimizer, torch.optim.LBFGS) or not is_known
 
 
 class AmpCallback(OfLightning):

@@ -144,7 +144,9 @@ class GradScaler(torch.amp.GradScaler):
             max_norm: largest norm of all unscaled gradients of these optimizers together; None does
                 not clip.
             zero_grad: set the optimizers' gradients to None afterwards, also after a skipped step.
-                This saves writing them back unscaled and clipped.
+                This saves writing them back unscaled and clipped. A loop that catches an error of
+                the backward pass, as out of memory, and tries again calls `optimizer.zero_grad()`
+                in the handler: half a gradient is left.
             **kwargs: handed on to `optimizer.step`.
 
         Returns:

@@ -31,7 +31,9 @@ def optimizer_step(
             checked, as in torch.
         zero_grad: set the gradients to None afterwards, also after a skipped step. If another loss
             sends gradients into these parameters before their next backward pass, as an actor's
-            does into a critic, call `optimizer.zero_grad()` before that pass all the same.
+            does into a critic, call `optimizer.zero_grad()` before that pass all the same. A loop
+            that catches an error of the backward pass, as out of memory, and tries again calls it
+            in the handler: half a gradient is left.
         scheduler: not an argument any more; the error says what to write.
 
     Returns:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import pytest
@@ -65,6 +64,30 @@ class Ahead(torch.optim.SGD):
         return loss
 
 
+class Zeroing(torch.optim.SGD):
+    """Zeroes the gradients in place before it calls the closure."""
+
+    def step(self, closure):
+        self.zero_grad(set_to_none=False)
+        loss = closure()
+        super().step()
+        return loss
+
+
+class Moving(torch.optim.SGD):
+    """Takes its only gradient where it has moved the parameters through `.data`."""
+
+    def step(self, closure):
+        parameters = self.param_groups[0]["params"]
+        for parameter in parameters:
+            parameter.data += 0.5
+        loss = closure()
+        for parameter in parameters:
+            parameter.data -= 0.5
+        super().step()
+        return loss
+
+
 def run_the_closure_first(_self, _epoch, _batch_idx, optimizer, closure):
     closure()
     optimizer.step()
@@ -107,6 +130,7 @@ def configure_two(self):
 
 
 BOTH, BF16 = ("16-mixed", "bf16-mixed"), ("bf16-mixed",)
+UNSCALED = ("bf16-mixed", "32-true")
 ACCUMULATE, CLIP = {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}
 CASES = {
     "as usual": (BOTH, SGD, {}, {}),
@@ -123,6 +147,9 @@ CASES = {
     "second gradient": (BF16, partial(Sharp, lr=0.1), {}, {}),
     "second gradient clipped": (BF16, partial(Sharp, lr=0.1), {}, CLIP),
     "gradient ahead": (BF16, partial(Ahead, lr=0.1), {}, CLIP),
+    "zeroed before": (UNSCALED, partial(Zeroing, lr=0.1), {}, {}),
+    "zeroed before, clipped": (UNSCALED, partial(Zeroing, lr=0.1), {}, CLIP),
+    "moved through data": (UNSCALED, partial(Moving, lr=0.1), {}, CLIP),
     "by hand": (
         BOTH,
         SGD,
@@ -152,7 +179,9 @@ def test_it_trains_as_lightnings_own(pl, batches, monkeypatch, case, precision):
     scaler = make_stock_scaler() if precision == "16-mixed" else None
     with monkeypatch.context() as patch:  # torch rounds the norm
         patch.setattr(torch.nn.utils, "clip_grad_norm_", fastamp.clip_grad_norm_)
-        stock = pl.plugins.MixedPrecision(precision, "cpu", scaler)
+        stock = pl.plugins.Precision()
+        if precision != "32-true":
+            stock = pl.plugins.MixedPrecision(precision, "cpu", scaler)
         expected, by_stock = train(pl, case, stock, finite)
     module, trainer = train(pl, case, make_plugin(pl, precision), finite)
     assert_same_but_for_rounding(module.model.state_dict(), expected.model.state_dict())
@@ -180,33 +209,6 @@ def test_a_batch_left_out_by_such_a_module_changes_nothing(pl, batches):
     fit(pl, module, batches[:2], plugins=[plugin], gradient_clip_val=0.1)
     assert_same_bits(module.model.state_dict(), make_model().state_dict())
     assert plugin.scaler.get_scale() == 1024.0
-
-
-@pytest.mark.parametrize("cls", [torch.optim.LBFGS, Sharp])
-def test_bf16_skips_the_step_of_an_optimizer_with_a_closure(pl, batches, cls):
-    def overflow(self):
-        self.model[0].weight.grad[0, 0] = math.inf
-
-    module = make_module(pl, partial(cls, lr=0.1), on_after_backward=overflow)
-    plugin = make_plugin(pl, "bf16-mixed")
-    fit(pl, module, batches[:2], plugins=[plugin])
-    assert plugin.scaler.skipped_steps == 2
-    assert module.scheduler.last_epoch == 0
-    assert_same_bits(module.model.state_dict(), make_model().state_dict())
-
-
-def test_the_optimizers_own_step_is_put_back(pl, batches):
-    optimizers = []
-
-    def make_optimizer(parameters):
-        optimizers.append(Sharp(parameters, lr=0.1))
-        return optimizers[-1]
-
-    for interval in (None, "step"):  # schedulers put a step of theirs in its place
-        module = make_module(pl, make_optimizer, interval)
-        fit(pl, module, batches[:2], plugins=[make_plugin(pl, "bf16-mixed")])
-    assert [hasattr(o.step, "_wrapped_by_lr_sched") for o in optimizers] == [False, True]
-    assert not any(isinstance(o.step, partial) for o in optimizers)
 
 
 def test_fabric_is_refused_by_name_and_takes_the_scaler_in_its_own_plugin(pl, batches):

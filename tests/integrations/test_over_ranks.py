@@ -84,6 +84,16 @@ def test_fabric_clips_and_steps_in_one_pass(two, precision, count):
             assert_same_but_for_rounding(ours, theirs)
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "32-true"])
+def test_fabric_takes_the_backward_of_the_loss_itself(two, precision):
+    ours, theirs = (
+        two.run(1, cases.call_backward_of_the_loss, precision, is_prepared)[0]
+        for is_prepared in (True, False)
+    )
+    rtol = {"bf16-true": 2**-7, "32-true": 1e-5}[precision]  # torch rounds each operation to bf16
+    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=1e-6)
+
+
 def test_fabric_raises_where_it_is_asked_to_and_clips_fused_optimizers_in_fp16(two):
     ((said, skipped, scale, kept),) = two.run(1, cases.refuse_what_is_not_finite)
     assert said.startswith("the total norm of the gradients is inf")

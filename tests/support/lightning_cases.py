@@ -194,6 +194,25 @@ def refuse_what_is_not_finite() -> tuple[str, bool, float, bool]:
     return said, scaler.last_step.skipped, scaler.get_scale(), kept
 
 
+def call_backward_of_the_loss(precision: str, is_prepared: bool) -> list[torch.Tensor]:  # noqa: FBT001
+    """Train in Fabric with `loss.backward()`, as its documentation allows; return the weights."""
+    from lightning.fabric import Fabric
+
+    from fastamp.integrations.fabric import prepare
+
+    fabric = Fabric(accelerator="cpu", devices=1, precision=precision)  # type: ignore[arg-type]
+    if is_prepared:
+        prepare(fabric)
+    layer = make_model()
+    model, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), lr=1e-2))
+    for x, y, _ in torch.utils.data.DataLoader(make_rows(), BATCH):
+        LOSS(model(x), y).backward()
+        fabric.clip_gradients(model, optimizer, max_norm=0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*layer.state_dict().values()]
+
+
 def run_fabric(precision: str, change: str) -> list[Any]:
     """Train in Fabric, with fastamp's step or Fabric's own; return all that a user can see."""
     from lightning.fabric import Fabric
