@@ -250,6 +250,8 @@ def _about_data(profile: Profile, _: Mapping[str, Interval]) -> Iterator[Advice]
 
 def _about_step(profile: Profile, ratios: Mapping[str, Interval]) -> Iterator[Advice]:
     facts, share = profile.facts, profile.share("step")
+    if facts.optimizer is not None and not {*facts.optimizer.split(" and ")} <= NATIVE:
+        return  # torch's own step of it stays, so nothing is promised
     name = facts.optimizer or "the optimizer"
     by_fastamp = (facts.scaler or "").startswith("fastamp.")
     changes = {}
