@@ -11,7 +11,8 @@ best first. A gain is how many times as fast the whole step becomes, as an inter
 - Where r is unknown, as for waiting, the part can at most vanish: from 1 to t / (t - p). If a
   GPU's loop makes its own batches, they can be made in parallel: the step then takes the longer
   of the two, which gives the lower end.
-- The r of precision lies between 1 and what the main job has measured for its own GPT.
+- The r of precision depends on the model, so its bounds are the same: forward and backward can at
+  most vanish, and the advice names the command that measures it.
 
 Where only bounds are known, the value is their geometric mean, used for sorting alone.
 """
@@ -46,9 +47,6 @@ RACED = "raced on this job"
 NATIVE = {"Adam", "AdamW", "SGD", "Adagrad"}  # torch's optimizers that fastamp updates itself
 UNSCALED = "fastamp.optimizer_step(optimizer, max_norm=..., zero_grad=True)"
 IN_MEMORY = {"TensorDataset", "ArrayDataset", "TokenDataset", "ndarray", "memmap", "Tensor", "dict"}
-# AMP with fastamp against FP32, by the main job: two cores of an AMD EPYC (docs/how/measured.md),
-# and an H200 against FP32 without TF32 (benchmarks/results).
-PRECISION = {"cpu": 1.57, "cuda": 6.96}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +250,8 @@ def _about_data(profile: Profile, _: Mapping[str, Interval]) -> Iterator[Advice]
 
 def _about_step(profile: Profile, ratios: Mapping[str, Interval]) -> Iterator[Advice]:
     facts, share = profile.facts, profile.share("step")
+    if facts.optimizer is not None and not {*facts.optimizer.split(" and ")} <= NATIVE:
+        return  # torch's own step of it stays, so nothing is promised
     name = facts.optimizer or "the optimizer"
     by_fastamp = (facts.scaler or "").startswith("fastamp.")
     changes = {}
@@ -277,13 +277,11 @@ def _about_precision(profile: Profile, known: Mapping[str, Interval]) -> Iterato
     why = f"the model's forward and backward pass take {share:.0%} of a step"
     raced = "precision" in known  # this precision against FP32
     if reason is None and dtype in {None, "float32"} and not raced:
-        most = PRECISION[device]
-        ratio = Interval(value=math.nan, low=1.0, high=most)
-        gain = profile.gain(ratio, "forward", "backward")
+        gain = profile.gain(VANISHES, "forward", "backward")
         what = f"torch.autocast({device!r}, dtype=torch.bfloat16)" + (
             "" if dtype else ", if it trains in FP32"
         )
-        why += f", and `bench` has measured up to {most:g}x for its own GPT: try --task on yours"
+        why += ", and no more can be saved: `python -m fastamp.bench --task` measures your model"
         yield Advice(part="precision", what=what, gain=gain, why=why)
     elif (reason is not None or raced) and dtype in {"bfloat16", "float16"}:
         gain = profile.gain(VANISHES, "forward", "backward")

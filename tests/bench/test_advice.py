@@ -137,10 +137,16 @@ def test_what_is_done_already_or_helps_nobody_is_no_advice():
     facts = Facts(optimizer="AdamW", fused=False, scaler="fastamp.GradScaler", dtype="bfloat16")
     (found,) = advise(Profile(device="cuda", steps=9, parts=parts, facts=facts))
     assert found.part == "nothing"  # fastamp updates it, fused or not
-    (found,) = advise(
-        Profile(device="cpu", steps=9, parts=exact(step=0.5), facts=Facts(optimizer="Lion"))
-    )
-    assert found.part == "step"  # which has no fused kernel of torch's
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "advised"),
+    [("SparseAdam", ["nothing"]), ("SGD and Lion", ["nothing"]), ("SGD and AdamW", ["step"])],
+)
+def test_only_optimizers_that_fastamp_updates_itself_are_promised_a_gain(optimizer, advised):
+    facts = Facts(optimizer=optimizer, dtype="bfloat16")
+    found = advise(Profile(device="cuda", steps=9, parts=exact(step=0.5), facts=facts))
+    assert [each.part for each in found] == advised
 
 
 def test_what_was_raced_on_the_job_is_given_as_it_is():

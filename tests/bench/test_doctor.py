@@ -267,9 +267,14 @@ def test_a_loop_that_is_the_models_has_nothing_to_mend(judge, with_units):
     assert said.endswith(
         "1. nothing: the model's own forward and backward pass take 100% of a step\n"
     )
-    assert "1. torch.autocast('cpu', dtype=torch.bfloat16): 1.00x to 1.57x" in judge(
-        timer, dtype=torch.float32
-    )
+
+
+def test_the_bound_of_a_precision_is_that_of_the_loop_itself(judge, with_units):
+    timer = fastamp.Timer("cpu")
+    fill(timer, data=(6.0, 50), forward=(2.0, 50), backward=(2.0, 50))
+    said = judge(timer, dtype=torch.float32)
+    assert "torch.autocast('cpu', dtype=torch.bfloat16): 1.00x to 1.67x as fast; " in said
+    assert "`python -m fastamp.bench --task` measures your model" in said
 
 
 def test_autocast_on_a_cpu_without_units_is_named_with_its_remedy(judge, monkeypatch):

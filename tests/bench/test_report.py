@@ -395,12 +395,15 @@ def test_a_selftest_says_what_a_region_costs(written):
     assert found[0] in record["notes"]
 
 
-def test_the_first_requests_are_not_counted_as_latency():
-    calls = []
+def test_a_request_ends_with_its_result_and_the_first_ones_are_not_counted(monkeypatch):
+    calls, module = [], torch.get_device_module("cpu")
+    monkeypatch.setattr(module, "synchronize", lambda *_: calls.append("wait"))
     server = latency.Server(calls.append, torch.zeros(1), None)
     server.serve()
-    assert len(calls) == (latency.PLAN.warmup + 1) * latency.REQUESTS
-    assert server.timer.summary()["request"].count == latency.REQUESTS
+    requests = latency.PLAN.warmup + 1
+    assert len(calls) == 2 * requests
+    assert calls[1::2] == ["wait"] * requests
+    assert server.timer.summary()["request"].count == 1
     found = server.percentiles()
     assert 0 < found["p50 ms"] <= found["p90 ms"] <= found["p99 ms"]
 
