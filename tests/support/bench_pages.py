@@ -31,8 +31,8 @@ from fastamp.bench import (
     where,
 )
 from fastamp.bench.__main__ import main
-from fastamp.bench.arms import Score
 from fastamp.bench.race import Interval, Plan, Race, Visit
+from fastamp.bench.trainer import Score
 
 TINY = "--layers 1 --heads 2 --width 32 --block-size 16 --batch-size 4"
 COMMANDS = {
@@ -97,6 +97,7 @@ def make_results(figures):
     return measure.Results(
         parameters=11_200_000,
         batch_sizes=[8] * 40,
+        visit_steps=1,
         peaks=dict(zip(ARMS, (mib << 20 for mib in figures.peaks_mib), strict=True)),
         race=race,
         losses={arm: [*(curve + 0.03 * rng.normal(size=len(steps)))] for arm in ARMS},
@@ -114,14 +115,15 @@ def make_found(name, _device, _seed):
     times_s = dict(zip(("naive", "stock", "fastamp"), JOBS[name], strict=True))
     times_s = {arm: steps * time_ms / 1e3 for arm, time_ms in times_s.items()}
     main_ = make_race({"stock": times_s["stock"], **times_s}, blocks=20, noise=0.03)
-    repairs = job_table._list_repairs(torch.bfloat16, has_own=True)
+    loops = job_table.list_loops("stock", "bf16")
+    repairs = [config.name for config in job_table.list_repairs(loops, has_own=True)]
     rates = np.linspace(0.6, 1.01, len(repairs))
     mended = {arm: times_s["naive"] * rate for arm, rate in zip(repairs, rates, strict=True)}
     raced = make_race({"naive": times_s["naive"], **mended}, blocks=12, noise=0.05)
     details = {"workers": {}, "dtype": "torch.bfloat16"}
     peers = {"stock": times_s["stock"], "Lightning": 1.4 * times_s["stock"]}
     peer_race = make_race(peers, blocks=12, noise=0.05)
-    return job_table.Found(steps, main_, raced, peer_race, details)
+    return job_table.Found(steps, "stock", main_, raced, peer_race, details)
 
 
 def fake_work(patch):
@@ -156,7 +158,7 @@ def write_all(folder, patch):
     (folder / "text").write_bytes(bytes(range(200)) * 50)
     text = ["--data", str(folder / "text")]
     patch.setattr(measure, "peak_memory", lambda *_: None)
-    patch.setattr(where, "MOST_STEPS", 2)
+    patch.setattr(where, "BLOCKS", 3)
     patch.setitem(loader.DATA, "tensors", small_tensors)
     patch.setitem(loader.DATA, "slow", slow_items)
     patch.setattr(torch, "compile", lambda step: step)  # which takes seconds
