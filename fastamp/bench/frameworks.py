@@ -16,7 +16,7 @@ from functools import partial
 from fastamp._progress import progress
 from fastamp.bench.feeds import find_data
 from fastamp.bench.in_frameworks import FRAMEWORKS
-from fastamp.bench.job_table import AGREE_STEPS, check_losses, make_loop
+from fastamp.bench.job_loops import AGREE_STEPS, check_losses, make_loop
 from fastamp.bench.jobs import JOBS
 from fastamp.bench.race import Plan, run_race, show
 from fastamp.bench.record import Report, Task, judge

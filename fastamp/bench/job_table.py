@@ -15,29 +15,26 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from fastamp._progress import progress
 from fastamp.bench import photos
 from fastamp.bench.environment import DTYPES, no_speed_reason
-from fastamp.bench.feeds import Data, find_data, list_ways, make_feed
+from fastamp.bench.feeds import Data, find_data, list_ways
 from fastamp.bench.in_frameworks import Epoch
+from fastamp.bench.job_loops import (
+    AGREE_STEPS,
+    ARMS,
+    PARTS,
+    check_losses,
+    list_loops,
+    list_repairs,
+    make_loop,
+)
 from fastamp.bench.job_peers import PEERS, begin_peer, list_peers
 from fastamp.bench.jobs import JOBS
 from fastamp.bench.race import Interval, Plan, Race, run_race, show
 from fastamp.bench.record import Report, Task, Verdict, judge
-from fastamp.bench.tasks import (
-    Training,
-    draw,
-    expect,
-    find_make,
-    make_loader,
-    make_optimizer,
-    make_training,
-    with_copy,
-    with_fused,
-)
+from fastamp.bench.tasks import Training, draw, find_make, make_loader, make_training, with_copy
 from fastamp.bench.trainer import Config, Trainer
 from fastamp.train.options import refuse
 from fastamp.train.random_state import seed_all
@@ -51,12 +48,6 @@ EPOCHS = 4  # times as many steps in the main race, where a visit has only WORKE
 # Four short epochs for each choice of workers and precision, after one; the fastest one counts.
 TRIALS = Plan(rounds=5, warmup=1)
 CLEARLY = 0.95  # workers or a lower precision have to take less than this share of the time
-AGREE_STEPS = 4  # the first losses, before small differences grow
-# Tolerances of losses: same samples, one precision; two precisions; other crops or filters.
-SAME, PRECISE, ALIKE = 1e-3, 3e-2, 0.1
-ARMS = ("naive", "stock", "fastamp")
-PARTS = ("loader", "step", "timing", "precision")
-NAIVE = Config(name="naive", loader="naive", step="naive", timing="naive")
 
 METRICS = """speedup/JOB/ARM, of fastamp, naive and other people's loops over the stock loop, as in
 speedup/mlp/fastamp, speedup/mlp/Lightning;
@@ -199,67 +190,6 @@ def check_task(training: Training, device: str, seed: int) -> None:
     trainer.train([next(draw(make_loader(training, seed, device=device), device))])
 
 
-def make_loop(
-    config: Config,
-    training: Training,
-    device: str,
-    *,
-    steps: int,
-    seed: int,
-    workers: dict[str, Any] | None = None,
-) -> Trainer:
-    """Return a trainer whose visits are short epochs, with the optimizer that people give it.
-
-    That is torch's default in a naive step, else fused where torch can.
-    """
-    fused = None if config.step == "naive" else True
-
-    def optimizer(model: nn.Module) -> Optimizer:
-        return with_fused(make_optimizer(training, model), fused)
-
-    feed = make_feed(config.loader, training, device, steps=steps, seed=seed, workers=workers)
-    return Trainer(config, replace(with_copy(training), optimizer=optimizer), device, feed)
-
-
-def list_loops(base: str, precision: str) -> list[Config]:
-    """Return the good loop of torch alone, by its loader, the naive loop, and fastamp's."""
-    stock = Config(name="stock", loader=base, precision=precision, timing="stock")
-    ours = replace(stock, name="fastamp", **dict.fromkeys(PARTS[:3], "fastamp"))
-    return [stock, NAIVE, ours]
-
-
-def list_repairs(loops: list[Config], *, has_own: bool) -> list[Config]:
-    """Return the naive loops in which one part is replaced by that of the stock loop, or ours."""
-    stock, naive, ours = loops
-    found: dict[tuple[str, str], Config] = {}
-    for part, config in product(PARTS, (stock, ours)):
-        value = getattr(config, part)
-        if value != getattr(naive, part) and (part != "loader" or has_own):
-            repair = replace(naive, name=f"{part}: {config.name}", **{part: value})
-            found.setdefault((part, value), repair)  # both have one precision
-    return list(found.values())
-
-
-def check_losses(
-    losses: dict[str, list[float]], precisions: dict[str, str], *, is_same: bool
-) -> None:
-    """Compare the first losses of all loops with those of the first loop.
-
-    Raises:
-        BrokenTask: they differ by more than rounding, or, where loops read other crops of the same
-            images, their means differ by more than a tenth.
-    """
-    base = next(iter(losses))
-    for arm, values in losses.items():
-        pair = [torch.tensor(values), torch.tensor(losses[base])]
-        rtol = SAME if precisions[arm] == precisions[base] else PRECISE
-        if not is_same:
-            pair, rtol = [losses.mean() for losses in pair], ALIKE
-        wanted = f"the first losses of the {base} loop in all loops, such as {losses[base]}"
-        got = f"{values} in the {arm} loop: does the task draw random numbers?"
-        expect(torch.allclose(pair[0], pair[1], rtol, rtol), "loss", wanted, got)
-
-
 def _choose(
     make: Callable[..., Trainer], data: Data, device: str, dtype: torch.dtype | None
 ) -> dict[str, Any]:
@@ -279,22 +209,22 @@ def _choose(
     step_s = min(measure(LEAST_STEPS, [way for way in ways["stock"] if not way[1]]))
     steps = min(max(round(VISIT_S / step_s), LEAST_STEPS), MOST_STEPS)
     longer = max(steps, WORKER_STEPS)
-    best = {arm: known[0] for arm, known in ways.items()}
+    best = {}
     for arm, known in ways.items():
-        if len(known) > 1:
-            # No workers, unless some are clearly faster.
-            shares = [1 if workers else CLEARLY for _, workers in known]
-            trials = [s * time for s, time in zip(shares, measure(longer, known), strict=True)]
-            best[arm] = known[trials.index(min(trials))]
+        trials = measure(longer, known) if len(known) > 1 else [step_s]
+        # No workers, unless some are clearly faster.
+        trials = [
+            time_s * (1 if way[1] else CLEARLY) for time_s, way in zip(trials, known, strict=True)
+        ]
+        best[arm] = known[trials.index(min(trials))]
     workers = {arm: chosen for arm, (_, chosen) in best.items()}
     repair_steps = longer if any(workers.values()) else steps
     steps = EPOCHS * repair_steps if repair_steps == WORKER_STEPS else repair_steps
     stock, options = best["stock"]
     if dtype is None and no_speed_reason(device, "bf16") is None:
-        trials = measure(
-            repair_steps, [(replace(stock, precision=p), options) for p in ("bf16", "fp32")]
-        )
-        precision = "bf16" if trials[0] < CLEARLY * trials[1] else "fp32"
+        pair = [(replace(stock, precision=each), options) for each in ("bf16", "fp32")]
+        low, full = measure(repair_steps, pair)
+        precision = "bf16" if low < CLEARLY * full else "fp32"
     return {
         "steps": steps,
         "repair_steps": repair_steps,

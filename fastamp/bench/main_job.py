@@ -190,12 +190,13 @@ def _notes(job: Job, found: Results, shared: dict[str, Any]) -> list[str]:
         scored = "the mean of the last quarter of the training steps; the task has no accuracy"
     sizes = sorted({*found.batch_sizes})
     size = f"{sizes[0]} to {sizes[-1]}" if sizes[1:] else str(sizes[0])
-    steps = f"{len(found.batch_sizes)} steps of {size} {each}"
-    timed = f"{len(found.race.timed)} visits of {found.visit_steps} timed"
+    taken = len(found.batch_sizes)
+    untimed = taken - found.visit_steps * len(found.race.timed)
+    steps = f"{taken} steps of {size} {each}, {untimed} not timed, {found.visit_steps} in a visit"
     memory = f"{MEMORY_STEPS} steps of {shared.get('memory_batch_size', size)} {each}"
     count = f"{found.parameters / 1e6:.1f} M" if found.parameters > 50_000 else found.parameters
     return [
-        f"{job.precision}, {count} parameters, {steps}, {timed}",
+        f"{job.precision}, {count} parameters, {steps}",
         "step, speed-up and rate are without the wait for data, which is in where the time goes",
         f"memory: peak of the {MEMORY_KINDS[job.device]}, over {memory} in a fresh process",
         f"loss and accuracy: seed {job.seed}, {scored}",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from fastamp.bench import job_peers, job_table
+from fastamp.bench import job_loops, job_peers, job_table
 from fastamp.bench.__main__ import main
 from fastamp.bench.jobs import JOBS, JobRow
 from fastamp.bench.race import Plan
@@ -32,8 +32,8 @@ def make_rows(_device, _seed):
 
 def make_loop(precision):
     training = make_training(make_rows, "cpu", 0)
-    stock = job_table.list_loops("stock", precision)[0]
-    return job_table.make_loop(stock, training, "cpu", steps=3, seed=0)
+    stock = job_loops.list_loops("stock", precision)[0]
+    return job_loops.make_loop(stock, training, "cpu", steps=3, seed=0)
 
 
 @pytest.mark.parametrize("name", job_peers.PEERS)
