@@ -4,7 +4,6 @@ All start from the same weights and read the same samples; their first losses ha
 """
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -33,13 +32,12 @@ def list_loops(base: str, precision: str) -> list[Config]:
 def list_repairs(loops: list[Config], *, has_own: bool) -> list[Config]:
     """Return the naive loops in which one part is replaced by that of the stock loop, or ours."""
     stock, naive, ours = loops
-    found: dict[tuple[str, str], Config] = {}
-    for part, config in product(PARTS, (stock, ours)):
-        value = getattr(config, part)
-        if value != getattr(naive, part) and (part != "loader" or has_own):
-            repair = replace(naive, name=f"{part}: {config.name}", **{part: value})
-            found.setdefault((part, value), repair)  # both have one precision
-    return list(found.values())
+    both = [(part, config) for part in PARTS for config in (stock, ours)]
+    return [
+        replace(naive, name=f"{part}: {config.name}", **{part: getattr(config, part)})
+        for part, config in both[0 if has_own else 2 : -1]  # both have one precision
+        if getattr(config, part) != getattr(naive, part)
+    ]
 
 
 def check_losses(

@@ -32,7 +32,7 @@ def peak_memory(make: Callable[[], Training], arm: Config, device: str) -> int |
     """Train two steps of one arm in a fresh process and return the peak over them, in bytes."""
     context = get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_peak, args=(sender, make, arm, device), daemon=True)
+    process = context.Process(target=_send_peak, args=(sender, make, arm, device))
     process.start()
     sender.close()  # so that the end of the process ends the wait
     try:

@@ -216,20 +216,19 @@ def _is_function(value: Any) -> bool:
     return value is None or callable(value)
 
 
-def _is_norm(value: Any) -> bool:
-    return value is None or (isinstance(value, (int, float)) and 0 < value < math.inf)
-
-
-def _is_dtype(value: Any) -> bool:
-    return any(value is known for known in (torch.bfloat16, torch.float16, None))
-
-
+_DTYPES = (torch.bfloat16, torch.float16, None)
 _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "optimizer": (_is_function, "a function of the model that returns an optimizer"),
     "evaluate": (_is_function, "a function of the model that returns its accuracy"),
     "batch_size": (lambda value: type(value) is int and value > 0, "an integer above 0"),
-    "dtype": (_is_dtype, "torch.bfloat16, torch.float16 or None"),
-    "max_norm": (_is_norm, "a number above 0, or None"),
+    "dtype": (
+        lambda value: any(value is known for known in _DTYPES),
+        "torch.bfloat16, torch.float16 or None",
+    ),
+    "max_norm": (
+        lambda value: value is None or (isinstance(value, (int, float)) and 0 < value < math.inf),
+        "a number above 0, or None",
+    ),
 }
 
 

@@ -216,19 +216,23 @@ runpy.run_module("fastamp.bench", run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.parametrize(
-    ("body", "line"),
+    ("body", "batches", "line"),
     [
-        ("os.kill(os.getpid(), 9)", "batch_size: a step does not fit into memory, or the model"),
-        ("return fail()", "model: its call on a batch raised ArithmeticError: of the user's own"),
+        ("os.kill(os.getpid(), 9)", "data", "batch_size: a step does not fit into memory, or the"),
+        (
+            "return fail()",
+            "torch.utils.data.DataLoader(data, num_workers=1)",  # it can have children
+            "model: its call on a batch raised ArithmeticError: of the user's own",
+        ),
     ],
 )
-def test_a_process_that_is_killed_or_raises_ends_the_bench(body, line, tmp_path):
+def test_a_process_that_is_killed_or_raises_ends_the_bench(body, batches, line, tmp_path):
     (tmp_path / "dies.py").write_text(f"""import os{HEAD}
 def forward(x):
     {body}
 def make(device, seed):
     model.forward = forward
-    return model, data, loss
+    return model, {batches}, loss
 """)
     done = run_python(MAIN, "--task", "dies.py:make", "--device", "cpu", cwd=tmp_path)
     assert done.returncode == 2
