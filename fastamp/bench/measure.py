@@ -4,6 +4,7 @@ The timed steps are the training. A visit of an arm is several steps, so that a 
 as it does in a training; all arms of a round take their steps on the same batches.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,10 +29,11 @@ from fastamp.bench.trainer import Config, Score, Trainer
 from fastamp.bench.where import profile_trainers
 
 WARMUP_STEPS = 4  # at most: kernels, optimizer state and the allocator's pools are made
-VISIT_S = 0.1  # of the fastest arm, about
-MOST_STEPS = 256  # of a visit
-# Without --steps: as many visits as narrow intervals take.
-OPEN = Plan(rounds=400, warmup=0, half_width=0.005, least_blocks=24, limit_s=60.0)
+VISIT_S = 0.05  # of the fastest arm, at least
+MOST_STEPS = 40  # of a visit: by then one wait for the device no longer counts
+# Without --steps: as many steps as narrow intervals take, warm-up aside.
+OPEN_STEPS = 2000
+OPEN = Plan(rounds=OPEN_STEPS, warmup=0, half_width=0.005, least_blocks=24, limit_s=60.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,12 +175,12 @@ def _count_warmup(all_steps: int | None) -> int:
 def _plan_visits(step_s: float, all_steps: int | None) -> tuple[int, Plan]:
     """Return the steps of a visit, and the plan of the race after the warm-up.
 
-    Where every arm takes `all_steps`, three blocks of visits fit in if three of single steps do,
-    and the race never stops early, whatever the machine.
+    Where every arm takes `all_steps`, six blocks are left if there are enough, and three if three
+    of single steps fit in; the race never stops early, whatever the machine.
     """
-    steps = min(max(round(VISIT_S / max(step_s, 1e-9)), 1), MOST_STEPS)
+    steps = min(max(math.ceil(VISIT_S / max(step_s, 1e-9)), 1), MOST_STEPS)
     if all_steps is None:
-        return steps, OPEN
+        return steps, replace(OPEN, rounds=OPEN_STEPS // steps)
     left = all_steps - _count_warmup(all_steps)
-    steps = max(min(steps, left // (2 * LEAST_BLOCKS)), 1)
+    steps = max(min(steps, left // (4 * LEAST_BLOCKS)), 1)
     return steps, Plan(rounds=left // steps, warmup=0)
