@@ -84,11 +84,11 @@ class Found(NamedTuple):
     """What was measured of one job."""
 
     steps: int  # of a visit
-    base: str  # the loader of the stock loop: "stock", or "indexed" where that is faster
     main: Race  # of the stock loop with the naive one and fastamp's
     repairs: Race  # of the naive loop with each part alone
     peers: Race | None  # of the stock loop with other people's
     details: dict[str, Any]
+    base: str = "stock"  # the loader of the stock loop, or "indexed" where that is faster
 
 
 def _run(args: argparse.Namespace, names: list[str]) -> Report:
@@ -181,7 +181,7 @@ def _measure(name: str, device: str, seed: int) -> Found:
     others = [replace(stock, name=peer) for peer in list_peers()]
     peers = race([stock, *others], chosen["repair_steps"], PEER_PLAN) if has_own else None
     details = chosen | {"dtype": str(DTYPES.get(chosen["precision"])), "losses": seen}
-    return Found(chosen["steps"], chosen["base"], main, repairs, peers, details)
+    return Found(chosen["steps"], main, repairs, peers, details, chosen["base"])
 
 
 def check_task(training: Training, device: str, seed: int) -> None:

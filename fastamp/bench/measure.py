@@ -91,12 +91,12 @@ class Results:
 
     parameters: int
     batch_sizes: list[int]  # in samples, of every step
-    visit_steps: int  # of every timed visit
     peaks: dict[str, int | None]  # None where the platform counts none
     race: Race  # its times are of a step: a visit's, divided by its steps
     losses: dict[str, list[float]]
     scores: dict[str, list[Score]]  # empty lists where the task has no `evaluate`
     profiles: dict[str, Profile]  # where the time of a step goes
+    visit_steps: int = 1  # of every timed visit
 
 
 def train_arms(job: Job, training: Training, *, seeds: int) -> Results:

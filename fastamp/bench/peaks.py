@@ -51,13 +51,11 @@ def peak_memory(make: Callable[[], Training], arm: Config, device: str) -> int |
 def _send_peak(
     sender: "Connection[object, object]", make: Callable[[], Training], arm: Config, device: str
 ) -> None:
-    found: object
+    """Send the peak, or what is wrong with the task; fails, and ends, if the bench is gone."""
     try:
-        found = measure_peak(make, arm, device)
+        sender.send(measure_peak(make, arm, device))
     except BrokenTask as error:
-        found = error
-    with suppress(BrokenPipeError):  # the bench is gone
-        sender.send(found)
+        sender.send(error)
 
 
 def measure_peak(make: Callable[[], Training], arm: Config, device: str) -> int | None:

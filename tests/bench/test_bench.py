@@ -99,7 +99,6 @@ def results(*, speedups=(2.0,), peak=50, gap=0.0, loss=1.0):
     return measure.Results(
         parameters=1,
         batch_sizes=[4] * 8,
-        visit_steps=1,
         peaks=dict(zip(NAMES, [100 * MIB, 100 * MIB, peak and peak * MIB], strict=True)),
         race=Race(arms=NAMES, rounds=rounds),
         losses={},

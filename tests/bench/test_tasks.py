@@ -327,42 +327,6 @@ def test_an_evaluation_of_another_length_for_each_arm_breaks_the_contract(quick,
     assert "options['evaluate']: expected as many numbers for each arm, " in said
 
 
-def test_a_process_that_measures_memory_ends_with_the_bench(tmp_path):
-    done = run_python(
-        """
-import multiprocessing, os, time
-from pathlib import Path
-from fastamp.bench import peaks
-
-def wait_and_measure(*_):
-    Path("new").write_text(str(os.getpid()))
-    os.rename("new", "pid")
-    while os.getppid() == bench:
-        time.sleep(0.01)
-
-peaks.get_context = lambda _: multiprocessing.get_context("fork")
-peaks.measure_peak = wait_and_measure
-bench = os.fork()
-if bench == 0:
-    bench = os.getpid()
-    peaks.peak_memory(None, None, "cpu")
-while not Path("pid").exists():
-    time.sleep(0.01)
-os.kill(bench, 9)
-os.wait()
-stat, end_s = Path("/proc", Path("pid").read_text(), "stat"), time.monotonic() + 60
-try:
-    while stat.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-except OSError:
-    pass  # it is gone
-""",
-        cwd=tmp_path,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 # Where the time goes, and the sentence
 
 

@@ -98,7 +98,6 @@ def make_results(figures):
     return measure.Results(
         parameters=11_200_000,
         batch_sizes=[8] * 40,
-        visit_steps=1,
         peaks=dict(zip(ARMS, (mib << 20 for mib in figures.peaks_mib), strict=True)),
         race=race,
         losses={arm: [*(curve + 0.03 * rng.normal(size=len(steps)))] for arm in ARMS},
@@ -124,7 +123,7 @@ def make_found(name, _device, _seed):
     details = {"workers": {}, "dtype": "torch.bfloat16"}
     peers = {"stock": times_s["stock"], "Lightning": 1.4 * times_s["stock"]}
     peer_race = make_race(peers, blocks=12, noise=0.05)
-    return job_table.Found(steps, "stock", main_, raced, peer_race, details)
+    return job_table.Found(steps, main_, raced, peer_race, details)
 
 
 def fake_work(patch):
