@@ -34,7 +34,7 @@ from fastamp.bench.job_peers import PEERS, begin_peer, list_peers
 from fastamp.bench.jobs import JOBS
 from fastamp.bench.race import Interval, Plan, Race, run_race, show
 from fastamp.bench.record import Report, Task, Verdict, judge
-from fastamp.bench.tasks import Training, draw, find_make, make_loader, make_training, with_copy
+from fastamp.bench.tasks import find_make, make_training
 from fastamp.bench.trainer import Config, Trainer
 from fastamp.train.options import refuse
 from fastamp.train.random_state import seed_all
@@ -147,7 +147,6 @@ def _join(words: list[str]) -> str:
 
 def _measure(name: str, device: str, seed: int) -> Found:
     training = make_training(find_make(name), device, seed)
-    check_task(training, device, seed)
     data = find_data(training)
     make = partial(make_loop, training=training, device=device, seed=seed)
     chosen = _choose(make, data, device, training.dtype)
@@ -182,12 +181,6 @@ def _measure(name: str, device: str, seed: int) -> Found:
     peers = race([stock, *others], chosen["repair_steps"], PEER_PLAN) if has_own else None
     details = chosen | {"dtype": str(DTYPES.get(chosen["precision"])), "losses": seen}
     return Found(chosen["steps"], main, repairs, peers, details, chosen["base"])
-
-
-def check_task(training: Training, device: str, seed: int) -> None:
-    """Take one step; raises a BrokenTask where the contract is broken."""
-    trainer = Trainer(Config(name="check"), with_copy(training), device)
-    trainer.train([next(draw(make_loader(training, seed, device=device), device))])
 
 
 def _choose(

@@ -48,6 +48,7 @@ class Score:
     window_accuracies: list[float]  # of each part of the held-out data
 
 
+_BATCH = Part("dataset", "its next batch")
 _MOVE = Part("model", "its move to the device")
 _BACKWARD = Part("loss", "its backward pass")
 _STEP = Part("options['optimizer']", "its step")
@@ -84,7 +85,8 @@ class Trainer:
 
     def visit(self) -> None:
         """Train one short epoch of the trainer's own loader."""
-        self.train(self.feed.begin())
+        with _BATCH:  # the parts of a step name their own errors
+            self.train(self.feed.begin())
 
     def train(self, batches: Iterable[Any], region: Region = lambda _: _NOT_TIMED) -> None:
         """Take a step on each batch; `region` names its parts: "forward", "backward", "step"."""

@@ -174,6 +174,25 @@ def test_samples_that_are_no_numbers_need_only_a_collate_fn():
     assert not feeds.find_data(training).is_repeatable()
 
 
+def test_a_dataset_that_fails_late_is_named_and_so_is_a_loss(quick, monkeypatch):
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, index):
+            return torch.ones(3), torch.ones(1) if index < 60 else 1 / (index - index)
+
+    model, data, loss, options = make_rows("cpu", 0)
+    for made, line in (
+        ((model, Rows(), loss, options), "dataset: its next batch raised ZeroDivisionError"),
+        ((model, data, lambda *_: 1 / 0, options), "loss: its computation raised ZeroDivision"),
+    ):
+        monkeypatch.setitem(JOBS, "broken", JobRow(lambda *_, made=made: made))
+        tasks.find_make.cache_clear()
+        with pytest.raises(BrokenTask, match=line):
+            job_table._measure("broken", "cpu", 0)
+
+
 @pytest.mark.parametrize("command", ["jobs", "frameworks accelerate --task"])
 def test_a_model_that_cannot_be_copied_is_one_line_and_status_2(command, tmp_path, capsys):
     pytest.importorskip("accelerate")
