@@ -12,17 +12,16 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
-
-import torch
 
 from fastamp._progress import progress
+from fastamp.bench.feeds import find_data
 from fastamp.bench.in_frameworks import FRAMEWORKS
+from fastamp.bench.job_loops import AGREE_STEPS, check_losses, make_loop
 from fastamp.bench.jobs import JOBS
-from fastamp.bench.loops import AGREE_STEPS, Loop, check_losses, find_data, list_parts
 from fastamp.bench.race import Plan, run_race, show
 from fastamp.bench.record import Report, Task, judge
 from fastamp.bench.tasks import expect, find_make, make_training
+from fastamp.bench.trainer import Config
 from fastamp.train.options import refuse
 from fastamp.train.random_state import seed_all
 
@@ -67,8 +66,8 @@ def _run(args: argparse.Namespace, names: list[str]) -> Report:
     data = find_data(training)
     expect(data.dataset is not None, "dataset", "one with a length", "batches alone")
     steps = min(MOST_STEPS, len(data.dataset) // data.batch_size)
-    dtype = torch.float16 if args.device == "cuda" else None
-    options: dict[str, Any] = {"dtype": dtype, "steps": steps, "seed": args.seed, "workers": {}}
+    config = Config(name="stock", precision="fp16" if args.device == "cuda" else "fp32")
+    make = partial(make_loop, config, training, args.device, steps=steps, seed=args.seed)
     races, rows = {}, []
     with progress(len(names)) as tick, _quiet():
         for name in names:
@@ -77,12 +76,16 @@ def _run(args: argparse.Namespace, names: list[str]) -> Report:
             arms, losses = {}, {}
             with ExitStack() as closing:
                 for arm in ("stock", "fastamp"):
-                    loop = Loop(list_parts("stock"), training, args.device, **options)
+                    loop = make()
                     seed_all(args.seed, 0)  # of dropout
                     arms[arm] = FRAMEWORKS[name](loop, closing, ours=arm == "fastamp")
                     arms[arm]()
                     losses[f"{name}, {arm}"] = [float(loss) for loss in loop.losses[:AGREE_STEPS]]
-                check_losses(args.task, losses, is_same=data.is_repeatable(), dtype=None)
+                check_losses(
+                    losses,
+                    dict.fromkeys(losses, config.precision),
+                    is_same=data.is_repeatable(),
+                )
                 races[name] = run_race(arms, PLAN, device=args.device, seed=args.seed)
             times = {arm: 1e3 * races[name].quartiles_s(arm)[1] / steps for arm in arms}
             rows.append(
@@ -96,7 +99,7 @@ def _run(args: argparse.Namespace, names: list[str]) -> Report:
     why |= dict.fromkeys(races, "fastamp over the framework alone")
     figures = {name: metrics.get(f"speedup/{name}") for name in names}
     verdicts = [judge(n, figures[n], (1.0, math.inf), "x", why[n]) for n in names]
-    about = " ".join(str(JOBS[args.task].__doc__).split()) if args.task in JOBS else "the user's"
+    about = JOBS[args.task].text() if args.task in JOBS else "the user's"
     notes = [f"ms a step, with what the framework does around an epoch; {args.task}: {about}"]
     return Report(
         table=rows or [{"framework": "none"}],

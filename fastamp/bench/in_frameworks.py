@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 import fastamp
-from fastamp.bench.loops import Loop, with_fused
-from fastamp.bench.tasks import compute_loss
+from fastamp.bench.tasks import compute_loss, with_fused
+from fastamp.bench.trainer import Trainer
 from fastamp.integrations import accelerate, fabric, lightning, transformers
 
 Epoch = Callable[[], object]
@@ -32,31 +32,31 @@ PRECISIONS = {  # as Accelerate and as Lightning name them
 QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 
 
-def _make_loader(loop: Loop, *, ours: bool, **options: Any) -> DataLoader[Any]:
+def _make_loader(loop: Trainer, *, ours: bool, **options: Any) -> DataLoader[Any]:
     """Return a loader for frameworks that move batches themselves."""
-    data = loop.data
-    options |= {"sampler": loop.sampler, "generator": torch.Generator()}
+    data = loop.feed.data
+    options |= {"sampler": loop.feed.sampler, "generator": torch.Generator()}
     options |= {"batch_size": data.batch_size, "collate_fn": data.collate_fn}
     if ours:
         return fastamp.DataLoader(data.dataset, device=loop.device, **options)
     return DataLoader(data.by_torch(), pin_memory=loop.device == "cuda", **options)
 
 
-def _find_loss(loop: Loop, model: Any, batch: Any) -> Tensor:
+def _find_loss(loop: Trainer, model: Any, batch: Any) -> Tensor:
     """Return the loss of a batch, and append it to the loop's."""
     loss = compute_loss(loop.training, model, batch)
     loop.losses.append(loss.detach())
     return loss
 
 
-def _choose_optimizer(loop: Loop, *, ours: bool) -> Optimizer:
+def _choose_optimizer(loop: Trainer, *, ours: bool) -> Optimizer:
     """Return the optimizer, unfused where Lightning without fastamp refuses to clip."""
     refused = loop.dtype is not None and loop.training.max_norm is not None and not ours
     return with_fused(loop.optimizer, None) if refused else loop.optimizer
 
 
 def train_in_accelerate(
-    loop: Loop, closing: ExitStack, *, ours: bool = False, **workers: Any
+    loop: Trainer, closing: ExitStack, *, ours: bool = False, **workers: Any
 ) -> Epoch:
     """Train as a script with Accelerate does."""
     module, state = map(importlib.import_module, ("accelerate", "accelerate.state"))
@@ -83,7 +83,7 @@ def train_in_accelerate(
     return epoch
 
 
-def train_in_fabric(loop: Loop, _: ExitStack, *, ours: bool = False, **workers: Any) -> Epoch:
+def train_in_fabric(loop: Trainer, _: ExitStack, *, ours: bool = False, **workers: Any) -> Epoch:
     """Train as a script with Lightning's Fabric does."""
     module = importlib.import_module("lightning.fabric")
     precision = PRECISIONS[loop.dtype][1]
@@ -149,7 +149,7 @@ class _Turns:
 
 
 def train_in_lightning(
-    loop: Loop, closing: ExitStack, *, ours: bool = False, **workers: Any
+    loop: Trainer, closing: ExitStack, *, ours: bool = False, **workers: Any
 ) -> Epoch:
     """Train in one `fit` of Lightning's Trainer, whose epochs are the visits."""
     pl = importlib.import_module("lightning.pytorch")
@@ -198,7 +198,7 @@ def train_in_lightning(
 
 
 def train_in_transformers(
-    loop: Loop, closing: ExitStack, *, ours: bool = False, **workers: Any
+    loop: Trainer, closing: ExitStack, *, ours: bool = False, **workers: Any
 ) -> Epoch:
     """Train in the Hugging Face Trainer, with one call of `train` for each visit."""
     hf = importlib.import_module("transformers")

@@ -16,18 +16,18 @@ from torch.utils.data import BatchSampler, default_collate
 
 from fastamp.bench.in_frameworks import FRAMEWORKS, Epoch
 from fastamp.bench.loader import Batches
-from fastamp.bench.loops import Loop
 from fastamp.bench.peers import ERRORS, why
+from fastamp.bench.trainer import Trainer
 from fastamp.data import map_tensors
 
 
 def _train_with(
-    make: Callable[..., Any], loop: Loop, _: ExitStack, *, num_workers: int = 0, **_options: Any
+    make: Callable[..., Any], loop: Trainer, _: ExitStack, *, num_workers: int = 0, **_options: Any
 ) -> Epoch:
     """Train as the stock loop does, with somebody else's loader."""
-    loader = make(loop, loop.data.collate_fn or default_collate, num_workers)
-    loop.batches = partial(_move, loader, loop.device)
-    return loop.epoch
+    loader = make(loop, loop.feed.data.collate_fn or default_collate, num_workers)
+    loop.feed = loop.feed._replace(begin=partial(_move, loader, loop.device))
+    return loop.visit
 
 
 def _move(loader: Any, device: str) -> Iterator[Any]:
@@ -35,24 +35,24 @@ def _move(loader: Any, device: str) -> Iterator[Any]:
     yield from loader if device == "cpu" else map(move, loader)
 
 
-def _fetch(loop: Loop, join: Callable[[list[Any]], Any]) -> Callable[[list[int]], Any]:
+def _fetch(loop: Trainer, join: Callable[[list[Any]], Any]) -> Callable[[list[int]], Any]:
     """Return a function that makes a batch: peers then pass no single samples between threads."""
-    dataset = loop.data.by_torch()
+    dataset = loop.feed.data.by_torch()
     return lambda rows: join([dataset[row] for row in rows])
 
 
-def _make_torchdata(loop: Loop, join: Callable[[list[Any]], Any], num_workers: int) -> Batches:
+def _make_torchdata(loop: Trainer, join: Callable[[list[Any]], Any], num_workers: int) -> Batches:
     """Return a pipeline of torchdata's nodes, with threads in place of workers."""
     nodes = importlib.import_module("torchdata.nodes")
-    rows = nodes.Batcher(nodes.SamplerWrapper(loop.sampler), loop.data.batch_size)
+    rows = nodes.Batcher(nodes.SamplerWrapper(loop.feed.sampler), loop.feed.data.batch_size)
     threads = {"num_workers": num_workers, "method": "thread"}
     loader: Batches = nodes.Loader(nodes.ParallelMapper(rows, _fetch(loop, join), **threads))
     return loader
 
 
-def _make_spdl(loop: Loop, join: Callable[[list[Any]], Any], num_workers: int) -> Batches:
+def _make_spdl(loop: Trainer, join: Callable[[list[Any]], Any], num_workers: int) -> Batches:
     """Return SPDL's DataLoader, which always has a thread."""
-    rows = BatchSampler(loop.sampler, loop.data.batch_size, drop_last=True)
+    rows = BatchSampler(loop.feed.sampler, loop.feed.data.batch_size, drop_last=True)
     options: dict[str, Any] = {"num_threads": num_workers or 1, "output_order": "input"}
     spdl = importlib.import_module("spdl.dataloader")
     loader: Batches = spdl.DataLoader(rows, preprocessor=_fetch(loop, join), **options)
@@ -73,7 +73,7 @@ def list_peers() -> list[str]:
 
 
 def begin_peer(
-    name: str, job: str, loop: Loop, closing: ExitStack, workers: dict[str, Any]
+    name: str, job: str, loop: Trainer, closing: ExitStack, workers: dict[str, Any]
 ) -> Epoch | None:
     """Train one visit, and return its epoch function; if it fails, print why, and return None.
 

@@ -18,25 +18,24 @@ import torch
 
 from fastamp._progress import progress
 from fastamp.bench import photos
-from fastamp.bench.arms import Arm, Run
-from fastamp.bench.environment import no_speed_reason
+from fastamp.bench.environment import DTYPES, no_speed_reason
+from fastamp.bench.feeds import Data, find_data, list_ways
 from fastamp.bench.in_frameworks import Epoch
-from fastamp.bench.job_peers import PEERS, begin_peer, list_peers
-from fastamp.bench.jobs import JOBS
-from fastamp.bench.loops import (
+from fastamp.bench.job_loops import (
     AGREE_STEPS,
     ARMS,
     PARTS,
-    Data,
-    Loop,
     check_losses,
-    find_data,
-    list_parts,
-    list_workers,
+    list_loops,
+    list_repairs,
+    make_loop,
 )
+from fastamp.bench.job_peers import PEERS, begin_peer, list_peers
+from fastamp.bench.jobs import JOBS
 from fastamp.bench.race import Interval, Plan, Race, run_race, show
 from fastamp.bench.record import Report, Task, Verdict, judge
-from fastamp.bench.tasks import Training, copy_model, draw, find_make, make_loader, make_training
+from fastamp.bench.tasks import find_make, make_training
+from fastamp.bench.trainer import Config, Trainer
 from fastamp.train.options import refuse
 from fastamp.train.random_state import seed_all
 
@@ -49,9 +48,6 @@ EPOCHS = 4  # times as many steps in the main race, where a visit has only WORKE
 # Four short epochs for each choice of workers and precision, after one; the fastest one counts.
 TRIALS = Plan(rounds=5, warmup=1)
 CLEARLY = 0.95  # workers or a lower precision have to take less than this share of the time
-# How many times as fast as the stock loop fastamp's should be, and as the naive loop.
-TARGETS = {"cpu": {"mlp": 1.6, "tabular": 2.0, "rl": 2.0}, "cuda": {"groups": 1.3}}
-OVER_NAIVE = {"gpt": 1.5}
 
 METRICS = """speedup/JOB/ARM, of fastamp, naive and other people's loops over the stock loop, as in
 speedup/mlp/fastamp, speedup/mlp/Lightning;
@@ -67,7 +63,7 @@ def add_options(add: Callable[..., object]) -> None:
 
 
 def _text(name: str) -> str:
-    return " ".join(str(JOBS[name].__doc__).split()) if name in JOBS else "a task of the user's"
+    return JOBS[name].text() if name in JOBS else "a task of the user's"
 
 
 def prepare(args: argparse.Namespace) -> Task:
@@ -92,6 +88,7 @@ class Found(NamedTuple):
     repairs: Race  # of the naive loop with each part alone
     peers: Race | None  # of the stock loop with other people's
     details: dict[str, Any]
+    base: str = "stock"  # the loader of the stock loop, or "indexed" where that is faster
 
 
 def _run(args: argparse.Namespace, names: list[str]) -> Report:
@@ -150,92 +147,84 @@ def _join(words: list[str]) -> str:
 
 def _measure(name: str, device: str, seed: int) -> Found:
     training = make_training(find_make(name), device, seed)
-    check_task(training, device, seed)
     data = find_data(training)
-    make = partial(Loop, training=training, device=device, seed=seed)
+    make = partial(make_loop, training=training, device=device, seed=seed)
     chosen = _choose(make, data, device, training.dtype)
+    stock, naive, ours = loops = list_loops(chosen["base"], chosen["precision"])
     seen: dict[str, list[float]] = {}
-    losses: dict[str, list[float]] = {}  # the first ones, of the loops of one race
 
-    def begin(arm: str, steps: int, closing: ExitStack) -> Epoch | None:
-        """Train one visit of a loop, and return its epoch function; None if a peer fails."""
-        parts = list_parts("stock" if arm in PEERS else arm)
-        workers = chosen["workers"][parts["loader"]]
-        loop = make(parts, dtype=chosen["dtype"], steps=steps, workers=workers)
-        seed_all(seed, 0)  # of dropout
-        epoch: Epoch | None = loop.epoch
-        if arm in PEERS:
-            epoch = begin_peer(arm, name, loop, closing, workers)
-        else:
-            loop.epoch()
-        if epoch is not None:
-            losses[arm] = [float(loss) for loss in loop.losses[:AGREE_STEPS]]
-        return epoch
-
-    def race(arms: list[str], steps: int, plan: Plan) -> Any:
+    def race(configs: list[Config], steps: int, plan: Plan) -> Any:
         """Check that the losses of loops agree, and race them; None where there is only one."""
-        losses.clear()
+        losses, visits = {}, {}
         with ExitStack() as closing:
-            begun = {arm: begin(arm, steps, closing) for arm in arms}
-            epochs = {arm: epoch for arm, epoch in begun.items() if epoch is not None}
-            check_losses(name, losses, is_same=data.is_repeatable(), dtype=chosen["dtype"])
+            for config in configs:
+                workers = chosen["workers"].get(config.loader, {})
+                loop = make(config, steps=steps, workers=workers)
+                seed_all(seed, 0)  # of dropout
+                visit: Epoch | None = loop.visit
+                if config.name in PEERS:
+                    visit = begin_peer(config.name, name, loop, closing, workers)
+                else:
+                    loop.visit()
+                if visit is not None:
+                    visits[config.name] = visit
+                    losses[config.name] = [float(loss) for loss in loop.losses[:AGREE_STEPS]]
+            precisions = {config.name: config.precision for config in configs}
+            check_losses(losses, precisions, is_same=data.is_repeatable())
             seen.update(losses)
-            return run_race(epochs, plan, device=device, seed=seed) if len(epochs) > 1 else None
+            return run_race(visits, plan, device=device, seed=seed) if len(visits) > 1 else None
 
     has_own = data.dataset is not None
-    main = race(["stock", "naive", "fastamp"], chosen["steps"], MAIN)
-    repairs = _list_repairs(chosen["dtype"], has_own=has_own)
-    mended = race(["naive", *repairs], chosen["repair_steps"], REPAIRS)
-    peers = race(["stock", *list_peers()], chosen["repair_steps"], PEER_PLAN) if has_own else None
-    details = chosen | {"dtype": str(chosen["dtype"]), "losses": seen}
-    return Found(chosen["steps"], main, mended, peers, details)
-
-
-def check_task(training: Training, device: str, seed: int) -> None:
-    """Take one step; raises a BrokenTask where the contract is broken."""
-    run = Run(Arm(name="check"), device, replace(training, model=copy_model(training)))
-    run.train_step(next(draw(make_loader(training, seed, device=device), device)))
-
-
-def _list_repairs(dtype: torch.dtype | None, *, has_own: bool) -> list[str]:
-    """Return the repairs that this job can have: naive loops with one part replaced."""
-    arms = []
-    for part, known in PARTS.items():
-        if (part != "precision" or dtype is not None) and (part != "loader" or has_own):
-            arms += [f"{part}: {arm}" for arm in known[1:]]
-    return arms
+    main = race([stock, naive, ours], chosen["steps"], MAIN)
+    repairs = race([naive, *list_repairs(loops, has_own=has_own)], chosen["repair_steps"], REPAIRS)
+    others = [replace(stock, name=peer) for peer in list_peers()]
+    peers = race([stock, *others], chosen["repair_steps"], PEER_PLAN) if has_own else None
+    details = chosen | {"dtype": str(DTYPES.get(chosen["precision"])), "losses": seen}
+    return Found(chosen["steps"], main, repairs, peers, details, chosen["base"])
 
 
 def _choose(
-    make: Callable[..., Loop], data: Data, device: str, wanted: torch.dtype | None
+    make: Callable[..., Trainer], data: Data, device: str, dtype: torch.dtype | None
 ) -> dict[str, Any]:
-    """Choose the steps of a visit, each loader's workers and the precision, by short trials."""
+    """Choose the steps of a visit, each loop's loader, and the precision, by short trials."""
+    precision = next((name for name, known in DTYPES.items() if known is dtype), "fp32")
 
-    def measure(
-        arm: str, steps: int, ways: list[tuple[dict[str, Any], torch.dtype | None]]
-    ) -> list[float]:
+    def measure(steps: int, ways: list[tuple[Config, dict[str, Any]]]) -> list[float]:
         """Return each way's seconds a step: the best of trials in turn, so that drift is shared."""
-        loops = [make(list_parts(arm), dtype=d, steps=steps, workers=w) for w, d in ways]
-        race = run_race({str(i): loop.epoch for i, loop in enumerate(loops)}, TRIALS, device=device)
+        loops = [make(config, steps=steps, workers=workers) for config, workers in ways]
+        race = run_race({str(i): loop.visit for i, loop in enumerate(loops)}, TRIALS, device=device)
         return [min(race.times_s(place)) / steps for place in race.arms]
 
-    [step_s] = measure("stock", LEAST_STEPS, [({}, wanted)])
+    ways = {
+        config.name: [(replace(config, loader=key), w) for key, w in list_ways(data, config.name)]
+        for config in list_loops("stock", precision)
+    }
+    step_s = min(measure(LEAST_STEPS, [way for way in ways["stock"] if not way[1]]))
     steps = min(max(round(VISIT_S / step_s), LEAST_STEPS), MOST_STEPS)
     longer = max(steps, WORKER_STEPS)
-    workers = {}
-    for arm in ARMS:
-        known = list_workers(data, arm)
-        trials = measure(arm, longer, [(w, wanted) for w in known]) if len(known) > 1 else [0.0]
-        trials[0] *= CLEARLY  # no workers, unless some are clearly faster
-        workers[arm] = known[trials.index(min(trials))]
+    best = {}
+    for arm, known in ways.items():
+        trials = measure(longer, known) if len(known) > 1 else [step_s]
+        # No workers, unless some are clearly faster.
+        trials = [
+            time_s * (1 if way[1] else CLEARLY) for time_s, way in zip(trials, known, strict=True)
+        ]
+        best[arm] = known[trials.index(min(trials))]
+    workers = {arm: chosen for arm, (_, chosen) in best.items()}
     repair_steps = longer if any(workers.values()) else steps
     steps = EPOCHS * repair_steps if repair_steps == WORKER_STEPS else repair_steps
-    dtype = wanted
-    if wanted is None and no_speed_reason(device, "bf16") is None:
-        ways = [(workers["stock"], each) for each in (torch.bfloat16, None)]
-        low, full = measure("stock", repair_steps, ways)
-        dtype = torch.bfloat16 if low < CLEARLY * full else None
-    return {"steps": steps, "repair_steps": repair_steps, "workers": workers, "dtype": dtype}
+    stock, options = best["stock"]
+    if dtype is None and no_speed_reason(device, "bf16") is None:
+        pair = [(replace(stock, precision=each), options) for each in ("bf16", "fp32")]
+        low, full = measure(repair_steps, pair)
+        precision = "bf16" if low < CLEARLY * full else "fp32"
+    return {
+        "steps": steps,
+        "repair_steps": repair_steps,
+        "base": stock.loader,
+        "workers": workers,
+        "precision": precision,
+    }
 
 
 def _ratios(name: str, found: Found) -> Iterator[tuple[str, Interval]]:
@@ -278,6 +267,8 @@ def _describe(found: Found) -> str:
         f"{arm} with {options['num_workers']} {options.get('worker', 'process')} workers"
         for arm, options in kinds.items()
     ]
+    if found.base == "indexed":
+        texts.append("stock indexes the tensors by hand, faster than a DataLoader")
     low = found.details["dtype"] != "None"
     texts += [f"stock and fastamp in {found.details['dtype'].removeprefix('torch.')}"] * low
     return f"({'; '.join([*texts, f'{found.steps} steps in a visit'])})"
@@ -287,9 +278,10 @@ def _judge(device: str, name: str, metrics: dict[str, Interval]) -> Iterator[Ver
     """Hold a built-in job to its targets; no job may become slower."""
     if name not in JOBS:
         return
-    least = TARGETS[device].get(name, 1.0)
+    row = JOBS[name]
+    least = row.on_cpu if device == "cpu" else row.on_cuda
     figure = metrics[f"speedup/{name}/fastamp"]
     yield judge(name, figure, (least, math.inf), "x", "fastamp over the stock loop")
-    if name in OVER_NAIVE and device == "cpu":
+    if row.over_naive is not None and device == "cpu":
         figure, why = metrics[f"over_naive/{name}/fastamp"], "fastamp over the naive loop"
-        yield judge(f"{name}, mended", figure, (OVER_NAIVE[name], math.inf), "x", why)
+        yield judge(f"{name}, mended", figure, (row.over_naive, math.inf), "x", why)

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from fastamp.bench.advice import advise
-from fastamp.bench.arms import Job
 from fastamp.bench.environment import DTYPES, no_speed_reason
 from fastamp.bench.gpt import GPT2_SMALL, Shape
 from fastamp.bench.jobs import JOBS
 from fastamp.bench.jobs.language import make_gpt
-from fastamp.bench.measure import WARMUP_STEPS, Results, train_arms
+from fastamp.bench.measure import Job, Results, train_arms
 from fastamp.bench.peaks import MEMORY_KINDS, MEMORY_STEPS
 from fastamp.bench.race import Interval, show
 from fastamp.bench.record import Report, Task
@@ -56,7 +55,7 @@ def add_options(add: Callable[..., object]) -> None:
     precision = "of AMP (default: the task's own, or bf16)"
     add("--precision", choices=DTYPES, help=precision)
     for option, least, text in (
-        ("--steps", 3, f"of every arm; the first, at most {WARMUP_STEPS + 1}, are warm-up"),
+        ("--steps", 3, "of every arm; the first are warm-up"),
         ("--batch-size", 1, "samples in a step"),
         ("--block-size", 1, "bytes in a window of the GPT's text"),
         ("--layers", 1, "blocks of the GPT"),
@@ -191,11 +190,13 @@ def _notes(job: Job, found: Results, shared: dict[str, Any]) -> list[str]:
         scored = "the mean of the last quarter of the training steps; the task has no accuracy"
     sizes = sorted({*found.batch_sizes})
     size = f"{sizes[0]} to {sizes[-1]}" if sizes[1:] else str(sizes[0])
-    steps = f"{len(found.race.rounds)} steps of {size} {each}"
+    taken = len(found.batch_sizes)
+    untimed = taken - found.visit_steps * len(found.race.timed)
+    steps = f"{taken} steps of {size} {each}, {untimed} not timed, {found.visit_steps} in a visit"
     memory = f"{MEMORY_STEPS} steps of {shared.get('memory_batch_size', size)} {each}"
     count = f"{found.parameters / 1e6:.1f} M" if found.parameters > 50_000 else found.parameters
     return [
-        f"{job.precision}, {count} parameters, {steps}, {found.race.warmup_rounds} not timed",
+        f"{job.precision}, {count} parameters, {steps}",
         "step, speed-up and rate are without the wait for data, which is in where the time goes",
         f"memory: peak of the {MEMORY_KINDS[job.device]}, over {memory} in a fresh process",
         f"loss and accuracy: seed {job.seed}, {scored}",

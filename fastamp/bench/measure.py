@@ -1,9 +1,11 @@
 """What the main job measures: time, losses and scores of all arms, and where their time goes.
 
-The timed steps are the training, and all arms of a round take their step on the same batch.
+The timed steps are the training. A visit of an arm is several steps, so that a GPU launches ahead
+as it does in a training; all arms of a round take their steps on the same batches.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,35 +14,75 @@ import torch
 
 from fastamp._progress import progress
 from fastamp.bench.advice import Profile
-from fastamp.bench.arms import Arm, Job, Run, Score, evaluate, make_arms
 from fastamp.bench.peaks import peak_memory
-from fastamp.bench.race import Plan, Race, run_race
-from fastamp.bench.tasks import Training, copy_model, count_samples, draw, make_loader
-from fastamp.bench.where import profile_runs
+from fastamp.bench.race import LEAST_BLOCKS, Plan, Race, Visit, run_race
+from fastamp.bench.tasks import (
+    Make,
+    Training,
+    count_samples,
+    draw,
+    make_loader,
+    make_training,
+    with_copy,
+)
+from fastamp.bench.trainer import Config, Score, Trainer
+from fastamp.bench.where import profile_trainers
 
 WARMUP_STEPS = 4  # at most: kernels, optimizer state and the allocator's pools are made
-# Without --steps: as many as narrow intervals take.
-OPEN = Plan(rounds=2000, warmup=WARMUP_STEPS, half_width=0.005, least_blocks=24, limit_s=60.0)
+VISIT_S = 0.05  # of the fastest arm, at least
+MOST_STEPS = 40  # of a visit: by then one wait for the device no longer counts
+# Without --steps: as many steps as narrow intervals take, warm-up aside.
+OPEN_STEPS = 2000
+OPEN = Plan(rounds=OPEN_STEPS, warmup=0, half_width=0.005, least_blocks=24, limit_s=60.0)
 
 
-class Feed:
-    """The batches of a training: every arm takes a step on one before the next is drawn."""
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What every arm of one benchmark has in common."""
 
-    def __init__(self, batches: Iterable[Any], seed: int) -> None:
-        self.batches, self.seed = iter(batches), seed
-        self.place, self.batch = -1, None
+    device: str
+    precision: str
+    seed: int
+    steps: int | None  # of every arm; None: as many as it takes
+    make: Make  # can be pickled
+    memory_make: Make  # the same, for the processes that measure peak memory
+    batch_size: int | None = None  # in place of the task's own
+
+    def make_training(self, seed: int, make: Make | None = None) -> Training:
+        """Return the task, with the weights that every arm starts from."""
+        training = make_training(make or self.make, self.device, seed)
+        return replace(training, batch_size=self.batch_size or training.batch_size)
+
+    def list_arms(self) -> list[Config]:
+        """Return FP32 (on CUDA strict and with TF32), stock AMP, and AMP with fastamp's step."""
+        full = ["fp32-strict", "fp32-tf32"] if self.device == "cuda" else ["fp32"]
+        stock = Config(name="amp", precision=self.precision)
+        ours = replace(stock, name="amp+fastamp", step="fastamp")
+        return [*(Config(name=name, precision=name) for name in full), stock, ours]
+
+
+class Batches:
+    """The batches of a visit: every arm takes its steps on them before the next are drawn."""
+
+    def __init__(self, source: Iterable[Any], seed: int) -> None:
+        self.source, self.seed = iter(source), seed
+        self.steps = 1  # of a visit
+        self.of_visit: list[Any] = []
         self.sizes: list[int] = []  # of all batches so far, in samples
 
-    def go_to_step_of(self, runs: dict[str, Run], name: str) -> None:
-        """Draw the batch of an arm's next step, unless another arm has, and seed the step.
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.of_visit)
 
-        So the step's random numbers, such as dropout's, are the same for all arms.
+    def go_to_visit_of(self, trainer: Trainer) -> None:
+        """Draw the batches of an arm's next visit, unless another arm has, and seed the visit.
+
+        So the random numbers of its steps, such as dropout's, are the same for all arms.
         """
-        place = len(runs[name].losses)
-        if place > self.place:
-            self.place, self.batch = place, next(self.batches)
-            self.sizes.append(count_samples(self.batch))
-        torch.manual_seed(self.seed * OPEN.rounds + place)
+        taken = len(trainer.losses)
+        if taken == len(self.sizes):
+            self.of_visit = [next(self.source) for _ in range(self.steps)]
+            self.sizes += map(count_samples, self.of_visit)
+        torch.manual_seed((self.seed << 30) + taken)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,72 +92,95 @@ class Results:
     parameters: int
     batch_sizes: list[int]  # in samples, of every step
     peaks: dict[str, int | None]  # None where the platform counts none
-    race: Race
+    race: Race  # its times are of a step: a visit's, divided by its steps
     losses: dict[str, list[float]]
     scores: dict[str, list[Score]]  # empty lists where the task has no `evaluate`
     profiles: dict[str, Profile]  # where the time of a step goes
+    visit_steps: int = 1  # of every timed visit
 
 
 def train_arms(job: Job, training: Training, *, seeds: int) -> Results:
     """Measure every arm with the job's seed; with the seeds after it, train and score only."""
-    arms = make_arms(job)
-    trained: list[Results] = []
-    plan = OPEN if job.steps is None else _plan(job.steps)
-    with progress(len(arms) + seeds * plan.rounds) as tick:
+    arms = job.list_arms()
+    total = None if job.steps is None else len(arms) + seeds * job.steps
+    make = partial(job.make_training, job.seed, job.memory_make)
+    with progress(total) as tick:
         peaks = {}
         for arm in arms:
-            peaks[arm.name] = peak_memory(job, arm)
+            peaks[arm.name] = peak_memory(make, arm, job.device)
             tick()
-        for seed in range(job.seed, job.seed + seeds):
-            if trained:
-                training = job.make_training(seed)
-            runs = _make_runs(job, training, arms)
-            loader = make_loader(training, seed, device=job.device)
-            feed = Feed(draw(loader, job.device), seed)
-            race = run_race(
-                {name: partial(_step, run, feed) for name, run in runs.items()},
-                plan,
-                device=job.device,
-                seed=seed,
-                before=partial(feed.go_to_step_of, runs),
-                skipped=partial(_has_skipped, runs),
-                tick=tick,
-            )
-            plan = _plan(len(race.rounds))  # the same for every seed
-            scores = {name: evaluate(run) for name, run in runs.items()}
-            found = Results(
-                # Not those of the task, whose lazy modules have none yet.
-                parameters=sum(p.numel() for p in runs[arms[0].name].model.parameters()),
-                batch_sizes=feed.sizes,
-                peaks=peaks,
-                race=race,
-                losses={name: torch.stack(run.losses).tolist() for name, run in runs.items()},
-                scores={name: [] if score is None else [score] for name, score in scores.items()},
-                profiles={},
-            )
-            if not trained:
-                found.profiles.update(profile_runs(runs, feed.batches, loader, race))
-            trained.append(found)
-    joined = {name: [s for each in trained for s in each.scores[name]] for name in race.arms}
-    return replace(trained[0], scores=joined)
+        trained = [_train(job, training, tick, profiles=True)]
+        for seed in range(job.seed + 1, job.seed + seeds):
+            again = replace(job, seed=seed, steps=len(trained[0].batch_sizes))
+            trained.append(_train(again, job.make_training(seed), tick, profiles=False))
+    scores = {name: [s for each in trained for s in each.scores[name]] for name in peaks}
+    return replace(trained[0], peaks=peaks, scores=scores)
 
 
-def _plan(steps: int) -> Plan:
-    """Return a plan of a given length, which never stops early, whatever the machine.
+def _train(
+    job: Job, training: Training, tick: Callable[[int], object], *, profiles: bool
+) -> Results:
+    """Race and score all arms with one seed."""
+    trainers = {c.name: Trainer(c, with_copy(training), job.device) for c in job.list_arms()}
+    loader = make_loader(training, job.seed, device=job.device)
+    batches = Batches(draw(loader, job.device), job.seed)
+    race_visits = partial(
+        run_race,
+        {name: partial(trainer.train, batches) for name, trainer in trainers.items()},
+        device=job.device,
+        seed=job.seed,
+        before=lambda name: batches.go_to_visit_of(trainers[name]),
+        skipped=lambda name: trainers[name].has_skipped(),
+        tick=lambda: tick(batches.steps),
+    )
+    count = _count_warmup(job.steps)
+    warmup = race_visits(Plan(rounds=count, warmup=count)).rounds
+    step_s = min(visit.elapsed_s for visit in warmup[-1].values())
+    steps, plan = _plan_visits(step_s, job.steps)
+    if job.steps is not None and (rest := job.steps - count - steps * plan.rounds):
+        batches.steps = rest
+        warmup += _per_step(race_visits(Plan(rounds=1, warmup=1)).rounds, rest)
+    batches.steps = steps
+    race = race_visits(plan)
+    race.warmup_rounds += len(warmup)
+    race.rounds = warmup + _per_step(race.rounds, steps)
+    profiled = trainers if profiles else {}
+    return Results(
+        # Not those of the task, whose lazy modules have none yet.
+        parameters=sum(p.numel() for p in next(iter(trainers.values())).model.parameters()),
+        batch_sizes=[*batches.sizes],
+        visit_steps=steps,
+        peaks={},
+        race=race,
+        losses={n: torch.stack(trainer.losses).tolist() for n, trainer in trainers.items()},
+        scores={name: trainer.evaluate() for name, trainer in trainers.items()},
+        profiles=profile_trainers(profiled, batches.source, loader, race, steps),
+    )
 
-    Three blocks are left after the warm-up if there are enough steps.
+
+def _per_step(rounds: list[dict[str, Visit]], steps: int) -> list[dict[str, Visit]]:
+    return [
+        {name: visit._replace(elapsed_s=visit.elapsed_s / steps) for name, visit in visits.items()}
+        for visits in rounds
+    ]
+
+
+def _count_warmup(all_steps: int | None) -> int:
+    """Return how many steps an arm takes first: so few that three blocks are left."""
+    if all_steps is None:
+        return WARMUP_STEPS
+    return min(WARMUP_STEPS, max(all_steps - 2 * LEAST_BLOCKS, 1))
+
+
+def _plan_visits(step_s: float, all_steps: int | None) -> tuple[int, Plan]:
+    """Return the steps of a visit, and the plan of the race after the warm-up.
+
+    Where every arm takes `all_steps`, six blocks are left if there are enough, and three if three
+    of single steps fit in; the race never stops early, whatever the machine.
     """
-    return Plan(rounds=steps, warmup=min(WARMUP_STEPS, max(steps - 6, 1)))
-
-
-def _make_runs(job: Job, training: Training, arms: list[Arm]) -> dict[str, Run]:
-    copies = [replace(training, model=copy_model(training)) for _ in arms]
-    return {a.name: Run(a, job.device, each) for a, each in zip(arms, copies, strict=True)}
-
-
-def _has_skipped(runs: dict[str, Run], name: str) -> bool:
-    return runs[name].skipped()
-
-
-def _step(run: Run, feed: Feed) -> None:
-    run.train_step(feed.batch)
+    steps = min(max(math.ceil(VISIT_S / max(step_s, 1e-9)), 1), MOST_STEPS)
+    if all_steps is None:
+        return steps, replace(OPEN, rounds=OPEN_STEPS // steps)
+    left = all_steps - _count_warmup(all_steps)
+    steps = max(min(steps, left // (4 * LEAST_BLOCKS)), 1)
+    return steps, Plan(rounds=left // steps, warmup=0)

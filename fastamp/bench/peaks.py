@@ -1,25 +1,23 @@
 """The peak memory of an arm, measured in a process of its own that trains nothing else."""
 
 import ctypes
-import os
-import threading
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from fastamp.bench.arms import Arm, Job, Run, evaluate
 from fastamp.bench.environment import find
 from fastamp.bench.gpt import Shape
 from fastamp.bench.jobs.language import make_gpt
 from fastamp.bench.tasks import BrokenTask, Training, draw, expect, make_loader, make_training
 from fastamp.bench.text import Corpus
+from fastamp.bench.trainer import Config, Trainer
 
 MEMORY_STEPS = 2  # the first step makes the optimizer's state, the second runs beside it
 MEMORY_KINDS = {
@@ -30,70 +28,72 @@ TINY = Shape(layers=1, heads=1, width=16, block_size=16)
 TINY_TEXT = Corpus("", "", *(np.zeros(64, np.uint8) for _ in range(2)))
 
 
-def peak_memory(job: Job, arm: Arm) -> int | None:
+def peak_memory(make: Callable[[], Training], arm: Config, device: str) -> int | None:
     """Train two steps of one arm in a fresh process and return the peak over them, in bytes."""
-    with _new_process() as pool:
-        try:
-            return pool.submit(_peak_of_this_process, job, arm).result()
-        except BrokenProcessPool:
-            steps = f"the process of {MEMORY_STEPS} steps of {arm.name} was killed"
-            msg = f"batch_size: a step does not fit into memory, or the model crashes: {steps}"
-            raise BrokenTask(msg) from None
-
-
-def _new_process() -> ProcessPoolExecutor:
     context = get_context("spawn")
-    return ProcessPoolExecutor(1, mp_context=context, initializer=_end_with_parent)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_peak, args=(sender, make, arm, device))
+    process.start()
+    sender.close()  # so that the end of the process ends the wait
+    try:
+        found: int | BrokenTask | None = receiver.recv()
+    except EOFError:
+        steps = f"the process of {MEMORY_STEPS} steps of {arm.name} was killed"
+        msg = f"batch_size: a step does not fit into memory, or the model crashes: {steps}"
+        raise BrokenTask(msg) from None
+    finally:
+        process.join()
+    if isinstance(found, BrokenTask):
+        raise found
+    return found
 
 
-def _end_with_parent() -> None:
-    """End this process when its parent has: it would wait for work for ever."""
-    parent = parent_process()
-    assert parent is not None  # noqa: S101 - it was spawned
-
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
+def _send_peak(
+    sender: "Connection[object, object]", make: Callable[[], Training], arm: Config, device: str
+) -> None:
+    """Send the peak, or what is wrong with the task; fails, and ends, if the bench is gone."""
+    try:
+        sender.send(measure_peak(make, arm, device))
+    except BrokenTask as error:
+        sender.send(error)
 
 
-def _peak_of_this_process(job: Job, arm: Arm) -> int | None:
+def measure_peak(make: Callable[[], Training], arm: Config, device: str) -> int | None:
+    """Return the peak of two steps in this process; it also checks the rest of the contract."""
     tiny = partial(make_gpt, shape=TINY, batch_size=1, corpus=TINY_TEXT)
-    _first_steps(arm, job.device, make_training(tiny, job.device, 0))  # loads the kernels
-    if job.device == "cuda":
+    _train_first_steps(arm, device, make_training(tiny, device, 0))  # loads the kernels
+    if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        run = _first_steps(arm, job.device, job.make_training(job.seed, job.memory_make))
+        trainer = _train_first_steps(arm, device, make())
         peak = torch.cuda.max_memory_allocated()
-        _check(run)
+        _check(trainer)
         return peak
-    training = job.make_training(job.seed, job.memory_make)
+    training = make()
     with suppress(AttributeError, OSError, TypeError):  # otherwise freed memory would be reused
         ctypes.CDLL(None).malloc_trim(0)
     before = _resident_nbytes("VmRSS")
     with suppress(OSError):  # if refused, the peak is since the start: never too low
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    run = _first_steps(arm, job.device, training)
+    trainer = _train_first_steps(arm, device, training)
     after = _resident_nbytes("VmHWM")
-    _check(run)
+    _check(trainer)
     weights = sum(t.nbytes for t in (*training.model.parameters(), *training.model.buffers()))
     return None if before is None or after is None else after - before + weights
 
 
-def _first_steps(arm: Arm, device: str, training: Training) -> Run:
-    run = Run(arm, device, training)
-    for batch in islice(draw(make_loader(training, 0, device=device), device), MEMORY_STEPS):
-        run.train_step(batch)
-    return run
+def _train_first_steps(arm: Config, device: str, training: Training) -> Trainer:
+    trainer = Trainer(arm, training, device)
+    loader = make_loader(training, 0, device=device)
+    trainer.train(islice(draw(loader, device), MEMORY_STEPS))
+    return trainer
 
 
-def _check(run: Run) -> None:
-    """Check the rest of the contract, before the long work."""
-    groups = run.optimizer.param_groups
-    has_grad = any(p.grad is not None for group in groups for p in group["params"])
-    expect(has_grad, "loss", "a gradient of a parameter of the optimizer", "none")
-    if run.arm.dtype is None:
-        evaluate(run)
+def _check(trainer: Trainer) -> None:
+    """Check what only a step shows, before the long work; one precision is enough."""
+    if trainer.dtype is None:
+        has_grad = any(parameter.grad is not None for parameter in trainer.parameters)
+        expect(has_grad, "loss", "a gradient of a parameter of the optimizer", "none")
+        trainer.evaluate()
 
 
 def _resident_nbytes(key: str) -> int | None:

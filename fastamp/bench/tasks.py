@@ -10,7 +10,7 @@ import math
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -136,7 +136,7 @@ def find_make(text: str) -> Make:
     if not place:
         if text not in JOBS:
             refuse("task", text, f"is none of {', '.join(JOBS)}, nor FILE.py:make")
-        return JOBS[text]
+        return JOBS[text].make
     module = _load(Path(place)) if place.endswith(".py") else _import(place)
     found = getattr(module, name, None)
     if not callable(found):
@@ -216,20 +216,19 @@ def _is_function(value: Any) -> bool:
     return value is None or callable(value)
 
 
-def _is_norm(value: Any) -> bool:
-    return value is None or (isinstance(value, (int, float)) and 0 < value < math.inf)
-
-
-def _is_dtype(value: Any) -> bool:
-    return any(value is known for known in (torch.bfloat16, torch.float16, None))
-
-
+_DTYPES = (torch.bfloat16, torch.float16, None)
 _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "optimizer": (_is_function, "a function of the model that returns an optimizer"),
     "evaluate": (_is_function, "a function of the model that returns its accuracy"),
     "batch_size": (lambda value: type(value) is int and value > 0, "an integer above 0"),
-    "dtype": (_is_dtype, "torch.bfloat16, torch.float16 or None"),
-    "max_norm": (_is_norm, "a number above 0, or None"),
+    "dtype": (
+        lambda value: any(value is known for known in _DTYPES),
+        "torch.bfloat16, torch.float16 or None",
+    ),
+    "max_norm": (
+        lambda value: value is None or (isinstance(value, (int, float)) and 0 < value < math.inf),
+        "a number above 0, or None",
+    ),
 }
 
 
@@ -249,17 +248,17 @@ def _read_data(data: Any) -> Any:
     return data
 
 
-def copy_model(training: Training) -> nn.Module:
-    """Return a copy of the model, with the weights that every arm starts from."""
+def with_copy(training: Training) -> Training:
+    """Return the task with a copy of its model, with the weights that every arm starts from."""
     with Part("model", "its copy for each arm"):
-        return copy.deepcopy(training.model)
+        return replace(training, model=copy.deepcopy(training.model))
 
 
-def make_optimizer(training: Training, model: nn.Module, *, fused: bool | None = True) -> Optimizer:
-    """Return the task's optimizer, or AdamW: fused where torch can, or by default (None)."""
+def make_optimizer(training: Training, model: nn.Module) -> Optimizer:
+    """Return the task's optimizer, or AdamW, fused where torch can."""
     with Part("options['optimizer']", "its call"):
         if training.optimizer is None:
-            return make_by_name(model, "adamw", lr=1e-3, fused=fused)
+            return make_by_name(model, "adamw", lr=1e-3)
         made: Any = training.optimizer(model)
     kind = "an optimizer from its call"
     expect(isinstance(made, Optimizer), "options['optimizer']", kind, _short(made))
@@ -268,6 +267,18 @@ def make_optimizer(training: Training, model: nn.Module, *, fused: bool | None =
     kind = "parameters of the model that it is called with, a copy for each arm"
     expect(has_own, "options['optimizer']", kind, "others")
     return made  # type: ignore[no-any-return]
+
+
+def with_fused(optimizer: Optimizer, fused: bool | None) -> Optimizer:  # noqa: FBT001
+    """Return the optimizer rebuilt with `fused` (None: torch's default), if that is possible."""
+    if "fused" not in optimizer.defaults:
+        return optimizer
+    kind: Any = type(optimizer)
+    groups = [{**group, "fused": fused, "foreach": None} for group in optimizer.param_groups]
+    try:
+        return kind(groups, fused=fused)  # type: ignore[no-any-return]
+    except (RuntimeError, TypeError):  # not fused for these parameters, or a class of the user's
+        return optimizer
 
 
 def compute_loss(training: Training, model: nn.Module, batch: Any) -> Tensor:

@@ -1,4 +1,11 @@
-"""Where the time of a step goes, arm by arm, by fastamp's own timer."""
+"""Where the time of a step goes, arm by arm, by fastamp's own timer.
+
+All figures are medians over blocks of steps, as the race's are over visits. A block gives each part
+its share of the block's time without that to draw batches, and what no region has to the rest:
+"waits" on a GPU, else "other". The median shares, over their sum, divide the race's median step: so
+these parts add up to the step that the table shows. "data" is drawn off the race's clock and comes
+on top: the median of the blocks' seconds a step.
+"""
 
 import math
 import warnings
@@ -10,71 +17,81 @@ import torch
 
 import fastamp
 from fastamp.bench.advice import Profile
-from fastamp.bench.arms import Run
 from fastamp.bench.facts import describe
 from fastamp.bench.race import Interval, Race, bootstrap
+from fastamp.bench.trainer import Trainer
 
 BLOCKS = 6  # of every arm, in turn
-BLOCK_S = 0.1
-MOST_STEPS = 100  # of a block
-REGIONS = ("data", "forward", "backward", "step")
+REGIONS = ("forward", "backward", "step")
 
 
-def profile_runs(
-    runs: dict[str, Run], batches: Iterator[Any], loader: Any, race: Race
+def profile_trainers(
+    trainers: dict[str, Trainer], batches: Iterator[Any], loader: Any, race: Race, steps: int
 ) -> dict[str, Profile]:
-    """Train every arm for some more steps; the time to draw their batches counts, too."""
-    blocks: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
-    steps = {name: _block_steps(race.quartiles_s(name)[1]) for name in runs}
+    """Train every arm for some more blocks of so many steps; their batches are timed, too."""
+    blocks: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
     for place in range(BLOCKS):
-        for name in runs if place % 2 else reversed(runs):
-            blocks[name].append(_time_steps(runs[name], batches, steps[name]))
+        for name in trainers if place % 2 else reversed(trainers):
+            blocks[name].append(_time_block(trainers[name], batches, steps))
     return {
         name: Profile(
-            device=run.device,
-            steps=BLOCKS * steps[name],
-            parts={p: _typical([block[p] for block in blocks[name]]) for p in blocks[name][0]},
-            facts=describe(run.optimizer, loader, run.scaler, run.arm.dtype),
-            syncs=_count_syncs(run, batches),
+            device=trainer.device,
+            steps=BLOCKS * steps,
+            parts=split_step(blocks[name], race.quartiles_s(name)[1], trainer.device),
+            facts=describe(trainer.optimizer, loader, trainer.scaler, trainer.dtype),
+            syncs=_count_syncs(trainer, batches),
         )
-        for name, run in runs.items()
+        for name, trainer in trainers.items()
     }
 
 
-def _block_steps(step_s: float) -> int:
-    return max(1, min(int(BLOCK_S / step_s), MOST_STEPS)) if step_s > 0 else 1
+def split_step(blocks: list[dict[str, float]], step_s: float, device: str) -> dict[str, Interval]:
+    """Return the parts of a median step of `step_s`, from each block's shares of "all" its time."""
+    rest = "waits" if device == "cuda" else "other"
+    shares: dict[str, list[float]] = {part: [] for part in (*REGIONS, rest)}
+    for block in blocks:
+        found = {part: block[part] / block["all"] for part in REGIONS}
+        for part, share in (found | {rest: 1 - math.fsum(found.values())}).items():
+            shares[part].append(share)
+    medians = {part: _typical(values) for part, values in shares.items()}
+    factor = step_s / math.fsum(share.value for share in medians.values())
+    parts = {part: share.scaled(lambda value: value * factor) for part, share in medians.items()}
+    return {"data": _typical([block["data"] for block in blocks])} | parts
 
 
-def _typical(times_s: list[float]) -> Interval:
-    """Return the median of times, with an interval that holds no time below 0."""
-    return bootstrap([math.log(max(each, 1e-9)) for each in times_s]).scaled(math.exp)
+def _typical(values: list[float]) -> Interval:
+    """Return the median of values, with an interval that holds nothing below 0."""
+    return bootstrap([math.log(max(each, 1e-9)) for each in values]).scaled(math.exp)
 
 
-def _time_steps(run: Run, batches: Iterator[Any], steps: int) -> dict[str, float]:
-    """Return the seconds of each part of a step; the rest is "waits" on a GPU, else "other"."""
-    timer = fastamp.Timer(run.device)
+def _time_block(trainer: Trainer, batches: Iterator[Any], steps: int) -> dict[str, float]:
+    """Return the seconds a step of "data", of each region, and of "all" but the data."""
+    timer = fastamp.Timer(trainer.device)
+
+    def drawn() -> Iterator[Any]:
+        for _ in range(steps):
+            with timer("data"):
+                batch = next(batches)
+            yield batch
+
     start_s = perf_counter()
-    for _ in range(steps):
-        with timer("data"):
-            batch = next(batches)
-        run.train_step(batch, timer)
+    trainer.train(drawn(), timer)
     regions = timer.summary()  # waits for the device
     elapsed_s = perf_counter() - start_s
-    parts = {name: regions[name].total / steps for name in REGIONS if name in regions}
-    rest = "waits" if run.device == "cuda" else "other"
-    return parts | {rest: max(elapsed_s / steps - sum(parts.values()), 0.0)}
+    found = {name: regions[name].total / steps for name in ("data", *REGIONS)}
+    return found | {"all": max(elapsed_s / steps - found["data"], 1e-9)}
 
 
-def _count_syncs(run: Run, batches: Iterator[Any]) -> int:
+def _count_syncs(trainer: Trainer, batches: Iterator[Any]) -> int:
     """Count how often the host waits for the device in a step: never on a CPU."""
-    if run.device != "cuda":
+    if trainer.device != "cuda":
         return 0
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")  # warns itself that it is a prototype
         try:
-            run.train_step(next(batches))
+            trainer.train([next(batches)])
         finally:
             torch.cuda.set_sync_debug_mode(mode)
     return sum("synchronizing CUDA operation" in str(each.message) for each in seen)

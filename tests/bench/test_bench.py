@@ -24,15 +24,15 @@ from fastamp.bench import (
     targets,
     where,
 )
-from fastamp.bench import arms as arms_
 from fastamp.bench import text as train_text
 from fastamp.bench.__main__ import main
 from fastamp.bench.gpt import GPT, Shape
 from fastamp.bench.jobs import language
 from fastamp.bench.race import Interval, Race, Visit
+from fastamp.bench.trainer import Score, Trainer
 
 SHAPE = Shape(layers=2, heads=2, width=32, block_size=16)
-JOB = arms_.Job(device="cpu", precision="bf16", seed=0, steps=8, make=None, memory_make=None)
+JOB = measure.Job(device="cpu", precision="bf16", seed=0, steps=8, make=None, memory_make=None)
 TINY = "--device cpu --layers 1 --heads 2 --width 32 --block-size 16 --batch-size 4 --steps 8"
 NAMES = ["fp32", "amp", "amp+fastamp"]
 MIB = 2**20
@@ -57,7 +57,7 @@ def quick(monkeypatch, text):
     """Take the subprocesses out of the main job and return its tiny options."""
     monkeypatch.setattr(measure, "peak_memory", lambda *_: 100 * MIB)
     monkeypatch.setattr(environment, "cpu_features", lambda: {"amx_bf16"})
-    monkeypatch.setattr(where, "MOST_STEPS", 2)
+    monkeypatch.setattr(where, "BLOCKS", 3)
     return [*TINY.split(), "--data", str(text)]
 
 
@@ -67,7 +67,7 @@ warnings.simplefilter("error")
 # torch 2.6 leaves a folder of torch.distributed's to the end
 warnings.filterwarnings("ignore", "Implicitly cleaning up", ResourceWarning)
 from fastamp.bench import peaks, where
-where.MOST_STEPS = 2
+where.BLOCKS = 3
 # A fork has torch, which takes seconds to import; a test below starts a fresh process.
 peaks.get_context = lambda _: multiprocessing.get_context("fork")
 runpy.run_module("fastamp.bench", run_name="__main__", alter_sys=True)
@@ -91,11 +91,9 @@ def results(*, speedups=(2.0,), peak=50, gap=0.0, loss=1.0):
         for _ in range(2)
     ]
     windows = [0.5] * 64
-    scores = {
-        name: [arms_.Score(loss=1.0, accuracy=0.5, window_accuracies=windows)] for name in NAMES
-    }
+    scores = {name: [Score(loss=1.0, accuracy=0.5, window_accuracies=windows)] for name in NAMES}
     shifted = [share + gap for share in windows]
-    scores[NAMES[2]] = [arms_.Score(loss=loss, accuracy=0.5 + gap, window_accuracies=shifted)]
+    scores[NAMES[2]] = [Score(loss=loss, accuracy=0.5 + gap, window_accuracies=shifted)]
     part = Interval.exact(0.1)
     profile = advice.Profile(device="cpu", steps=6, parts=dict.fromkeys(advice.PARTS, part))
     return measure.Results(
@@ -119,8 +117,7 @@ def test_several_seeds_are_as_many_figures():
     found = results()
     for name, gaps in (("fp32", (0.0, 0.0, 0.0)), ("amp+fastamp", (-0.02, 0.0, 0.02))):
         found.scores[name] = [
-            arms_.Score(loss=1.0, accuracy=0.5 + gap, window_accuracies=[0.5 + gap] * 64)
-            for gap in gaps
+            Score(loss=1.0, accuracy=0.5 + gap, window_accuracies=[0.5 + gap] * 64) for gap in gaps
         ]
     gap = verdicts(found)["accuracy gap"]
     assert (gap.figure.value, gap.verdict) == (pytest.approx(0.0), "inconclusive")
@@ -129,37 +126,69 @@ def test_several_seeds_are_as_many_figures():
 
 def test_an_accuracy_that_is_no_number_is_the_tasks(capsys):
     found = results()
-    nan = arms_.Score(loss=1.0, accuracy=math.nan, window_accuracies=[math.nan])
+    nan = Score(loss=1.0, accuracy=math.nan, window_accuracies=[math.nan])
     found.scores.update({name: [nan] for name in NAMES})
     assert verdicts(found)["accuracy gap"].reason.endswith("an accuracy of nan in fp32")
-    fine = arms_.Score(loss=1.0, accuracy=0.5, window_accuracies=[0.5])
+    fine = Score(loss=1.0, accuracy=0.5, window_accuracies=[0.5])
     found.scores["fp32"] = [fine]
     gap = verdicts(found)["accuracy gap"]
     assert (gap.verdict, gap.reason.endswith("nan against 0.5")) == ("fail", True)
 
 
-def test_every_arm_starts_from_the_same_weights_and_sees_the_same_batches(
-    quick, monkeypatch, capsys
+def test_every_arm_starts_from_the_same_weights_and_sees_the_same_batches_in_each_visit(
+    quick, monkeypatch, tmp_path, capsys
 ):
-    seen = {name: [] for name in NAMES}
+    seen, visits = {name: [] for name in NAMES}, {name: [] for name in NAMES}
     starts = {}
-    step = arms_.Run.train_step
+    train = Trainer.train
 
-    def spy(run, batch, *region):
-        starts.setdefault(run.arm.name, copy.deepcopy(run.model.state_dict()))
-        seen[run.arm.name].append([part.clone() for part in batch])
-        step(run, batch, *region)
+    def spy(trainer, batches, *region):
+        name, batches = trainer.config.name, [*batches]
+        starts.setdefault(name, copy.deepcopy(trainer.model.state_dict()))
+        if not region:
+            visits[name].append(len(batches))
+            seen[name] += [[part.clone() for part in batch] for batch in batches]
+        train(trainer, batches, *region)
 
-    monkeypatch.setattr(arms_.Run, "train_step", spy)
-    assert main(quick) == 0
+    monkeypatch.setattr(Trainer, "train", spy)
+    monkeypatch.setattr(measure, "VISIT_S", 1e9)
+    path = tmp_path / "found.json"
+    assert main([*quick, "--steps", "66", "--json", str(path)]) == 0
     assert capsys.readouterr().err == ""
+    assert visits == dict.fromkeys(NAMES, [1] * 4 + [2] + [5] * 12)
     for name in NAMES[1:]:
         assert all(torch.equal(starts[name][key], starts["fp32"][key]) for key in starts["fp32"])
-    rounds = list(zip(*(batches[:8] for batches in seen.values()), strict=True))
+    rounds = list(zip(*seen.values(), strict=True))
     for tokens, shifted in ([torch.stack(part) for part in zip(*r, strict=True)] for r in rounds):
         assert (tokens == tokens[0]).all()
         assert (shifted == shifted[0]).all()
     assert not torch.equal(rounds[0][0][0], rounds[1][0][0])
+    found = json.loads(path.read_text())
+    assert {len(curve) for curve in found["losses"].values()} == {66}
+    race = found["races"]["training"]
+    assert (len(race["rounds"]), race["warmup_rounds"], race["blocks"]) == (17, 5, 6)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "all_steps", "steps", "rounds"),
+    [
+        (0.2, 48, 1, 44),  # the GPT on a CPU
+        (0.06, 45, 1, 41),  # the GPT on a GPU
+        (0.02, 48, 3, 14),
+        (0.001, 48, 3, 14),
+        (0.01, 5000, 5, 999),
+        (1e-9, 5000, 40, 124),
+        (0.001, 8, 1, 6),
+        (0.001, 3, 1, 2),
+        (0.2, None, 1, 2000),
+        (0.001, None, 40, 50),
+    ],
+)
+def test_a_visit_is_long_and_leaves_six_blocks_or_three_of_single_steps(
+    step_s, all_steps, steps, rounds
+):
+    found, plan = measure._plan_visits(step_s, all_steps)
+    assert (found, plan.rounds) == (steps, rounds)
 
 
 # What is measured
@@ -168,11 +197,11 @@ def test_every_arm_starts_from_the_same_weights_and_sees_the_same_batches(
 def test_memory_is_measured_in_another_process_and_grows_with_the_model(
     finished, corpus, monkeypatch
 ):
-    monkeypatch.setattr(peaks, "_first_steps", None)  # seen by this process and its forks only
+    monkeypatch.setattr(peaks, "measure_peak", None)  # seen by this process and its forks only
     shape = replace(SHAPE, width=384, layers=3)
     make = partial(language.make_gpt, shape=shape, batch_size=4, corpus=corpus)
-    job = replace(JOB, memory_make=make)
-    large = peaks.peak_memory(job, arms_.make_arms(job)[0])
+    make = partial(JOB.make_training, 0, make)
+    large = peaks.peak_memory(make, JOB.list_arms()[0], "cpu")
     parameters = sum(parameter.numel() for parameter in GPT(shape).parameters())
     # float32 weights, gradients and two moments are 16 bytes a parameter
     assert 16 * parameters < large < 32 * parameters
@@ -331,8 +360,8 @@ def test_the_memory_is_that_of_a_large_batch_unless_a_batch_is_asked_for(quick, 
     assert (main_job.CPU_STEPS["steps"] - measure.WARMUP_STEPS - 1) // 2 >= 20
     seen = []
 
-    def look(job, _):
-        seen.append(job.memory_make.keywords["batch_size"])
+    def look(make, *_):
+        seen.append(make().batch_size)
 
     monkeypatch.setattr(measure, "peak_memory", look)
     sizes = {"batch_size": 2, "steps": 8, "memory_batch_size": 5}
@@ -352,11 +381,14 @@ def test_a_slower_step_is_a_regression_of_the_main_job_and_a_rerun_is_none(
     times_s = {"fp32": 2.0, "amp": 1.0, "amp+fastamp": 0.9}
     clock = FakeClock(monkeypatch, noise=0.01)
 
-    def step(run, *_):
-        run.losses.append(torch.zeros(()))
-        clock.spend(times_s[run.arm.name])
+    def step(trainer, _, region):
+        for name in where.REGIONS:
+            with region(name):
+                pass
+        trainer.losses.append(torch.zeros(()))
+        clock.spend(times_s[trainer.config.name])
 
-    monkeypatch.setattr(arms_.Run, "train_step", step)
+    monkeypatch.setattr(Trainer, "train_step", step)
     assert main([*command, "--json", str(saved)]) == 0
     assert main(held) == 0
     times_s["amp+fastamp"] = 1.0  # a ninth longer: 10 % less of a speed-up

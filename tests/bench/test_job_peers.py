@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from fastamp.bench import job_peers, job_table, loops
+from fastamp.bench import job_loops, job_peers, job_table
 from fastamp.bench.__main__ import main
-from fastamp.bench.jobs import JOBS
+from fastamp.bench.jobs import JOBS, JobRow
 from fastamp.bench.race import Plan
 from fastamp.bench.tasks import make_training
 
@@ -30,10 +30,10 @@ def make_rows(_device, _seed):
     return model, data, nn.functional.mse_loss, {"batch_size": 4, "max_norm": 0.5}
 
 
-def make_loop(dtype=None):
+def make_loop(precision):
     training = make_training(make_rows, "cpu", 0)
-    options = {"dtype": dtype, "steps": 3, "seed": 0, "workers": {}}
-    return loops.Loop(loops.list_parts("stock"), training, "cpu", **options)
+    stock = job_loops.list_loops("stock", precision)[0]
+    return job_loops.make_loop(stock, training, "cpu", steps=3, seed=0)
 
 
 @pytest.mark.parametrize("name", job_peers.PEERS)
@@ -41,11 +41,11 @@ def test_a_peer_takes_the_steps_of_the_stock_loop(name):
     reason = None if name in {"Accelerate", "Lightning"} else "no extra installs it"
     pytest.importorskip(MODULES[name], reason=reason)
     before = threading.active_count()
-    for dtype in (None, torch.bfloat16):
-        expected, loop = make_loop(dtype), make_loop(dtype)
+    for precision in ("fp32", "bf16"):
+        expected, loop = make_loop(precision), make_loop(precision)
         torch.manual_seed(3)  # of dropout
         for _ in range(3):
-            expected.epoch()
+            expected.visit()
         torch.manual_seed(3)
         with ExitStack() as closing:
             epoch = job_peers.begin_peer(name, "rows", loop, closing, {})
@@ -53,7 +53,7 @@ def test_a_peer_takes_the_steps_of_the_stock_loop(name):
             epoch()
             epoch()
         # Lightning does not clip for a fused optimizer under autocast.
-        rtol = 1e-2 if name == "Lightning" and dtype is not None else 0.0
+        rtol = 1e-2 if name == "Lightning" and precision == "bf16" else 0.0
         for ours, theirs in (
             (loop.losses, expected.losses),
             (loop.parameters, expected.parameters),
@@ -78,11 +78,11 @@ def test_a_peer_that_does_not_run_is_named_and_left_out(monkeypatch, capsys, tmp
         msg = "libfoo"
         raise ImportError(msg)
 
-    peers = {"again": lambda loop, _: loop.epoch, "broken": break_down, "missing": cannot_begin}
+    peers = {"again": lambda loop, _: loop.visit, "broken": break_down, "missing": cannot_begin}
     monkeypatch.setattr(job_peers, "PEERS", peers)
     monkeypatch.setattr(job_table, "PEERS", job_peers.PEERS)
     monkeypatch.setattr(job_table, "list_peers", lambda: list(job_peers.PEERS))
-    monkeypatch.setitem(JOBS, "rows", make_rows)
+    monkeypatch.setitem(JOBS, "rows", JobRow(make_rows))
     for plan in ("MAIN", "REPAIRS", "PEER_PLAN"):
         monkeypatch.setattr(job_table, plan, Plan(rounds=8, warmup=2))
     monkeypatch.setattr(job_table, "VISIT_S", 0.001)

@@ -24,10 +24,11 @@ from torch.utils.data import default_collate
 import fastamp
 from fastamp import _ops
 from fastamp._progress import progress
-from fastamp.bench import arms, crops, latency, loader, measure, page, pictures, step, timer
+from fastamp.bench import crops, latency, loader, measure, page, pictures, step, timer, where
 from fastamp.bench.__main__ import main
 from fastamp.bench.race import Interval
 from fastamp.bench.record import PLAIN, SCHEMA_VERSION, Case, _finite, run_cases
+from fastamp.bench.trainer import Trainer
 
 VOID = {"meta", "link"}
 PICTURES = ["Comparisons", "Where the time of a step goes", "Memory", "Times", "Training loss"]
@@ -327,11 +328,18 @@ def test_an_arm_is_at_most_six_frames_from_the_command(monkeypatch, tmp_path):
     main(["step", "--shapes", "3x10", "--work", "norm", "--device", "cpu"])
     assert stacks[0] == ["main", "_run", "run_cases", "run_race", "look"]
     monkeypatch.setattr(measure, "peak_memory", lambda *_: None)
-    monkeypatch.setattr(arms.Run, "train_step", lambda run, *_: run.losses.append(look()))
+
+    def train_step(trainer, _, region):
+        for name in where.REGIONS:
+            with region(name):
+                pass
+        trainer.losses.append(look())
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
     (tmp_path / "text").write_bytes(bytes(range(200)) * 50)
     stacks.clear()
     main([*COMMANDS["amp"].split(), "--data", str(tmp_path / "text")])
-    assert stacks[0][:5] == ["main", "_run", "train_arms", "run_race", "_step"]
+    assert stacks[0][:6] == ["main", "_run", "train_arms", "_train", "run_race", "train"]
 
 
 @pytest.mark.parametrize("name", ["tensors", "tokens", "images"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
@@ -16,9 +15,10 @@ import torch
 from support.processes import run_python
 from torch import nn
 
-from fastamp.bench import advice, arms, environment, peaks, targets, tasks, where
+from fastamp.bench import advice, environment, measure, peaks, targets, tasks, where
 from fastamp.bench.__main__ import main
 from fastamp.bench.race import Interval, Race, Visit
+from fastamp.bench.trainer import Trainer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HEAD = """
@@ -91,15 +91,9 @@ BROKEN = {
 @pytest.fixture
 def quick(monkeypatch):
     """Measure memory in this process, on a CPU that is fast at everything."""
-
-    class Here(contextlib.nullcontext):
-        def submit(self, function, *args):
-            return SimpleNamespace(result=lambda: function(*args))
-
-    monkeypatch.setattr(peaks, "ProcessPoolExecutor", lambda *_, **__: Here(Here()))
+    monkeypatch.setattr(measure, "peak_memory", peaks.measure_peak)
     monkeypatch.setattr(environment, "cpu_features", lambda: {"amx_bf16"})
     monkeypatch.setattr(where, "BLOCKS", 3)
-    monkeypatch.setattr(where, "BLOCK_S", 0.0)
 
 
 def run(path, *options):
@@ -222,19 +216,23 @@ runpy.run_module("fastamp.bench", run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.parametrize(
-    ("body", "line"),
+    ("body", "batches", "line"),
     [
-        ("os.kill(os.getpid(), 9)", "batch_size: a step does not fit into memory, or the model"),
-        ("return fail()", "model: its call on a batch raised ArithmeticError: of the user's own"),
+        ("os.kill(os.getpid(), 9)", "data", "batch_size: a step does not fit into memory, or the"),
+        (
+            "return fail()",
+            "torch.utils.data.DataLoader(data, num_workers=1)",  # it can have children
+            "model: its call on a batch raised ArithmeticError: of the user's own",
+        ),
     ],
 )
-def test_a_process_that_is_killed_or_raises_ends_the_bench(body, line, tmp_path):
+def test_a_process_that_is_killed_or_raises_ends_the_bench(body, batches, line, tmp_path):
     (tmp_path / "dies.py").write_text(f"""import os{HEAD}
 def forward(x):
     {body}
 def make(device, seed):
     model.forward = forward
-    return model, data, loss
+    return model, {batches}, loss
 """)
     done = run_python(MAIN, "--task", "dies.py:make", "--device", "cpu", cwd=tmp_path)
     assert done.returncode == 2
@@ -290,13 +288,12 @@ ONCE = "import sys; assert not sys.imported, 'twice'; sys.imported.append(True)"
     ids=["has lazy modules", "changes the folder", "moves when imported", "is imported once"],
 )
 def test_a_task_that(quick, head, body, parameters, tmp_path, monkeypatch):
-    class Elsewhere(contextlib.nullcontext):
-        def submit(self, function, *args):
-            if head != ONCE:
-                tasks.find_make.cache_clear()  # as in another process
-            return SimpleNamespace(result=lambda: function(*args))
+    def elsewhere(*args):
+        if head != ONCE:
+            tasks.find_make.cache_clear()  # as in another process
+        return peaks.measure_peak(*args)
 
-    monkeypatch.setattr(peaks, "ProcessPoolExecutor", lambda *_, **__: Elsewhere(Elsewhere()))
+    monkeypatch.setattr(measure, "peak_memory", elsewhere)
     monkeypatch.setattr(sys, "imported", [], raising=False)
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "moves.py").write_text(f"{head}{HEAD}\ndef make(*_):\n    {body}\n")
@@ -330,31 +327,6 @@ def test_an_evaluation_of_another_length_for_each_arm_breaks_the_contract(quick,
     assert "options['evaluate']: expected as many numbers for each arm, " in said
 
 
-def test_a_process_that_measures_memory_ends_with_the_bench(tmp_path):
-    done = run_python(
-        """
-import multiprocessing, os, time
-from pathlib import Path
-from fastamp.bench import peaks
-
-peaks.get_context = lambda _: multiprocessing.get_context("fork")
-if os.fork() == 0:  # the bench
-    Path("pid").write_text(str(peaks._new_process().submit(os.getpid).result()))
-    os.kill(os.getpid(), 9)
-os.wait()
-stat, end_s = Path("/proc", Path("pid").read_text(), "stat"), time.monotonic() + 60
-try:
-    while stat.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-except OSError:
-    pass  # it is gone
-""",
-        cwd=tmp_path,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 # Where the time goes, and the sentence
 
 
@@ -370,30 +342,45 @@ def test_every_part_of_a_step_is_timed_once_a_step_on_batches_of_its_own(
             super().__init__(device)
             timers.append(self)
 
-    seen, step = [], arms.Run.train_step
+    seen, step = [], Trainer.train_step
 
-    def spy(run, batch, *region):
-        seen.append((bool(region), batch[0].sum().item()))
-        step(run, batch, *region)
+    def spy(trainer, batch, region):
+        seen.append((isinstance(region, Timer), batch[0].sum().item()))
+        step(trainer, batch, region)
 
-    monkeypatch.setattr(arms.Run, "train_step", spy)
-    monkeypatch.setattr(where, "BLOCK_S", 1e9)
-    monkeypatch.setattr(where, "MOST_STEPS", 5)
+    monkeypatch.setattr(Trainer, "train_step", spy)
+    monkeypatch.setattr(measure, "MOST_STEPS", 5)
+    monkeypatch.setattr(measure, "VISIT_S", 1e9)
     monkeypatch.setattr(where.fastamp, "Timer", Timer)
-    saved = run(path, "--steps", "8")
-    assert len(timers) == 3 * 3
-    for timer in timers:
-        counts = {name: stats.count for name, stats in timer.summary().items()}
-        assert counts == {"data": 5, "step": 10, "forward": 5, "backward": 5}
+    saved = run(path, "--steps", "64")
+    counts = [{name: s.count for name, s in timer.summary().items()} for timer in timers]
+    counts = [count for count in counts if count]  # those of trainers time nothing
+    assert sorted(count.pop("step") for count in counts) == [5] * 3 + [10] * 6  # zero_grad inside
+    assert counts == [{"data": 5, "forward": 5, "backward": 5}] * 9
     drawn = [batch for is_timed, batch in seen if is_timed]
     assert len(drawn) == 45
     assert all(a != b for a, b in itertools.pairwise(drawn))
-    for profile in saved["details"]["profiles"].values():
-        assert all(part["value"] > 0 for part in profile["parts"].values())
+    for arm, profile in saved["details"]["profiles"].items():
+        parts = {name: part["value"] for name, part in profile["parts"].items()}
+        assert all(value > 0 for value in parts.values())
         assert (profile["syncs"], profile["steps"]) == (0, 3 * 5)
+        median_s = saved["races"]["training"]["arms"][arm]["time_s"]["median"]
+        assert sum(parts.values()) - parts["data"] == pytest.approx(median_s)
     facts = saved["details"]["profiles"]["amp"]["facts"]
     assert (facts["loader"], facts["dataset"]) == ("torch.DataLoader", "TensorDataset")
     assert (facts["optimizer"], facts["fused"], facts["dtype"]) == ("AdamW", True, "bfloat16")
+
+
+def test_a_step_that_stalls_once_changes_no_part_of_the_median_step():
+    block = {"data": 0.5, "forward": 0.2, "backward": 0.5, "step": 0.2, "all": 1.0}
+    stalled = {"data": 9.0, "forward": 0.2, "backward": 30.0, "step": 0.2, "all": 31.0}
+    parts = where.split_step([block, block, stalled, block, block], 2.0, "cpu")
+    values = {name: part.value for name, part in parts.items()}
+    assert values == pytest.approx(
+        {"data": 0.5, "forward": 0.4, "backward": 1.0, "step": 0.4, "other": 0.2}
+    )
+    assert all(part.low <= part.value <= part.high for part in parts.values())
+    assert "waits" in where.split_step([block] * 3, 2.0, "cuda")
 
 
 def results(amp, ours, *, peaks_=(100, 50)):

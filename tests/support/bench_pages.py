@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 from fastamp.bench import (
     advice,
+    job_loops,
     job_table,
     latency,
     loader,
@@ -31,8 +32,8 @@ from fastamp.bench import (
     where,
 )
 from fastamp.bench.__main__ import main
-from fastamp.bench.arms import Score
 from fastamp.bench.race import Interval, Plan, Race, Visit
+from fastamp.bench.trainer import Score
 
 TINY = "--layers 1 --heads 2 --width 32 --block-size 16 --batch-size 4"
 COMMANDS = {
@@ -114,7 +115,8 @@ def make_found(name, _device, _seed):
     times_s = dict(zip(("naive", "stock", "fastamp"), JOBS[name], strict=True))
     times_s = {arm: steps * time_ms / 1e3 for arm, time_ms in times_s.items()}
     main_ = make_race({"stock": times_s["stock"], **times_s}, blocks=20, noise=0.03)
-    repairs = job_table._list_repairs(torch.bfloat16, has_own=True)
+    loops = job_loops.list_loops("stock", "bf16")
+    repairs = [config.name for config in job_loops.list_repairs(loops, has_own=True)]
     rates = np.linspace(0.6, 1.01, len(repairs))
     mended = {arm: times_s["naive"] * rate for arm, rate in zip(repairs, rates, strict=True)}
     raced = make_race({"naive": times_s["naive"], **mended}, blocks=12, noise=0.05)
@@ -156,7 +158,7 @@ def write_all(folder, patch):
     (folder / "text").write_bytes(bytes(range(200)) * 50)
     text = ["--data", str(folder / "text")]
     patch.setattr(measure, "peak_memory", lambda *_: None)
-    patch.setattr(where, "MOST_STEPS", 2)
+    patch.setattr(where, "BLOCKS", 3)
     patch.setitem(loader.DATA, "tensors", small_tensors)
     patch.setitem(loader.DATA, "slow", slow_items)
     patch.setattr(torch, "compile", lambda step: step)  # which takes seconds

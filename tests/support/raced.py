@@ -8,6 +8,7 @@ from torch.utils.data import TensorDataset
 import fastamp
 from fastamp.bench import frameworks, in_frameworks
 from fastamp.bench.__main__ import main
+from fastamp.bench.jobs import JobRow
 from fastamp.bench.race import Plan
 
 
@@ -28,7 +29,7 @@ def race_frameworks(names, monkeypatch, capsys):
         loaders.append(make_loader(loop, ours=ours, **options))
         return loaders[-1]
 
-    monkeypatch.setitem(frameworks.JOBS, "tiny", make_tiny)
+    monkeypatch.setitem(frameworks.JOBS, "tiny", JobRow(make_tiny))
     monkeypatch.setattr(frameworks, "PLAN", Plan(rounds=8, warmup=2))
     monkeypatch.setattr(in_frameworks, "_make_loader", keep)
     assert main(["frameworks", *names, "--task", "tiny"]) == 0

@@ -1,0 +1,215 @@
+"""The one training loop of the bench: a task, and how a configuration loads, steps and times it.
+
+The naive loop is the one found in the wild: a Python list stacked for each batch, blocking copies,
+a synchronize around every step, a check of the norm on the host, FP32. The stock one is torch alone
+as an expert writes it. The main job, `jobs` and a user's task are lists of configurations: each
+replaces a part of the one before it.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, TypeAlias
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+import fastamp
+from fastamp.bench.environment import DTYPES
+from fastamp.bench.feeds import NO_FEED, Feed
+from fastamp.bench.tasks import Part, Training, compute_loss, expect, make_optimizer
+from fastamp.step.native import parameters_of
+from fastamp.train.loop import modes_kept
+
+Region: TypeAlias = Callable[[str], AbstractContextManager[object]]  # such as a fastamp.Timer
+
+TF32 = {"fp32-strict": False, "fp32-tf32": True}  # all other precisions leave torch's switches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One way to train a task: for each part a key of the table named beside it."""
+
+    name: str
+    loader: str = "stock"  # feeds.LOADERS
+    step: str = "stock"  # STEPS
+    precision: str = "fp32"  # "fp32", or TF32 or DTYPES
+    timing: str = "none"  # TIMINGS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """What the task's `evaluate` returns of a model; `loss` is None if it returns none."""
+
+    loss: float | None
+    accuracy: float
+    window_accuracies: list[float]  # of each part of the held-out data
+
+
+_BATCH = Part("dataset", "its next batch")
+_MOVE = Part("model", "its move to the device")
+_BACKWARD = Part("loss", "its backward pass")
+_STEP = Part("options['optimizer']", "its step")
+_EVALUATE = Part("options['evaluate']", "its call on the model")
+_SWITCHES = Part("make", "reading torch's switches of TF32 after it")
+_NOT_TIMED = nullcontext()
+
+
+class Trainer:
+    """A task and its configuration: the model, which it trains in place, optimizer, scaler, losses.
+
+    Args:
+        config: the parts of the loop.
+        training: the task; `with_copy` gives each of several trainers a model of its own.
+        device: of the model.
+        feed: begins the short epoch of a `visit`.
+    """
+
+    def __init__(
+        self, config: Config, training: Training, device: str, feed: Feed = NO_FEED
+    ) -> None:
+        self.config, self.training, self.device, self.feed = config, training, device, feed
+        with _MOVE:
+            self.model = training.model.to(device)
+        self.optimizer = make_optimizer(training, self.model)
+        self.parameters = parameters_of([self.optimizer])
+        self.dtype = DTYPES.get(config.precision)
+        make = fastamp.GradScaler if config.step == "fastamp" else torch.amp.GradScaler
+        self.scaler = make(device, enabled=self.dtype is torch.float16)
+        self.losses: list[Any] = []
+        self.times: list[object] = []
+        self.timer = fastamp.Timer(device)
+        self._seen = self._count_skipped()
+
+    def visit(self) -> None:
+        """Train one short epoch of the trainer's own loader."""
+        with _BATCH:  # the parts of a step name their own errors
+            self.train(self.feed.begin())
+
+    def train(self, batches: Iterable[Any], region: Region = lambda _: _NOT_TIMED) -> None:
+        """Take a step on each batch; `region` names its parts: "forward", "backward", "step"."""
+        timed = TIMINGS[self.config.timing]
+        with tf32(self.config.precision):
+            for batch in batches:
+                timed(self, batch, region)
+
+    def train_step(self, batch: Any, region: Region) -> None:
+        """Take one optimizer step; without loss scaling the scaler passes everything through."""
+        if self.config.step != "fastamp":  # its step frees the gradients
+            with region("step"):
+                self.optimizer.zero_grad()
+        with region("forward"), self.autocast():
+            loss = compute_loss(self.training, self.model, batch)
+        with region("backward"), _BACKWARD:
+            torch.autograd.backward(self.scaler.scale(loss))
+        with region("step"), _STEP:
+            STEPS[self.config.step](self)  # the only line in which the steps differ
+            self.scaler.update()
+        # Read at the end: no step waits for it, except the naive one.
+        self.losses.append(loss.item() if self.config.step == "naive" else loss.detach())
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context of the forward pass."""
+        return torch.autocast(self.device, dtype=self.dtype) if self.dtype else nullcontext()
+
+    def has_skipped(self) -> bool:
+        """Say whether a step since the last call changed no parameter; waits for the device."""
+        before, self._seen = self._seen, self._count_skipped()
+        return self._seen > before
+
+    def _count_skipped(self) -> float:
+        """Return a number that grows with every skipped step."""
+        if isinstance(self.scaler, fastamp.GradScaler):
+            return self.scaler.skipped_steps
+        return -self.scaler.get_scale()  # torch lowers the scale
+
+    def evaluate(self) -> list[Score]:
+        """Score the model by the task's own function, if there is one, in its own precision."""
+        score = self.training.evaluate
+        if score is None:
+            return []
+        with torch.no_grad(), modes_kept(self.model), _EVALUATE, tf32(self.config.precision):
+            self.model.eval()
+            with self.autocast():
+                found: Any = score(self.model)
+            found = found if isinstance(found, Mapping) else {"accuracy": found}
+            parts = torch.as_tensor(found["accuracy"], dtype=torch.float64).flatten()
+            loss = None if found.get("loss") is None else float(found["loss"])
+        wanted = "a number, or a list of them"
+        expect(parts.numel() > 0, "options['evaluate']", wanted, "an empty list")
+        return [Score(loss=loss, accuracy=parts.mean().item(), window_accuracies=parts.tolist())]
+
+
+@contextmanager
+def tf32(precision: str) -> Iterator[None]:
+    """Switch TF32 in matmuls and in cuDNN as a precision of TF32 says, and back at the end.
+
+    A task that sets torch's newer `fp32_precision` is refused: torch does not mix the two.
+    """
+    if precision not in TF32:
+        yield
+        return
+    cudnn: Any = torch.backends.cudnn
+    with _SWITCHES:
+        before = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+    try:
+        torch.set_float32_matmul_precision("high" if TF32[precision] else "highest")
+        cudnn.allow_tf32 = TF32[precision]
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        cudnn.allow_tf32 = before[1]
+
+
+def _naive_step(trainer: Trainer) -> None:
+    trainer.scaler.unscale_(trainer.optimizer)
+    norm = clip_grad_norm_(trainer.parameters, trainer.training.max_norm or math.inf)
+    if torch.isfinite(norm).item():  # the host waits
+        trainer.scaler.step(trainer.optimizer)
+
+
+def _stock_step(trainer: Trainer) -> None:
+    if trainer.training.max_norm is not None:
+        trainer.scaler.unscale_(trainer.optimizer)
+        clip_grad_norm_(trainer.parameters, trainer.training.max_norm)
+    trainer.scaler.step(trainer.optimizer)
+
+
+def _fastamp_step(trainer: Trainer) -> None:
+    trainer.scaler.step(trainer.optimizer, max_norm=trainer.training.max_norm, zero_grad=True)
+
+
+def _naive_timing(trainer: Trainer, batch: Any, region: Region) -> None:
+    synchronize = torch.get_device_module(trainer.device).synchronize
+    synchronize()
+    start_s = perf_counter()
+    trainer.train_step(batch, region)
+    synchronize()
+    trainer.times.append(perf_counter() - start_s)
+
+
+def _stock_timing(trainer: Trainer, batch: Any, region: Region) -> None:
+    if trainer.device != "cuda":
+        _naive_timing(trainer, batch, region)
+        return
+    start, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
+    start.record()
+    trainer.train_step(batch, region)
+    end.record()
+    trainer.times.append((start, end))
+
+
+def _fastamp_timing(trainer: Trainer, batch: Any, region: Region) -> None:
+    with trainer.timer("step"):
+        trainer.train_step(batch, region)
+
+
+STEPS = {"naive": _naive_step, "stock": _stock_step, "fastamp": _fastamp_step}
+TIMINGS: dict[str, Callable[[Trainer, Any, Region], None]] = {
+    "none": lambda trainer, batch, region: trainer.train_step(batch, region),
+    "naive": _naive_timing,
+    "stock": _stock_timing,
+    "fastamp": _fastamp_timing,
+}
