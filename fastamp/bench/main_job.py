@@ -72,7 +72,13 @@ def add_options(add: Callable[..., object]) -> None:
     for option, least, most, default, text in (
         ("--min-speedup", 0, 1e6, 1.5, "times as fast as FP32"),
         ("--min-memory-saving", -1, 1, 0.4, saving),
-        ("--max-accuracy-gap", 0, 1, 0.01, "difference in accuracy (the GPT's: of the next byte)"),
+        (
+            "--max-accuracy-gap",
+            0,
+            1,
+            0.01,
+            "how much lower the accuracy may be (GPT: of the next byte)",
+        ),
     ):
         bounded = number(float, least, most)
         add(option, type=bounded, default=default, help=f"target: {text} {DEFAULT}")

@@ -49,7 +49,7 @@ def make(record: dict[str, Any]) -> str:
     facts = _facts("Environment", environment) + _facts("Job", record["job"])
     body = [
         f"<h1>{title}</h1>",
-        *(_paragraph(text, "lead") for text in [record["sentence"]] if text),
+        *(_paragraph(text, "lead") for text in (record["noise"], record["sentence"]) if text),
         *(_paragraph(each["text"], f"verdict {each['verdict']}") for each in record["verdicts"]),
         *draw_all(record),
         "<h2>Results</h2>",

@@ -7,7 +7,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from reprlib import repr as short
@@ -16,10 +16,19 @@ from typing import Any, TypeAlias, TypeVar
 from torch.utils._pytree import tree_map
 
 from fastamp._progress import progress
-from fastamp.bench.race import AGAIN, Interval, Plan, Race, run_race, show, verdict_on
+from fastamp.bench.race import (
+    AGAIN,
+    Interval,
+    Plan,
+    Race,
+    find_noise,
+    run_race,
+    show,
+    verdict_on,
+)
 from fastamp.timer.timer import align
 
-SCHEMA_VERSION = 5  # raised when a field of the record is added, removed or changes its meaning
+SCHEMA_VERSION = 6  # raised when a field of the record is added, removed or changes its meaning
 Details = dict[str, dict[str, float]]  # more figures of each arm, by name
 
 PLAIN = "plain"  # the arm that does the same work in the plainest way
@@ -82,6 +91,17 @@ def judge(
     return Verdict(name=name, figure=figure, ends=ends, unit=unit, verdict=verdict, reason=reason)
 
 
+def doubt(verdicts: list[Verdict], races: Mapping[str, Race]) -> list[Verdict]:
+    """Return the verdicts of a run; on a machine that is too noisy none is pass or fail."""
+    noise = find_noise(races)
+    if not noise:
+        return verdicts
+    return [
+        v if v.verdict == "n/a" else replace(v, verdict="inconclusive", reason=noise)
+        for v in verdicts
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """The arms of one race: the first is the base, the last is judged."""
@@ -139,6 +159,7 @@ def _row(name: str, arm: str, race: Race, details: Details) -> dict[str, str]:
 
 def make_record(report: Report, run: dict[str, Any]) -> dict[str, Any]:
     """Return a report and the facts of its `run` as JSON's types; None for what is not finite."""
+    noise = find_noise(report.races)
     placebos = [
         f"placebo, {name}: {race.arms[0]} against itself {race.placebo().text('.4f', 'x')}"
         for name, race in report.races.items()
@@ -148,6 +169,7 @@ def make_record(report: Report, run: dict[str, Any]) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **run,
+        "noise": noise,
         "table": [{column: row.get(column, "") for column in columns} for row in report.table],
         "notes": report.notes + placebos,
         "verdicts": [asdict(verdict) | {"text": verdict.text()} for verdict in report.verdicts],
@@ -214,4 +236,5 @@ def render(record: dict[str, Any]) -> str:
     )
     targets = (verdict["text"] for verdict in record["verdicts"])
     closing = [*targets, *record["closing"], record["sentence"]]
-    return "\n".join([*align(rows), "", machine, *record["notes"], *filter(None, closing)])
+    first = [record["noise"], ""] if record["noise"] else []
+    return "\n".join([*first, *align(rows), "", machine, *record["notes"], *filter(None, closing)])

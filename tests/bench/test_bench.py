@@ -22,6 +22,7 @@ from fastamp.bench import (
     peaks,
     record,
     targets,
+    tasks,
     where,
 )
 from fastamp.bench import arms as arms_
@@ -127,6 +128,39 @@ def test_several_seeds_are_as_many_figures():
     assert gap.figure.high > 0.02
 
 
+def test_an_accuracy_of_one_number_has_no_interval_and_no_verdict():
+    found = results()
+    one = arms_.Score(loss=1.0, accuracy=0.5, window_accuracies=[0.5])
+    found.scores.update({name: [one] for name in NAMES})
+    gap = verdicts(found)["accuracy gap"]
+    assert (gap.verdict, gap.figure.low) == ("inconclusive", -math.inf)
+    assert gap.reason.endswith("too few numbers for an interval")
+    assert targets.mean_accuracy(found, "fp32").high == math.inf
+
+
+def test_what_an_interval_is_over_is_said():
+    found = verdicts(results())
+    assert found["accuracy gap"].reason.endswith("over the held-out data, not over trainings")
+    assert found["memory saving"].reason.endswith("one process each, no interval")
+
+
+def test_an_accuracy_is_held_to_a_baseline_only_at_the_same_number_of_steps(tmp_path, capsys):
+    path, baseline = tmp_path / "task.py", tmp_path / "base.json"
+    path.write_text(tasks.EXAMPLE)
+    interval = {"value": 1.0, "low": 1.0, "high": 1.0}
+    saved = {"schema_version": record.SCHEMA_VERSION, "command": "amp", "job": {}}
+    saved |= {"environment": environment.describe("cpu"), "metrics": {"accuracy": interval}}
+    baseline.write_text(json.dumps(saved))
+    words = ["--task", f"{path}:make", "--device", "cpu", "--baseline", str(baseline)]
+    words += ["--fail-on", "accuracy:-1%"]
+    assert main([*words, "--steps", "8"]) == 3  # it is another job
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit_:
+        main(words)
+    assert exit_.value.code == 2
+    assert "argument --fail-on: 'accuracy' needs --steps" in capsys.readouterr().err
+
+
 def test_an_accuracy_that_is_no_number_is_the_tasks(capsys):
     found = results()
     nan = arms_.Score(loss=1.0, accuracy=math.nan, window_accuracies=[math.nan])
@@ -194,7 +228,7 @@ def test_memory_is_measured_in_another_process_and_grows_with_the_model(
         ({"peak": None}, "memory saving", "n/a"),
         ({"gap": 0.0099}, "accuracy gap", "pass"),
         ({"gap": -0.0099}, "accuracy gap", "pass"),
-        ({"gap": 0.0101}, "accuracy gap", "fail"),
+        ({"gap": 0.02}, "accuracy gap", "pass"),  # better
         ({"gap": -0.0101}, "accuracy gap", "fail"),
         ({"loss": math.nan}, "accuracy gap", "fail"),
     ],

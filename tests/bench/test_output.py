@@ -116,6 +116,13 @@ def test_what_the_terminals_encoding_lacks_is_escaped(monkeypatch):
     assert b"b\\xe4se" in written.getvalue()
 
 
+def test_check_without_a_target_is_status_3_and_a_line(tmp_path, capsys):
+    assert main([*COMMAND, "--check", "--json", str(tmp_path / "found")]) == 3
+    said = "no verdict: step has no targets for --check"
+    assert said in capsys.readouterr().out
+    assert said in json.loads((tmp_path / "found").read_text())["closing"]
+
+
 def test_a_closed_standard_output_is_no_error_of_its_own(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "stdout", None)
     assert main([*COMMAND, "--json", str(tmp_path / "found")]) == 0

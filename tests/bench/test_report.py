@@ -81,7 +81,7 @@ def test_a_page_and_the_terminal_show_what_the_record_says(written, name):
     path, record, shown = written[name]
     texts = Page(path.read_text()).texts
     cells = [*record["table"][0], *(cell for row in record["table"] for cell in row.values())]
-    paragraphs = [record["sentence"]] * bool(record["sentence"])
+    paragraphs = [*filter(None, (record["noise"], record["sentence"]))]
     paragraphs += [verdict["text"] for verdict in record["verdicts"]]
     assert texts["p"][: len(paragraphs)] == paragraphs
     notes = record["notes"] + record["closing"]
@@ -200,14 +200,14 @@ def test_a_record_of_another_shape_needs_another_schema_version(written):
         "latency": {"1", "2"},
         "selftest": {"true_ratio"},
     }
-    assert SCHEMA_VERSION == 5  # together with what follows
+    assert SCHEMA_VERSION == 6  # together with what follows
     for name, (_, record, _) in written.items():
         if name in MADE_UP:
             continue
         first, race_ = next(iter(record["table"])), next(iter(record["races"].values()))
         arm = race_["arms"][race_["base"]]
         head = {"schema_version", "command", "created", "environment", "job", "table", "notes"}
-        head |= {"closing", "sentence"}
+        head |= {"closing", "sentence", "noise"}
         assert set(record) == head | {"verdicts", "metrics", "details", "losses", "races"}
         assert set(map(type, first.values())) == {str}
         assert set(race_) == {"base", "warmup_rounds", "blocks", "placebo", "arms", "rounds"}
@@ -253,7 +253,7 @@ def test_what_the_user_named_is_text(written):
 def test_a_record_with_less_in_it_makes_a_page():
     record = {"command": "doctor", "created": "2026-01-01", "environment": {}, "job": {}}
     record |= {"table": [{"device": "cpu"}], "notes": [], "verdicts": [], "closing": []}
-    record |= {"sentence": "", "metrics": {}, "details": {}, "losses": {}, "races": {}}
+    record |= {"noise": "", "sentence": "", "metrics": {}, "details": {}, "losses": {}, "races": {}}
     assert Page(page.make(record)).texts["h2"] == ["Results", "Environment"]
     skipped = [{"arm": "a", "elapsed_s": 1.0, "skipped": True}]
     unknown = {"value": None, "low": 0.0, "high": None}
