@@ -28,7 +28,7 @@ from fastamp.bench import (
     timer,
 )
 from fastamp.bench.environment import describe
-from fastamp.bench.record import Task, doubt, make_record, render
+from fastamp.bench.record import SCHEMA_VERSION, Task, doubt, make_record, render
 from fastamp.bench.tasks import BrokenTask
 from fastamp.metrics.sinks import require
 from fastamp.train.options import DEFAULT, OutputError, escape_output, number, refuse, say
@@ -105,15 +105,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = measure()
     except (BrokenTask, OutputError) as error:
         return _refuse(args, error)
+    known = {each.name: each.interval for each in report.measurements}
     changes = [
-        baseline.hold(name, report.metrics.get(name), args.baseline["metrics"][name], most)
+        baseline.hold(name, known.get(name), args.baseline["metrics"][name], most)
         for name, most in args.fail_on
     ]
-    unjudged = args.check and not [*report.verdicts, *changes]
+    kept = [each for each in report.measurements if args.check and each.verdict]
+    judged = {each.verdict for each in doubt([*kept, *changes], report.races)}
+    unjudged = args.check and not judged
     closing = [f"no verdict: {args.command} has no targets for --check"] * unjudged
-    verdicts = doubt([*report.verdicts, *changes], report.races)
-    judged = {each.verdict for each in verdicts[0 if args.check else len(report.verdicts) :]}
-    report = replace(report, verdicts=verdicts, closing=report.closing + closing)
+    measurements = doubt([*report.measurements, *changes], report.races)
+    report = replace(report, measurements=measurements, closing=report.closing + closing)
     problems = _write(make_record(report, run), args)
     if problems:
         return _refuse(args, OutputError(0, "; ".join(problems)))
@@ -182,7 +184,8 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
         for name, _ in args.fail_on:
             if args.baseline is None:
                 refuse("--fail-on", name, "needs a --baseline")
-            if name not in args.baseline["metrics"]:
+            comparable = args.baseline["schema_version"] == SCHEMA_VERSION  # else: status 3
+            if comparable and name not in args.baseline["metrics"]:
                 known = ", ".join(args.baseline["metrics"])
                 refuse("--fail-on", name, f"is no metric of the baseline, which has {known}")
         files = [os.path.realpath(path) for path in (args.json, args.report) if path]

@@ -35,7 +35,7 @@ from fastamp.bench.loops import (
     list_workers,
 )
 from fastamp.bench.race import Interval, Plan, Race, run_race, show
-from fastamp.bench.record import Report, Task, Verdict, judge
+from fastamp.bench.record import Measurement, Report, Task, judge
 from fastamp.bench.tasks import Training, copy_model, draw, find_make, make_loader, make_training
 from fastamp.train.options import refuse
 from fastamp.train.random_state import seed_all
@@ -102,7 +102,8 @@ def _run(args: argparse.Namespace, names: list[str]) -> Report:
             found[name] = _measure(name, args.device, args.seed)
             gc.collect()  # the memory and processes of loaders
             tick()
-    metrics = {key: ratio for name in names for key, ratio in _ratios(name, found[name])}
+    measurements = [m for name in names for m in _judge(args.device, name, found[name])]
+    metrics = {each.name: each.interval for each in measurements if each.interval}
     rows = [_row(name, each, metrics) for name, each in found.items()]
     for name, part in product(names, PARTS):
         rows.append({"job": f"{name}: {part}"} | _over_naive(f"{name}/{part}", metrics))
@@ -122,8 +123,7 @@ def _run(args: argparse.Namespace, names: list[str]) -> Report:
         races=races
         | {f"{name}, repairs": each.repairs for name, each in found.items()}
         | with_peers,
-        metrics=metrics,
-        verdicts=[verdict for name in names for verdict in _judge(args.device, name, metrics)],
+        measurements=measurements,
         notes=notes,
         details={name: each.details for name, each in found.items()},
         sentence=say_in_words(metrics, names),
@@ -238,17 +238,18 @@ def _choose(
     return {"steps": steps, "repair_steps": repair_steps, "workers": workers, "dtype": dtype}
 
 
-def _ratios(name: str, found: Found) -> Iterator[tuple[str, Interval]]:
-    main, repairs = found.main, found.repairs
-    yield _key(name, "fastamp"), main.ratio("fastamp")
-    yield _key(name, "naive"), main.ratio("naive")
-    if found.peers is not None:
-        for arm in found.peers.arms[1:]:
-            yield _key(name, arm), found.peers.ratio(arm)
+def _ratios(name: str, found: Found) -> Iterator[tuple[str, str, str, Interval]]:
+    """Yield each ratio's name, arm, base and interval."""
+    main, repairs, peers = found.main, found.repairs, found.peers
+    for arm in ("fastamp", "naive"):
+        yield _key(name, arm), arm, "stock", main.ratio(arm)
+    if peers is not None:
+        for arm in peers.arms[1:]:
+            yield _key(name, arm), arm, "stock", peers.ratio(arm)
     for arm in ("stock", "fastamp"):
-        yield f"over_naive/{name}/{arm}", main.ratio(arm, "naive")
+        yield f"over_naive/{name}/{arm}", arm, "naive", main.ratio(arm, "naive")
     for arm in repairs.arms[1:]:
-        yield f"over_naive/{name}/{arm.replace(': ', '/')}", repairs.ratio(arm)
+        yield f"over_naive/{name}/{arm.replace(': ', '/')}", arm, "naive", repairs.ratio(arm)
 
 
 def _key(name: str, arm: str) -> str:
@@ -283,13 +284,14 @@ def _describe(found: Found) -> str:
     return f"({'; '.join([*texts, f'{found.steps} steps in a visit'])})"
 
 
-def _judge(device: str, name: str, metrics: dict[str, Interval]) -> Iterator[Verdict]:
+def _judge(device: str, name: str, found: Found) -> Iterator[Measurement]:
     """Hold a built-in job to its targets; no job may become slower."""
-    if name not in JOBS:
-        return
-    least = TARGETS[device].get(name, 1.0)
-    figure = metrics[f"speedup/{name}/fastamp"]
-    yield judge(name, figure, (least, math.inf), "x", "fastamp over the stock loop")
+    least = {_key(name, "fastamp"): TARGETS[device].get(name, 1.0)} if name in JOBS else {}
     if name in OVER_NAIVE and device == "cpu":
-        figure, why = metrics[f"over_naive/{name}/fastamp"], "fastamp over the naive loop"
-        yield judge(f"{name}, mended", figure, (OVER_NAIVE[name], math.inf), "x", why)
+        least[f"over_naive/{name}/fastamp"] = OVER_NAIVE[name]
+    for key, arm, base, ratio in _ratios(name, found):
+        if key in least:
+            why = f"{arm} over the {base} loop"
+            yield judge(key, ratio, (least[key], math.inf), "x", why, arm=arm, base=base)
+        else:
+            yield Measurement(name=key, arm=arm, base=base, interval=ratio, unit="x")

@@ -18,7 +18,7 @@ from fastamp.bench.jobs.language import make_gpt
 from fastamp.bench.measure import WARMUP_STEPS, Results, train_arms
 from fastamp.bench.peaks import MEMORY_KINDS, MEMORY_STEPS
 from fastamp.bench.race import Interval, show
-from fastamp.bench.record import Report, Task
+from fastamp.bench.record import Measurement, Report, Task, compare
 from fastamp.bench.targets import STOCK, judge_targets, last_losses, mean_accuracy, say_in_words
 from fastamp.bench.tasks import (
     CONTRACT,
@@ -152,12 +152,17 @@ def _run(
 ) -> Report:
     found = train_arms(job, training or job.make_training(job.seed), seeds=shared["seeds"])
     race, judged = found.race, found.race.arms[-1]
-    metrics = {"speedup": race.ratio(judged), "step_time": race.time_s(judged)}
+    speedup, *judged_too = judge_targets(args, found, excused=_excused(args, job))
+    figures = {"step_time": (race.time_s(judged), " s")}
     if found.scores[judged]:
-        metrics["accuracy"] = mean_accuracy(found, judged)
+        figures["accuracy"] = (mean_accuracy(found, judged), "")
     peak = found.peaks[judged]
     if peak is not None:
-        metrics["peak_memory"] = Interval.exact(peak)
+        figures["peak_memory"] = (Interval.exact(peak), " bytes")
+    more = [
+        Measurement(name=name, interval=interval, arm=judged, unit=unit)
+        for name, (interval, unit) in figures.items()
+    ]
     block_size = shared.get("shape", {}).get("block_size")
     unit, each = ("samples", 1) if block_size is None else ("tokens", block_size)
     size = statistics.fmean(found.batch_sizes) * each
@@ -170,8 +175,7 @@ def _run(
     return Report(
         table=[_row(arm, found, unit, rate) for arm, rate in rates.items()],
         races={"training": race},
-        metrics=metrics,
-        verdicts=judge_targets(args, found, excused=_excused(args, job)),
+        measurements=[*compare("speedup", race)[:-1], speedup, *more, *judged_too],
         notes=_notes(job, found, shared),
         losses=found.losses,
         details={
@@ -231,7 +235,7 @@ def _excused(args: argparse.Namespace, job: Job) -> dict[str, str]:
     reason = no_speed_reason(job.device, job.precision)
     if reason is None:
         return {}
-    excused = {"speed-up": reason}
+    excused = {"speedup": reason}
     if job.device == "cpu" and args.task == "gpt" and args.batch_size is None:
         size, enough = CPU_CUT["batch_size"], CPU_STEPS["memory_batch_size"]
         cut = f"the default batch is cut to {size}, where parameters are most of the peak"

@@ -8,7 +8,7 @@ import numpy as np
 from fastamp.bench.advice import RACED, Advice
 from fastamp.bench.measure import Results
 from fastamp.bench.race import LEAST_BLOCKS, Interval, bootstrap
-from fastamp.bench.record import Verdict, judge
+from fastamp.bench.record import Measurement, judge
 from fastamp.bench.tasks import expect
 
 STOCK = "amp"  # the arm beside the judged one: mixed precision without fastamp
@@ -25,20 +25,29 @@ NEXT = {
 
 def judge_targets(
     args: argparse.Namespace, found: Results, *, excused: dict[str, str]
-) -> list[Verdict]:
+) -> list[Measurement]:
     """Hold the last arm, AMP with fastamp, to the targets, against the first, FP32."""
     base, judged = found.race.arms[0], found.race.arms[-1]
     blocks, most = f"{len(found.race.blocks())} blocks", args.max_accuracy_gap
     saving, peaks = _memory_saving(found, base, judged)
     gap, scores = _accuracy_gap(found, base, judged)
     rows = (
-        ("speed-up", found.race.ratio(judged), (args.min_speedup, math.inf), "x", blocks),
+        ("speedup", found.race.ratio(judged), (args.min_speedup, math.inf), "x", blocks),
         ("memory saving", saving, (args.min_memory_saving, math.inf), " %", peaks),
         ("accuracy gap", gap, (-most, math.inf), "", scores),
     )
     arms = f"{judged} against {base}: "
     return [
-        judge(name, figure, ends, unit, arms + excused.get(name, reason), excused=name in excused)
+        judge(
+            name,
+            figure,
+            ends,
+            unit,
+            arms + excused.get(name, reason),
+            arm=judged,
+            base=base,
+            excused=name in excused,
+        )
         for name, figure, ends, unit, reason in rows
     ]
 
