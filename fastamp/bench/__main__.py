@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from fastamp.bench import (
     timer,
 )
 from fastamp.bench.environment import describe
-from fastamp.bench.record import Task, make_record, render
+from fastamp.bench.record import SCHEMA_VERSION, Task, doubt, make_record, render
 from fastamp.bench.tasks import BrokenTask
 from fastamp.metrics.sinks import require
 from fastamp.train.options import DEFAULT, OutputError, escape_output, number, refuse, say
@@ -48,9 +49,9 @@ COMMANDS = {
 }
 STATUS = """Exit status: 0; 1 a target is missed, with --check, or a bound of --fail-on; 2 a bad
 argument, a task that breaks its contract, or a result that cannot be written; 3 the environment
-does not allow a verdict: with --check where one is inconclusive or all are n/a, with --fail-on
-where the change is inconclusive or this run lacks the metric, and with a --baseline of another
-schema, command, job or machine."""
+does not allow a verdict: with --check where one is inconclusive, all are n/a or there is none, with
+--fail-on where the change is inconclusive or this run lacks the metric, and with a --baseline of
+another schema, command, job or machine."""
 MOVES = """a metric and how far it may move from the baseline, as in 'speedup:-5%%' or
 'step_time:+10%%'; may be given several times"""
 
@@ -104,17 +105,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = measure()
     except (BrokenTask, OutputError) as error:
         return _refuse(args, error)
-    judged = [target.verdict for target in report.verdicts] if args.check else []
-    for name, most in args.fail_on:
-        saved = args.baseline["metrics"][name]
-        report.verdicts.append(baseline.hold(name, report.metrics.get(name), saved, most))
-        judged.append(report.verdicts[-1].verdict)
+    known = {each.name: each.interval for each in report.measurements}
+    changes = [
+        baseline.hold(name, known.get(name), args.baseline["metrics"][name], most)
+        for name, most in args.fail_on
+    ]
+    kept = [each for each in report.measurements if args.check and each.verdict]
+    judged = {each.verdict for each in doubt([*kept, *changes], report.races)}
+    unjudged = args.check and not judged
+    closing = [f"no verdict: {args.command} has no targets for --check"] * unjudged
+    measurements = doubt([*report.measurements, *changes], report.races)
+    report = replace(report, measurements=measurements, closing=report.closing + closing)
     problems = _write(make_record(report, run), args)
     if problems:
         return _refuse(args, OutputError(0, "; ".join(problems)))
     if "fail" in judged:
         return 1
-    return 3 if "inconclusive" in judged or set(judged) == {"n/a"} else 0
+    return 3 if unjudged or "inconclusive" in judged or judged == {"n/a"} else 0
 
 
 def _refuse(args: argparse.Namespace, error: BrokenTask | OutputError) -> int:
@@ -177,17 +184,21 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
         for name, _ in args.fail_on:
             if args.baseline is None:
                 refuse("--fail-on", name, "needs a --baseline")
-            if name not in args.baseline["metrics"]:
+            comparable = args.baseline["schema_version"] == SCHEMA_VERSION  # else: status 3
+            if comparable and name not in args.baseline["metrics"]:
                 known = ", ".join(args.baseline["metrics"])
                 refuse("--fail-on", name, f"is no metric of the baseline, which has {known}")
         files = [os.path.realpath(path) for path in (args.json, args.report) if path]
         if len({*files}) < len(files):
             refuse("--report", str(args.report), "is the file of --json too")
-        return args, COMMANDS[args.command].prepare(args)
+        task: Task = COMMANDS[args.command].prepare(args)
+        if "accuracy" in dict(args.fail_on) and task[0].get("steps", 0) is None:
+            refuse("--fail-on", "accuracy", "needs --steps: without it runs differ in their length")
     except argparse.ArgumentError as error:
         subparsers.choices[args.command].error(str(error))
     except (BrokenTask, OutputError) as error:
         raise SystemExit(_refuse(args, error)) from None
+    return args, task
 
 
 def _add_shared_options(add: Callable[..., object]) -> None:

@@ -9,9 +9,10 @@ from reprlib import repr as short
 from typing import Any
 
 from fastamp.bench.race import Interval
-from fastamp.bench.record import SCHEMA_VERSION, Verdict, check_kinds, read_json
+from fastamp.bench.record import SCHEMA_VERSION, Measurement, check_kinds, read_json
 
 MACHINE = ("device", "device_name", "threads")
+BASELINE = "the baseline"  # of a change
 _LARGEST_LOG = 709.0  # of a float
 
 
@@ -21,19 +22,27 @@ def read(text: str) -> dict[str, Any]:
 
 
 def _check(record: dict[str, Any]) -> dict[str, Any]:
-    """Raise an error unless a record has the fields that `differences` and `hold` read."""
-    kinds = {"command": str, "job": dict, "environment": dict, "metrics": dict}
+    """Raise an error unless a record has what `differences` and `hold` read; add its `metrics`.
+
+    A record of another schema has none.
+    """
+    record["metrics"] = {}
     if record["schema_version"] != SCHEMA_VERSION:
-        kinds = {"metrics": dict}
+        return record
+    kinds = {"command": str, "job": dict, "environment": dict, "measurements": list}
     check_kinds(record, kinds)
-    for name in MACHINE if "environment" in kinds else ():
+    for name in MACHINE:
         record["environment"][name]
-    for name, figure in record["metrics"].items() if "job" in kinds else ():
+    for each in record["measurements"]:
+        check_kinds(each, {"name": str})
+        name, figure = each["name"], each["interval"]
+        if figure is None:
+            continue
         ends = {end: figure[end] for end in ("value", "low", "high")}
         if ends != figure or not all(x is None or type(x) in (int, float) for x in ends.values()):
-            msg = f"its metric {name!r} is {short(figure)}, expected numbers"
+            msg = f"its measurement {name!r} is {short(figure)}, expected numbers"
             raise TypeError(msg)
-        figure.update({end: x if x is None else float(x) for end, x in ends.items()})
+        record["metrics"][name] = {n: x if x is None else float(x) for n, x in ends.items()}
     return record
 
 
@@ -60,7 +69,9 @@ def differences(baseline: dict[str, Any], run: dict[str, Any]) -> list[str]:
     return [f"{key} is {their}, not {our}" for key, (their, our) in pairs.items() if their != our]
 
 
-def hold(name: str, new: Interval | None, saved: dict[str, float | None], most: float) -> Verdict:
+def hold(
+    name: str, new: Interval | None, saved: dict[str, float | None], most: float
+) -> Measurement:
     """Judge the change of a metric since the baseline, which may go up to `most`, with its sign.
 
     A change beyond the bound is a regression if its interval excludes 0, and inconclusive
@@ -68,9 +79,10 @@ def hold(name: str, new: Interval | None, saved: dict[str, float | None], most: 
     is not above 0, since changes are in percent.
     """
     ends = (most, math.inf) if most < 0 else (-math.inf, most)
-    verdict = partial(Verdict, name=f"{name} since the baseline", ends=ends, unit=" %")
+    about: dict[str, Any] = {"name": f"{name} since the baseline", "base": BASELINE}
+    verdict = partial(Measurement, **about, target=ends, unit=" %")
     if new is None:
-        return verdict(figure=None, verdict="inconclusive", reason="this run has no such metric")
+        return verdict(interval=None, verdict="inconclusive", reason="this run has no such metric")
     old, now = (_logs(**figure) for figure in (saved, vars(new)))
     value = now.value - old.value
     # The errors of two independent runs add in quadrature.
@@ -84,7 +96,7 @@ def hold(name: str, new: Interval | None, saved: dict[str, float | None], most: 
         said = "fail" if changed else "inconclusive"
     before = saved["value"]
     why = f"{new.value:.4g} against {math.nan if before is None else before:.4g}"
-    return verdict(figure=change, verdict=said, reason=why)
+    return verdict(interval=change, verdict=said, reason=why)
 
 
 def _expm1(x: float) -> float:

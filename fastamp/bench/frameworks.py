@@ -94,17 +94,18 @@ def _run(args: argparse.Namespace, names: list[str]) -> Report:
                 | {"times as fast [95 %]": races[name].ratio("fastamp").text(".2f", "x")}
             )
             tick()
-    metrics = {f"speedup/{name}": race.ratio("fastamp") for name, race in races.items()}
     why = {n: f"not installed, pip install {PACKAGES.get(n, n)}" for n in names}
     why |= dict.fromkeys(races, "fastamp over the framework alone")
-    figures = {name: metrics.get(f"speedup/{name}") for name in names}
-    verdicts = [judge(n, figures[n], (1.0, math.inf), "x", why[n]) for n in names]
+    figures = {name: race.ratio("fastamp") for name, race in races.items()}
+    measurements = [
+        judge(f"speedup/{name}", figures.get(name), (1.0, math.inf), "x", why[name])
+        for name in names
+    ]
     about = JOBS[args.task].text() if args.task in JOBS else "the user's"
     notes = [f"ms a step, with what the framework does around an epoch; {args.task}: {about}"]
     return Report(
         table=rows or [{"framework": "none"}],
         races=races,
-        metrics=metrics,
-        verdicts=verdicts,
+        measurements=measurements,
         notes=notes,
     )

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 import fastamp
 from fastamp._progress import progress
 from fastamp.bench.race import Interval
-from fastamp.bench.record import Report, Task
+from fastamp.bench.record import Measurement, Report, Task
 from fastamp.bench.rows import NAMED
 
 METRICS = """share/, the gradients, their kind and the kernel, as in share/gpt2/float32/reduce;
@@ -67,26 +67,28 @@ def prepare(args: argparse.Namespace) -> Task:
 
 def _run(args: argparse.Namespace) -> Report:
     rows: list[dict[str, str]] = []
-    metrics: dict[str, Interval] = {}
+    metrics: list[Measurement] = []
     with progress(len(GRADS) * len(KINDS) + len(SLEEPS)) as tick:
         for name, kind in ((name, kind) for name in GRADS for kind in KINDS):
             for kernel, seconds, share in _kernels(args, GRADS[name], *KINDS[kind]):
                 found = f"{seconds * 1e6:.1f}", f"{share:.0%}"
                 row = {"kernel": kernel, "us": found[0], "of a copy's speed": found[1]}
                 rows.append({"what": f"{name}, {kind}", **row})
-                metrics[f"share/{name}/{kind}/{kernel}"] = Interval.exact(share)
+                figure = f"share/{name}/{kind}/{kernel}"
+                metrics.append(Measurement(name=figure, interval=Interval.exact(share)))
             tick()
         for sleep in SLEEPS:
             share = _overlap(args.device, sleep)
             what = f"copies, the producer sleeps {sleep:g} steps"
             rows.append({"what": what, "under kernels": f"{share:.0%}"})
-            metrics[f"overlap/{sleep:g}"] = Interval.exact(share)
+            figure = f"overlap/{sleep:g}"
+            metrics.append(Measurement(name=figure, interval=Interval.exact(share)))
             tick()
     notes = [
         f"mean of {CALLS} calls by the profiler; the copy is one of as many bytes in the same call",
         "reduce and finish read the gradients, rescale clips them in place, update is AdamW's step",
     ]
-    return Report(table=rows, races={}, metrics=metrics, notes=notes)
+    return Report(table=rows, measurements=metrics, notes=notes)
 
 
 def _kernels(

@@ -33,7 +33,7 @@ from fastamp.bench.job_loops import (
 from fastamp.bench.job_peers import PEERS, begin_peer, list_peers
 from fastamp.bench.jobs import JOBS
 from fastamp.bench.race import Interval, Plan, Race, run_race, show
-from fastamp.bench.record import Report, Task, Verdict, judge
+from fastamp.bench.record import Measurement, Report, Task, judge
 from fastamp.bench.tasks import find_make, make_training
 from fastamp.bench.trainer import Config, Trainer
 from fastamp.train.options import refuse
@@ -99,7 +99,8 @@ def _run(args: argparse.Namespace, names: list[str]) -> Report:
             found[name] = _measure(name, args.device, args.seed)
             gc.collect()  # the memory and processes of loaders
             tick()
-    metrics = {key: ratio for name in names for key, ratio in _ratios(name, found[name])}
+    measurements = [m for name in names for m in _judge(args.device, name, found[name])]
+    metrics = {each.name: each.interval for each in measurements if each.interval}
     rows = [_row(name, each, metrics) for name, each in found.items()]
     for name, part in product(names, PARTS):
         rows.append({"job": f"{name}: {part}"} | _over_naive(f"{name}/{part}", metrics))
@@ -119,8 +120,7 @@ def _run(args: argparse.Namespace, names: list[str]) -> Report:
         races=races
         | {f"{name}, repairs": each.repairs for name, each in found.items()}
         | with_peers,
-        metrics=metrics,
-        verdicts=[verdict for name in names for verdict in _judge(args.device, name, metrics)],
+        measurements=measurements,
         notes=notes,
         details={name: each.details for name, each in found.items()},
         sentence=say_in_words(metrics, names),
@@ -227,17 +227,18 @@ def _choose(
     }
 
 
-def _ratios(name: str, found: Found) -> Iterator[tuple[str, Interval]]:
-    main, repairs = found.main, found.repairs
-    yield _key(name, "fastamp"), main.ratio("fastamp")
-    yield _key(name, "naive"), main.ratio("naive")
-    if found.peers is not None:
-        for arm in found.peers.arms[1:]:
-            yield _key(name, arm), found.peers.ratio(arm)
+def _ratios(name: str, found: Found) -> Iterator[tuple[str, str, str, Interval]]:
+    """Yield each ratio's name, arm, base and interval."""
+    main, repairs, peers = found.main, found.repairs, found.peers
+    for arm in ("fastamp", "naive"):
+        yield _key(name, arm), arm, "stock", main.ratio(arm)
+    if peers is not None:
+        for arm in peers.arms[1:]:
+            yield _key(name, arm), arm, "stock", peers.ratio(arm)
     for arm in ("stock", "fastamp"):
-        yield f"over_naive/{name}/{arm}", main.ratio(arm, "naive")
+        yield f"over_naive/{name}/{arm}", arm, "naive", main.ratio(arm, "naive")
     for arm in repairs.arms[1:]:
-        yield f"over_naive/{name}/{arm.replace(': ', '/')}", repairs.ratio(arm)
+        yield f"over_naive/{name}/{arm.replace(': ', '/')}", arm, "naive", repairs.ratio(arm)
 
 
 def _key(name: str, arm: str) -> str:
@@ -274,14 +275,17 @@ def _describe(found: Found) -> str:
     return f"({'; '.join([*texts, f'{found.steps} steps in a visit'])})"
 
 
-def _judge(device: str, name: str, metrics: dict[str, Interval]) -> Iterator[Verdict]:
+def _judge(device: str, name: str, found: Found) -> Iterator[Measurement]:
     """Hold a built-in job to its targets; no job may become slower."""
-    if name not in JOBS:
-        return
-    row = JOBS[name]
-    least = row.on_cpu if device == "cpu" else row.on_cuda
-    figure = metrics[f"speedup/{name}/fastamp"]
-    yield judge(name, figure, (least, math.inf), "x", "fastamp over the stock loop")
-    if row.over_naive is not None and device == "cpu":
-        figure, why = metrics[f"over_naive/{name}/fastamp"], "fastamp over the naive loop"
-        yield judge(f"{name}, mended", figure, (row.over_naive, math.inf), "x", why)
+    row = JOBS.get(name)
+    least = {}
+    if row is not None:
+        least[_key(name, "fastamp")] = row.on_cpu if device == "cpu" else row.on_cuda
+        if row.over_naive is not None and device == "cpu":
+            least[f"over_naive/{name}/fastamp"] = row.over_naive
+    for key, arm, base, ratio in _ratios(name, found):
+        if key in least:
+            why = f"{arm} over the {base} loop"
+            yield judge(key, ratio, (least[key], math.inf), "x", why, arm=arm, base=base)
+        else:
+            yield Measurement(name=key, arm=arm, base=base, interval=ratio, unit="x")

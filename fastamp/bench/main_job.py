@@ -18,7 +18,7 @@ from fastamp.bench.jobs.language import make_gpt
 from fastamp.bench.measure import Job, Results, train_arms
 from fastamp.bench.peaks import MEMORY_KINDS, MEMORY_STEPS
 from fastamp.bench.race import Interval, show
-from fastamp.bench.record import Report, Task
+from fastamp.bench.record import Measurement, Report, Task, compare
 from fastamp.bench.targets import STOCK, judge_targets, last_losses, mean_accuracy, say_in_words
 from fastamp.bench.tasks import (
     CONTRACT,
@@ -71,7 +71,13 @@ def add_options(add: Callable[..., object]) -> None:
     for option, least, most, default, text in (
         ("--min-speedup", 0, 1e6, 1.5, "times as fast as FP32"),
         ("--min-memory-saving", -1, 1, 0.4, saving),
-        ("--max-accuracy-gap", 0, 1, 0.01, "difference in accuracy (the GPT's: of the next byte)"),
+        (
+            "--max-accuracy-gap",
+            0,
+            1,
+            0.01,
+            "how much lower the accuracy may be (GPT: of the next byte)",
+        ),
     ):
         bounded = number(float, least, most)
         add(option, type=bounded, default=default, help=f"target: {text} {DEFAULT}")
@@ -145,12 +151,17 @@ def _run(
 ) -> Report:
     found = train_arms(job, training or job.make_training(job.seed), seeds=shared["seeds"])
     race, judged = found.race, found.race.arms[-1]
-    metrics = {"speedup": race.ratio(judged), "step_time": race.time_s(judged)}
+    speedup, *judged_too = judge_targets(args, found, excused=_excused(args, job))
+    figures = {"step_time": (race.time_s(judged), " s")}
     if found.scores[judged]:
-        metrics["accuracy"] = mean_accuracy(found, judged)
+        figures["accuracy"] = (mean_accuracy(found, judged), "")
     peak = found.peaks[judged]
     if peak is not None:
-        metrics["peak_memory"] = Interval.exact(peak)
+        figures["peak_memory"] = (Interval.exact(peak), " bytes")
+    more = [
+        Measurement(name=name, interval=interval, arm=judged, unit=unit)
+        for name, (interval, unit) in figures.items()
+    ]
     block_size = shared.get("shape", {}).get("block_size")
     unit, each = ("samples", 1) if block_size is None else ("tokens", block_size)
     size = statistics.fmean(found.batch_sizes) * each
@@ -163,8 +174,7 @@ def _run(
     return Report(
         table=[_row(arm, found, unit, rate) for arm, rate in rates.items()],
         races={"training": race},
-        metrics=metrics,
-        verdicts=judge_targets(args, found, excused=_excused(args, job)),
+        measurements=[*compare("speedup", race)[:-1], speedup, *more, *judged_too],
         notes=_notes(job, found, shared),
         losses=found.losses,
         details={
@@ -226,7 +236,7 @@ def _excused(args: argparse.Namespace, job: Job) -> dict[str, str]:
     reason = no_speed_reason(job.device, job.precision)
     if reason is None:
         return {}
-    excused = {"speed-up": reason}
+    excused = {"speedup": reason}
     if job.device == "cpu" and args.task == "gpt" and args.batch_size is None:
         size, enough = CPU_CUT["batch_size"], CPU_STEPS["memory_batch_size"]
         cut = f"the default batch is cut to {size}, where parameters are most of the peak"

@@ -4,8 +4,7 @@ import json
 from html import escape
 from typing import Any
 
-from fastamp.bench.pictures import draw_all
-from fastamp.bench.svg import INKS
+from fastamp.bench.pictures import INKS, draw_all
 
 LIGHT, DARK = ("; ".join(f"--{ink}: {pair[i]}" for ink, pair in INKS.items()) for i in (0, 1))
 STYLE = f"""
@@ -15,12 +14,12 @@ STYLE += """
 body { margin: 0 auto; max-width: 1100px; padding: 16px; background: var(--paper);
   color: var(--ink); font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere }
 h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin: 2rem 0 .3rem }
-h3 { font-size: .95rem; margin: 1rem 0 0 } p { margin: .3rem 0 } p, th { color: var(--soft) }
+p { margin: .3rem 0 } p, th { color: var(--soft) }
 .lead { color: var(--ink); font-size: 1.2rem; margin: 1rem 0 }
 .verdict { border-left: 4px solid var(--soft); padding-left: 12px; color: var(--ink) }
 .pass { border-color: var(--good) } .fail { border-color: var(--bad) }
-svg { display: block; width: 100%; stroke-linejoin: round }
-svg text { font-family: system-ui, sans-serif !important } .narrow { display: none }
+svg { display: block; width: 100%; min-width: 660px; stroke-linejoin: round }
+svg text { font-family: system-ui, sans-serif !important }
 .key { margin-right: 8px; white-space: nowrap }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { padding: 6px 10px; text-align: right; border-bottom: 1px solid var(--line) }
@@ -30,13 +29,6 @@ th:first-child, td:first-child { text-align: left } td:first-child { font-weight
 .facts section { flex: 1 1 320px } .facts table { width: 100% }
 .facts th { width: 8.5rem; font-weight: 400; vertical-align: top }
 .facts th, .facts td { padding: 3px 10px 3px 0; text-align: left; font-weight: 400 }
-@media (max-width: 860px) { .wide, thead { display: none }
-  .narrow { display: block; max-width: 480px }
-  .results { overflow-wrap: anywhere } .results tbody, .results tr, .results td { display: block }
-  .results td { display: flex; border: 0; justify-content: space-between; gap: 16px }
-  .results td { padding: 1px 0 } .results tr { padding: 8px 0; border-bottom: 1px solid }
-  .results tr { border-color: var(--line) }
-  .results td:not(:first-child)::before { color: var(--soft); content: attr(data-label) } }
 """
 UNITS = {"batch_size": "samples", "memory_batch_size": "samples", "block_size": "bytes"}
 
@@ -47,10 +39,11 @@ def make(record: dict[str, Any]) -> str:
     title = escape(f"fastamp bench: {record['command']}")
     environment = {"measured": _say_time(record["created"]), **record["environment"]}
     facts = _facts("Environment", environment) + _facts("Job", record["job"])
+    judged = [each for each in record["measurements"] if each["verdict"]]
     body = [
         f"<h1>{title}</h1>",
-        *(_paragraph(text, "lead") for text in [record["sentence"]] if text),
-        *(_paragraph(each["text"], f"verdict {each['verdict']}") for each in record["verdicts"]),
+        *(_paragraph(text, "lead") for text in (record["noise"], record["sentence"]) if text),
+        *(_paragraph(each["text"], f"verdict {each['verdict']}") for each in judged),
         *draw_all(record),
         "<h2>Results</h2>",
         _table(record["table"]),
@@ -71,16 +64,9 @@ def _paragraph(text: str, kind: str = "") -> str:
 
 def _table(rows: list[dict[str, str]]) -> str:
     heads = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
-    lines = [
-        f'<div class="scroll"><table class="results">\n<thead><tr>{heads}</tr></thead>\n<tbody>'
-    ]
-    for row in rows:
-        cells = (
-            f'<td data-label="{escape(name)}"><span>{escape(cell)}</span></td>'
-            for name, cell in row.items()
-        )
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    return "\n".join([*lines, "</tbody>\n</table></div>"])
+    lines = ("".join(f"<td>{escape(cell)}</td>" for cell in row.values()) for row in rows)
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="scroll"><table class="results">\n<tr>{heads}</tr>\n{body}\n</table></div>'
 
 
 def _facts(title: str, values: dict[str, Any]) -> str:

@@ -1,36 +1,54 @@
-"""What the pictures of a page show: comparisons, the parts of a step, memory, times and losses."""
+"""The pictures of a page, one a section, drawn by matplotlib as SVG.
 
+Text stays text, colours become variables of the page's CSS, and equal records give equal pictures.
+"""
+
+import io
 import math
-from collections.abc import Iterator, Mapping
-from functools import partial
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from html import escape
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastamp.bench.race import AGAIN, Interval
-from fastamp.bench.svg import (
-    BAD,
-    COLOURS,
-    EM,
-    GOOD,
-    INK,
-    INKS,
-    PAPER,
-    SOFT,
-    WORDS,
-    Row,
-    Size,
-    draw_figure,
-    draw_rows,
-    shorten,
-)
+from fastamp.bench.baseline import BASELINE
 from fastamp.metrics.sinks import require
 
+# Light and dark. A picture is drawn in the light ones, which the page's variables then replace.
+INKS = {
+    "ink": ("#1b1f24", "#e6edf3"),
+    "soft": ("#57606a", "#9aa4af"),
+    "line": ("#d0d7de", "#363d46"),
+    "paper": ("#ffffff", "#0d1117"),
+    "good": ("#1a7f37", "#3fb950"),
+    "bad": ("#cf222e", "#ff7b72"),
+    "c0": ("#0969da", "#58a6ff"),
+    "c1": ("#bc4c00", "#f0883e"),
+    "c2": ("#8250df", "#bc8cff"),
+    "c3": ("#0a7d84", "#39c5cf"),
+}
+INK, SOFT, LINE, PAPER, GOOD, BAD, *COLOURS = (light for light, _ in INKS.values())
+STYLE = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # a name may have dollars
+    "font.sans-serif": ["DejaVu Sans"],  # measured, not shown: the page has a font of its own
+    "text.color": INK,
+    "axes.edgecolor": LINE,
+    "axes.axisbelow": True,
+    "grid.color": LINE,
+    **{f"axes.spines.{side}": False for side in ("left", "right", "top")},
+    **{f"{axis}tick.color": LINE for axis in "xy"},
+    "xtick.labelcolor": SOFT,
+    "ytick.labelcolor": INK,
+}
+WIDTH, ROW, FRAME = 11.0, 0.34, 0.8  # in inches: a picture, a row, and the rest of a panel
+WORDS = 44  # characters of a row's name that have room beside the axis
+CURVES = 9  # rows that the picture of the losses is high
 END = 99  # the percentile of the slowest arm at which the axis of times ends
 TICKS = 80  # drawn for an arm at most: beyond so many visits, as many quantiles
 DASHES = ("-", "--", "-.", ":")  # curves that coincide stay visible
-FLAGS = (9, 8)  # matplotlib's markers: a triangle to the right of a target, and one to the left
 MARKS = {  # of verdicts, which differ by more than colour
     "pass": ("o", GOOD, GOOD),
     "fail": ("X", BAD, BAD),
@@ -39,114 +57,135 @@ MARKS = {  # of verdicts, which differ by more than colour
     "": ("o", COLOURS[0], COLOURS[0]),
 }
 PARTS = {"data": "c3", "forward": "c0", "backward": "c2", "step": "c1"}  # the others are soft
-RATIOS = ("speedup", "of_plain", "over_naive")  # what the names of ratios begin with
-
-PARTED = "Where the time of a step goes"
-COMPARED = """A point is a ratio, the bar its 95 % interval, and the flag its target, which points
-to the side where the point should lie. Green \u25cf pass, red \u2716 fail, hollow \u25c7
-inconclusive, hollow \u25a1 not judged, blue \u25cf without a target."""
-TIMES = f"""Milliseconds of each visit. A box holds the middle half of them, and its mark is the
+COMPARED = """A point is a ratio, by its name for --fail-on, the bar its interval, and the upright
+line its target. Green \u25cf pass, red \u2716 fail, hollow \u25c7 inconclusive, hollow \u25a1 not
+judged, blue \u25cf without a target."""
+TIMES = f"""Milliseconds of each visit. A box holds the middle half of them, and its line is the
 median. The axis ends at the {END}th percentile of the slowest arm; on the right stands how many
 visits lie beyond."""
 
 
-class Ratio(NamedTuple):
-    """A comparison, and the ends that it should lie between."""
+class Panel(NamedTuple):
+    """Axes of a picture: the names and words of its rows, and what draws them; 0 is the first."""
 
-    name: str
-    found: Interval
-    ends: tuple[float, float] = (-math.inf, math.inf)
-    verdict: str = ""
-
-    def text(self) -> str:
-        """Return the figure, its interval and the verdict."""
-        spec = ".3f" if self.found.value < 0.1 else ".2f" if self.found.value < 10 else ".1f"
-        return f"{self.found.text(spec, 'x')} {self.verdict}".strip()
+    rows: list[tuple[str, str]]
+    draw: Callable[[Any], object]
+    heading: str = ""
 
 
 def draw_all(record: dict[str, Any]) -> Iterator[str]:
     """Yield every picture that a record has figures for, with its title, in the page's order."""
-    races = (_draw_times(name, race) for name, race in record["races"].items())
     colours = {**PARTS, "waits or other": "soft"}.items()
     key = '<span class="key"><span style="color: var(--{})">\u25a0</span> {}</span>'
-    parts = (key.format(ink, part) for part, ink in colours)
-    for title, legend, picture in (
-        ("Comparisons", COMPARED, _draw_ratios(list_ratios(record))),
+    parts = " ".join(key.format(ink, part) for part, ink in colours)
+    peaks = record["details"].get("peak_memory_nbytes") or {}
+    memory = {arm: {"peak": n / 2**20} for arm, n in peaks.items() if n is not None}
+    profiles = record["details"].get("profiles") or {}
+    shares = {
+        arm: {part: 1e3 * each["value"] for part, each in profile["parts"].items()}
+        for arm, profile in profiles.items()
+    }
+    waits = {arm: f", {p['syncs']:g} waits" for arm, p in profiles.items() if p["syncs"]}
+    for title, legend, panels in (
+        ("Comparisons", COMPARED, [_comparisons(record["measurements"])]),
         (
-            PARTED,
-            f"In milliseconds: {' '.join(parts)}",
-            _draw_parts(record["details"].get("profiles") or {}),
+            "Where the time of a step goes",
+            f"In milliseconds: {parts}",
+            [_bars(shares, "ms", waits)],
         ),
-        ("Memory", "The peak of each arm, in MiB; a flag is the target.", _draw_memory(record)),
-        ("Times", TIMES, "\n".join(filter(None, races))),
-        ("Training loss", "Of every step.", _draw_losses(record["losses"])),
+        ("Memory", "The peak of each arm, in MiB.", [_bars(memory, "MiB", {})]),
+        ("Times", TIMES, [_times(*race) for race in record["races"].items()]),
+        ("Training loss", "Of every step.", [_losses(record["losses"])]),
     ):
-        if picture:
-            yield f"<h2>{title}</h2>\n<p>{legend}</p>\n{picture}"
+        shown = [panel for panel in panels if panel.rows]
+        if shown:
+            yield f"<h2>{title}</h2>\n<p>{legend}</p>\n{_draw(title, shown)}"
 
 
-def list_ratios(record: dict[str, Any]) -> dict[str, list[Ratio]]:
-    """Return the comparisons of a record, by what they are compared with."""
-    held = {}
-    for verdict in record["verdicts"]:
-        is_change = verdict["name"].endswith("since the baseline")
-        if verdict["figure"] and (is_change or verdict["unit"] == "x"):
-            found = _read(**verdict["figure"], shift=is_change)
-            goal = _read(1.0, *verdict["ends"], shift=is_change)
-            ends = (goal.low, goal.high)
-            held[found] = Ratio(verdict["name"], found, ends, verdict["verdict"])
-
-    def name_it(name: str, figure: dict[str, Any]) -> Ratio:
-        found = _read(**figure)
-        return held.pop(found, Ratio(name, found))._replace(name=name)
-
-    groups = {}
-    for name, race in record["races"].items():
-        base = race["base"]
-        arms = ((f"{base} again" if a == AGAIN else a, each) for a, each in race["arms"].items())
-        judged = [name_it(arm, each["speedup"]) for arm, each in arms if arm != base]
-        groups[f"{name}: times as fast as {base}"] = judged
-    seen = {ratio.found for group in groups.values() for ratio in group}
-    more = {name: each for name, each in record["metrics"].items() if name.startswith(RATIOS)}
-    rest = [name_it(name, each) for name, each in more.items() if _read(**each) not in seen]
-    groups["other ratios, by the names of --fail-on"] = [*rest, *held.values()]
-    return {heading: group for heading, group in groups.items() if group}
+def _draw(title: str, panels: list[Panel]) -> str:
+    """Return a picture of panels, one below the other."""
+    styles, figures = (require(f"matplotlib.{name}", "bench") for name in ("style", "figure"))
+    style = {**STYLE, "font.size": 12, "svg.hashsalt": title}
+    heights = [ROW * len(panel.rows) + FRAME for panel in panels]
+    file = io.StringIO()
+    with styles.context(["default", style]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that DejaVu lacks a character
+        figure = figures.Figure((WIDTH, sum(heights)), dpi=72, layout="constrained")
+        grid = figure.subplots(len(panels), squeeze=False, height_ratios=heights)
+        for axes, panel in zip(grid[:, 0], panels, strict=True):
+            axes.set_title(panel.heading, loc="left", size="medium")
+            panel.draw(axes)
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    body = re.sub(
+        r"(?s)^.*?<svg.*?>|<style.*?</style>|<metadata.*?</metadata>", "", file.getvalue()
+    )
+    body = re.sub(r' id="[a-z\d.]+_\d+"', "", body)  # of groups: the same in every picture
+    for name, (light, _) in INKS.items():
+        body = body.replace(light, f"var(--{name})")
+    words = "; ".join(f"{label} {text}" for panel in panels for label, text in panel.rows)
+    box = f'viewBox="0 0 {72 * WIDTH:.0f} {72 * sum(heights):.0f}"'
+    head = f'<svg {box} role="img" aria-label="{escape(f"{title}: {words}")}">'
+    return f'<div class="scroll">{head}{body.strip()}</div>'
 
 
-def _read(
-    value: float | None, low: float | None, high: float | None, *, shift: float = 0.0
-) -> Interval:
-    """Return a figure of the record, which has None for what is not finite."""
-    pairs = ((value, math.nan), (low, -math.inf), (high, math.inf))
-    value, low, high = (unknown if x is None else x + shift for x, unknown in pairs)
-    return Interval(value=value, low=low, high=high)
+def _name_rows(axes: Any, rows: list[tuple[str, str]]) -> None:
+    """Write the name of each row on the left, and its words on the right."""
+    axes.set(ylim=(len(rows) - 0.5, -0.5))
+    axes.set_yticks(range(len(rows)), [_shorten(label) for label, _ in rows])
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x")
+    for y, (_, text) in enumerate(rows):
+        axes.text(1.01, y, text, transform=axes.get_yaxis_transform(), va="center")
 
 
-def _keep(values: list[float]) -> list[float]:
-    return [value for value in values if 0 < value < math.inf]
+def _shorten(text: str) -> str:
+    """Leave out the middle of what is too long."""
+    first = WORDS // 3
+    return text if len(text) <= WORDS else f"{text[:first]}\u2026{text[first + 1 - WORDS :]}"
 
 
-def _draw_ratios(groups: dict[str, list[Ratio]]) -> str:
-    """Draw each comparison as a point with its interval beside its target."""
-    rows, places, ends = [], [1.0], [1.0]
-    for heading, group in groups.items():
-        rows.append(Row(heading))
-        for ratio in group:
-            signs = zip((">=", "<="), ratio.ends, strict=True)
-            goals = " and ".join(f"{sign} {end:g}x" for sign, end in signs if _keep([end]))
-            more = f"{ratio.text()} (target {goals})" if goals else ""
-            rows.append(Row(ratio.name, ratio.text(), partial(_draw_ratio, ratio), more))
-            places += _keep([ratio.found.value, *ratio.ends])
-            ends += _keep([ratio.found.low, ratio.found.high])
-    # An interval may be so wide that beside it all points would lie in one place.
-    low = max(min(places + ends), min(places) / 2)
-    high = min(max(places + ends), max(places) * 2)
-    pad = max((high / low) ** 0.04, 1.005)
-    return draw_rows("Comparisons", rows, partial(_frame_ratios, low / pad, high * pad))
+def _comparisons(measurements: list[dict[str, Any]]) -> Panel:
+    """Show each ratio, and each change since a baseline, as a point beside its target."""
+    found = []
+    for each in measurements:
+        is_change = each["base"] == BASELINE
+        if each["interval"] and (is_change or each["unit"] == "x"):
+            ends = [each["interval"][end] for end in ("low", "value", "high")] + each["target"]
+            # As a number, NaN for what is not finite; a change of -5 % is a ratio of 0.95.
+            ends = [math.nan if x is None else x + is_change for x in ends]
+            found.append((each, [x if 0 < x < math.inf else math.nan for x in ends]))
+
+    def draw(axes: Any) -> None:
+        places = np.array([[1.0, *points[3:], points[1]] for _, points in found])
+        low, high = np.nanmin(places), np.nanmax(places)
+        for _, (start, _, end, *_) in found:  # an interval may be so wide that it hides the points
+            low, high = np.nanmin([low, max(start, low / 2)]), np.nanmax([high, min(end, high * 2)])
+        pad = max((high / low) ** 0.04, 1.005)
+        axes.set(xscale="log", xlim=(low / pad, high * pad))
+        _round_ticks(axes)
+        axes.axvline(1, color=SOFT, linewidth=1.5)
+        for y, (each, (start, value, end, *target)) in enumerate(found):
+            ends = np.nan_to_num([start, end], nan=math.inf)
+            ends[0] = 0 if math.isnan(start) else start
+            axes.plot(np.clip(ends, low / pad, high * pad), [y, y], color=INK, linewidth=2)
+            axes.plot([target] * 2, [[y - 0.35] * 2, [y + 0.35] * 2], color=INK, linewidth=2)
+            mark, face, edge = MARKS[each["verdict"]]
+            axes.plot(value, y, mark, mfc=face, mec=edge, mew=1.5, markersize=9)
+        _name_rows(axes, rows)
+
+    rows = [(each["name"], _say(each)) for each, _ in found]
+    return Panel(rows, draw)
 
 
-def _frame_ratios(low: float, high: float, axes: Any) -> None:
-    """Set up a logarithmic axis with round numbers, and mark 1.0x."""
+def _say(measurement: dict[str, Any]) -> str:
+    """Return a measurement's text without its name and the reason of its verdict."""
+    text: str = measurement["text"].removeprefix(measurement["name"]).strip()
+    return text.removesuffix(f", {measurement['reason']}")
+
+
+def _round_ticks(axes: Any) -> None:
+    """Set round numbers on a logarithmic axis of ratios."""
+    low, high = axes.get_xlim()
     if high / low < 4:
         locator = require("matplotlib.ticker", "bench").MaxNLocator(6, steps=[1, 2, 5, 10])
         ticks = locator.tick_values(low, high)
@@ -155,93 +194,36 @@ def _frame_ratios(low: float, high: float, axes: Any) -> None:
         leads = (1, 2, 5) if high / low < 100 else (1,)
         ticks = [lead * 10.0**power for power in powers for lead in leads]
     ticks = [tick for tick in ticks if low <= tick <= high]
-    axes.set(xscale="log", xlim=(low, high))
-    axes.set_xticks(ticks, [f"{tick:.1f}x" if tick == 1 else f"{tick:g}x" for tick in ticks])
+    axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
     axes.minorticks_off()
-    axes.axvline(1, color=SOFT, linewidth=1.5)
 
 
-def _draw_ratio(ratio: Ratio, axes: Any, y: float, half: float) -> None:
-    ends = np.clip([ratio.found.low, ratio.found.high], *axes.get_xlim())
-    axes.plot(ends, [y, y], color=INK, linewidth=2)
-    for end, flag in zip(ratio.ends, FLAGS, strict=True):
-        if _keep([end]):
-            _raise_flag(axes, end, y, half, flag)
-    mark, face, edge = MARKS[ratio.verdict]
-    axes.plot(ratio.found.value, y, mark, mfc=face, mec=edge, mew=1.5, markersize=9)
+def _bars(stacks: Mapping[str, Mapping[str, float]], unit: str, more: Mapping[str, str]) -> Panel:
+    """Show a bar for each arm, made of its parts."""
 
+    def draw(axes: Any) -> None:
+        for y, parts in enumerate(stacks.values()):
+            start = 0.0
+            for part, value in parts.items():
+                colour = INKS["c0" if part == "peak" else PARTS.get(part, "soft")][0]
+                axes.barh(y, value, 0.6, start, color=colour, edgecolor=PAPER)
+                start += value
+        _name_rows(axes, rows)
 
-def _raise_flag(axes: Any, x: float, y: float, half: float, flag: int) -> None:
-    axes.plot([x, x], [y - half, y + half], color=INK, linewidth=2)
-    axes.plot(x, y - 0.6 * half, marker=flag, color=INK, markersize=8)
-
-
-def _draw_parts(profiles: Mapping[str, Any]) -> str:
-    """Draw the parts of each arm's step as one bar."""
-    stacks = {
-        arm: {part: 1e3 * each["value"] for part, each in profile["parts"].items()}
-        for arm, profile in profiles.items()
-    }
-    waits = {arm: f", {p['syncs']:g} waits" for arm, p in profiles.items() if p["syncs"]}
-    return _draw_bars(PARTED, "ms", stacks, waits, {})
-
-
-def _draw_memory(record: dict[str, Any]) -> str:
-    """Draw each arm's peak as a bar; the flag is the most that the last arm's target allows."""
-    peaks = record["details"].get("peak_memory_nbytes") or {}
-    stacks = {arm: {"peak": n / 2**20} for arm, n in peaks.items() if n is not None}
-    flags = {
-        [*peaks][-1]: (1 - verdict["ends"][0]) * stacks[next(iter(peaks))]["peak"]
-        for verdict in record["verdicts"]
-        if verdict["name"] == "memory saving" and verdict["figure"]
-    }
-    return _draw_bars("Memory", "MiB", stacks, {}, flags)
-
-
-def _draw_bars(
-    title: str,
-    unit: str,
-    stacks: Mapping[str, Mapping[str, float]],
-    more: Mapping[str, str],
-    flags: Mapping[str, float],
-) -> str:
-    """Draw a bar for each arm, made of its parts."""
-
-    def draw(arm: str, axes: Any, y: float, half: float) -> None:
-        start, pixels = 0.0, axes.bbox.width / axes.get_xlim()[1]
-        for part, value in stacks[arm].items():
-            colour = INKS["c0" if part == "peak" else PARTS.get(part, "soft")][0]
-            axes.barh(y, value, 2 * half, start, color=colour, edgecolor=PAPER)
-            for text in (f"{part} {_show(value)}", part) if len(stacks[arm]) > 1 else ():
-                if len(text) * EM * axes.xaxis.label.get_size() < value * pixels - 6:
-                    axes.text(start + value / 2, y, text, color=PAPER, ha="center", va="center")
-                    break
-            start += value
-        if arm in flags:
-            _raise_flag(axes, flags[arm], y, half, FLAGS[1])
-
-    totals = {arm: math.fsum(parts.values()) for arm, parts in stacks.items()}
     rows = []
     for arm, parts in stacks.items():
-        text = f"{_show(totals[arm])} {unit}{more.get(arm, '')}"
-        words = ", ".join(f"{part} {_show(value)} {unit}" for part, value in parts.items())
-        rows.append(Row(arm, text, partial(draw, arm), f"{text}: {words}"))
-    longest = max([*totals.values(), *flags.values()], default=0.0)
-    return draw_rows(title, rows, partial(_frame, 0.0, 1.02 * longest))
+        each = ", ".join(f"{part} {_show(value)}" for part, value in parts.items())
+        said = f" ({each})" if len(parts) > 1 else ""
+        rows.append((arm, f"{_show(math.fsum(parts.values()))} {unit}{said}{more.get(arm, '')}"))
+    return Panel(rows, draw)
 
 
 def _show(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
-def _frame(low: float, high: float, axes: Any) -> None:
-    axes.set_xlim(low, high)
-    axes.locator_params(axis="x", nbins=5)
-    axes.xaxis.set_major_formatter("{x:,g}")
-
-
-def _draw_times(name: str, race: dict[str, Any]) -> str:
-    """Draw a tick for every visit of an arm, with the quartiles and the median."""
+def _times(name: str, race: dict[str, Any]) -> Panel:
+    """Show a tick for every visit of an arm, with the quartiles and the median."""
     visits = [visit for round_ in race["rounds"][race["warmup_rounds"] :] for visit in round_]
     times_ms = {
         arm: np.array(
@@ -250,56 +232,44 @@ def _draw_times(name: str, race: dict[str, Any]) -> str:
         for arm in race["arms"]
     }
     times_ms = {arm: values for arm, values in times_ms.items() if values.size}
-    if not times_ms:
-        return ""
-    low = min(float(values.min()) for values in times_ms.values())
-    high = max(float(np.percentile(values, END)) for values in times_ms.values())
-    rows = []
-    for i, (arm, values) in enumerate(times_ms.items()):
-        text = (
-            f"{_show(np.median(values))} ms, {values.size} visits, {(values > high).sum()} beyond"
-        )
-        colour = COLOURS[i % len(COLOURS)]
-        rows.append(Row(arm, text, partial(_draw_visits, values, high, colour)))
-    margin = 0.01 * (high - low) or 0.01 * high
-    frame = partial(_frame, low - margin, max(high, low + margin))
-    return f"<h3>{escape(name)}</h3>\n" + draw_rows(f"Times, {name}", rows, frame)
+    end = max((float(np.percentile(values, END)) for values in times_ms.values()), default=0.0)
+
+    def draw(axes: Any) -> None:
+        for y, values in enumerate(times_ms.values()):
+            colour = COLOURS[y % len(COLOURS)]
+            low, median, high = np.percentile(values, [25, 50, 75])
+            axes.barh(y, high - low, 0.6, low, color=colour, alpha=0.25)
+            axes.plot([median, median], [y - 0.3, y + 0.3], color=colour, linewidth=3)
+            shown = values[values <= end]
+            if shown.size > TICKS:
+                shown = np.quantile(shown, np.linspace(0, 1, TICKS))
+            axes.plot(shown, [y] * len(shown), "|", color=colour, markersize=8, alpha=0.6)
+        low = min(float(values.min()) for values in times_ms.values())
+        margin = 0.01 * (end - low) or 0.01 * end
+        axes.set_xlim(low - margin, end + margin)
+        _name_rows(axes, rows)
+
+    rows = [
+        (arm, f"{_show(np.median(v))} ms, {v.size} visits, {(v > end).sum()} beyond")
+        for arm, v in times_ms.items()
+    ]
+    return Panel(rows, draw, name)
 
 
-def _draw_visits(values: Any, end: float, colour: str, axes: Any, y: float, half: float) -> None:
-    low, median, high = np.percentile(values, [25, 50, 75])
-    axes.barh(y, high - low, 2 * half, low, color=colour, alpha=0.25)
-    axes.plot([median, median], [y - half, y + half], color=colour, linewidth=3)
-    shown = values[values <= end]
-    if shown.size > TICKS:
-        shown = np.quantile(shown, np.linspace(0, 1, TICKS))
-    # One line with gaps: a thousand small elements would make a large page.
-    places = np.ravel([[value, value, math.nan] for value in shown])
-    heights = [y - half / 2, y + half / 2, math.nan] * shown.size
-    axes.plot(places, heights, color=colour, linewidth=1.5, alpha=0.6)
-
-
-def _draw_losses(losses: dict[str, list[float | None]]) -> str:
+def _losses(losses: dict[str, list[float | None]]) -> Panel:
+    """Show the curve of each arm."""
     curves = {arm: np.array(curve, float) for arm, curve in losses.items()}
     curves = {arm: curve for arm, curve in curves.items() if np.isfinite(curve).any()}
-    if not curves:
-        return ""
 
-    def draw(figure: Any, size: Size) -> None:
-        width, height = size.width, 320 if size.kind == "wide" else 260
-        figure.set_size_inches(width / 72, height / 72)
-        side, below = size.font / width, 3.2 * size.font / height
-        axes = figure.add_axes((4 * side, below, 1 - 6 * side, 0.97 - below), xlabel="step")
+    def draw(axes: Any) -> None:
         for i, (arm, curve) in enumerate(curves.items()):
             colour, dash = COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)]
             steps = np.arange(1, len(curve) + 1)
-            axes.plot(steps, curve, dash, color=colour, linewidth=2, label=shorten(arm, WORDS))
+            axes.plot(steps, curve, dash, color=colour, linewidth=2, label=_shorten(arm))
         axes.grid(axis="y")
-        axes.locator_params(nbins=6)
+        axes.set_xlabel("step")
         axes.locator_params(axis="x", integer=True)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter("{x:g}")
         axes.legend(loc="upper right", frameon=False)
 
-    ends = (f"{arm} from {curve[0]:.4g} to {curve[-1]:.4g}" for arm, curve in curves.items())
-    return draw_figure("Training loss", f"Training loss: {'; '.join(ends)}", draw)
+    rows = [(arm, f"from {curve[0]:.4g} to {curve[-1]:.4g}") for arm, curve in curves.items()]
+    return Panel(rows + [("", "")] * (CURVES - len(rows)) * bool(rows), draw)

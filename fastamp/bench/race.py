@@ -8,7 +8,7 @@ gives each figure its 95 % interval, and the interval its verdict against a targ
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import NormalDist, median
 from time import perf_counter
 from typing import NamedTuple
 
@@ -17,8 +17,10 @@ import torch
 
 AGAIN = "again"  # the name of an arm that is the base a second time: the placebo
 CONFIDENCE = 0.95
+NOISE_CONFIDENCE = 0.99  # of the placebos of a run together: a false alarm costs every verdict
 RESAMPLES = 2000
 LEAST_BLOCKS = 3  # fewer say nothing of the spread: their interval is infinite
+NOISE_BLOCKS = 8  # fewer say nothing of the noise: on one side of 1 they are no rarity
 RUNS = 32  # more blocks than this are drawn in runs: neighbours may resemble each other
 
 
@@ -55,8 +57,10 @@ def show(value: float, spec: str) -> str:
     return format(value, spec) if math.isfinite(value) else "n/a"
 
 
-def bootstrap(values: list[float], *, mean: bool = False) -> Interval:
-    """Return the median of the values of all blocks, or their mean, with its 95 % interval.
+def bootstrap(
+    values: list[float], *, mean: bool = False, confidence: float = CONFIDENCE
+) -> Interval:
+    """Return the median of the values of all blocks, or their mean, with its interval.
 
     Runs of blocks are drawn with replacement. The ends, percentiles of the results, are moved
     outwards by the ratio of Student's quantile to the normal one and by sqrt(n / (n - 1)): without
@@ -74,12 +78,14 @@ def bootstrap(values: list[float], *, mean: bool = False) -> Interval:
     rng = np.random.default_rng(0)
     starts = rng.integers(0, n, (RESAMPLES, -(-n // length), 1))
     drawn = array[((starts + np.arange(length)) % n).reshape(RESAMPLES, -1)[:, :n]]
-    tail = (1 - CONFIDENCE) / 2
+    tail = (1 - confidence) / 2
     low, high = np.quantile(statistic(drawn, axis=1), [tail, 1 - tail])
     freedom = n // length - 1
-    # Abramowitz and Stegun, 26.7.5, at the normal quantile, 1.96.
-    student = 1.96 + 2.3723 / freedom + 2.8225 / freedom**2 + 2.5555 / freedom**3
-    widen = student / 1.96 * math.sqrt((freedom + 1) / freedom)
+    z = NormalDist().inv_cdf(1 - tail)
+    # Abramowitz and Stegun, 26.7.5.
+    student = z + (z**3 + z) / 4 / freedom + (5 * z**5 + 16 * z**3 + 3 * z) / 96 / freedom**2
+    student += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384 / freedom**3
+    widen = student / z * math.sqrt((freedom + 1) / freedom)
     return Interval(
         value=value,
         low=value - widen * max(value - float(low), 0.0),
@@ -150,27 +156,44 @@ class Race:
         """Return the typical time of a visit."""
         return _typical([[r[arm].elapsed_s for r in block] for block in self.blocks(arm)])
 
-    def ratio(self, arm: str, base: str | None = None) -> Interval:
+    def ratio(self, arm: str, base: str | None = None, confidence: float = CONFIDENCE) -> Interval:
         """Return how many times as fast as the base an arm is."""
         base = base or self.arms[0]
         blocks = self.blocks(base, arm)
-        return _typical([[r[base].elapsed_s / r[arm].elapsed_s for r in b] for b in blocks])
+        ratios = [[r[base].elapsed_s / r[arm].elapsed_s for r in b] for b in blocks]
+        return _typical(ratios, confidence)
 
-    def placebo(self) -> Interval:
+    def placebo(self, confidence: float = CONFIDENCE) -> Interval:
         """Return the ratio of the base to itself: smaller differences cannot be told apart here.
 
         That is the arm AGAIN where there is one, else the base's two visits in each block.
         """
         if AGAIN in self.arms:
-            return self.ratio(AGAIN)
+            return self.ratio(AGAIN, confidence=confidence)
         pairs = [[r[self.arms[0]].elapsed_s for r in block] for block in self.blocks(self.arms[0])]
         # The first over the second, then the second over the first: drift cancels.
-        return _typical([[(a / b) ** (-1) ** i] for i, (a, b) in enumerate(pairs)])
+        swapped = [[(a / b) ** (-1) ** i] for i, (a, b) in enumerate(pairs)]
+        return _typical(swapped, confidence)
 
 
-def _typical(blocks: list[list[float]]) -> Interval:
+def _typical(blocks: list[list[float]], confidence: float = CONFIDENCE) -> Interval:
     logs = [float(np.mean(np.log(block))) for block in blocks]
-    return bootstrap(logs).scaled(math.exp)
+    return bootstrap(logs, confidence=confidence).scaled(math.exp)
+
+
+def find_noise(races: Mapping[str, Race]) -> str:
+    """Return why no verdict of these races counts, in words: a placebo leaves 1 out; or "".
+
+    Fewer than NOISE_BLOCKS blocks cannot tell: by chance they often lie on one side of 1.
+    """
+    for name, race in races.items():
+        if len(race.blocks()) < NOISE_BLOCKS:
+            continue
+        placebo = race.placebo(1 - (1 - NOISE_CONFIDENCE) / len(races))
+        if placebo.low > 1 or placebo.high < 1:
+            found = f"{race.arms[0]} against itself is {placebo.text('.4f', 'x')} in {name}"
+            return f"the machine is too noisy for a verdict: {found}"
+    return ""
 
 
 def run_race(

@@ -7,7 +7,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from reprlib import repr as short
@@ -16,10 +16,20 @@ from typing import Any, TypeAlias, TypeVar
 from torch.utils._pytree import tree_map
 
 from fastamp._progress import progress
-from fastamp.bench.race import AGAIN, Interval, Plan, Race, run_race, show, verdict_on
+from fastamp.bench.race import (
+    AGAIN,
+    NOISE_CONFIDENCE,
+    Interval,
+    Plan,
+    Race,
+    find_noise,
+    run_race,
+    show,
+    verdict_on,
+)
 from fastamp.timer.timer import align
 
-SCHEMA_VERSION = 5  # raised when a field of the record is added, removed or changes its meaning
+SCHEMA_VERSION = 6  # raised when a field of the record is added, removed or changes its meaning
 Details = dict[str, dict[str, float]]  # more figures of each arm, by name
 
 PLAIN = "plain"  # the arm that does the same work in the plainest way
@@ -28,22 +38,26 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """One target: the two ends that a figure should lie between; one may be infinite."""
+class Measurement:
+    """A figure of an arm, mostly against a base, and where it has a target the verdict on it."""
 
-    name: str
-    figure: Interval | None
-    ends: tuple[float, float]
-    unit: str
-    verdict: str
-    reason: str
+    name: str  # as --fail-on has it
+    interval: Interval | None  # None where the figure is not known
+    arm: str = ""
+    base: str = ""
+    target: tuple[float, float] = (-math.inf, math.inf)  # the ends that the figure lies between
+    unit: str = ""
+    verdict: str = ""  # "" without a target
+    reason: str = ""
 
     def text(self) -> str:
-        """Return the figure with its interval, what was wanted, and the verdict."""
+        """Return the figure with its interval, and where it has a target that and the verdict."""
         factor = 100 if self.unit == " %" else 1
-        ends = [f"{end * factor:g}{self.unit}" for end in self.ends if math.isfinite(end)]
-        sign = "" if len(ends) == 2 else "<= " if self.ends[1] < math.inf else ">= "
-        figure = "-" if self.figure is None else self.figure.text(".4g", self.unit, factor)
+        figure = "-" if self.interval is None else self.interval.text(".4g", self.unit, factor)
+        if not self.verdict:
+            return f"{self.name} {figure}"
+        ends = [f"{end * factor:g}{self.unit}" for end in self.target if math.isfinite(end)]
+        sign = "" if len(ends) == 2 else "<= " if self.target[1] < math.inf else ">= "
         target = f"(target {sign}{' to '.join(ends)})"
         return f"{self.name} {figure} {target}: {self.verdict}, {self.reason}"
 
@@ -53,9 +67,8 @@ class Report:
     """What a command measured; the races hold every sample, `details` all that is its own."""
 
     table: list[dict[str, str]]  # rows of cells by column; a missing cell is empty
-    races: dict[str, Race]
-    metrics: dict[str, Interval]  # the figures for --fail-on in later runs
-    verdicts: list[Verdict] = field(default_factory=list)
+    measurements: list[Measurement] = field(default_factory=list)
+    races: dict[str, Race] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     losses: dict[str, list[float]] = field(default_factory=dict)  # of every training step, by arm
     details: dict[str, Any] = field(default_factory=dict)
@@ -70,16 +83,48 @@ Task: TypeAlias = tuple[dict[str, Any], Callable[[], Report]]
 
 def judge(
     name: str,
-    figure: Interval | None,
-    ends: tuple[float, float],
+    interval: Interval | None,
+    target: tuple[float, float],
     unit: str,
     reason: str,
     *,
+    arm: str = "",
+    base: str = "",
     excused: bool = False,
-) -> Verdict:
-    """Judge a figure by its target; n/a if it is excused or None."""
-    verdict = "n/a" if excused or figure is None else verdict_on(figure, *ends)
-    return Verdict(name=name, figure=figure, ends=ends, unit=unit, verdict=verdict, reason=reason)
+) -> Measurement:
+    """Return a figure with the verdict on it; n/a if it is excused or None."""
+    about: dict[str, Any] = {"name": name, "interval": interval, "arm": arm, "base": base}
+    verdict = "n/a" if excused or interval is None else verdict_on(interval, *target)
+    return Measurement(**about, target=target, unit=unit, verdict=verdict, reason=reason)
+
+
+def compare(name: str, race: Race) -> list[Measurement]:
+    """Return how many times as fast as the base each arm is; the last one has the plain name."""
+    base, *arms = race.arms
+    return [
+        Measurement(
+            name=name if arm == arms[-1] else f"{name}/{arm}",
+            arm=arm,
+            base=base,
+            interval=race.ratio(arm),
+            unit="x",
+        )
+        for arm in arms
+        if arm != AGAIN or arm == arms[-1]
+    ]
+
+
+def doubt(found: list[Measurement], races: Mapping[str, Race]) -> list[Measurement]:
+    """Return the measurements of a run; on a machine that is too noisy none passes or fails."""
+    noise = find_noise(races)
+    if not noise:
+        return found
+    return [
+        replace(each, verdict="inconclusive", reason=noise)
+        if each.verdict in {"pass", "fail"}
+        else each
+        for each in found
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +147,7 @@ def run_cases(
     notes: list[str],
 ) -> Report:
     """Race the arms of each case, one case after the other."""
-    races, details, rows, metrics = {}, {}, [], {}
+    races, details, rows, found = {}, {}, [], []
     with progress(len(names)) as tick:
         for name in names:
             case = make(name)
@@ -113,13 +158,16 @@ def run_cases(
             for arm in race.arms if case.amounts else ():
                 time_s = race.quartiles_s(arm)[1]
                 details[name][arm] = {n: amount / time_s for n, amount in case.amounts.items()}
-            judged = race.arms[-1]
-            metrics[f"speedup/{name}"] = race.ratio(judged)
+            found += compare(f"speedup/{name}", race)
             if PLAIN in race.arms:
-                metrics[f"of_plain/{name}"] = race.ratio(judged, PLAIN)
+                arm, ratio = race.arms[-1], race.ratio(race.arms[-1], PLAIN)
+                of_plain = Measurement(
+                    name=f"of_plain/{name}", arm=arm, base=PLAIN, interval=ratio, unit="x"
+                )
+                found.append(of_plain)
             rows += [_row(name, arm, race, details[name]) for arm in race.arms if arm != AGAIN]
             tick()
-    return Report(table=rows, races=races, metrics=metrics, notes=notes, details=details)
+    return Report(table=rows, races=races, measurements=found, notes=notes, details=details)
 
 
 def _row(name: str, arm: str, race: Race, details: Details) -> dict[str, str]:
@@ -139,21 +187,29 @@ def _row(name: str, arm: str, race: Race, details: Details) -> dict[str, str]:
 
 def make_record(report: Report, run: dict[str, Any]) -> dict[str, Any]:
     """Return a report and the facts of its `run` as JSON's types; None for what is not finite."""
-    placebos = [
-        f"placebo, {name}: {race.arms[0]} against itself {race.placebo().text('.4f', 'x')}"
-        for name, race in report.races.items()
+    noise = find_noise(report.races)
+    confidence = 1 - (1 - NOISE_CONFIDENCE) / max(len(report.races), 1)
+    placebos = {name: race.placebo(confidence) for name, race in report.races.items()}
+    bases = {name: race.arms[0] for name, race in report.races.items()}
+    found = report.measurements + [
+        Measurement(name=f"placebo/{n}", arm=bases[n], base=bases[n], interval=each, unit="x")
+        for n, each in placebos.items()
+    ]
+    lines = [
+        f"placebo, {name}: {bases[name]} against itself {each.text('.4f', 'x')}"
+        for name, each in placebos.items()
     ]
     columns = dict.fromkeys(column for row in report.table for column in row)
     record = {
         "schema_version": SCHEMA_VERSION,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **run,
+        "noise": noise,
         "table": [{column: row.get(column, "") for column in columns} for row in report.table],
-        "notes": report.notes + placebos,
-        "verdicts": [asdict(verdict) | {"text": verdict.text()} for verdict in report.verdicts],
+        "notes": report.notes + lines,
+        "measurements": [asdict(each) | {"text": each.text()} for each in found],
         "closing": report.closing,
         "sentence": report.sentence,
-        "metrics": {name: asdict(metric) for name, metric in report.metrics.items()},
         "details": report.details,
         "losses": report.losses,
         "races": {name: _describe(race) for name, race in report.races.items()},
@@ -171,7 +227,6 @@ def _describe(race: Race) -> dict[str, Any]:
         arm: {
             "time_s": dict(zip(("low", "median", "high"), race.quartiles_s(arm), strict=True)),
             "skipped": race.skipped(arm),
-            "speedup": asdict(race.ratio(arm)),
         }
         for arm in race.arms
     }
@@ -179,7 +234,6 @@ def _describe(race: Race) -> dict[str, Any]:
         "base": race.arms[0],
         "warmup_rounds": race.warmup_rounds,
         "blocks": len(race.blocks()),
-        "placebo": asdict(race.placebo()),
         "arms": arms,
         "rounds": [[{"arm": a, **v._asdict()} for a, v in r.items()] for r in race.rounds],
     }
@@ -212,6 +266,7 @@ def render(record: dict[str, Any]) -> str:
         f"torch {env['torch']}, {env['device']} ({env['device_name']}), {env['threads']} threads, "
         f"fastamp {env['fastamp']} (backends {' '.join(env['backends'])})"
     )
-    targets = (verdict["text"] for verdict in record["verdicts"])
-    closing = [*targets, *record["closing"], record["sentence"]]
-    return "\n".join([*align(rows), "", machine, *record["notes"], *filter(None, closing)])
+    judged = (each["text"] for each in record["measurements"] if each["verdict"])
+    closing = [*judged, *record["closing"], record["sentence"]]
+    first = [record["noise"], ""] if record["noise"] else []
+    return "\n".join([*first, *align(rows), "", machine, *record["notes"], *filter(None, closing)])

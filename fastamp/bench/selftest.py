@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from fastamp.bench.race import AGAIN, Plan
-from fastamp.bench.record import Case, Report, Task, judge, run_cases
+from fastamp.bench.record import Case, Report, Task, compare, judge, run_cases
 from fastamp.bench.timer import REGIONS, make_visits
 from fastamp.train.options import DEFAULT, number
 
@@ -57,8 +57,8 @@ def _run(args: argparse.Namespace) -> Report:
         ("slowed arm", found, truth, f"the true ratio, {truth:.4f}, is {inside} the interval"),
     )
     verdicts = [judge(n, ratio, (t - SAME, t + SAME), "x", reason) for n, ratio, t, reason in both]
-    metrics = {"speedup": race.ratio("slowed")}
-    return replace(report, metrics=metrics, verdicts=verdicts, details={"true_ratio": truth})
+    measurements = [*compare("speedup", race), *verdicts]
+    return replace(report, measurements=measurements, details={"true_ratio": truth})
 
 
 def _work(units: int) -> None:

@@ -7,8 +7,8 @@ import numpy as np
 
 from fastamp.bench.advice import RACED, Advice
 from fastamp.bench.measure import Results
-from fastamp.bench.race import Interval, bootstrap
-from fastamp.bench.record import Verdict, judge
+from fastamp.bench.race import LEAST_BLOCKS, Interval, bootstrap
+from fastamp.bench.record import Measurement, judge
 from fastamp.bench.tasks import expect
 
 STOCK = "amp"  # the arm beside the judged one: mixed precision without fastamp
@@ -25,20 +25,29 @@ NEXT = {
 
 def judge_targets(
     args: argparse.Namespace, found: Results, *, excused: dict[str, str]
-) -> list[Verdict]:
+) -> list[Measurement]:
     """Hold the last arm, AMP with fastamp, to the targets, against the first, FP32."""
     base, judged = found.race.arms[0], found.race.arms[-1]
     blocks, most = f"{len(found.race.blocks())} blocks", args.max_accuracy_gap
     saving, peaks = _memory_saving(found, base, judged)
     gap, scores = _accuracy_gap(found, base, judged)
     rows = (
-        ("speed-up", found.race.ratio(judged), (args.min_speedup, math.inf), "x", blocks),
+        ("speedup", found.race.ratio(judged), (args.min_speedup, math.inf), "x", blocks),
         ("memory saving", saving, (args.min_memory_saving, math.inf), " %", peaks),
-        ("accuracy gap", gap, (-most, most), "", scores),
+        ("accuracy gap", gap, (-most, math.inf), "", scores),
     )
     arms = f"{judged} against {base}: "
     return [
-        judge(name, figure, ends, unit, arms + excused.get(name, reason), excused=name in excused)
+        judge(
+            name,
+            figure,
+            ends,
+            unit,
+            arms + excused.get(name, reason),
+            arm=judged,
+            base=base,
+            excused=name in excused,
+        )
         for name, figure, ends, unit, reason in rows
     ]
 
@@ -51,7 +60,8 @@ def _memory_saving(found: Results, base: str, judged: str) -> tuple[Interval | N
         return None, f"a peak of {theirs / 2**20:.0f} MiB is too small to compare"
     # Integers are divided once, so that a saving of 40 in 100 is the number 0.40 itself.
     saving = Interval.exact((theirs - ours) / theirs)
-    return saving, f"a peak of {ours / 2**20:.0f} MiB against {theirs / 2**20:.0f} MiB"
+    peaks = f"a peak of {ours / 2**20:.0f} MiB against {theirs / 2**20:.0f} MiB"
+    return saving, f"{peaks}, one process each, no interval"
 
 
 def _accuracy_gap(found: Results, base: str, judged: str) -> tuple[Interval | None, str]:
@@ -60,7 +70,7 @@ def _accuracy_gap(found: Results, base: str, judged: str) -> tuple[Interval | No
         if not math.isfinite(theirs):
             return None, f"the task itself diverges: a loss of {theirs} in {base} too"
         if not math.isfinite(ours - theirs):
-            return Interval.exact(math.inf), f"a loss of {ours} against {theirs}"
+            return Interval.exact(-math.inf), f"a loss of {ours} against {theirs}"
     pairs = list(zip(found.scores[judged], found.scores[base], strict=True))
     if not pairs:
         return None, "the task has no function that evaluates"
@@ -68,13 +78,20 @@ def _accuracy_gap(found: Results, base: str, judged: str) -> tuple[Interval | No
         if not math.isfinite(other.accuracy):
             return None, f"the task itself has an accuracy of {other.accuracy} in {base}"
         if not math.isfinite(mine.accuracy):
-            return Interval.exact(math.inf), f"{mine.accuracy} against {other.accuracy}"
+            return Interval.exact(-math.inf), f"{mine.accuracy} against {other.accuracy}"
     counts = [len(_windows(found, arm)) for arm in (judged, base)]
     wanted = f"as many numbers for each arm, {counts[1]} as for {base}"
     expect(counts[0] == counts[1], "options['evaluate']", wanted, f"{counts[0]} for {judged}")
     shares = np.subtract(_windows(found, judged), _windows(found, base))
     gaps = ", ".join(f"{ours.accuracy:.4f} against {theirs.accuracy:.4f}" for ours, theirs in pairs)
-    return _mean(shares.tolist()), f"{len(pairs)} seed(s), {gaps}"
+    if len(shares) < LEAST_BLOCKS:
+        over = "too few numbers for an interval"
+    elif len(pairs) > 1:
+        over = "the interval is over trainings"
+    else:
+        over = "the interval is over the held-out data, not over trainings"
+    figure = bootstrap(shares.tolist(), mean=True)
+    return figure, f"{len(pairs)} seed(s), {gaps}; {over}"
 
 
 def last_losses(found: Results, arm: str) -> list[float]:
@@ -86,12 +103,7 @@ def last_losses(found: Results, arm: str) -> list[float]:
 
 def mean_accuracy(found: Results, arm: str) -> Interval:
     """Return the mean accuracy over the seeds; with one, over the parts that the task has."""
-    return _mean(_windows(found, arm))
-
-
-def _mean(values: list[float]) -> Interval:
-    """Return the mean and its interval; a single number is exact."""
-    return bootstrap(values, mean=True) if len(values) > 1 else Interval.exact(values[0])
+    return bootstrap(_windows(found, arm), mean=True)
 
 
 def _windows(found: Results, arm: str) -> list[float]:

@@ -77,4 +77,4 @@ def _run(args: argparse.Namespace) -> Report:
     reason = "two CUDA events cost more" if on_gpu else "against two reads of the clock"
     figure = Interval.exact(cost)
     verdict = judge("region's cost", figure, ends, "x", reason, excused=on_gpu)
-    return replace(report, verdicts=[verdict])
+    return replace(report, measurements=[*report.measurements, verdict])

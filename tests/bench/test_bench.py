@@ -22,6 +22,7 @@ from fastamp.bench import (
     peaks,
     record,
     targets,
+    tasks,
     where,
 )
 from fastamp.bench import text as train_text
@@ -120,8 +121,42 @@ def test_several_seeds_are_as_many_figures():
             Score(loss=1.0, accuracy=0.5 + gap, window_accuracies=[0.5 + gap] * 64) for gap in gaps
         ]
     gap = verdicts(found)["accuracy gap"]
-    assert (gap.figure.value, gap.verdict) == (pytest.approx(0.0), "inconclusive")
-    assert gap.figure.high > 0.02
+    assert (gap.interval.value, gap.verdict) == (pytest.approx(0.0), "inconclusive")
+    assert gap.interval.high > 0.02
+
+
+def test_an_accuracy_of_one_number_has_no_interval_and_no_verdict():
+    found = results()
+    one = Score(loss=1.0, accuracy=0.5, window_accuracies=[0.5])
+    found.scores.update({name: [one] for name in NAMES})
+    gap = verdicts(found)["accuracy gap"]
+    assert (gap.verdict, gap.interval.low) == ("inconclusive", -math.inf)
+    assert gap.reason.endswith("too few numbers for an interval")
+    assert targets.mean_accuracy(found, "fp32").high == math.inf
+
+
+def test_what_an_interval_is_over_is_said():
+    found = verdicts(results())
+    assert found["accuracy gap"].reason.endswith("over the held-out data, not over trainings")
+    assert found["memory saving"].reason.endswith("one process each, no interval")
+
+
+def test_an_accuracy_is_held_to_a_baseline_only_at_the_same_number_of_steps(tmp_path, capsys):
+    path, baseline = tmp_path / "task.py", tmp_path / "base.json"
+    path.write_text(tasks.EXAMPLE)
+    interval = {"value": 1.0, "low": 1.0, "high": 1.0}
+    saved = {"schema_version": record.SCHEMA_VERSION, "command": "amp", "job": {}}
+    saved |= {"measurements": [{"name": "accuracy", "interval": interval}]}
+    saved |= {"environment": environment.describe("cpu")}
+    baseline.write_text(json.dumps(saved))
+    words = ["--task", f"{path}:make", "--device", "cpu", "--baseline", str(baseline)]
+    words += ["--fail-on", "accuracy:-1%"]
+    assert main([*words, "--steps", "8"]) == 3  # it is another job
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit_:
+        main(words)
+    assert exit_.value.code == 2
+    assert "argument --fail-on: 'accuracy' needs --steps" in capsys.readouterr().err
 
 
 def test_an_accuracy_that_is_no_number_is_the_tasks(capsys):
@@ -214,16 +249,16 @@ def test_memory_is_measured_in_another_process_and_grows_with_the_model(
 @pytest.mark.parametrize(
     ("changes", "name", "verdict"),
     [
-        ({"speedups": [1.5] * 6}, "speed-up", "pass"),
-        ({"speedups": [1.4999] * 6}, "speed-up", "fail"),
-        ({"speedups": [1.4, 1.4, 1.5, 1.6, 1.6, 1.6]}, "speed-up", "inconclusive"),
-        ({"speedups": [2.0] * 2}, "speed-up", "inconclusive"),  # too few for an interval
+        ({"speedups": [1.5] * 6}, "speedup", "pass"),
+        ({"speedups": [1.4999] * 6}, "speedup", "fail"),
+        ({"speedups": [1.4, 1.4, 1.5, 1.6, 1.6, 1.6]}, "speedup", "inconclusive"),
+        ({"speedups": [2.0] * 2}, "speedup", "inconclusive"),  # too few for an interval
         ({"peak": 60}, "memory saving", "pass"),
         ({"peak": 61}, "memory saving", "fail"),
         ({"peak": None}, "memory saving", "n/a"),
         ({"gap": 0.0099}, "accuracy gap", "pass"),
         ({"gap": -0.0099}, "accuracy gap", "pass"),
-        ({"gap": 0.0101}, "accuracy gap", "fail"),
+        ({"gap": 0.02}, "accuracy gap", "pass"),  # better
         ({"gap": -0.0101}, "accuracy gap", "fail"),
         ({"loss": math.nan}, "accuracy gap", "fail"),
     ],
@@ -233,9 +268,9 @@ def test_a_target_is_met_up_to_its_bound(changes, name, verdict):
 
 
 def test_a_speedup_that_cannot_be_expected_is_not_judged_but_shown():
-    found = verdicts(results(speedups=[0.1] * 6), {"speed-up": "no units"})["speed-up"]
+    found = verdicts(results(speedups=[0.1] * 6), {"speedup": "no units"})["speedup"]
     assert (found.verdict, found.reason) == ("n/a", "amp+fastamp against fp32: no units")
-    assert found.figure.value == pytest.approx(0.1)
+    assert found.interval.value == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(
@@ -309,9 +344,11 @@ def test_the_json_file_says_what_the_table_says(finished):
     done, found = finished
     lines = done.stdout.splitlines()
     race_, known = found["races"]["training"], found["details"]
+    ratios = {m["arm"]: m["interval"] for m in found["measurements"] if m["name"][:7] == "speedup"}
+    ratios["fp32"] = {"value": 1.0, "low": 1.0, "high": 1.0}
     for name, line in zip(NAMES, lines[2:5], strict=True):
         arm = race_["arms"][name]
-        times, ratio, peak = arm["time_s"], arm["speedup"], known["peak_memory_nbytes"][name]
+        times, ratio, peak = arm["time_s"], ratios[name], known["peak_memory_nbytes"][name]
         assert peak > 0
         ratio = Interval(**{end: math.inf if x is None else x for end, x in ratio.items()})
         assert line.split() == [
@@ -334,7 +371,7 @@ def test_the_json_file_says_what_the_table_says(finished):
             "other",
         }
     assert [sorted(v["arm"] for v in round_) for round_ in race_["rounds"]] == [sorted(NAMES)] * 8
-    verdicts = [target["text"] for target in found["verdicts"]]
+    verdicts = [each["text"] for each in found["measurements"] if each["verdict"]]
     assert lines[-len(verdicts + found["closing"]) - 1 :] == [
         *verdicts,
         *found["closing"],

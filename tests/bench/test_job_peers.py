@@ -93,10 +93,11 @@ def test_a_peer_that_does_not_run_is_named_and_left_out(monkeypatch, capsys, tmp
     assert closed == ["broken"]
     assert "rows: missing is not raced: libfoo\n" in said
     found = json.loads(path.read_text())
-    assert "speedup/rows/again" in found["metrics"]
+    names = [each["name"] for each in found["measurements"]]
+    assert "speedup/rows/again" in names
     assert [row["job"] for row in found["table"]][-1] == "rows: again"
     assert found["table"][-1]["over stock"]
-    assert not [key for key in found["metrics"] if "broken" in key or "missing" in key]
+    assert not [key for key in names if "broken" in key or "missing" in key]
 
 
 def test_only_installed_peers_are_listed(monkeypatch):

@@ -109,11 +109,16 @@ def test_a_path_that_cannot_be_written_is_refused_before_any_work(
 def test_what_the_terminals_encoding_lacks_is_escaped(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
-    monkeypatch.setattr(
-        step, "_run", lambda *_: Report(table=[{"a": "b\u00e4se"}], races={}, metrics={})
-    )
+    monkeypatch.setattr(step, "_run", lambda *_: Report(table=[{"a": "b\u00e4se"}]))
     assert main(COMMAND) == 0
     assert b"b\\xe4se" in written.getvalue()
+
+
+def test_check_without_a_target_is_status_3_and_a_line(tmp_path, capsys):
+    assert main([*COMMAND, "--check", "--json", str(tmp_path / "found")]) == 3
+    said = "no verdict: step has no targets for --check"
+    assert said in capsys.readouterr().out
+    assert said in json.loads((tmp_path / "found").read_text())["closing"]
 
 
 def test_a_closed_standard_output_is_no_error_of_its_own(monkeypatch, tmp_path):
@@ -179,9 +184,12 @@ WRONG = [None, 5, -1.5, "x", [], {}, [1], True]
 def test_a_baseline_of_wrong_content_is_a_bad_argument(saved, tmp_path, capsys):
     path, name = tmp_path / "wrong.json", "speedup/1x10/norm"
     held = [*COMMAND, "--baseline", str(path), "--fail-on", f"{name}:-5%"]
-    entries = [(key,) for key in ("command", "job", "environment", "metrics", "schema_version")]
-    entries += [("environment", "threads"), ("metrics", name)]
-    entries += [("metrics", name, end) for end in ("value", "low", "high")]
+    entries = [
+        (key,) for key in ("command", "job", "environment", "measurements", "schema_version")
+    ]
+    place = [each["name"] for each in saved["measurements"]].index(name)
+    entries += [("environment", "threads"), ("measurements", place, "name")]
+    entries += [("measurements", place, "interval", end) for end in ("value", "low", "high")]
     for at in entries:
         for value in ["missing", *WRONG]:
             record = json.loads(json.dumps(saved))
@@ -201,7 +209,7 @@ def test_a_baseline_of_wrong_content_is_a_bad_argument(saved, tmp_path, capsys):
                 status = raised.code
             said = capsys.readouterr().err.splitlines()
             is_other = len(at) == 1 or at[0] == "environment"  # not comparable, and says so
-            is_number = len(at) == 3 and (value is None or type(value) in (int, float))
+            is_number = len(at) == 4 and (value is None or type(value) in (int, float))
             fine = {0, 1, 3} if is_number else {2, 3} if is_other else {2}
             assert status in fine, (at, value, said)
             assert status != 2 or "error: argument --" in said[-1]
@@ -221,8 +229,8 @@ def test_a_metric_that_this_run_lacks_is_no_verdict_and_all_else_is_written(
     saved, tmp_path, capsys
 ):
     path, now, name = tmp_path / "saved.json", tmp_path / "now.json", "speedup/peer"
-    metrics = saved["metrics"] | {name: saved["metrics"]["speedup/1x10/norm"]}
-    path.write_text(json.dumps(saved | {"metrics": metrics}))
+    more = [saved["measurements"][0] | {"name": name}]
+    path.write_text(json.dumps(saved | {"measurements": saved["measurements"] + more}))
     held = ["--baseline", str(path), "--fail-on", f"{name}:-5%", "--json", str(now)]
     held += ["--report", str(tmp_path / "now.html")]
     assert main([*COMMAND, *held]) == 3
@@ -231,14 +239,15 @@ def test_a_metric_that_this_run_lacks_is_no_verdict_and_all_else_is_written(
     )
     assert said in capsys.readouterr().out
     assert said in (tmp_path / "now.html").read_text().replace("&gt;", ">")
-    assert [verdict["text"] for verdict in json.loads(now.read_text())["verdicts"]] == [said]
+    assert said in [each["text"] for each in json.loads(now.read_text())["measurements"]]
 
 
 def test_a_change_beyond_all_numbers_is_a_change(saved, tmp_path, capsys):
     path, name = tmp_path / "wrong.json", "speedup/1x10/norm"
     for value in (5e-324, 1e308):
         record = json.loads(json.dumps(saved))
-        record["metrics"][name] = {"value": value, "low": value, "high": value}
+        for each in record["measurements"]:
+            each["interval"] = {"value": value, "low": value, "high": value}
         path.write_text(json.dumps(record))
         status = main([*COMMAND, "--baseline", str(path), "--fail-on", f"{name}:-5%"])
         assert status == (0 if value < 1 else 1)

@@ -16,7 +16,17 @@ from support.fake_clock import FakeClock
 from fastamp.bench import environment, record, selftest
 from fastamp.bench.__main__ import main
 from fastamp.bench.baseline import bound, hold
-from fastamp.bench.race import AGAIN, Interval, Plan, Race, Visit, bootstrap, run_race, verdict_on
+from fastamp.bench.race import (
+    AGAIN,
+    Interval,
+    Plan,
+    Race,
+    Visit,
+    bootstrap,
+    find_noise,
+    run_race,
+    verdict_on,
+)
 
 PLAN = Plan(rounds=64, warmup=0)
 
@@ -155,6 +165,67 @@ def test_only_an_interval_that_clears_the_target_passes(ends, verdict):
     assert verdict_on(Interval(value=1.5, low=ends[0], high=ends[1]), low=1.5) == verdict
 
 
+# A thousand races whose truth is known
+
+
+def simulate(race_of, seed, rounds, ratio, name="ours"):
+    """Race on a machine that drifts, with heavy tails, and now and then a busy neighbour."""
+    rng = np.random.default_rng(seed)
+    drift = itertools.accumulate(iter(lambda: 0.002 * rng.normal() + 0.3 / rounds, None))
+
+    def arm(time_s):
+        def spend():
+            busy = rng.exponential(0.5) * (rng.random() < 0.1)
+            return time_s * math.exp(next(drift) + 0.02 * rng.standard_t(3) + busy)
+
+        return spend
+
+    arms = {"stock": arm(ratio), name: arm(1.0)}
+    return race_of(arms, Plan(rounds=rounds, warmup=0), seed=seed)
+
+
+def test_intervals_hold_the_truth_in_94_percent_of_a_thousand_races(race_of):
+    held = 0
+    for seed in range(1000):
+        found = simulate(race_of, seed, (12, 24, 48)[seed % 3], 1.5).ratio("ours")
+        held += found.low <= 1.5 <= found.high
+    assert held >= 940
+
+
+def test_every_planted_slowdown_of_5_percent_is_found(race_of):
+    races = [simulate(race_of, seed, 128, 1 / 1.05) for seed in range(20)]
+    assert [race.ratio("ours").high < 1 for race in races] == [True] * 20
+    assert [find_noise({"x": race}) for race in races] == [""] * 20
+
+
+@pytest.mark.parametrize("name", [AGAIN, "ours"])
+def test_a_placebo_that_leaves_1_out_is_a_machine_too_noisy_for_a_verdict(race_of, name):
+    race = simulate(race_of, 0, 128, 1 / 1.05, name)
+    said = find_noise({"x": race})
+    assert said.startswith("the machine is too noisy for a verdict: " * (name == AGAIN))
+    assert bool(said) == (name == AGAIN)
+    measurements = [
+        record.judge("a", race.ratio(name), (0.5, 2.0), "x", "why"),
+        record.judge("b", None, (0.5, 2.0), "x", "why"),
+    ]
+    expected = ["inconclusive" if said else "pass", "n/a"]
+    assert [each.verdict for each in record.doubt(measurements, {"x": race})] == expected
+    report = record.Report(table=[{"arm": "a"}], races={"x": race})
+    run = {"environment": environment.describe("cpu")}
+    first = record.render(record.make_record(report, run)).splitlines()[0]
+    assert first == (said or "arm")
+
+
+@pytest.mark.parametrize("confidence", [0.95, 0.99])
+def test_a_placebo_leaves_1_out_as_seldom_as_its_confidence_says(confidence):
+    rng = np.random.default_rng(0)
+    missed = 0
+    for _ in range(600):
+        found = bootstrap(rng.standard_t(3, 12).tolist(), confidence=confidence)
+        missed += not found.low <= 0 <= found.high
+    assert missed <= 600 * (1 - confidence) + 3 * math.sqrt(600 * (1 - confidence))
+
+
 # The bench measures itself
 
 
@@ -184,8 +255,9 @@ def test_a_known_slowdown_is_found_and_identical_arms_are_the_same(work, tmp_pat
     assert main(["selftest", "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     assert found["details"]["true_ratio"] == 1.1
-    assert found["metrics"]["speedup"]["value"] == pytest.approx(1 / 1.1, rel=0.005)
-    assert found["races"]["selftest"]["placebo"]["value"] == pytest.approx(1, abs=0.005)
+    figures = {each["name"]: each["interval"] for each in found["measurements"]}
+    assert figures["speedup"]["value"] == pytest.approx(1 / 1.1, rel=0.005)
+    assert figures["placebo/selftest"]["value"] == pytest.approx(1, abs=0.005)
     assert "the true ratio, 1.1000, is inside the interval" in capsys.readouterr().out
 
 
@@ -251,7 +323,7 @@ def test_a_regression_is_beyond_the_bound_and_no_chance(new, spread, bound_, ver
 def test_a_baseline_without_an_interval_proves_nothing():
     saved = {"value": 1.0, "low": 0.0, "high": None}
     found = hold("m", metric(0.5, 0.01), saved, -0.05)
-    assert (found.verdict, found.figure.high) == ("inconclusive", math.inf)
+    assert (found.verdict, found.interval.high) == ("inconclusive", math.inf)
     assert hold("m", metric(1.0, 0.01), saved, -0.05).verdict == "inconclusive"  # no loss is seen
 
 
@@ -290,7 +362,8 @@ def test_a_baseline_of_something_else_is_refused_before_any_work(
     inside[place[-1]] = value
     other = tmp_path / "other.json"
     other.write_text(json.dumps(record))
-    assert main(["selftest", "--slowdown", "0", "--baseline", str(other)]) == 3
+    held = ["--fail-on", "of_old:-5%"] * (place == ("schema_version",))
+    assert main(["selftest", "--slowdown", "0", "--baseline", str(other), *held]) == 3
     assert f"no verdict: the baseline cannot be compared: {message}" in capsys.readouterr().err
 
 

@@ -212,7 +212,7 @@ def test_a_row_has_both_times_their_ratio_the_plain_pass_and_the_peers(run):
     metrics = {
         f"{kind}/3gx10/{w}" for kind in ("speedup", "of_plain") for w in ("adamw", "adamw-open")
     }
-    assert set(found["metrics"]) == metrics
+    assert metrics <= {each["name"] for each in found["measurements"]}
     assert any("bitsandbytes and apex need a GPU" in note for note in found["notes"])
 
 

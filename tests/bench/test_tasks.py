@@ -121,12 +121,13 @@ def test_the_example_of_the_help_is_a_task_that_is_measured_like_the_gpt(quick, 
         "seed": 0,
         "seeds": 1,
     }
-    assert [verdict["name"] for verdict in saved["verdicts"]] == [
-        "speed-up",
+    judged = [each for each in saved["measurements"] if each["verdict"]]
+    assert [each["name"] for each in judged] == [
+        "speedup",
         "memory saving",
         "accuracy gap",
     ]
-    assert saved["verdicts"][2]["figure"]["value"] < 0.1
+    assert judged[2]["interval"]["value"] < 0.1
     shown = capsys.readouterr().out.splitlines()
     assert shown[-1] == saved["sentence"]
     assert saved["sentence"] in (tmp_path / "page.html").read_text()
@@ -151,7 +152,7 @@ def test_other_peoples_scripts_are_tasks_of_twenty_lines(quick, name, tmp_path, 
     _, stock, ours = (curve[0] for curve in saved["losses"].values())
     assert ours == pytest.approx(stock, rel=1e-5)  # both drop out the same
     assert all(math.isfinite(loss) for curve in saved["losses"].values() for loss in curve)
-    gap = saved["verdicts"][2]
+    gap = next(m for m in saved["measurements"] if m["name"] == "accuracy gap")
     assert ("no function that evaluates" in gap["reason"]) == (name != "classifier")
     assert capsys.readouterr().err == ""
 

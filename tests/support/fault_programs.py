@@ -101,7 +101,7 @@ def measure(folder: Path) -> int:
     """Write a bench's record and page over older ones."""
 
     def prepare(args):
-        return {}, lambda: Report(table=[{"arm": "x"}], races={}, metrics={})
+        return {}, lambda: Report(table=[{"arm": "x"}])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selftest, "prepare", prepare)

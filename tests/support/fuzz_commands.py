@@ -19,7 +19,7 @@ from fastamp.bench import __main__ as bench
 from fastamp.bench import latency, main_job
 from fastamp.bench import step as bench_step
 from fastamp.bench.race import Interval
-from fastamp.bench.record import Report, make_record
+from fastamp.bench.record import Measurement, Report, make_record
 from fastamp.bench.text import load_corpus
 
 
@@ -31,8 +31,9 @@ class Baseline(Target):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        figures = {name: Interval(value=2.0, low=1.8, high=2.2) for name in self.words}
-        report = Report(table=[{"arm": "x", "ms": "1"}], races={}, metrics=figures)
+        figure = Interval(value=2.0, low=1.8, high=2.2)
+        figures = [Measurement(name=name, interval=figure) for name in self.words]
+        report = Report(table=[{"arm": "x", "ms": "1"}], measurements=figures)
         environment = bench.describe("cpu")
         job = {"sizes": [1, 2], "name": "x", "shape": {"layers": 1}}
         self.stack = ExitStack()
@@ -40,7 +41,7 @@ class Baseline(Target):
         patch(mock.patch.object(bench, "describe", return_value=environment))
         # A parser of one command is made in a sixth of the time.
         patch(mock.patch.dict(bench.COMMANDS, {"step": bench_step}, clear=True))
-        made = (job, lambda: Report(**vars(report) | {"verdicts": []}))
+        made = (job, lambda: report)
         patch(mock.patch.object(bench_step, "prepare", return_value=made))
         run = {"command": "step", "environment": environment, "job": job}
         self.valid = json.loads(json.dumps(make_record(report, run)))
