@@ -119,7 +119,8 @@ def say_in_words(found: Results, advice: list[Advice], added: Interval) -> str:
     """
     race, judged = found.race, found.race.arms[-1]
     if race.ratio(STOCK).says_nothing or race.ratio(judged, STOCK).says_nothing:
-        return f"The times of {len(race.rounds)} steps say nothing: try again with more --steps."
+        steps = len(found.batch_sizes)
+        return f"The times of {steps} steps say nothing: try again with more --steps."
     speed, memory = _speed(race.ratio(STOCK)), _memory(found)
     precision = f"Mixed precision makes this model {speed} on this machine{memory}"
     following = "nothing else would make a step faster by 2 %"

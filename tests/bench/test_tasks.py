@@ -390,6 +390,7 @@ def results(amp, ours, *, peaks_=(100, 50)):
     return SimpleNamespace(
         race=Race(arms=[*visits], rounds=[visits] * 8),
         peaks={"fp32": peaks_[0] * 2**20, "amp": peaks_[1] and peaks_[1] * 2**20},
+        batch_sizes=[4] * 24,
     )
 
 
@@ -423,4 +424,4 @@ def test_one_sentence_says_it_all():
     few = results(0.93, 1.0)
     del few.race.rounds[2:]
     said = say(few, [nothing])
-    assert said == "The times of 2 steps say nothing: try again with more --steps."
+    assert said == "The times of 24 steps say nothing: try again with more --steps."
