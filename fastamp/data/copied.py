@@ -34,9 +34,14 @@ class CopiedBatches(Iterator[Any]):
 
     def __next__(self) -> Any:
         begun = self._begun
-        while not begun or (len(begun) <= self._ahead and self._is_next_ready()):
-            begun.append(self._begin())
-        first = begun.popleft()
+        # An error that is raised here at once is stored nowhere: its traceback refers to this pass,
+        # which would live until the garbage collector if Ctrl-C came before the error was raised.
+        first = begun.popleft() if begun else self._begin()
+        while len(begun) < self._ahead and self._is_next_ready():
+            try:
+                begun.append(self._begin())
+            except Exception as error:  # noqa: BLE001 - raised where the batch would come
+                begun.append(error)
         if isinstance(first, Exception):
             try:
                 raise first
@@ -45,11 +50,8 @@ class CopiedBatches(Iterator[Any]):
         return self._copies.deliver(*first)
 
     def _begin(self) -> Any:
-        """Begin the copy of the next batch, or return the error that comes in its place."""
-        try:
-            self._copies.settle()
-            batch = next(self._source)
-            with self._on_device:
-                return self._copies.start(batch)
-        except Exception as error:  # noqa: BLE001 - raised where the batch would come
-            return error
+        """Begin the copy of the next batch."""
+        self._copies.settle()
+        batch = next(self._source)
+        with self._on_device:
+            return self._copies.start(batch)
