@@ -43,7 +43,7 @@ def write(path: Path, content: bytes) -> None:
                 part.chmod(stat.S_IMODE(target.stat().st_mode))
             file.write(content)
         part.replace(target)
-        sync_folder(target.parent)
+        sync(target.parent)
     finally:
         part.unlink(missing_ok=True)
 
@@ -57,9 +57,9 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def sync_folder(folder: Path) -> None:
-    """Sync the entries of a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Sync a closed file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -19,7 +19,7 @@ import torch
 from numpy.lib import format as npy
 from torch import Tensor
 
-from fastamp._files import create, sync_folder
+from fastamp._files import create, sync
 from fastamp.data.item_layout import Chunk, Layout, as_bytes, hash_rows
 
 _VERSION = 1
@@ -80,9 +80,9 @@ def write(
                     file.write(as_bytes(rows))
         with create(part / "layout.json") as file:
             file.write(json.dumps(record, indent=1).encode())
-        sync_folder(part)
+        sync(part)
         part.replace(folder)
-        sync_folder(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

@@ -1,28 +1,48 @@
-"""`fastamp.Checkpointer`: checkpoints as `fine_tune` writes them, for loops of the user's own."""
+"""`fastamp.Checkpointer`: collects the states of a loop's parts, checks them, and restores them."""
 
 import logging
 import math
 import operator
 import os
+import sys
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import Self
 
 from fastamp.data.own_threads import start
-from fastamp.train.keeper import OWN_NAMES, SIGNS, Keeper, open_folder
+from fastamp.train.check import (
+    ANY,
+    attempt,
+    check,
+    check_equal,
+    check_model,
+    check_optimizer,
+    check_part,
+)
+from fastamp.train.random_state import all_devices, check_rng_state, rng_state, set_rng_state
 from fastamp.train.ranks import Ranks
 from fastamp.train.signals import Signals
+from fastamp.train.state_file import CheckpointError, check_entries, read_file, write_file
+from fastamp.train.store import Store
 from fastamp.train.weights import copied, save_weights
 
 T = TypeVar("T")
 _EXCHANGE_EVERY = 10  # steps, after which ranks tell each other of a signal
+_SIGNS = {None: 0, "min": 1, "max": -1}  # of a metric that is better when it is lower
+# A checkpoint's own entries: no part may have such a name.
+_OWN_NAMES = {"best", "files", "format", "kinds", "n_with_state", "ranks", "rng", "step"}
 
 
 class Checkpointer:
@@ -38,8 +58,9 @@ class Checkpointer:
     can restore it; only the same number gets its random numbers back. `loader` is saved for each
     rank, the other parts as on the first rank.
 
-    From the first save on the folder belongs to this process until it ends. Files of others in it
-    stay as they are.
+    From the first save on the folder belongs to this process until it ends: it holds the lock of
+    the file `.lock`, which stays. Another process that saves waits for up to a minute. Files of
+    others in the folder stay as they are.
 
     Args:
         folder: is made if needed.
@@ -60,9 +81,10 @@ class Checkpointer:
             raises a ValueError for a wrong state.
 
     Raises:
-        OSError: the folder cannot be made or written to.
+        OSError: the folder cannot be made or written to, or its file system has no renames.
         TypeError: `folder` is no path, or a part has no `state_dict` or `load_state_dict`.
-        ValueError: `keep`, `best` or `in_thread` is wrong, or the name of a part is taken.
+        ValueError: `keep`, `best` or `in_thread` is wrong, `folder` is an address such as s3://, or
+            the name of a part is taken.
 
     Example:
         >>> model = torch.nn.Linear(4, 1)
@@ -82,6 +104,9 @@ class Checkpointer:
         16
     """
 
+    _argument, _anew = "folder", "another folder starts anew"  # in errors
+    _devices: Sequence[torch.device] | None = None  # whose random numbers are saved; None for all
+
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -96,19 +121,22 @@ class Checkpointer:
         in_thread: bool = False,
         **parts: Any,
     ) -> None:
-        parts = {"loader": loader, "scaler": scaler, "scheduler": scheduler, **parts}
+        parts |= {"loader": loader, "scaler": scaler, "scheduler": scheduler}
         parts = {name: part for name, part in parts.items() if part is not None}
         has_ranks = dist.is_available() and dist.is_initialized()
         ranks = Ranks("ddp", dist.get_rank(), dist.get_world_size()) if has_ranks else Ranks()
         _check_arguments(folder, model, optimizer, parts)
         _expect("keep", keep, "an integer of at least 1", fine=type(keep) is int and keep > 0)
-        _expect("best", best, "None, 'min' or 'max'", fine=best in [*SIGNS])  # may be a list
+        _expect("best", best, "None, 'min' or 'max'", fine=best in [*_SIGNS])  # may be a list
         alone = not (in_thread and has_ranks)
         _expect("in_thread", in_thread, "False where torch.distributed is initialized", fine=alone)
-        words = {"argument": "folder", "anew": "another folder starts anew"}
-        self._files = open_folder(folder, ranks, keep=keep, **words)
-        self._keeper = Keeper(self._files, _inside(model), optimizer, parts, ranks, best=best)
-        self._ranks, self._in_thread = ranks, in_thread
+        suffix = "" if has_ranks else ".pt"
+        self._store = Store(folder, keep=keep, suffix=suffix, argument=self._argument)
+        self._store.paths = ranks.first(self._store.open)
+        self._model, self._optimizer, self._parts = _inside(model), optimizer, parts
+        self._ranks, self._in_thread, self._sign = ranks, in_thread, _SIGNS[best]
+        self._best: list[Any] | None = None  # the step of the best checkpoint, and its metric
+        self._as_many = True  # ranks wrote the checkpoint that is being checked, or was restored
         self._signals: Signals | None = None
         self._thread: threading.Thread | None = None
         self._thread_step = -1  # that it writes
@@ -133,7 +161,8 @@ class Checkpointer:
 
         Raises:
             OSError: the checkpoint cannot be written, or the one before could not be, in a thread;
-                the other checkpoints are unchanged.
+                the other checkpoints are unchanged. Or another process saves in the folder, or its
+                file system has no locks.
             CheckpointError: a state holds an object that could not be read back, since it is
                 neither a tensor nor a plain value. The other checkpoints are unchanged.
             TypeError: `step` is no integer, or `metric` no number.
@@ -142,7 +171,7 @@ class Checkpointer:
         """
         expected = "an integer of at least 0"
         step = _as(operator.index, "step", step, expected)
-        newest = max(self._files.newest_step, self._thread_step)
+        newest = max(self._store.newest_step, self._thread_step)
         if newest > step >= 0:
             expected = f"at least {newest}, the newest checkpoint's, which restore() resumes"
         _expect("step", step, expected, fine=step >= max(newest, 0))
@@ -171,8 +200,18 @@ class Checkpointer:
                 of your own class has refused its state. Or all are damaged, or there is no best.
         """
         self.wait()
-        state = self._keeper.restore(best=best, stacklevel=3)
-        return None if state is None else int(state["step"])
+        state = self._load()
+        if state is not None and best:
+            if state["best"] is None:
+                needs = "Checkpointer(best=...) and save(metric=...)"
+                msg = f"best: there is none until step {state['step']}: it needs {needs}"
+                raise CheckpointError(msg)
+            self._store.go_back(state["best"][0])
+            state = self._load()
+        if state is None:
+            return None
+        self._apply(state)
+        return int(state["step"])
 
     def on_signal(self) -> Self:
         """Defer SIGTERM and Ctrl-C until the next `save`, which then writes a checkpoint.
@@ -228,7 +267,7 @@ class Checkpointer:
             ImportError: safetensors is not installed; it comes with the extra `safetensors`.
             OSError: it cannot be written.
         """
-        save_weights(self._keeper.model, Path(path), self._ranks)
+        save_weights(self._model, Path(path), self._ranks)
 
     def _received(self, step: int, *, is_due: bool) -> int | None:
         """Return a signal that this or another rank has received."""
@@ -241,30 +280,211 @@ class Checkpointer:
             return None
         return max(self._ranks.gather(received or 0)) or None
 
+    def _is_better(self, metric: float) -> bool:
+        """Say whether a checkpoint with a metric, which may be NaN, would be the best one."""
+        if not self._sign or math.isnan(metric):
+            return False
+        return self._best is None or self._sign * (self._best[1] - metric) > 0
+
+    def _best_path(self) -> Path | None:
+        return None if self._best is None else self._store.path_of(self._best[0])
+
     def _save(self, step: int, metric: float | Tensor | None) -> None:
         self.wait()
-        if isinstance(metric, Tensor):
+        if metric is None or not self._sign:
+            metric = math.nan
+        elif isinstance(metric, Tensor):
             metric = metric.detach()
-        if metric is None or not self._keeper.sign:
-            number = math.nan
-        else:
-            number = _as(float, "metric", metric, "a number")
-        state = self._keeper.state(step, metric=number)
+        number = _as(float, "metric", metric, "a number")
+        state = self._ranks.together(lambda: self._collect(step, number))
+        if self._ranks.mode is not None:
+            state["ranks"] = self._ranks.gather({name: state[name] for name in self._of_rank()})
         if not self._in_thread:
-            self._keeper.write(state)
+            self._write(state)
             return
         thread = threading.Thread(target=self._write_in_thread, args=(copied(state),))
         thread.name, thread.daemon = "fastamp-checkpoint", False
         start(thread)
         self._thread, self._thread_step = thread, step
 
+    def _of_rank(self) -> list[str]:
+        """Return the names of the entries that differ between ranks."""
+        return [name for name in ("loader", "rng") if name in self._parts or name == "rng"]
+
+    def _collect(self, step: int, metric: float) -> dict[str, Any]:
+        """Return the states of all parts, to be written."""
+        best = [step, metric] if self._is_better(metric) else self._best
+        state: dict[str, Any] = {"step": step, "best": best, "kinds": self._kinds()}
+        state["rng"] = rng_state(self._at())
+        state |= {name: _without_numpy(part.state_dict()) for name, part in self._parts.items()}
+        for name in self._parts:
+            if any(hasattr(leaf, "full_tensor") for leaf in tree_leaves(state[name])):
+                msg = f"{name}: only model and optimizer may be sharded"
+                raise ValueError(msg)
+        state["model"] = _without_numpy(self._model.state_dict())
+        if self._optimizer is not None:
+            state["optimizer"] = _without_numpy(self._optimizer.state_dict())
+            state["n_with_state"] = len(state["optimizer"]["state"])
+        try:
+            check_entries(state)
+        except ValueError as error:
+            msg = f"{self._store.title}: nothing is saved: {error}"
+            raise CheckpointError(msg) from error
+        return state
+
+    def _write(self, state: dict[str, Any]) -> None:
+        """Write what `_collect` has returned, or a copy of it."""
+        store, ranks, step, best = self._store, self._ranks, state["step"], state["best"]
+        with store.named(f"{store.path_of(step).name} cannot be written"):
+            part = ranks.first(lambda: store.begin(step))
+            try:
+                if ranks.mode is None:
+                    write_file(part, state)
+                else:
+                    _sharded().write_folder(part, state, ranks)
+                store.paths = ranks.first(lambda: store.publish(part, step, best and best[0]))
+            finally:
+                store.discard(part)
+        self._best = best
+
     def _write_in_thread(self, state: dict[str, Any]) -> None:
         """Write a copy; the next call raises the error."""
         try:
-            self._keeper.write(state)
+            self._write(state)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is raised there
             self._error = error
             logging.getLogger(__name__).error("%s", error)  # noqa: TRY400 - there may be no call
+
+    def _load(self) -> dict[str, Any] | None:
+        """Return the state of the newest whole checkpoint, after a check of all that is in it."""
+        try:
+            state, problems = self._store.load(self._read)
+        except CheckpointError as error:
+            msg = f"{error}; {self._anew}"
+            raise CheckpointError(msg) from error
+        if problems and self._ranks.rank == 0:
+            text = f"{'; '.join(problems)}; resumed from {self._store.paths[-1]}"
+            warnings.warn(text, stacklevel=_level_outside())
+        return state
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        read: Any = partial(read_file, path, self._check)
+        if self._ranks.mode is not None:
+            read = partial(_sharded().read_folder, path, self._check, self._ranks)
+        state: dict[str, Any] = self._ranks.together(read)
+        return state
+
+    def _check(self, state: dict[str, Any]) -> None:
+        """Raise a ValueError that says why a checkpoint cannot be resumed; nothing changes."""
+        check_equal(state.get("kinds"), self._kinds(), "['kinds']", set())
+        like = dict.fromkeys(["format", "kinds", "best", "model", "rng", *self._parts], ANY)
+        like |= {"optimizer": ANY, "n_with_state": 0} if self._optimizer is not None else {}
+        like |= {"ranks": ANY, "files": ANY} if self._ranks.mode is not None else {}
+        check(state, like | {"step": 0}, "")
+        everyone, n_ranks, at = state.get("ranks", [state]), self._ranks.count, ""
+        if self._ranks.mode is not None:
+            n_ranks = len(everyone) if isinstance(everyone, list) and everyone else n_ranks
+            check(everyone, [dict.fromkeys(self._of_rank(), ANY)] * n_ranks, "['ranks']")
+            at = f"['ranks'][{self._ranks.rank if n_ranks == self._ranks.count else 0}]"
+        own = self._own(state)
+        if state["best"] is not None:
+            check(state["best"], [0, ANY], "['best']")
+            if type(state["best"][1]) is not float or math.isnan(state["best"][1]):
+                msg = f"its ['best'] is {state['best']}, expected a step and a number"
+                raise ValueError(msg)
+        check_model(state["model"], self._model.state_dict())
+        if self._optimizer is not None:
+            check_optimizer(state["optimizer"], self._optimizer, state["n_with_state"])
+        for name, part in self._parts.items():
+            check_part({**state, **own}[name], part, f"{at if name in own else ''}[{name!r}]")
+        loader = self._parts.get("loader")
+        is_shared = getattr(loader, "_shard", None) is not None
+        is_shared |= loader is None or hasattr(loader, "check_state_dict")  # which has decided
+        if not (self._as_many or is_shared):
+            wanted = "another number of them needs a fastamp.DataLoader with shard=True"
+            msg = f"{n_ranks} ranks wrote it, {wanted}"
+            raise ValueError(msg)
+        attempt(lambda: check_rng_state(own["rng"], self._at(own["rng"])), f"{at}['rng']")
+
+    def _own(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of a checkpoint, and find out how many ranks wrote it."""
+        everyone = state.get("ranks", [state])
+        self._as_many = len(everyone) == self._ranks.count
+        own: dict[str, Any] = everyone[self._ranks.rank if self._as_many else 0]
+        return {name: own[name] for name in self._of_rank()}
+
+    def _apply(self, state: dict[str, Any]) -> None:
+        """Load what `_load` has returned: parts by name, then optimizer and model."""
+        own = self._own(state)
+        # First the loader: it may still refuse its state, and nothing has changed then.
+        for name in sorted(self._parts, key=lambda name: name != "loader"):
+            load = self._parts[name].load_state_dict
+            self._attempt(name, partial(load, {**state, **own}[name]))
+        self._attempt("model", lambda: self._apply_tensors(state))
+        self._best = state["best"]
+        if self._as_many:
+            set_rng_state(own["rng"], self._at(own["rng"]))
+
+    def _apply_tensors(self, state: dict[str, Any]) -> None:
+        if self._ranks.mode is not None:
+            path = self._store.paths[-1]
+            state = _sharded().load_tensors(path, state, self._model, self._optimizer)
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict(state["optimizer"])
+        self._model.load_state_dict(state["model"])
+
+    def _attempt(self, name: str, action: Callable[[], object]) -> None:
+        """Let every error name the checkpoint and the entry, on all ranks."""
+
+        def explained() -> None:
+            try:
+                action()
+            except Exception as error:  # the user's own classes can raise anything
+                problem = f"its [{name!r}] cannot be loaded: {type(error).__name__}: {error}"
+                msg = f"{self._store.paths[-1]}: {problem}; {self._anew}"
+                raise CheckpointError(msg) from error
+
+        self._ranks.together(explained)
+
+    def _kinds(self) -> dict[str, str]:
+        """Return the classes of the parts, except those that are fine_tune's own."""
+        optimizer = {} if self._optimizer is None else {"optimizer": self._optimizer}
+        kinds = {name: type(part) for name, part in {**optimizer, **self._parts}.items()}
+        own = "fastamp.train."
+        return {n: k.__name__ for n, k in kinds.items() if not k.__module__.startswith(own)}
+
+    def _at(self, rng: dict[str, Any] | None = None) -> Sequence[torch.device]:
+        """Return the devices whose random numbers are saved, or restored from a state."""
+        begins = rng is not None and bool(rng["devices"])
+        return all_devices(begins=begins) if self._devices is None else self._devices
+
+
+def _sharded() -> Any:
+    """Return the module for checkpoints of ranks; torch's part of it is slow to import."""
+    from fastamp.train import sharded_checkpoint  # noqa: PLC0415
+
+    return sharded_checkpoint
+
+
+def _without_numpy(state: Any) -> Any:
+    """Return a state with Python's numbers in place of NumPy's, which a checkpoint cannot hold.
+
+    A scheduler's metric may be one, and a group's learning rate.
+    """
+    if not any(isinstance(leaf, np.generic) for leaf in tree_leaves(state)):
+        return state
+    plain = tree_map_only(np.generic, np.generic.item, state)
+    if hasattr(state, "_metadata"):  # versions of a model's modules
+        plain._metadata = state._metadata
+    return plain
+
+
+def _level_outside() -> int:
+    """Return the `stacklevel` of a warning, for its caller, of the code that has called fastamp."""
+    package, frame, level = f"{Path(__file__).parents[1]}{os.sep}", sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _check_arguments(folder: Any, model: Any, optimizer: Any, parts: dict[str, Any]) -> None:
@@ -278,8 +498,10 @@ def _check_arguments(folder: Any, model: Any, optimizer: Any, parts: dict[str, A
         if not isinstance(value, kind):
             msg = f"{name}: expected {expected}, got {type(value).__name__}"
             raise TypeError(msg)
+    is_path = "://" not in os.fspath(folder)
+    _expect("folder", folder, "a path of a mounted file system", fine=is_path)
     for name, part in parts.items():
-        _expect(name, name, "another name: checkpoints use this one", fine=name not in OWN_NAMES)
+        _expect(name, name, "another name: checkpoints use this one", fine=name not in _OWN_NAMES)
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             remedy = "; fastamp.DataLoader has both" if name == "loader" else ""
             wanted = f"expected an object with state_dict and load_state_dict{remedy}"

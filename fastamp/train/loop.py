@@ -70,8 +70,8 @@ def fine_tune(
     Raises:
         CheckpointError: the newest whole checkpoint is of another model, optimizer, data or config,
             or something in it is wrong; the message names the file and the entry, and only the
-            model's device has changed by then. Or all are damaged. Or one that is written could not
-            be read back.
+            model's device has changed by then. Or all are damaged. Or a state holds an object that
+            is neither a tensor nor a plain value.
         OSError: a checkpoint cannot be written; the model and older checkpoints are unchanged.
         TypeError: `model` is no module, `config` no TrainConfig, or the data or the model's output
             cannot be trained on.
@@ -112,7 +112,7 @@ class _Loop(Run):
         self.no_sync: Any = self.trained.no_sync if self.ranks.mode == "ddp" else nullcontext
         self.losses: list[tuple[int, torch.Tensor]] = []  # with steps, not yet logged
         self.advance: Callable[..., object] = lambda: None
-        self.signals = Signals(enabled=self.keeper is not None)
+        self.signals = Signals(enabled=self.checkpointer is not None)
 
     def train(self) -> TrainResult:
         """Train to the end."""
@@ -148,7 +148,8 @@ class _Loop(Run):
         if eval_every and self.step % eval_every == 0 and self.evaluated_at != self.step:
             self._evaluate()
         saves = bool(save_every) and self.step % (save_every or 1) == 0
-        saves = saves or (self.keeper is not None and self.keeper.is_better(self.val_loss))
+        saver = self.checkpointer
+        saves = saves or (saver is not None and saver._is_better(self.val_loss))
         received = None
         if saves or self.ranks.mode is None or self.step % self.config.log_every == 0:
             received = self._exchange()
@@ -258,7 +259,7 @@ class _Loop(Run):
         return TrainResult(
             **curves,
             steps=self.step,
-            best_checkpoint=self.keeper.best_path if self.keeper is not None else None,
+            best_checkpoint=None if self.checkpointer is None else self.checkpointer._best_path(),
             skipped_steps=self.schedule.n_skipped,
             precision=self.precision,
             samples_per_s=sum(self.ranks.gather(self.n_samples)) / training_s,

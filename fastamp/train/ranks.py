@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pickle
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,11 +39,11 @@ class Ranks:
         value = error = None
         try:
             value = action()
-        except (OSError, RuntimeError, ValueError) as raised:
+        except Exception as raised:  # noqa: BLE001 - else the other ranks would wait for this one
             error = raised
-        for raised_there in self.gather(error):
+        for rank, raised_there in enumerate(self.gather(error and _sendable(error))):
             if raised_there is not None:
-                raise raised_there
+                raise error if error is not None and rank == self.rank else raised_there
         return value
 
     def first(self, action: Callable[[], Any]) -> Any:
@@ -90,6 +91,15 @@ class Ranks:
         mesh = init_device_mesh(device.type, (self.count,))
         for module in [*_blocks(model), model]:
             fully_shard(module, mesh=mesh)
+
+
+def _sendable(error: Exception) -> Exception:
+    """Return an error that can be sent to other ranks: itself, or its text."""
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
+    except Exception:  # noqa: BLE001 - an error can refuse with any other
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _is_launched() -> bool:

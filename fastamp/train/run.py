@@ -12,8 +12,8 @@ from fastamp.step import GradScaler
 from fastamp.timer import Timer
 from fastamp.train.batches import Batches
 from fastamp.train.check import ANY, check, check_equal
+from fastamp.train.checkpointer import Checkpointer
 from fastamp.train.config import TrainConfig
-from fastamp.train.keeper import Keeper, open_folder
 from fastamp.train.model_call import ModelCall
 from fastamp.train.optimizer import Schedule, make_optimizer
 from fastamp.train.random_state import seed_all
@@ -27,6 +27,12 @@ _OF_LENGTH = {"total_steps", "warmup_steps"}  # a longer run may change them
 _LOG = logging.getLogger(__name__)
 
 
+class _Checkpointer(Checkpointer):
+    """One whose errors name the arguments of a TrainConfig."""
+
+    _argument, _anew = "checkpoint_dir", "resume=False starts anew"
+
+
 class Run:
     """A run at some step: everything that a checkpoint keeps."""
 
@@ -35,10 +41,6 @@ class Run:
     ) -> None:
         self.config, self.model, self.ranks = config, model, ranks
         self.device, self.precision = config.chosen_device, config.effective_precision
-        checkpoints = None
-        if config.checkpoint_dir is not None:
-            options: dict[str, Any] = {"keep": config.keep, "resume": config.resume}
-            checkpoints = open_folder(config.checkpoint_dir, ranks, **options)
         self.data = Batches("train_data", train_data, config, ranks, shuffle=True)
         self.held_out = None
         if val_data is not None:
@@ -46,7 +48,7 @@ class Run:
         self.total = self._count_steps()
         self.trained, self.evaluated = ranks.spread(model, config)
         self.model_call = config.model_call or ModelCall(config.loss_fn)
-        options = {"lr": config.lr, "weight_decay": config.weight_decay}
+        options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
         if ranks.mode == "fsdp" and config.max_norm is None:
             options["fused"] = None  # torch's fused SGD and Adagrad do not support DTensors
         self.optimizer = make_optimizer(model, config.optimizer, **options)
@@ -60,21 +62,10 @@ class Run:
         self.has_ended = False  # no batch is left in the pass; its last step may not be done yet
         self.saved_at: tuple[int, ...] = ()
         self.val_loss = math.nan  # of this step, with `keep_best`
-        self.keeper: Keeper | None = None
-        if checkpoints is not None:
-            parts = {"run": self, "loader": self.data, "scaler": self.scaler}
-            parts |= {"scheduler": self.schedule, "tracker": self.tracker}
-            at = [self.device]
-            self.keeper = Keeper(
-                checkpoints,
-                model,
-                self.optimizer,
-                parts,
-                ranks,
-                at,
-                best="min" if config.keep_best else None,
-            )
-            self._resume(self.keeper)
+        self.checkpointer = None
+        if config.checkpoint_dir is not None:
+            self.checkpointer = self._make_checkpointer(config.checkpoint_dir)
+            self._resume(self.checkpointer)
         self.tracker.watch(self.scaler, first_step=self.step + 1)
 
     @property
@@ -84,11 +75,11 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint unless this step has one."""
-        if self.keeper is None or self.saved_at == self.place:
+        if self.checkpointer is None or self.saved_at == self.place:
             return
         self.schedule.read_flag()  # the optimizer's state has the rate, too
         with self.timer("checkpoint"):
-            self.keeper.write(self.keeper.state(self.step, metric=self.val_loss))
+            self.checkpointer.save(self.step, metric=self.val_loss)
         self.saved_at = self.place
 
     def state_dict(self) -> dict[str, Any]:
@@ -101,7 +92,7 @@ class Run:
         """Raise a ValueError that says why another run's checkpoint cannot be resumed."""
         like = self.state_dict()
         check(state, like | {"config": ANY}, "state")
-        as_many = self.keeper is None or self.keeper.as_many
+        as_many = self.checkpointer is None or self.checkpointer._as_many
         theirs, ours, at = state["config"], like["config"], "state['config']"
         total = theirs.get("total_steps") if isinstance(theirs, dict) else None
         is_shorter = type(total) is int and 0 <= total < (self.total or 0)
@@ -112,14 +103,24 @@ class Run:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.saved_at, self.has_ended = state["place"], state["has_ended"]
+        self.former_total = state["config"]["total_steps"]
         self.step, self.epoch, self.evaluated_at = self.saved_at
 
-    def _resume(self, keeper: Keeper) -> None:
-        state = keeper.restore(stacklevel=6)  # where fine_tune is called
-        if state is None:
+    def _make_checkpointer(self, folder: Any) -> Checkpointer:
+        parts: dict[str, Any] = {"run": self, "model": self.model, "optimizer": self.optimizer}
+        parts |= {"loader": self.data, "scaler": self.scaler, "scheduler": self.schedule}
+        parts |= {"tracker": self.tracker, "best": "min" if self.config.keep_best else None}
+        checkpointer = _Checkpointer(folder, keep=self.config.keep, **parts)
+        checkpointer._devices = [self.device]
+        if not self.config.resume:
+            checkpointer._store.paths = []
+        return checkpointer
+
+    def _resume(self, checkpointer: Checkpointer) -> None:
+        if checkpointer.restore() is None:
             return
-        former = state["run"]["config"]["total_steps"]
-        if not keeper.as_many:
+        former = self.former_total
+        if not checkpointer._as_many:
             seed_all(self.config.seed, self.ranks.rank, self.step)
             if self.total is not None:
                 self.schedule.rescale(former, self.total)

@@ -1,4 +1,8 @@
-"""Checkpoints of several ranks: a folder each, written and read by all of them."""
+"""A checkpoint of several ranks: a folder that all of them write and read.
+
+Each rank writes its part of model and optimizer with `torch.distributed.checkpoint`; any number of
+ranks can read them.
+"""
 
 import pickle
 import zlib
@@ -11,12 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
-from fastamp.train.checkpoint import Checkpoints
+from fastamp._files import sync
+from fastamp.train.ranks import Ranks
 from fastamp.train.state_file import (
     RUN,
     Check,
@@ -50,71 +56,72 @@ _NAMES = {
 _NONE: dict[str, Any] = {"state": {}, "param_groups": []}  # where there is no optimizer
 
 
-class ShardedCheckpoints(Checkpoints):
-    """The checkpoints of one run, `step-00000123` and the like: folders that all ranks can reach.
+def write_folder(path: Path, state: dict[str, Any], ranks: Ranks) -> None:
+    """Write a state, and the folder, which all ranks can reach, with all that is in it to the disk.
 
-    Each rank writes its part of model and optimizer with `torch.distributed.checkpoint`; any number
-    of ranks can read them.
+    The first rank may rename the folder then, once it has synced the names in it.
     """
+    named, kept = state["model"], state.get("optimizer", _NONE)
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # rank 0 writes the buffers
+    writer = FileSystemWriter(path, sync_files=False)  # torch up to 2.13 syncs before it flushes
+    try:
+        save(_tensors(named, kept), storage_writer=writer, planner=planner)
+    except CheckpointException as error:  # raised on all ranks
+        raise next(iter(error.failures.values()))[0] from error
+    sums = ranks.together(lambda: _sync_files(path, ranks.rank))
+    files = {name: value for sums in ranks.gather(sums) for name, value in sums.items()}
+    rest = {"model": _on_meta(named)}
+    if kept is not _NONE:
+        rest["optimizer"] = kept | {"state": _on_meta(kept["state"])}
+    ranks.first(lambda: write_file(path / RUN, state | rest | {"files": files}))
 
-    suffix = ""
 
-    def _restore(
-        self, state: dict[str, Any], model: nn.Module, optimizer: Optimizer | None
-    ) -> None:
-        named, kept = model.state_dict(), state.get("optimizer", _NONE)
-        groups = optimizer.param_groups if optimizer is not None else ()
-        parameters = [p for group in groups for p in group["params"]]
-        for index, entries in kept["state"].items():
+def read_folder(path: Path, check: Check, ranks: Ranks) -> dict[str, Any]:
+    """Return the state in a folder, with tensors on "meta"; each rank checks some of the files.
 
-            def allocate(like: Tensor, parameter: Tensor = parameters[index]) -> Tensor:
-                """Return memory, sharded as the parameter is, for a tensor on "meta"."""
-                is_whole = like.shape == parameter.shape
-                source = parameter if is_whole else like.new_empty((), device="cpu")
-                return source.new_empty(like.shape, dtype=like.dtype)
+    Raises:
+        CheckpointError, DamagedError: as `read_file`, on this rank.
+    """
+    if path.is_file():
+        msg = f"{path}: was written by a single process, not by ranks"
+        raise (CheckpointError if is_ours(path) else DamagedError)(msg)
+    state = read_file(path / RUN, check)
+    files = state["files"]
+    names = sorted(files) if isinstance(files, dict) and all(map(_is_name, files)) else []
+    if _INDEX not in names:
+        msg = f"{path}: its ['files'] is {short(files)}, expected sums of files by name"
+        raise CheckpointError(msg)
+    for name in names[ranks.rank :: ranks.count]:
+        if not (path / name).is_file() or _checksum(path / name) != files[name]:
+            msg = f"{path}: is damaged in {name}"
+            raise DamagedError(msg)
+        if name == _INDEX:
+            _check_index(path / name)
+    return state
 
-            kept["state"][index] = tree_map_only(Tensor, allocate, entries)
-        try:
-            load(_tensors(named, kept), checkpoint_id=self._mine[-1])
-        except CheckpointException as error:  # raised on all ranks
-            raise next(iter(error.failures.values()))[0] from error
-        if optimizer is not None:
-            optimizer.load_state_dict(kept)
-        others = {n: v for n, v in state["model"].items() if not isinstance(v, Tensor)}
-        model.load_state_dict(named | others)
 
-    def _write(self, part: Path, state: dict[str, Any]) -> None:
-        named, kept = state["model"], state.get("optimizer", _NONE)
-        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # rank 0 writes the buffers
-        try:
-            save(_tensors(named, kept), checkpoint_id=part, planner=planner)
-        except CheckpointException as error:  # raised on all ranks
-            raise next(iter(error.failures.values()))[0] from error
-        sums = self._ranks.together(lambda: _sum_files(part, self._ranks.rank))
-        files = {name: value for sums in self._ranks.gather(sums) for name, value in sums.items()}
-        rest = {"model": _on_meta(named)}
-        if kept is not _NONE:
-            rest["optimizer"] = kept | {"state": _on_meta(kept["state"])}
-        self._ranks.first(lambda: write_file(part / RUN, state | rest | {"files": files}))
+def load_tensors(
+    path: Path, state: dict[str, Any], model: nn.Module, optimizer: Optimizer | None
+) -> dict[str, Any]:
+    """Return the states of model and optimizer, with this rank's shards."""
+    named, kept = model.state_dict(), state.get("optimizer", _NONE)
+    groups = optimizer.param_groups if optimizer is not None else ()
+    parameters = [p for group in groups for p in group["params"]]
+    for index, entries in kept["state"].items():
 
-    def _read_own(self, path: Path, check: Check) -> dict[str, Any]:
-        """Return the state in a checkpoint, and check this rank's share of its files."""
-        if path.is_file():
-            msg = f"{path}: was written by a single process, not by ranks"
-            raise (CheckpointError if is_ours(path) else DamagedError)(msg)
-        state = read_file(path / RUN, check)
-        files = state["files"]
-        names = sorted(files) if isinstance(files, dict) and all(map(_is_name, files)) else []
-        if _INDEX not in names:
-            msg = f"{path}: its ['files'] is {short(files)}, expected sums of files by name"
-            raise CheckpointError(msg)
-        for name in names[self._ranks.rank :: self._ranks.count]:
-            if not (path / name).is_file() or _checksum(path / name) != files[name]:
-                msg = f"{path}: is damaged in {name}"
-                raise DamagedError(msg)
-            if name == _INDEX:
-                _check_index(path / name)
-        return state
+        def allocate(like: Tensor, parameter: Tensor = parameters[index]) -> Tensor:
+            """Return memory, sharded as the parameter is, for a tensor on "meta"."""
+            is_whole = like.shape == parameter.shape
+            source = parameter if is_whole else like.new_empty((), device="cpu")
+            return source.new_empty(like.shape, dtype=like.dtype)
+
+        kept["state"][index] = tree_map_only(Tensor, allocate, entries)
+    try:
+        load(_tensors(named, kept), checkpoint_id=path)
+    except CheckpointException as error:  # raised on all ranks
+        raise next(iter(error.failures.values()))[0] from error
+    others = {n: v for n, v in state["model"].items() if not isinstance(v, Tensor)}
+    return {"model": named | others, "optimizer": kept}
 
 
 class _Index(pickle.Unpickler):
@@ -166,9 +173,11 @@ def _on_meta(tree: Any) -> Any:
     return tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), tree)
 
 
-def _sum_files(folder: Path, rank: int) -> dict[str, int]:
-    """Return the checksums of the files that a rank has written."""
+def _sync_files(folder: Path, rank: int) -> dict[str, int]:
+    """Sync the files that a rank has written to the disk, and return their checksums."""
     mine = [*folder.glob(f"__{rank}_*"), *([folder / _INDEX] if rank == 0 else [])]
+    for path in mine:
+        sync(path)
     return {path.name: _checksum(path) for path in mine}
 
 

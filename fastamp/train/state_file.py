@@ -5,12 +5,15 @@ import io
 import os
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from fastamp._files import create, open_regular
 
@@ -22,8 +25,8 @@ _OURS = _FORMAT.rpartition(" ")[0].encode()  # near the start of every file, of 
 RUN = "run.pt"  # in a folder: everything except the tensors of model and optimizer
 # Errors of a damaged path, or of none; others, such as a missing permission, are the machine's.
 _DAMAGED = {errno.ENOENT, errno.EINVAL, errno.EIO, errno.ELOOP, errno.ENOTDIR, errno.ENXIO}
-NOT_PICKLED = (pickle.PickleError, AttributeError, TypeError)
-"""What pickle raises for an object that it cannot write or, with `weights_only`, does not read."""
+# What pickle raises for an object that it cannot write or, with `weights_only`, does not read.
+_NOT_PICKLED = (pickle.PickleError, AttributeError, TypeError)
 _ENTRY_NBYTES = 30  # the least that an archive's entry takes beside its content
 
 
@@ -44,6 +47,15 @@ class DamagedError(CheckpointError):
     """A checkpoint that cannot be read: the one before it can be resumed."""
 
 
+def is_ours(path: Path) -> bool:
+    """Say whether a file or folder carries our format, of any version, damaged or not."""
+    file = path / RUN if path.is_dir() else path
+    if path.is_symlink() or not file.is_file():  # a FIFO would block
+        return False
+    with file.open("rb") as opened:
+        return _OURS in opened.read(4096)
+
+
 def write_file(path: Path, state: dict[str, Any]) -> None:
     """Write a state to the disk."""
     with create(path) as file:
@@ -53,32 +65,45 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
-def find_kinds(state: Any) -> set[type]:
-    """Return the types of all that is in a state."""
-    found: set[type] = set()
-    containers, seen = [state], set[int]()
-    while containers:
-        one = containers.pop()
-        if id(one) in seen:  # a container may hold itself
-            continue
-        seen.add(id(one))
-        inside = [*one, *one.values()] if isinstance(one, dict) else one
-        found |= {*map(type, inside)}
-        containers += [x for x in inside if isinstance(x, (dict, list, tuple, set))]
-    return found
+def check_entries(state: dict[str, Any]) -> None:
+    """Refuse a state that `read_file` would refuse, because of what it holds.
 
+    Tensors of torch's own are left out of the trial: it takes no memory to speak of.
 
-def find_strange(state: dict[str, Any]) -> str | None:
-    """Return the name of an entry that `read_file` would refuse, because of what it holds."""
+    Raises:
+        ValueError: an entry holds an object that is neither a tensor nor a plain value.
+    """
     for name, entry in state.items():
         memory = io.BytesIO()
         try:
-            torch.save(entry, memory)
+            tried = tree_map_only(Tensor, _left_out, entry)
+            torch.save((tried, getattr(entry, "_metadata", None)), memory)
             memory.seek(0)
-            torch.load(memory, map_location="cpu", weights_only=True)
-        except NOT_PICKLED:
-            return name
-    return None
+            _load(memory)
+        except _NOT_PICKLED as error:
+            msg = f"its [{name!r}] {_explain(error)}"
+            raise ValueError(msg) from error
+
+
+def _left_out(tensor: Tensor) -> Tensor | None:
+    """Return None in place of a tensor that can be read; those of other classes are tried."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and not vars(tensor)
+    return None if is_plain or hasattr(tensor, "full_tensor") else tensor
+
+
+def _load(file: BinaryIO) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, on sparse tensors: no damage
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _explain(error: Exception) -> str:
+    """Say what is wrong with an object that pickle refuses."""
+    kind = re.search(r"GLOBAL (\S+)", str(error))
+    if not isinstance(error, pickle.UnpicklingError):
+        return str(error)
+    of_what = f" of {kind[1]}" if kind else ""
+    return f"holds an object{of_what}, which is neither a tensor nor a plain value"
 
 
 def read_file(path: Path, check: Check) -> dict[str, Any]:
@@ -88,15 +113,16 @@ def read_file(path: Path, check: Check) -> dict[str, Any]:
         CheckpointError: it is of another version, or does not pass; a DamagedError if it is not
             whole, or was not written by `write_file`.
     """
+    if path.is_dir():
+        msg = f"{path}: was written by several ranks: torchrun --nproc-per-node 1 resumes it"
+        raise (CheckpointError if is_ours(path) else DamagedError)(msg)
     try:
         with open_regular(path) as file:
             _check_archive(file)
             file.seek(0)
-            state: Any = torch.load(file, map_location="cpu", weights_only=True)
+            state = _load(file)
     except pickle.UnpicklingError as error:
-        kind = re.search(r"GLOBAL (\S+)", str(error))
-        of_what = f" of {kind[1]}" if kind else ""
-        msg = f"{path}: holds an object{of_what}, which is neither a tensor nor a plain value"
+        msg = f"{path}: {_explain(error)}"
         raise DamagedError(msg) from error
     except Exception as error:  # unpickling a foreign file can raise anything
         is_of_machine = isinstance(error, OSError) and error.errno not in _DAMAGED
@@ -107,9 +133,9 @@ def read_file(path: Path, check: Check) -> dict[str, Any]:
         raise DamagedError(msg) from error
     found = state.get("format") if isinstance(state, dict) else None
     if found != _FORMAT:
-        is_ours = isinstance(found, str) and found.startswith(_OURS.decode())
+        is_other = isinstance(found, str) and found.startswith(_OURS.decode())
         msg = f"{path}: expected {_FORMAT!r}, got {found!r}"
-        raise (CheckpointError if is_ours else DamagedError)(msg)
+        raise (CheckpointError if is_other else DamagedError)(msg)
     try:
         check(state)
     except ValueError as error:
@@ -131,12 +157,3 @@ def _check_archive(file: BinaryIO) -> None:
         if damaged is not None:
             msg = f"the sum of {damaged} is wrong"
             raise zipfile.BadZipFile(msg)
-
-
-def is_ours(path: Path) -> bool:
-    """Say whether a file or folder carries our format, of any version, damaged or not."""
-    file = path / RUN if path.is_dir() else path
-    if path.is_symlink() or not file.is_file():  # a FIFO would block
-        return False
-    with file.open("rb") as opened:
-        return _OURS in opened.read(4096)

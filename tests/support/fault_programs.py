@@ -6,22 +6,22 @@ import contextlib
 import functools
 import hashlib
 import logging
+import os
 import pickle
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed
 from support.faults import report
 from support.trainable import Loop, loud, outcome, run
 
+import fastamp
 from fastamp.bench import __main__ as bench
 from fastamp.bench import selftest
 from fastamp.bench.record import Report
-from fastamp.train import CheckpointError
-from fastamp.train.checkpoint import Checkpoints
-from fastamp.train.ranks import Ranks
+from fastamp.train import Checkpointer, CheckpointError
+from fastamp.train.state_file import read_file
 
 TRAINING = {"max_steps": 12, "checkpoint_every": 2}
 ACCUMULATE = 2
@@ -34,19 +34,19 @@ class Reporting:
         self.calls, self.start = 0, 0
 
     def patch(self) -> None:
-        save, load = Checkpoints.save, Checkpoints.load
+        write, restore = Checkpointer._write, Checkpointer.restore
 
-        def save_and_report(checkpoints, step, *args):
-            save(checkpoints, step, *args)
-            report("saved", step)
+        def write_and_report(checkpointer, state):
+            write(checkpointer, state)
+            report("saved", state["step"])
 
-        def load_and_report(checkpoints, *args):
-            state = load(checkpoints, *args)
-            self.start = state["step"] if state else 0
+        def restore_and_report(checkpointer):
+            step = restore(checkpointer)
+            self.start = step or 0
             report("resumed", self.start)
-            return state
+            return step
 
-        Checkpoints.save, Checkpoints.load = save_and_report, load_and_report
+        Checkpointer._write, Checkpointer.restore = write_and_report, restore_and_report
 
     def loss(self, output, target):
         if torch.is_grad_enabled():
@@ -82,11 +82,9 @@ def look_and_loop(folder: Path, in_thread: bool = False) -> None:  # noqa: FBT00
 
 
 def look(folder: Path) -> None:
-    if not torch.distributed.is_initialized():
-        checkpoints = Checkpoints(folder, keep=3, ranks=Ranks())
-        for path in checkpoints._list():
-            with report_damage():
-                checkpoints._read(path, lambda _: None)
+    for path in folder.glob("step-*.pt"):
+        with report_damage():
+            read_file(path, lambda _: None)
 
 
 @contextlib.contextmanager
@@ -109,6 +107,25 @@ def measure(folder: Path) -> int:
         status = bench.main(["selftest", *options])
     if status:
         sys.exit(status)
+
+
+def save_a_small_model(folder: Path) -> None:
+    """Save a model whose files are smaller than the buffers that they are written through."""
+    checkpointer = fastamp.Checkpointer(folder, model=torch.nn.Linear(2, 1))
+    start = checkpointer.restore() or 0
+    report("resumed", start)
+    for step in range(start + 1, 5):
+        checkpointer.save(step)
+        report("saved", step)
+
+
+def sync_before_flushing(folder: Path) -> None:
+    """Sync a file while what is written to it is still in a buffer, and then give it its name."""
+    with (folder / "new").open("w") as file:
+        file.write("new")
+        os.fsync(file.fileno())
+    (folder / "new").replace(folder / "record")
+    (folder / "page").unlink()
 
 
 def write_carelessly(folder: Path) -> None:

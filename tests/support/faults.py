@@ -40,7 +40,8 @@ class Fault:
     "kill" ends the process, "power" all ranks, and what was not synced is lost; "fail" lets
     `length` calls from this one on fail with the error `number`, "full" those of them that need
     space; "signal" sends `number` at this call, "delay" after `delay_s` seconds. With `cut` a write
-    that is struck first has written some of its bytes.
+    that is struck first has written some of its bytes; after "power" all names are there, and of
+    the files only what was synced.
     """
 
     kind: str = "none"
@@ -127,7 +128,8 @@ class Server:
             struck = next((line.split("\t")[1] for line in lines if line.startswith("struck")), "")
             if before is not None and struck:
                 seed = f"{fault}{len(lines)}"
-                power_loss.lose(folder, before, journal, random.Random(seed))
+                rng = random.Random(seed)
+                power_loss.lose(folder, before, journal, rng, contents=fault.cut)
             reports = _read_reports(Path(room, "reports"))
             err = "\n".join(path.read_text() for path in sorted(Path(room).glob("err*")))
             return Ran(codes, reports, struck, err, elapsed_s)

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import warnings
 
 import pytest
@@ -241,6 +242,41 @@ def fail_to_write(folder, mode, where):
         if at == 0 and where == "the rest":
             patch.setattr(sharded, "write_file", fail)
         return error_of(folder, parallel=mode, max_steps=7, stop_at=-1)
+
+
+class OwnError(Exception):
+    """An error that cannot be sent to another process."""
+
+    def __init__(self):
+        super().__init__("of the user's own")
+        self.lock = threading.Lock()
+
+
+class Refusing:
+    """A part whose state is refused, or not to be had."""
+
+    def __init__(self, problem):
+        self.problem = problem
+
+    def state_dict(self):
+        if isinstance(self.problem, type):
+            raise self.problem
+        return {"value": {"not pickled": lambda: 0, "a lock": threading.Lock()}.get(self.problem)}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def save_what_is_refused(folder, name, problem, ranks):
+    """Return the error of a save where some ranks have a part that cannot be saved."""
+    is_one = torch.distributed.get_rank() in ranks
+    part = Refusing(problem if is_one else None)
+    checkpointer = fastamp.Checkpointer(folder, model=torch.nn.Linear(2, 1), **{name: part})
+    with pytest.raises(Exception, match="") as raised:  # noqa: PT011 - the test looks at it
+        checkpointer.save(1)
+    part.problem = None
+    checkpointer.save(2)
+    return type(raised.value).__name__, str(raised.value)
 
 
 def train_as_launched(environment, errors, folder, fields):

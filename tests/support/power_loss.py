@@ -1,6 +1,7 @@
 """What a loss of power leaves of a folder: what was synced, and any part of the rest.
 
-A file keeps what it held when it was last synced; later writes are there, or in part, or not.
+A file keeps what it held when it was last synced; later writes are there, or in part, or not. What
+a program still had in a buffer then, as Python's files have until `flush`, counts as written later.
 A folder keeps the names that it had when it was last synced, and some of the changes after that,
 in their order.
 """
@@ -51,8 +52,14 @@ def read(folder: Path) -> _Folder:
     return found
 
 
-def lose(folder: Path, before: _Folder, journal: Path, rng: random.Random) -> None:
-    """Turn a folder into what a loss of power at the end of a journal leaves of it."""
+def lose(
+    folder: Path, before: _Folder, journal: Path, rng: random.Random, *, contents: bool
+) -> None:
+    """Turn a folder into what a loss of power at the end of a journal leaves of it.
+
+    With `contents` all names are there, as file systems with a journal of names only leave them,
+    and of each file what was synced and nothing else.
+    """
     for line in journal.read_text().splitlines():
         call, *paths = line.split("\t")
         if call != "struck":
@@ -60,7 +67,7 @@ def lose(folder: Path, before: _Folder, journal: Path, rng: random.Random) -> No
     live: dict[_File, bytes] = {}
     _read_live(before, folder, live)
     shutil.rmtree(folder)
-    _write(before, folder, live, rng)
+    _write(before, folder, {} if contents else live, None if contents else rng)
 
 
 def _apply(root: _Folder, at: Path, call: str, path: str, other: str = "") -> None:
@@ -105,14 +112,17 @@ def _read_live(folder: _Folder, at: Path, live: dict[_File, bytes]) -> None:
             live[node] = (at / name).read_bytes()
 
 
-def _write(folder: _Folder, at: Path, live: dict[_File, bytes], rng: random.Random) -> None:
+def _write(folder: _Folder, at: Path, live: dict[_File, bytes], rng: random.Random | None) -> None:
     at.mkdir()
-    entries = folder.durable
-    for names in folder.pending[: rng.randint(0, len(folder.pending))]:
+    entries = folder.entries if rng is None else folder.durable
+    for names in [] if rng is None else folder.pending[: rng.randint(0, len(folder.pending))]:
         entries = _changed(entries, names)
     for name, node in entries.items():
         if isinstance(node, _Folder):
             _write(node, at / name, live, rng)
+            continue
+        if rng is None:
+            (at / name).write_bytes(node.synced)
             continue
         seen = live.get(node, node.synced)
         kept = [node.synced, seen]

@@ -30,7 +30,8 @@ def crash():
 
 
 def names(folder):
-    return sorted(path.name for path in Path(folder).iterdir())
+    """Name what is in a folder, except the file that is locked, which stays."""
+    return sorted(path.name for path in Path(folder).iterdir() if path.name != ".lock")
 
 
 def make_data(n=96):

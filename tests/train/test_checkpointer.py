@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import threading
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,6 @@ from support.trainable import CrashError, Loop, crash, make_model, names, run
 import fastamp
 from fastamp import _files as files
 from fastamp.train import random_state
-from fastamp.train.checkpoint import Checkpoints
 
 
 def crash_at(step):
@@ -197,7 +197,7 @@ def test_the_metric_may_be_a_loss_with_its_graph(tmp_path):
 
 def test_a_thread_writes_a_copy_of_the_moment_and_never_two_at_once(tmp_path, monkeypatch):
     loop = Loop(tmp_path, in_thread=True)
-    inside, may_write, most, save = [], threading.Event(), [0], Checkpoints.save
+    inside, may_write, most, save = [], threading.Event(), [0], fastamp.Checkpointer._write
 
     def slow(*args):
         inside.append(threading.current_thread().name)
@@ -206,7 +206,7 @@ def test_a_thread_writes_a_copy_of_the_moment_and_never_two_at_once(tmp_path, mo
         save(*args)
         inside.pop()
 
-    monkeypatch.setattr(Checkpoints, "save", slow)
+    monkeypatch.setattr(fastamp.Checkpointer, "_write", slow)
     loop.checkpointer.save(1)
     before = loop.model[0].weight.clone()
     with torch.no_grad():
@@ -326,6 +326,68 @@ def test_a_models_versions_are_kept_beside_numbers_of_numpy(tmp_path):
     assert type(model.count) is int
     state = torch.load(tmp_path / "step-00000001.pt", weights_only=True)["model"]
     assert state._metadata == model.state_dict()._metadata
+
+
+def test_a_model_with_lazy_modules_is_restored_with_its_optimizer(tmp_path):
+    def make():
+        model = torch.nn.Sequential(torch.nn.LazyLinear(4), torch.nn.LazyBatchNorm1d())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        return model, optimizer, {"model": model, "optimizer": optimizer}
+
+    def train(model, optimizer):
+        model(torch.ones(3, 5)).square().sum().backward()
+        optimizer.step()
+
+    model, optimizer, parts = make()
+    model(torch.ones(3, 5))
+    train(model, optimizer)
+    fastamp.Checkpointer(tmp_path, **parts).save(1)
+    other, its, parts = make()
+    assert fastamp.Checkpointer(tmp_path, **parts).restore() == 1
+    for one, with_it in ((model, optimizer), (other, its)):
+        one.zero_grad()
+        train(one, with_it)
+    assert all(map(torch.equal, other.state_dict().values(), model.state_dict().values()))
+
+
+def test_a_sparse_tensor_is_no_damage_where_torch_warns_of_it(tmp_path, monkeypatch):
+    """As torch 2.14 does, with warnings as errors."""
+    load, meter = torch.load, Meter()
+    meter.value = torch.eye(2).to_sparse()
+
+    def warn_and_load(*args, **kwargs):
+        warnings.warn("a sparse tensor of a file", stacklevel=2)
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "load", warn_and_load)
+    fastamp.Checkpointer(tmp_path, model=make_model(), meter=meter).save(1)
+    assert fastamp.Checkpointer(tmp_path, model=make_model(), meter=meter).restore() == 1
+
+
+def test_a_save_reads_no_tensor_back(tmp_path, monkeypatch):
+    """Reading takes the memory of the whole file once more; a new type of leaf is tried alone."""
+    read, load, meter = [], torch.load, Meter()
+
+    def noted(file, **kwargs):
+        read.append(len(file.read()))
+        file.seek(0)
+        return load(file, **kwargs)
+
+    monkeypatch.setattr(torch, "load", noted)
+    model = torch.nn.Linear(1000, 100)
+    checkpointer = fastamp.Checkpointer(tmp_path, model=model, meter=meter)
+    checkpointer.save(1)
+    meter.value = "of another type"
+    checkpointer.save(2)
+    assert sum(read) < 4 * model.weight.numel() < (tmp_path / "step-00000002.pt").stat().st_size
+
+
+def test_an_address_is_no_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = "folder: expected a path of a mounted file system, got 's3://bucket/run'"
+    with pytest.raises(ValueError, match=text):
+        fastamp.Checkpointer("s3://bucket/run", model=make_model())
+    assert names(tmp_path) == []
 
 
 def test_learning_rates_of_numpy_are_kept_as_numbers(tmp_path):

@@ -77,12 +77,44 @@ def test_a_checkpoint_of_ranks_outlives_a_loss_of_power(last, call, server, two_
     assert set(history.last.said("outcome")) == set(expected.said("outcome"))
 
 
+@pytest.mark.parametrize("contents", [False, True])
+def test_files_of_ranks_are_on_the_disk_before_they_have_their_names(contents, server, tmp_path):
+    """torch up to 2.13 syncs what is still in a buffer: of the small ones nothing."""
+    program = "support.fault_programs:save_a_small_model"
+    n_calls = server.run(program, tmp_path / "peace", ranks=2).calls_of(0)
+    for seed in range(4):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        fault = Fault("power", at=n_calls - 8 * seed, delay_s=seed, cut=contents)
+        struck = server.run(program, folder, fault=fault, ranks=2)
+        assert struck.struck
+        again = server.run(program, folder, ranks=2)
+        assert again.codes == [0, 0], again.err
+        assert min(again.said("resumed")) >= max(struck.said("saved")), again.err
+        assert "damaged" not in again.err
+
+
 def test_a_checkpoint_that_cannot_be_removed_is_told_as_the_folders_error(server, tmp_path):
     n_calls = run(server, "fine_tune", tmp_path / "peace").last.calls_of(0)
     for at in range(n_calls - 5, n_calls + 1):
         fault = Fault("fail", at=at, number=5)
         ran = SUBJECTS["fine_tune"].run(server, tmp_path / str(at), fault)
         assert ran.codes == [0] or "OSError: [Errno 5] checkpoint_dir=" in ran.err
+
+
+@pytest.mark.parametrize("contents", [False, True])
+def test_a_sync_before_a_flush_keeps_nothing(contents, server, tmp_path):
+    found = set()
+    for seed in range(8):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        for name, text in BENCH_FILES.items():
+            (folder / name).write_text(text)
+        fault = Fault("power", at=5, delay_s=seed, cut=contents)
+        program = "support.fault_programs:sync_before_flushing"
+        assert server.run(program, folder, fault=fault).struck == "remove"
+        found.add((folder / "record").read_text())
+    assert found == {""} if contents else {"", "new"} < found
 
 
 def test_a_program_that_does_not_sync_is_found_out(server, tmp_path):

@@ -1,20 +1,20 @@
 """The folder of checkpoints: one process saves in it, and what others left there stays."""
 
 import errno
-import json
+import fcntl
 import os
-import socket
+import shutil
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from support.processes import CONTEXT
-from support.trainable import Loop, names, run, save_and_stay
+from support.trainable import Loop, act_at, names, run, save_and_stay
 
-from fastamp.train import lock
-from fastamp.train.checkpoint import Checkpoints
-from fastamp.train.ranks import Ranks
+from fastamp.train import store
 
 
 @pytest.fixture
@@ -35,14 +35,14 @@ def test_another_process_that_saves_is_waited_for_and_then_respected(
     tmp_path, neighbour, monkeypatch, caplog
 ):
     before = names(tmp_path)
-    monkeypatch.setattr(lock, "WAIT_S", 0.5)
+    monkeypatch.setattr(store, "WAIT_S", 0.5)
     with pytest.raises(OSError, match="another process saves in"):
         run(tmp_path, resume=False, checkpoint_every=4)
     assert names(tmp_path) == before
     assert len(caplog.messages) == 1
-    assert Checkpoints(tmp_path, keep=3, ranks=Ranks()).load(lambda _: None)
+    assert torch.load(tmp_path / names(tmp_path)[-1], weights_only=True)["step"] == 8
     neighbour[0].kill()
-    monkeypatch.setattr(lock, "WAIT_S", 60)
+    monkeypatch.setattr(store, "WAIT_S", 60)
     run(tmp_path, checkpoint_every=4)
     assert names(tmp_path)[-1] == "step-00000040.pt"
 
@@ -58,49 +58,91 @@ def test_what_the_other_process_saves_meanwhile_is_kept(tmp_path, neighbour, cap
     assert result.steps == 40
 
 
-@pytest.mark.parametrize(
-    ("holder", "is_free"),
-    [
-        ({"host": socket.gethostname(), "pid": 2**22 + 1, "start": 1}, True),
-        ({"host": socket.gethostname(), "pid": os.getppid(), "start": -1}, True),
-        ({"host": socket.gethostname(), **lock._describe(os.getppid())}, False),
-        ({"host": "elsewhere", "pid": 1, "start": 1}, False),
-        (None, True),
-    ],
-    ids=["ended", "another with its number", "alive", "of another host", "none"],
-)
-def test_a_file_stands_for_a_lock_where_there_are_none(tmp_path, monkeypatch, holder, is_free):
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, "no locks")
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP])
+def test_a_file_system_without_locks_is_refused_by_name(tmp_path, monkeypatch, number):
+    """And no file stands for a lock: one that a killed process has left would never be stale."""
 
-    monkeypatch.setattr(lock.fcntl, "flock", refuse)
-    monkeypatch.setattr(lock, "WAIT_S", 0.5)
-    if holder is not None:
-        (tmp_path / ".lease").write_text(json.dumps(holder))
-    if is_free:
-        lock.lock(tmp_path)
-        lock.lock(tmp_path)  # it is this process's
-        assert json.loads((tmp_path / ".lease").read_text())["pid"] == os.getpid()
-    else:
-        with pytest.raises(OSError, match="another process"):
-            lock.lock(tmp_path)
-        assert json.loads((tmp_path / ".lease").read_text()) == holder
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    problem = f"cannot be written: its file system has no locks: {os.strerror(number)}"
+    with pytest.raises(OSError, match=f"checkpoint_dir={tmp_path}: step-00000003.pt {problem}"):
+        run(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_the_lock_is_a_file_that_stays(tmp_path):
+    """A lock of the folder itself would hold on one host only, where several share it by NFS."""
+    with pytest.MonkeyPatch.context() as patch:
+        locked, flock = set(), fcntl.flock
+        patch.setattr(
+            fcntl, "flock", lambda fd, how: locked.add(os.fstat(fd).st_ino) or flock(fd, how)
+        )
+        run(tmp_path, max_steps=3)
+    assert locked == {(tmp_path / ".lock").stat().st_ino}
+    before = (tmp_path / ".lock").stat().st_ino
+    store._locks.clear()
+    run(tmp_path, max_steps=6)
+    assert (tmp_path / ".lock").stat().st_ino == before
+
+
+def in_a_fork(action):
+    """Call a function in a forked process, and return its exit status."""
+    pid = os.fork()
+    if not pid:
+        try:
+            sys.exit(action())  # as a process that ends by itself
+        except SystemExit as end:
+            store._locks.clear()
+            os._exit(end.code)
+        finally:
+            os._exit(9)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def take_lock(folder):
+    """Return 0 if another process holds the lock of a folder, 1 if it is free."""
+    try:
+        store._lock(folder)
+    except OSError:
+        return 0
+    return 1
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_process_does_not_hold_the_lock(tmp_path, monkeypatch):
-    """Nor does it have it: the lock is its parent's, and ends with that."""
-    monkeypatch.setattr(lock, "WAIT_S", -1)
-    lock.lock(tmp_path)
+def test_a_forked_process_neither_has_the_lock_nor_ends_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "WAIT_S", 0)
+    store._lock(tmp_path)
+    assert in_a_fork(lambda: take_lock(tmp_path)) == 0
+    with CONTEXT.Pool(1) as pool:
+        assert pool.apply(take_lock, (tmp_path,)) == 0  # after the fork's end
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_that_lives_longer_does_not_hold_the_lock(tmp_path):
+    reader, writer = os.pipe()
     pid = os.fork()
-    if not pid:
-        try:
-            lock.lock(tmp_path)
-        except OSError:
-            os._exit(len(lock._held))
-        os._exit(1)
-    assert os.waitpid(pid, 0)[1] == 0
+    if not pid:  # takes the lock, and ends after it has forked
+        store._lock(tmp_path)
+        if not os.fork():
+            os.close(writer)
+            os.read(reader, 1)
+        os._exit(0)
+    os.close(reader)
+    os.waitpid(pid, 0)
+    store._lock(tmp_path)
+    os.close(writer)
+
+
+def test_a_folder_that_was_removed_and_made_anew_is_locked_anew(tmp_path):
+    folder = tmp_path / "run"
+    run(folder, max_steps=3)
+    shutil.rmtree(folder)
+    run(folder, max_steps=3)
+    assert (folder / ".lock").exists()
 
 
 def test_what_others_have_left_in_the_folder_stays(tmp_path):
@@ -138,6 +180,20 @@ def test_a_planted_link_is_not_followed(tmp_path, monkeypatch):
     run(folder, checkpoint_every=8)
     assert victim.read_text() == "mine"
     assert "step-00000040.pt" in names(folder)
+
+
+def test_a_file_system_without_renames_is_refused_before_training(tmp_path, monkeypatch):
+    """As some that stand for object stores: a checkpoint could be seen while it is written."""
+
+    def refuse_all(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(Path, "replace", refuse_all)
+    begun = act_at(1, lambda: pytest.fail("training has begun"))
+    text = f"checkpoint_dir={tmp_path}: cannot be written to: Function not implemented"
+    with pytest.raises(OSError, match=text):
+        run(tmp_path, loss_fn=begun)
+    assert names(tmp_path) == []
 
 
 def refuse(*_):

@@ -11,13 +11,16 @@ import zlib
 import pytest
 import torch
 from support.parallel_cases import (
+    OwnError,
     at_large,
     bits,
     call_for_error,
     call_for_warnings,
     four,
     run,
+    save_what_is_refused,
 )
+from support.trainable import names
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
@@ -83,6 +86,33 @@ MORE = {
     "is damaged in __0_0.distcp": lambda folder: pipe(folder / "__0_0.distcp"),
     "is damaged or no checkpoint": lambda folder: (folder / "run.pt").unlink(),
 }
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("name", ["meter", "loader"])
+@pytest.mark.parametrize(
+    ("problem", "kind", "text"),
+    [
+        ("not pickled", "CheckpointError", r"nothing is saved: its \['{}'\] .* pickle"),
+        ("a lock", "CheckpointError", r"nothing is saved: its \['{}'\] cannot pickle"),
+        (KeyError, "KeyError", ""),
+        (OwnError, "RuntimeError", "OwnError: of the user's own"),
+    ],
+    ids=["a function", "a lock", "KeyError", "an error that cannot be sent"],
+)
+@pytest.mark.pairwise
+def test_what_one_rank_cannot_save_is_an_error_on_all(
+    four, problem, kind, text, name, ranks, tmp_path
+):
+    """None waits for another one: the next save of all of them is written."""
+    found = four.run(2, save_what_is_refused, tmp_path, name, problem, ranks)
+    for rank, (its_kind, its_text) in enumerate(found):
+        is_its_own = problem is OwnError and rank == min(ranks)
+        assert its_kind == ("OwnError" if is_its_own else kind)
+        assert re.search("" if is_its_own else text.format(name), its_text)
+    assert names(tmp_path) == ["step-00000002"]
+
+
 TWO_STEPS = {"parallel": "fsdp", "max_steps": 2, "checkpoint_every": 1}
 
 
