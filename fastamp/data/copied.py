@@ -38,10 +38,7 @@ class CopiedBatches(Iterator[Any]):
         # which would live until the garbage collector if Ctrl-C came before the error was raised.
         first = begun.popleft() if begun else self._begin()
         while len(begun) < self._ahead and self._is_next_ready():
-            try:
-                begun.append(self._begin())
-            except Exception as error:  # noqa: BLE001 - raised where the batch would come
-                begun.append(error)
+            begun.append(self._begin_ahead())
         if isinstance(first, Exception):
             try:
                 raise first
@@ -55,3 +52,9 @@ class CopiedBatches(Iterator[Any]):
         batch = next(self._source)
         with self._on_device:
             return self._copies.start(batch)
+
+    def _begin_ahead(self) -> Any:
+        try:
+            return self._begin()
+        except Exception as error:  # noqa: BLE001 - raised where the batch would come
+            return error
