@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All checks for a machine with a GPU and no network: builds against the installed Python, tests, and
-# measures with `python -m fastamp.bench`. Runs all parts, or those named: on_gpu.sh tests soak.
+# measures with `python -m fastamp.bench` and gpu.py. Runs all parts, or those named: on_gpu.sh tests soak.
 # `--list` shows them. Each part takes less than eight minutes and adds its results to
 # benchmarks/results/<device>.json, even if it is cut short. Exit status: 0; 1 if something failed;
 # 2 if nothing can run. Needs torch 2.10 or later, pybind11, scikit-build-core, cmake,
@@ -197,7 +197,7 @@ if wanted sanitize; then
 fi
 if wanted soak; then step soak "$python" tests/support/gpu_soak.py; fi
 bench() { step "$1" "$python" -m fastamp.bench "${@:2}" --device cuda --json "$site/bench_$1.json"; }
-if wanted kernels; then bench gpu gpu; fi
+if wanted kernels; then step gpu "$python" benchmarks/gpu.py --json "$site/bench_gpu.json"; fi
 if wanted rows; then bench step step; fi
 if wanted bench; then
   bench jobs jobs

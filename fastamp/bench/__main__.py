@@ -16,14 +16,11 @@ from fastamp._files import write
 from fastamp.bench import (
     baseline,
     doctor,
-    frameworks,
-    gpu,
     job_table,
     latency,
     loader,
     main_job,
     page,
-    selftest,
     step,
     timer,
 )
@@ -38,14 +35,11 @@ PROGRAM = "python -m fastamp.bench"
 COMMANDS = {
     "amp": main_job,
     "jobs": job_table,
-    "frameworks": frameworks,
     "step": step,
     "loader": loader,
     "timer": timer,
     "latency": latency,
     "doctor": doctor,
-    "selftest": selftest,
-    "gpu": gpu,
 }
 STATUS = """Exit status: 0; 1 a target is missed, with --check, or a bound of --fail-on; 2 a bad
 argument, a task that breaks its contract, or a result that cannot be written; 3 the environment

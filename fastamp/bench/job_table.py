@@ -1,14 +1,12 @@
 """Jobs that people have, end to end: a naive loop, a good one with torch alone, and fastamp's.
 
-Takes some six minutes for all jobs on two CPU cores. Where Accelerate, Lightning, torchdata or SPDL
-are installed, they are raced too, which takes several minutes more.
+Takes some six minutes for all jobs on two CPU cores.
 """
 
 import argparse
 import gc
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -20,7 +18,6 @@ from fastamp._progress import progress
 from fastamp.bench import photos
 from fastamp.bench.environment import DTYPES, no_speed_reason
 from fastamp.bench.feeds import Data, find_data, list_ways
-from fastamp.bench.in_frameworks import Epoch
 from fastamp.bench.job_loops import (
     AGREE_STEPS,
     ARMS,
@@ -30,7 +27,6 @@ from fastamp.bench.job_loops import (
     list_repairs,
     make_loop,
 )
-from fastamp.bench.job_peers import PEERS, begin_peer, list_peers
 from fastamp.bench.jobs import JOBS
 from fastamp.bench.race import Interval, Plan, Race, run_race, show
 from fastamp.bench.record import Measurement, Report, Task, judge
@@ -40,7 +36,7 @@ from fastamp.train.options import refuse
 from fastamp.train.random_state import seed_all
 
 MAIN = Plan(rounds=4000, warmup=2, half_width=0.01, limit_s=20.0)
-REPAIRS = PEER_PLAN = Plan(rounds=4000, warmup=1, half_width=0.02, limit_s=10.0)
+REPAIRS = Plan(rounds=4000, warmup=1, half_width=0.02, limit_s=10.0)
 VISIT_S = 0.15  # of a visit of the stock loop, about
 LEAST_STEPS, MOST_STEPS = 4, 256  # of a visit
 WORKER_STEPS = 8  # of a visit with workers, at least: each pass waits for its first batch
@@ -49,8 +45,7 @@ EPOCHS = 4  # times as many steps in the main race, where a visit has only WORKE
 TRIALS = Plan(rounds=5, warmup=1)
 CLEARLY = 0.95  # workers or a lower precision have to take less than this share of the time
 
-METRICS = """speedup/JOB/ARM, of fastamp, naive and other people's loops over the stock loop, as in
-speedup/mlp/fastamp, speedup/mlp/Lightning;
+METRICS = """speedup/JOB/ARM, of fastamp and naive over the stock loop, as in speedup/mlp/fastamp;
 over_naive/JOB/ARM, of stock and fastamp over the naive loop; over_naive/JOB/PART/ARM, of the naive
 loop with that part alone (loader, step, timing, precision), as in over_naive/mlp/loader/fastamp"""
 
@@ -86,7 +81,6 @@ class Found(NamedTuple):
     steps: int  # of a visit
     main: Race  # of the stock loop with the naive one and fastamp's
     repairs: Race  # of the naive loop with each part alone
-    peers: Race | None  # of the stock loop with other people's
     details: dict[str, Any]
     base: str = "stock"  # the loader of the stock loop, or "indexed" where that is faster
 
@@ -104,22 +98,16 @@ def _run(args: argparse.Namespace, names: list[str]) -> Report:
     rows = [_row(name, each, metrics) for name, each in found.items()]
     for name, part in product(names, PARTS):
         rows.append({"job": f"{name}: {part}"} | _over_naive(f"{name}/{part}", metrics))
-    for name, peer in product(names, PEERS):
-        if (key := _key(name, peer)) in metrics:
-            rows.append({"job": f"{name}: {peer}", "over stock": _cell(metrics, key)})
     races = {name: each.main for name, each in found.items()}
-    with_peers = {f"{name}, peers": each.peers for name, each in found.items() if each.peers}
     notes = [
         "ms a step: medians; times as fast: medians over rounds, with 95 % intervals",
-        "over stock: fastamp's loop, or the one that the row names",
+        "over stock: fastamp's loop",
         "rows of a part: the naive loop with this part replaced",
         *(f"{name}: {_text(name)} {_describe(each)}" for name, each in found.items()),
     ]
     return Report(
         table=rows,
-        races=races
-        | {f"{name}, repairs": each.repairs for name, each in found.items()}
-        | with_peers,
+        races=races | {f"{name}, repairs": each.repairs for name, each in found.items()},
         measurements=measurements,
         notes=notes,
         details={name: each.details for name, each in found.items()},
@@ -153,34 +141,25 @@ def _measure(name: str, device: str, seed: int) -> Found:
     stock, naive, ours = loops = list_loops(chosen["base"], chosen["precision"])
     seen: dict[str, list[float]] = {}
 
-    def race(configs: list[Config], steps: int, plan: Plan) -> Any:
-        """Check that the losses of loops agree, and race them; None where there is only one."""
+    def race(configs: list[Config], steps: int, plan: Plan) -> Race:
+        """Check that the losses of loops agree, and race them."""
         losses, visits = {}, {}
-        with ExitStack() as closing:
-            for config in configs:
-                workers = chosen["workers"].get(config.loader, {})
-                loop = make(config, steps=steps, workers=workers)
-                seed_all(seed, 0)  # of dropout
-                visit: Epoch | None = loop.visit
-                if config.name in PEERS:
-                    visit = begin_peer(config.name, name, loop, closing, workers)
-                else:
-                    loop.visit()
-                if visit is not None:
-                    visits[config.name] = visit
-                    losses[config.name] = [float(loss) for loss in loop.losses[:AGREE_STEPS]]
-            precisions = {config.name: config.precision for config in configs}
-            check_losses(losses, precisions, is_same=data.is_repeatable())
-            seen.update(losses)
-            return run_race(visits, plan, device=device, seed=seed) if len(visits) > 1 else None
+        for config in configs:
+            loop = make(config, steps=steps, workers=chosen["workers"].get(config.loader, {}))
+            seed_all(seed, 0)  # of dropout
+            loop.visit()
+            visits[config.name] = loop.visit
+            losses[config.name] = [float(loss) for loss in loop.losses[:AGREE_STEPS]]
+        precisions = {config.name: config.precision for config in configs}
+        check_losses(losses, precisions, is_same=data.is_repeatable())
+        seen.update(losses)
+        return run_race(visits, plan, device=device, seed=seed)
 
     has_own = data.dataset is not None
     main = race([stock, naive, ours], chosen["steps"], MAIN)
     repairs = race([naive, *list_repairs(loops, has_own=has_own)], chosen["repair_steps"], REPAIRS)
-    others = [replace(stock, name=peer) for peer in list_peers()]
-    peers = race([stock, *others], chosen["repair_steps"], PEER_PLAN) if has_own else None
     details = chosen | {"dtype": str(DTYPES.get(chosen["precision"])), "losses": seen}
-    return Found(chosen["steps"], main, repairs, peers, details, chosen["base"])
+    return Found(chosen["steps"], main, repairs, details, chosen["base"])
 
 
 def _choose(
@@ -229,12 +208,9 @@ def _choose(
 
 def _ratios(name: str, found: Found) -> Iterator[tuple[str, str, str, Interval]]:
     """Yield each ratio's name, arm, base and interval."""
-    main, repairs, peers = found.main, found.repairs, found.peers
+    main, repairs = found.main, found.repairs
     for arm in ("fastamp", "naive"):
         yield _key(name, arm), arm, "stock", main.ratio(arm)
-    if peers is not None:
-        for arm in peers.arms[1:]:
-            yield _key(name, arm), arm, "stock", peers.ratio(arm)
     for arm in ("stock", "fastamp"):
         yield f"over_naive/{name}/{arm}", arm, "naive", main.ratio(arm, "naive")
     for arm in repairs.arms[1:]:

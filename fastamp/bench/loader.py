@@ -4,6 +4,7 @@ Takes a few minutes on two CPU cores.
 """
 
 import argparse
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -16,10 +17,10 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import fastamp
-from fastamp.bench import crops, photos, thread_cases
+from fastamp.bench import crops, photos
 from fastamp.bench.race import AGAIN, Plan
 from fastamp.bench.record import PLAIN, Case, Report, Task, run_cases
 from fastamp.train.options import refuse
@@ -102,9 +103,28 @@ def _make_table(generator: torch.Generator) -> Data:
     return Data(table.with_format("torch"), 64)
 
 
+class Items(Dataset[Any]):
+    """Items of a function."""
+
+    def __init__(self, make: Callable[[int], Any], length: int) -> None:
+        self.make, self.length = make, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+def wait(index: int) -> torch.Tensor:
+    """Wait for a millisecond, as for a file or a socket."""
+    time.sleep(1e-3)
+    return torch.full((16,), index)
+
+
 def _make_slow(_generator: torch.Generator) -> Data:
     """Items that take 1 ms, batches of 8."""
-    return Data(thread_cases.Items(thread_cases.wait, 128), 8)
+    return Data(Items(wait, 128), 8)
 
 
 DATA = {
@@ -123,7 +143,7 @@ _found = find_spec("datasets")
 if _found and PathFinder.find_spec("arrow_dataset", _found.submodule_search_locations):
     DATA["table"] = _make_table
 
-CASES: dict[str, Callable[..., Any]] = {**DATA, "photos": photos.make_case, **thread_cases.MAKE}
+CASES: dict[str, Callable[..., Any]] = {**DATA, "photos": photos.make_case}
 METRICS = "speedup/ or of_plain/ and the data, as in speedup/tokens"
 
 
@@ -135,7 +155,7 @@ def add_options(add: Callable[..., object]) -> None:
 
 
 def _text(name: str) -> str:
-    return " ".join(str(thread_cases.DOCS.get(name) or CASES[name].__doc__).split())
+    return " ".join(str(CASES[name].__doc__).split())
 
 
 def prepare(args: argparse.Namespace) -> Task:
@@ -150,7 +170,7 @@ def _run(args: argparse.Namespace) -> Report:
     notes = [f"{name}: {_text(name)}" for name in args.data]
     if "augmented" in args.data:
         notes += ["augmented: torch augments samples, and plain batches, with torch's operators"]
-    if {*args.data} - {"augmented", "photos", *thread_cases.MAKE}:
+    if {*args.data} - {"augmented", "photos"}:
         notes += ["all others: a visit is a shuffled pass; plain is index_select(out=), no limit"]
     return run_cases(args, PLAN, args.data, partial(_make_case, args), notes)
 
@@ -216,9 +236,8 @@ def _make_arms(data: Data, args: argparse.Namespace, *, shuffle: bool) -> dict[s
 
 def _make_case(args: argparse.Namespace, name: str) -> Case:
     """Make the data, compare every arm's batches with default_collate's, and return their race."""
-    if name not in DATA:
-        made: Case = CASES[name](args)
-        return made
+    if name == "photos":
+        return photos.make_case(args)
     data = DATA[name](torch.Generator().manual_seed(args.seed))
     size = data.batch_size
     samples = [[data.dataset[i] for i in range(n * size, (n + 1) * size)] for n in range(CHECKED)]

@@ -1,4 +1,4 @@
-"""The race over a folder of photographs: Pillow in processes and in threads, SPDL, ImageFolder.
+"""The race over a folder of photographs: Pillow in processes and in threads, and ImageFolder.
 
 A visit is a pass over all of them, the start of its processes or threads included.
 """
@@ -7,7 +7,6 @@ import argparse
 import atexit
 import importlib
 import shutil
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Iterable
@@ -20,13 +19,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 import fastamp
-from fastamp.bench import peers
 from fastamp.bench.environment import count_cores
 from fastamp.bench.record import PLAIN, Case
-from fastamp.bench.thread_cases import TorchLoader
 from fastamp.metrics.sinks import require
 
 Batches: TypeAlias = Iterable[Any]  # starts again for each pass
@@ -36,6 +33,13 @@ SIZE, BATCH_SIZE, CLASSES = 224, 64, 10
 WORKERS = (0, 1, 2, 4)  # of torch's loader
 CHECKED = 3  # batches of each arm
 TOLERANCE = 4.0  # of the mean difference: crops and filters differ by half a pixel
+
+
+class TorchLoader(DataLoader[Any]):
+    """torch's loader, without its warning of more workers than cores."""
+
+    def check_worker_number_rationality(self) -> None:
+        """Skip the warning."""
 
 
 class PillowFolder(Dataset[tuple[Tensor, int]]):
@@ -106,55 +110,34 @@ def write_photos(folder: Path, count: int, seed: int) -> None:
         image.fromarray(np.uint8(pixels.clip(0, 255))).save(path, quality=quality)
 
 
-def _spdl_batches(samples: list[tuple[str, int]]) -> Any:
-    """Return SPDL's DataLoader, as its documentation has it."""
-    io, loaders = (importlib.import_module(f"spdl.{name}") for name in ("io", "dataloader"))
-    short = min(WIDTH, HEIGHT)
-    filters = f"crop={short}:{short}:exact=1,scale={SIZE}:{SIZE}:flags=bilinear,format=rgb24"
-    config = io.decode_config(decoder_options={"threads": "1"})
-
-    def decode(sample: tuple[str, int]) -> tuple[Any, int]:
-        packets = io.demux_image(sample[0])
-        return io.decode_packets(packets, decode_config=config, filter_desc=filters), sample[1]
-
-    def join(decoded: list[tuple[Any, int]]) -> list[Tensor]:
-        images = io.to_torch(io.convert_frames([frames for frames, _ in decoded]))
-        return [images.permute(0, 3, 1, 2), torch.tensor([label for _, label in decoded])]
-
-    options = {"num_threads": count_cores(), "output_order": "input"}
-    return loaders.DataLoader(
-        samples, preprocessor=decode, aggregator=join, batch_size=BATCH_SIZE, **options
-    )
-
-
-def make_case(args: argparse.Namespace) -> Case:
-    """A folder of 2,000 JPEGs of 500x375 to 3x224x224 on the CPU, batches of 64.
-
-    Plain is the Dataset of torch's arm, Pillow, in fastamp's threads; fastamp is ImageFolder in
-    threads. SPDL needs `pip install spdl` and FFmpeg's libraries.
-    """
+def make_loaders(seed: int) -> dict[str, Batches]:
+    """Write photographs and return their loaders, after a check: torch's best one comes first."""
     folder = tempfile.mkdtemp(prefix="fastamp photos ")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    write_photos(Path(folder), COUNT, args.seed)
+    write_photos(Path(folder), COUNT, seed)
     ours = fastamp.ImageFolder(folder, SIZE)
     pillow = PillowFolder(ours.samples)
     loaders: dict[str, Batches] = {
         f"torch, {n} workers": TorchLoader(pillow, BATCH_SIZE, num_workers=n) for n in WORKERS
     }
     best = min(loaders, key=lambda name: timeit(lambda: deque(loaders[name], 0), number=1))
-    arms = {best: loaders[best]}
-    try:
-        spdl = _spdl_batches(ours.samples)
-        check(spdl, arms[best])
-        arms["SPDL"] = spdl
-    except peers.ERRORS as error:
-        print(f"SPDL is not raced: {peers.why(error)}", file=sys.stderr)
+    found = {best: loaders[best]}
     for name, dataset in {PLAIN: pillow, "fastamp": ours}.items():
         options: dict[str, Any] = {"num_workers": count_cores(), "worker": "thread"}
-        arms[name] = fastamp.DataLoader(dataset, BATCH_SIZE, **options)
-        check(arms[name], arms[best])
+        found[name] = fastamp.DataLoader(dataset, BATCH_SIZE, **options)
+        check(found[name], found[best])
+    return found
+
+
+def make_case(args: argparse.Namespace) -> Case:
+    """A folder of 2,000 JPEGs of 500x375 to 3x224x224 on the CPU, batches of 64.
+
+    Torch reads them with Pillow, in as many processes as are fastest. Plain reads them with
+    Pillow in fastamp's threads. Fastamp is ImageFolder in threads.
+    """
+    loaders = make_loaders(args.seed)
     return Case(
-        arms={name: partial(deque[Any], batches, 0) for name, batches in arms.items()},
+        arms={name: partial(deque[Any], batches, 0) for name, batches in loaders.items()},
         amounts={"images/s": COUNT},
     )
 

@@ -88,7 +88,6 @@ class Work(NamedTuple):
     """The parameter and the moment after the first step, from the parameter and its gradient."""
     zero_grad: bool = False
     scaler: bool = True
-    peers: bool = False  # race too
 
 
 SGD = partial(torch.optim.SGD, momentum=0.9)
@@ -102,7 +101,7 @@ for _name, _kind, _fused in (("adamw", "fused", True), ("adamw-open", "default",
     # which it leaves unscaled and clipped unless it consumes them: 36 or 32 bytes an element.
     _optimizer = partial(torch.optim.AdamW, fused=_fused)
     _text = f"whole step, {_kind} AdamW"
-    _work = Work(_text, 1, 4, _optimizer, "exp_avg", _adamw, peers=_fused is None)
+    _work = Work(_text, 1, 4, _optimizer, "exp_avg", _adamw)
     WORK[_name] = _work
     WORK[f"{_name}-no-scaler"] = _work._replace(text=f"{_text}, no scaler", scaler=False)
     _work = Work(f"{_text}, zero_grad", 2, 3, _optimizer, "exp_avg", _adamw, zero_grad=True)

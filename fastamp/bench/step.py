@@ -14,16 +14,12 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import fastamp
-from fastamp.bench import peers
 from fastamp.bench.race import Plan
-from fastamp.bench.record import PLAIN, Case, Details, Report, Task, run_cases
-from fastamp.bench.rows import NAMED, RATE, ROWS, WORK, Work, parse_shapes
-from fastamp.train.options import number
+from fastamp.bench.record import PLAIN, Case, Report, Task, run_cases
+from fastamp.bench.rows import NAMED, RATE, ROWS, WORK, Shapes, Work, parse_shapes
 
-SHARDED_SHAPES = "4x2000000,192x50000,1000x1000"  # torch needs long for the first step of DTensors
 MAX_NORM = 1.0  # less than the norm of the gradients: every step clips
 PLAN = Plan(rounds=2000, half_width=0.01, limit_s=10.0)
-RANKS_PLAN = Plan(rounds=44)  # the same on all ranks, whatever their clocks say
 STOCK_RTOL = 1e-3  # torch's float32 norm is off in the fourth digit
 SMALL = 50_000  # elements: a step over fewer takes microseconds, and a visit has many calls
 CALLS = 50
@@ -35,55 +31,36 @@ def add_options(add: Callable[..., object]) -> None:
     shapes = "; ".join(f"{name} ({each.text})" for name, each in NAMED.items())
     shapes += "; 2000x1000 is tensors and the elements of each; 465gx1000 makes each a group, "
     shapes += "2000x1000-bf16 all of them bfloat16; "
-    shapes += f"separated by commas (default: {','.join(ROWS)}; with --ranks {SHARDED_SHAPES})"
+    shapes += f"separated by commas (default: {','.join(ROWS)})"
     add("--shapes", type=parse_shapes, metavar="LIST", help=shapes)
     work = "; ".join(f"{name} ({each.text})" for name, each in WORK.items())
-    work += "; several may be given (default: the README's rows of a default shape, all for others,"
-    work += " adamw with --ranks). A default AdamW is neither fused nor foreach."
+    work += "; several may be given (default: the README's rows of a default shape, all for others)"
+    work += ". A default AdamW is neither fused nor foreach."
     add("--work", nargs="+", choices=WORK, metavar="NAME", help=work)
-    ranks = "of processes that share the tensors as DTensor shards, on the CPU over gloo"
-    add("--ranks", type=number(int, 2), metavar="N", help=ranks)
 
 
 def prepare(args: argparse.Namespace) -> Task:
     """Return the job and the function that runs it."""
-    args.shapes = args.shapes or parse_shapes(SHARDED_SHAPES if args.ranks else ",".join(ROWS))
-    args.work = args.work or (["adamw"] if args.ranks else None)
+    args.shapes = args.shapes or parse_shapes(",".join(ROWS))
     work = {name: args.work or ROWS.get(name, " ".join(WORK)).split() for name in args.shapes}
     names = [f"{shape}/{each}" for shape in args.shapes for each in dict.fromkeys(work[shape])]
-    job = {"races": names, "seed": args.seed}
-    if args.ranks is None:
-        return job, partial(_run, args, names)
-    from fastamp.bench import local_ranks  # noqa: PLC0415 - it needs torch.distributed
-
-    args.device = "cpu"
-    run = partial(local_ranks.run_on_ranks, args.ranks, _run, args, names)
-    return job | {"ranks": args.ranks}, run
+    return {"races": names, "seed": args.seed}, partial(_run, args, names)
 
 
 def _run(args: argparse.Namespace, names: list[str]) -> Report:
-    """Race all work on all shapes, in this process or on each rank."""
-    missing: dict[str, dict[str, str]] = {}
-    make = partial(_make_case, args, missing)
+    """Race all work on all shapes."""
     notes = ["torch: unscale_, clip_grad_norm_, step, update and zero_grad, as the work has them"]
-    if args.ranks:
-        notes += ["DTensor shards; collectives of one step; all-reduce: of two numbers, alone"]
-        return run_cases(args, RANKS_PLAN, names, make, notes)
     plain = "sum() and mul_() over the bytes that the work has to move; no limit: it can be beaten"
     notes += [f"plain pass: {plain}; share: its time over fastamp's; GB/s: fastamp's"]
-    if any(WORK[name.split("/")[1]].peers for name in names):
-        notes += [peers.NOTE]
-    report = run_cases(args, PLAN, names, make, notes)
-    rows = [_make_row(args, name, report, missing.get(name, {})) for name in names]
+    report = run_cases(args, PLAN, names, partial(_make_case, args), notes)
+    rows = [_make_row(args, name, report) for name in names]
     return replace(report, table=rows)
 
 
-def _make_row(
-    args: argparse.Namespace, name: str, report: Report, missing: dict[str, str]
-) -> dict[str, str]:
+def _make_row(args: argparse.Namespace, name: str, report: Report) -> dict[str, str]:
     shape, work = name.split("/")
     race = report.races[name]
-    times = missing | {arm: _time(race.quartiles_s(arm)[1]) for arm in race.arms}
+    times = {arm: _time(race.quartiles_s(arm)[1]) for arm in race.arms}
     ratio = race.ratio("fastamp")
     return {
         "gradients": args.shapes[shape].text,
@@ -94,7 +71,6 @@ def _make_row(
         "plain pass": times[PLAIN],
         "share": f"{race.ratio('fastamp', PLAIN).value:.0%}",
         "GB/s": f"{report.details[name]['fastamp']['GB/s']:.2f}",
-        **{peer: times.get(peer, "") for peer in peers.PEERS},
     }
 
 
@@ -103,44 +79,27 @@ def _time(time_s: float) -> str:
     return f"{value:.{1 if value >= 10 else 2}f} {unit}"
 
 
-def _make_case(args: argparse.Namespace, missing: dict[str, dict[str, str]], name: str) -> Case:
-    """Return a race of all sides, after a check of each against plain float64 arithmetic."""
+def _make_case(args: argparse.Namespace, name: str) -> Case:
+    """Return a race of both sides, after a check of each against plain float64 arithmetic."""
     first, _, second = name.partition("/")
     shape, work = args.shapes[first], WORK[second]
     grads, norm = draw_grads(shape.sizes, args.device, args.seed, shape.dtype)
-    if args.ranks:
-        from fastamp.bench import local_ranks  # noqa: PLC0415 - see prepare
-
-        grads = local_ranks.shard(grads)
-    make = partial(Side, drawn=grads, grouped=shape.grouped)
-    theirs, ours = make(work), make(work)
+    theirs, ours = (Side(work, grads, grouped=shape.grouped) for _ in range(2))
     theirs.check(theirs.torch, norm, rtol=STOCK_RTOL)
     ours.check(ours.fastamp, norm, rtol=1e-5)
-    arms: dict[str, Callable[[], object]] = {"torch": theirs.torch}
-    restore: dict[str, Callable[[], object]] = {"torch": theirs.restore, "fastamp": ours.restore}
-    amounts: dict[str, float] = {}
-    details: Details = {}
-    if args.ranks:
-        arms["all-reduce"], restore["all-reduce"] = local_ranks.make_all_reduce(), lambda: None
-        count = local_ranks.count_collectives
-        all_arms = {**arms, "fastamp": ours.fastamp}
-        details = {arm: {"collectives": count(call)} for arm, call in all_arms.items()}
-    else:
-        arms[PLAIN], restore[PLAIN], nbytes = _make_plain(ours)
-        amounts = {"GB/s": nbytes / 1e9}
-        for peer, optimizer in peers.PEERS.items() if work.peers else ():
-            side = _try_peer(partial(make, work._replace(optimizer=optimizer)), norm)
-            if isinstance(side, Side):
-                arms[peer], restore[peer] = side.torch, side.restore
-            else:
-                missing.setdefault(name, {})[peer] = side
+    plain, restore_plain, nbytes = _make_plain(ours)
+    restore = {"torch": theirs.restore, PLAIN: restore_plain, "fastamp": ours.restore}
     return Case(
-        arms=arms | {"fastamp": ours.fastamp},
-        before=partial(_prepare, restore, args.ranks),
-        calls=1 if args.ranks or sum(map(math.prod, shape.sizes)) > SMALL else CALLS,
-        amounts=amounts,
-        details=lambda _: details,
+        arms={"torch": theirs.torch, PLAIN: plain, "fastamp": ours.fastamp},
+        before=lambda arm: restore[arm](),
+        calls=count_calls(shape),
+        amounts={"GB/s": nbytes / 1e9},
     )
+
+
+def count_calls(shape: Shapes) -> int:
+    """Return how many calls a visit needs, so that its time is well above the clock's."""
+    return 1 if sum(map(math.prod, shape.sizes)) > SMALL else CALLS
 
 
 def draw_grads(
@@ -151,23 +110,6 @@ def draw_grads(
     drawn = [torch.randn(size, device=device, generator=generator) for size in sizes]
     grads = [(grad + 2 * grad.sign()).to(dtype) for grad in drawn]
     return grads, math.sqrt(math.fsum(grad.double().square().sum().item() for grad in grads))
-
-
-def _prepare(restore: dict[str, Callable[[], object]], ranks: int | None, arm: str) -> None:
-    """Prepare an arm for a call; ranks then begin it together."""
-    restore[arm]()
-    if ranks:
-        torch.distributed.barrier()
-
-
-def _try_peer(make: Callable[[], "Side"], norm: float) -> "Side | str":
-    """Return a peer's side, or why it is not raced."""
-    try:
-        side = make()
-        side.check(side.torch, norm, rtol=STOCK_RTOL)
-    except peers.ERRORS as error:
-        return peers.why(error)
-    return side
 
 
 def _make_plain(side: "Side") -> tuple[Callable[[], object], Callable[[], object], int]:
@@ -191,7 +133,7 @@ class Side:
 
     def __init__(self, work: Work, drawn: list[Tensor], *, grouped: bool = False) -> None:
         self.work = work
-        self.drawn = [_local(grad) for grad in drawn]
+        self.drawn = drawn
         self.parameters = [torch.nn.Parameter(grad + 1) for grad in drawn]
         self.grads = [torch.empty_like(grad) for grad in drawn]
         for parameter, grad in zip(self.parameters, self.grads, strict=True):
@@ -207,7 +149,7 @@ class Side:
 
     def restore(self) -> None:
         """Restore the gradients as backward would leave them."""
-        torch._foreach_copy_([_local(grad) for grad in self.grads], self.drawn)
+        torch._foreach_copy_(self.grads, self.drawn)
         if self.work.zero_grad:
             for parameter, grad in zip(self.parameters, self.grads, strict=True):
                 parameter.grad = grad
@@ -254,24 +196,17 @@ class Side:
         self.restore()
         total = do()
         if not self.work.updates:
-            full = getattr(total, "full_tensor", lambda: total)()  # where it is a DTensor
-            close(full, torch.tensor(norm, device=self.drawn[0].device))
+            close(total, torch.tensor(norm, device=self.drawn[0].device))
         for parameter, grad, drawn in zip(self.parameters, self.grads, self.drawn, strict=True):
             clipped = drawn.double() * (MAX_NORM / norm)
             if self.work.first_step is not None:
                 stepped, moment = self.work.first_step(drawn + 1, clipped)
                 state = self.optimizer.state[parameter]
                 assert self.work.moment in state, "no state: there was no step"  # noqa: S101
-                close(_local(state[self.work.moment]), moment)
-                close(_local(parameter.detach()), stepped, atol=1e-7)
+                close(state[self.work.moment], moment)
+                close(parameter.detach(), stepped, atol=1e-7)
             if self.work.zero_grad:
                 assert parameter.grad is None, "a gradient is left"  # noqa: S101
             elif self.work.updates:
-                close(_local(grad), clipped)
+                close(grad, clipped)
         self.restore()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, and any other tensor as it is."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part

@@ -455,7 +455,6 @@ def test_a_file_gets_whole_lines_and_no_progress_bar(finished):
             "latency --batch-sizes 1,0",
             "argument --batch-sizes: '0' is not an integer of at least 1",
         ),
-        ("selftest --slowdown -1", "argument --slowdown: '-1' is not an integer from 0 to 100"),
         ("--report missing/x", "argument --report: 'missing/x' is no file that can be written"),
         ("--baseline short", "argument --baseline: 'short' cannot be read"),
         ("--fail-on speedup", "argument --fail-on: 'speedup' is not a metric and a change"),

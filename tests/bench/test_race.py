@@ -8,12 +8,13 @@ import json
 import math
 import re
 import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from support.fake_clock import FakeClock
 
-from fastamp.bench import environment, record, selftest
+from fastamp.bench import environment, record, timer
 from fastamp.bench.__main__ import main
 from fastamp.bench.baseline import bound, hold
 from fastamp.bench.race import (
@@ -226,74 +227,43 @@ def test_a_placebo_leaves_1_out_as_seldom_as_its_confidence_says(confidence):
     assert missed <= 600 * (1 - confidence) + 3 * math.sqrt(600 * (1 - confidence))
 
 
-# The bench measures itself
+# Baselines
 
 
-def fake_work(patch, *, noise=0.005, seed=0):
-    """Let a unit of the selftest's work take 6 us, give or take the noise."""
-    clock = FakeClock(patch, noise, seed)
-    patch.setattr(selftest, "_work", lambda units: clock.spend(units * 6e-6))
+TIMER = ["timer", "--device", "cpu"]
 
 
-@pytest.fixture
-def work(monkeypatch):
-    fake_work(monkeypatch, seed=1)
+def fake_regions(patch, *, slowdown=0.0, seed=0):
+    """Let a visit of the timer's command take 0.1 ms, and the judged arm longer."""
+    clock = FakeClock(patch, 0.005, seed)
+    times_s = {"two reads": 1e-4, AGAIN: 1e-4, "region": 1e-4 * (1 + slowdown)}
+    visits = {
+        arm: SimpleNamespace(timeit=lambda _, time_s=time_s: clock.spend(time_s))
+        for arm, time_s in times_s.items()
+    }
+    patch.setattr(timer, "make_visits", lambda _device: visits)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Run the selftest's command with no slowdown, once, and return the file."""
+    """Run a command once, and return the file."""
     path = tmp_path_factory.mktemp("saved") / "base.json"
     with pytest.MonkeyPatch.context() as patch:
-        fake_work(patch)
-        assert main(["selftest", "--slowdown", "0", "--json", str(path)]) == 0
+        fake_regions(patch)
+        assert main([*TIMER, "--json", str(path)]) == 0
     return path
 
 
-def test_a_known_slowdown_is_found_and_identical_arms_are_the_same(work, tmp_path, capsys):
-    path = tmp_path / "found.json"
-    assert main(["selftest", "--json", str(path)]) == 0
-    found = json.loads(path.read_text())
-    assert found["details"]["true_ratio"] == 1.1
-    figures = {each["name"]: each["interval"] for each in found["measurements"]}
-    assert figures["speedup"]["value"] == pytest.approx(1 / 1.1, rel=0.005)
-    assert figures["placebo/selftest"]["value"] == pytest.approx(1, abs=0.005)
-    assert "the true ratio, 1.1000, is inside the interval" in capsys.readouterr().out
-
-
-def test_the_slowed_arm_does_as_much_more_work_as_it_says(monkeypatch):
-    done = []
-    monkeypatch.setattr(selftest, "PLAN", Plan(rounds=8, warmup=2))
-    monkeypatch.setattr(selftest, "_work", done.append)
-    main(["selftest", "--slowdown", "25"])
-    assert sorted(done) == [100] * 16 + [125] * 8
-
-
-@pytest.mark.parametrize(("slowdown", "status"), [(10, 1), (0, 0)])
+@pytest.mark.parametrize(("slowdown", "status"), [(0.1, 1), (0.0, 0)])
 def test_a_regression_of_ten_percent_is_an_error_and_a_rerun_is_none(
-    saved, work, slowdown, status, tmp_path, capsys
+    saved, slowdown, status, monkeypatch, capsys
 ):
-    record = json.loads(saved.read_text())
-    record["job"]["slowdown"] = slowdown  # the job is the same, the code became slower
-    (tmp_path / "base.json").write_text(json.dumps(record))
-    held = ["--baseline", str(tmp_path / "base.json"), "--fail-on", "speedup:-5%"]
-    assert main(["selftest", "--slowdown", str(slowdown), *held]) == status
+    fake_regions(monkeypatch, slowdown=slowdown, seed=1)
+    held = ["--baseline", str(saved), "--fail-on", "speedup/timer:-5%"]
+    assert main([*TIMER, *held]) == status
     line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith("speedup since the baseline")
+    assert line.startswith("speedup/timer since the baseline")
     assert f"(target >= -5 %): {['pass', 'fail'][status]}" in line
-
-
-def test_a_selftest_that_finds_nothing_fails(monkeypatch, capsys):
-    clock = FakeClock(monkeypatch, noise=0.005)
-    monkeypatch.setattr(selftest, "_work", lambda _units: clock.spend(1.0))
-    assert main(["selftest"]) == 1
-    lines = capsys.readouterr().out.splitlines()[-2:]
-    assert [": pass" in line for line in lines] == [True, False]
-    assert lines[1].startswith("slowed arm ")
-    assert "(target 1.08x to 1.12x): fail" in lines[1]
-
-
-# Baselines
 
 
 def metric(value, spread):
@@ -345,16 +315,15 @@ def test_a_bound_is_a_metric_and_a_signed_change(text):
     ("place", "value", "message"),
     [
         (("schema_version",), 2, f"schema_version is 2, not {record.SCHEMA_VERSION}"),
-        (("command",), "amp", "command is amp, not selftest"),
-        (("job", "units"), 7, "units is 7, not 100"),
-        (("job", "slowdown"), 7, "slowdown is 7, not 0"),
+        (("command",), "amp", "command is amp, not timer"),
+        (("job", "regions"), 7, "regions is 7, not 2000"),
         (("environment", "device_name"), "a toaster", "device_name is a toaster, not "),
     ],
 )
 def test_a_baseline_of_something_else_is_refused_before_any_work(
     saved, tmp_path, place, value, message, monkeypatch, capsys
 ):
-    monkeypatch.setattr(selftest, "run_cases", None)
+    monkeypatch.setattr(timer, "run_cases", None)
     record = json.loads(saved.read_text())
     inside = record
     for key in place[:-1]:
@@ -363,13 +332,13 @@ def test_a_baseline_of_something_else_is_refused_before_any_work(
     other = tmp_path / "other.json"
     other.write_text(json.dumps(record))
     held = ["--fail-on", "of_old:-5%"] * (place == ("schema_version",))
-    assert main(["selftest", "--slowdown", "0", "--baseline", str(other), *held]) == 3
+    assert main([*TIMER, "--baseline", str(other), *held]) == 3
     assert f"no verdict: the baseline cannot be compared: {message}" in capsys.readouterr().err
 
 
 def test_a_metric_that_the_baseline_lacks_is_a_bad_argument(saved, capsys):
     with pytest.raises(SystemExit) as exit_:
-        main(["selftest", "--baseline", str(saved), "--fail-on", "speed:-5%"])
+        main([*TIMER, "--baseline", str(saved), "--fail-on", "speed:-5%"])
     assert exit_.value.code == 2
     message = "argument --fail-on: 'speed' is no metric of the baseline, which has speedup"
     assert message in capsys.readouterr().err

@@ -65,11 +65,6 @@ IMPORTS = {
         "fastamp._progress",
         *BOTTOM,
     },
-    "fastamp.bench.in_frameworks": {
-        "fastamp",
-        "fastamp.bench",
-        "fastamp.integrations",
-    },
     "fastamp.bench.installation": {"fastamp.bench", "fastamp._ops.choose"},
 }
 ALONE = {"fastamp", "fastamp._ops.types", "fastamp._ops.choose"}  # not what lies below
@@ -151,7 +146,8 @@ def described(contributing: str) -> dict[str, set[str]]:
 
 CXX = sources("csrc", "*.h", "*.cuh", "*.cpp", "*.cu")
 PYTHON = sources("fastamp", "*.py")
-FOLDERS = {path.parent for path in (*CXX, *PYTHON)}
+LABORATORY = sources("benchmarks", "*.py")
+FOLDERS = {path.parent for path in (*CXX, *PYTHON, *LABORATORY)}
 
 
 @pytest.mark.parametrize("path", CXX, ids=lambda p: str(p.relative_to(ROOT)))
@@ -226,6 +222,18 @@ def test_a_circle_is_caught_also_a_lazy_one():
     assert find_circle({module: imported(text) for module, text in texts.items()}) == []
 
 
+def test_what_is_shipped_never_imports_the_laboratory():
+    scripts = "|".join(path.stem for path in LABORATORY)
+    outside = re.compile(rf"^\s*(?:from|import) (?:{scripts}|benchmarks)\b", re.MULTILINE)
+    assert not [path for path in PYTHON if outside.search(path.read_text())]
+    assert outside.search("def f():\n    from frameworks import main")
+
+
+@pytest.mark.parametrize("path", LABORATORY, ids=lambda p: p.name)
+def test_the_laboratory_leaves_the_core_to_the_package(path):
+    assert not [name for name in imported(path.read_text()) if name.startswith("fastamp._")]
+
+
 def test_the_oracle_stands_alone():
     text = (ROOT / "tests/support/reference.py").read_text()
     assert imported(text) == set()
@@ -243,7 +251,7 @@ def test_contributing_lists_every_module_in_the_line_of_its_folder():
     contributing = (ROOT / "CONTRIBUTING.md").read_text()
     there = {
         folder.relative_to(ROOT).as_posix(): {
-            path.stem for path in (*CXX, *PYTHON) if path.parent == folder
+            path.stem for path in (*CXX, *PYTHON, *LABORATORY) if path.parent == folder
         }
         - {"__init__", "__main__"}
         for folder in FOLDERS

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.processes import run_python
-from support.raced import race_frameworks
 from support.trainers import (
     FUSED,
     LOSS,
@@ -372,11 +371,6 @@ def test_a_loss_of_ones_own_is_taken(pl, batches):
     )
     module.log = lambda *_: None
     assert torch.equal(module.training_step(batches[0], 0), module(batches[0][0]).mean())
-
-
-def test_the_bench_trains_a_job_in_lightning_and_fabric(monkeypatch, capsys):
-    pytest.importorskip("lightning")
-    race_frameworks(["fabric", "lightning"], monkeypatch, capsys)
 
 
 def test_without_lightning_an_error_names_the_extra():

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer with fastamp's step, and in the bench."""
+"""The Hugging Face Trainer with fastamp's step."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import math
 import pytest
 import torch
 from support.accelerate_loops import fresh_state, use_fp16
-from support.raced import race_frameworks
 from support.trainers import OVERFLOWS
 from support.training import assert_same_bits, assert_same_but_for_rounding
 
 import fastamp
-from fastamp.bench.__main__ import main
 from fastamp.integrations.transformers import AmpTrainer
 
 transformers = pytest.importorskip("transformers")
@@ -139,10 +137,3 @@ def test_without_clipping_the_norm_is_logged_all_the_same(tmp_path):
         trainer.train()
         norms.append(logged(trainer, "grad_norm"))
     assert norms[1] == pytest.approx(norms[0])
-
-
-def test_the_bench_trains_a_job_in_it_and_in_accelerate(monkeypatch, capsys):
-    race_frameworks(["accelerate", "transformers"], monkeypatch, capsys)
-    with pytest.raises(SystemExit):
-        main(["frameworks", "keras"])
-    assert "'keras' is none of accelerate, fabric, lightning" in capsys.readouterr().err

@@ -1,11 +1,8 @@
 """Gradients over ranks, in real processes over gloo: one norm, one verdict, one scale for all."""
 
 import copy
-import functools
 import itertools
 import math
-import multiprocessing
-import os
 import pickle
 
 import pytest
@@ -16,8 +13,6 @@ from support.bits import assert_close
 from support.training import OPTIMIZERS
 
 import fastamp
-from fastamp.bench import local_ranks
-from fastamp.bench.__main__ import main
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
 
@@ -276,20 +271,3 @@ def test_what_is_no_process_group_is_refused():
             fastamp.GradScaler("cpu", process_group=group)
         with pytest.raises(TypeError, match="process_group: expected None or a process group"):
             fastamp.nonfinite_parameters(torch.nn.Linear(1, 1), group)
-
-
-def test_the_bench_starts_ranks_compares_and_leaves_none_behind(capsys, monkeypatch):
-    if "FASTAMP_AT_LARGE" not in os.environ:
-        # Ranks of this server have torch, which takes seconds to import.
-        start = functools.partial(torch.multiprocessing.start_processes, start_method="forkserver")
-        monkeypatch.setattr(local_ranks, "spawn", start)
-    before = set(multiprocessing.active_children())
-    assert main(["step", "--ranks", "2", "--shapes", "3x1000"]) == 0
-    assert set(multiprocessing.active_children()) == before
-    table = [line.split() for line in capsys.readouterr().out.splitlines()[:4]]
-    assert " ".join(table[0]) == "race arm blocks median ms collectives speed-up [95 %]"
-    assert [(row[0], row[1], row[4]) for row in table[1:]] == [
-        ("3x1000/adamw", "torch", "2.000"),
-        ("3x1000/adamw", "all-reduce", "1.000"),
-        ("3x1000/adamw", "fastamp", "1.000"),
-    ]

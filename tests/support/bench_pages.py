@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from support.fake_clock import FakeClock
 from torch.utils.data import TensorDataset
 
 from fastamp.bench import (
@@ -25,9 +24,7 @@ from fastamp.bench import (
     loader,
     main_job,
     measure,
-    selftest,
     step,
-    thread_cases,
     timer,
     where,
 )
@@ -42,7 +39,6 @@ COMMANDS = {
     "loader": "loader --data tensors collate slow --device cpu",
     "timer": "timer --device cpu",
     "latency": "latency --batch-sizes 1,2 --device cpu",
-    "selftest": "selftest",
 }
 QUICK = Plan(rounds=8, warmup=2)
 ARMS = ("fp32", "amp", "amp+fastamp")
@@ -121,15 +117,7 @@ def make_found(name, _device, _seed):
     mended = {arm: times_s["naive"] * rate for arm, rate in zip(repairs, rates, strict=True)}
     raced = make_race({"naive": times_s["naive"], **mended}, blocks=12, noise=0.05)
     details = {"workers": {}, "dtype": "torch.bfloat16"}
-    peers = {"stock": times_s["stock"], "Lightning": 1.4 * times_s["stock"]}
-    peer_race = make_race(peers, blocks=12, noise=0.05)
-    return job_table.Found(steps, main_, raced, peer_race, details)
-
-
-def fake_work(patch):
-    """Let the selftest's work pass on a clock of its own."""
-    clock = FakeClock(patch, noise=0.01)
-    patch.setattr(selftest, "_work", lambda units: clock.spend(units * 6e-6))
+    return job_table.Found(steps, main_, raced, details)
 
 
 def small_tensors(generator):
@@ -140,7 +128,7 @@ def small_tensors(generator):
 
 def slow_items(_generator):
     """24 of them, for a whole pass in each of the race's rounds."""
-    return loader.Data(thread_cases.Items(thread_cases.wait, 24), 8)
+    return loader.Data(loader.Items(loader.wait, 24), 8)
 
 
 def write(name, words, folder, patch):
@@ -161,16 +149,12 @@ def write_all(folder, patch):
     patch.setattr(where, "BLOCKS", 3)
     patch.setitem(loader.DATA, "tensors", small_tensors)
     patch.setitem(loader.DATA, "slow", slow_items)
-    patch.setattr(torch, "compile", lambda step: step)  # which takes seconds
-    patch.setitem(sys.modules, "deepspeed", None)
     for command in (step, loader, timer, latency):
         patch.setattr(command, "PLAN", QUICK)
     shape = latency.Shape(layers=1, heads=1, width=8, block_size=8)
     patch.setattr(latency, "SHAPES", {"cpu": shape})
     found = {}
     for name, command in COMMANDS.items():
-        if name == "selftest":
-            fake_work(patch)
         words = [*command.split(), *(text if name == "amp" else [])]
         found[name] = write(name, words, folder, patch)
     patch.setattr(main_job, "no_speed_reason", lambda *_: None)

@@ -18,7 +18,7 @@ from support.trainable import Loop, loud, outcome, run
 
 import fastamp
 from fastamp.bench import __main__ as bench
-from fastamp.bench import selftest
+from fastamp.bench import timer
 from fastamp.bench.record import Report
 from fastamp.train import Checkpointer, CheckpointError
 from fastamp.train.state_file import read_file
@@ -102,9 +102,9 @@ def measure(folder: Path) -> int:
         return {}, lambda: Report(table=[{"arm": "x"}])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selftest, "prepare", prepare)
+        patch.setattr(timer, "prepare", prepare)
         options = ["--json", str(folder / "record"), "--report", str(folder / "page")]
-        status = bench.main(["selftest", *options])
+        status = bench.main(["timer", *options])
     if status:
         sys.exit(status)
 

@@ -1,28 +1,32 @@
 """Profile a GPU: the speed of each kernel alone, and the share of copies that kernels overlap.
 
-The times are the device's own: they include neither Python nor launches.
+`python benchmarks/gpu.py --json gpu.json`. The times are the device's own, means of 20 calls: they
+include neither Python nor launches. `reduce` and `finish` read the gradients, `rescale` clips them
+in place, `update` is AdamW's step; each is compared with a copy of as many bytes in the same call.
 """
 
+from __future__ import annotations
+
 import argparse
+import json
 import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 import fastamp
-from fastamp._progress import progress
-from fastamp.bench.race import Interval
-from fastamp.bench.record import Measurement, Report, Task
 from fastamp.bench.rows import NAMED
+from fastamp.timer.timer import align
 
-METRICS = """share/, the gradients, their kind and the kernel, as in share/gpt2/float32/reduce;
-overlap/ and the steps that the producer sleeps"""
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
 GRADS: dict[str, list[tuple[int, ...]]] = {
     "one": [(2**26,)],
     "gpt2": NAMED["gpt2"].sizes,
@@ -48,62 +52,19 @@ class Event(NamedTuple):
     """Begin and end in microseconds."""
 
 
-def add_options(add: Callable[..., object]) -> None:
-    """Narrow --device to a GPU; this command has no options of its own."""
-    add("--device", type=_gpu, default="cuda", help="a GPU; there is nothing to see on a CPU")
-
-
-def _gpu(text: str) -> str:
-    if text != "cuda" or not torch.cuda.is_available():
-        message = f"{text!r}: expected cuda, and a GPU that torch finds"
-        raise argparse.ArgumentTypeError(message)
-    return text
-
-
-def prepare(args: argparse.Namespace) -> Task:
-    """Return the job and the function that runs it."""
-    return {"calls": CALLS, "steps": STEPS}, partial(_run, args)
-
-
-def _run(args: argparse.Namespace) -> Report:
-    rows: list[dict[str, str]] = []
-    metrics: list[Measurement] = []
-    with progress(len(GRADS) * len(KINDS) + len(SLEEPS)) as tick:
-        for name, kind in ((name, kind) for name in GRADS for kind in KINDS):
-            for kernel, seconds, share in _kernels(args, GRADS[name], *KINDS[kind]):
-                found = f"{seconds * 1e6:.1f}", f"{share:.0%}"
-                row = {"kernel": kernel, "us": found[0], "of a copy's speed": found[1]}
-                rows.append({"what": f"{name}, {kind}", **row})
-                figure = f"share/{name}/{kind}/{kernel}"
-                metrics.append(Measurement(name=figure, interval=Interval.exact(share)))
-            tick()
-        for sleep in SLEEPS:
-            share = _overlap(args.device, sleep)
-            what = f"copies, the producer sleeps {sleep:g} steps"
-            rows.append({"what": what, "under kernels": f"{share:.0%}"})
-            figure = f"overlap/{sleep:g}"
-            metrics.append(Measurement(name=figure, interval=Interval.exact(share)))
-            tick()
-    notes = [
-        f"mean of {CALLS} calls by the profiler; the copy is one of as many bytes in the same call",
-        "reduce and finish read the gradients, rescale clips them in place, update is AdamW's step",
-    ]
-    return Report(table=rows, measurements=metrics, notes=notes)
-
-
-def _kernels(
-    args: argparse.Namespace, sizes: list[tuple[int, ...]], dtype: torch.dtype, odd: int
+def time_kernels(
+    device: str, sizes: list[tuple[int, ...]], dtype: torch.dtype, odd: int
 ) -> Iterator[tuple[str, float, float]]:
     """Yield each kernel, its seconds in a call, and its bytes a second as a share of a copy's."""
-    make = partial(_make, sizes, args.device, odd, dtype)
+    make = partial(make_tensors, sizes, device, odd, dtype)
     parameters, grads, drawn = make(), make(), make()
-    generator = torch.Generator(args.device).manual_seed(args.seed)
+    generator = torch.Generator(device).manual_seed(0)
     for parameter, grad, draw in zip(parameters, grads, drawn, strict=True):
         parameter.requires_grad_()
         parameter.grad = grad
         draw.normal_(generator=generator)
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-    copied, source = torch.ones(2, sum(map(math.prod, sizes)), dtype=dtype, device=args.device)
+    copied, source = torch.ones(2, sum(map(math.prod, sizes)), dtype=dtype, device=device)
 
     def call() -> None:
         torch._foreach_copy_(grads, drawn)
@@ -118,7 +79,7 @@ def _kernels(
         yield kernel, each_s, moved * source.nbytes / each_s / copy_rate
 
 
-def _make(
+def make_tensors(
     sizes: list[tuple[int, ...]], device: str, odd: int, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """Return tensors in one buffer."""
@@ -154,7 +115,7 @@ def count_s(events: Iterable[Event]) -> dict[str, float]:
     return totals
 
 
-def _overlap(device: str, sleep: float) -> float:
+def find_overlap(device: str, sleep: float) -> float:
     """Return the share of the copies' time that kernels overlap, with a slow producer."""
     weight = torch.randn(SIDE, SIDE, dtype=torch.bfloat16, device=device)
 
@@ -162,7 +123,7 @@ def _overlap(device: str, sleep: float) -> float:
         for _ in range(8):
             torch.mm(weight, weight)
 
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for event in (start, end):
         event.record()
         work()
@@ -196,3 +157,34 @@ def find_share(events: Iterable[Event]) -> float:
         new, seen_to = max(begin, seen_to), max(end, seen_to)  # what no kernel before has covered
         covered += sum(max(0.0, min(stop, seen_to) - max(start, new)) for start, stop in copies)
     return covered / total if total else math.nan
+
+
+def measure(device: str) -> list[dict[str, str]]:
+    """Return the rows of the table."""
+    rows = []
+    for name, kind in ((name, kind) for name in GRADS for kind in KINDS):
+        for kernel, time_s, share in time_kernels(device, GRADS[name], *KINDS[kind]):
+            row = {"what": f"{name}, {kind}", "kernel": kernel, "us": f"{time_s * 1e6:.1f}"}
+            rows.append(row | {"of a copy's speed": f"{share:.0%}"})
+    for sleep in SLEEPS:
+        what = f"copies, the producer sleeps {sleep:g} steps"
+        rows.append({"what": what, "under kernels": f"{find_overlap(device, sleep):.0%}"})
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table, and write it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table to FILE")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("it needs a GPU, and torch finds none")
+    rows = measure("cuda")
+    columns = ["what", "kernel", "us", "of a copy's speed", "under kernels"]
+    print("\n".join(align([columns, *([row.get(c, "") for c in columns] for row in rows)])))
+    if args.json:
+        args.json.write_text(json.dumps({"table": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

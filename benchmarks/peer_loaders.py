@@ -1,24 +1,22 @@
-"""Other people's loops over the jobs: Accelerate's, Lightning's, and the stock one with a loader.
+"""A job trained by the stock loop with another loader: torchdata's nodes, SPDL.
 
-They get what the stock loop has: its sampler, workers, fused optimizer and precision.
+They get the sampler of the stock loop, and threads in place of its workers.
 """
 
 import importlib
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, default_collate
 
-from fastamp.bench.in_frameworks import FRAMEWORKS, Epoch
 from fastamp.bench.loader import Batches
-from fastamp.bench.peers import ERRORS, why
 from fastamp.bench.trainer import Trainer
 from fastamp.data import map_tensors
+
+Epoch = Callable[[], object]
 
 
 def _train_with(
@@ -59,37 +57,7 @@ def _make_spdl(loop: Trainer, join: Callable[[list[Any]], Any], num_workers: int
     return loader
 
 
-PEERS: dict[str, Callable[..., Epoch]] = {
-    "Accelerate": FRAMEWORKS["accelerate"],
-    "Lightning": FRAMEWORKS["lightning"],
+LOADERS: dict[str, Callable[..., Epoch]] = {
     "torchdata": partial(_train_with, _make_torchdata),
-    "SPDL": partial(_train_with, _make_spdl),
+    "spdl": partial(_train_with, _make_spdl),
 }
-
-
-def list_peers() -> list[str]:
-    """Return the peers that are installed."""
-    return [name for name in PEERS if find_spec(name.lower()) is not None]
-
-
-def begin_peer(
-    name: str, job: str, loop: Trainer, closing: ExitStack, workers: dict[str, Any]
-) -> Epoch | None:
-    """Train one visit, and return its epoch function; if it fails, print why, and return None.
-
-    Args:
-        name: a key of PEERS.
-        job: its name, for the line on stderr.
-        loop: the stock loop over the job, which the peer takes over.
-        closing: receives the callbacks that end the training.
-        workers: options of the stock loader.
-    """
-    try:
-        with ExitStack() as own:
-            epoch = PEERS[name](loop, own, **workers)
-            epoch()
-            closing.enter_context(own.pop_all())
-            return epoch
-    except ERRORS as error:
-        print(f"{job}: {name} is not raced: {why(error)}", file=sys.stderr)
-        return None

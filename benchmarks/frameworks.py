@@ -1,0 +1,136 @@
+"""A job in Accelerate, Fabric, Lightning, the Hugging Face Trainer, and with other loaders.
+
+`python benchmarks/frameworks.py lightning spdl --task mlp`: ms a step of torch's good loop, of each
+alone, and of a framework with fastamp's loader and step. They have one optimizer, precision, order
+of samples and number of workers, and their first losses are compared. A visit is an epoch, with all
+that the framework does around it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import warnings
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from in_frameworks import FRAMEWORKS
+from peer_loaders import LOADERS
+
+from fastamp.bench.environment import DTYPES
+from fastamp.bench.feeds import find_data
+from fastamp.bench.job_loops import AGREE_STEPS, check_losses, make_loop
+from fastamp.bench.race import Plan, run_race, show
+from fastamp.bench.tasks import find_make, make_training
+from fastamp.bench.trainer import Config
+from fastamp.timer.timer import align
+from fastamp.train.options import DEFAULT, number
+from fastamp.train.random_state import seed_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from fastamp.bench.tasks import Training
+
+PLAN = Plan(rounds=4000, warmup=2, half_width=0.01, limit_s=20.0)
+PEERS = [*FRAMEWORKS, *LOADERS]
+PACKAGES = {"fabric": "lightning"}  # where they are not named as the peer
+COLUMNS = ["loop", "torch ms", "alone ms", "over torch [95 %]"]
+COLUMNS += ["with fastamp ms", "over alone [95 %]"]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the frameworks' messages about the machine, and their advice."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def begin(
+    arm: str, training: Training, args: argparse.Namespace, closing: ExitStack
+) -> tuple[Callable[[], object], list[float]]:
+    """Train one epoch of an arm; return the function that trains the next ones, and its losses."""
+    workers = {"num_workers": args.workers, "persistent_workers": True} if args.workers else {}
+    config = Config(name="stock", precision=args.precision, timing="stock")
+    options: dict[str, Any] = {"steps": args.steps, "seed": args.seed, "workers": workers}
+    loop = make_loop(config, training, args.device, **options)
+    seed_all(args.seed, 0)  # of dropout
+    name, _, ours = arm.partition(" with ")
+    epoch: Callable[[], object] = loop.visit
+    if name in FRAMEWORKS:
+        epoch = FRAMEWORKS[name](loop, closing, ours=bool(ours), **workers)
+    elif name in LOADERS:
+        epoch = LOADERS[name](loop, closing, **workers)
+    epoch()
+    return epoch, [float(loss) for loss in loop.losses[:AGREE_STEPS]]
+
+
+def race(name: str, training: Training, args: argparse.Namespace) -> dict[str, str]:
+    """Race torch's loop, a peer alone, and a framework with fastamp; return a row."""
+    arms, losses = {}, {}
+    named = ["torch", name, *([f"{name} with fastamp"] if name in FRAMEWORKS else [])]
+    with ExitStack() as closing:
+        for arm in named:
+            arms[arm], losses[arm] = begin(arm, training, args, closing)
+        is_same = find_data(training).is_repeatable()
+        check_losses(losses, dict.fromkeys(losses, args.precision), is_same=is_same)
+        plan = replace(PLAN, rounds=args.rounds)
+        found = run_race(arms, plan, device=args.device, seed=args.seed)
+    times = [show(1e3 * found.quartiles_s(arm)[1] / args.steps, ".3f") for arm in named]
+    row = dict(zip(COLUMNS, [name, *times[:2], found.ratio(name).text(".2f", "x")], strict=False))
+    if name in FRAMEWORKS:
+        row |= {COLUMNS[4]: times[2], COLUMNS[5]: found.ratio(named[2], name).text(".2f", "x")}
+    return row
+
+
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Training]:
+    """Return the options, and the task."""
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("names", nargs="*", metavar="NAME", help=f"of {', '.join(PEERS)} (default: all)")
+    add("--task", default="mlp", help=f"a job of `bench jobs`, or FILE.py:make {DEFAULT}")
+    add("--device", choices=("cpu", "cuda"), default=here, help=DEFAULT)
+    precision = "fp16" if here == "cuda" else "fp32"
+    add("--precision", choices=("fp32", *DTYPES), default=precision, help=DEFAULT)
+    add("--workers", type=number(int, 0), default=0, help=f"of each loader {DEFAULT}")
+    add("--steps", type=number(int, 1), default=128, help=f"of an epoch, at most {DEFAULT}")
+    add("--rounds", type=number(int, 8), default=PLAN.rounds, help="at most")
+    add("--seed", type=number(int, 0), default=0)
+    args = parser.parse_args(argv)
+    if unknown := {*args.names} - {*PEERS}:
+        parser.error(f"{', '.join(unknown)}: none of {', '.join(PEERS)}")
+    try:
+        training = make_training(find_make(args.task), args.device, args.seed)
+    except argparse.ArgumentError as error:
+        parser.error(str(error))
+    data = find_data(training)
+    if data.dataset is None:
+        parser.error(f"--task {args.task}: it has no dataset with a length")
+    args.steps = min(args.steps, len(data.dataset) // data.batch_size)
+    return args, training
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print a row for each peer that is installed."""
+    args, training = parse(argv)
+    rows = []
+    for name in args.names or PEERS:
+        if importlib.util.find_spec(PACKAGES.get(name, name)) is None:
+            rows.append({"loop": name, "alone ms": "not installed"})
+        else:
+            with quiet():
+                rows.append(race(name, training, args))
+    print("\n".join(align([COLUMNS, *([row.get(c, "") for c in COLUMNS] for row in rows)])))
+
+
+if __name__ == "__main__":
+    main()

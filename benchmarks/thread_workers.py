@@ -1,0 +1,128 @@
+"""Thread workers against torch's processes: items that wait, the first batch, and photographs.
+
+`python benchmarks/thread_workers.py waits first photos`:
+waits: items that wait 1 ms, batches of 8; torch without workers and with 8, and 8 threads;
+first: the first batch of a pass, its start included; 8 workers of torch's, and 8 threads;
+photos: the race of `bench loader --data photos` with SPDL (pip install spdl; FFmpeg's libraries).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections import deque
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import fastamp
+from fastamp.bench import photos
+from fastamp.bench.environment import count_cores
+from fastamp.bench.loader import PLAN, Items, check, wait
+from fastamp.bench.race import run_race, show
+from fastamp.timer.timer import align
+from fastamp.train.options import DEFAULT, number
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    # The arms, the batches or images of a visit, and what prepares an arm.
+    Race = tuple[dict[str, Callable[[], object]], int, Callable[[str], object]]
+
+WAITING = 1024  # items
+
+
+def make_loaders(items: Items, workers: int) -> dict[str, Any]:
+    """Return torch's loader with processes, and fastamp's with threads."""
+    threads = fastamp.DataLoader(items, 8, num_workers=workers, worker="thread")
+    return {
+        f"torch, {workers} workers": photos.TorchLoader(items, 8, num_workers=workers),
+        f"fastamp, {workers} threads": threads,
+    }
+
+
+def drain(loaders: dict[str, Any], amount: int) -> Race:
+    """Return arms that make a pass."""
+    arms = {name: partial(deque[Any], loader, 0) for name, loader in loaders.items()}
+    return arms, amount, lambda _: None
+
+
+def make_waits(workers: int) -> Race:
+    """Return passes over items that wait, after a check of each arm's first batch."""
+    items = Items(wait, WAITING)
+    loaders = {"torch": photos.TorchLoader(items, 8)} | make_loaders(items, workers)
+    expected = [next(iter(loaders["torch"]))]
+    for loader in loaders.values():
+        check(loader.__iter__, expected)
+    return drain(loaders, WAITING // 8)
+
+
+def make_first(workers: int) -> Race:
+    """Return arms that begin a pass; the end of the pass before is not timed."""
+    kept: list[Iterator[Any]] = []
+
+    def begin(loader: Any) -> None:
+        kept.append(iter(loader))
+        next(kept[0])
+
+    loaders = make_loaders(Items(int, 4096), workers)
+    arms = {name: partial(begin, loader) for name, loader in loaders.items()}
+    return arms, 1, lambda _: kept.clear()
+
+
+def make_spdl(samples: list[tuple[str, int]]) -> Any:
+    """Return SPDL's DataLoader, as its documentation has it."""
+    io, loaders = (importlib.import_module(f"spdl.{name}") for name in ("io", "dataloader"))
+    short, size = min(photos.WIDTH, photos.HEIGHT), photos.SIZE
+    filters = f"crop={short}:{short}:exact=1,scale={size}:{size}:flags=bilinear,format=rgb24"
+    config = io.decode_config(decoder_options={"threads": "1"})
+
+    def decode(sample: tuple[str, int]) -> tuple[Any, int]:
+        packets = io.demux_image(sample[0])
+        return io.decode_packets(packets, decode_config=config, filter_desc=filters), sample[1]
+
+    def join(decoded: list[tuple[Any, int]]) -> list[torch.Tensor]:
+        images = io.to_torch(io.convert_frames([frames for frames, _ in decoded]))
+        return [images.permute(0, 3, 1, 2), torch.tensor([label for _, label in decoded])]
+
+    options = {"num_threads": count_cores(), "output_order": "input"}
+    return loaders.DataLoader(
+        samples, preprocessor=decode, aggregator=join, batch_size=photos.BATCH_SIZE, **options
+    )
+
+
+def make_photos(_workers: int) -> Race:
+    """Return passes over photographs, by SPDL too."""
+    loaders = photos.make_loaders(seed=0)
+    spdl = make_spdl(loaders["fastamp"].dataset.samples)
+    photos.check(spdl, loaders["fastamp"])
+    return drain(loaders | {"SPDL": spdl}, photos.COUNT)
+
+
+RACES = {"waits": make_waits, "first": make_first, "photos": make_photos}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print a row for each arm of each race."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("races", nargs="+", choices=RACES, metavar="NAME")
+    parser.add_argument("--workers", type=number(int, 1), default=8, help=DEFAULT)
+    parser.add_argument("--rounds", type=number(int, 8), default=PLAN.rounds, help="at most")
+    args = parser.parse_args(argv)
+    rows = [["race", "arm", "median ms", "batches or images/s", "times as fast [95 %]"]]
+    for name in args.races:
+        arms, amount, before = RACES[name](args.workers)
+        race = run_race(arms, replace(PLAN, rounds=args.rounds), before=before)
+        for arm in arms:
+            time_s = race.quartiles_s(arm)[1]
+            figures = [show(1e3 * time_s, ".3f"), show(amount / time_s, ".0f")]
+            rows.append([name, arm, *figures, race.ratio(arm).text(".2f", "x")])
+    print("\n".join(align(rows)))
+
+
+if __name__ == "__main__":
+    main()

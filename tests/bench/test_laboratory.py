@@ -1,0 +1,202 @@
+"""The laboratory: each script of benchmarks/ starts, and prints its table."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import multiprocessing
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.fake_clock import FakeClock
+
+import fastamp
+from fastamp.bench import photos
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+QUICK = ["--rounds", "8"]  # three blocks
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Return a function that imports a script, as `python benchmarks/NAME.py` does."""
+    monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
+    return importlib.import_module
+
+
+def read_table(printed):
+    """Return the first column of a table, without its head; each line has a figure."""
+    lines = printed.splitlines()[1:]
+    assert all(any(letter.isdigit() for letter in line) for line in lines)
+    return [line.split("  ")[0].strip() for line in lines]
+
+
+# Other people's loops, loaders and optimizers
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("accelerate", "accelerate"),
+        ("fabric", "lightning.fabric"),
+        ("lightning", "lightning.pytorch"),
+        ("transformers", "transformers"),
+        ("torchdata", "torchdata.nodes"),
+        ("spdl", "spdl.dataloader"),
+    ],
+)
+def test_a_job_is_trained_in_other_peoples_loops(name, module, script, monkeypatch, capsys):
+    pytest.importorskip(module, reason="no extra installs it" if name == "spdl" else None)
+    loaders, in_frameworks = [], script("in_frameworks")
+    make_loader = in_frameworks._make_loader
+
+    def keep(loop, *, ours, **options):
+        loaders.append(make_loader(loop, ours=ours, **options))
+        return loaders[-1]
+
+    monkeypatch.setattr(in_frameworks, "_make_loader", keep)
+    words = [name, "--task", "tabular", "--device", "cpu", "--steps", "2"]
+    script("frameworks").main([*words, *QUICK])
+    assert read_table(capsys.readouterr().out) == [name]
+    are_ours = [isinstance(loader, fastamp.DataLoader) for loader in loaders]
+    assert are_ours == ([False, True] if name in in_frameworks.FRAMEWORKS else [])
+
+
+def test_a_loop_or_a_job_that_is_not_known_is_refused(script, monkeypatch, capsys):
+    frameworks = script("frameworks")
+    for words, said in (
+        (["keras"], "keras: none of accelerate, fabric, lightning"),
+        (["--task", "mlps"], "'mlps' is none of gpt, mlp"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            frameworks.main(words)
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "spdl", None)
+    frameworks.main(["spdl"])
+    assert "not installed" in capsys.readouterr().out
+
+
+def test_other_optimizers_race_on_each_shape(script, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "compile", lambda step: step)  # which takes seconds
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    script("step_peers").main(["--shapes", "3x10,2gx10", *QUICK])
+    printed = capsys.readouterr().out
+    assert read_table(printed) == ["3 tensors of 10", "2 groups of 10"]
+    assert "torch.compile ms" in printed
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
+def test_ranks_start_compare_and_leave_none_behind(script, monkeypatch, capsys):
+    ranks = script("ranks")
+    if "FASTAMP_AT_LARGE" not in os.environ:
+        # Ranks of this server have torch, which takes seconds to import.
+        start = functools.partial(torch.multiprocessing.start_processes, start_method="forkserver")
+        monkeypatch.setattr(ranks, "spawn", start)
+    before = set(multiprocessing.active_children())
+    ranks.main(["--shapes", "3x1000", *QUICK])
+    assert set(multiprocessing.active_children()) == before
+    # The arm, its median, and the collectives of its step.
+    rows = re.findall(r"  +(torch|all-reduce|fastamp) +[\d.]+ +(\d) ", capsys.readouterr().out)
+    assert rows == [("torch", "2"), ("all-reduce", "1"), ("fastamp", "1")]
+
+
+@pytest.mark.parametrize("name", ["waits", "first", "photos"])
+def test_thread_workers_race_processes(name, script, monkeypatch, capsys):
+    if name == "photos":
+        pytest.importorskip("spdl.io", reason="no extra installs it")
+        pytest.importorskip("PIL.Image")
+    monkeypatch.setattr(photos, "COUNT", 3)
+    thread_workers = script("thread_workers")
+    monkeypatch.setattr(thread_workers, "WAITING", 24)
+    thread_workers.main([name, "--workers", "1", *QUICK])
+    assert {*read_table(capsys.readouterr().out)} == {name}
+
+
+def test_the_cost_of_checkpoints_is_printed_for_each_way(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["checkpoint_cost.py", "--steps", "1", "--rounds", "4"])
+    script("checkpoint_cost").main()
+    assert len(read_table(capsys.readouterr().out)) == 3
+
+
+# The bench measures itself
+
+
+@pytest.mark.parametrize(("works", "status"), [(True, 0), (False, 1)])
+def test_the_selftest_finds_a_known_slowdown_and_fails_without_one(
+    works, status, script, monkeypatch, capsys
+):
+    selftest, clock = script("selftest"), FakeClock(monkeypatch, noise=0.005, seed=1)
+    monkeypatch.setattr(selftest, "work", lambda units: clock.spend(units * 6e-6 if works else 1.0))
+    assert selftest.main(["--slowdown", "10"]) == status
+    same, slowed = capsys.readouterr().out.splitlines()
+    assert same.startswith("identical arms ")
+    assert "(target 0.98x to 1.02x): pass" in same
+    assert f"(target 1.08x to 1.12x): {['pass', 'fail'][status]}" in slowed
+    assert "the true ratio, 1.1000, is " in slowed
+
+
+def test_the_selftests_slowed_arm_does_as_much_more_work_as_it_says(script, monkeypatch):
+    selftest, done = script("selftest"), []
+    monkeypatch.setattr(selftest, "work", done.append)
+    selftest.main(["--slowdown", "25", *QUICK])
+    assert sorted(done) == [100] * 16 + [125] * 8
+
+
+# The view of a GPU, from events as the profiler tells them
+
+NAMES = {
+    "void fastamp::(anonymous namespace)::reduce_kernel<fastamp::L2, (Sums)0, 16>(Table)": 2,
+    "void fastamp::(anonymous namespace)::finish_kernel<fastamp::L2, (Sums)0>(double*)": 2,
+    "void fastamp::(anonymous namespace)::rescale_kernel<16>(Table, float const*)": 1,
+    "void fastamp::(anonymous namespace)::update_kernel<16>(Table, float const*)": 1,
+    "Memcpy DtoD (Device -> Device)": 1,
+    "void at::native::vectorized_elementwise_kernel<4>(int)": 3,
+}
+
+
+@pytest.mark.skipif("cpu" not in fastamp.backends(), reason="needs the compiled core")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_kernels_share_is_its_bytes_over_its_time_against_the_copys(dtype, script, monkeypatch):
+    gpu = script("gpu")
+
+    def trace(call, count):
+        call()  # on the CPU
+        return [gpu.Event(name, (0.0, 4.0)) for name, n in NAMES.items() for _ in range(n * count)]
+
+    monkeypatch.setattr(gpu, "trace", trace)
+    found = {row[0]: row[1:] for row in gpu.time_kernels("cpu", [(300, 7), (5,)], dtype, 1)}
+    # All take 4 us; the copy moves two elements in it, the update eight.
+    shares = {"reduce": 0.5, "finish": 0.0, "rescale": 1.0, "update": 4.0}
+    assert found == {kernel: pytest.approx((4e-6, share)) for kernel, share in shares.items()}
+
+
+def test_the_share_of_copies_under_kernels_counts_no_time_twice(script):
+    gpu = script("gpu")
+    copies = [gpu.Event("Memcpy HtoD (Pinned -> Device)", span) for span in ((0, 10), (20, 30))]
+    kernels = [gpu.Event("kernel", span) for span in ((5, 8), (6, 12), (19, 25), (40, 50))]
+    others = [gpu.Event("Memset (Device)", (0, 100)), gpu.Event("Memcpy DtoD", (0, 100))]
+    assert gpu.find_share([*copies, *kernels, *others]) == pytest.approx((5 + 5) / 20)
+    assert math.isnan(gpu.find_share(kernels))
+
+
+def test_the_table_of_a_gpu_has_its_kernels_or_the_script_needs_a_gpu(
+    script, monkeypatch, tmp_path, capsys
+):
+    gpu = script("gpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        gpu.main([])
+    assert ended.value.code == 2
+    assert "it needs a GPU, and torch finds none" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "time_kernels", lambda *_: [("reduce", 4e-6, 0.5)])
+    monkeypatch.setattr(gpu, "find_overlap", lambda *_: 1.0)
+    gpu.main(["--json", str(tmp_path / "gpu.json")])
+    assert len(read_table(capsys.readouterr().out)) == 9 + 3
+    assert '"kernel": "reduce"' in (tmp_path / "gpu.json").read_text()
