@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 import fastamp
+from fastamp.train import store
 
 CURVES = ("train_loss", "val_loss", "grad_norm", "loss_scale", "lr")
 
@@ -223,3 +224,13 @@ def train_until_all_are_signalled(folder, accumulate, sender):
 def newest(folder):
     """Return the step of the newest checkpoint."""
     return max((int(p.stem[5:]) for p in folder.glob("step-*.pt")), default=0)
+
+
+def take_lock(folder):
+    """Return 0 if another process holds the lock of a folder, 1 if it is free."""
+    store.WAIT_S = 0
+    try:
+        store._lock(folder)
+    except OSError:
+        return 0
+    return 1

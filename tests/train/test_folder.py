@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.processes import CONTEXT
-from support.trainable import Loop, act_at, names, run, save_and_stay
+from support.trainable import Loop, act_at, names, run, save_and_stay, take_lock
 
 from fastamp.train import store
 
@@ -99,15 +99,6 @@ def in_a_fork(action):
         finally:
             os._exit(9)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def take_lock(folder):
-    """Return 0 if another process holds the lock of a folder, 1 if it is free."""
-    try:
-        store._lock(folder)
-    except OSError:
-        return 0
-    return 1
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
