@@ -12,13 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import Self
 
 from fastamp.data.own_threads import start
@@ -34,7 +32,7 @@ from fastamp.train.check import (
 from fastamp.train.random_state import all_devices, check_rng_state, rng_state, set_rng_state
 from fastamp.train.ranks import Ranks
 from fastamp.train.signals import Signals
-from fastamp.train.state_file import CheckpointError, check_entries, read_file, write_file
+from fastamp.train.state_file import CheckpointError, as_plain, read_file, write_file
 from fastamp.train.store import Store
 from fastamp.train.weights import copied, save_weights
 
@@ -291,12 +289,7 @@ class Checkpointer:
 
     def _save(self, step: int, metric: float | Tensor | None) -> None:
         self.wait()
-        if metric is None or not self._sign:
-            metric = math.nan
-        elif isinstance(metric, Tensor):
-            metric = metric.detach()
-        number = _as(float, "metric", metric, "a number")
-        state = self._ranks.together(lambda: self._collect(step, number))
+        state = self._ranks.together(lambda: self._collect(step, metric))
         if self._ranks.mode is not None:
             state["ranks"] = self._ranks.gather({name: state[name] for name in self._of_rank()})
         if not self._in_thread:
@@ -311,25 +304,28 @@ class Checkpointer:
         """Return the names of the entries that differ between ranks."""
         return [name for name in ("loader", "rng") if name in self._parts or name == "rng"]
 
-    def _collect(self, step: int, metric: float) -> dict[str, Any]:
+    def _collect(self, step: int, metric: float | Tensor | None) -> dict[str, Any]:
         """Return the states of all parts, to be written."""
-        best = [step, metric] if self._is_better(metric) else self._best
+        if metric is None or not self._sign:
+            metric = math.nan
+        elif isinstance(metric, Tensor):
+            metric = metric.detach()
+        number = _as(float, "metric", metric, "a number")
+        best = [step, number] if self._is_better(number) else self._best
         state: dict[str, Any] = {"step": step, "best": best, "kinds": self._kinds()}
         state["rng"] = rng_state(self._at())
-        state |= {name: _without_numpy(part.state_dict()) for name, part in self._parts.items()}
-        for name in self._parts:
-            if any(hasattr(leaf, "full_tensor") for leaf in tree_leaves(state[name])):
-                msg = f"{name}: only model and optimizer may be sharded"
-                raise ValueError(msg)
-        state["model"] = _without_numpy(self._model.state_dict())
+        parts = {**self._parts, "model": self._model, "optimizer": self._optimizer}
+        for name, part in parts.items():
+            if part is None:
+                continue
+            own, may_be_sharded = part.state_dict(), name in {"model", "optimizer"}
+            try:
+                state[name] = as_plain(own, may_be_sharded=may_be_sharded)
+            except ValueError as error:
+                msg = f"{self._store.title}: nothing is saved: its [{name!r}] {error}"
+                raise CheckpointError(msg) from error
         if self._optimizer is not None:
-            state["optimizer"] = _without_numpy(self._optimizer.state_dict())
             state["n_with_state"] = len(state["optimizer"]["state"])
-        try:
-            check_entries(state)
-        except ValueError as error:
-            msg = f"{self._store.title}: nothing is saved: {error}"
-            raise CheckpointError(msg) from error
         return state
 
     def _write(self, state: dict[str, Any]) -> None:
@@ -464,19 +460,6 @@ def _sharded() -> Any:
     from fastamp.train import sharded_checkpoint  # noqa: PLC0415
 
     return sharded_checkpoint
-
-
-def _without_numpy(state: Any) -> Any:
-    """Return a state with Python's numbers in place of NumPy's, which a checkpoint cannot hold.
-
-    A scheduler's metric may be one, and a group's learning rate.
-    """
-    if not any(isinstance(leaf, np.generic) for leaf in tree_leaves(state)):
-        return state
-    plain = tree_map_only(np.generic, np.generic.item, state)
-    if hasattr(state, "_metadata"):  # versions of a model's modules
-        plain._metadata = state._metadata
-    return plain
 
 
 def _level_outside() -> int:

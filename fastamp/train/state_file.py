@@ -7,10 +7,12 @@ import pickle
 import re
 import warnings
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -27,6 +29,8 @@ RUN = "run.pt"  # in a folder: everything except the tensors of model and optimi
 _DAMAGED = {errno.ENOENT, errno.EINVAL, errno.EIO, errno.ELOOP, errno.ENOTDIR, errno.ENXIO}
 # What pickle raises for an object that it cannot write or, with `weights_only`, does not read.
 _NOT_PICKLED = (pickle.PickleError, AttributeError, TypeError)
+# The types of nearly all that a state holds; whether others can be read is tried.
+_PLAIN = {Tensor, nn.Parameter, dict, OrderedDict, list, tuple, str, int, float, bool, type(None)}
 _ENTRY_NBYTES = 30  # the least that an archive's entry takes beside its content
 
 
@@ -65,30 +69,52 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
-def check_entries(state: dict[str, Any]) -> None:
-    """Refuse a state that `read_file` would refuse, because of what it holds.
+def as_plain(entry: Any, *, may_be_sharded: bool = False) -> Any:
+    """Return an entry of a state, with Python's numbers in place of NumPy's, as `write_file` takes.
 
-    Tensors of torch's own are left out of the trial: it takes no memory to speak of.
+    Nothing is read back later, as that would take the memory of the file once more.
 
     Raises:
-        ValueError: an entry holds an object that is neither a tensor nor a plain value.
+        ValueError: `read_file` would refuse it, because of what it holds.
     """
-    for name, entry in state.items():
+    versions = getattr(entry, "_metadata", None)  # of a model's modules
+    kinds = _find_kinds([entry, versions])
+    if any(issubclass(kind, np.generic) for kind in kinds):  # a scheduler's metric, a learning rate
+        entry = tree_map_only(np.generic, np.generic.item, entry)
+        if versions is not None:
+            entry._metadata = versions
+    if any(hasattr(kind, "full_tensor") for kind in kinds) and not may_be_sharded:
+        msg = "is sharded: only model and optimizer may be"
+        raise ValueError(msg)
+    if not kinds <= _PLAIN:
         memory = io.BytesIO()
         try:
-            tried = tree_map_only(Tensor, _left_out, entry)
-            torch.save((tried, getattr(entry, "_metadata", None)), memory)
+            torch.save((tree_map_only(Tensor, _left_out, entry), versions), memory)
             memory.seek(0)
             _load(memory)
         except _NOT_PICKLED as error:
-            msg = f"its [{name!r}] {_explain(error)}"
-            raise ValueError(msg) from error
+            raise ValueError(_explain(error)) from error
+    return entry
 
 
 def _left_out(tensor: Tensor) -> Tensor | None:
     """Return None in place of a tensor that can be read; those of other classes are tried."""
-    is_plain = type(tensor) in (Tensor, nn.Parameter) and not vars(tensor)
-    return None if is_plain or hasattr(tensor, "full_tensor") else tensor
+    return None if type(tensor) in _PLAIN or hasattr(tensor, "full_tensor") else tensor
+
+
+def _find_kinds(state: Any) -> set[type]:
+    """Return the types of all that is in a state."""
+    found: set[type] = set()
+    containers, seen = [state], set[int]()
+    while containers:
+        one = containers.pop()
+        if id(one) in seen:  # a container may hold itself
+            continue
+        seen.add(id(one))
+        inside = [*one, *one.values()] if isinstance(one, dict) else one
+        found |= {*map(type, inside)}
+        containers += [x for x in inside if isinstance(x, (dict, list, tuple, set))]
+    return found
 
 
 def _load(file: BinaryIO) -> Any:

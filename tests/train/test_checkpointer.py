@@ -280,7 +280,7 @@ def test_numbers_of_numpy_are_kept_as_numbers(name, tmp_path):
     assert (meter.value, type(meter.value)) == (0.5, float)
 
 
-UNREAD = [np.zeros(3), {"best": Path("a path")}, {1: {Path("key"): 2}}]
+UNREAD = [np.zeros(3), {"best": Path("a path")}, {1: {Path("key"): 2}}, {np.int64(1): 2}]
 NOT_PICKLED = [lambda: 0, threading.Lock()]
 
 
