@@ -102,14 +102,19 @@ def test_a_checkpoint_that_cannot_be_removed_is_told_as_the_folders_error(server
         assert ran.codes == [0] or "OSError: [Errno 5] checkpoint_dir=" in ran.err
 
 
+def make_folder(folder):
+    """Make a folder with the files of the bench, which a program then replaces."""
+    folder.mkdir()
+    for name, text in BENCH_FILES.items():
+        (folder / name).write_text(text)
+    return folder
+
+
 @pytest.mark.parametrize("contents", [False, True])
 def test_a_sync_before_a_flush_keeps_nothing(contents, server, tmp_path):
     found = set()
     for seed in range(8):
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        for name, text in BENCH_FILES.items():
-            (folder / name).write_text(text)
+        folder = make_folder(tmp_path / str(seed))
         fault = Fault("power", at=5, delay_s=seed, cut=contents)
         program = "support.fault_programs:sync_before_flushing"
         assert server.run(program, folder, fault=fault).struck == "remove"
@@ -120,10 +125,7 @@ def test_a_sync_before_a_flush_keeps_nothing(contents, server, tmp_path):
 def test_a_program_that_does_not_sync_is_found_out(server, tmp_path):
     found = set()
     for seed in range(12):
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        for name, text in BENCH_FILES.items():
-            (folder / name).write_text(text)
+        folder = make_folder(tmp_path / str(seed))
         # The last call removes another file; the name and what is in it may be on the disk or not.
         fault = Fault("power", at=4, delay_s=seed)
         ran = server.run("support.fault_programs:write_carelessly", folder, fault=fault)
