@@ -19,6 +19,7 @@ from fastamp.data import (
 )
 from fastamp.metrics import MetricsTracker, ScalarStats
 from fastamp.step import (
+    AdamW,
     GradScaler,
     StepReport,
     clip_grad_norm_,
@@ -27,6 +28,7 @@ from fastamp.step import (
     get_total_norm,
     nonfinite_parameters,
     optimizer_step,
+    to_torch,
 )
 from fastamp.timer import RegionStats, Timer
 from fastamp.train import (
@@ -40,6 +42,7 @@ from fastamp.train import (
 )
 
 __all__ = [
+    "AdamW",
     "ArrayDataset",
     "BatchCollator",
     "CheckpointError",
@@ -75,6 +78,7 @@ __all__ = [
     "optimizer_step",
     "prefetch",
     "sample_rng",
+    "to_torch",
 ]
 
 __version__ = "0.1.0"

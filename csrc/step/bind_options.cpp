@@ -12,6 +12,8 @@ struct Keys {
   PyObject* foreach = PyUnicode_InternFromString("foreach");
   PyObject* capturable = PyUnicode_InternFromString("capturable");
   PyObject* differentiable = PyUnicode_InternFromString("differentiable");
+  PyObject* exact = PyUnicode_InternFromString("exact");
+  PyObject* seed = PyUnicode_InternFromString("seed");
 };
 
 const Keys& keys() {
@@ -140,6 +142,10 @@ Group read_group(const Declaration& rule, PyObject* group, const Backend& backen
   for (int i = 0; i < kMaxStates && names.states[i] != nullptr; ++i)
     if (names.options[i] == nullptr || is_true(group, names.options[i]))
       found.states[found.num_states++] = names.states[i];
+  if (rule.is_kept) {
+    found.is_exact = is_true(group, keys().exact);
+    found.seed = static_cast<std::uint32_t>(number(find(group, keys().seed), keys().seed));
+  }
   return found;
 }
 

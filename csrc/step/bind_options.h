@@ -21,6 +21,8 @@ struct Group {
   int num_states;
   bool counts_on_device;  ///< torch keeps its counts there: it is fused or capturable
   bool is_fused;
+  bool is_exact;       ///< fastamp.AdamW's: bfloat16 parameters have a lower half
+  std::uint32_t seed;  ///< fastamp.AdamW's
 };
 
 /// Returns a borrowed value; null where there is none.

@@ -6,6 +6,7 @@
 #include <variant>
 
 #include "step/bind_options.h"
+#include "step/formats.h"
 
 namespace fastamp {
 namespace {
@@ -87,6 +88,66 @@ struct Spare {
   Prefetcher prefetcher;
 };
 
+constexpr int kMostKept = 8;  // tensors of a parameter of fastamp.AdamW, itself included
+
+/// Reads how fastamp.AdamW keeps a parameter: its lower half, and the moments' codes and scales.
+struct KeptReader {
+  const Backend& backend;
+  const Group& group;
+  PyObject* state;
+  const Strides& layout;  ///< the parameter's
+  AddressSet& seen;
+  std::vector<py::object>& alive;
+  bool has_codes = false;
+
+  Kept read(ParameterView& view) {
+    static PyObject* const low = PyUnicode_InternFromString("low");
+    static PyObject* const scales[] = {PyUnicode_InternFromString("exp_avg_scale"),
+                                       PyUnicode_InternFromString("exp_avg_sq_scale")};
+    if (view.param_dtype == DType::kFloat16) throw Refusal{"a parameter is float16"};
+    Kept kept{nullptr, {}, std::max<std::int64_t>(view.numel, 1), group.seed};
+    Strides other;
+    if (group.is_exact && view.param_dtype == DType::kBFloat16) {
+      kept.low = static_cast<std::int16_t*>(read(low, kByte, other));
+      if (!has_pairs(other)) throw Refusal{"low: its shape or layout"};
+    }
+    has_codes = find(state, scales[0]) != nullptr;
+    if (!has_codes || view.numel == 0) return kept;
+    kept.row = view.numel / layout.shape[0];
+    if (layout.shape[0] > 1 && layout.strides[0] != kept.row)
+      throw Refusal{"a parameter's rows do not follow each other in memory"};
+    for (int s = 0; s < 2; ++s) {
+      view.states[s] = read(group.states[s], kByte, other);
+      if (!is_alike(other, layout)) throw Refusal{text(group.states[s]) + ": its shape or layout"};
+      kept.scales[s] = static_cast<float*>(read(scales[s], kFloat32, other));
+      if (other.numel() != Blocks(kept.row).count(view.numel))
+        throw Refusal{text(scales[s]) + ": its number of blocks"};
+    }
+    return kept;
+  }
+
+ private:
+  /// Whether a tensor has two neighboring bytes for each element of the parameter, in its order.
+  bool has_pairs(const Strides& found) const {
+    if (found.ndim != layout.ndim + 1 || found.shape[layout.ndim] != 2) return false;
+    for (int dim = 0; dim < layout.ndim; ++dim)
+      if (found.shape[dim] != layout.shape[dim] ||
+          (found.shape[dim] > 1 && found.strides[dim] != 2 * layout.strides[dim]))
+        return false;
+    return found.strides[layout.ndim] == 1 || found.numel() == 0;
+  }
+
+  void* read(PyObject* name, dlpack::DataType dtype, Strides& found) {
+    PyObject* tensor = find(state, name);
+    if (tensor == nullptr) throw Refusal{kNoState};
+    const auto data = read_dense_of(tensor, dtype, backend.device, &found);
+    if (!data) throw Refusal{text(name) + ": its dtype, layout or device"};
+    if (found.numel() > 0 && !seen.insert(*data)) throw Refusal{"tensors share their memory"};
+    alive.push_back(py::reinterpret_borrow<py::object>(tensor));
+    return *data;
+  }
+};
+
 /// One optimizer's gradients, parameters and states, read for one step.
 struct ReadStep : PackedTensors {
   py::list params;  ///< those that have a gradient
@@ -112,6 +173,7 @@ class Update {
     step.list.rule = rule_.rule;
     step.list.groups.clear();
     step.list.parameters.clear();
+    step.list.kept.clear();
     step.owns_grads = grads.is_none();
     read_all(backend, groups, states, grads, spare.prefetcher, step);
     spare_.prefetcher = std::move(spare.prefetcher);
@@ -154,7 +216,7 @@ class Update {
     step.tensors = own_grads;
     StateReader reader(states.ptr());
     prefetcher.begin(count);
-    AddressSet seen((2 + kMaxStates) * count);
+    AddressSet seen((rule_.is_kept ? kMostKept : 2 + kMaxStates) * count);
     Py_ssize_t place = 0;
     for (const Group& group : found) {
       step.list.groups.push_back(group.options);
@@ -208,7 +270,13 @@ class Update {
       if (state == nullptr || !PyDict_Check(state)) throw missing_state(group);
       prefetcher.met(state);
     }
-    for (int s = 0; s < group.num_states; ++s) {
+    bool has_codes = false;
+    if (rule_.is_kept) {
+      KeptReader reader{backend, group, state, layout, seen, step.states};
+      step.list.kept.push_back(reader.read(view));
+      has_codes = reader.has_codes;
+    }
+    for (int s = 0; s < (has_codes ? 0 : group.num_states); ++s) {
       PyObject* tensor = find(state, group.states[s]);
       if (tensor == nullptr || tensor == Py_None) throw missing_state(group);
       const auto found = read_dense(tensor, backend.device, &other);

@@ -17,13 +17,13 @@ struct Float16 {
   std::uint16_t bits;
 };
 
-FASTAMP_INLINE float float_of(std::uint32_t bits) {
+FASTAMP_HD FASTAMP_INLINE float float_of(std::uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
 
-FASTAMP_INLINE std::uint32_t bits_of(float value) {
+FASTAMP_HD FASTAMP_INLINE std::uint32_t bits_of(float value) {
   std::uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   return bits;

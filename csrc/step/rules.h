@@ -201,6 +201,7 @@ struct Declaration {
   const char* first;
   bool counts;                                 ///< whether "step" is a count of steps
   double GroupOptions::* none_with = nullptr;  ///< with it, zeros are not the same as no state
+  bool is_kept = false;                        ///< in formats of step/formats.h
 };
 
 using G = GroupOptions;
@@ -214,6 +215,15 @@ inline const Declaration kDeclarations[] = {
      {kMaximize, {"amsgrad", &G::amsgrad}, {"decoupled_weight_decay", &G::decoupled}},
      {{"exp_avg"}, {"exp_avg_sq"}, {"max_exp_avg_sq", "amsgrad"}},
      kZeros,
+     true},
+    {Rule::kAdam,
+     "fastamp.AdamW",
+     {kDecay, kEps, {"betas", &G::beta1, &G::beta2}},
+     {kMaximize, {"decoupled_weight_decay", &G::decoupled}},
+     {{"exp_avg"}, {"exp_avg_sq"}},
+     kByItsClass,
+     true,
+     nullptr,
      true},
     {Rule::kSgd,
      "SGD",

@@ -1,21 +1,16 @@
 // The GPU's update: one pass over parameters, gradients and states, a block for each chunk of a
 // parameter, all groups and dtypes together. Nothing is read back.
 #include <cstdint>
-#include <cstring>
-#include <vector>
 
 #include "step/device.h"
-#include "step/math.h"
+#include "step/kept.cuh"
+#include "step/launcher.cuh"
 #include "step/ops.h"
 #include "step/rules.h"
-#include "step/table.cuh"
 #include "step/vectors.cuh"
 
 namespace fastamp {
 namespace {
-
-constexpr int kThreads = 256;
-constexpr int kBlocksPerProcessor = 4;  // 1,024 threads; see vectors.cuh
 
 /// One parameter. Its gradient is the last tensor, behind the states.
 template <int kStates>
@@ -30,22 +25,6 @@ struct Entry {
   std::uint32_t state_dtype : 2;
 };
 
-constexpr std::size_t kTableBytes = 32720;
-
-/// Entries, and behind them their groups' options: many parameters of few groups, or fewer of many.
-template <typename Entry>
-struct UpdateTable {
-  alignas(8) unsigned char room[kTableBytes];
-  std::uint32_t count;
-  std::uint32_t num_chunks;
-
-  __device__ const Entry* entries() const { return reinterpret_cast<const Entry*>(room); }
-  __device__ const GroupOptions& group(std::uint32_t i) const {
-    return reinterpret_cast<const GroupOptions*>(room + count * sizeof(Entry))[i];
-  }
-};
-static_assert(sizeof(UpdateTable<Entry<3>>) + sizeof(UpdateSpec) <= kMaxArguments);
-static_assert(kTableBytes / sizeof(GroupOptions) < 1U << 9);
 // 600 parameters of Adam fit in a launch.
 static_assert(600 * sizeof(Entry<2>) + 40 * sizeof(GroupOptions) <= kTableBytes);
 
@@ -104,11 +83,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
   const auto* entries = table.entries();
   const Place place = find_place(entries, table.count, table.num_chunks, blockIdx.x);
   const auto& entry = entries[place.entry];
-  if (threadIdx.x == 0) {
-    GroupOptions options = table.group(entry.group);
-    if (options.lr_on_device != nullptr) options.lr = *options.lr_on_device;
-    terms = Kind::terms(options, step_after(entry.step));
-  }
+  if (threadIdx.x == 0) terms = terms_of<Kind>(table, entry);
   __syncthreads();
   const typename Kind::Terms own = terms;  // in registers
   update_chunk<Kind>(entry, place.start, place.numel, own, spec);
@@ -122,78 +97,39 @@ __global__ void __launch_bounds__(kThreads)
   if (i < table.count && !is_skipped(spec)) *table.entries[i] += 1;
 }
 
-/// Packs the parameters of one kind of rule, such as Adam with amsgrad or without, into launches.
+/// Adds a parameter to a launch of its kind of rule, such as Adam with amsgrad or without.
 template <typename Kind>
-class Launcher {
- public:
-  using Item = Entry<Kind::kStates>;
-
-  Launcher(const UpdateSpec& spec, cudaStream_t stream) : spec_(spec), stream_(stream) {}
-
-  void add(const UpdateList& list, const ParameterView& view) {
-    if (nbytes() + sizeof(Item) + sizeof(GroupOptions) > kTableBytes) flush();
-    if (groups_.empty() || group_ != view.group) groups_.push_back(list.groups[view.group]);
-    group_ = view.group;
-    // An empty parameter has a block, too, which counts the step.
-    const std::int64_t chunks = view.numel > 0 ? chunks_of(view.numel) : 1;
-    Item item{};
-    item.tensors[0] = view.param;
-    for (int s = 0; s < Kind::kStates; ++s) item.tensors[1 + s] = view.states[s];
-    item.tensors[1 + Kind::kStates] = view.grad;
-    item.step = view.step;
-    item.group = static_cast<std::uint32_t>(groups_.size() - 1) & 0x1ffU;
-    item.param_dtype = static_cast<std::uint32_t>(view.param_dtype) & 3U;
-    item.grad_dtype = static_cast<std::uint32_t>(view.grad_dtype) & 3U;
-    item.state_dtype = static_cast<std::uint32_t>(view.state_dtype) & 3U;
-    place_entry(item, view.numel, chunks, num_chunks_);
-    items_.push_back(item);
-  }
-
-  void flush() {
-    if (items_.empty()) return;
-    UpdateTable<Item> table;
-    const std::size_t groups_at = items_.size() * sizeof(Item);
-    std::memcpy(table.room, items_.data(), groups_at);
-    std::memcpy(table.room + groups_at, groups_.data(), nbytes() - groups_at);
-    table.count = static_cast<std::uint32_t>(items_.size());
-    table.num_chunks = num_chunks_;
-    launch("update_kernel", update_kernel<Kind>, num_chunks_, kThreads, stream_, table, spec_);
-    items_.clear();
-    groups_.clear();
-    num_chunks_ = 0;
-  }
-
- private:
-  std::size_t nbytes() const {
-    return items_.size() * sizeof(Item) + groups_.size() * sizeof(GroupOptions);
-  }
-
-  std::vector<Item> items_;
-  std::vector<GroupOptions> groups_;  // of the items, in their order
-  std::uint32_t num_chunks_ = 0;
-  std::uint32_t group_ = 0;  // the last of them, in the whole list
-  UpdateSpec spec_;
-  cudaStream_t stream_;
-};
+void add(Launcher<Entry<Kind::kStates>>& launcher, const UpdateList& list,
+         const ParameterView& view) {
+  Entry<Kind::kStates> item{};
+  item.tensors[0] = view.param;
+  for (int s = 0; s < Kind::kStates; ++s) item.tensors[1 + s] = view.states[s];
+  item.tensors[1 + Kind::kStates] = view.grad;
+  launcher.add(item, list, view, view.numel);
+}
 
 }  // namespace
 
 void check_update_kernels() {
   for_each_kind([](auto kind) { check_kernel("update_kernel", update_kernel<decltype(kind)>); });
   check_kernel("count_kernel", count_kernel);
+  check_kept_kernel();
 }
 
 void update_on_cuda(const UpdateList& list, const UpdateSpec& spec, const Launch& where) {
   const DeviceGuard guard(where.device_index);
   const auto stream = static_cast<cudaStream_t>(where.stream);
-  for_each_kind([&](auto kind) {
-    using Kind = decltype(kind);
-    if (Kind::kRule != list.rule) return;
-    Launcher<Kind> launcher(spec, stream);
-    for (const ParameterView& view : list.parameters)
-      if (Kind::serves(list.groups[view.group])) launcher.add(list, view);
-    launcher.flush();
-  });
+  if (!list.kept.empty())
+    launch_kept(list, spec, stream);
+  else
+    for_each_kind([&](auto kind) {
+      using Kind = decltype(kind);
+      if (Kind::kRule != list.rule) return;
+      Launcher<Entry<Kind::kStates>> launcher("update_kernel", update_kernel<Kind>, spec, stream);
+      for (const ParameterView& view : list.parameters)
+        if (Kind::serves(list.groups[view.group])) add<Kind>(launcher, list, view);
+      launcher.flush();
+    });
   const auto add = [&](std::size_t i, CountTable& table) {
     if (float* step = list.parameters[i].step) table.entries[table.count++] = step;
   };

@@ -42,10 +42,20 @@ struct ParameterView {
   DType state_dtype;
 };
 
+/// How fastamp.AdamW keeps a parameter and its moments; see step/formats.h. Moments without scales
+/// are floats; a 16-bit parameter without a lower half is rounded randomly.
+struct Kept {
+  std::int16_t* low;
+  float* scales[2];
+  std::int64_t row;  ///< elements of a row of the first dimension, within which blocks lie
+  std::uint32_t seed;
+};
+
 struct UpdateList {
   Rule rule;
   std::vector<GroupOptions> groups;
   std::vector<ParameterView> parameters;
+  std::vector<Kept> kept;  ///< of all parameters, or of none
 };
 
 /// How one update is made. The pointers are on the tensors' device.

@@ -5,6 +5,7 @@
 
 #include "step/chunks.h"
 #include "step/convert.h"
+#include "step/formats.h"
 #include "step/math.h"
 #include "step/ops.h"
 #include "step/rules.h"
@@ -99,6 +100,110 @@ FASTAMP_INLINE void update_chunk(const typename Kind::Terms& terms, float factor
   }
 }
 
+// fastamp.AdamW's parameters are updated block by block: read, updated as above, and written.
+
+FASTAMP_SIMD_CLONES void join_halves(const void* __restrict__ high,
+                                     const std::int16_t* __restrict__ low, std::int64_t numel,
+                                     float* __restrict__ to) {
+  const auto* __restrict__ from = static_cast<const std::uint16_t*>(high);
+  for (std::int64_t i = 0; i < numel; ++i) to[i] = join({from[i], low[i]});
+}
+
+FASTAMP_SIMD_CLONES void split_halves(const float* __restrict__ from, std::int64_t numel,
+                                      void* high, std::int16_t* __restrict__ low) {
+  auto* __restrict__ to = static_cast<std::uint16_t*>(high);
+  for (std::int64_t i = 0; i < numel; ++i) {
+    const Halves halves = split(from[i]);
+    to[i] = halves.high;
+    low[i] = halves.low;
+  }
+}
+
+/// By the lower 16 bits of the noise, or, with a shift, by others.
+FASTAMP_SIMD_CLONES void narrow_randomly(const float* __restrict__ from,
+                                         const float* __restrict__ exp_avg, std::uint32_t key,
+                                         int shift, std::int64_t numel, void* to) {
+  auto* __restrict__ elements = static_cast<std::uint16_t*>(to);
+  for (std::int64_t i = 0; i < numel; ++i)
+    elements[i] = round_randomly(from[i], noise_of(exp_avg[i], key) >> shift);
+}
+
+FASTAMP_SIMD_CLONES void decode(const std::uint8_t* __restrict__ first, float first_scale,
+                                const std::uint8_t* __restrict__ second, float second_scale,
+                                std::int64_t numel, float* __restrict__ exp_avg,
+                                float* __restrict__ exp_avg_sq) {
+  for (std::int64_t i = 0; i < numel; ++i) exp_avg[i] = decode_signed(first[i], first_scale);
+  for (std::int64_t i = 0; i < numel; ++i) exp_avg_sq[i] = decode_unsigned(second[i], second_scale);
+}
+
+/// Returns the largest magnitude's bits, which are in the order of the magnitudes.
+FASTAMP_INLINE std::uint32_t largest_of(const float* values, std::int64_t numel) {
+  std::uint32_t largest = 0;
+  for (std::int64_t i = 0; i < numel; ++i) largest = std::max(largest, magnitude_of(values[i]));
+  return largest;
+}
+
+FASTAMP_SIMD_CLONES void encode(const float* __restrict__ exp_avg,
+                                const float* __restrict__ exp_avg_sq, std::uint32_t key,
+                                std::int64_t numel, std::uint8_t* __restrict__ first,
+                                float* first_scale, std::uint8_t* __restrict__ second,
+                                float* second_scale) {
+  const auto by_first = scale_of_block<SignedCode>(largest_of(exp_avg, numel));
+  const auto by_second = scale_of_block<UnsignedCode>(largest_of(exp_avg_sq, numel));
+  *first_scale = by_first.scale;
+  *second_scale = by_second.scale;
+  for (std::int64_t i = 0; i < numel; ++i) first[i] = encode_signed(exp_avg[i], by_first.inverse);
+  for (std::int64_t i = 0; i < numel; ++i)
+    second[i] = encode_unsigned(exp_avg_sq[i], by_second.inverse, noise_of(exp_avg[i], key));
+}
+
+/// One block of a parameter, with its gradient and moments, as float32.
+struct KeptBlock {
+  const ParameterView& view;
+  const Kept& kept;
+  std::int64_t block;
+  std::int64_t start;
+  std::int64_t numel;
+  bool has_codes = kept.scales[0] != nullptr;
+  float* values[4] = {};  // of the parameter, the gradient and the moments
+
+  void read(float (*buffers)[kBlockSize]) {
+    void* const tensors[] = {view.param, view.grad, view.states[0], view.states[1]};
+    const DType dtypes[] = {view.param_dtype, view.grad_dtype, view.state_dtype, view.state_dtype};
+    for (int i = 0; i < 4; ++i) {
+      const bool is_float = i == 0 ? kept.low == nullptr : i == 1 || !has_codes;
+      values[i] =
+          is_float ? Floats(tensors[i], dtypes[i], start, numel, buffers[i]).values : buffers[i];
+    }
+    if (kept.low != nullptr) join_halves(halves(), kept.low + start, numel, values[0]);
+    if (has_codes)
+      decode(codes(0), kept.scales[0][block], codes(1), kept.scales[1][block], numel, values[2],
+             values[3]);
+  }
+
+  void write(std::uint32_t key, bool write_grads) const {
+    if (kept.low != nullptr)
+      split_halves(values[0], numel, halves(), kept.low + start);
+    else if (view.param_dtype != DType::kFloat32)
+      narrow_randomly(values[0], values[2], key, 0, numel, halves());
+    if (write_grads && view.grad_dtype != DType::kFloat32)
+      narrow(values[1], numel, view.grad_dtype,
+             static_cast<char*>(view.grad) + start * size_of(view.grad_dtype));
+    if (has_codes) {
+      encode(values[2], values[3], key, numel, codes(0), &kept.scales[0][block], codes(1),
+             &kept.scales[1][block]);
+    } else if (view.state_dtype != DType::kFloat32) {
+      narrow(values[2], numel, view.state_dtype, half_state(0));
+      narrow_randomly(values[3], values[2], key, 16, numel, half_state(1));
+    }
+  }
+
+ private:
+  std::uint16_t* halves() const { return static_cast<std::uint16_t*>(view.param) + start; }
+  std::uint8_t* codes(int s) const { return static_cast<std::uint8_t*>(view.states[s]) + start; }
+  void* half_state(int s) const { return static_cast<std::uint16_t*>(view.states[s]) + start; }
+};
+
 void prefetch(const ParameterView& view) {
   __builtin_prefetch(view.param);
   __builtin_prefetch(view.grad);
@@ -126,13 +231,57 @@ FASTAMP_SIMD_CLONES void update(const UpdateList& list, const Chunks& chunks, st
   });
 }
 
+/// The same for fastamp.AdamW's parameters, whose chunks are of whole blocks.
+FASTAMP_SIMD_CLONES void update_kept(const UpdateList& list, const Chunks& chunks,
+                                     std::size_t begin, std::size_t end, float factor,
+                                     bool write_grads) {
+  using Kind = Adam<false>;
+  const ParameterView& first = list.parameters[chunks.all[begin].tensor];
+  const float step = step_after(first.step);
+  const auto terms = Kind::terms(list.groups[first.group], step);
+  alignas(64) float buffers[4][kBlockSize];
+  for (std::size_t i = begin; i < end; ++i) {
+    const Chunk& chunk = chunks.all[i];
+    const Kept& kept = list.kept[chunk.tensor];
+    const std::uint32_t key = key_of(kept.seed, step);
+    const Blocks blocks(kept.row);
+    for (std::int64_t at = chunk.start; at < chunk.start + chunk.numel; at += kBlockSize) {
+      const std::int64_t place = at / kBlockSize;
+      KeptBlock block{list.parameters[chunk.tensor], kept, place, blocks.start(place),
+                      blocks.numel(place)};
+      block.read(buffers);
+      float* const* values = block.values;
+      if (write_grads)
+        update_floats<Kind, true>(terms, factor, block.numel, values[0], values[1], values[2],
+                                  values[3], nullptr);
+      else
+        update_floats<Kind, false>(terms, factor, block.numel, values[0], values[1], values[2],
+                                   values[3], nullptr);
+      block.write(key, write_grads);
+    }
+  }
+}
+
+/// The chunks of all parameters; fastamp.AdamW's have as many elements as their blocks have room.
+Chunks cut(const UpdateList& list) {
+  if (list.kept.empty()) return Chunks(list.parameters);
+  std::vector<TensorView> rooms;
+  for (std::size_t i = 0; i < list.parameters.size(); ++i) {
+    const Blocks blocks(list.kept[i].row);
+    rooms.push_back(
+        {nullptr, blocks.count(list.parameters[i].numel) * kBlockSize, DType::kFloat32});
+  }
+  return Chunks(rooms);
+}
+
 }  // namespace
 
 void update_on_cpu(const UpdateList& list, const UpdateSpec& spec, const Launch& launch) {
   if (is_skipped(spec)) return;
   const float factor = factor_of(spec);
   const bool write_grads = spec.write_grads && factor != 1.0F;
-  const Chunks chunks(list.parameters);
+  const Chunks chunks = cut(list);
+  const auto run = list.kept.empty() ? update : update_kept;
   chunks.for_each_task(launch.num_threads, [&](std::size_t begin, std::size_t end) {
     const auto view_of = [&](std::size_t i) -> const ParameterView& {
       return list.parameters[chunks.all[i].tensor];
@@ -142,7 +291,7 @@ void update_on_cpu(const UpdateList& list, const UpdateSpec& spec, const Launch&
       if (i < end && view_of(i).group == first.group &&
           step_after(view_of(i).step) == step_after(first.step))
         continue;
-      update(list, chunks, begin, i, factor, write_grads);
+      run(list, chunks, begin, i, factor, write_grads);
       begin = i;
     }
   });

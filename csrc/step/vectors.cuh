@@ -18,6 +18,28 @@ struct alignas(kVector * sizeof(T)) Four {
   T values[kVector];
 };
 
+template <typename T>
+__device__ Four<T> load_four(const T* from, int count) {
+  Four<T> found{};
+  if (count == kVector && reinterpret_cast<std::uintptr_t>(from) % sizeof(found) == 0)
+    return *reinterpret_cast<const Four<T>*>(from);
+#pragma unroll
+  for (int k = 0; k < kVector; ++k)
+    if (k < count) found.values[k] = from[k];
+  return found;
+}
+
+template <typename T>
+__device__ void store_four(const Four<T>& four, T* to, int count) {
+  if (count == kVector && reinterpret_cast<std::uintptr_t>(to) % sizeof(four) == 0) {
+    *reinterpret_cast<Four<T>*>(to) = four;
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < kVector; ++k)
+    if (k < count) to[k] = four.values[k];
+}
+
 /// A thread's elements of one tensor, as they lie in memory.
 union Raw {
   unsigned char bytes[16] = {};

@@ -181,6 +181,16 @@ std::optional<TensorView> read_dense(py::handle object, dlpack::Device device, S
   return view_of(found);
 }
 
+std::optional<void*> read_dense_of(py::handle object, DataType dtype, dlpack::Device device,
+                                   Strides* strides) {
+  dlpack::Tensor found;
+  if (!read(object, found) || !(found.dtype == dtype) || !is_on(found.device, device) ||
+      !is_dense(found))
+    return std::nullopt;
+  *strides = {found.ndim, found.shape, found.strides};
+  return found.data;
+}
+
 bool is_alike(const Strides& one, const Strides& other) {
   if (one.ndim != other.ndim) return false;
   for (int dim = 0; dim < one.ndim; ++dim)

@@ -17,6 +17,7 @@ namespace py = pybind11;
 constexpr dlpack::Device kHost{dlpack::kCpu, 0};
 constexpr dlpack::DataType kFloat32{dlpack::kFloat, 32, 1};
 constexpr dlpack::DataType kFloat64{dlpack::kFloat, 64, 1};
+constexpr dlpack::DataType kByte{dlpack::kUInt, 8, 1};
 
 /// A contiguous tensor in host memory, read in place; `shape` lives as long as the tensor.
 struct HostTensor {
@@ -36,6 +37,12 @@ struct Strides {
   int ndim;
   const std::int64_t* shape;
   const std::int64_t* strides;
+
+  std::int64_t numel() const {
+    std::int64_t found = 1;
+    for (int i = 0; i < ndim; ++i) found *= shape[i];
+    return found;
+  }
 };
 
 /// Reads a float32, bfloat16 or float16 tensor on a device whose elements fill its memory without
@@ -43,6 +50,10 @@ struct Strides {
 /// included.
 std::optional<TensorView> read_dense(py::handle object, dlpack::Device device,
                                      Strides* strides = nullptr);
+
+/// Reads a dense tensor of another dtype in the same way; nothing for every other dtype.
+std::optional<void*> read_dense_of(py::handle object, dlpack::DataType dtype, dlpack::Device device,
+                                   Strides* strides);
 
 /// Whether two dense tensors have the same shape, and their elements the same order in memory.
 bool is_alike(const Strides& one, const Strides& other);

@@ -1,5 +1,6 @@
 """The step: unscale, check, clip and update with one read of the gradients."""
 
+from fastamp.step.adamw import AdamW, to_torch
 from fastamp.step.clip import (
     clip_grad_norm_,
     clip_grad_value_,
@@ -11,6 +12,7 @@ from fastamp.step.scaler import GradScaler
 from fastamp.step.unscaled import optimizer_step
 
 __all__ = [
+    "AdamW",
     "GradScaler",
     "NonFinite",
     "StepReport",
@@ -20,4 +22,5 @@ __all__ = [
     "get_total_norm",
     "nonfinite_parameters",
     "optimizer_step",
+    "to_torch",
 ]

@@ -20,7 +20,9 @@ RULES = {
     "torch.optim.adam.Adam": "Adam",
     "torch.optim.sgd.SGD": "SGD",
     "torch.optim.adagrad.Adagrad": "Adagrad",
+    "fastamp.step.adamw.AdamW": "fastamp.AdamW",
 }
+OWN = "fastamp.AdamW"
 _updates: "WeakKeyDictionary[Optimizer, tuple[str, Any]]" = WeakKeyDictionary()
 
 
@@ -52,7 +54,10 @@ def prepare(optimizer: Optimizer) -> tuple[Any, Any] | str:  # noqa: PLR0911 - o
     params = groups[0]["params"] if groups else ()
     device = params[0].device if type(params) is list and params else _device_of(params)
     backend = _ops.backend_for(device)
-    if backend is None:  # fastamp's own update in Python would take longer than torch's kernels
+    if backend is None:
+        if rule == OWN:
+            return _ops.TorchBackend(device), None
+        # An update in Python would take longer than torch's kernels.
         return f"no compiled code for {device.type}"
     if (
         device.type == "cuda"
@@ -60,10 +65,14 @@ def prepare(optimizer: Optimizer) -> tuple[Any, Any] | str:  # noqa: PLR0911 - o
         and not all(group.get("fused") or group.get("capturable") for group in groups)
     ):
         return "a graph captures the step of a group that is neither fused nor capturable"
+    return backend, _update_of(optimizer, rule)
+
+
+def _update_of(optimizer: Optimizer, rule: str) -> Any:
     known = _updates.get(optimizer)
     if known is None or known[0] != rule:
         known = _updates[optimizer] = (rule, _ops.core().Update(rule))
-    return backend, known[1]
+    return known[1]
 
 
 def note_step(optimizer: Optimizer) -> None:
@@ -115,9 +124,21 @@ class NativeStep(NamedTuple):
 def read(optimizer: Optimizer) -> NativeStep | str:
     """Read an optimizer, of DTensors this rank's shards; or say why torch has to step."""
     prepared = prepare(optimizer)
-    if isinstance(prepared, str):
-        return prepared
-    backend, update = prepared
+    return prepared if isinstance(prepared, str) else _read(optimizer, *prepared)
+
+
+def read_own(optimizer: Optimizer) -> NativeStep | str:
+    """Read a fastamp.AdamW for its own `step`, whatever hooks and patches are around that."""
+    device = _device_of(parameters_of([optimizer]))
+    found: NativeStep | str = "no compiled code"
+    if (backend := _ops.backend_for(device)) is not None:
+        found = _read(optimizer, backend, _update_of(optimizer, OWN))
+    if isinstance(found, str):  # gradients with gaps in their memory, for one
+        found = _read(optimizer, _ops.TorchBackend(device), None)
+    return found
+
+
+def _read(optimizer: Optimizer, backend: Any, update: Any) -> NativeStep | str:
     for is_again in (False, True):
         shards = shards_of(optimizer)
         if isinstance(shards, str):
@@ -128,7 +149,7 @@ def read(optimizer: Optimizer) -> NativeStep | str:
             found = backend.read(update, shards.groups, shards.states, shards.grads)
         if not isinstance(found, str):
             return NativeStep(optimizer, backend, update, found, shards)
-        if found != _ops.core().NO_STATE or is_again:
+        if found != _ops.NO_STATE or is_again:
             return found
         if why := make_state(optimizer):
             return why
@@ -136,13 +157,16 @@ def read(optimizer: Optimizer) -> NativeStep | str:
 
 
 @torch.no_grad()
-def make_state(optimizer: Optimizer) -> str | None:  # noqa: C901 - as torch's, line by line
+def make_state(optimizer: Optimizer) -> str | None:  # noqa: C901, PLR0911 - as torch's, line by line
     """Make missing states as torch's step does; or say why torch has to.
 
     On a device the count of steps goes there also where torch keeps it on the host, so that a
     skipped step need not be known there: torch's own step then waits for it.
     """
     cls: Any = type(optimizer)
+    if hasattr(optimizer, "make_states"):  # fastamp's own
+        why: str | None = optimizer.make_states()
+        return why
     states, counts, first = _ops.core().rules[_updates[optimizer][0]]
     for group in optimizer.param_groups:
         on_device = group.get("fused") or group.get("capturable")

@@ -384,7 +384,7 @@ class GradScaler(torch.amp.GradScaler):
             )
             if not isinstance(found, str):
                 break
-            if found != _NO_STATE or is_again:
+            if found != _ops.NO_STATE or is_again:
                 return found
             if why := native.make_state(optimizer):
                 return why
@@ -632,7 +632,6 @@ class GradScaler(torch.amp.GradScaler):
 
 
 _ANOTHER_TYPE = "a parameter is of another type"
-_NO_STATE = "no state"
 
 
 @lru_cache(maxsize=64)

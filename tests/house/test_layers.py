@@ -31,6 +31,9 @@ INCLUDES = {
         for name in (
             "cuda.cu",
             "update.cu",
+            "kept.cu",
+            "kept.cuh",
+            "launcher.cuh",
             "convert.cuh",
             "device.h",
             "strips.cuh",

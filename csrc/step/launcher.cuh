@@ -1,0 +1,98 @@
+// The launches of an update: parameters with their groups' options, as many as a kernel's arguments
+// hold.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "step/device.h"
+#include "step/rules.h"
+#include "step/table.cuh"
+
+namespace fastamp {
+
+constexpr int kThreads = 256;
+constexpr int kBlocksPerProcessor = 4;  // 1,024 threads; see vectors.cuh
+
+constexpr std::size_t kTableBytes = 32720;
+
+/// Entries, and behind them their groups' options: many parameters of few groups, or fewer of many.
+template <typename Entry>
+struct UpdateTable {
+  alignas(8) unsigned char room[kTableBytes];
+  std::uint32_t count;
+  std::uint32_t num_chunks;
+
+  __device__ const Entry* entries() const { return reinterpret_cast<const Entry*>(room); }
+  __device__ const GroupOptions& group(std::uint32_t i) const {
+    return reinterpret_cast<const GroupOptions*>(room + count * sizeof(Entry))[i];
+  }
+};
+static_assert(kTableBytes / sizeof(GroupOptions) < 1U << 9);
+
+/// Returns the terms of an entry's group, for its next step. One thread calls it.
+template <typename Kind, typename Entry>
+__device__ typename Kind::Terms terms_of(const UpdateTable<Entry>& table, const Entry& entry) {
+  GroupOptions options = table.group(entry.group);
+  if (options.lr_on_device != nullptr) options.lr = *options.lr_on_device;
+  return Kind::terms(options, step_after(entry.step));
+}
+
+/// Packs parameters into launches of one kernel.
+template <typename Item>
+class Launcher {
+ public:
+  using Kernel = void (*)(const UpdateTable<Item> __grid_constant__, UpdateSpec);
+  static_assert(sizeof(UpdateTable<Item>) + sizeof(UpdateSpec) <= kMaxArguments);
+
+  Launcher(const char* name, Kernel kernel, const UpdateSpec& spec, cudaStream_t stream)
+      : name_(name), kernel_(kernel), spec_(spec), stream_(stream) {}
+
+  /// Adds an item that has its tensors; the rest is filled in. Its chunks are those of `numel`
+  /// elements.
+  void add(Item item, const UpdateList& list, const ParameterView& view, std::int64_t numel) {
+    if (nbytes() + sizeof(Item) + sizeof(GroupOptions) > kTableBytes) flush();
+    if (groups_.empty() || group_ != view.group) groups_.push_back(list.groups[view.group]);
+    group_ = view.group;
+    // An empty parameter has a block, too.
+    const std::int64_t chunks = numel > 0 ? chunks_of(numel) : 1;
+    item.step = view.step;
+    item.group = static_cast<std::uint32_t>(groups_.size() - 1) & 0x1ffU;
+    item.param_dtype = static_cast<std::uint32_t>(view.param_dtype) & 3U;
+    item.grad_dtype = static_cast<std::uint32_t>(view.grad_dtype) & 3U;
+    item.state_dtype = static_cast<std::uint32_t>(view.state_dtype) & 3U;
+    place_entry(item, numel, chunks, num_chunks_);
+    items_.push_back(item);
+  }
+
+  void flush() {
+    if (items_.empty()) return;
+    UpdateTable<Item> table;
+    const std::size_t groups_at = items_.size() * sizeof(Item);
+    std::memcpy(table.room, items_.data(), groups_at);
+    std::memcpy(table.room + groups_at, groups_.data(), nbytes() - groups_at);
+    table.count = static_cast<std::uint32_t>(items_.size());
+    table.num_chunks = num_chunks_;
+    launch(name_, kernel_, num_chunks_, kThreads, stream_, table, spec_);
+    items_.clear();
+    groups_.clear();
+    num_chunks_ = 0;
+  }
+
+ private:
+  std::size_t nbytes() const {
+    return items_.size() * sizeof(Item) + groups_.size() * sizeof(GroupOptions);
+  }
+
+  const char* name_;
+  Kernel kernel_;
+  std::vector<Item> items_;
+  std::vector<GroupOptions> groups_;  // of the items, in their order
+  std::uint32_t num_chunks_ = 0;
+  std::uint32_t group_ = 0;  // the last of them, in the whole list
+  UpdateSpec spec_;
+  cudaStream_t stream_;
+};
+
+}  // namespace fastamp

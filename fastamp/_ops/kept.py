@@ -1,0 +1,224 @@
+"""The update of fastamp.AdamW in torch's operators, where the core does not serve a device.
+
+It has the interface of the core's `Backend`, and gets the same bits. It is many times slower, and
+on a device it waits for `found_inf`.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastamp._ops import fallback, formats
+from fastamp._ops.formats import has_rows, row_of
+from fastamp._ops.types import Clip
+
+DTYPES = (torch.float32, torch.bfloat16)
+"""Of parameters. A float16 weight would need a scale, as its gradients do."""
+
+NO_STATE = "no state"
+"""Returned where a state is missing, as by the core: the optimizer makes it, and asks again."""
+
+
+class ReadStep(NamedTuple):
+    """Parameters with a gradient, each with its group and state."""
+
+    entries: list[tuple[dict[str, Any], Tensor, Tensor, dict[str, Any]]]
+    owns_grads: bool
+
+
+class TorchBackend:
+    """Steps of fastamp.AdamW on one device; see `Backend` in _native.pyi."""
+
+    is_apart = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def read(
+        self,
+        _update: object,
+        groups: list[dict[str, Any]],
+        states: dict[Tensor, Any],
+        grads: list[Tensor] | None,
+    ) -> ReadStep | str:
+        """Find what a step reads and writes, or say why it cannot be made here."""
+        entries = []
+        given = None if grads is None else iter(grads)
+        for group in groups:
+            for param in group["params"]:
+                grad = param.grad if given is None else next(given)
+                if grad is None:
+                    continue
+                if grad.device != self.device or grad.layout is not torch.strided:
+                    return "a gradient's dtype, layout or device"
+                if param.dtype not in DTYPES:
+                    return f"a parameter is {param.dtype}"
+                state = states.get(param) or {}
+                if "exp_avg" not in state or not (has_low(param, group) <= ("low" in state)):
+                    return NO_STATE
+                entries.append((group, param, grad, state))
+        return ReadStep(entries, given is None) if entries else "no parameter has a gradient"
+
+    @torch.no_grad()
+    def apply(
+        self,
+        _update: object,
+        read: ReadStep,
+        factor: Tensor | None,
+        found_inf: Tensor | None,
+        drops: bool,  # noqa: FBT001 - the core's signature
+    ) -> None:
+        """Multiply the gradients and update, unless `found_inf` is 1.0."""
+        if found_inf is None or not found_inf.item():
+            number = 1.0 if factor is None else factor.item()
+            for entry in read.entries:
+                _update_one(*entry, factor=number, write_grads=not drops)
+        if drops and read.owns_grads:
+            for _, param, _, _ in read.entries:
+                param.grad = None
+
+    def step(
+        self,
+        update: object,
+        groups: list[dict[str, Any]],
+        states: dict[Tensor, Any],
+        measures: bool,  # noqa: FBT001
+        scale: Tensor | None,
+        max_norm: float | None,
+        before: Tensor | None,
+        skipped: Tensor | None,
+        zero_grad: bool,  # noqa: FBT001
+    ) -> Tensor | str | None:
+        """Read, measure if asked, and update; return the statistics, or why torch has to step."""
+        read = self.read(update, groups, states, None)
+        if isinstance(read, str):
+            return read
+        if not measures:
+            self.apply(update, read, None, before, zero_grad)
+            return None
+        found = fallback.reduce([grad for _, _, grad, _ in read.entries])
+        stats = fallback.finish(found, Clip(scale, max_norm, True, before, skipped))
+        self.apply(update, read, stats.factor, stats.found_inf, zero_grad)
+        values = (stats.norm, stats.found_inf, stats.clip_coef, stats.factor, stats.scale)
+        return torch.stack([value.float() for value in values])
+
+
+def has_low(param: Tensor, group: dict[str, Any]) -> bool:
+    """Say whether a parameter's lower half is kept."""
+    return bool(group["exact"]) and param.dtype == torch.bfloat16
+
+
+def rows(tensor: Tensor) -> Tensor:
+    """View a dense tensor as its rows of the first dimension, each in the order of its memory."""
+    tensor = tensor.detach()
+    shape = (len(tensor), row_of(tensor)) if has_rows(tensor) else (tensor.numel(), 1)
+    return tensor.as_strided(shape, (shape[1], 1), tensor.storage_offset())
+
+
+def low_of(state: dict[str, Any]) -> Tensor:
+    """View a lower half as int16. It is kept as pairs of bytes, which gloo and NCCL can gather."""
+    found: Tensor = state["low"].view(torch.int16)[..., 0]
+    return found
+
+
+def read_weights(param: Tensor, state: dict[str, Any]) -> Tensor:
+    """Return a parameter's float32 weights, in rows."""
+    if "low" in state:
+        return formats.join(rows(param), rows(low_of(state)))
+    return rows(param).float()
+
+
+def read_moments(state: dict[str, Any]) -> list[Tensor]:
+    """Return both moments in float32, in rows."""
+    found = []
+    for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+        values, scales = state[name], state.get(f"{name}_scale")
+        if scales is None:
+            found.append(rows(values).float())
+        else:
+            found.append(formats.decode(rows(values), scales, signed=signed))
+    return found
+
+
+def write_moments(
+    state: dict[str, Any], exp_avg: Tensor, exp_avg_sq: Tensor, noise: Tensor | None
+) -> None:
+    """Write both moments, in rows, as the state keeps them; without noise to the nearest."""
+    for name, values in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        kept, scales = state[name], state.get(f"{name}_scale")
+        signed = name == "exp_avg"
+        if scales is not None:
+            codes, found = formats.encode(values, signed=signed, noise=None if signed else noise)
+            rows(kept).copy_(codes)
+            scales.copy_(found)
+        elif kept.dtype == torch.bfloat16 and noise is not None and not signed:
+            rows(kept).copy_(formats.round_randomly(values, noise >> 16))
+        else:
+            rows(kept).copy_(values)
+
+
+def _update_one(
+    group: dict[str, Any],
+    param: Tensor,
+    grad: Tensor,
+    state: dict[str, Any],
+    *,
+    factor: float,
+    write_grads: bool,
+) -> None:
+    """Update one parameter: csrc/step/rules.h, `Adam`, each operation rounded by itself."""
+    (beta1, beta2), lr = group["betas"], float(group["lr"])
+    own = torch.empty_like(param, dtype=torch.float32).copy_(grad)
+    values = rows(own)
+    if factor != 1.0:
+        values = values * factor
+        if write_grads:
+            rows(own).copy_(values)
+            grad.copy_(own)
+    if group["maximize"]:
+        values = -values
+    state["step"] += 1
+    step = int(state["step"].item())
+    weights = read_weights(param, state) * (1 - lr * group["weight_decay"])
+    exp_avg, exp_avg_sq = read_moments(state)
+    if 1 - beta1 >= 0.5:  # interpolated from the nearer end, as torch.lerp does
+        exp_avg = values + (values - exp_avg) * -beta1
+    else:
+        exp_avg = exp_avg + (values - exp_avg) * (1 - beta1)
+    exp_avg_sq = exp_avg_sq * beta2 + (values * (1 - beta2)) * values
+    root = math.sqrt(1 - _power(beta2, step))
+    denominator = _root(exp_avg_sq) + group["eps"] * root
+    weights = weights - (exp_avg * (lr / (1 - _power(beta1, step)) * root)) / denominator
+    noise = formats.noise_of(exp_avg, formats.key_of(group["seed"], step))
+    write_weights(param, state, weights, noise)
+    write_moments(state, exp_avg, exp_avg_sq, noise)
+
+
+def write_weights(param: Tensor, state: dict[str, Any], weights: Tensor, noise: Tensor) -> None:
+    """Write float32 weights as the parameter keeps them."""
+    if "low" in state:
+        high, low = formats.split(weights)
+        rows(param).copy_(high)
+        rows(low_of(state)).copy_(low)
+    elif param.dtype == torch.bfloat16:
+        rows(param).copy_(formats.round_randomly(weights, noise))
+    else:
+        rows(param).copy_(weights)
+
+
+def _power(base: float, exponent: int) -> float:
+    """Square repeatedly: `**` differs between C libraries."""
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
+
+
+def _root(values: Tensor) -> Tensor:
+    """Return correctly rounded roots: the last bit of MKL's float32 ones is sometimes wrong."""
+    return values.double().sqrt().float() if values.device.type == "cpu" else values.sqrt()

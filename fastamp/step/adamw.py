@@ -1,0 +1,362 @@
+"""AdamW in less memory: moments in 16 or 8 bits, exact weights in bfloat16 and 16 bits more."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fastamp import _ops
+from fastamp._ops import formats, kept, local_of
+from fastamp.step import native
+from fastamp.step.shards import is_spread
+
+MOMENTS = ("float32", "bfloat16", "8bit")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_LEAST_EPS = 1e-12
+# Of a group: these stay as they are when a state is loaded, the rest is loaded.
+_OWN = ("moments", "exact", "fused", "decoupled_weight_decay")
+
+
+class AdamW(Optimizer):
+    """torch.optim.AdamW that keeps its moments, and the weights, in fewer bytes.
+
+    A step is one call of fastamp's core for all parameters, as with torch's AdamW: in
+    `GradScaler.step`, in `optimizer_step`, and in `step` alone. Without compiled code it is made
+    in torch's operators, with the same bits, but many times slower.
+
+    Bytes of a parameter and its state, beside the gradient: float32 has 12, as torch's; bfloat16
+    with `exact` has 4, and moments 8, 4 or 2 more.
+
+    **A bare `step` does not check gradients, as in torch. With `moments="8bit"` one that is not
+    finite spoils the moments of its whole block of 256 elements.** `optimizer_step` with a
+    `max_norm`, and an enabled `GradScaler`, skip such a step.
+
+    Args:
+        params: float32 or bfloat16 parameters, or groups of them.
+        lr: learning rate, a number or a 0-dim tensor.
+        betas: of the moments.
+        eps: added to the root of the second moment; at least 1e-12 with `moments="8bit"`, which
+            keeps moments below 2^-100 as zeros.
+        weight_decay: decoupled weight decay.
+        amsgrad: False; True is not supported.
+        maximize: maximize the objective.
+        foreach: None or False: the update is always fused.
+        capturable: has no effect: on CUDA every step but the first can be captured in a graph.
+        differentiable: False; True is not supported.
+        fused: None or True.
+        moments: how both moments are kept: "float32"; "bfloat16"; or "8bit", with a scale for each
+            block of 256 elements. There tensors of one dimension, of rows shorter than 64 elements,
+            or whose first dimension is not the outermost in memory keep float32. The second moment
+            is rounded randomly, or it would not change.
+        exact: keep the lower 16 bits of bfloat16 parameters: all updates are bit-identical to those
+            of float32 weights. With False nothing is kept, and updates are rounded randomly.
+        seed: of random rounding; the same on all ranks. Bits depend on it, the count of steps and
+            the element's first moment.
+
+    Raises:
+        ValueError: an argument is out of its range or not supported.
+        TypeError: a parameter is neither float32 nor bfloat16. float16 has too few exponents for
+            weights: updates below 6e-8 vanish.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64).bfloat16()
+        >>> optimizer = fastamp.AdamW(model.parameters(), moments="8bit")
+        >>> model(torch.ones(2, 64, dtype=torch.bfloat16)).float().square().mean().backward()
+        >>> report = fastamp.optimizer_step(optimizer, max_norm=1.0, zero_grad=True)
+        >>> optimizer.state[model.weight]["exp_avg"].dtype
+        torch.uint8
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,  # noqa: FBT001, FBT002
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,  # noqa: ARG002
+        differentiable: bool = False,
+        fused: bool | None = None,
+        moments: str = "float32",
+        exact: bool = True,
+        seed: int = 0,
+    ) -> None:
+        refused = {"amsgrad": amsgrad, "foreach": foreach, "differentiable": differentiable}
+        for name, value in refused.items():
+            if value:
+                msg = f"{name}=True: fastamp.AdamW does not support it"
+                raise ValueError(msg)
+        if fused is False:
+            msg = "fused=False: fastamp.AdamW's update is always fused"
+            raise ValueError(msg)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "moments": moments,
+            "exact": exact,
+            "seed": seed,
+            "fused": True,
+            "decoupled_weight_decay": True,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, whose options may differ; see `torch.optim.Optimizer`."""
+        super().add_param_group(param_group)
+        try:
+            _check_group(self.param_groups[-1], len(self.param_groups) - 1)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    @_ops.untraced
+    def step(self, closure: Any = None) -> Any:
+        """Update all parameters that have a gradient, without a check of the gradients.
+
+        Args:
+            closure: computes the loss again, and returns it.
+
+        Raises:
+            RuntimeError: a gradient is sparse, complex or on another device.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if all(param.grad is None for param in native.parameters_of([self])):
+            return loss
+        found = native.read_own(self)
+        if isinstance(found, str):
+            msg = f"fastamp.AdamW cannot make this step: {found}"
+            raise RuntimeError(msg)  # noqa: TRY004 - a reason, not a type
+        found.apply(None, None, zero_grad=False)
+        return loss
+
+    @torch.no_grad()
+    def master_weights(self) -> list[Tensor]:
+        """Return the float32 weights of all parameters, in the order of the groups.
+
+        Of a DTensor it is this rank's shard.
+        """
+        found = []
+        for param in native.parameters_of([self]):
+            own, state = local_of(param.detach()), _local_state(self.state.get(param, {}))
+            weights = torch.empty_like(own, dtype=torch.float32)
+            kept.rows(weights).copy_(kept.read_weights(own, state))
+            found.append(weights)
+        return found
+
+    def make_states(self) -> str | None:
+        """Make the states of parameters with a gradient that have none; or say why it cannot be."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None or "exp_avg" in self.state[param]:
+                    continue
+                if param.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                    return "a graph captures the first step"
+                self.state[param] = _new_state(group, param)
+        return None
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` of this class or of torch's AdamW returned.
+
+        Each state is kept in this optimizer's formats: what was saved in the same ones is loaded
+        bit for bit. `moments` and `exact` of the groups stay as they are. Without saved lower
+        halves, as from torch's AdamW, they become zeros.
+
+        Raises:
+            ValueError: the groups or shapes differ from this optimizer's, or `amsgrad` was set; the
+                optimizer is unchanged.
+        """
+        saved_groups, saved = state_dict["param_groups"], state_dict["state"]
+        if any(group.get("amsgrad") for group in saved_groups):
+            msg = "state_dict: amsgrad=True, which fastamp.AdamW does not support"
+            raise ValueError(msg)
+        sizes = [[len(group["params"]) for group in g] for g in (saved_groups, self.param_groups)]
+        if sizes[0] != sizes[1]:
+            msg = f"state_dict: groups of {sizes[0]} parameters; this optimizer has {sizes[1]}"
+            raise ValueError(msg)
+        groups, loaded = [], {}
+        for group, own in zip(saved_groups, self.param_groups, strict=True):
+            new = {name: value for name, value in group.items() if name not in _REFUSABLE}
+            new.setdefault("seed", own["seed"])
+            groups.append({**new, **{name: own[name] for name in _OWN}})
+            for place, param in zip(group["params"], own["params"], strict=True):
+                if saved.get(place):
+                    loaded[param] = _converted(saved[place], own, param, place)
+        super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
+        self.state.update(loaded)
+
+
+_REFUSABLE = ("amsgrad", "foreach", "capturable", "differentiable")
+
+
+def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Turn the state of `fastamp.AdamW` into one that `torch.optim.AdamW` can load.
+
+    Args:
+        state_dict: of `fastamp.AdamW.state_dict`; it is not changed.
+
+    Returns:
+        The groups, and of each parameter the count of steps and float32 moments. Lower halves of
+        weights have no place there: `master_weights` returns the weights.
+
+    Raises:
+        TypeError: it holds DTensors; `torch.distributed.checkpoint.state_dict` gathers them.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64)
+        >>> ours = fastamp.AdamW(model.parameters(), moments="8bit")
+        >>> torchs = torch.optim.AdamW(model.parameters())
+        >>> torchs.load_state_dict(fastamp.to_torch(ours.state_dict()))
+    """
+    defaults = torch.optim.AdamW([torch.zeros(())]).defaults
+    groups = [
+        {
+            **defaults,
+            **{k: v for k, v in group.items() if k not in {"moments", "exact", "seed", "fused"}},
+        }
+        for group in state_dict["param_groups"]
+    ]
+    states = {}
+    for place, state in state_dict["state"].items():
+        if any(map(is_spread, state.values())):
+            msg = f"state_dict: the state of parameter {place} is a DTensor; gather it first"
+            raise TypeError(msg)
+        moments = _floats(state)
+        states[place] = {"step": state["step"].clone(), **moments}
+    return {"state": states, "param_groups": groups}
+
+
+def _check_group(group: dict[str, Any], place: int) -> None:
+    """Refuse the options and parameters of a group."""
+    numbers = {"eps": group["eps"], "weight_decay": group["weight_decay"]}
+    if not isinstance(group["lr"], Tensor):
+        numbers["lr"] = group["lr"]
+    for name, value in numbers.items():
+        if not value >= 0:
+            msg = f"{name}: expected at least 0, got {value}"
+            raise ValueError(msg)
+    if not all(0 <= beta < 1 for beta in group["betas"]):
+        msg = f"betas: expected two numbers from 0 to below 1, got {group['betas']}"
+        raise ValueError(msg)
+    if group["moments"] not in MOMENTS:
+        msg = f"moments: expected one of {', '.join(MOMENTS)}, got {group['moments']!r}"
+        raise ValueError(msg)
+    if group["moments"] == "8bit" and group["eps"] < _LEAST_EPS:
+        msg = f"eps: expected at least {_LEAST_EPS} with moments='8bit', got {group['eps']}"
+        raise ValueError(msg)
+    if not isinstance(group["seed"], int) or not 0 <= group["seed"] < 1 << 32:
+        msg = f"seed: expected an integer from 0 to 2^32 - 1, got {group['seed']!r}"
+        raise ValueError(msg)
+    for index, param in enumerate(group["params"]):
+        if param.dtype not in kept.DTYPES:
+            msg = f"params: expected float32 or bfloat16, param_groups[{place}]['params'][{index}]"
+            msg += f" is {param.dtype}"
+            raise TypeError(msg)
+
+
+def _new_state(group: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    """Return a parameter's state before its first step."""
+    state = {"step": torch.zeros((), dtype=torch.float32, device=param.device)}
+    if kept.has_low(param, group):
+        state["low"] = _low_like(param)
+    dtype = torch.bfloat16 if group["moments"] == "bfloat16" else torch.float32
+    has_codes = group["moments"] == "8bit" and formats.has_rows(param)
+    if has_codes and is_spread(param) and not _is_by_rows(param):
+        msg = "moments='8bit': a DTensor has to be sharded by its first dimension, got "
+        msg += f"{param.placements}; moments='bfloat16' has no blocks"  # type: ignore[attr-defined]
+        raise ValueError(msg)
+    for name in ("exp_avg", "exp_avg_sq"):
+        state[name] = _zeros_like(param, torch.uint8 if has_codes else dtype)
+        if has_codes:
+            state[f"{name}_scale"] = _scales_like(param)
+    return state
+
+
+def _zeros_like(param: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+
+
+def _low_like(param: Tensor) -> Tensor:
+    """Return a zero lower half: two bytes for each element, in the parameter's order of memory."""
+    if is_spread(param):
+        return _zeros_beside(param, (*param.shape, 2), torch.uint8)
+    low = torch.zeros_like(param, dtype=torch.int16, memory_format=torch.preserve_format)
+    return low[..., None].view(torch.uint8)
+
+
+def _scales_like(param: Tensor) -> Tensor:
+    """Return zeros for all blocks of a parameter."""
+    shape = (len(param), formats.blocks_of(formats.row_of(param)))
+    if is_spread(param):
+        return _zeros_beside(param, shape, torch.float32)
+    return torch.zeros(shape, dtype=torch.float32, device=param.device)
+
+
+def _zeros_beside(param: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a DTensor of zeros that is sharded as a parameter is."""
+    from torch.distributed.tensor import zeros  # noqa: PLC0415 - it takes half a second
+
+    mesh, placements = param.device_mesh, param.placements
+    spread: Tensor = zeros(shape, dtype=dtype, device_mesh=mesh, placements=placements)
+    return spread
+
+
+def _is_by_rows(param: Any) -> bool:
+    return all(each.is_replicate() or each.is_shard(0) for each in param.placements)
+
+
+def _local_state(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: local_of(value) for name, value in state.items()}
+
+
+def _floats(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Return both moments in float32, of their own shapes."""
+    found = {}
+    moments = kept.read_moments(state)
+    for name, values in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+        found[name] = torch.empty_like(state[name], dtype=torch.float32)
+        kept.rows(found[name]).copy_(values)
+    return found
+
+
+def _converted(
+    saved: dict[str, Any], group: dict[str, Any], param: Tensor, place: object
+) -> dict[str, Any]:
+    """Return a saved state in the formats of a parameter."""
+    state = _new_state(group, param)
+    if missing := {"step", "exp_avg", "exp_avg_sq"} - saved.keys():
+        msg = f"state_dict: parameter {place} has no {', '.join(sorted(missing))}"
+        raise ValueError(msg)
+    state["step"].fill_(float(saved["step"]))
+    own, theirs = _local_state(state), _local_state(saved)
+    both = [name for name in ("low",) if name in own and name in theirs]
+    for name in (*_MOMENTS, *both):
+        if own[name].shape != theirs[name].shape:
+            shapes = f"{tuple(theirs[name].shape)}, expected {tuple(own[name].shape)}"
+            msg = f"state_dict: {name} of parameter {place} has the shape {shapes}"
+            raise ValueError(msg)
+    for name in both:
+        own[name].copy_(theirs[name])
+    scales = [name for name in ("exp_avg_scale", "exp_avg_sq_scale") if name in theirs]
+    if all(own[name].dtype == theirs[name].dtype for name in _MOMENTS) and all(
+        own[name].stride() == theirs[name].stride() for name in _MOMENTS if scales
+    ):
+        for name in ("exp_avg", "exp_avg_sq", *scales):
+            own[name].copy_(theirs[name])
+    else:
+        floats = theirs if not scales else _floats(theirs)
+        like = {name: torch.empty_like(own[name], dtype=torch.float32) for name in _MOMENTS}
+        first, second = (kept.rows(like[name].copy_(floats[name])) for name in _MOMENTS)
+        kept.write_moments(own, first, second, None)
+    return state

@@ -1,0 +1,358 @@
+"""fastamp.AdamW: exact weights in 16 and 16 bits, moments in 8, the same bits on all backends."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import lean, ranks
+from support.bits import bits
+from support.lean import FORMATS, everything, give, make, train
+
+import fastamp
+from fastamp import _ops
+from fastamp._ops import formats
+
+
+def same_bits(one, other):
+    return bits(one.detach()).tobytes() == bits(other.detach()).tobytes()
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What the fallback makes of each format; the other backends have to get the same bits."""
+    found = {}
+    for dtype, moments, exact in FORMATS:
+        with _ops.use_only("fallback"):
+            parameters, optimizer = make(dtype, moments, exact)
+            said = train(parameters, optimizer, 5)
+        found[dtype, moments, exact] = said, everything(parameters, optimizer)
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "moments", "exact"), FORMATS)
+def test_all_backends_get_the_same_bits(dtype, moments, exact, compiled, expected):
+    parameters, optimizer = make(dtype, moments, exact)
+    said = train(parameters, optimizer, 5)
+    assert [skipped for _, skipped in said] == [False, False, True, False, False]
+    assert {way for way, _ in said} == {"native"}
+    assert (said, everything(parameters, optimizer)) == expected[dtype, moments, exact]
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 700)), min_size=1, max_size=4),
+    st.lists(st.integers(0, 70_000), max_size=2),
+    st.sampled_from(FORMATS),
+    st.sets(st.integers(0, 3)),
+)
+def test_all_sizes_get_the_same_bits(matrices, vectors, formats_of, bad):
+    sizes = [*matrices, *((size,) for size in vectors), (3, 64)]
+    found = []
+    for name in ("fallback", "cpu")[: len(fastamp.backends())]:
+        with _ops.use_only(name):
+            parameters, optimizer = make(*formats_of, sizes)
+            train(parameters, optimizer, 4, bad=bad)
+        found.append(everything(parameters, optimizer))
+    assert found[0] == found[-1]
+
+
+def test_float32_is_bit_identical_to_torchs_adamw_in_fastamps_step(compiled):
+    ours, optimizer = make(torch.float32, "float32", True)
+    theirs = [torch.nn.Parameter(each.detach().clone()) for each in ours]
+    groups = [
+        {**g, "params": p}
+        for g, p in zip(
+            ({}, {"lr": 3e-3, "betas": (0.3, 0.99)}), (theirs[:4], theirs[4:]), strict=True
+        )
+    ]
+    torchs = torch.optim.AdamW(groups, lr=1e-2, fused=True)
+    assert train(ours, optimizer, 5) == train(theirs, torchs, 5)
+    assert everything(ours, optimizer) == everything(theirs, torchs)
+
+
+def test_exact_weights_are_those_of_float32_over_a_thousand_steps(backend):
+    sizes, steps = [(3, 100), (50,)], 1000 if backend != "fallback" else 100
+    short, exact = make(torch.bfloat16, "8bit", True, sizes)
+    wide, master = make(torch.float32, "8bit", True, sizes)
+    bad = {0, 1, 7, 50}
+    train(short, exact, steps, bad=bad)
+    train(wide, master, steps, bad=bad)
+    for ours, theirs in zip(exact.master_weights(), wide, strict=True):
+        assert same_bits(ours, theirs)
+    for ours, theirs in zip(short, wide, strict=True):
+        assert (ours.float() - theirs).abs().max() <= theirs.abs().max() * 2**-8
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_updates_that_are_smaller_than_a_bfloat16_step_add_up(exact, backend):
+    parameter = torch.nn.Parameter(torch.ones(4, 64, dtype=torch.bfloat16))
+    optimizer = fastamp.AdamW([parameter], lr=1e-4, weight_decay=0.0, exact=exact)
+    for step in range(100):
+        noise = torch.randn(4, 64, generator=torch.Generator().manual_seed(step))
+        parameter.grad = (1 + 0.1 * noise).bfloat16()
+        optimizer.step()
+    moved = 1 - optimizer.master_weights()[0].mean().item()
+    assert moved == pytest.approx(0.01, rel=0.15)  # plain rounding to nearest moves nothing
+    assert 1 - torch.tensor(1 - 1e-4).bfloat16().item() == 0
+
+
+def test_halves_give_back_every_float32():
+    values = torch.cat(
+        [
+            torch.randint(-(2**31), 2**31, (100_000,)).to(torch.int32).view(torch.float32),
+            torch.tensor([0.0, -0.0, math.inf, -math.inf, 3.4e38, 1e-45, -1e-45, 65504.5]),
+        ]
+    )
+    values = values[~values.isnan()]
+    high, low = formats.split(values)
+    assert same_bits(formats.join(high, low), values)
+    assert formats.split(torch.tensor([math.nan]))[0].isnan().all()
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_decoded_code_is_encoded_as_itself(signed):
+    # A row is a block of all codes; its largest one gives the scale that it was decoded with.
+    codes = torch.arange(256).to(torch.uint8).expand(1000, 256)
+    if not signed:
+        codes = codes.clone()
+    exponents = torch.rand(1000, 1, generator=torch.Generator().manual_seed(0)) * 150 - 75
+    scales = torch.exp2(exponents)
+    values = formats.decode(codes, scales, signed=signed)
+    noise = torch.randint(0, 2**32, codes.shape, generator=torch.Generator().manual_seed(1))
+    again, found = formats.encode(values, signed=signed, noise=None if signed else noise)
+    assert torch.equal(again, codes)
+    torch.testing.assert_close(found, scales, rtol=2e-7, atol=0)
+
+
+def test_codes_are_within_a_thirty_second_part(backend):
+    values = torch.exp2(-16 * torch.rand(100, 256, generator=torch.Generator().manual_seed(0)))
+    for signed in (True, False):
+        codes, scales = formats.encode(values, signed=signed)
+        error = (formats.decode(codes, scales, signed=signed) - values).abs()
+        smallest = values.amax(dim=1, keepdim=True) / (247 if signed else 63487)
+        assert (error <= values / 32 + smallest / 16).all()
+
+
+def test_a_second_moment_that_decays_slowly_is_not_stuck(backend):
+    # A thousandth a step, of codes that are 3 to 6 % apart: one element keeps the block's scale.
+    parameter = torch.nn.Parameter(torch.zeros(2, 256))
+    optimizer = fastamp.AdamW([parameter], moments="8bit", lr=0.0)
+    parameter.grad = torch.ones(2, 256)
+    optimizer.step()
+    for step in range(300):
+        parameter.grad = torch.zeros(2, 256)
+        parameter.grad[:, 0] = 1.0
+        parameter.grad[:, 1:] = 0.01 * torch.randn(
+            2, 255, generator=torch.Generator().manual_seed(step)
+        )
+        optimizer.step()
+    state = optimizer.state[parameter]
+    moments = formats.decode(state["exp_avg_sq"], state["exp_avg_sq_scale"], signed=False)
+    assert moments[:, 1:].mean().item() == pytest.approx(1e-3 * 0.999**300, rel=0.05)
+
+
+def test_zero_grad_hooks_and_scalers_step_alike(backend):
+    found = []
+    for how in ("optimizer_step", "scaler", "hooked", "torch's scaler"):
+        parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100), (9,)])
+        scaler = fastamp.GradScaler("cpu", init_scale=4.0)
+        if how == "torch's scaler":
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        called = []
+        if how == "hooked":
+            optimizer.register_step_post_hook(lambda *_, called=called: called.append(1))
+        for step in range(3):
+            give(parameters, step)
+            if "scaler" in how:
+                scaler.scale(torch.ones(()))
+                for parameter in parameters:
+                    parameter.grad *= 4
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                fastamp.optimizer_step(optimizer, zero_grad=how == "optimizer_step")
+        assert len(called) == 3 * (how == "hooked")
+        found.append(everything(parameters, optimizer)[:2])
+    assert found == [found[0]] * 4
+
+
+def test_a_bare_step_is_the_same_step_and_calls_a_closure(backend):
+    parameters, optimizer = make(torch.bfloat16, "8bit", True)
+    others, other = make(torch.bfloat16, "8bit", True)
+    for step in range(3):
+        give(others, step)
+        assert optimizer.step(lambda step=step: give(parameters, step) or 1.5) == 1.5
+        fastamp.optimizer_step(other)
+    assert everything(parameters, optimizer) == everything(others, other)
+
+
+def test_a_gradient_with_gaps_in_its_memory_is_stepped(backend):
+    parameters, optimizer = make(torch.float32, "8bit", True, [(4, 100)])
+    others, other = make(torch.float32, "8bit", True, [(4, 100)])
+    give(parameters, 0)
+    others[0].grad = parameters[0].grad.repeat_interleave(2, dim=1)[:, ::2]
+    optimizer.step()
+    other.step()
+    assert same_bits(parameters[0], others[0])
+
+
+def test_a_learning_rate_may_be_a_tensor(backend):
+    parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100)])
+    others, other = make(torch.bfloat16, "8bit", True, [(4, 100)], lr=torch.tensor(1e-2))
+    train(parameters, optimizer, 3)
+    train(others, other, 3)
+    assert same_bits(parameters[0], others[0])
+
+
+@pytest.mark.parametrize(("dtype", "moments", "exact"), FORMATS)
+def test_a_loaded_state_resumes_to_the_bit(dtype, moments, exact):
+    parameters, optimizer = make(dtype, moments, exact, seed=7)
+    train(parameters, optimizer, 3)
+    others, other = make(dtype, moments, exact)
+    for theirs, ours in zip(others, parameters, strict=True):
+        theirs.data.copy_(ours)
+    other.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
+    assert other.param_groups[0]["seed"] == 7
+    train(parameters, optimizer, 3, first=3)
+    train(others, other, 3, first=3)
+    assert everything(parameters, optimizer) == everything(others, other)
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
+def test_torchs_adamw_goes_on_here_and_back(moments):
+    theirs, _ = make(torch.float32, "float32", True)
+    torchs = torch.optim.AdamW(theirs, lr=1e-2, fused=True)
+    train(theirs, torchs, 3)
+    ours = [torch.nn.Parameter(each.detach().clone()) for each in theirs]
+    optimizer = fastamp.AdamW(ours, lr=1.0, moments=moments)
+    optimizer.load_state_dict(torchs.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    back = torch.optim.AdamW([torch.nn.Parameter(each.detach().clone()) for each in theirs])
+    back.load_state_dict(fastamp.to_torch(optimizer.state_dict()))
+    parts = {"float32": 0, "bfloat16": 2**-8, "8bit": 2**-5}
+    for one, other in zip(torchs.state.values(), back.state.values(), strict=True):
+        assert one["step"] == other["step"] == 2
+        for name in ("exp_avg", "exp_avg_sq"):
+            largest = one[name].abs().max() if one[name].numel() else torch.ones(())
+            bound = parts[moments] * (one[name].abs() + largest / 247)
+            assert ((one[name] - other[name]).abs() <= bound).all()
+    train(ours, optimizer, 2, first=3)
+    train(theirs, torchs, 2, first=3)
+    if moments == "float32":
+        assert all(same_bits(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_a_state_in_other_formats_is_converted():
+    parameters, optimizer = make(torch.bfloat16, "8bit", True)
+    train(parameters, optimizer, 3)
+    _, wide = make(torch.bfloat16, "float32", False)
+    wide.load_state_dict(optimizer.state_dict())
+    assert wide.param_groups[0]["moments"] == "float32"
+    assert wide.param_groups[0]["exact"] is False
+    _, again = make(torch.bfloat16, "8bit", True)
+    again.load_state_dict(wide.state_dict())
+    for one, other in zip(optimizer.state.values(), again.state.values(), strict=True):
+        assert torch.equal(one["exp_avg"], other["exp_avg"])
+        assert torch.equal(one["exp_avg_sq"], other["exp_avg_sq"])
+        assert not other["low"].any()
+
+
+def test_copies_and_pickles_go_on_alone():
+    parameters, optimizer = make(torch.bfloat16, "8bit", True)
+    train(parameters, optimizer, 2)
+    others, other = copy.deepcopy((parameters, optimizer))
+    train(others, other, 2, first=2)
+    train(parameters, optimizer, 2, first=2)
+    assert everything(parameters, optimizer) == everything(others, other)
+
+
+def test_bytes_of_gpt_2_are_half():
+    shapes = [(50257, 768), (1024, 768)]
+    layer = [(2304, 768), (2304,), (768, 768), (768,), (3072, 768), (3072,), (768, 3072), (768,)]
+    layer += [(768,)] * 4
+    shapes += layer * 12 + [(768,)] * 2
+    with torch.device("meta"):
+        counts = []
+        for lean_ in (True, False):
+            dtype = torch.bfloat16 if lean_ else torch.float32
+            parameters = [torch.nn.Parameter(torch.zeros(s, dtype=dtype)) for s in shapes]
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer = fastamp.AdamW(parameters, moments="8bit" if lean_ else "float32")
+            optimizer.make_states()
+            kept = [t for p in parameters for t in (p, p.grad, *optimizer.state[p].values())]
+            elements = sum(p.numel() for p in parameters)
+            counts.append(sum(t.untyped_storage().nbytes() for t in kept) / elements)
+    assert counts[0] <= 8.2
+    assert counts[1] == pytest.approx(16, abs=0.01)
+
+
+def test_wrong_arguments_are_named():
+    weight = torch.nn.Parameter(torch.zeros(4, 64))
+    for options, said in [
+        ({"moments": "4bit"}, "moments: expected one of float32, bfloat16, 8bit, got '4bit'"),
+        ({"moments": "8bit", "eps": 0.0}, "eps: expected at least 1e-12 with moments='8bit'"),
+        ({"amsgrad": True}, "amsgrad=True"),
+        ({"differentiable": True}, "differentiable=True"),
+        ({"foreach": True}, "foreach=True"),
+        ({"fused": False}, "fused=False"),
+        ({"lr": -1.0}, "lr: expected at least 0, got -1.0"),
+        ({"betas": (0.9, 1.0)}, "betas: expected two numbers"),
+        ({"seed": -1}, "seed: expected an integer"),
+    ]:
+        with pytest.raises(ValueError, match=r"\w") as error:
+            fastamp.AdamW([weight], **options)
+        assert said in str(error.value)
+    with pytest.raises(TypeError, match=r"param_groups\[0\]\['params'\]\[1\] is torch.float16"):
+        fastamp.AdamW([weight, torch.nn.Parameter(torch.zeros(3).half())])
+    optimizer = fastamp.AdamW([weight])
+    weight.grad = torch.zeros(4, 64).to_sparse()
+    with pytest.raises(RuntimeError, match="cannot make this step: a gradient's dtype, layout"):
+        optimizer.step()
+
+
+def test_a_wrong_state_leaves_the_optimizer_as_it_was():
+    parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100), (9,)])
+    train(parameters, optimizer, 2)
+    before = everything(parameters, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][1]["exp_avg"] = torch.zeros(8)
+    with pytest.raises(ValueError, match=r"exp_avg of parameter 1 has the shape \(8,\)"):
+        optimizer.load_state_dict(saved)
+    del saved["state"][1]["exp_avg"]
+    with pytest.raises(ValueError, match="parameter 1 has no exp_avg"):
+        optimizer.load_state_dict(saved)
+    saved["param_groups"] = saved["param_groups"][:0]
+    with pytest.raises(ValueError, match="groups of"):
+        optimizer.load_state_dict(saved)
+    assert everything(parameters, optimizer) == before
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
+def test_shards_step_as_the_whole_and_move_to_other_numbers_of_ranks():
+    with ranks.start(3) as started:
+        (alone,) = started.run(1, lean.sharded_run, 1, None, 4, 0)
+        state, first = None, 0
+        for count in (2, 3):
+            found = started.run(count, lean.sharded_run, count, state, 2, first)
+            state, first = found[0], first + 2
+    for ours, theirs in zip(state, alone, strict=True):
+        _assert_same(ours, theirs)
+
+
+def _assert_same(ours, theirs):
+    if isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        for name in theirs:
+            _assert_same(ours[name], theirs[name])
+    elif isinstance(theirs, torch.Tensor):
+        assert torch.equal(ours, theirs)
+    elif isinstance(theirs, list | tuple):
+        for one, other in zip(ours, theirs, strict=True):
+            _assert_same(one, other)
+    else:
+        assert ours == theirs

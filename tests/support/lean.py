@@ -1,0 +1,98 @@
+"""Parameters and gradients for the tests of fastamp.AdamW, and what its ranks run."""
+
+from __future__ import annotations
+
+import torch
+from support.bits import bits
+from torch.distributed.fsdp import fully_shard
+
+import fastamp
+
+SIZES = [(3,), (70, 5), (0,), (1025,), (7, 300), (33, 64), (2, 70_000), (5, 256), (4, 3, 5, 7)]
+FORMATS = [
+    (torch.float32, "float32", True),
+    (torch.float32, "bfloat16", True),
+    (torch.float32, "8bit", True),
+    (torch.bfloat16, "float32", True),
+    (torch.bfloat16, "bfloat16", False),
+    (torch.bfloat16, "8bit", True),
+    (torch.bfloat16, "8bit", False),
+]
+
+
+def make(dtype, moments, exact, sizes=SIZES, **options):
+    """Return parameters, the same each time, and their optimizer with two groups."""
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(size, generator=generator).bfloat16().to(dtype) for size in sizes]
+    made = [torch.nn.Parameter(each) for each in values]
+    groups = [{"params": made[:4]}, {"params": made[4:], "lr": 3e-3, "betas": (0.3, 0.99)}]
+    options = {"lr": 1e-2, "moments": moments, "exact": exact, **options}
+    return made, fastamp.AdamW([g for g in groups if g["params"]], **options)
+
+
+def give(parameters, step, *, bad=False):
+    """Give parameters random gradients that bfloat16 can hold; a bad one has an infinity."""
+    generator = torch.Generator().manual_seed(step)
+    for parameter in parameters:
+        grad = torch.randn(parameter.shape, generator=generator).bfloat16()
+        parameter.grad = (0.1 * grad).bfloat16().to(parameter.dtype)
+    if bad:
+        next(p for p in parameters if p.numel()).grad.view(-1)[0] = torch.inf
+
+
+def everything(parameters, optimizer):
+    """Return the bits of parameters, gradients and states."""
+    states = [v for p in parameters for v in optimizer.state.get(p, {}).values()]
+    grads = [p.grad for p in parameters if p.grad is not None]
+    return [bits(t.detach()).tobytes() for t in [*parameters, *grads, *states]]
+
+
+def train(parameters, optimizer, steps, first=0, bad=(2,)):
+    """Make clipped steps, some of them skipped, and return what they said."""
+    said = []
+    for step in range(first, first + steps):
+        give(parameters, step, bad=step in bad)
+        report = fastamp.optimizer_step(optimizer, max_norm=1.0)
+        said.append((report.way, report.skipped))
+    return said
+
+
+def model_of(dtype=torch.bfloat16):
+    """Return a network whose layers have 64 to 300 elements a row, and 5 rows or more."""
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(64, 70), torch.nn.Tanh(), torch.nn.Linear(70, 300), torch.nn.Tanh()
+    return torch.nn.Sequential(*layers, torch.nn.Linear(300, 5)).to(dtype)
+
+
+def sharded_run(count, state, steps, first):
+    """Train a model under FSDP2 on all ranks, or alone; return whole weights and a whole state."""
+    from torch.distributed.checkpoint import state_dict as states
+
+    model = model_of()
+    if count > 1:
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = fastamp.AdamW(model.parameters(), lr=1e-2, moments="8bit")
+    whole = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
+    if state is not None:
+        weights, own = state
+        states.set_model_state_dict(model, weights, options=whole)
+        states.set_optimizer_state_dict(model, optimizer, own, options=whole)
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(step)
+        for parameter in model.parameters():
+            grad = torch.randn(parameter.shape, generator=generator).bfloat16() * 0.1
+            parameter.grad = _like(grad, parameter)
+        fastamp.optimizer_step(optimizer, max_norm=1e9, zero_grad=True)
+    weights = states.get_model_state_dict(model, options=whole)
+    own = states.get_optimizer_state_dict(model, optimizer, options=whole)
+    return weights, own
+
+
+def _like(grad, parameter):
+    if not hasattr(parameter, "placements"):
+        return grad
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(grad, parameter.device_mesh, parameter.placements)
