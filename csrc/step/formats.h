@@ -62,8 +62,8 @@ FASTAMP_HD FASTAMP_INLINE std::uint16_t round_randomly(float x, std::uint32_t no
 }
 
 // A block of 8-bit codes has one scale: the largest magnitude, divided by the largest code's value.
-// A code stands for (1 + m / 16) * 2^e - 1, piecewise linear as in the mu-law of ITU-T G.711: even
-// steps near zero, even ratios above. Decoding is a shift and a sum, and so is encoding.
+// A code stands for (1 + m / 16) * 2^e - 1: as in the mu-law of ITU-T G.711, steps are even near
+// zero and in even ratios above. Decoding is a shift and a sum, and so is encoding.
 constexpr std::int64_t kBlockSize = 256;
 constexpr int kMantissa = 4;
 constexpr int kDropped = 23 - kMantissa;       // bits of a float32's mantissa
@@ -72,13 +72,16 @@ constexpr float kSmallestLargest = 0x1p-100F;  // blocks below are kept as zeros
 
 /// The first moment's: a sign and 7 bits, to the nearest.
 struct SignedCode {
+  static constexpr float kLeast = 0;
   static constexpr float kTop = 247;
 };
 
 /// The second moment's: 8 bits. A step changes it by a thousandth, and codes are 3 to 6 % apart: it
-/// is rounded randomly, or it would never change. Above zero it stays above zero.
+/// is rounded randomly, or it would never change. Codes stand for 1/32 more: the update divides by
+/// the root, so none is zero.
 struct UnsignedCode {
-  static constexpr float kTop = 63487;
+  static constexpr float kLeast = 1.0F / 32;
+  static constexpr float kTop = 63487 + kLeast;
 };
 
 /// The blocks of a tensor: each row has whole ones, and a shorter one at its end.
@@ -116,20 +119,22 @@ FASTAMP_HD FASTAMP_INLINE BlockScale scale_of_block(std::uint32_t largest) {
   return {most * (1 / Code::kTop), Code::kTop / most};
 }
 
+template <typename Code>
 FASTAMP_HD FASTAMP_INLINE float value_of(std::uint32_t code) {
-  return float_of((code << kDropped) + kOne) - 1;
+  return float_of((code << kDropped) + kOne) - (1 - Code::kLeast);
 }
 
 /// Returns the code of a magnitude that was multiplied by the inverse scale. `rounding` is half a
 /// step, or random and below one: the largest value gets the largest code.
 template <typename Code>
 FASTAMP_HD FASTAMP_INLINE std::uint32_t code_of(float value, std::uint32_t rounding) {
-  const float limited = value < Code::kTop ? value : Code::kTop;  // NaN too
-  return (bits_of(limited + 1) + rounding - kOne) >> kDropped;
+  float limited = value < Code::kTop ? value : Code::kTop;  // NaN too
+  limited = limited > Code::kLeast ? limited : Code::kLeast;
+  return (bits_of(limited + (1 - Code::kLeast)) + rounding - kOne) >> kDropped;
 }
 
 FASTAMP_HD FASTAMP_INLINE float decode_signed(std::uint8_t code, float scale) {
-  const float value = product(value_of(code & 127U), scale);
+  const float value = product(value_of<SignedCode>(code & 127U), scale);
   return float_of(bits_of(value) | (static_cast<std::uint32_t>(code & 128U) << 24));
 }
 
@@ -140,7 +145,7 @@ FASTAMP_HD FASTAMP_INLINE std::uint8_t encode_signed(float x, float inverse) {
 }
 
 FASTAMP_HD FASTAMP_INLINE float decode_unsigned(std::uint8_t code, float scale) {
-  return product(value_of(code), scale);
+  return product(value_of<UnsignedCode>(code), scale);
 }
 
 /// By the upper 16 bits of `noise`, kept a little from both ends: a decoded value gets its own
@@ -148,11 +153,8 @@ FASTAMP_HD FASTAMP_INLINE float decode_unsigned(std::uint8_t code, float scale) 
 FASTAMP_HD FASTAMP_INLINE std::uint8_t encode_unsigned(float x, float inverse,
                                                        std::uint32_t noise) {
   constexpr int kShift = kDropped - 16;
-  const float value = product(x, inverse);
   const std::uint32_t rounding = ((noise >> 16) << kShift) + (1U << (kShift - 1));
-  const std::uint32_t code = code_of<UnsignedCode>(value, rounding);
-  const std::uint32_t least = bits_of(value) < 1 ? bits_of(value) : 1;  // 1 above zero
-  return static_cast<std::uint8_t>(code > least ? code : least);
+  return static_cast<std::uint8_t>(code_of<UnsignedCode>(product(x, inverse), rounding));
 }
 
 }  // namespace fastamp

@@ -16,7 +16,8 @@ _MANTISSA = 4
 _DROPPED = 23 - _MANTISSA
 _ONE = 127 << 23
 _SMALLEST = 2.0**-100
-_TOPS = {True: 247.0, False: 63487.0}  # the largest value of a signed code, and of an unsigned one
+_LEAST = {True: 0.0, False: 1 / 32}  # the value of the smallest code, signed or unsigned
+_TOPS = {True: 247.0, False: 63487 + 1 / 32}  # and of the largest
 _INFINITY = 0x7F800000
 
 
@@ -115,7 +116,7 @@ def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
     """
     blocks = _in_blocks(codes.long())
     magnitudes = blocks & 127 if signed else blocks
-    values = floats_of((magnitudes << _DROPPED) + _ONE) - 1
+    values = floats_of((magnitudes << _DROPPED) + _ONE) - (1 - _LEAST[signed])
     bits = bits_of(values * scales[..., None])
     return _in_rows(floats_of(bits | (blocks & 128) << 24 if signed else bits), codes.shape[1])
 
@@ -150,11 +151,10 @@ def _scales_of(largest: Tensor, top: float) -> tuple[Tensor, Tensor]:
 
 
 def _codes_of(values: Tensor, noise: Tensor | None, *, signed: bool) -> Tensor:
-    top = _TOPS[signed]
-    limited = torch.where(values < top, values, top)
+    top, least = _TOPS[signed], _LEAST[signed]
+    limited = torch.where(values < top, values, top).clamp(min=least)
     rounding: Tensor | int = 1 << _DROPPED - 1
     if noise is not None:
         shift = _DROPPED - 16
         rounding = ((_in_blocks(noise) >> 16) << shift) + (1 << shift - 1)
-    codes = bits_of(limited + 1) + rounding - _ONE >> _DROPPED
-    return codes if signed else torch.where((codes == 0) & (values > 0), 1, codes)
+    return bits_of(limited + (1 - least)) + rounding - _ONE >> _DROPPED
