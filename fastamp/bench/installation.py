@@ -15,7 +15,7 @@ from urllib.request import url2pathname
 import torch
 
 from fastamp._ops.choose import why_fallback
-from fastamp.bench.environment import no_speed_reason
+from fastamp.bench.environment import count_cores, no_speed_reason
 
 # The extras for users, and the modules that they install.
 EXTRAS = {"images": ("PIL", "simplejpeg"), "plot": ("matplotlib",), "gpu": ("pynvml",)}
@@ -42,15 +42,11 @@ def devices() -> list[torch.device]:
     return [torch.device(name) for name in ("cpu", *(f"cuda:{index}" for index in cuda), *mps)]
 
 
-def served_by(device: torch.device) -> dict[str, str]:
-    """Return which backend serves a device, and why, as a row of a table."""
-    by, why = {
-        "cpu": ("compiled code", "the extension is installed, and this torch lets it read tensors"),
-        "cuda": ("CUDA kernels", "the extension has CUDA code, and this GPU and its driver run it"),
-    }.get(device.type, ("", ""))
+def served_by(device: torch.device) -> str:
+    """Return which backend serves a device."""
     if why_fallback(device) is not None:
-        by, why = "pure Python", "see below"
-    return {"device": str(device), "served by": by, "why": why}
+        return "pure Python"
+    return "CUDA kernels" if device.type == "cuda" else "compiled code"
 
 
 def examine() -> list[Finding]:
@@ -67,38 +63,31 @@ def examine() -> list[Finding]:
         if reason is not None:
             mend = f"train in FP32 there, without torch.autocast({kind!r})"
             found.append(Finding(f"bf16 on {kind}", reason, mend))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if cores is not None and torch.get_num_threads() > cores:
+    cores = count_cores()
+    if torch.get_num_threads() > cores:
         why = f"torch computes on {torch.get_num_threads()} threads, and {cores} cores may be used"
         found.append(Finding("threads", why, f"export OMP_NUM_THREADS={cores}"))
     return found + _about_extras()
 
 
 def _mend(device: torch.device, why: str) -> str:
-    """Return the command that lets compiled code serve a device; "" if there is none."""
+    """Return the command that lets compiled code serve a device; "" if there is none.
+
+    The reason names the compilers that it needs.
+    """
     if why.startswith("FASTAMP_BACKEND"):
         return "unset FASTAMP_BACKEND"
-    if device.type not in {"cpu", "cuda"} or torch.version.hip is not None:
+    if device.type not in {"cpu", "cuda"} or torch.version.hip is not None or "driver" in why:
         return ""
     if "needs torch" in why:
         return f"{_pip()} --upgrade 'torch>=2.10'"
-    if why.startswith("the NVIDIA driver"):
-        return "install a newer driver, https://www.nvidia.com/drivers"
-    needed, variables = [], []
-    if shutil.which(os.environ.get("CXX") or "c++") is None and shutil.which("clang++") is None:
-        conda = "conda install -c conda-forge cxx-compiler" if "CONDA_PREFIX" in os.environ else ""
-        here = "xcode-select --install" if sys.platform == "darwin" else "sudo apt-get install g++"
-        needed.append(conda or here)
+    variables = ""
     if device.type == "cuda":
-        variables.append("FASTAMP_CUDA=ON")
-        if shutil.which(os.environ.get("CUDACXX") or "nvcc") is None:
-            if NVCC.exists():
-                variables.append(f"CUDACXX={NVCC}")
-            else:
-                needed.append("install nvcc, https://developer.nvidia.com/cuda-downloads")
+        variables = "FASTAMP_CUDA=ON "
+        if shutil.which(os.environ.get("CUDACXX") or "nvcc") is None and NVCC.exists():
+            variables += f"CUDACXX={NVCC} "
     options = "--force-reinstall --no-deps --no-cache-dir"
-    needed.append(" ".join([*variables, _pip(), options, shlex.join(_source())]))
-    return "; then ".join(needed)
+    return f"{variables}{_pip()} {options} {shlex.join(_source())}"
 
 
 def _pip() -> str:
@@ -125,28 +114,28 @@ def _about_torch() -> list[Finding]:
     """Return why torch finds no GPU where there is a driver for one."""
     if torch.cuda.is_available() or not DRIVER.exists():
         return []
-    what = "this machine has an NVIDIA driver, and torch finds no GPU"
+    why = f"torch is built for CUDA {torch.version.cuda}; `nvidia-smi` shows the driver and the GPU"
+    mend = ""
     if torch.version.cuda is None:
         why = f"torch {torch.__version__} is built without CUDA"
-        return [Finding(what, why, "install torch as https://pytorch.org/get-started/locally says")]
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        mend = "install torch as https://pytorch.org/get-started/locally says"
+    elif "CUDA_VISIBLE_DEVICES" in os.environ:
         why = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} is set"
-        return [Finding(what, why, "unset CUDA_VISIBLE_DEVICES")]
-    why = f"torch is built for CUDA {torch.version.cuda}; `nvidia-smi` shows the driver and the GPU"
-    return [Finding(what, why)]
+        mend = "unset CUDA_VISIBLE_DEVICES"
+    return [Finding("this machine has an NVIDIA driver, and torch finds no GPU", why, mend)]
 
 
 def _about_extras() -> list[Finding]:
+    """Return the modules of extras that are missing, and the command that installs them."""
     missing = {
-        extra: [name for name in modules if importlib.util.find_spec(name) is None]
-        for extra, modules in EXTRAS.items()
-        if extra != "gpu" or torch.cuda.is_available()
+        name: extra
+        for extra, names in EXTRAS.items()
+        for name in names
+        if importlib.util.find_spec(name) is None and (extra != "gpu" or torch.cuda.is_available())
     }
-    names = [name for modules in missing.values() for name in modules]
-    if not names:
+    if not missing:
         return []
-    extras = ",".join(extra for extra, modules in missing.items() if modules)
-    source = _source()
-    wanted = shlex.quote(f"{source[-1]}[{extras}]")
-    why = f"{', '.join(names)} of the extras {extras}, if you use them"
+    extras = ",".join(dict.fromkeys(missing.values()))
+    why = f"{', '.join(missing)} of the extras {extras}, if you use them"
+    wanted = shlex.quote(f"{_source()[-1]}[{extras}]")
     return [Finding("not installed", why, f"{_pip()} {wanted}")]

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 import fastamp
-from fastamp.bench.environment import DTYPES, PRECISION, no_speed_reason
+from fastamp.bench.environment import DTYPES, no_speed_reason
 from fastamp.bench.gpt import GPT, GPT2_SMALL, Shape
 from fastamp.bench.race import Plan
 from fastamp.bench.record import Case, Task, run_cases
@@ -19,14 +19,14 @@ PLAN = Plan(rounds=400, half_width=0.02, limit_s=6.0)
 METRICS = "speedup/ and the batch size, of AMP against FP32"
 
 
-def _sizes(text: str) -> list[int]:
-    return [int(number(int, 1)(item)) for item in text.split(",")]
-
-
 def add_options(add: Callable[..., object]) -> None:
     """Add the options of this command alone."""
-    add("--batch-sizes", type=_sizes, default="1,4,16", metavar="LIST", help=DEFAULT)
-    add("--precision", **PRECISION)
+
+    def sizes(text: str) -> list[int]:
+        return [int(number(int, 1)(item)) for item in text.split(",")]
+
+    add("--batch-sizes", type=sizes, default="1,4,16", metavar="LIST", help=DEFAULT)
+    add("--precision", choices=DTYPES, default="bf16", help=f"of AMP {DEFAULT}")
 
 
 def prepare(args: argparse.Namespace) -> Task:
@@ -34,14 +34,13 @@ def prepare(args: argparse.Namespace) -> Task:
     shape = SHAPES[args.device]
     torch.manual_seed(args.seed)
     model = GPT(shape).to(args.device).eval()
-    dtypes = {"fp32": None, "amp": DTYPES[args.precision]}
 
     def make(name: str) -> Case:
         tokens = torch.randint(256, (int(name), shape.block_size), device=args.device)
-        servers = {arm: Server(model, tokens, dtype) for arm, dtype in dtypes.items()}
+        fp32, amp = (Server(model, tokens, dtype) for dtype in (None, DTYPES[args.precision]))
         return Case(
-            arms={arm: server.serve for arm, server in servers.items()},
-            details=lambda _: {arm: server.percentiles() for arm, server in servers.items()},
+            arms={"fp32": fp32.serve, "amp": amp.serve},
+            details=lambda _: {"fp32": fp32.percentiles(), "amp": amp.percentiles()},
         )
 
     sizes = list(dict.fromkeys(map(str, args.batch_sizes)))
@@ -82,4 +81,4 @@ class Server:
     def percentiles(self) -> dict[str, float]:
         """Return percentiles of the requests' times in milliseconds."""
         found = self.timer.summary()["request"]
-        return {"p50 ms": found.p50 * 1e3, "p90 ms": found.p90 * 1e3, "p99 ms": found.p99 * 1e3}
+        return {f"{name} ms": getattr(found, name) * 1e3 for name in ("p50", "p90", "p99")}
