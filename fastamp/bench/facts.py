@@ -42,11 +42,7 @@ def describe(
     scaler: torch.amp.GradScaler | None = None,
     dtype: torch.dtype | None = None,
 ) -> Facts:
-    """Return the facts about the arguments; `optimizer` may be several.
-
-    Raises:
-        TypeError: `optimizer` is not an optimizer, nor several.
-    """
+    """Return the facts about the arguments of `save`."""
     given: Any = [] if optimizer is None else optimizer
     optimizers = [given] if hasattr(given, "param_groups") else list(given)
     for each in optimizers:

@@ -17,8 +17,8 @@ import torch
 from fastamp._ops.choose import why_fallback
 from fastamp.bench.environment import count_cores, no_speed_reason
 
-# The extras for users, and the modules that they install.
-EXTRAS = {"images": ("PIL", "simplejpeg"), "plot": ("matplotlib",), "gpu": ("pynvml",)}
+# Extras whose absence is not an error but slower, or noticed late, and a module of each.
+EXTRAS = {"images": "simplejpeg", "plot": "matplotlib"}
 NVCC = Path("/usr/local/cuda/bin/nvcc")  # where it is if not on the PATH
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -44,9 +44,8 @@ def devices() -> list[torch.device]:
 
 def served_by(device: torch.device) -> str:
     """Return which backend serves a device."""
-    if why_fallback(device) is not None:
-        return "pure Python"
-    return "CUDA kernels" if device.type == "cuda" else "compiled code"
+    compiled = "CUDA kernels" if device.type == "cuda" else "compiled code"
+    return compiled if why_fallback(device) is None else "pure Python"
 
 
 def examine() -> list[Finding]:
@@ -114,8 +113,7 @@ def _about_torch() -> list[Finding]:
     """Return why torch finds no GPU where there is a driver for one."""
     if torch.cuda.is_available() or not DRIVER.exists():
         return []
-    why = f"torch is built for CUDA {torch.version.cuda}; `nvidia-smi` shows the driver and the GPU"
-    mend = ""
+    why, mend = f"torch is built for CUDA {torch.version.cuda}; `nvidia-smi` shows its driver", ""
     if torch.version.cuda is None:
         why = f"torch {torch.__version__} is built without CUDA"
         mend = "install torch as https://pytorch.org/get-started/locally says"
@@ -126,16 +124,9 @@ def _about_torch() -> list[Finding]:
 
 
 def _about_extras() -> list[Finding]:
-    """Return the modules of extras that are missing, and the command that installs them."""
-    missing = {
-        name: extra
-        for extra, names in EXTRAS.items()
-        for name in names
-        if importlib.util.find_spec(name) is None and (extra != "gpu" or torch.cuda.is_available())
-    }
+    missing = {e: name for e, name in EXTRAS.items() if importlib.util.find_spec(name) is None}
     if not missing:
         return []
-    extras = ",".join(dict.fromkeys(missing.values()))
-    why = f"{', '.join(missing)} of the extras {extras}, if you use them"
-    wanted = shlex.quote(f"{_source()[-1]}[{extras}]")
+    wanted = shlex.quote(f"{_source()[-1]}[{','.join(missing)}]")
+    why = f"{', '.join(missing.values())}, if you need it"
     return [Finding("not installed", why, f"{_pip()} {wanted}")]

@@ -108,7 +108,8 @@ def test_a_cpu_without_bf16_units_is_named_with_its_remedy(look, monkeypatch, wi
 def test_what_else_is_in_the_way_is_named(look, monkeypatch, tmp_path, with_units):
     monkeypatch.setattr(choose, "_only", "fallback")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
-    monkeypatch.setattr(installation, "EXTRAS", {"images": ("json", "fastamp_no_such_module")})
+    extras = {"plot": "json", "images": "fastamp_no_such_module"}
+    monkeypatch.setattr(installation, "EXTRAS", extras)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(installation, "DRIVER", tmp_path)
@@ -116,7 +117,7 @@ def test_what_else_is_in_the_way_is_named(look, monkeypatch, tmp_path, with_unit
     for each in (
         "FASTAMP_BACKEND=fallback is set. Fix it: unset FASTAMP_BACKEND",
         "cores may be used. Fix it: export OMP_NUM_THREADS=",
-        "not installed: fastamp_no_such_module of the extras images, if you use them. Fix it: ",
+        "not installed: fastamp_no_such_module, if you need it. Fix it: ",
         "pip install '/src/fast amp[images]'",
         "has an NVIDIA driver, and torch finds no GPU: torch",
         "is built without CUDA. Fix it: install torch as",
@@ -168,11 +169,10 @@ def judge(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(doctor, "run_race", race_once)
 
-    def run(timer, elapsed=None, **facts):
+    def run(timer, elapsed=0.0, **facts):  # not the time that the test takes
         path = tmp_path / "timer.json"
         facts_of.save(timer, path, **facts)
-        if elapsed is not None:
-            path.write_text(json.dumps(json.loads(path.read_text()) | {"elapsed": elapsed}))
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"elapsed": elapsed}))
         assert main([*LOOK, "--timer", str(tmp_path / "timer.json")]) == 0
         return capsys.readouterr().out
 
@@ -241,10 +241,7 @@ def test_a_race_of_another_work_than_the_loops_step_promises_nothing(judge, with
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3, 2))])
     said = judge(timer, optimizer=optimizer, dtype=torch.bfloat16)
     assert "the step: torch's takes 6.000 ms raced on parameters like the loop's, whose own" in said
-    assert (
-        "takes 2.900 ms [2.897, 2.903]; that is another work, as with sparse gradients, so nothing is promised"
-        in said
-    )
+    assert "takes 2.900 ms [2.897, 2.903]; that is another work, as with sparse" in said
     assert "\n1. nothing: " in said
 
 

@@ -37,7 +37,7 @@ from fastamp.bench import (
     where,
 )
 from fastamp.bench.__main__ import main
-from fastamp.bench.race import Interval
+from fastamp.bench.race import Interval, Plan, run_race
 from fastamp.bench.record import PLAIN, SCHEMA_VERSION, Case, _finite, run_cases
 from fastamp.bench.trainer import Trainer
 
@@ -411,14 +411,12 @@ def test_a_region_is_held_to_the_cost_of_two_reads_of_a_clock(
 def test_a_request_ends_with_its_result_and_the_first_ones_are_not_counted(monkeypatch):
     calls, module = [], torch.get_device_module("cpu")
     monkeypatch.setattr(module, "synchronize", lambda *_: calls.append("wait"))
-    server = latency.Server(calls.append, torch.zeros(1), None)
-    server.serve()
-    requests = latency.PLAN.warmup + 1
-    assert len(calls) == 2 * requests
-    assert calls[1::2] == ["wait"] * requests
-    assert server.timer.summary()["request"].count == 1
-    found = server.percentiles()
-    assert 0 < found["p50 ms"] <= found["p90 ms"] <= found["p99 ms"]
+    model = lambda _: calls.append("request")  # noqa: E731
+    found = run_race({"fp32": partial(latency.answer, model, torch.zeros(1), None)}, Plan(rounds=8))
+    assert calls == ["wait", "request", "wait"] * 8
+    times_ms = sorted(1e3 * time_s for time_s in found.times_s("fp32"))
+    assert len(times_ms) == 4
+    assert latency.percentiles(found)["fp32"]["p50 ms"] == pytest.approx(sum(times_ms[1:3]) / 2)
 
 
 def test_every_batch_size_has_percentiles(written):
