@@ -122,15 +122,14 @@ def read_profile(
         ValueError: no region is named after a part of a step.
     """
     kinds = _kinds_of(regions)
-    counts = {path: s.count + s.dropped + s.captured for path, s in regions.items()}
-    whole = [path for path, kind in kinds.items() if kind == "other" and _word_of(path) == "step"]
-    if not whole and not {*kinds.values()} - {"other"}:
+    if {*kinds.values()} <= {"other"}:
         known = ", ".join(map(repr, filter(PARTS.get, PARTS)))
         msg = f"no region is named after a part of a step: {known}"
         raise ValueError(msg)
-    of_parts = {part: [path for path in kinds if kinds[path] == part] for part in PARTS}
-    counted = next(filter(None, (of_parts["step"], whole, *of_parts.values())))
-    steps = max(counts[path] for path in counted)
+    found = {k: [path for path in kinds if kinds[path] == k] for k in ("step", "whole", *PARTS)}
+    counts = {path: s.count + s.dropped + s.captured for path, s in regions.items()}
+    steps = max(counts[path] for path in next(filter(None, found.values())))
+    found["other"] += found.pop("whole")
     times_s = {path: _ends_s(stats) * counts[path] / steps for path, stats in regions.items()}
     own_s = times_s.copy()
     for path in regions:
@@ -138,13 +137,13 @@ def read_profile(
         if around in own_s:
             own_s[around] = own_s[around] - times_s[path][::-1]
     parts = {}
-    for part, paths in of_parts.items():
-        low, value, high = sum((own_s[path].clip(0.0) for path in paths), np.zeros(3)).tolist()
-        parts[part] = Interval(low=low, value=value, high=high)
+    for part in PARTS:
+        low, value, high = sum((own_s[path].clip(0.0) for path in found[part]), np.zeros(3))
+        parts[part] = Interval(low=float(low), value=float(value), high=float(high))
     outermost = [s.total for path, s in regions.items() if path.rpartition("/")[0] not in regions]
     parts[BETWEEN] = Interval.exact(max(elapsed_s - math.fsum(outermost), 0.0) / steps)
-    found = {part: time_s for part, time_s in parts.items() if time_s.high > 0}
-    return Profile(device=device, steps=steps, parts=found, facts=facts or Facts())
+    parts = {part: time_s for part, time_s in parts.items() if time_s.high > 0}
+    return Profile(device=device, steps=steps, parts=parts, facts=facts or Facts())
 
 
 def _word_of(path: str) -> str | None:
@@ -156,19 +155,17 @@ def _word_of(path: str) -> str | None:
 
 
 def _kinds_of(paths: Iterable[str]) -> dict[str, str]:
-    """Return the part of each region that belongs to a step."""
+    """Return the part of each region that belongs to a step; "whole" for all of a step."""
     own = {path: _word_of(path) for path in paths}
     passes = {"forward", "backward"}
     kinds: dict[str, str] = {}
     for path, word in sorted(own.items()):  # enclosing regions come first
         around = kinds.get(path.rpartition("/")[0], "other")
+        kind = word if word is not None else "other" if around == "whole" else around
         inside = {own[other] for other in own if other.startswith(f"{path}/")}
-        is_whole = inside & (passes | {"data"}) or not passes & {*own.values()}
-        kinds[path] = around if word is None else word
-        if kinds[path] == "step" and is_whole:
-            kinds[path] = "other"
-        if around == "":
-            kinds[path] = ""
+        if kind == "step" and (inside & (passes | {"data"}) or not passes & {*own.values()}):
+            kind = "whole"
+        kinds[path] = kind if around else ""
     return {path: kind for path, kind in kinds.items() if kind}
 
 

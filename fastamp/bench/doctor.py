@@ -53,10 +53,7 @@ def _look() -> Report:
         {"device": str(device), "served by": installation.served_by(device)}
         for device in installation.devices()
     ]
-    found = installation.examine()
-    notes = [finding.text() for finding in found] or ["nothing is missing"]
-    details = {"findings": [finding._asdict() for finding in found]}
-    return Report(table=rows, notes=notes, details=details)
+    return Report(table=rows, notes=installation.examine() or ["nothing is missing"])
 
 
 def _read(text: str) -> tuple[str, Profile]:
@@ -163,9 +160,7 @@ def _race_step(profile: Profile, seed: int) -> tuple[Gains, str]:
     if times_s["torch"].value > LIKE * step_s.value:
         theirs, own = (each.text(".3f", " ms", 1e3) for each in (times_s["torch"], step_s))
         note = f"the step: torch's takes {theirs} raced on parameters like the loop's, whose own "
-        note += (
-            f"takes {own}; that is another work, as with sparse gradients, so nothing is promised"
-        )
+        note += f"takes {own}; that is another work, as with sparse gradients: nothing is promised"
         return dict.fromkeys(("fused", "step"), Interval.exact(1.0)), note
     gains = {}
     for part, arm in {"fused": "torch, fused", "step": "fastamp"}.items():

@@ -8,7 +8,6 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -23,16 +22,9 @@ NVCC = Path("/usr/local/cuda/bin/nvcc")  # where it is if not on the PATH
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
-class Finding(NamedTuple):
-    """What is not as fast as it could be, why, and the command that fixes it, if any does."""
-
-    what: str
-    why: str
-    mend: str = ""
-
-    def text(self) -> str:
-        """Return the finding in a line."""
-        return f"{self.what}: {self.why}" + f". Fix it: {self.mend}" * bool(self.mend)
+def _finding(what: str, why: str, mend: str = "") -> str:
+    """Return what is not as fast as it could be, why, and the command that fixes it, if any."""
+    return f"{what}: {why}" + f". Fix it: {mend}" * bool(mend)
 
 
 def devices() -> list[torch.device]:
@@ -48,24 +40,24 @@ def served_by(device: torch.device) -> str:
     return compiled if why_fallback(device) is None else "pure Python"
 
 
-def examine() -> list[Finding]:
+def examine() -> list[str]:
     """Return all findings, the worst first."""
     found = []
     for device in devices():
         why = why_fallback(device)
         if why is not None:
             text = f"{device} is served by pure Python, which is slower"
-            found.append(Finding(text, why, _mend(device, why)))
+            found.append(_finding(text, why, _mend(device, why)))
     found += _about_torch()
     for kind in dict.fromkeys(device.type for device in devices() if device.type != "mps"):
         reason = no_speed_reason(kind, "bf16")
         if reason is not None:
             mend = f"train in FP32 there, without torch.autocast({kind!r})"
-            found.append(Finding(f"bf16 on {kind}", reason, mend))
+            found.append(_finding(f"bf16 on {kind}", reason, mend))
     cores = count_cores()
     if torch.get_num_threads() > cores:
         why = f"torch computes on {torch.get_num_threads()} threads, and {cores} cores may be used"
-        found.append(Finding("threads", why, f"export OMP_NUM_THREADS={cores}"))
+        found.append(_finding("threads", why, f"export OMP_NUM_THREADS={cores}"))
     return found + _about_extras()
 
 
@@ -109,7 +101,7 @@ def _source() -> list[str]:
     return [*editable, url2pathname(url.path) if url.scheme == "file" else saved["url"]]
 
 
-def _about_torch() -> list[Finding]:
+def _about_torch() -> list[str]:
     """Return why torch finds no GPU where there is a driver for one."""
     if torch.cuda.is_available() or not DRIVER.exists():
         return []
@@ -120,13 +112,13 @@ def _about_torch() -> list[Finding]:
     elif "CUDA_VISIBLE_DEVICES" in os.environ:
         why = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} is set"
         mend = "unset CUDA_VISIBLE_DEVICES"
-    return [Finding("this machine has an NVIDIA driver, and torch finds no GPU", why, mend)]
+    return [_finding("this machine has an NVIDIA driver, and torch finds no GPU", why, mend)]
 
 
-def _about_extras() -> list[Finding]:
+def _about_extras() -> list[str]:
     missing = {e: name for e, name in EXTRAS.items() if importlib.util.find_spec(name) is None}
     if not missing:
         return []
     wanted = shlex.quote(f"{_source()[-1]}[{','.join(missing)}]")
     why = f"{', '.join(missing.values())}, if you need it"
-    return [Finding("not installed", why, f"{_pip()} {wanted}")]
+    return [_finding("not installed", why, f"{_pip()} {wanted}")]
