@@ -140,8 +140,9 @@ def read_profile(
     for part in PARTS:
         low, value, high = sum((own_s[path].clip(0.0) for path in found[part]), np.zeros(3))
         parts[part] = Interval(low=float(low), value=float(value), high=float(high))
-    outermost = [s.total for path, s in regions.items() if path.rpartition("/")[0] not in regions]
-    parts[BETWEEN] = Interval.exact(max(elapsed_s - math.fsum(outermost), 0.0) / steps)
+    outermost = [path for path in regions if path.rpartition("/")[0] not in regions]
+    totals_s = [regions[p].total * counts[p] / max(regions[p].count, 1) for p in outermost]
+    parts[BETWEEN] = Interval.exact(max(elapsed_s - math.fsum(totals_s), 0.0) / steps)
     parts = {part: time_s for part, time_s in parts.items() if time_s.high > 0}
     return Profile(device=device, steps=steps, parts=parts, facts=facts or Facts())
 
@@ -197,7 +198,7 @@ def advise(
         replace(each, gain=gains[each.part], why=raced) if each.part in gains else each
         for each in (
             *_about_data(profile),
-            *_about_step(profile),
+            *_about_step(profile, raced="fused" in gains),
             *_about_precision(profile, raced="precision" in gains),
             *_about_waits(profile),
         )
@@ -219,10 +220,10 @@ def _about_data(profile: Profile) -> Iterator[Advice]:
         low = 1 / max(share, 1 - share)
         gain = Interval(value=math.sqrt(low * gain.high), low=low, high=gain.high)
         why += "; made in parallel, batches overlap with the rest"
-    what = f"num_workers={os.cpu_count()}, with worker='thread' and without"
+    what = f"num_workers={os.cpu_count()} (try worker='thread', too)"
     if not facts.iterable and "collate_fn" not in path:  # arrays, which need no workers
-        made = "fastamp.in_memory makes them of items that never change and fit in memory"
-        what = f"arrays ({made}); else {what}"
+        arrays = "fastamp.in_memory(dataset) or another ArrayDataset, "
+        what = f"{arrays}if its items never change and fit in memory; else {what}"
     if gathered and facts.loader == "fastamp.DataLoader":
         what = "larger batches, or a smaller dtype in the dataset: they are copied at memory speed"
     elif gathered:
@@ -230,20 +231,21 @@ def _about_data(profile: Profile) -> Iterator[Advice]:
     elif facts.loader == "fastamp.DataLoader":
         why += f"; batches are made {path}"
     else:
-        what = f"fastamp.DataLoader: {what}"
+        what = f"fastamp.DataLoader, with {what}"
     yield Advice(part="loader", what=what, gain=gain, why=why)
     if on_gpu and gathered and not path.startswith("gathered on "):
         what = "fastamp.DataLoader(..., device='cuda', resident=True), if the dataset fits there"
         yield Advice(part="resident", what=what, gain=gain, why=why)
 
 
-def _about_step(profile: Profile) -> Iterator[Advice]:
+def _about_step(profile: Profile, *, raced: bool) -> Iterator[Advice]:
+    """Advise fastamp's step; torch's fused one beside it only if that is `raced`."""
     facts, gain = profile.facts, profile.gain(VANISHES, "step")
     kinds = facts.optimizer.split(" and ") if facts.optimizer else []
     if facts.by_fastamp or facts.sparse or not {*kinds} <= NATIVE:
         return  # the loop has it, or torch's own step stays, so nothing is promised
     why = f"clip and step take {profile.share('step'):.0%} of a step"
-    if facts.fused is False:
+    if facts.fused is False and raced:
         what = f"fused=True for {facts.optimizer}"
         yield Advice(part="fused", what=what, gain=gain, why=why)
     what = "scaler.step(optimizer, max_norm=...) of fastamp.GradScaler"

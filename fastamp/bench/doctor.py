@@ -29,7 +29,6 @@ MOST_NUMEL = 2**24  # of the parameters of a race, which three sides copy
 MOST_PARAMETERS = 2**16  # each takes some microseconds to make and to check
 LIKE = 2  # times the loop's own step, which a race of the same work takes at most
 PLAN = Plan(rounds=400, half_width=0.02, limit_s=2.0)
-Gains = dict[str, Interval]
 
 
 def add_options(add: Callable[..., object]) -> None:
@@ -131,7 +130,7 @@ def _judge(profile: Profile, seed: int) -> Report:
     return Report(table=rows, notes=notes, details=details)
 
 
-def _race_step(profile: Profile, seed: int) -> tuple[Gains, str]:
+def _race_step(profile: Profile, seed: int) -> tuple[dict[str, Interval], str]:
     """Race steps over parameters like those of the file; return what is gained, and a note."""
     facts, device = profile.facts, torch.device(profile.device).type
     if facts.by_fastamp:

@@ -117,6 +117,7 @@ def test_a_ratio_of_the_step_is_a_gain_of_the_whole_by_its_share():
     assert [(each.part, each.gain) for each in found] == [("step", gain), ("fused", fused)]
     assert "scaler.step(optimizer, max_norm=...)" in found[0].what
     assert found[0].text().endswith("x as fast; raced elsewhere")
+    assert [each.part for each in advise(profile)] == ["step"]  # nothing is known of a fused one
 
 
 @pytest.mark.parametrize("low", [-math.inf, -0.3])
@@ -227,7 +228,7 @@ def test_arrays_are_advised_before_workers_where_they_can_be_made(make):
         return advise(profile)[0].what
 
     said = say(Rows())
-    assert "arrays (fastamp.in_memory makes them of items that never change and fit" in said
+    assert "fastamp.in_memory(dataset) or another ArrayDataset, if its items never ch" in said
     assert said.index("in_memory") < said.index("; else num_workers=") < said.index("worker=")
     for dataset, options in ((Stream(), {}), (Rows(), {"collate_fn": torch.stack})):
         said = say(dataset, **options)
