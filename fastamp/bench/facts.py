@@ -32,7 +32,7 @@ class Facts:
     iterable: bool | None = None  # the dataset is, without items by number
     workers: int | None = None
     path: str | None = None  # `stats().path` of a fastamp.DataLoader, or of one in torch's place
-    scaler: str | None = None  # its class with its package; "none" where torch's is disabled
+    scaler: str | None = None  # its class with its package; "none" where it is disabled
     dtype: str | None = None  # what autocast computes in; "float32" without it
 
 
@@ -53,17 +53,13 @@ def describe(
     parameters = [parameter for group in groups for parameter in group["params"]]
     sizes = Counter(parameter.numel() for parameter in parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    by_fastamp = all(map(has_stepped, optimizers)) if optimizers else None
-    kind = None if scaler is None else _class_of(scaler)
-    if kind is not None and kind.startswith("fastamp."):
-        by_fastamp = True
-    elif scaler is not None and not scaler.is_enabled():
-        kind = "none"
+    stepped = all(map(has_stepped, optimizers)) if optimizers else None
+    scaled = None if scaler is None else _class_of(scaler) if scaler.is_enabled() else "none"
     dataset = getattr(loader, "dataset", None)
     return Facts(
         optimizer=" and ".join({type(each).__name__: None for each in optimizers}) or None,
         fused=all(group.get("fused") for group in groups) if groups else None,
-        by_fastamp=by_fastamp,
+        by_fastamp=isinstance(scaler, fastamp.GradScaler) or stepped,
         sparse=any(grad.is_sparse for grad in grads) if grads else None,
         sizes=tuple(sorted(sizes.items())) or None,
         loader=None if loader is None else _class_of(loader),
@@ -71,7 +67,7 @@ def describe(
         iterable=None if dataset is None else isinstance(dataset, IterableDataset),
         workers=getattr(loader, "num_workers", None),
         path=_path_of(loader),
-        scaler=kind,
+        scaler=scaled,
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
     )
 
