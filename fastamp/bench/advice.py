@@ -8,7 +8,6 @@ step takes the longer of the two at most, which raises the lower end.
 """
 
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from fastamp.bench.environment import no_speed_reason
+from fastamp.bench.environment import count_cores, no_speed_reason
 from fastamp.bench.facts import Facts
 from fastamp.bench.race import Interval
 from fastamp.timer import RegionStats
@@ -51,33 +50,28 @@ class Profile:
     facts: Facts = field(default_factory=Facts)
     syncs: float | None = None  # the host's waits for the device, per step; None: not counted
 
-    @property
-    def total_s(self) -> float:
-        """The time of a step."""
-        return math.fsum(part.value for part in self.parts.values())
-
     def time_s(self, *parts: str) -> Interval:
         """Return the time of some parts together."""
         found = [self.parts[part] for part in parts if part in self.parts]
-        ends = (math.fsum(getattr(each, end) for each in found) for end in ("low", "value", "high"))
-        low, value, high = ends
-        return Interval(low=low, value=value, high=high)
+        ends = ("low", "value", "high")
+        return Interval(**{end: math.fsum(getattr(each, end) for each in found) for end in ends})
 
     def share(self, *parts: str) -> float:
         """Return the share of a step that some of its parts take."""
-        return self.time_s(*parts).value / self.total_s if self.total_s else 0.0
+        total_s = self.time_s(*self.parts).value
+        return self.time_s(*parts).value / total_s if total_s else 0.0
 
     def gain(self, ratio: Interval, *parts: str) -> Interval:
         """Return how many times as fast a step becomes if parts become `ratio` times as fast."""
-        part_s = self.time_s(*parts)
-        rest_s = self.total_s - part_s.value
+        part_s, total_s = self.time_s(*parts), self.time_s(*self.parts).value
+        rest_s = total_s - part_s.value
 
         def whole(time_s: float, r: float) -> float:
             left_s = rest_s + (time_s / r if r > 0 else math.inf)
             return (rest_s + time_s) / left_s if left_s > 0 else math.inf
 
         # Few visits have ends below 0 or beyond the step.
-        ends_s = [min(max(end, 0.0), self.total_s) for end in (part_s.low, part_s.high)]
+        ends_s = [min(max(end, 0.0), total_s) for end in (part_s.low, part_s.high)]
         found = [whole(end_s, r) for end_s in ends_s for r in (ratio.low, ratio.high)]
         low, high = min(found), min(max(found), whole(part_s.value, math.inf))
         known = math.isfinite(ratio.value)
@@ -220,7 +214,7 @@ def _about_data(profile: Profile) -> Iterator[Advice]:
         low = 1 / max(share, 1 - share)
         gain = Interval(value=math.sqrt(low * gain.high), low=low, high=gain.high)
         why += "; made in parallel, batches overlap with the rest"
-    what = f"num_workers={os.cpu_count()} (try worker='thread', too)"
+    what = f"num_workers={count_cores()} (try worker='thread', too)"
     if not facts.iterable and "collate_fn" not in path:  # arrays, which need no workers
         arrays = "fastamp.in_memory(dataset) or another ArrayDataset, "
         what = f"{arrays}if its items never change and fit in memory; else {what}"
