@@ -4,8 +4,8 @@
 waits: items that wait 1 ms, batches of 8; torch without workers and with 8, and 8 threads;
 first: the first batch of a pass, its start included; 8 workers of torch's, and 8 threads;
 photos: 2,000 JPEGs of 500x375 to 3x224x224, batches of 64: torch with Pillow, in as many processes
-as are fastest; plain, the same dataset in fastamp's threads; ImageFolder; SPDL where it is installed
-(pip install spdl; FFmpeg's libraries).
+as are fastest; plain, the same dataset in fastamp's threads; ImageFolder; and SPDL where it is
+installed (pip install spdl; FFmpeg's libraries).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def refusal(words, capsys):
     """Return the one line that a command says with status 2."""
     assert main([*COMMAND, *words]) == 2
     shown, said = capsys.readouterr()
-    assert "times as fast" in shown
+    assert "speed-up" in shown
     assert said.count("\n") == 1
     return said
 

@@ -42,7 +42,7 @@ from fastamp.bench.record import PLAIN, SCHEMA_VERSION, Case, _finite, run_cases
 from fastamp.bench.trainer import Trainer
 
 VOID = {"meta", "link"}
-PICTURES = ["Comparisons", "Where the time of a step goes", "Memory", "Times", "Training loss"]
+PICTURES = ["Comparisons", "Where the time of a step goes", "Memory", "Training loss"]
 MADE_UP = [*RUNS, "jobs"]
 
 
@@ -162,23 +162,6 @@ def test_a_change_since_a_baseline_is_a_ratio_too(written):
     assert "since the baseline -10 %: inconclusive" in found.pictures[0][1]["aria-label"]
 
 
-@pytest.mark.parametrize("name", ["timer", "gain"])
-def test_times_end_at_a_percentile_and_say_how_many_visits_lie_beyond(written, name):
-    path, record, _ = written[name]
-    ((_, race_),) = record["races"].items()
-    times = {arm: [] for arm in race_["arms"]}
-    for round_ in race_["rounds"][race_["warmup_rounds"] :]:
-        for visit in round_:
-            times[visit["arm"]].append(visit["elapsed_s"] * 1e3)
-    end = max(np.percentile(values, 99) for values in times.values())
-    texts = Page(path.read_text()).texts["text"]
-    for values in times.values():
-        beyond = sum(value > end for value in values)
-        text = f"{np.median(values):.3g} ms, {len(values)} visits, {beyond} beyond"
-        assert texts.count(text) >= 1
-    assert any(value > end for values in times.values() for value in values)
-
-
 def numbers(value):
     if isinstance(value, dict):
         return [x for key, item in value.items() if key != "rounds" for x in numbers(item)]
@@ -257,7 +240,7 @@ def test_what_the_user_named_is_text(written):
     made = page.make(json.loads(text) | {"notes": ["<i>"], "command": "<u>"})
     found = Page(made)
     assert not {"b", "i", "u"} & found.tags
-    assert found.texts["text"].count(name.replace("\udcff", "?")) >= 4
+    assert found.texts["text"].count(name.replace("\udcff", "?")) >= 3
     assert found.texts["h1"] == ["fastamp bench: <u>"]
 
 
