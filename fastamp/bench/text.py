@@ -61,9 +61,7 @@ def load_corpus(path: str | None, *, block_size: int) -> Corpus:
     tail = len(text) // VALIDATION_PART
     if tail <= block_size:
         least = (block_size + 1) * VALIDATION_PART
-        if path is None:
-            refuse("--block-size", block_size, f"needs {least} bytes, {source} has {len(text)}")
-        problem = f"holds {len(text)} bytes, too few: --block-size {block_size} needs {least}"
+        problem = f"holds {len(text)} bytes, too few: windows of {block_size} need {least}"
         refuse("--data", str(root), problem)
     data = np.frombuffer(text, dtype=np.uint8)
     digest = hashlib.sha256(text).hexdigest()

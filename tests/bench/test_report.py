@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.bench_pages import COMMANDS, JOBS, QUICK, RUNS, write_all
+from support.bench_pages import COMMANDS, JOBS, QUICK, RUNS, TINY, write_all
 from support.fake_clock import FakeClock
 from torch.utils.data import default_collate
 
@@ -29,6 +29,7 @@ from fastamp.bench import (
     crops,
     latency,
     loader,
+    main_job,
     measure,
     page,
     pictures,
@@ -140,6 +141,16 @@ def test_every_comparison_has_a_row_with_its_target_and_verdict(written, name):
     else:
         judged = {each["name"] for each in ratios if each["verdict"]}
         assert judged == {f"speedup/{job}/fastamp" for job in JOBS} | {"over_naive/gpt/fastamp"}
+
+
+def test_what_fastamp_adds_is_a_figure_of_its_own(written):
+    for name, metric, arm, base in (
+        ("gain", "over_amp", "amp+fastamp", "amp"),
+        ("timer", "of_plain/timer", "region", PLAIN),
+    ):
+        [found] = [m for m in written[name][1]["measurements"] if m["name"] == metric]
+        assert (found["arm"], found["base"], found["unit"]) == (arm, base, "x")
+        assert found["interval"]["low"] <= found["interval"]["value"] <= found["interval"]["high"]
 
 
 def test_two_figures_that_are_equal_keep_their_own_verdicts(written):
@@ -323,6 +334,7 @@ def test_an_arm_is_at_most_six_frames_from_the_command(monkeypatch, tmp_path):
     main(["step", "--shapes", "3x10", "--work", "norm", "--device", "cpu"])
     assert stacks[0] == ["main", "_run", "run_cases", "run_race", "look"]
     monkeypatch.setattr(measure, "peak_memory", lambda *_: None)
+    monkeypatch.setattr(main_job, "CPU_SHAPE", TINY)
 
     def train_step(trainer, _, region):
         for name in where.REGIONS:
