@@ -117,8 +117,8 @@ def make_found(name, _device, _seed):
     rates = np.linspace(0.6, 1.01, len(repairs))
     mended = {arm: times_s["naive"] * rate for arm, rate in zip(repairs, rates, strict=True)}
     raced = make_race({"naive": times_s["naive"], **mended}, blocks=12, noise=0.05)
-    details = {"workers": {}, "dtype": "torch.bfloat16"}
-    return job_table.Found(steps, main_, raced, details)
+    details = {"workers": {}, "dtype": "torch.bfloat16", "steps": steps, "base": "stock"}
+    return job_table.Found(main_, raced, details)
 
 
 def small_tensors(generator):
