@@ -244,7 +244,8 @@ def test_memory_is_measured_in_another_process_and_grows_with_the_model(
     parameters = sum(parameter.numel() for parameter in GPT(shape).parameters())
     # float32 weights, gradients and two moments are 16 bytes a parameter
     assert 16 * parameters < large < 32 * parameters
-    assert 0 <= finished[1]["details"]["peak_memory_nbytes"]["fp32"] < 2**24
+    # The order of 680,000 windows of 16 bytes is most of it.
+    assert 0 <= finished[1]["details"]["peak_memory_nbytes"]["fp32"] < 2**26
 
 
 # What is said
