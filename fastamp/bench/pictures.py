@@ -73,27 +73,19 @@ def draw_all(record: dict[str, Any]) -> Iterator[str]:
     colours = {**PARTS, "waits or other": "soft"}.items()
     key = '<span class="key"><span style="color: var(--{})">\u25a0</span> {}</span>'
     parts = " ".join(key.format(ink, part) for part, ink in colours)
-    peaks = record["details"].get("peak_memory_nbytes") or {}
-    memory = {arm: {"peak": n / 2**20} for arm, n in peaks.items() if n is not None}
     profiles = record["details"].get("profiles") or {}
     shares = {
         arm: {part: 1e3 * each["value"] for part, each in profile["parts"].items()}
         for arm, profile in profiles.items()
     }
     waits = {arm: f", {p['syncs']:g} waits" for arm, p in profiles.items() if p["syncs"]}
-    for title, legend, panels in (
-        ("Comparisons", COMPARED, [_comparisons(record["measurements"])]),
-        (
-            "Where the time of a step goes",
-            f"In milliseconds: {parts}",
-            [_bars(shares, "ms", waits)],
-        ),
-        ("Memory", "The peak of each arm, in MiB.", [_bars(memory, "MiB", {})]),
-        ("Training loss", "Of every step.", [_losses(record["losses"])]),
+    for title, legend, panel in (
+        ("Comparisons", COMPARED, _comparisons(record["measurements"])),
+        ("Where the time of a step goes", f"In milliseconds: {parts}", _shares(shares, waits)),
+        ("Training loss", "Of every step.", _losses(record["losses"])),
     ):
-        shown = [panel for panel in panels if panel.rows]
-        if shown:
-            picture = f'<div class="scroll">{draw(title, shown)}</div>'
+        if panel.rows:
+            picture = f'<div class="scroll">{draw(title, [panel])}</div>'
             yield f"<h2>{title}</h2>\n<p>{legend}</p>\n{picture}"
 
 
@@ -193,14 +185,14 @@ def round_ticks(axes: Any) -> None:
     axes.minorticks_off()
 
 
-def _bars(stacks: Mapping[str, Mapping[str, float]], unit: str, more: Mapping[str, str]) -> Panel:
-    """Show a bar for each arm, made of its parts."""
+def _shares(stacks: Mapping[str, Mapping[str, float]], waits: Mapping[str, str]) -> Panel:
+    """Show a bar for each arm, made of the milliseconds of its parts."""
 
     def draw(axes: Any) -> None:
         for y, parts in enumerate(stacks.values()):
             start = 0.0
             for part, value in parts.items():
-                colour = INKS["c0" if part == "peak" else PARTS.get(part, "soft")][0]
+                colour = INKS[PARTS.get(part, "soft")][0]
                 axes.barh(y, value, 0.6, start, color=colour, edgecolor=PAPER)
                 start += value
         name_rows(axes, rows)
@@ -208,8 +200,7 @@ def _bars(stacks: Mapping[str, Mapping[str, float]], unit: str, more: Mapping[st
     rows = []
     for arm, parts in stacks.items():
         each = ", ".join(f"{part} {_show(value)}" for part, value in parts.items())
-        said = f" ({each})" if len(parts) > 1 else ""
-        rows.append((arm, f"{_show(math.fsum(parts.values()))} {unit}{said}{more.get(arm, '')}"))
+        rows.append((arm, f"{_show(math.fsum(parts.values()))} ms ({each}){waits.get(arm, '')}"))
     return Panel(rows, draw)
 
 
