@@ -9,6 +9,10 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Seque
 
 from fastamp.data import DataLoader
 
+# The arguments that a loader of a part of the data has from the whole one.
+KEPT = "num_workers collate_fn pin_memory drop_last timeout worker_init_fn multiprocessing_context"
+KEPT += " persistent_workers pin_memory_device in_order device max_bytes worker resident"
+
 
 class PreparedLoader(DataLoader[Any]):
     """A loader that tells Accelerate where it is in its pass.
@@ -113,28 +117,16 @@ def _make_shard(loader: Any, accelerator: Any, count: int, rank: int) -> Any:
         drawn = [torch.initial_seed() % 2**63 if own is None else own]
         dist.broadcast_object_list(drawn, 0)
         seed = drawn[0]
+    options = {name: getattr(loader, name) for name in KEPT.split()}
     made: DataLoader[Any] = DataLoader(
         loader.dataset,
         size // count if config.split_batches else size,
         shuffle=isinstance(sampler, RandomSampler),
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        drop_last=loader.drop_last,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
         prefetch_factor=loader.prefetch_factor if loader.num_workers else None,
-        persistent_workers=loader.persistent_workers,
-        pin_memory_device=loader.pin_memory_device,
-        in_order=loader.in_order,
-        device=loader.device,
         seed=seed,
         rank=rank,
         world_size=count,
-        max_bytes=loader.max_bytes,
-        worker=loader.worker,
-        resident=loader.resident,
+        **options,
     )
     batches: Any = made.batch_sampler
     batches.set_epoch = batches.sampler.set_epoch  # which the Trainer calls when it resumes
