@@ -127,7 +127,7 @@ class AmpPrecision(pl.plugins.MixedPrecision):  # type: ignore[misc]
         if is_scaling and isinstance(optimizer, torch.optim.LBFGS):  # Lightning raises its error
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         if not is_scaling and _needs_closure(optimizer):
-            return self._step_unfolded(optimizer, model, closure, **kwargs)
+            return pl.plugins.Precision.optimizer_step(self, optimizer, model, closure, **kwargs)
         result = closure()
         # None: training_step left the batch out, unless the module has run the closure by itself
         is_done = closure is _optimizers.do_nothing_closure
@@ -135,7 +135,7 @@ class AmpPrecision(pl.plugins.MixedPrecision):  # type: ignore[misc]
         self._is_left_out = is_none and not (is_done and _has_grads(optimizer))
         clips_itself = _is_overridden("configure_gradient_clipping", model)
         if is_scaling and not self._is_left_out and (clips_itself or _has_hook_before_step(model)):
-            self._unscale(optimizer)
+            self._clip_now(optimizer, math.inf)  # unscales
         # Without a scale and a clip a norm of inf makes the step check.
         self._max_norm = None if is_scaling else math.inf
         self._folding = None if clips_itself else optimizer
@@ -150,19 +150,6 @@ class AmpPrecision(pl.plugins.MixedPrecision):  # type: ignore[misc]
         self._report = self.scaler.last_step
         return result if retval is None and not is_scaling else retval
 
-    def _step_unfolded(
-        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
-    ) -> Any:
-        """Let the optimizer call the closure itself; clip at the end of each call."""
-
-        def run() -> Any:
-            try:
-                return self._wrap_closure(model, optimizer, closure)
-            finally:
-                self.scaler.update()  # forgets this clip: the optimizer may call again
-
-        return optimizer.step(closure=run, **kwargs)
-
     def clip_gradients(
         self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm"
     ) -> None:
@@ -173,22 +160,19 @@ class AmpPrecision(pl.plugins.MixedPrecision):  # type: ignore[misc]
             optimizer = optimizer.optimizer  # `optimizer_step` is given this one
         if gradient_clip_algorithm == "norm" and optimizer is self._folding:
             self._max_norm = float(clip_val)
-        elif _has_grads(optimizer):  # the scaler remembers an overflow, and skips the step
-            if gradient_clip_algorithm == "norm":
-                self.scaler.clip_grad_norm_(optimizer, float(clip_val))
-            else:
-                self._unscale(optimizer)
+        elif _has_grads(optimizer):
+            by_norm = gradient_clip_algorithm == "norm"
+            # inf only unscales, and makes NaN of inf, which a clip to a value would hide
+            self._clip_now(optimizer, float(clip_val) if by_norm else math.inf)
+            if not by_norm:
                 self.clip_grad_by_value(optimizer, clip_val)
 
-    def _unscale(self, optimizer: Any) -> None:
-        """Unscale the gradients unless they are unscaled; without scaling, inf becomes NaN.
-
-        Clipping to a value would hide an inf from the step.
-        """
+    def _clip_now(self, optimizer: Any, max_norm: float) -> None:
+        """Unscale and clip at once; after an overflow the step is skipped."""
         if self.scaler.is_enabled():
-            self.scaler.clip_grad_norm_(optimizer, math.inf)
+            self.scaler.clip_grad_norm_(optimizer, max_norm)
         else:
-            clip_grad_norm_(parameters_of([optimizer]), math.inf)
+            clip_grad_norm_(parameters_of([optimizer]), max_norm)
 
 
 # A checkpoint holds the plugin's state under this name, as that of Lightning's own plugin; pickle

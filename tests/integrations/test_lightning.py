@@ -212,16 +212,18 @@ def test_what_comes_between_clip_and_step_sees_clipped_gradients(pl, batches, by
     torch.testing.assert_close(*trained)
 
 
-def test_with_a_loss_scale_an_own_clipping_unscales_and_clips_at_once(pl, batches):
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_an_own_clipping_unscales_and_clips_at_once(pl, batches, precision):
     found = []
 
     def clip(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         found.append(torch.nn.utils.get_total_norm(p.grad for p in self.parameters()).item())
 
-    module = make_module(pl, configure_gradient_clipping=clip)
-    fit(pl, module, batches[:3], plugins=[make_plugin()], gradient_clip_val=0.1)
+    module, plugin = make_module(pl, configure_gradient_clipping=clip), make_plugin(precision)
+    fit(pl, module, batches[:3], plugins=[plugin], gradient_clip_val=0.1)
     assert found == pytest.approx([0.1] * 3, rel=1e-4)
+    assert not plugin.scaler.last_step.skipped
 
 
 @pytest.mark.filterwarnings("ignore:You requested to overfit but enabled")
