@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import nox
 
@@ -63,30 +64,41 @@ def tests(session: nox.Session) -> None:
     session.run("python", "-I", "-m", "pytest", *session.posargs)
 
 
-def test_with(session: nox.Session, torch: str) -> None:
-    """Run the suite, or the tests in the options, with another torch in an environment of its own.
+def list_floors(project: dict[str, Any]) -> list[str]:
+    """Return pins of the oldest torch and frameworks that a project's table allows."""
+    extras = project["optional-dependencies"]
+    inside = re.search(r"\[(.+)\]", extras["frameworks"][0])[1].split(",")  # fastamp[these]
+    ranges = [*extras["frameworks"][1:], *(each for name in inside for each in extras[name])]
+    ranges += [each for each in project["dependencies"] if each.startswith("torch>")]
+    return [each.replace(">=", "==") for each in ranges]
+
+
+def test_with(session: nox.Session, versions: list[str]) -> None:
+    """Run the suite, or the tests in the options, with other versions than the pinned ones.
 
     torch brings several gigabytes of CUDA libraries along, so CI does not run these sessions.
     """
+    names = [version.partition("==")[0] for version in versions]
     pins = Path("constraints.txt").read_text().splitlines()
+    pins = [pin for pin in pins if pin.partition("==")[0] not in names]
     constraints = Path(session.create_tmp(), "constraints.txt")
-    constraints.write_text("\n".join(pin for pin in pins if not pin.startswith("torch==")))
+    constraints.write_text("\n".join(pins))
     package, env = ".[test,frameworks]", {"FASTAMP_CUDA": "OFF"}
-    session.install("-c", str(constraints), torch, package, env=env)
+    session.install("-c", str(constraints), *versions, package, env=env)
     session.run("python", "-c", "import torch; print('torch', torch.__version__)")
     session.run("python", "-I", "-m", "pytest", *session.posargs)
 
 
 @nox.session(venv_backend="venv")
 def oldest(session: nox.Session) -> None:
-    """Run the suite with the oldest torch that fastamp works with, on the fallback."""
-    test_with(session, "torch==2.6.0")
+    """Run the suite with the oldest torch, on the fallback, and the oldest frameworks."""
+    test_with(session, list_floors(nox.project.load_toml("pyproject.toml")["project"]))
 
 
 @nox.session(venv_backend="venv")
 def newest(session: nox.Session) -> None:
     """Run the suite with the newest torch."""
-    test_with(session, "torch")
+    test_with(session, ["torch"])
 
 
 @nox.session

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 import fastamp
 from fastamp.bench.tasks import compute_loss, with_fused
 from fastamp.bench.trainer import Trainer
-from fastamp.integrations import accelerate, fabric, lightning, transformers
+from fastamp.integrations import accelerate, fabric, transformers
 
 Epoch = Callable[[], object]
 PRECISIONS = {  # as Accelerate and as Lightning name them
@@ -176,8 +176,8 @@ def train_in_lightning(
 
     options: dict[str, Any] = {"precision": PRECISIONS[loop.dtype][1]}
     if ours:
-        plugin: Any = lightning.AmpPrecision
-        options = {"plugins": [plugin(**options, device=loop.device, package=pl.__name__)]}
+        lightning = importlib.import_module("fastamp.integrations.lightning")
+        options = {"plugins": [lightning.AmpPrecision(**options, device=loop.device)]}
     trainer = pl.Trainer(
         accelerator="gpu" if loop.device == "cuda" else "cpu",
         devices=1,

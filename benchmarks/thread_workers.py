@@ -3,42 +3,64 @@
 `python benchmarks/thread_workers.py waits first photos`:
 waits: items that wait 1 ms, batches of 8; torch without workers and with 8, and 8 threads;
 first: the first batch of a pass, its start included; 8 workers of torch's, and 8 threads;
-photos: the race of `bench loader --data photos` with SPDL (pip install spdl; FFmpeg's libraries).
+photos: 2,000 JPEGs of 500x375 to 3x224x224, batches of 64: torch with Pillow, in as many processes
+as are fastest; plain, the same dataset in fastamp's threads; ImageFolder; and SPDL where it is
+installed (pip install spdl; FFmpeg's libraries).
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib
+import shutil
+import tempfile
 from collections import deque
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from timeit import timeit
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import DataLoader
 
 import fastamp
 from fastamp.bench import photos
 from fastamp.bench.environment import count_cores
 from fastamp.bench.loader import PLAN, Items, check, wait
 from fastamp.bench.race import run_race, show
+from fastamp.bench.record import PLAIN
 from fastamp.timer.timer import align
 from fastamp.train.options import DEFAULT, number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     # The arms, the batches or images of a visit, and what prepares an arm.
     Race = tuple[dict[str, Callable[[], object]], int, Callable[[str], object]]
 
 WAITING = 1024  # items
+COUNT, BATCH_SIZE = 2000, 64  # photographs
+WORKERS = (0, 1, 2, 4)  # of torch's loader
+CHECKED = 3  # batches of each arm
+TOLERANCE = 4.0  # of the mean difference: crops and filters differ by half a pixel
+
+
+class TorchLoader(DataLoader[Any]):
+    """torch's loader, without its warning of more workers than cores."""
+
+    def check_worker_number_rationality(self) -> None:
+        """Skip the warning."""
 
 
 def make_loaders(items: Items, workers: int) -> dict[str, Any]:
     """Return torch's loader with processes, and fastamp's with threads."""
     threads = fastamp.DataLoader(items, 8, num_workers=workers, worker="thread")
     return {
-        f"torch, {workers} workers": photos.TorchLoader(items, 8, num_workers=workers),
+        f"torch, {workers} workers": TorchLoader(items, 8, num_workers=workers),
         f"fastamp, {workers} threads": threads,
     }
 
@@ -52,7 +74,7 @@ def drain(loaders: dict[str, Any], amount: int) -> Race:
 def make_waits(workers: int) -> Race:
     """Return passes over items that wait, after a check of each arm's first batch."""
     items = Items(wait, WAITING)
-    loaders = {"torch": photos.TorchLoader(items, 8)} | make_loaders(items, workers)
+    loaders = {"torch": TorchLoader(items, 8)} | make_loaders(items, workers)
     expected = [next(iter(loaders["torch"]))]
     for loader in loaders.values():
         check(loader.__iter__, expected)
@@ -89,16 +111,49 @@ def make_spdl(samples: list[tuple[str, int]]) -> Any:
 
     options = {"num_threads": count_cores(), "output_order": "input"}
     return loaders.DataLoader(
-        samples, preprocessor=decode, aggregator=join, batch_size=photos.BATCH_SIZE, **options
+        samples, preprocessor=decode, aggregator=join, batch_size=BATCH_SIZE, **options
     )
 
 
+def make_photo_loaders() -> dict[str, Any]:
+    """Write photographs and return their loaders, after a check: torch's best one comes first."""
+    folder = tempfile.mkdtemp(prefix="fastamp photos ")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    photos.write_photos(Path(folder), COUNT, seed=0)
+    ours = fastamp.ImageFolder(folder, photos.SIZE)
+    pillow = photos.PillowFolder(ours.samples)
+    processes = {
+        f"torch, {n} workers": TorchLoader(pillow, BATCH_SIZE, num_workers=n) for n in WORKERS
+    }
+    best = min(processes, key=lambda name: timeit(lambda: deque(processes[name], 0), number=1))
+    found: dict[str, Any] = {best: processes[best]}
+    for name, dataset in {PLAIN: pillow, "fastamp": ours}.items():
+        options: dict[str, Any] = {"num_workers": count_cores(), "worker": "thread"}
+        found[name] = fastamp.DataLoader[Any](dataset, BATCH_SIZE, **options)
+    if find_spec("spdl"):
+        found["SPDL"] = make_spdl(ours.samples)
+    for loader in found.values():
+        check_photos(loader, found[best])
+    return found
+
+
+def check_photos(batches: Iterable[Any], expected: Iterable[Any]) -> None:
+    """Compare the first batches of two passes.
+
+    Raises:
+        AssertionError: they differ by more than the crops and filters do, or are too few.
+    """
+    for found, wanted in zip(*(islice(b, CHECKED) for b in (batches, expected)), strict=True):
+        torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=0)
+        apart = (found[0].float() - wanted[0].float()).abs().mean().item()
+        if apart > TOLERANCE:
+            msg = f"the images differ by {apart:.1f} of 255 in the mean"
+            raise AssertionError(msg)
+
+
 def make_photos(_workers: int) -> Race:
-    """Return passes over photographs, by SPDL too."""
-    loaders = photos.make_loaders(seed=0)
-    spdl = make_spdl(loaders["fastamp"].dataset.samples)
-    photos.check(spdl, loaders["fastamp"])
-    return drain(loaders | {"SPDL": spdl}, photos.COUNT)
+    """Return passes over photographs, the start of processes and threads included."""
+    return drain(make_photo_loaders(), COUNT)
 
 
 RACES = {"waits": make_waits, "first": make_first, "photos": make_photos}

@@ -1,37 +1,27 @@
 """What would make a training step faster, and by how much at most, from where its time goes.
 
-`read_profile` sorts the regions of a timer into the parts of a step; `advise` says what would help,
-best first. A gain is how many times as fast the whole step becomes, as an interval:
-
-- A gain that a race of this very job has measured (`gains`) is given unchanged. The main job races
-  all of a step but its data, which it draws off the clock, and adds their time by the rule below.
-- A part of p seconds that becomes r times as fast in a step of t seconds gives t / (t - p + p/r).
-  `ratios` holds the r of clip and optimizer step, as `bench step` measures it for the same kind of
-  optimizer, sizes and groups.
-- Where r is unknown, as for waiting, the part can at most vanish: from 1 to t / (t - p). If a
-  GPU's loop makes its own batches, they can be made in parallel: the step then takes the longer
-  of the two, which gives the lower end.
-- The r of precision depends on the model, so its bounds are the same: forward and backward can at
-  most vanish, and the advice names the command that measures it.
-
-Where only bounds are known, the value is their geometric mean, used for sorting alone.
+A gain is how many times as fast the whole step becomes, as an interval. What a race has measured
+(`gains`) is given as it is. Otherwise a part of the step can at most vanish: in a step of t seconds
+a part of p seconds then gains from 1 to t / (t - p), and the value, for sorting alone, is the
+geometric mean of these ends. A GPU's loop that makes its own batches can make them in parallel: the
+step takes the longer of the two at most, which raises the lower end.
 """
 
-import itertools
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from fastamp.bench.environment import no_speed_reason
+from fastamp.bench.environment import count_cores, no_speed_reason
 from fastamp.bench.facts import Facts
 from fastamp.bench.race import Interval
 from fastamp.timer import RegionStats
 from fastamp.timer.timer import middles_ns
 
+BETWEEN = "outside of regions"
 # The parts of a step, and the words in a region's name that stand for each.
 PARTS = {
     "data": {"data", "dataloader", "load", "loader", "loading", "batch", "fetch", "copy", "input"},
@@ -40,13 +30,14 @@ PARTS = {
     "step": {"step", "optimizer", "optim", "opt", "update", "clip", "unscale", "scaler", "zero"},
     "waits": {"wait", "waits", "sync", "synchronize", "item"},
     "other": set(),
+    BETWEEN: set(),
 }
-OUTSIDE = {"eval", "evaluate", "evaluation", "val", "validate", "validation", "test", "checkpoint"}
+# Regions that are no part of a step.
+APART = {"eval", "evaluate", "evaluation", "val", "validate", "validation", "test", "checkpoint"}
 LEAST_GAIN = 1.02  # smaller gains are left out
 RACED = "raced on this job"
 NATIVE = {"Adam", "AdamW", "SGD", "Adagrad"}  # torch's optimizers that fastamp updates itself
-UNSCALED = "fastamp.optimizer_step(optimizer, max_norm=..., zero_grad=True)"
-IN_MEMORY = {"TensorDataset", "ArrayDataset", "TokenDataset", "ndarray", "memmap", "Tensor", "dict"}
+VANISHES = Interval(value=math.nan, low=1.0, high=math.inf)  # how many times as fast a part gets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,37 +50,33 @@ class Profile:
     facts: Facts = field(default_factory=Facts)
     syncs: float | None = None  # the host's waits for the device, per step; None: not counted
 
-    @property
-    def total_s(self) -> float:
-        """The time of a step."""
-        return math.fsum(part.value for part in self.parts.values())
+    def time_s(self, *parts: str) -> Interval:
+        """Return the time of some parts together."""
+        found = [self.parts[part] for part in parts if part in self.parts]
+        ends = ("low", "value", "high")
+        return Interval(**{end: math.fsum(getattr(each, end) for each in found) for end in ends})
 
     def share(self, *parts: str) -> float:
         """Return the share of a step that some of its parts take."""
-        part_s = math.fsum(self.parts[part].value for part in parts if part in self.parts)
-        return part_s / self.total_s if self.total_s else 0.0
+        total_s = self.time_s(*self.parts).value
+        return self.time_s(*parts).value / total_s if total_s else 0.0
 
     def gain(self, ratio: Interval, *parts: str) -> Interval:
         """Return how many times as fast a step becomes if parts become `ratio` times as fast."""
-        p = [self.parts[part] for part in parts if part in self.parts]
-        rest_s = self.total_s - math.fsum(each.value for each in p)
+        part_s, total_s = self.time_s(*parts), self.time_s(*self.parts).value
+        rest_s = total_s - part_s.value
 
         def whole(time_s: float, r: float) -> float:
             left_s = rest_s + (time_s / r if r > 0 else math.inf)
             return (rest_s + time_s) / left_s if left_s > 0 else math.inf
 
-        lows, values, highs = ([getattr(i, end) for i in p] for end in ("low", "value", "high"))
         # Few visits have ends below 0 or beyond the step.
-        times_s = [min(max(math.fsum(ends), 0.0), self.total_s) for ends in (lows, highs)]
-        found = [whole(*pair) for pair in itertools.product(times_s, (ratio.low, ratio.high))]
-        most = self.total_s / rest_s if rest_s > 0 else math.inf  # without these parts
-        low, high = min(found), min(max(found), most)
+        ends_s = [min(max(end, 0.0), total_s) for end in (part_s.low, part_s.high)]
+        found = [whole(end_s, r) for end_s in ends_s for r in (ratio.low, ratio.high)]
+        low, high = min(found), min(max(found), whole(part_s.value, math.inf))
         known = math.isfinite(ratio.value)
-        value = whole(math.fsum(values), ratio.value) if known else math.sqrt(low * high)
+        value = whole(part_s.value, ratio.value) if known else math.sqrt(low * high)
         return Interval(value=value, low=low, high=high)
-
-
-VANISHES = Interval(value=math.nan, low=1.0, high=math.inf)  # an unknown r
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,114 +93,109 @@ class Advice:
         if self.part == "nothing":
             return f"{self.what}: {self.why}"
         low, high = (f"{end:.2f}x" for end in (self.gain.low, self.gain.high))
-        ends = low if low == high else f"{low} to {high}"
-        ends = f"{low} or more" if math.isinf(self.gain.high) else ends
-        return f"{self.what}: {ends} as fast; {self.why}"
+        more = " or more" if math.isinf(self.gain.high) else f" to {high}" * (low != high)
+        return f"{self.what}: {low}{more} as fast; {self.why}"
 
 
 def read_profile(
-    regions: Mapping[str, RegionStats], device: str, facts: Facts | None = None
+    regions: Mapping[str, RegionStats],
+    device: str,
+    facts: Facts | None = None,
+    elapsed_s: float = 0.0,
 ) -> Profile:
-    """Sort the regions of a `Timer.summary()` into the parts of a step.
+    """Sort the regions of a `Timer.summary()`, and the time between them, into a step's parts.
 
     A word of PARTS in a region's name tells its part, as in "forward" or "optimizer step"; any
     other region has the part of the region around it. A region's time excludes the regions inside
     it. A "step" that encloses data, a forward or a backward pass is the whole step, and so is one
     without any forward or backward region. Evaluation and checkpoints are left out, and so is the
-    longest visit of each region, which is mostly the first.
+    longest visit of each region, which is mostly the first. What no region has of `elapsed_s`, the
+    time of all steps, is the part BETWEEN.
 
     Raises:
         ValueError: no region is named after a part of a step.
     """
     kinds = _kinds_of(regions)
-    counts = {path: s.count + s.dropped + s.captured for path, s in regions.items()}
-    whole = [path for path, kind in kinds.items() if kind == "other" and _word_of(path) == "step"]
-    if not whole and not {*kinds.values()} - {"other"}:
-        known = ", ".join(repr(part) for part in PARTS if part != "other")
+    if {*kinds.values()} <= {"other"}:
+        known = ", ".join(map(repr, filter(PARTS.get, PARTS)))
         msg = f"no region is named after a part of a step: {known}"
         raise ValueError(msg)
-    taken = [[path for path, kind in kinds.items() if kind == part] for part in PARTS]
-    order = (taken[3], whole, *taken)
-    steps = max(counts[path] for path in next(filter(None, order)))
-    parts = dict.fromkeys(PARTS, Interval.exact(0.0))
-    for path, kind in kinds.items():
-        time_s = _time_s(regions[path], counts[path] / steps)
-        for child in regions:
-            if child.rpartition("/")[0] == path:
-                time_s = _less(time_s, _time_s(regions[child], counts[child] / steps))
-        parts[kind] = _plus(parts[kind], time_s)
-    found = {part: time_s for part, time_s in parts.items() if time_s.high > 0}
-    return Profile(device=device, steps=steps, parts=found, facts=facts or Facts())
+    found = {k: [path for path in kinds if kinds[path] == k] for k in ("step", "whole", *PARTS)}
+    counts = {path: s.count + s.dropped + s.captured for path, s in regions.items()}
+    steps = max(counts[path] for path in next(filter(None, found.values())))
+    found["other"] += found.pop("whole")
+    times_s = {path: _ends_s(stats) * counts[path] / steps for path, stats in regions.items()}
+    own_s = times_s.copy()
+    for path in regions:
+        around = path.rpartition("/")[0]
+        if around in own_s:
+            own_s[around] = own_s[around] - times_s[path][::-1]
+    parts = {}
+    for part in PARTS:
+        low, value, high = sum((own_s[path].clip(0.0) for path in found[part]), np.zeros(3))
+        parts[part] = Interval(low=float(low), value=float(value), high=float(high))
+    outermost = [path for path in regions if path.rpartition("/")[0] not in regions]
+    totals_s = [regions[p].total * counts[p] / max(regions[p].count, 1) for p in outermost]
+    parts[BETWEEN] = Interval.exact(max(elapsed_s - math.fsum(totals_s), 0.0) / steps)
+    parts = {part: time_s for part, time_s in parts.items() if time_s.high > 0}
+    return Profile(device=device, steps=steps, parts=parts, facts=facts or Facts())
 
 
 def _word_of(path: str) -> str | None:
     """Return the part in a region's own name; "" outside of a step, None if there is none."""
     words = {*re.split(r"[^a-z]+", path.rpartition("/")[2].lower())}
-    if words & OUTSIDE:
+    if words & APART:
         return ""
     return next((part for part, known in PARTS.items() if words & known), None)
 
 
 def _kinds_of(paths: Iterable[str]) -> dict[str, str]:
-    """Return the part of each region that belongs to a step."""
+    """Return the part of each region that belongs to a step; "whole" for all of a step."""
     own = {path: _word_of(path) for path in paths}
-    inner = {"forward", "backward"}
+    passes = {"forward", "backward"}
     kinds: dict[str, str] = {}
-    for path in sorted(own):  # enclosing regions come first
-        kind = own[path]
-        if kind is None:
-            kind = kinds.get(path.rpartition("/")[0], "other")
+    for path, word in sorted(own.items()):  # enclosing regions come first
+        around = kinds.get(path.rpartition("/")[0], "other")
+        kind = word if word is not None else "other" if around == "whole" else around
         inside = {own[other] for other in own if other.startswith(f"{path}/")}
-        is_whole = inside & (inner | {"data"}) or not inner & {*own.values()}
-        kinds[path] = "other" if kind == "step" and is_whole else kind
-        if kinds.get(path.rpartition("/")[0]) == "":
-            kinds[path] = ""
+        if kind == "step" and (inside & (passes | {"data"}) or not passes & {*own.values()}):
+            kind = "whole"
+        kinds[path] = kind if around else ""
     return {path: kind for path, kind in kinds.items() if kind}
 
 
-def _time_s(stats: RegionStats, visits: float) -> Interval:
-    """Return the seconds a step: the mean, without the longest visit, times the visits a step."""
+def _ends_s(stats: RegionStats) -> NDArray[np.float64]:
+    """Return the mean visit without the longest one, between the ends of its interval."""
     if stats.count < 2:
-        return Interval.exact(stats.total * visits)
+        return np.full(3, stats.total / max(stats.count, 1))
     n = stats.count - 1
     mean_s = (stats.total - stats.max) / n
     buckets, hits = np.array(stats.histogram).T
     hits[-1] -= 1
     squares = float(hits @ (middles_ns(buckets) / 1e9 - mean_s) ** 2)
     half_s = min(1.96 * math.sqrt(squares) / n, mean_s)
-    ends = (mean_s - half_s, mean_s, mean_s + half_s)
-    return Interval(low=ends[0] * visits, value=ends[1] * visits, high=ends[2] * visits)
-
-
-def _plus(a: Interval, b: Interval) -> Interval:
-    return Interval(value=a.value + b.value, low=a.low + b.low, high=a.high + b.high)
-
-
-def _less(a: Interval, b: Interval) -> Interval:
-    ends = (a.low - b.high, a.value - b.value, a.high - b.low)
-    low, value, high = (max(end, 0.0) for end in ends)
-    return Interval(value=value, low=low, high=high)
+    return mean_s + half_s * np.array([-1.0, 0.0, 1.0])
 
 
 def advise(
-    profile: Profile,
-    *,
-    gains: Mapping[str, Interval] | None = None,
-    ratios: Mapping[str, Interval] | None = None,
+    profile: Profile, gains: Mapping[str, Interval] | None = None, raced: str = RACED
 ) -> list[Advice]:
     """Return what would help, best first; one advice, "nothing", where nothing does.
 
     Args:
         profile: where the time goes.
-        gains: what a race of this job has measured end to end, by `Advice.part`.
-        ratios: how many times as fast the step alone becomes, by "fused" and "step".
+        gains: what a race has measured, by `Advice.part`.
+        raced: why these gains are certain.
     """
     gains = {part: gain for part, gain in (gains or {}).items() if not gain.says_nothing}
-    ratios = ratios or {}
     found = [
-        each if each.part not in gains else replace(each, gain=gains[each.part], why=RACED)
-        for about in (_about_data, _about_step, _about_precision, _about_waits)
-        for each in about(profile, {**ratios, **gains})
+        replace(each, gain=gains[each.part], why=raced) if each.part in gains else each
+        for each in (
+            *_about_data(profile),
+            *_about_step(profile, raced="fused" in gains),
+            *_about_precision(profile, raced="precision" in gains),
+            *_about_waits(profile),
+        )
     ]
     helpful = [each for each in found if each.gain.value >= LEAST_GAIN]
     if helpful:
@@ -223,73 +205,69 @@ def advise(
     return [Advice(part="nothing", what="nothing", gain=Interval.exact(1.0), why=why)]
 
 
-def _about_data(profile: Profile, _: Mapping[str, Interval]) -> Iterator[Advice]:
-    facts, share = profile.facts, profile.share("data")
+def _about_data(profile: Profile) -> Iterator[Advice]:
+    facts, share, path = profile.facts, profile.share("data"), profile.facts.path or ""
+    on_gpu, gathered = profile.device.startswith("cuda"), path.startswith("gathered")
     why = f"the loop waits for data in {share:.0%} of its time, and no more can be saved"
     gain = profile.gain(VANISHES, "data")
-    if facts.workers == 0 and profile.device.startswith("cuda"):
+    if facts.workers == 0 and on_gpu:
         low = 1 / max(share, 1 - share)
         gain = Interval(value=math.sqrt(low * gain.high), low=low, high=gain.high)
         why += "; made in parallel, batches overlap with the rest"
-    threads = f"num_workers={os.cpu_count()}, with worker='thread' and without"
-    path = facts.path or ""
-    if facts.loader in {None, "torch.DataLoader"} and facts.dataset in IN_MEMORY:
-        what = f"fastamp.DataLoader, which gathers the {facts.dataset} in compiled code"
-    elif path.startswith("gathered"):
+    what = f"num_workers={count_cores()} (try worker='thread', too)"
+    if not facts.iterable and "collate_fn" not in path:  # arrays, which need no workers
+        arrays = "fastamp.in_memory(dataset) or another ArrayDataset, "
+        what = f"{arrays}if its items never change and fit in memory; else {what}"
+    if gathered and facts.loader == "fastamp.DataLoader":
         what = "larger batches, or a smaller dtype in the dataset: they are copied at memory speed"
+    elif gathered:
+        what = f"fastamp.DataLoader, which gathers the {facts.dataset} in compiled code"
     elif facts.loader == "fastamp.DataLoader":
-        what = f"{threads}: batches are made {path or 'item by item'}"
+        why += f"; batches are made {path}"
     else:
-        what = f"fastamp.DataLoader(..., {threads})"
+        what = f"fastamp.DataLoader, with {what}"
     yield Advice(part="loader", what=what, gain=gain, why=why)
-    fits = facts.dataset in IN_MEMORY or path.startswith("gathered")
-    if fits and not path.startswith("gathered on ") and profile.device.startswith("cuda"):
+    if on_gpu and gathered and not path.startswith("gathered on "):
         what = "fastamp.DataLoader(..., device='cuda', resident=True), if the dataset fits there"
         yield Advice(part="resident", what=what, gain=gain, why=why)
 
 
-def _about_step(profile: Profile, ratios: Mapping[str, Interval]) -> Iterator[Advice]:
-    facts, share = profile.facts, profile.share("step")
-    if facts.optimizer is not None and not {*facts.optimizer.split(" and ")} <= NATIVE:
-        return  # torch's own step of it stays, so nothing is promised
-    name = facts.optimizer or "the optimizer"
-    by_fastamp = (facts.scaler or "").startswith("fastamp.")
-    changes = {}
-    if not facts.fused and facts.optimizer in {None, *(() if by_fastamp else NATIVE)}:
-        changes["fused"] = f"fused=True for {name}" + ", if it is not" * (facts.fused is None)
-    if facts.scaler is None:
-        changes["step"] = f"{UNSCALED}, unless the loop has it"
-    elif not by_fastamp:
-        scaled = "scaler.step(optimizer, max_norm=...) of fastamp.GradScaler"
-        changes["step"] = UNSCALED if facts.scaler == "none" else scaled
-    for part, what in changes.items():
-        ratio = ratios.get(part, VANISHES)
-        why = f"clip and step take {share:.0%} of a step"
-        if part in ratios:
-            why += f", and become {ratio.text('.2f', 'x')} as fast in a race of their kind"
-        yield Advice(part=part, what=what, gain=profile.gain(ratio, "step"), why=why)
+def _about_step(profile: Profile, *, raced: bool) -> Iterator[Advice]:
+    """Advise fastamp's step; torch's fused one beside it only if that is `raced`."""
+    facts, gain = profile.facts, profile.gain(VANISHES, "step")
+    kinds = facts.optimizer.split(" and ") if facts.optimizer else []
+    if facts.by_fastamp or facts.sparse or not {*kinds} <= NATIVE:
+        return  # the loop has it, or torch's own step stays, so nothing is promised
+    why = f"clip and step take {profile.share('step'):.0%} of a step"
+    if facts.fused is False and raced:
+        what = f"fused=True for {facts.optimizer}"
+        yield Advice(part="fused", what=what, gain=gain, why=why)
+    what = "scaler.step(optimizer, max_norm=...) of fastamp.GradScaler"
+    if facts.scaler in {None, "none"}:
+        what = "fastamp.optimizer_step(optimizer, max_norm=..., zero_grad=True)"
+        what += ", unless the loop has it" * (facts.by_fastamp is None)
+    yield Advice(part="step", what=what, gain=gain, why=why)
 
 
-def _about_precision(profile: Profile, known: Mapping[str, Interval]) -> Iterator[Advice]:
+def _about_precision(profile: Profile, *, raced: bool) -> Iterator[Advice]:
+    """Advise for or against low precision; `raced` is that of the file against FP32."""
     device, dtype = profile.device.partition(":")[0], profile.facts.dtype
     reason = no_speed_reason(device, "fp16" if dtype == "float16" else "bf16")
+    gain = profile.gain(VANISHES, "forward", "backward")
     share = profile.share("forward", "backward")
     why = f"the model's forward and backward pass take {share:.0%} of a step"
-    raced = "precision" in known  # this precision against FP32
-    if reason is None and dtype in {None, "float32"} and not raced:
-        gain = profile.gain(VANISHES, "forward", "backward")
-        what = f"torch.autocast({device!r}, dtype=torch.bfloat16)" + (
-            "" if dtype else ", if it trains in FP32"
-        )
+    if dtype in {"bfloat16", "float16"}:
+        if reason is not None or raced:
+            what = "train in FP32 here: leave out torch.autocast"
+            yield Advice(part="precision", what=what, gain=gain, why=f"{reason}, and {why}")
+    elif reason is None and dtype in {None, "float32"} and not raced:
+        what = f"torch.autocast({device!r}, dtype=torch.bfloat16)"
+        what += ", if it trains in FP32" * (dtype is None)
         why += ", and no more can be saved: `python -m fastamp.bench --task` measures your model"
         yield Advice(part="precision", what=what, gain=gain, why=why)
-    elif (reason is not None or raced) and dtype in {"bfloat16", "float16"}:
-        gain = profile.gain(VANISHES, "forward", "backward")
-        what = "train in FP32 here: leave out torch.autocast"
-        yield Advice(part="precision", what=what, gain=gain, why=f"{reason}, and {why}")
 
 
-def _about_waits(profile: Profile, _: Mapping[str, Interval]) -> Iterator[Advice]:
+def _about_waits(profile: Profile) -> Iterator[Advice]:
     share = profile.share("waits")
     counted = "" if profile.syncs is None else f", {profile.syncs:.3g} times a step"
     why = f"host and device wait for each other in {share:.0%} of a step{counted}"

@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 import torch
 
 from fastamp.bench import installation
-from fastamp.bench.advice import PARTS, Profile, advise, read_profile
+from fastamp.bench.advice import BETWEEN, PARTS, Profile, advise, read_profile
 from fastamp.bench.facts import Facts
 from fastamp.bench.race import Interval, Plan, run_race
 from fastamp.bench.record import Report, Task, check_kinds, read_json
@@ -23,13 +23,11 @@ from fastamp.bench.step import CALLS, SMALL, STOCK_RTOL, Side, draw_grads
 from fastamp.timer import RegionStats
 
 METRICS = "none"
-KINDS = {
-    "Adam": "adamw",
-    "AdamW": "adamw",
-    "SGD": "sgd",
-}  # the work of `bench step` that moves as many bytes
+# The work of `bench step` that moves as many bytes.
+KINDS = {"Adam": "adamw", "AdamW": "adamw", "SGD": "sgd"}
 MOST_NUMEL = 2**24  # of the parameters of a race, which three sides copy
 MOST_PARAMETERS = 2**16  # each takes some microseconds to make and to check
+LIKE = 2  # times the loop's own step, which a race of the same work takes at most
 PLAN = Plan(rounds=400, half_width=0.02, limit_s=2.0)
 
 
@@ -45,16 +43,16 @@ def prepare(args: argparse.Namespace) -> Task:
     if args.timer is None:
         return {}, _look
     path, profile = args.timer
-    return {"timer": path}, partial(_judge, args, profile)
+    return {"timer": path}, partial(_judge, profile, args.seed)
 
 
 def _look() -> Report:
     """Say which backend serves which device, and what is missing."""
-    rows = [installation.served_by(device) for device in installation.devices()]
-    found = installation.examine()
-    notes = [finding.text() for finding in found] or ["nothing is missing"]
-    details = {"findings": [finding._asdict() for finding in found]}
-    return Report(table=rows, notes=notes, details=details)
+    rows = [
+        {"device": str(device), "served by": installation.served_by(device)}
+        for device in installation.devices()
+    ]
+    return Report(table=rows, notes=installation.examine() or ["nothing is missing"])
 
 
 def _read(text: str) -> tuple[str, Profile]:
@@ -67,59 +65,56 @@ def _parse(content: Any) -> Profile:
     if not isinstance(content, dict) or (content["schema"], content["unit"]) != (1, "s"):
         msg = f"expected an object of schema 1 in seconds, got {short(content)}"
         raise ValueError(msg)
-    content.setdefault("facts", {})  # older files have none
+    content = {"facts": {}, "elapsed": 0.0, **content}  # older files have neither
     check_kinds(content, {"device": str, "facts": dict, "regions": dict})
-    device = content["device"]
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        msg = f"its device is {short(device)}, expected cpu or cuda"
-        raise ValueError(msg)
+    device, elapsed_s, facts = content["device"], content["elapsed"], content["facts"]
+    _expect(re.fullmatch(r"cpu|cuda(:\d+)?", device), "device", device, "cpu or cuda")
+    _expect(_is_number(elapsed_s), "elapsed", elapsed_s, "seconds")
+    kinds = get_type_hints(Facts)
+    if facts.get("sizes") is not None:
+        facts["sizes"] = _as_pairs(facts["sizes"])
+    for name, value in facts.items():
+        known = name in kinds and (name == "sizes" or isinstance(value, kinds[name]))
+        _expect(known, f"fact {name!r}", value, "what facts.save writes")
     regions = {path: _parse_region(path, saved) for path, saved in content["regions"].items()}
-    profile = read_profile(regions, device, _parse_facts(content["facts"]))
-    if not profile.parts:
-        msg = "none of its regions took any time"
-        raise ValueError(msg)
+    profile = read_profile(regions, device, Facts(**facts), elapsed_s)
+    _expect({*profile.parts} - {BETWEEN}, "regions", [*regions], "some that took any time")
     return profile
 
 
-def _parse_facts(facts: dict[str, Any]) -> Facts:
-    sizes = facts.pop("sizes", None)
-    kinds = get_type_hints(Facts)
-    if not all(name in kinds and isinstance(value, kinds[name]) for name, value in facts.items()):
-        msg = f"its facts are {short(facts)}"
-        raise ValueError(msg)
-    if sizes is not None:
-        sizes = tuple((_whole(numel), _whole(count)) for numel, count in sizes)
-    return Facts(**facts, sizes=sizes)
-
-
 def _parse_region(path: str, saved: Any) -> RegionStats:
-    if not isinstance(saved, dict):
-        msg = f"its region {path!r} is {short(saved)}"
-        raise TypeError(msg)
-    histogram = tuple((_whole(bucket), _whole(hits)) for bucket, hits in saved["histogram"])
+    name = f"region {path!r}"
+    _expect(isinstance(saved, dict), name, saved, "an object")
+    histogram = _as_pairs(saved["histogram"])
     stats = RegionStats(**{**saved, "histogram": histogram})
-    numbers = [value for value in stats if not isinstance(value, tuple)]
-    known = all(type(x) in (int, float) and 0 <= x < 2**53 for x in numbers)
+    known = all(map(_is_number, stats[:-1])) and stats.max <= stats.total * 1.001
     known = known and all(bucket < 1888 for bucket, _ in histogram)  # 2**63 ns
     counted = type(stats.count) is int and sum(hits for _, hits in histogram) == stats.count
     some = stats.count or stats.dropped or stats.captured
-    if not known or not counted or not some or stats.max > stats.total * 1.001:
-        msg = f"its region {path!r} is {short(saved)}"
-        raise ValueError(msg)
+    _expect(known and counted and some, name, saved, "one of RegionStats")
     return stats
 
 
-def _whole(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 2**53:
-        msg = f"{short(value)} is no count"
+def _as_pairs(pairs: Any) -> tuple[tuple[int, int], ...]:
+    for value in (value for pair in pairs for value in pair):
+        _expect(type(value) is int and _is_number(value), "count", value, "0 or more")
+    return tuple((first, second) for first, second in pairs)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < 2**53
+
+
+def _expect(found: object, name: str, value: object, expected: str) -> None:
+    if not found:
+        msg = f"its {name} is {short(value)}, expected {expected}"
         raise ValueError(msg)
-    return value
 
 
-def _judge(args: argparse.Namespace, profile: Profile) -> Report:
+def _judge(profile: Profile, seed: int) -> Report:
     """Say where the time goes, and what would help."""
-    ratios, notes = _race_step(profile, args.seed)
-    found = advise(profile, ratios=ratios)
+    gains, raced = _race_step(profile, seed)
+    found = advise(profile, gains, "raced on parameters like the loop's")
     rows = [
         {
             "part": part,
@@ -129,23 +124,24 @@ def _judge(args: argparse.Namespace, profile: Profile) -> Report:
         for part in PARTS
         if part in profile.parts
     ]
-    notes = [f"{profile.steps} steps on {profile.device}, without time outside of regions", *notes]
+    notes = [f"{profile.steps} steps on {profile.device}", *filter(None, [raced])]
     notes += [f"{number}. {each.text()}" for number, each in enumerate(found, start=1)]
     details = {"advice": [asdict(each) for each in found]}
     return Report(table=rows, notes=notes, details=details)
 
 
-def _race_step(profile: Profile, seed: int) -> tuple[dict[str, Interval], list[str]]:
-    """Race steps over parameters like those of the file; return `advise`'s ratios, and notes.
-
-    A ratio is at most the file's own time over the raced one: its script may not clip at all.
-    """
+def _race_step(profile: Profile, seed: int) -> tuple[dict[str, Interval], str]:
+    """Race steps over parameters like those of the file; return what is gained, and a note."""
     facts, device = profile.facts, torch.device(profile.device).type
+    if facts.by_fastamp:
+        return {}, "fastamp makes the step already"
+    if facts.sparse:
+        return {}, "the step: its gradients are sparse, so torch makes it, and nothing is promised"
     here = device == "cpu" or (device == "cuda" and torch.cuda.is_available())
     all_sizes = facts.sizes or ()
     fits = here and 0 < sum(count for _, count in all_sizes) <= MOST_PARAMETERS
     if "step" not in profile.parts or not fits or facts.optimizer not in KINDS:
-        return {}, []
+        return {}, ""
     numel = sum(size * count for size, count in all_sizes)
     cut = max(1, -(-numel // MOST_NUMEL))  # parameters that are too large are shortened
     sizes = [max(size // cut, 1) for size, count in all_sizes for _ in range(count)]
@@ -158,17 +154,26 @@ def _race_step(profile: Profile, seed: int) -> tuple[dict[str, Interval], list[s
         calls=1 if sum(sizes) > SMALL else CALLS,
         before=lambda arm: sides[arm].restore(),
     )
-    ratios, step_s = {}, profile.parts["step"]
+    times_s = {arm: race.time_s(arm).scaled(lambda value: value * cut) for arm in sides}
+    step_s = profile.parts["step"]
+    if times_s["torch"].value > LIKE * step_s.value:
+        theirs, own = (each.text(".3f", " ms", 1e3) for each in (times_s["torch"], step_s))
+        note = f"the step: torch's takes {theirs} raced on parameters like the loop's, whose own "
+        note += f"takes {own}; that is another work, as with sparse gradients: nothing is promised"
+        return dict.fromkeys(("fused", "step"), Interval.exact(1.0)), note
+    gains = {}
     for part, arm in {"fused": "torch, fused", "step": "fastamp"}.items():
-        time_s, ratio = race.time_s(arm).scaled(lambda value: value * cut), race.ratio(arm)
-        ratios[part] = Interval(
-            value=min(ratio.value, step_s.value / time_s.value),
-            low=min(ratio.low, step_s.low / time_s.high),
-            high=min(ratio.high, step_s.high / time_s.low),
+        ratio = race.ratio(arm)
+        # At most the file's own time over the raced one: its script may not clip at all.
+        limited = Interval(
+            value=min(ratio.value, step_s.value / times_s[arm].value),
+            low=min(ratio.low, step_s.low / times_s[arm].high),
+            high=min(ratio.high, step_s.high / times_s[arm].low),
         )
-    times = ", ".join(f"{arm} {race.time_s(arm).text('.3f', ' ms', 1e3 * cut)}" for arm in sides)
+        gains[part] = profile.gain(limited, "step")
+    times = ", ".join(f"{arm} {time_s.text('.3f', ' ms', 1e3)}" for arm, time_s in times_s.items())
     shortened = f", with 1/{cut} of their elements" if cut > 1 else ""
-    return ratios, [f"clip and step of such parameters, raced here{shortened}: {times}"]
+    return gains, f"clip and step of such parameters, raced here{shortened}: {times}"
 
 
 def _make_sides(facts: Facts, sizes: list[int], device: str, seed: int) -> dict[str, Side]:
@@ -179,7 +184,7 @@ def _make_sides(facts: Facts, sizes: list[int], device: str, seed: int) -> dict[
     for arm in ("torch", "torch, fused", "fastamp"):
         optimizer = partial(make, fused=arm == "torch, fused" or facts.fused or None)
         work = WORK[name]._replace(optimizer=optimizer, scaler=facts.scaler not in {None, "none"})
-        side = Side(work, drawn, grouped=(facts.groups or 1) >= len(sizes) > 1)
+        side = Side(work, drawn)
         side.check(side.fastamp if arm == "fastamp" else side.torch, norm, rtol=STOCK_RTOL)
         sides[arm] = side
     return sides

@@ -5,15 +5,12 @@ import platform
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import fastamp
-from fastamp.train.options import DEFAULT
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-PRECISION: dict[str, Any] = {"choices": DTYPES, "default": "bf16", "help": f"of AMP {DEFAULT}"}
 # As in /proc/cpuinfo and in torch.cpu.get_capabilities, on x86 and on ARM.
 BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16", "sve_bf16"}
 

@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
 
+import fastamp
 from fastamp._files import write
+from fastamp.step.native import has_stepped
 from fastamp.timer import Timer
 
 
@@ -19,23 +22,18 @@ from fastamp.timer import Timer
 class Facts:
     """The optimizer, the loader, the scaler and the precision of a loop; None is unknown."""
 
-    optimizer: str | None = None
-    """Its class, as "AdamW"."""
-    fused: bool | None = None
-    """Every group has `fused=True`."""
-    groups: int | None = None
-    sizes: tuple[tuple[int, int], ...] | None = None
-    """(elements, number of parameters with as many elements)."""
-    loader: str | None = None
-    """Its class with its package, as "torch.DataLoader"."""
+    optimizer: str | None = None  # its class, as "AdamW"
+    fused: bool | None = None  # every group has `fused=True`
+    by_fastamp: bool | None = None  # fastamp makes its steps
+    sparse: bool | None = None  # a gradient is
+    sizes: tuple[tuple[int, int], ...] | None = None  # elements, parameters with as many elements
+    loader: str | None = None  # its class with its package, as "torch.DataLoader"
     dataset: str | None = None
+    iterable: bool | None = None  # the dataset is, without items by number
     workers: int | None = None
-    path: str | None = None
-    """How a fastamp.DataLoader makes its batches, as `stats().path`."""
-    scaler: str | None = None
-    """Its class with its package; "none" where torch's is disabled."""
-    dtype: str | None = None
-    """What autocast computes in; "float32" without it."""
+    path: str | None = None  # `stats().path` of a fastamp.DataLoader, or of one in torch's place
+    scaler: str | None = None  # its class with its package; "none" where it is disabled
+    dtype: str | None = None  # what autocast computes in; "float32" without it
 
 
 def describe(
@@ -44,11 +42,7 @@ def describe(
     scaler: torch.amp.GradScaler | None = None,
     dtype: torch.dtype | None = None,
 ) -> Facts:
-    """Return the facts about the arguments; `optimizer` may be several.
-
-    Raises:
-        TypeError: `optimizer` is not an optimizer, nor several.
-    """
+    """Return the facts about the arguments of `save`."""
     given: Any = [] if optimizer is None else optimizer
     optimizers = [given] if hasattr(given, "param_groups") else list(given)
     for each in optimizers:
@@ -56,19 +50,24 @@ def describe(
             msg = f"optimizer: expected a torch.optim.Optimizer or several, got {each!r}"
             raise TypeError(msg)
     groups = [group for each in optimizers for group in each.param_groups]
-    sizes = Counter(parameter.numel() for group in groups for parameter in group["params"])
-    statistics = loader.stats() if callable(getattr(loader, "stats", None)) else None
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    sizes = Counter(parameter.numel() for parameter in parameters)
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    stepped = all(map(has_stepped, optimizers)) if optimizers else None
+    scaled = None if scaler is None else _class_of(scaler) if scaler.is_enabled() else "none"
     dataset = getattr(loader, "dataset", None)
     return Facts(
         optimizer=" and ".join({type(each).__name__: None for each in optimizers}) or None,
         fused=all(group.get("fused") for group in groups) if groups else None,
-        groups=len(groups) or None,
+        by_fastamp=isinstance(scaler, fastamp.GradScaler) or stepped,
+        sparse=any(grad.is_sparse for grad in grads) if grads else None,
         sizes=tuple(sorted(sizes.items())) or None,
         loader=None if loader is None else _class_of(loader),
         dataset=None if dataset is None else type(dataset).__name__,
+        iterable=None if dataset is None else isinstance(dataset, IterableDataset),
         workers=getattr(loader, "num_workers", None),
-        path=getattr(statistics, "path", None),
-        scaler=None if scaler is None else _scaler_of(scaler),
+        path=_path_of(loader),
+        scaler=scaled,
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
     )
 
@@ -83,6 +82,8 @@ def save(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Write `Timer.to_json`'s file and the facts of a loop for `fastamp.bench doctor --timer`.
+
+    Call it right after the loop: all time since the first region counts.
 
     Args:
         timer: of the loop.
@@ -108,9 +109,11 @@ def save(
     write(Path(path), (json.dumps(content) + "\n").encode())
 
 
-def _scaler_of(scaler: torch.amp.GradScaler) -> str:
-    found = _class_of(scaler)
-    return found if scaler.is_enabled() or found.startswith("fastamp.") else "none"
+def _path_of(loader: Any) -> str | None:
+    """Return how a fastamp.DataLoader makes the batches, or would make those of torch's."""
+    if type(loader) is DataLoader:
+        loader = fastamp.DataLoader(loader.dataset, collate_fn=loader.collate_fn)
+    return loader.stats().path if isinstance(loader, fastamp.DataLoader) else None
 
 
 def _class_of(value: object) -> str:

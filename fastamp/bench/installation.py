@@ -8,31 +8,23 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 import torch
 
 from fastamp._ops.choose import why_fallback
-from fastamp.bench.environment import no_speed_reason
+from fastamp.bench.environment import count_cores, no_speed_reason
 
-# The extras for users, and the modules that they install.
-EXTRAS = {"images": ("PIL", "simplejpeg"), "plot": ("matplotlib",), "gpu": ("pynvml",)}
+# Extras whose absence is not an error but slower, or noticed late, and a module of each.
+EXTRAS = {"images": "simplejpeg", "plot": "matplotlib"}
 NVCC = Path("/usr/local/cuda/bin/nvcc")  # where it is if not on the PATH
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
-class Finding(NamedTuple):
-    """What is not as fast as it could be, why, and the command that fixes it, if any does."""
-
-    what: str
-    why: str
-    mend: str = ""
-
-    def text(self) -> str:
-        """Return the finding in a line."""
-        return f"{self.what}: {self.why}" + f". Fix it: {self.mend}" * bool(self.mend)
+def _finding(what: str, why: str, mend: str = "") -> str:
+    """Return what is not as fast as it could be, why, and the command that fixes it, if any."""
+    return f"{what}: {why}" + f". Fix it: {mend}" * bool(mend)
 
 
 def devices() -> list[torch.device]:
@@ -42,63 +34,51 @@ def devices() -> list[torch.device]:
     return [torch.device(name) for name in ("cpu", *(f"cuda:{index}" for index in cuda), *mps)]
 
 
-def served_by(device: torch.device) -> dict[str, str]:
-    """Return which backend serves a device, and why, as a row of a table."""
-    by, why = {
-        "cpu": ("compiled code", "the extension is installed, and this torch lets it read tensors"),
-        "cuda": ("CUDA kernels", "the extension has CUDA code, and this GPU and its driver run it"),
-    }.get(device.type, ("", ""))
-    if why_fallback(device) is not None:
-        by, why = "pure Python", "see below"
-    return {"device": str(device), "served by": by, "why": why}
+def served_by(device: torch.device) -> str:
+    """Return which backend serves a device."""
+    compiled = "CUDA kernels" if device.type == "cuda" else "compiled code"
+    return compiled if why_fallback(device) is None else "pure Python"
 
 
-def examine() -> list[Finding]:
+def examine() -> list[str]:
     """Return all findings, the worst first."""
     found = []
     for device in devices():
         why = why_fallback(device)
         if why is not None:
             text = f"{device} is served by pure Python, which is slower"
-            found.append(Finding(text, why, _mend(device, why)))
+            found.append(_finding(text, why, _mend(device, why)))
     found += _about_torch()
     for kind in dict.fromkeys(device.type for device in devices() if device.type != "mps"):
         reason = no_speed_reason(kind, "bf16")
         if reason is not None:
             mend = f"train in FP32 there, without torch.autocast({kind!r})"
-            found.append(Finding(f"bf16 on {kind}", reason, mend))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if cores is not None and torch.get_num_threads() > cores:
+            found.append(_finding(f"bf16 on {kind}", reason, mend))
+    cores = count_cores()
+    if torch.get_num_threads() > cores:
         why = f"torch computes on {torch.get_num_threads()} threads, and {cores} cores may be used"
-        found.append(Finding("threads", why, f"export OMP_NUM_THREADS={cores}"))
+        found.append(_finding("threads", why, f"export OMP_NUM_THREADS={cores}"))
     return found + _about_extras()
 
 
 def _mend(device: torch.device, why: str) -> str:
-    """Return the command that lets compiled code serve a device; "" if there is none."""
+    """Return the command that lets compiled code serve a device; "" if there is none.
+
+    The reason names the compilers that it needs.
+    """
     if why.startswith("FASTAMP_BACKEND"):
         return "unset FASTAMP_BACKEND"
-    if device.type not in {"cpu", "cuda"} or torch.version.hip is not None:
+    if device.type not in {"cpu", "cuda"} or torch.version.hip is not None or "driver" in why:
         return ""
     if "needs torch" in why:
         return f"{_pip()} --upgrade 'torch>=2.10'"
-    if why.startswith("the NVIDIA driver"):
-        return "install a newer driver, https://www.nvidia.com/drivers"
-    needed, variables = [], []
-    if shutil.which(os.environ.get("CXX") or "c++") is None and shutil.which("clang++") is None:
-        conda = "conda install -c conda-forge cxx-compiler" if "CONDA_PREFIX" in os.environ else ""
-        here = "xcode-select --install" if sys.platform == "darwin" else "sudo apt-get install g++"
-        needed.append(conda or here)
+    variables = ""
     if device.type == "cuda":
-        variables.append("FASTAMP_CUDA=ON")
-        if shutil.which(os.environ.get("CUDACXX") or "nvcc") is None:
-            if NVCC.exists():
-                variables.append(f"CUDACXX={NVCC}")
-            else:
-                needed.append("install nvcc, https://developer.nvidia.com/cuda-downloads")
+        variables = "FASTAMP_CUDA=ON "
+        if shutil.which(os.environ.get("CUDACXX") or "nvcc") is None and NVCC.exists():
+            variables += f"CUDACXX={NVCC} "
     options = "--force-reinstall --no-deps --no-cache-dir"
-    needed.append(" ".join([*variables, _pip(), options, shlex.join(_source())]))
-    return "; then ".join(needed)
+    return f"{variables}{_pip()} {options} {shlex.join(_source())}"
 
 
 def _pip() -> str:
@@ -121,32 +101,24 @@ def _source() -> list[str]:
     return [*editable, url2pathname(url.path) if url.scheme == "file" else saved["url"]]
 
 
-def _about_torch() -> list[Finding]:
+def _about_torch() -> list[str]:
     """Return why torch finds no GPU where there is a driver for one."""
     if torch.cuda.is_available() or not DRIVER.exists():
         return []
-    what = "this machine has an NVIDIA driver, and torch finds no GPU"
+    why, mend = f"torch is built for CUDA {torch.version.cuda}; `nvidia-smi` shows its driver", ""
     if torch.version.cuda is None:
         why = f"torch {torch.__version__} is built without CUDA"
-        return [Finding(what, why, "install torch as https://pytorch.org/get-started/locally says")]
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        mend = "install torch as https://pytorch.org/get-started/locally says"
+    elif "CUDA_VISIBLE_DEVICES" in os.environ:
         why = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} is set"
-        return [Finding(what, why, "unset CUDA_VISIBLE_DEVICES")]
-    why = f"torch is built for CUDA {torch.version.cuda}; `nvidia-smi` shows the driver and the GPU"
-    return [Finding(what, why)]
+        mend = "unset CUDA_VISIBLE_DEVICES"
+    return [_finding("this machine has an NVIDIA driver, and torch finds no GPU", why, mend)]
 
 
-def _about_extras() -> list[Finding]:
-    missing = {
-        extra: [name for name in modules if importlib.util.find_spec(name) is None]
-        for extra, modules in EXTRAS.items()
-        if extra != "gpu" or torch.cuda.is_available()
-    }
-    names = [name for modules in missing.values() for name in modules]
-    if not names:
+def _about_extras() -> list[str]:
+    missing = {e: name for e, name in EXTRAS.items() if importlib.util.find_spec(name) is None}
+    if not missing:
         return []
-    extras = ",".join(extra for extra, modules in missing.items() if modules)
-    source = _source()
-    wanted = shlex.quote(f"{source[-1]}[{extras}]")
-    why = f"{', '.join(names)} of the extras {extras}, if you use them"
-    return [Finding("not installed", why, f"{_pip()} {wanted}")]
+    wanted = shlex.quote(f"{_source()[-1]}[{','.join(missing)}]")
+    why = f"{', '.join(missing.values())}, if you need it"
+    return [_finding("not installed", why, f"{_pip()} {wanted}")]

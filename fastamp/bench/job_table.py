@@ -78,11 +78,9 @@ def prepare(args: argparse.Namespace) -> Task:
 class Found(NamedTuple):
     """What was measured of one job."""
 
-    steps: int  # of a visit
     main: Race  # of the stock loop with the naive one and fastamp's
     repairs: Race  # of the naive loop with each part alone
-    details: dict[str, Any]
-    base: str = "stock"  # the loader of the stock loop, or "indexed" where that is faster
+    details: dict[str, Any]  # what `_choose` chose, and the first losses
 
 
 def _run(args: argparse.Namespace, names: list[str]) -> Report:
@@ -159,7 +157,7 @@ def _measure(name: str, device: str, seed: int) -> Found:
     main = race([stock, naive, ours], chosen["steps"], MAIN)
     repairs = race([naive, *list_repairs(loops, has_own=has_own)], chosen["repair_steps"], REPAIRS)
     details = chosen | {"dtype": str(DTYPES.get(chosen["precision"])), "losses": seen}
-    return Found(chosen["steps"], main, repairs, details, chosen["base"])
+    return Found(main, repairs, details)
 
 
 def _choose(
@@ -206,35 +204,41 @@ def _choose(
     }
 
 
-def _ratios(name: str, found: Found) -> Iterator[tuple[str, str, str, Interval]]:
-    """Yield each ratio's name, arm, base and interval."""
+def _judge(device: str, name: str, found: Found) -> Iterator[Measurement]:
+    """Yield each ratio, and hold a built-in job's to its targets; no job may become slower."""
     main, repairs = found.main, found.repairs
-    for arm in ("fastamp", "naive"):
-        yield _key(name, arm), arm, "stock", main.ratio(arm)
-    for arm in ("stock", "fastamp"):
-        yield f"over_naive/{name}/{arm}", arm, "naive", main.ratio(arm, "naive")
-    for arm in repairs.arms[1:]:
-        yield f"over_naive/{name}/{arm.replace(': ', '/')}", arm, "naive", repairs.ratio(arm)
-
-
-def _key(name: str, arm: str) -> str:
-    return f"speedup/{name}/{arm}"
+    naive = {arm: main.ratio(arm, "naive") for arm in ("stock", "fastamp")}
+    naive |= {arm: repairs.ratio(arm) for arm in repairs.arms[1:]}
+    ratios = [(f"speedup/{name}/{a}", a, "stock", main.ratio(a)) for a in ("fastamp", "naive")]
+    for arm, ratio in naive.items():
+        ratios.append((f"over_naive/{name}/{arm.replace(': ', '/')}", arm, "naive", ratio))
+    row, least = JOBS.get(name), {}
+    if row is not None:
+        least[f"speedup/{name}/fastamp"] = row.on_cpu if device == "cpu" else row.on_cuda
+        if row.over_naive is not None and device == "cpu":
+            least[f"over_naive/{name}/fastamp"] = row.over_naive
+    for key, arm, base, ratio in ratios:
+        if key in least:
+            why = f"{arm} over the {base} loop"
+            yield judge(key, ratio, (least[key], math.inf), "x", why, arm=arm, base=base)
+        else:
+            yield Measurement(name=key, arm=arm, base=base, interval=ratio, unit="x")
 
 
 def _row(name: str, found: Found, metrics: dict[str, Interval]) -> dict[str, str]:
-    times_ms = {arm: 1e3 * found.main.quartiles_s(arm)[1] / found.steps for arm in ARMS}
+    steps = found.details["steps"]
+    times_ms = {arm: 1e3 * found.main.quartiles_s(arm)[1] / steps for arm in ARMS}
     row = {"job": name, **{f"{arm} ms": show(time, ".3f") for arm, time in times_ms.items()}}
-    row["over stock"] = _cell(metrics, _key(name, "fastamp"))
+    row["over stock"] = metrics[f"speedup/{name}/fastamp"].text(".2f", "x")
     return row | _over_naive(name, metrics)
 
 
 def _over_naive(name: str, metrics: dict[str, Interval]) -> dict[str, str]:
-    arms = ("stock", "fastamp")
-    return {f"{arm} over naive": _cell(metrics, f"over_naive/{name}/{arm}") for arm in arms}
-
-
-def _cell(metrics: dict[str, Interval], key: str) -> str:
-    return metrics[key].text(".2f", "x") if key in metrics else "-"
+    found = {arm: metrics.get(f"over_naive/{name}/{arm}") for arm in ("stock", "fastamp")}
+    return {
+        f"{arm} over naive": "-" if ratio is None else ratio.text(".2f", "x")
+        for arm, ratio in found.items()
+    }
 
 
 def _describe(found: Found) -> str:
@@ -244,24 +248,8 @@ def _describe(found: Found) -> str:
         f"{arm} with {options['num_workers']} {options.get('worker', 'process')} workers"
         for arm, options in kinds.items()
     ]
-    if found.base == "indexed":
+    if found.details["base"] == "indexed":
         texts.append("stock indexes the tensors by hand, faster than a DataLoader")
-    low = found.details["dtype"] != "None"
+    low, steps = found.details["dtype"] != "None", f"{found.details['steps']} steps in a visit"
     texts += [f"stock and fastamp in {found.details['dtype'].removeprefix('torch.')}"] * low
-    return f"({'; '.join([*texts, f'{found.steps} steps in a visit'])})"
-
-
-def _judge(device: str, name: str, found: Found) -> Iterator[Measurement]:
-    """Hold a built-in job to its targets; no job may become slower."""
-    row = JOBS.get(name)
-    least = {}
-    if row is not None:
-        least[_key(name, "fastamp")] = row.on_cpu if device == "cpu" else row.on_cuda
-        if row.over_naive is not None and device == "cpu":
-            least[f"over_naive/{name}/fastamp"] = row.over_naive
-    for key, arm, base, ratio in _ratios(name, found):
-        if key in least:
-            why = f"{arm} over the {base} loop"
-            yield judge(key, ratio, (least[key], math.inf), "x", why, arm=arm, base=base)
-        else:
-            yield Measurement(name=key, arm=arm, base=base, interval=ratio, unit="x")
+    return f"({'; '.join([*texts, steps])})"

@@ -20,10 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import fastamp
-from fastamp.bench import crops, photos
+from fastamp.bench import crops
 from fastamp.bench.race import AGAIN, Plan
 from fastamp.bench.record import PLAIN, Case, Report, Task, run_cases
-from fastamp.train.options import refuse
 
 Batches: TypeAlias = Callable[[], Iterator[Any]]  # each call begins a pass
 
@@ -143,26 +142,23 @@ _found = find_spec("datasets")
 if _found and PathFinder.find_spec("arrow_dataset", _found.submodule_search_locations):
     DATA["table"] = _make_table
 
-CASES: dict[str, Callable[..., Any]] = {**DATA, "photos": photos.make_case}
 METRICS = "speedup/ or of_plain/ and the data, as in speedup/tokens"
 
 
 def add_options(add: Callable[..., object]) -> None:
     """Add the options of this command alone."""
-    data = " ".join(f"{name}: {_text(name)}" for name in CASES)
-    data += f" Several may be given (default: {' '.join(DATA)})"
-    add("--data", nargs="+", choices=CASES, default=[*DATA], metavar="NAME", help=data)
+    data = " ".join(f"{name}: {_text(name)}" for name in DATA)
+    data += " Several may be given (default: all)"
+    add("--data", nargs="+", choices=DATA, default=[*DATA], metavar="NAME", help=data)
 
 
 def _text(name: str) -> str:
-    return " ".join(str(CASES[name].__doc__).split())
+    return " ".join(str(DATA[name].__doc__).split())
 
 
 def prepare(args: argparse.Namespace) -> Task:
     """Return the job and the function that runs it."""
     args.data = list(dict.fromkeys(args.data))
-    if "photos" in args.data and (why := photos.why_none()):
-        refuse("--data", "photos", why)
     return {"data": args.data, "seed": args.seed}, partial(_run, args)
 
 
@@ -170,7 +166,7 @@ def _run(args: argparse.Namespace) -> Report:
     notes = [f"{name}: {_text(name)}" for name in args.data]
     if "augmented" in args.data:
         notes += ["augmented: torch augments samples, and plain batches, with torch's operators"]
-    if {*args.data} - {"augmented", "photos"}:
+    if {*args.data} - {"augmented"}:
         notes += ["all others: a visit is a shuffled pass; plain is index_select(out=), no limit"]
     return run_cases(args, PLAN, args.data, partial(_make_case, args), notes)
 
@@ -236,8 +232,6 @@ def _make_arms(data: Data, args: argparse.Namespace, *, shuffle: bool) -> dict[s
 
 def _make_case(args: argparse.Namespace, name: str) -> Case:
     """Make the data, compare every arm's batches with default_collate's, and return their race."""
-    if name == "photos":
-        return photos.make_case(args)
     data = DATA[name](torch.Generator().manual_seed(args.seed))
     size = data.batch_size
     samples = [[data.dataset[i] for i in range(n * size, (n + 1) * size)] for n in range(CHECKED)]

@@ -40,10 +40,9 @@ CPU_STEPS = {"batch_size": 8, "steps": 48, "memory_batch_size": 40}
 # Without units for a low precision, a step in it has taken 20 times as long as in FP32.
 CPU_CUT = {"batch_size": 1, "steps": 9}
 THOROUGH_SEEDS = 3
-OF_THE_GPT = ("data", "block_size", "layers", "heads", "width")
 
 
-METRICS = "speedup, step_time, peak_memory, accuracy"
+METRICS = "speedup, over_amp (of fastamp over AMP alone), step_time, peak_memory, accuracy"
 VERBATIM = f"\n{CONTRACT}\n{EXAMPLE}"
 
 
@@ -57,10 +56,6 @@ def add_options(add: Callable[..., object]) -> None:
     for option, least, text in (
         ("--steps", 3, "of every arm; the first are warm-up"),
         ("--batch-size", 1, "samples in a step"),
-        ("--block-size", 1, "bytes in a window of the GPT's text"),
-        ("--layers", 1, "blocks of the GPT"),
-        ("--heads", 1, "attention heads, a divisor of the width"),
-        ("--width", 1, "of the residual stream"),
     ):
         add(option, type=number(int, least), help=f"{text} (default: one that suits the device)")
     seeds = f"train with {THOROUGH_SEEDS} seeds, not one, to judge the accuracy"
@@ -87,10 +82,8 @@ def prepare(args: argparse.Namespace) -> Task:
     """Return the job and the function that runs it."""
     if args.task == "gpt":
         return _prepare_gpt(args)
-    for name in OF_THE_GPT:
-        if getattr(args, name) is not None:
-            option = "--" + name.replace("_", "-")
-            refuse(option, getattr(args, name), "is for --task gpt alone")
+    if args.data is not None:
+        refuse("--data", args.data, "is for --task gpt alone")
     task = with_absolute_path(args.task)  # it may change the folder
     find_make(task)  # fails at once if there is no such function
     make = partial(call_make, task)
@@ -112,11 +105,9 @@ def prepare(args: argparse.Namespace) -> Task:
 def _prepare_gpt(args: argparse.Namespace) -> Task:
     """Return the job of the GPT; prints on which text."""
     args.precision = args.precision or "bf16"
-    sizes = _sizes(args)
-    batch_size, steps, memory = (sizes.pop(n) for n in ("batch_size", "steps", "memory_batch_size"))
-    if sizes["width"] % sizes["heads"]:
-        refuse("--heads", sizes["heads"], f"does not divide --width {sizes['width']}")
-    shape = Shape(**sizes)
+    shape, sizes = _sizes(args)
+    steps, batch_size = (getattr(args, n) or sizes[n] for n in ("steps", "batch_size"))
+    memory = args.batch_size or sizes.get("memory_batch_size", batch_size)
     corpus = load_corpus(args.data, block_size=shape.block_size)
     train, held_out = len(corpus.train), len(corpus.validation)
     source = f"{corpus.source}: {train} bytes to train on, the last {held_out} to validate on"
@@ -130,20 +121,15 @@ def _prepare_gpt(args: argparse.Namespace) -> Task:
     return shared, partial(_run, args, job, None, shared)
 
 
-def _sizes(args: argparse.Namespace) -> dict[str, int]:
-    """Return the sizes of the model and of a step: those asked for, or what suits the device."""
+def _sizes(args: argparse.Namespace) -> tuple[Shape, dict[str, int]]:
+    """Return the shape of the GPT and the sizes of a step that suit the device."""
     if args.device == "cuda":
         gib = torch.cuda.get_device_properties(0).total_memory / 2**30
         # About 0.6 GiB a window in FP32, beside 5 GiB for the four arms themselves.
         batch = next((size for size in (32, 16, 8, 4, 2) if size <= gib), 1)
-        defaults = asdict(GPT2_SMALL) | {"batch_size": batch, "steps": 45}
-    elif no_speed_reason(args.device, args.precision) is None:
-        defaults = asdict(CPU_SHAPE) | CPU_STEPS
-    else:
-        defaults = asdict(CPU_SHAPE) | CPU_CUT
-    defaults.setdefault("memory_batch_size", defaults["batch_size"])
-    asked = {**vars(args), "memory_batch_size": args.batch_size}
-    return {name: asked[name] or default for name, default in defaults.items()}
+        return GPT2_SMALL, {"batch_size": batch, "steps": 45}
+    has_units = no_speed_reason(args.device, args.precision) is None
+    return CPU_SHAPE, CPU_STEPS if has_units else CPU_CUT
 
 
 def _run(
@@ -168,13 +154,15 @@ def _run(
     rates = {arm: size / race.quartiles_s(arm)[1] for arm in race.arms}
     profile = found.profiles[STOCK]
     raced = [part for part in profile.parts if part != "data"]  # batches are drawn off the clock
-    ratios = {"step": race.ratio(judged, STOCK), "precision": race.ratio(race.arms[0], STOCK)}
+    over_amp = race.ratio(judged, STOCK)
+    ratios = {"step": over_amp, "precision": race.ratio(race.arms[0], STOCK)}
     gains = {part: profile.gain(ratio, *raced) for part, ratio in ratios.items()}
     advice = advise(profile, gains=gains)
+    added = Measurement(name="over_amp", interval=over_amp, arm=judged, base=STOCK, unit="x")
     return Report(
         table=[_row(arm, found, unit, rate) for arm, rate in rates.items()],
         races={"training": race},
-        measurements=[*compare("speedup", race)[:-1], speedup, *more, *judged_too],
+        measurements=[*compare("speedup", race)[:-1], speedup, added, *more, *judged_too],
         notes=_notes(job, found, shared),
         losses=found.losses,
         details={

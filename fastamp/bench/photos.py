@@ -1,45 +1,18 @@
-"""The race over a folder of photographs: Pillow in processes and in threads, and ImageFolder.
+"""A folder of photographs, and the usual dataset of one, which reads it with Pillow."""
 
-A visit is a pass over all of them, the start of its processes or threads included.
-"""
-
-import argparse
-import atexit
 import importlib
-import shutil
-import tempfile
-from collections import deque
-from collections.abc import Iterable
-from functools import partial
-from itertools import islice
 from pathlib import Path
-from timeit import timeit
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-import fastamp
-from fastamp.bench.environment import count_cores
-from fastamp.bench.record import PLAIN, Case
 from fastamp.metrics.sinks import require
 
-Batches: TypeAlias = Iterable[Any]  # starts again for each pass
-
-COUNT, WIDTH, HEIGHT = 2000, 500, 375
-SIZE, BATCH_SIZE, CLASSES = 224, 64, 10
-WORKERS = (0, 1, 2, 4)  # of torch's loader
-CHECKED = 3  # batches of each arm
-TOLERANCE = 4.0  # of the mean difference: crops and filters differ by half a pixel
-
-
-class TorchLoader(DataLoader[Any]):
-    """torch's loader, without its warning of more workers than cores."""
-
-    def check_worker_number_rationality(self) -> None:
-        """Skip the warning."""
+WIDTH, HEIGHT = 500, 375
+SIZE, CLASSES = 224, 10
 
 
 class PillowFolder(Dataset[tuple[Tensor, int]]):
@@ -108,49 +81,3 @@ def write_photos(folder: Path, count: int, seed: int) -> None:
         path.parent.mkdir(exist_ok=True)
         quality = int(rng.integers(85, 91))
         image.fromarray(np.uint8(pixels.clip(0, 255))).save(path, quality=quality)
-
-
-def make_loaders(seed: int) -> dict[str, Batches]:
-    """Write photographs and return their loaders, after a check: torch's best one comes first."""
-    folder = tempfile.mkdtemp(prefix="fastamp photos ")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    write_photos(Path(folder), COUNT, seed)
-    ours = fastamp.ImageFolder(folder, SIZE)
-    pillow = PillowFolder(ours.samples)
-    loaders: dict[str, Batches] = {
-        f"torch, {n} workers": TorchLoader(pillow, BATCH_SIZE, num_workers=n) for n in WORKERS
-    }
-    best = min(loaders, key=lambda name: timeit(lambda: deque(loaders[name], 0), number=1))
-    found = {best: loaders[best]}
-    for name, dataset in {PLAIN: pillow, "fastamp": ours}.items():
-        options: dict[str, Any] = {"num_workers": count_cores(), "worker": "thread"}
-        found[name] = fastamp.DataLoader(dataset, BATCH_SIZE, **options)
-        check(found[name], found[best])
-    return found
-
-
-def make_case(args: argparse.Namespace) -> Case:
-    """A folder of 2,000 JPEGs of 500x375 to 3x224x224 on the CPU, batches of 64.
-
-    Torch reads them with Pillow, in as many processes as are fastest. Plain reads them with
-    Pillow in fastamp's threads. Fastamp is ImageFolder in threads.
-    """
-    loaders = make_loaders(args.seed)
-    return Case(
-        arms={name: partial(deque[Any], batches, 0) for name, batches in loaders.items()},
-        amounts={"images/s": COUNT},
-    )
-
-
-def check(batches: Batches, expected: Batches) -> None:
-    """Compare the first batches of two passes.
-
-    Raises:
-        AssertionError: they differ by more than the crops and filters do, or are too few.
-    """
-    for found, wanted in zip(*(islice(b, CHECKED) for b in (batches, expected)), strict=True):
-        torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=0)
-        apart = (found[0].float() - wanted[0].float()).abs().mean().item()
-        if apart > TOLERANCE:
-            msg = f"the images differ by {apart:.1f} of 255 in the mean"
-            raise AssertionError(msg)

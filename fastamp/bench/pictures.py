@@ -46,8 +46,6 @@ STYLE = {
 WIDTH, ROW, FRAME = 11.0, 0.34, 0.8  # in inches: a picture, a row, and the rest of a panel
 WORDS = 44  # characters of a row's name that have room beside the axis
 CURVES = 9  # rows that the picture of the losses is high
-END = 99  # the percentile of the slowest arm at which the axis of times ends
-TICKS = 80  # drawn for an arm at most: beyond so many visits, as many quantiles
 DASHES = ("-", "--", "-.", ":")  # curves that coincide stay visible
 MARKS = {  # of verdicts, which differ by more than colour
     "pass": ("o", GOOD, GOOD),
@@ -60,9 +58,6 @@ PARTS = {"data": "c3", "forward": "c0", "backward": "c2", "step": "c1"}  # the o
 COMPARED = """A point is a ratio, by its name for --fail-on, the bar its interval, and the upright
 line its target. Green \u25cf pass, red \u2716 fail, hollow \u25c7 inconclusive, hollow \u25a1 not
 judged, blue \u25cf without a target."""
-TIMES = f"""Milliseconds of each visit. A box holds the middle half of them, and its line is the
-median. The axis ends at the {END}th percentile of the slowest arm; on the right stands how many
-visits lie beyond."""
 
 
 class Panel(NamedTuple):
@@ -78,32 +73,24 @@ def draw_all(record: dict[str, Any]) -> Iterator[str]:
     colours = {**PARTS, "waits or other": "soft"}.items()
     key = '<span class="key"><span style="color: var(--{})">\u25a0</span> {}</span>'
     parts = " ".join(key.format(ink, part) for part, ink in colours)
-    peaks = record["details"].get("peak_memory_nbytes") or {}
-    memory = {arm: {"peak": n / 2**20} for arm, n in peaks.items() if n is not None}
     profiles = record["details"].get("profiles") or {}
     shares = {
         arm: {part: 1e3 * each["value"] for part, each in profile["parts"].items()}
         for arm, profile in profiles.items()
     }
     waits = {arm: f", {p['syncs']:g} waits" for arm, p in profiles.items() if p["syncs"]}
-    for title, legend, panels in (
-        ("Comparisons", COMPARED, [_comparisons(record["measurements"])]),
-        (
-            "Where the time of a step goes",
-            f"In milliseconds: {parts}",
-            [_bars(shares, "ms", waits)],
-        ),
-        ("Memory", "The peak of each arm, in MiB.", [_bars(memory, "MiB", {})]),
-        ("Times", TIMES, [_times(*race) for race in record["races"].items()]),
-        ("Training loss", "Of every step.", [_losses(record["losses"])]),
+    for title, legend, panel in (
+        ("Comparisons", COMPARED, _comparisons(record["measurements"])),
+        ("Where the time of a step goes", f"In milliseconds: {parts}", _shares(shares, waits)),
+        ("Training loss", "Of every step.", _losses(record["losses"])),
     ):
-        shown = [panel for panel in panels if panel.rows]
-        if shown:
-            yield f"<h2>{title}</h2>\n<p>{legend}</p>\n{_draw(title, shown)}"
+        if panel.rows:
+            picture = f'<div class="scroll">{draw(title, [panel])}</div>'
+            yield f"<h2>{title}</h2>\n<p>{legend}</p>\n{picture}"
 
 
-def _draw(title: str, panels: list[Panel]) -> str:
-    """Return a picture of panels, one below the other."""
+def draw(title: str, panels: list[Panel]) -> str:
+    """Return a picture, as SVG, of panels one below the other."""
     styles, figures = (require(f"matplotlib.{name}", "bench") for name in ("style", "figure"))
     style = {**STYLE, "font.size": 12, "svg.hashsalt": title}
     heights = [ROW * len(panel.rows) + FRAME for panel in panels]
@@ -125,10 +112,10 @@ def _draw(title: str, panels: list[Panel]) -> str:
     words = "; ".join(f"{label} {text}" for panel in panels for label, text in panel.rows)
     box = f'viewBox="0 0 {72 * WIDTH:.0f} {72 * sum(heights):.0f}"'
     head = f'<svg {box} role="img" aria-label="{escape(f"{title}: {words}")}">'
-    return f'<div class="scroll">{head}{body.strip()}</div>'
+    return f"{head}{body.strip()}"
 
 
-def _name_rows(axes: Any, rows: list[tuple[str, str]]) -> None:
+def name_rows(axes: Any, rows: list[tuple[str, str]]) -> None:
     """Write the name of each row on the left, and its words on the right."""
     axes.set(ylim=(len(rows) - 0.5, -0.5))
     axes.set_yticks(range(len(rows)), [_shorten(label) for label, _ in rows])
@@ -162,7 +149,7 @@ def _comparisons(measurements: list[dict[str, Any]]) -> Panel:
             low, high = np.nanmin([low, max(start, low / 2)]), np.nanmax([high, min(end, high * 2)])
         pad = max((high / low) ** 0.04, 1.005)
         axes.set(xscale="log", xlim=(low / pad, high * pad))
-        _round_ticks(axes)
+        round_ticks(axes)
         axes.axvline(1, color=SOFT, linewidth=1.5)
         for y, (each, (start, value, end, *target)) in enumerate(found):
             ends = np.nan_to_num([start, end], nan=math.inf)
@@ -171,7 +158,7 @@ def _comparisons(measurements: list[dict[str, Any]]) -> Panel:
             axes.plot([target] * 2, [[y - 0.35] * 2, [y + 0.35] * 2], color=INK, linewidth=2)
             mark, face, edge = MARKS[each["verdict"]]
             axes.plot(value, y, mark, mfc=face, mec=edge, mew=1.5, markersize=9)
-        _name_rows(axes, rows)
+        name_rows(axes, rows)
 
     rows = [(each["name"], _say(each)) for each, _ in found]
     return Panel(rows, draw)
@@ -183,7 +170,7 @@ def _say(measurement: dict[str, Any]) -> str:
     return text.removesuffix(f", {measurement['reason']}")
 
 
-def _round_ticks(axes: Any) -> None:
+def round_ticks(axes: Any) -> None:
     """Set round numbers on a logarithmic axis of ratios."""
     low, high = axes.get_xlim()
     if high / low < 4:
@@ -198,62 +185,27 @@ def _round_ticks(axes: Any) -> None:
     axes.minorticks_off()
 
 
-def _bars(stacks: Mapping[str, Mapping[str, float]], unit: str, more: Mapping[str, str]) -> Panel:
-    """Show a bar for each arm, made of its parts."""
+def _shares(stacks: Mapping[str, Mapping[str, float]], waits: Mapping[str, str]) -> Panel:
+    """Show a bar for each arm, made of the milliseconds of its parts."""
 
     def draw(axes: Any) -> None:
         for y, parts in enumerate(stacks.values()):
             start = 0.0
             for part, value in parts.items():
-                colour = INKS["c0" if part == "peak" else PARTS.get(part, "soft")][0]
+                colour = INKS[PARTS.get(part, "soft")][0]
                 axes.barh(y, value, 0.6, start, color=colour, edgecolor=PAPER)
                 start += value
-        _name_rows(axes, rows)
+        name_rows(axes, rows)
 
     rows = []
     for arm, parts in stacks.items():
         each = ", ".join(f"{part} {_show(value)}" for part, value in parts.items())
-        said = f" ({each})" if len(parts) > 1 else ""
-        rows.append((arm, f"{_show(math.fsum(parts.values()))} {unit}{said}{more.get(arm, '')}"))
+        rows.append((arm, f"{_show(math.fsum(parts.values()))} ms ({each}){waits.get(arm, '')}"))
     return Panel(rows, draw)
 
 
 def _show(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
-
-
-def _times(name: str, race: dict[str, Any]) -> Panel:
-    """Show a tick for every visit of an arm, with the quartiles and the median."""
-    visits = [visit for round_ in race["rounds"][race["warmup_rounds"] :] for visit in round_]
-    times_ms = {
-        arm: np.array(
-            [1e3 * v["elapsed_s"] for v in visits if v["arm"] == arm and not v["skipped"]]
-        )
-        for arm in race["arms"]
-    }
-    times_ms = {arm: values for arm, values in times_ms.items() if values.size}
-    end = max((float(np.percentile(values, END)) for values in times_ms.values()), default=0.0)
-
-    def draw(axes: Any) -> None:
-        for y, values in enumerate(times_ms.values()):
-            colour = COLOURS[y % len(COLOURS)]
-            low, median, high = np.percentile(values, [25, 50, 75])
-            axes.barh(y, high - low, 0.6, low, color=colour, alpha=0.25)
-            axes.plot([median, median], [y - 0.3, y + 0.3], color=colour, linewidth=3)
-            shown = values[values <= end]
-            if shown.size > TICKS:
-                shown = np.quantile(shown, np.linspace(0, 1, TICKS))
-            axes.plot(shown, [y] * len(shown), "|", color=colour, markersize=8, alpha=0.6)
-        low = min(float(values.min()) for values in times_ms.values())
-        margin = 0.01 * (end - low) or 0.01 * end
-        axes.set_xlim(low - margin, end + margin)
-        _name_rows(axes, rows)
-
-    rows = [
-        (arm, f"{_show(np.median(v))} ms, {v.size} visits, {(v > end).sum()} beyond")
-        for arm, v in times_ms.items()
-    ]
-    return Panel(rows, draw, name)
 
 
 def _losses(losses: dict[str, list[float | None]]) -> Panel:

@@ -20,6 +20,9 @@ CONFIDENCE = 0.95
 NOISE_CONFIDENCE = 0.99  # of the placebos of a run together: a false alarm costs every verdict
 RESAMPLES = 2000
 LEAST_BLOCKS = 3  # fewer say nothing of the spread: their interval is infinite
+# A placebo within 1 % of 1 voids no verdict: very many blocks show that an arm differs from itself
+# by hundredths of a percent, far less than the gains that are judged.
+NOISE_MARGIN = 0.01
 NOISE_BLOCKS = 8  # fewer say nothing of the noise: on one side of 1 they are no rarity
 RUNS = 32  # more blocks than this are drawn in runs: neighbours may resemble each other
 
@@ -182,15 +185,18 @@ def _typical(blocks: list[list[float]], confidence: float = CONFIDENCE) -> Inter
 
 
 def find_noise(races: Mapping[str, Race]) -> str:
-    """Return why no verdict of these races counts, in words: a placebo leaves 1 out; or "".
+    """Return why no verdict of these races counts, in words; "" if they count.
 
-    Fewer than NOISE_BLOCKS blocks cannot tell: by chance they often lie on one side of 1.
+    None does if a placebo's interval leaves 1 out, unless it lies within NOISE_MARGIN of 1. Fewer
+    than NOISE_BLOCKS blocks cannot tell: by chance they often lie on one side of 1.
     """
     for name, race in races.items():
         if len(race.blocks()) < NOISE_BLOCKS:
             continue
         placebo = race.placebo(1 - (1 - NOISE_CONFIDENCE) / len(races))
-        if placebo.low > 1 or placebo.high < 1:
+        leaves_1_out = placebo.low > 1 or placebo.high < 1
+        is_small = placebo.low >= 1 - NOISE_MARGIN and placebo.high <= 1 + NOISE_MARGIN
+        if leaves_1_out and not is_small:
             found = f"{race.arms[0]} against itself is {placebo.text('.4f', 'x')} in {name}"
             return f"the machine is too noisy for a verdict: {found}"
     return ""

@@ -6,7 +6,6 @@ All rows take about eight minutes on two CPU cores; gpt2 needs 10 GB of memory.
 import argparse
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -49,34 +48,13 @@ def prepare(args: argparse.Namespace) -> Task:
 
 def _run(args: argparse.Namespace, names: list[str]) -> Report:
     """Race all work on all shapes."""
-    notes = ["torch: unscale_, clip_grad_norm_, step, update and zero_grad, as the work has them"]
+    notes = []
+    for name in names:
+        shape, work = name.split("/")
+        notes.append(f"{name}: {args.shapes[shape].text}; {WORK[work].text}")
+    notes += ["torch: unscale_, clip_grad_norm_, step, update and zero_grad, as the work has them"]
     plain = "sum() and mul_() over the bytes that the work has to move; no limit: it can be beaten"
-    notes += [f"plain pass: {plain}; share: its time over fastamp's; GB/s: fastamp's"]
-    report = run_cases(args, PLAN, names, partial(_make_case, args), notes)
-    rows = [_make_row(args, name, report) for name in names]
-    return replace(report, table=rows)
-
-
-def _make_row(args: argparse.Namespace, name: str, report: Report) -> dict[str, str]:
-    shape, work = name.split("/")
-    race = report.races[name]
-    times = {arm: _time(race.quartiles_s(arm)[1]) for arm in race.arms}
-    ratio = race.ratio("fastamp")
-    return {
-        "gradients": args.shapes[shape].text,
-        "work": WORK[work].text,
-        "fastamp": times["fastamp"],
-        "torch": times["torch"],
-        "times as fast [95 %]": ratio.text(".2f" if ratio.value < 10 else ".1f", "x"),
-        "plain pass": times[PLAIN],
-        "share": f"{race.ratio('fastamp', PLAIN).value:.0%}",
-        "GB/s": f"{report.details[name]['fastamp']['GB/s']:.2f}",
-    }
-
-
-def _time(time_s: float) -> str:
-    value, unit = (time_s * 1e3, "ms") if time_s > 1e-4 else (time_s * 1e6, "us")
-    return f"{value:.{1 if value >= 10 else 2}f} {unit}"
+    return run_cases(args, PLAN, names, partial(_make_case, args), [*notes, f"plain: {plain}"])
 
 
 def _make_case(args: argparse.Namespace, name: str) -> Case:

@@ -1,21 +1,18 @@
-"""The text: bytes read in a fixed order, split into training and validation, cut into windows."""
+"""The text: bytes read in a fixed order, split into training and validation."""
 
 import hashlib
 import os
 import platform
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from fastamp.train.options import refuse
 
 Bytes = npt.NDArray[np.uint8]
-Batch = tuple[torch.Tensor, torch.Tensor]  # bytes, and the bytes to predict
 
 VALIDATION_PART = 10  # the last tenth is held out
 # Third-party code, and tests, which some distributions leave out of the standard library.
@@ -61,9 +58,7 @@ def load_corpus(path: str | None, *, block_size: int) -> Corpus:
     tail = len(text) // VALIDATION_PART
     if tail <= block_size:
         least = (block_size + 1) * VALIDATION_PART
-        if path is None:
-            refuse("--block-size", block_size, f"needs {least} bytes, {source} has {len(text)}")
-        problem = f"holds {len(text)} bytes, too few: --block-size {block_size} needs {least}"
+        problem = f"holds {len(text)} bytes, too few: windows of {block_size} need {least}"
         refuse("--data", str(root), problem)
     data = np.frombuffer(text, dtype=np.uint8)
     digest = hashlib.sha256(text).hexdigest()
@@ -83,29 +78,3 @@ def _find(root: Path, ending: str, excluded: set[str]) -> list[Path]:
         files = (Path(folder, name) for name in names if name.endswith(ending))
         found += [file for file in files if file.is_file()]
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
-
-
-def training_batches(
-    data: Bytes, block_size: int, batch_size: int, seed: int = 0, device: str = "cpu"
-) -> Iterator[Batch]:
-    """Yield batches drawn at random, the same for the same seed, without end."""
-    rng = np.random.default_rng(seed)
-    while True:
-        starts = rng.integers(0, len(data) - block_size, batch_size)
-        yield _windows(data, starts, block_size, device)
-
-
-def validation_batches(
-    data: Bytes, block_size: int, batch_size: int, windows: int, device: str = "cpu"
-) -> Iterator[Batch]:
-    """Yield batches of windows that start at equal distances over all of `data`."""
-    starts = np.linspace(0, len(data) - block_size - 1, windows).astype(np.int64)
-    for first in range(0, windows, batch_size):
-        yield _windows(data, starts[first : first + batch_size], block_size, device)
-
-
-def _windows(data: Bytes, starts: npt.NDArray[np.int64], block_size: int, device: str) -> Batch:
-    """Return bytes and, one place on, the bytes to predict: int64 [starts, block_size]."""
-    places = starts[:, None] + np.arange(block_size + 1)
-    window = torch.from_numpy(data[places].astype(np.int64)).to(device)
-    return window[:, :-1].contiguous(), window[:, 1:].contiguous()

@@ -28,38 +28,34 @@ def prepare(accelerator: Any, *, fold: bool = True) -> GradScaler:
 
     `accelerator.prepare(loader)` keeps a `fastamp.DataLoader`: over several processes it is that of
     `shard=True`, with the loader's `seed` or the first process's `torch.initial_seed()`. With a
-    sampler of the user's, an iterable dataset, or options that ask for another order
-    (`dispatch_batches`, `even_batches=False`), several processes get Accelerate's own loader, which
-    reads item by item.
+    sampler of the user's, an iterable dataset, options that ask for another order
+    (`dispatch_batches`, `even_batches=False`), or ranks that share a model or a sequence, several
+    processes get Accelerate's own loader, which reads item by item.
 
     What differs from Accelerate alone:
 
     - Between the two calls `.grad` is as backward left it: not clipped and, in fp16, not unscaled.
       After the step it is both. To read or change it before, call `accelerator.unscale_gradients()`
       after the clip, or pass `fold=False`. A change that would be lost raises a RuntimeError in
-      `optimizer.step()`, except one through `.grad.data` or NumPy. Neither is needed for
-      `accelerator.clip_grad_value_`, a hook of the optimizer, a closure, more backward passes, or
-      if the step is left out.
+      `optimizer.step()`, except one through `.grad.data` or NumPy.
     - Gradients are clipped at once, as by Accelerate, where the step cannot clip them: to another
       norm than 2, if they are not those of whole prepared optimizers, and while they are
       accumulated, or if torch makes the step. The norm is exact.
     - A norm that is not finite skips the step, without a scaler too, and
-      `accelerator.optimizer_step_was_skipped` says so. Reading it waits for the device; prepared
-      schedulers read it in every step, in order not to advance. Without a scaler and without a clip
-      nothing is checked.
+      `accelerator.optimizer_step_was_skipped` says so; reading it waits for the device, and
+      prepared schedulers read it in every step. Without a scaler and a clip nothing is checked.
     - Several optimizers may be clipped and stepped in fp16: Accelerate alone unscales the second
       one's gradients twice.
 
     Args:
-        accelerator: an `accelerate.Accelerator`.
+        accelerator: an `accelerate.Accelerator`, which has its scaler.
         fold: False clips at once, for programs that read `.grad` before the step; it costs one more
             pass over the gradients.
 
     Returns:
         The scaler that makes the steps, for its `last_step` and `skipped_steps`, or a tracker's
         `watch`: the Accelerator's new scaler with the state of the old one or, if it has none, a
-        scaler that is not enabled. If a program sets `accelerator.scaler` later, before it prepares
-        optimizers, that one is replaced, too.
+        scaler that is not enabled.
 
     Raises:
         RuntimeError: a scheduler was made on a prepared optimizer before.
@@ -108,7 +104,6 @@ class _Accelerator:
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
         """Prepare an optimizer, whose steps fastamp makes."""
-        self._take_scaler()
         made = stock(self).prepare_optimizer(optimizer, device_placement)
         self._adopt(made)
         return made
@@ -126,15 +121,6 @@ class _Accelerator:
         self._dataloaders.append(made)
         return made
 
-    def _take_scaler(self) -> None:
-        """Replace a scaler that a program has set since `prepare`, before its optimizers."""
-        if self.scaler is None or self.scaler is self._split.scaler:
-            return
-        if any(has_methods_of(each, _Optimizer) for each in self._optimizers):
-            msg = "accelerator.scaler: it was replaced after optimizers were prepared; do so before"
-            raise RuntimeError(msg)
-        self._split.scaler = replace_scaler(self, "accelerator")
-
     def _adopt(self, optimizer: Any) -> None:
         if type(optimizer.optimizer).__module__.startswith("lomo_optim"):
             return  # it steps in the backward pass
@@ -146,7 +132,9 @@ class _Accelerator:
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Scale the loss if there is a scaler, and compute gradients; see Accelerate."""
-        self._take_scaler()
+        if self.scaler not in (None, self._split.scaler):
+            msg = "accelerator.scaler: it was set after prepare(accelerator); set it before"
+            raise RuntimeError(msg)
         self._split.before_backward()
         stock(self).backward(loss, **kwargs)
 

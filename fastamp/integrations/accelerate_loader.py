@@ -9,6 +9,10 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Seque
 
 from fastamp.data import DataLoader
 
+# The arguments that a loader of a part of the data has from the whole one.
+KEPT = "num_workers collate_fn pin_memory drop_last timeout worker_init_fn multiprocessing_context"
+KEPT += " persistent_workers pin_memory_device in_order device max_bytes worker resident"
+
 
 class PreparedLoader(DataLoader[Any]):
     """A loader that tells Accelerate where it is in its pass.
@@ -68,14 +72,15 @@ def prepare_loader(loader: Any, accelerator: Any, *, on_device: bool) -> Prepare
     """
     if type(loader) is not DataLoader:
         return None
+    count, rank = accelerator.num_processes, accelerator.process_index
+    mesh = getattr(accelerator, "torch_device_mesh", None)
+    if mesh is not None and {"tp", "cp", "sp"}.intersection(mesh.mesh_dim_names):
+        return None  # the ranks of one model, or of one sequence, share batches
     made: Any = loader
-    count, rank = _ranks(accelerator)
+    # The order of a shard with a seed is known to `skip_first_batches`.
+    if loader._shard is None and (count > 1 or loader.seed is not None):
+        made = _make_shard(loader, accelerator, count, rank) or loader
     shard = made._shard
-    if shard is None and loader.seed is not None:  # its order is known to `skip_first_batches`, too
-        made = _make_shard(loader, accelerator, count, rank) or made
-    elif shard is None and count > 1:
-        made = _make_shard(loader, accelerator, count, rank)
-    shard = getattr(made, "_shard", None)
     if count > 1 and (shard is None or (shard.num_replicas, shard.rank) != (count, rank)):
         return None
     made.__class__ = PreparedLoader
@@ -83,17 +88,6 @@ def prepare_loader(loader: Any, accelerator: Any, *, on_device: bool) -> Prepare
     if on_device:
         made.device = accelerator.device
     return made  # type: ignore[no-any-return]
-
-
-def _ranks(accelerator: Any) -> tuple[int, int]:
-    """Return the number of parts that the data is shared out in, and this process's part."""
-    count, rank = accelerator.num_processes, accelerator.process_index
-    mesh = accelerator._prepare_device_mesh() if hasattr(accelerator, "torch_device_mesh") else None
-    if mesh is not None:  # the ranks of one model, or of one sequence, share a part
-        sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-        alike = sizes.get("tp", 1) * sizes.get("cp", 1)
-        count, rank = count // alike, rank // alike
-    return count, rank
 
 
 def _make_shard(loader: Any, accelerator: Any, count: int, rank: int) -> Any:
@@ -110,7 +104,6 @@ def _make_shard(loader: Any, accelerator: Any, count: int, rank: int) -> Any:
         isinstance(loader.dataset, IterableDataset)
         or type(loader.batch_sampler) is not BatchSampler
         or loader.batch_sampler.sampler is not sampler
-        or loader._shard is not None
         or not is_plain
         or getattr(sampler, "data_source", None) is not loader.dataset
         or (config.split_batches and size % count)
@@ -124,28 +117,16 @@ def _make_shard(loader: Any, accelerator: Any, count: int, rank: int) -> Any:
         drawn = [torch.initial_seed() % 2**63 if own is None else own]
         dist.broadcast_object_list(drawn, 0)
         seed = drawn[0]
+    options = {name: getattr(loader, name) for name in KEPT.split()}
     made: DataLoader[Any] = DataLoader(
         loader.dataset,
         size // count if config.split_batches else size,
         shuffle=isinstance(sampler, RandomSampler),
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        drop_last=loader.drop_last,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
         prefetch_factor=loader.prefetch_factor if loader.num_workers else None,
-        persistent_workers=loader.persistent_workers,
-        pin_memory_device=loader.pin_memory_device,
-        in_order=loader.in_order,
-        device=loader.device,
         seed=seed,
         rank=rank,
         world_size=count,
-        max_bytes=loader.max_bytes,
-        worker=loader.worker,
-        resident=loader.resident,
+        **options,
     )
     batches: Any = made.batch_sampler
     batches.set_epoch = batches.sampler.set_epoch  # which the Trainer calls when it resumes

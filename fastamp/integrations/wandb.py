@@ -1,13 +1,12 @@
 """Weights & Biases: a sink for the tracker, and a Lightning callback that logs the precision."""
 
-import sys
 from collections import defaultdict
+from importlib import import_module
 from typing import Any
 
-from fastamp.integrations.of_lightning import OfLightning
 from fastamp.metrics.sinks import Scalar, require
 
-__all__ = ["AmpWandbCallback", "WandbSink"]
+__all__ = ["AmpWandbCallback", "WandbSink"]  # noqa: F822 - from __getattr__
 
 STEP = "fastamp/step"
 
@@ -53,31 +52,9 @@ class WandbSink:
             self._run.log({STEP: step, **row})
 
 
-class AmpWandbCallback(OfLightning):
-    """Log a Trainer's precision to W&B at the end of every training epoch.
-
-    "amp/precision" is its name, as "16-mixed"; "amp/enabled" whether it is mixed; "amp/loss_scale"
-    the scaler's scale, None without scaling. Without an active run nothing is logged.
-    `AmpCallback` logs every change of the scale with its step.
-
-    Raises:
-        ImportError: Lightning is not installed; it comes with the extra `lightning`.
-
-    Example:
-        >>> import lightning.pytorch as pl
-        >>> options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
-        >>> trainer = pl.Trainer(callbacks=[AmpWandbCallback()], **options)
-    """
-
-    base = "Callback"
-
-    def on_train_epoch_end(self, trainer: Any, _module: Any) -> None:
-        """Log one row."""
-        run = getattr(sys.modules.get("wandb"), "run", None)
-        if run is None:
-            return
-        precision, scaler = str(trainer.precision), trainer.scaler
-        is_scaling = scaler is not None and scaler.is_enabled()
-        is_mixed = precision in {"16", "bf16"} or "mixed" in precision
-        scale = scaler.get_scale() if is_scaling else None
-        run.log({"amp/precision": precision, "amp/enabled": is_mixed, "amp/loss_scale": scale})
+def __getattr__(name: str) -> Any:
+    """Hand on `AmpWandbCallback`, which needs Lightning; the sink does not."""
+    if name != "AmpWandbCallback":
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    return import_module("fastamp.integrations.lightning_callbacks").AmpWandbCallback

@@ -4,9 +4,10 @@ The optimizer's state stays torch's own, so that anyone can call `optimizer.step
 """
 
 import inspect
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ RULES = {
 }
 OWN = "fastamp.AdamW"
 _updates: "WeakKeyDictionary[Optimizer, tuple[str, Any]]" = WeakKeyDictionary()
+_stepped_by_torch: "WeakSet[Optimizer]" = WeakSet()  # in a step of fastamp's
 
 
 def parameters_of(optimizers: Any) -> list[Tensor]:
@@ -73,6 +75,16 @@ def _update_of(optimizer: Optimizer, rule: str) -> Any:
     if known is None or known[0] != rule:
         known = _updates[optimizer] = (rule, _ops.core().Update(rule))
     return known[1]
+
+
+def note_torchs_step(optimizers: Iterable[Any]) -> None:
+    """Note that torch makes a step of fastamp's, for `has_stepped`."""
+    _stepped_by_torch.update(each for each in optimizers if isinstance(each, Optimizer))
+
+
+def has_stepped(optimizer: Optimizer) -> bool:
+    """Say whether fastamp has made a step of this optimizer, natively or in torch's way."""
+    return optimizer in _updates or optimizer in _stepped_by_torch
 
 
 def note_step(optimizer: Optimizer) -> None:

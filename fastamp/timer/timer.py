@@ -12,6 +12,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -110,6 +111,7 @@ class Timer:
         "_regions",
         "_root",
         "_spans",
+        "_start_s",
     )
 
     def __init__(self, device: str | torch.device | None = None, trace: bool = False) -> None:  # noqa: FBT001, FBT002
@@ -125,6 +127,7 @@ class Timer:
         self._root = self._make("")
         self._regions: dict[str, Region] = {}
         self._depths: dict[str, int] = {}  # number of regions around each path, plus 1
+        self._start_s = 0.0  # of the first region, or of the newest reset after it
 
     def __call__(self, name: str) -> Region | contextlib.nullcontext[None]:
         """Return the region of this name inside the innermost open one, for a `with` statement.
@@ -140,6 +143,7 @@ class Timer:
     def _new_region(self, name: object) -> Region:
         outer = self._root.innermost()
         name = _check_name(name)
+        self._start_s = self._start_s or perf_counter()
         depth = self._depths.get(outer.path, 0) + 1
         if depth > _MAX_DEPTH:
             msg = f"region {name!r}: {_MAX_DEPTH} are open around it; is a stop() missing?"
@@ -262,14 +266,17 @@ class Timer:
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write `summary()` to a file, in seconds, for `python -m fastamp.bench doctor --timer`.
 
-        The file is written whole or stays as it was. That command says what would help, with more
-        certainty if `fastamp.bench.facts.save` has written the file.
+        It also has the time since the first region, or since `reset()`: call it right after the
+        loop. The file is written whole or stays as it was. That command says what would help, with
+        more certainty if `fastamp.bench.facts.save` has written the file.
 
         Raises:
             OSError: the file cannot be written.
         """
         regions = {name: stats._asdict() for name, stats in self.summary().items()}
-        content = {"schema": 1, "unit": "s", "device": str(self._device), "regions": regions}
+        elapsed_s = perf_counter() - (self._start_s or perf_counter())
+        facts = {"schema": 1, "unit": "s", "device": str(self._device), "elapsed": elapsed_s}
+        content = {**facts, "regions": regions}
         write(Path(path), (json.dumps(content) + "\n").encode())
 
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
@@ -301,6 +308,7 @@ class Timer:
         for region in list(self._regions.values()):
             region.reset()
         self._spans.clear()
+        self._start_s = perf_counter() if self._regions else 0.0
 
 
 def _check_name(name: object) -> str:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.bench_pages import COMMANDS, RUNS, make_results
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import fastamp
 from fastamp.bench import environment, main_job
@@ -107,14 +108,16 @@ def test_a_ratio_of_the_step_is_a_gain_of_the_whole_by_its_share():
     facts = Facts(optimizer="AdamW", fused=False, scaler="torch.GradScaler", dtype="float16")
     parts = exact(forward=0.5) | {"step": Interval(value=0.5, low=0.4, high=0.6)}
     profile = Profile(device="cuda:0", steps=9, parts=parts, facts=facts)
-    ratios = {"step": Interval(value=5.0, low=4.0, high=6.0), "fused": Interval.exact(2.0)}
-    step, fused = advise(profile, ratios=ratios)
-    assert (step.part, fused.part) == ("step", "fused")
-    assert step.gain.value == pytest.approx(1 / 0.6)
-    assert step.gain.low == pytest.approx(0.9 / (0.5 + 0.4 / 4))
-    assert step.gain.high == pytest.approx(1.1 / (0.5 + 0.6 / 6))
-    assert "scaler.step(optimizer, max_norm=...)" in step.what
-    assert "become 5.00x [4.00, 6.00] as fast in a race of their kind" in step.why
+    gain = profile.gain(Interval(value=5.0, low=4.0, high=6.0), "step")
+    assert gain.value == pytest.approx(1 / 0.6)
+    assert gain.low == pytest.approx(0.9 / (0.5 + 0.4 / 4))
+    assert gain.high == pytest.approx(1.1 / (0.5 + 0.6 / 6))
+    fused = profile.gain(Interval.exact(2.0), "step")
+    found = advise(profile, {"step": gain, "fused": fused}, "raced elsewhere")
+    assert [(each.part, each.gain) for each in found] == [("step", gain), ("fused", fused)]
+    assert "scaler.step(optimizer, max_norm=...)" in found[0].what
+    assert found[0].text().endswith("x as fast; raced elsewhere")
+    assert [each.part for each in advise(profile)] == ["step"]  # nothing is known of a fused one
 
 
 @pytest.mark.parametrize("low", [-math.inf, -0.3])
@@ -129,14 +132,15 @@ def test_few_visits_promise_no_more_than_a_step_without_the_part(low):
 
 
 def test_what_is_done_already_or_helps_nobody_is_no_advice():
-    facts = Facts(optimizer="AdamW", fused=True, scaler="fastamp.GradScaler", dtype="bfloat16")
     parts = exact(data=0.001, forward=0.6, step=0.399)
+    for fused in (True, False):  # fastamp updates it, fused or not
+        facts = Facts(optimizer="AdamW", fused=fused, by_fastamp=True, dtype="bfloat16")
+        (found,) = advise(Profile(device="cuda", steps=9, parts=parts, facts=facts))
+        assert (found.part, found.gain) == ("nothing", Interval.exact(1.0))
+        assert "60%" in found.text()
+    facts = Facts(optimizer="SGD", fused=False, by_fastamp=False, sparse=True, dtype="bfloat16")
     (found,) = advise(Profile(device="cuda", steps=9, parts=parts, facts=facts))
-    assert (found.part, found.gain) == ("nothing", Interval.exact(1.0))
-    assert "60%" in found.text()
-    facts = Facts(optimizer="AdamW", fused=False, scaler="fastamp.GradScaler", dtype="bfloat16")
-    (found,) = advise(Profile(device="cuda", steps=9, parts=parts, facts=facts))
-    assert found.part == "nothing"  # fastamp updates it, fused or not
+    assert found.part == "nothing"  # torch makes the step of sparse gradients
 
 
 @pytest.mark.parametrize(
@@ -166,10 +170,15 @@ def test_facts_are_those_of_all_optimizers_and_name_what_is_none():
     fused = torch.optim.SGD([first.weight], lr=0.1, fused=True)
     both = [fused, torch.optim.AdamW([first.bias])]
     found = describe(both, scaler=torch.amp.GradScaler("cpu", enabled=False), dtype=torch.bfloat16)
-    assert (found.optimizer, found.fused, found.groups) == ("SGD and AdamW", False, 2)
+    assert (found.optimizer, found.fused, found.by_fastamp) == ("SGD and AdamW", False, False)
     assert (found.sizes, found.scaler, found.dtype) == (((2, 1), (6, 1)), "none", "bfloat16")
     assert describe(fused).fused
-    assert describe(scaler=fastamp.GradScaler("cpu", enabled=False)).scaler == "fastamp.GradScaler"
+    assert describe(scaler=fastamp.GradScaler("cpu", enabled=False)).by_fastamp
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+    rows = torch.optim.SGD(embedding.parameters())
+    assert describe(rows).sparse is None
+    embedding(torch.tensor([1])).sum().backward()
+    assert describe(rows).sparse
     assert describe() == Facts()
     with pytest.raises(TypeError, match="optimizer: expected a torch"):
         describe([first])
@@ -177,17 +186,55 @@ def test_facts_are_those_of_all_optimizers_and_name_what_is_none():
 
 def test_data_that_a_gpu_gathers_may_live_there():
     parts = exact(data=0.4, forward=0.6)
-    for loader, dataset, path in (
-        ("torch.DataLoader", "TensorDataset", None),
-        ("fastamp.DataLoader", "Subset", "gathered by the compiled core"),
+    for loader, path, advised in (
+        ("torch.DataLoader", "gathered by the compiled core", ["loader", "resident"]),
+        ("fastamp.DataLoader", "gathered by the compiled core", ["loader", "resident"]),
+        ("fastamp.DataLoader", "gathered on cuda:0", ["loader"]),
+        ("torch.DataLoader", "item by item: the dataset is a Mine", ["loader"]),
+        ("mine.Loader", None, ["loader"]),
     ):
-        facts = Facts(loader=loader, dataset=dataset, path=path, workers=2, dtype="bfloat16")
+        facts = Facts(loader=loader, path=path, workers=2, dtype="bfloat16")
         profile = Profile(device="cuda", steps=9, parts=parts, facts=facts)
-        assert [each.part for each in advise(profile)] == ["loader", "resident"]
-    for dataset, path in (("Mine", None), ("TensorDataset", "gathered on cuda:0")):
-        facts = Facts(loader=loader, dataset=dataset, path=path, dtype="bfloat16")
-        (found,) = advise(Profile(device="cuda", steps=9, parts=parts, facts=facts))
-        assert found.part == "loader"
+        assert [each.part for each in advise(profile)] == advised
+
+
+class Rows(torch.utils.data.Dataset):
+    """Arrays behind a `__getitem__`, as most people write it."""
+
+    def __init__(self):
+        self.x = torch.ones(8, 2)
+
+    def __getitem__(self, index):
+        return self.x[index]
+
+    def __len__(self):
+        return 8
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(torch.ones(8, 2))
+
+
+@pytest.mark.parametrize("make", [DataLoader, fastamp.DataLoader])
+def test_arrays_are_advised_before_workers_where_they_can_be_made(make):
+    def say(dataset, **options):
+        loader = make(dataset, 4, **options)
+        list(loader)
+        profile = Profile(
+            device="cpu", steps=9, parts=exact(data=0.5), facts=describe(loader=loader)
+        )
+        return advise(profile)[0].what
+
+    said = say(Rows())
+    assert "fastamp.in_memory(dataset) or another ArrayDataset, if its items never ch" in said
+    assert said.index("in_memory") < said.index("; else num_workers=") < said.index("worker=")
+    for dataset, options in ((Stream(), {}), (Rows(), {"collate_fn": torch.stack})):
+        said = say(dataset, **options)
+        assert "in_memory" not in said  # is not for these
+        assert "num_workers=" in said
+    for dataset in (TensorDataset(torch.ones(8, 2)), Subset(Rows().x, [3, 1]), torch.ones(8, 2)):
+        assert "workers" not in say(dataset)
 
 
 def test_a_gain_leaves_the_time_for_data_as_it_is(tmp_path, monkeypatch, capsys):

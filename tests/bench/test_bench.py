@@ -34,7 +34,8 @@ from fastamp.bench.trainer import Score, Trainer
 
 SHAPE = Shape(layers=2, heads=2, width=32, block_size=16)
 JOB = measure.Job(device="cpu", precision="bf16", seed=0, steps=8, make=None, memory_make=None)
-TINY = "--device cpu --layers 1 --heads 2 --width 32 --block-size 16 --batch-size 4 --steps 8"
+TINY_SHAPE = Shape(layers=1, heads=2, width=32, block_size=16)
+TINY = "--device cpu --batch-size 4 --steps 8"
 NAMES = ["fp32", "amp", "amp+fastamp"]
 MIB = 2**20
 TARGETS = {"min_speedup": 1.5, "min_memory_saving": 0.4, "max_accuracy_gap": 0.01}
@@ -59,6 +60,7 @@ def quick(monkeypatch, text):
     monkeypatch.setattr(measure, "peak_memory", lambda *_: 100 * MIB)
     monkeypatch.setattr(environment, "cpu_features", lambda: {"amx_bf16"})
     monkeypatch.setattr(where, "BLOCKS", 3)
+    monkeypatch.setattr(main_job, "CPU_SHAPE", TINY_SHAPE)
     return [*TINY.split(), "--data", str(text)]
 
 
@@ -67,8 +69,10 @@ import multiprocessing, runpy, warnings
 warnings.simplefilter("error")
 # torch 2.6 leaves a folder of torch.distributed's to the end
 warnings.filterwarnings("ignore", "Implicitly cleaning up", ResourceWarning)
-from fastamp.bench import peaks, where
+from fastamp.bench import main_job, peaks, where
+from fastamp.bench.gpt import Shape
 where.BLOCKS = 3
+main_job.CPU_SHAPE = Shape(layers=1, heads=2, width=32, block_size=16)
 # A fork has torch, which takes seconds to import; a test below starts a fresh process.
 peaks.get_context = lambda _: multiprocessing.get_context("fork")
 runpy.run_module("fastamp.bench", run_name="__main__", alter_sys=True)
@@ -240,7 +244,8 @@ def test_memory_is_measured_in_another_process_and_grows_with_the_model(
     parameters = sum(parameter.numel() for parameter in GPT(shape).parameters())
     # float32 weights, gradients and two moments are 16 bytes a parameter
     assert 16 * parameters < large < 32 * parameters
-    assert 0 <= finished[1]["details"]["peak_memory_nbytes"]["fp32"] < 2**24
+    # The order of 680,000 windows of 16 bytes is most of it.
+    assert 0 <= finished[1]["details"]["peak_memory_nbytes"]["fp32"] < 2**26
 
 
 # What is said
@@ -460,8 +465,6 @@ def test_a_file_gets_whole_lines_and_no_progress_bar(finished):
         ("--fail-on speedup", "argument --fail-on: 'speedup' is not a metric and a change"),
         ("--fail-on speedup:-5%", "argument --fail-on: 'speedup' needs a --baseline"),
         ("--batch-size -1", "argument --batch-size: '-1' is not an integer of at least 1"),
-        ("--width x", "argument --width: 'x' is not"),
-        ("--width 32 --heads 3", "argument --heads: 3 does not divide --width 32"),
         (
             "--min-memory-saving 40",
             "argument --min-memory-saving: '40' is not a number from -1 to 1",
@@ -471,7 +474,7 @@ def test_a_file_gets_whole_lines_and_no_progress_bar(finished):
         ("--data missing", "argument --data: 'missing' is no file, and no folder that holds one"),
         ("--data empty", "argument --data: 'empty' is no file, and no folder"),
         (f"--data {'x' * 300}", "xxx' cannot be read: File name too long"),
-        ("--data short", "argument --data: 'short' holds 10 bytes, too few: --block-size"),
+        ("--data short", "argument --data: 'short' holds 10 bytes, too few: windows"),
         ("--json missing/x", "argument --json: 'missing/x' is no file that can be written"),
         ("--json empty", "argument --json: 'empty' is no file that can be written"),
         (f"--json {'x' * 300}", "xxx' is no file that can be written"),
@@ -499,8 +502,10 @@ def test_a_gpu_that_is_not_there_is_a_bad_argument(monkeypatch, capsys):
 
 
 @pytest.mark.cuda
-def test_the_main_job_runs_on_a_gpu_with_loss_scaling(tmp_path, capsys):
-    options = "--layers 2 --heads 2 --width 64 --block-size 64 --batch-size 64 --steps 4"
+def test_the_main_job_runs_on_a_gpu_with_loss_scaling(monkeypatch, tmp_path, capsys):
+    shape = Shape(layers=2, heads=2, width=64, block_size=64)
+    monkeypatch.setattr(main_job, "GPT2_SMALL", shape)
+    options = "--batch-size 64 --steps 4"
     path = tmp_path / "found.json"
     assert main([*options.split(), "--precision", "fp16", "--json", str(path)]) == 0
     found = json.loads(path.read_text())

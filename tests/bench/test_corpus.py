@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from fastamp.bench import text
+from fastamp.bench.gpt import Shape
+from fastamp.bench.jobs import language
 
-SIZES = (16, 24)  # of a window, of a batch
+SHAPE = Shape(layers=1, heads=1, width=16, block_size=16)
 
 
 @pytest.fixture
@@ -63,21 +65,14 @@ def test_the_standard_library_is_read_without_third_party_code_and_tests(tmp_pat
     assert bytes(corpus.train) + bytes(corpus.validation) == b"j" * 100 + b"o" * 100
 
 
-def test_no_validation_byte_is_ever_trained_on(corpus):
-    draws = text.training_batches(corpus.train, *SIZES)
-    seen = torch.cat([torch.cat(next(draws)).flatten() for _ in range(120)])
-    spread = text.validation_batches(corpus.validation, *SIZES, 64)
-    held = [torch.cat(batch).flatten() for batch in spread]
+def test_no_validation_byte_is_ever_trained_on_and_all_windows_are_scored_once(corpus):
+    model, data, _, options = language.make_gpt("cpu", 0, shape=SHAPE, batch_size=24, corpus=corpus)
+    seen = torch.cat([torch.cat(data[window]) for window in range(len(data))])
     assert seen.max() == 99
+    assert options["batch_size"] == 24
+    held = []
+    model.register_forward_hook(lambda _model, args, _out: held.append(args[0]))
+    with torch.no_grad():
+        scored = options["evaluate"](model)
     assert torch.cat(held).min() == 100
-    assert [batch.numel() // 32 for batch in held] == [24, 24, 16]
-
-
-def test_a_batch_asks_for_the_next_byte_and_depends_on_the_seed_alone(corpus):
-    def draw(seed):
-        return next(text.training_batches(corpus.train, *SIZES, seed))
-
-    tokens, targets = draw(0)
-    assert torch.equal(targets, (tokens + 1) % 100)
-    assert torch.equal(tokens, draw(0)[0])
-    assert not torch.equal(tokens, draw(1)[0])
+    assert sum(map(len, held)) == len(scored["accuracy"]) == 62  # of 1,000 bytes, at most 64

@@ -109,13 +109,37 @@ def test_ranks_start_compare_and_leave_none_behind(script, monkeypatch, capsys):
 @pytest.mark.parametrize("name", ["waits", "first", "photos"])
 def test_thread_workers_race_processes(name, script, monkeypatch, capsys):
     if name == "photos":
-        pytest.importorskip("spdl.io", reason="no extra installs it")
         pytest.importorskip("PIL.Image")
-    monkeypatch.setattr(photos, "COUNT", 3)
     thread_workers = script("thread_workers")
+    monkeypatch.setattr(thread_workers, "COUNT", 3)
+    monkeypatch.setattr(thread_workers, "WORKERS", (0,))
     monkeypatch.setattr(thread_workers, "WAITING", 24)
     thread_workers.main([name, "--workers", "1", *QUICK])
     assert {*read_table(capsys.readouterr().out)} == {name}
+
+
+def test_photographs_that_are_missing_or_others_are_refused(script):
+    check = script("thread_workers").check_photos
+    batch = [torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.tensor([0, 1])]
+    check([batch], [batch])
+    with pytest.raises(ValueError, match="argument 2 is longer"):
+        check([], [batch])
+    white = torch.full_like(batch[0], 255)
+    with pytest.raises(AssertionError, match=r"the images differ by 255\.0 of 255"):
+        check([[white, batch[1]]], [batch])
+    with pytest.raises(AssertionError, match="not equal"):
+        check([[batch[0], batch[1] + 1]], [batch])
+
+
+def test_photographs_are_as_large_as_photographs(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    photos.write_photos(tmp_path, 3, 0)
+    files = sorted(tmp_path.glob("*/*.jpg"))
+    assert len({path.read_bytes() for path in files}) == 3
+    for path in files:
+        assert 35_000 < path.stat().st_size < 65_000
+        with image.open(path) as photo:
+            assert photo.size == (500, 375)
 
 
 def test_the_cost_of_checkpoints_is_printed_for_each_way(script, monkeypatch, capsys):

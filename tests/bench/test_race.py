@@ -217,6 +217,22 @@ def test_a_placebo_that_leaves_1_out_is_a_machine_too_noisy_for_a_verdict(race_o
     assert first == (said or "arm")
 
 
+@pytest.mark.parametrize(
+    ("again", "is_noisy"), [(1.0005, False), (0.9995, False), (1.02, True), (0.98, True)]
+)
+def test_a_placebo_within_1_percent_of_1_voids_no_verdict(race_of, again, is_noisy):
+    rng = np.random.default_rng(0)
+    times_s = {"stock": 2.0, AGAIN: 2 / again, "ours": 1.0}
+    arms = {
+        name: lambda time_s=time_s: time_s * math.exp(1e-3 * rng.normal())
+        for name, time_s in times_s.items()
+    }
+    race = race_of(arms, Plan(rounds=400, warmup=0))
+    placebo = race.placebo(0.99)
+    assert not placebo.low <= 1 <= placebo.high
+    assert bool(find_noise({"x": race})) == is_noisy
+
+
 @pytest.mark.parametrize("confidence", [0.95, 0.99])
 def test_a_placebo_leaves_1_out_as_seldom_as_its_confidence_says(confidence):
     rng = np.random.default_rng(0)

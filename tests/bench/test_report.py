@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.bench_pages import COMMANDS, JOBS, QUICK, RUNS, write_all
+from support.bench_pages import COMMANDS, JOBS, QUICK, RUNS, TINY, write_all
 from support.fake_clock import FakeClock
 from torch.utils.data import default_collate
 
@@ -29,6 +29,7 @@ from fastamp.bench import (
     crops,
     latency,
     loader,
+    main_job,
     measure,
     page,
     pictures,
@@ -37,12 +38,12 @@ from fastamp.bench import (
     where,
 )
 from fastamp.bench.__main__ import main
-from fastamp.bench.race import Interval
+from fastamp.bench.race import Interval, Plan, run_race
 from fastamp.bench.record import PLAIN, SCHEMA_VERSION, Case, _finite, run_cases
 from fastamp.bench.trainer import Trainer
 
 VOID = {"meta", "link"}
-PICTURES = ["Comparisons", "Where the time of a step goes", "Memory", "Times", "Training loss"]
+PICTURES = ["Comparisons", "Where the time of a step goes", "Training loss"]
 MADE_UP = [*RUNS, "jobs"]
 
 
@@ -110,7 +111,6 @@ def test_pictures_come_before_tables_and_each_says_what_it_shows(written, name):
     found = Page(path.read_text())
     held = {
         "Where the time of a step goes": "profiles" in record["details"],
-        "Memory": any(record["details"].get("peak_memory_nbytes", {}).values()),
         "Training loss": bool(record["losses"]),
     }
     titles = [title for title in PICTURES if held.get(title, True)]
@@ -142,6 +142,16 @@ def test_every_comparison_has_a_row_with_its_target_and_verdict(written, name):
         assert judged == {f"speedup/{job}/fastamp" for job in JOBS} | {"over_naive/gpt/fastamp"}
 
 
+def test_what_fastamp_adds_is_a_figure_of_its_own(written):
+    for name, metric, arm, base in (
+        ("gain", "over_amp", "amp+fastamp", "amp"),
+        ("timer", "of_plain/timer", "region", PLAIN),
+    ):
+        [found] = [m for m in written[name][1]["measurements"] if m["name"] == metric]
+        assert (found["arm"], found["base"], found["unit"]) == (arm, base, "x")
+        assert found["interval"]["low"] <= found["interval"]["value"] <= found["interval"]["high"]
+
+
 def test_two_figures_that_are_equal_keep_their_own_verdicts(written):
     figure = {"value": 2.0, "low": 2.0, "high": 2.0}
     both = [
@@ -160,23 +170,6 @@ def test_a_change_since_a_baseline_is_a_ratio_too(written):
     change["text"] = f"{change['name']} -10 %: inconclusive, "
     found = Page(page.make(written["step"][1] | {"measurements": [change]}))
     assert "since the baseline -10 %: inconclusive" in found.pictures[0][1]["aria-label"]
-
-
-@pytest.mark.parametrize("name", ["timer", "gain"])
-def test_times_end_at_a_percentile_and_say_how_many_visits_lie_beyond(written, name):
-    path, record, _ = written[name]
-    ((_, race_),) = record["races"].items()
-    times = {arm: [] for arm in race_["arms"]}
-    for round_ in race_["rounds"][race_["warmup_rounds"] :]:
-        for visit in round_:
-            times[visit["arm"]].append(visit["elapsed_s"] * 1e3)
-    end = max(np.percentile(values, 99) for values in times.values())
-    texts = Page(path.read_text()).texts["text"]
-    for values in times.values():
-        beyond = sum(value > end for value in values)
-        text = f"{np.median(values):.3g} ms, {len(values)} visits, {beyond} beyond"
-        assert texts.count(text) >= 1
-    assert any(value > end for values in times.values() for value in values)
 
 
 def numbers(value):
@@ -257,7 +250,7 @@ def test_what_the_user_named_is_text(written):
     made = page.make(json.loads(text) | {"notes": ["<i>"], "command": "<u>"})
     found = Page(made)
     assert not {"b", "i", "u"} & found.tags
-    assert found.texts["text"].count(name.replace("\udcff", "?")) >= 4
+    assert found.texts["text"].count(name.replace("\udcff", "?")) >= 2
     assert found.texts["h1"] == ["fastamp bench: <u>"]
 
 
@@ -272,7 +265,7 @@ def test_a_record_with_less_in_it_makes_a_page():
     race_ = {"base": "a", "warmup_rounds": 0, "rounds": [skipped], "arms": {}}
     race_["arms"] = {"a": {}, "b": {}}
     record |= {"races": {"x": race_}, "measurements": [unknown], "losses": {"a": [None, None]}}
-    record["details"] = {"peak_memory_nbytes": {"a": None}, "profiles": {}}
+    record["details"] = {"profiles": {}}
     found = Page(page.make(record))
     assert found.texts["h2"] == ["Comparisons", "Results", "Environment"]
     assert "n/a" in found.pictures[0][1]["aria-label"]
@@ -340,6 +333,7 @@ def test_an_arm_is_at_most_six_frames_from_the_command(monkeypatch, tmp_path):
     main(["step", "--shapes", "3x10", "--work", "norm", "--device", "cpu"])
     assert stacks[0] == ["main", "_run", "run_cases", "run_race", "look"]
     monkeypatch.setattr(measure, "peak_memory", lambda *_: None)
+    monkeypatch.setattr(main_job, "CPU_SHAPE", TINY)
 
     def train_step(trainer, _, region):
         for name in where.REGIONS:
@@ -411,14 +405,12 @@ def test_a_region_is_held_to_the_cost_of_two_reads_of_a_clock(
 def test_a_request_ends_with_its_result_and_the_first_ones_are_not_counted(monkeypatch):
     calls, module = [], torch.get_device_module("cpu")
     monkeypatch.setattr(module, "synchronize", lambda *_: calls.append("wait"))
-    server = latency.Server(calls.append, torch.zeros(1), None)
-    server.serve()
-    requests = latency.PLAN.warmup + 1
-    assert len(calls) == 2 * requests
-    assert calls[1::2] == ["wait"] * requests
-    assert server.timer.summary()["request"].count == 1
-    found = server.percentiles()
-    assert 0 < found["p50 ms"] <= found["p90 ms"] <= found["p99 ms"]
+    model = lambda _: calls.append("request")  # noqa: E731
+    found = run_race({"fp32": partial(latency.answer, model, torch.zeros(1), None)}, Plan(rounds=8))
+    assert calls == ["wait", "request", "wait"] * 8
+    times_ms = sorted(1e3 * time_s for time_s in found.times_s("fp32"))
+    assert len(times_ms) == 4
+    assert latency.percentiles(found)["fp32"]["p50 ms"] == pytest.approx(sum(times_ms[1:3]) / 2)
 
 
 def test_every_batch_size_has_percentiles(written):

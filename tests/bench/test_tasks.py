@@ -201,7 +201,7 @@ def test_options_of_the_gpt_are_for_the_gpt_alone(tmp_path, capsys):
     path = tmp_path / "with_loader.py"
     batches = f"{HEAD}\ndef make(*_):\n    return model, torch.utils.data.DataLoader(data), loss\n"
     path.write_text(batches)
-    for option in ("--layers 2", "--data x", "--batch-size 2"):
+    for option in ("--data x", "--batch-size 2"):
         with pytest.raises(SystemExit) as ended:
             main(["--task", f"{path}:make", *option.split()])
         assert ended.value.code == 2

@@ -6,6 +6,7 @@ import ast
 import importlib.metadata
 import inspect
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,15 @@ def test_the_version_is_stated_once():
 def test_the_public_names_are_there():
     for name in fastamp.__all__:
         assert hasattr(fastamp, name)
+
+
+def test_the_oldest_session_installs_the_floors_of_pyproject():
+    nox = pytest.importorskip("nox")
+    noxfile = runpy.run_path(str(ROOT / "noxfile.py"))
+    project = nox.project.load_toml(ROOT / "pyproject.toml")["project"]
+    floors = {"torch==2.6", "lightning==2.4", "pytorch-lightning==2.4", "accelerate==1.2"}
+    assert floors | {"transformers==4.49"} <= {*noxfile["list_floors"](project)}
+    assert all(re.fullmatch(r"[\w-]+==[\d.]+", each) for each in noxfile["list_floors"](project))
 
 
 def test_a_folder_of_tests_is_called_as_the_folder_that_it_tests():

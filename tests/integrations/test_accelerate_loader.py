@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from support.streams import Stream
 from torch.utils.data import TensorDataset
 
 import fastamp
+from fastamp.integrations.accelerate_loader import prepare_loader
 
 accelerate = pytest.importorskip("accelerate")
 cases = pytest.importorskip("support.accelerate_cases")
@@ -211,3 +213,9 @@ def test_whatever_else_two_processes_ask_for_is_accelerates_own(two, name, optio
     length = 26 if "split_batches" in options else 27
     for ours, theirs in two.run(2, cases.both, name, length, options):
         assert ours == theirs
+
+
+def test_ranks_that_share_a_model_get_accelerates_own_loader():
+    mesh = SimpleNamespace(mesh_dim_names=("dp", "tp"))
+    own = SimpleNamespace(num_processes=4, process_index=1, torch_device_mesh=mesh)
+    assert prepare_loader(fastamp.DataLoader(ROWS, BATCH, seed=1), own, on_device=True) is None

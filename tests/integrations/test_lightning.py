@@ -1,11 +1,10 @@
-"""Lightning: the precision plugin and the module, in Trainers of both packages."""
+"""Lightning: the precision plugin and the module, in its Trainer."""
 
 from __future__ import annotations
 
 import copy
 import math
 import pickle
-import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -32,9 +31,15 @@ from support.trainers import (
 from support.training import assert_same_bits
 
 import fastamp
-from fastamp.integrations.lightning import AmpCallback, AmpPrecision, to_lightning_module
-from fastamp.integrations.of_lightning import PACKAGES
 from fastamp.step.report import StepReport
+
+pytest.importorskip("lightning.pytorch")
+
+from fastamp.integrations.lightning import (
+    AmpCallback,
+    AmpPrecision,
+    to_lightning_module,
+)
 
 __all__ = ["batches", "pl"]  # fixtures
 pytestmark = MARKS
@@ -79,7 +84,7 @@ def test_a_trainer_trains_as_the_loop_written_by_hand(
     expected, scaler, scheduler = train_by_hand(
         batches, precision, make_optimizer, accumulate=accumulate, clip=clip_norm_and_step
     )
-    module, plugin = make_module(pl, make_optimizer), make_plugin(pl, precision)
+    module, plugin = make_module(pl, make_optimizer), make_plugin(precision)
     fit(
         pl,
         module,
@@ -97,7 +102,7 @@ def test_a_trainer_trains_as_the_loop_written_by_hand(
 def test_values_are_clipped_after_unscaling(pl, batches):
     expected, *_ = train_by_hand(batches, "16-mixed", SGD, clip=clip_value_and_step)
     for make_optimizer in (SGD, partial(SGD, fused=True)):
-        module, plugin = make_module(pl, make_optimizer), make_plugin(pl)
+        module, plugin = make_module(pl, make_optimizer), make_plugin()
         options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
         fit(pl, module, batches, plugins=[plugin], **options)
         # torch's fused SGD rounds once where the other one rounds twice
@@ -111,7 +116,7 @@ def test_bf16_skips_whatever_is_clipped(pl, batches, algorithm):
         if self.trainer.global_step == 1:
             self.model[0].weight.grad[0, 0] = math.inf  # which clipping to a value would hide
 
-    module, plugin = make_module(pl, on_after_backward=overflow), make_plugin(pl, "bf16-mixed")
+    module, plugin = make_module(pl, on_after_backward=overflow), make_plugin("bf16-mixed")
     options = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": algorithm} if algorithm else {}
     fit(pl, module, batches[:3], plugins=[plugin], **options)
     assert plugin.scaler.skipped_steps == 1
@@ -127,7 +132,7 @@ def test_a_batch_that_training_step_leaves_out_changes_nothing(pl, batches):
 
     module = make_module(pl, SGD, None, training_step=training_step)
     options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
-    fit(pl, module, batches[:4], plugins=[make_plugin(pl)], **options)
+    fit(pl, module, batches[:4], plugins=[make_plugin()], **options)
     assert_same_bits(module.model.state_dict(), expected.state_dict())
 
 
@@ -138,7 +143,7 @@ def test_hooks_before_the_step_see_unscaled_gradients(pl, batches):
         "on_before_optimizer_step": lambda self, _: seen.append(self.model[0].bias.grad.clone()),
     }
     module = make_module(pl, **hooks)
-    fit(pl, module, batches[:2], plugins=[make_plugin(pl)], gradient_clip_val=0.1)
+    fit(pl, module, batches[:2], plugins=[make_plugin()], gradient_clip_val=0.1)
     assert_same_bits(seen, [grad / 1024 for grad in scaled])
     expected, *_ = train_by_hand(batches[:2], "16-mixed", clip=clip_norm_and_step)
     torch.testing.assert_close(module.model.state_dict(), expected.state_dict())
@@ -157,7 +162,7 @@ def test_manual_optimization_clips_each_optimizer(pl, batches):
     def configure_optimizers(self):
         return FUSED(self.model[0].parameters()), SGD(self.model[2].parameters())
 
-    plugin = make_plugin(pl)
+    plugin = make_plugin()
     module = make_module(pl, training_step=training_step, configure_optimizers=configure_optimizers)
     module.automatic_optimization = False
     fit(pl, module, batches[:3], plugins=[plugin])
@@ -198,7 +203,7 @@ def test_what_comes_between_clip_and_step_sees_clipped_gradients(pl, batches, by
 
     members = {"training_step": step_by_hand} if by_hand else {"configure_gradient_clipping": clip}
     trained = []
-    for options in ({"precision": precision}, {"plugins": [make_plugin(pl, precision)]}):
+    for options in ({"precision": precision}, {"plugins": [make_plugin(precision)]}):
         module = make_module(pl, SGD, **members)
         module.automatic_optimization = not by_hand
         fit(pl, module, batches[:3], **options, **({} if by_hand else {"gradient_clip_val": 0.1}))
@@ -207,16 +212,18 @@ def test_what_comes_between_clip_and_step_sees_clipped_gradients(pl, batches, by
     torch.testing.assert_close(*trained)
 
 
-def test_with_a_loss_scale_an_own_clipping_unscales_and_clips_at_once(pl, batches):
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_an_own_clipping_unscales_and_clips_at_once(pl, batches, precision):
     found = []
 
     def clip(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         found.append(torch.nn.utils.get_total_norm(p.grad for p in self.parameters()).item())
 
-    module = make_module(pl, configure_gradient_clipping=clip)
-    fit(pl, module, batches[:3], plugins=[make_plugin(pl)], gradient_clip_val=0.1)
+    module, plugin = make_module(pl, configure_gradient_clipping=clip), make_plugin(precision)
+    fit(pl, module, batches[:3], plugins=[plugin], gradient_clip_val=0.1)
     assert found == pytest.approx([0.1] * 3, rel=1e-4)
+    assert not plugin.scaler.last_step.skipped
 
 
 @pytest.mark.filterwarnings("ignore:You requested to overfit but enabled")
@@ -248,13 +255,13 @@ def test_a_scheduler_of_epochs_goes_on_and_one_of_steps_waits(pl, batches):
     for interval, n in {"step": N_BATCHES - 2, "epoch": 1}.items():
         module = make_module(pl, interval=interval)
         # the last step is skipped, too
-        fit(pl, module, [*batches[4:], *batches[:4]], plugins=[make_plugin(pl)])
+        fit(pl, module, [*batches[4:], *batches[:4]], plugins=[make_plugin()])
         assert module.scheduler.last_epoch == n
 
 
 def test_without_such_a_scheduler_nothing_waits_for_the_step(pl, batches, monkeypatch):
     monkeypatch.setattr(StepReport, "skipped", property(lambda _: pytest.fail("it was read")))
-    fit(pl, make_module(pl, interval=None), batches, plugins=[make_plugin(pl)])
+    fit(pl, make_module(pl, interval=None), batches, plugins=[make_plugin()])
 
 
 def test_the_modules_own_way_of_stepping_is_kept_and_put_back(pl, batches):
@@ -265,7 +272,7 @@ def test_the_modules_own_way_of_stepping_is_kept_and_put_back(pl, batches):
         scheduler.step()
 
     module = make_module(pl, lr_scheduler_step=lr_scheduler_step)
-    fit(pl, module, batches, plugins=[make_plugin(pl)])
+    fit(pl, module, batches, plugins=[make_plugin()])
     assert len(calls) == module.scheduler.last_epoch == N_BATCHES - len(OVERFLOWS)
     assert "lr_scheduler_step" not in vars(module)
 
@@ -275,7 +282,7 @@ def test_checkpoints_of_lightnings_own_plugin_go_on(pl, batches, tmp_path):
     stock = pl.plugins.MixedPrecision("16-mixed", "cpu", make_scaler())
     trainer = fit(pl, make_module(pl, SGD), batches, plugins=[stock])
     trainer.save_checkpoint(path)
-    plugin = AmpPrecision("16-mixed", "cpu", package=pl.__name__)
+    plugin = AmpPrecision("16-mixed", "cpu")
     module = make_module(pl, SGD, None)
     recorder = Recorder(pl)
     options = {"callbacks": AmpCallback(), "logger": recorder, "log_every_n_steps": 1}
@@ -287,45 +294,58 @@ def test_checkpoints_of_lightnings_own_plugin_go_on(pl, batches, tmp_path):
 def test_lbfgs_is_refused_in_fp16(pl, batches):
     module = make_module(pl, torch.optim.LBFGS, None)
     with pytest.raises(Exception, match="AMP and the LBFGS optimizer are not compatible"):
-        fit(pl, module, batches, plugins=[make_plugin(pl)])
+        fit(pl, module, batches, plugins=[make_plugin()])
 
 
 def test_a_strategy_that_scales_by_itself_is_refused(pl):
     strategy = object.__new__(pl.strategies.DeepSpeedStrategy)
     module = SimpleNamespace(trainer=SimpleNamespace(strategy=strategy))
     with pytest.raises(TypeError, match="DeepSpeedStrategy scales by itself: use Trainer"):
-        make_plugin(pl).convert_module(module)
+        make_plugin().convert_module(module)
 
 
 def test_lightning_refuses_the_plugin_with_fsdp(pl):
     with pytest.raises(TypeError, match="FSDP strategy can only work with the `FSDPPrecision`"):
-        pl.strategies.FSDPStrategy(precision_plugin=make_plugin(pl))
+        pl.strategies.FSDPStrategy(precision_plugin=make_plugin())
 
 
 def test_wrong_arguments_are_refused(pl):
     with pytest.raises(TypeError, match=r"scaler: expected a fastamp.GradScaler, got <torch"):
-        AmpPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"), package=pl.__name__)
+        AmpPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     with pytest.raises(ValueError, match=r"precision: .*'32-true'.*, got '64-true'"):
-        AmpPrecision("64-true", "cpu", package=pl.__name__)
-    with pytest.raises(ValueError, match=r"package: expected one of lightning.*got torch"):
-        AmpPrecision(package="torch")
+        AmpPrecision("64-true", "cpu")
 
 
-def test_the_package_in_use_is_taken(monkeypatch):
-    first, second = map(pytest.importorskip, PACKAGES)
-    with pytest.raises(ValueError, match=r"package: expected .* of one, lightning.* both"):
-        AmpPrecision("16-mixed", "cpu")
-    assert isinstance(AmpCallback(), first.Callback)
-    assert isinstance(AmpCallback(), second.Callback)
-    monkeypatch.delitem(sys.modules, PACKAGES[0])
-    plugin = AmpPrecision("16-mixed", "cpu")
-    assert isinstance(plugin, second.plugins.Precision)
-    assert not isinstance(plugin, first.plugins.Precision)
+OLDER_NAME = """
+import copy, logging, math, pickle, warnings
+import pytorch_lightning as pl
+import torch
+from fastamp.integrations.lightning import AmpCallback, AmpPrecision, to_lightning_module
+
+warnings.simplefilter("ignore")
+logging.disable(logging.WARNING)
+plugin, log = AmpPrecision("16-mixed", "cpu"), AmpCallback()
+batches = [(torch.full((8, 4), x), torch.arange(8) % 2) for x in (1.0, math.inf, 2.0)]
+quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+options = {"accelerator": "cpu", "max_epochs": 1, "gradient_clip_val": 0.1}
+trainer = pl.Trainer(plugins=[plugin], callbacks=[log], **options, **dict.fromkeys(quiet, False))
+loader = torch.utils.data.DataLoader(batches, batch_size=None)
+trainer.fit(to_lightning_module(torch.nn.Linear(4, 2)), loader)
+copies = [pickle.loads(pickle.dumps(plugin)), copy.deepcopy(log)]
+assert [type(each) for each in copies] == [AmpPrecision, AmpCallback]
+print(plugin.scaler.skipped_steps, log.tracker.history("train/skipped_steps")[0])
+"""
+
+
+def test_the_package_that_the_program_imported_first_is_taken():
+    pytest.importorskip("pytorch_lightning")
+    result = run_python(OLDER_NAME)
+    assert result.stdout.strip() == "1 [1]", result.stderr
 
 
 def test_plugins_callbacks_and_modules_are_pickled_and_copied(pl):
-    module = to_lightning_module(make_model(), package=pl.__name__)
-    for made in (make_plugin(pl), AmpCallback(), module):
+    module = to_lightning_module(make_model())
+    for made in (make_plugin(), AmpCallback(), module):
         for again in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
             assert type(again) is type(made)
             assert set(vars(again)) == set(vars(made))
@@ -339,25 +359,25 @@ def test_a_module_and_callbacks_are_pickled_and_copied_while_they_train(pl, batc
             for made in (module, callback):
                 copies.extend([pickle.loads(pickle.dumps(made)), copy.deepcopy(made)])
 
-    module = to_lightning_module(make_model(), optimizer=FUSED, package=pl.__name__)
+    module = to_lightning_module(make_model(), optimizer=FUSED)
     options = {"val": batches[:1], "callbacks": [callback, Exports()]}
-    fit(pl, module, batches, plugins=[make_plugin(pl)], **options)
+    fit(pl, module, batches, plugins=[make_plugin()], **options)
     for again in copies[:2]:
         assert all(map(torch.equal, again.parameters(), module.parameters()))
         assert again.lr_scheduler_step == type(again).lr_scheduler_step.__get__(again)
     for again in copies[2:]:
         assert not hasattr(again, "tracker")
-        fit(pl, make_module(pl), batches, plugins=[make_plugin(pl)], callbacks=[again])
+        fit(pl, make_module(pl), batches, plugins=[make_plugin()], callbacks=[again])
         assert again.tracker.history("train/skipped_steps")[1][-1] == len(OVERFLOWS)
 
 
 def test_any_model_is_adapted(pl, batches):
     finite = [batch for i, batch in enumerate(batches) if i not in OVERFLOWS]
     recorder = Recorder(pl)
-    module = to_lightning_module(make_model(), optimizer=FUSED, package=pl.__name__)
+    module = to_lightning_module(make_model(), optimizer=FUSED)
     assert isinstance(module, pl.LightningModule)
     options = {"logger": recorder, "log_every_n_steps": 1, "max_epochs": 3, "val": finite}
-    fit(pl, module, finite, plugins=[make_plugin(pl)], **options)
+    fit(pl, module, finite, plugins=[make_plugin()], **options)
     for name in ("train/loss", "val/loss"):
         losses = [value for _, value in logged(recorder, name)]
         assert losses[-1] < 0.9 * losses[0]
@@ -366,9 +386,7 @@ def test_any_model_is_adapted(pl, batches):
 
 
 def test_a_loss_of_ones_own_is_taken(pl, batches):
-    module = to_lightning_module(
-        make_model(), loss_fn=lambda out, _: out.mean(), package=pl.__name__
-    )
+    module = to_lightning_module(make_model(), loss_fn=lambda out, _: out.mean())
     module.log = lambda *_: None
     assert torch.equal(module.training_step(batches[0], 0), module(batches[0][0]).mean())
 
@@ -376,10 +394,9 @@ def test_a_loss_of_ones_own_is_taken(pl, batches):
 def test_without_lightning_an_error_names_the_extra():
     code = (
         "import sys; sys.modules.update(dict.fromkeys(['lightning', 'pytorch_lightning']))\n"
-        "import torch\n"
-        "from fastamp.integrations.lightning import AmpCallback, to_lightning_module\n"
-        "for make in (AmpCallback, to_lightning_module):\n"
-        "    try: make(torch.nn.Linear(1, 1))\n"
+        "from fastamp.integrations import wandb\n"
+        "for made in ('lightning import AmpCallback', 'wandb import AmpWandbCallback'):\n"
+        "    try: exec(f'from fastamp.integrations.{made}')\n"
         "    except ImportError as error: print(error)\n"
     )
     result = run_python(code)

@@ -1,4 +1,4 @@
-"""What `AmpCallback` logs, in Trainers of both packages of Lightning."""
+"""What `AmpCallback` logs, in Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from support.trainers import (
     pl,
 )
 
-from fastamp.integrations import lightning
+pytest.importorskip("lightning.pytorch")
+
+from fastamp.integrations import lightning_callbacks
 from fastamp.integrations.lightning import AmpCallback
 
 __all__ = ["batches", "pl"]  # fixtures
@@ -28,7 +30,7 @@ pytestmark = MARKS
 
 
 def test_the_callback_logs_scale_changes_overflows_norms_and_throughput(pl, batches):
-    recorder, plugin = Recorder(pl), make_plugin(pl)
+    recorder, plugin = Recorder(pl), make_plugin()
     norms, step = [], plugin.scaler.step
 
     def recording_step(*args, **kwargs):
@@ -59,7 +61,7 @@ def test_samples_are_counted_in_a_tokenizers_batches(pl, batches):
     options = {"logger": recorder, "callbacks": AmpCallback(), "log_every_n_steps": 6}
     encoded = [UserDict(note="a", scale=torch.tensor(1.0), x=x, y=y) for x, y in batches]
     module = make_module(pl, training_step=training_step)
-    fit(pl, module, encoded, plugins=[make_plugin(pl)], **options)
+    fit(pl, module, encoded, plugins=[make_plugin()], **options)
     rates = [logged(recorder, f"train/{name}_per_s") for name in ("samples", "batches")]
     assert [n for _, n in rates[0]] == [pytest.approx(8 * n) for _, n in rates[1]] != []
 
@@ -77,7 +79,7 @@ def test_steps_after_one_that_is_left_out_have_lightnings_numbers(pl, batches, p
     recorder = Recorder(pl)
     options = {"logger": recorder, "callbacks": AmpCallback(), "log_every_n_steps": 1}
     module = make_module(pl, **{hook: locals()[hook]})
-    fit(pl, module, batches, plugins=[make_plugin(pl, precision)], **options)
+    fit(pl, module, batches, plugins=[make_plugin(precision)], **options)
     assert logged(recorder, "train/gradient_overflow") == [(3, 1.0), (7, 1.0)]
     assert logged(recorder, "train/skipped_steps") == [(3, 1.0), (7, 2.0)]
 
@@ -86,7 +88,7 @@ def test_steps_after_one_that_is_left_out_have_lightnings_numbers(pl, batches, p
 def test_the_norm_of_an_overflow_is_not_logged(pl, batches, precision):
     recorder = Recorder(pl)
     options = {"logger": recorder, "callbacks": AmpCallback(), "log_every_n_steps": 4}
-    fit(pl, make_module(pl), batches[:10], plugins=[make_plugin(pl, precision)], **options)
+    fit(pl, make_module(pl), batches[:10], plugins=[make_plugin(precision)], **options)
     assert [step for step, _ in logged(recorder, "train/grad_norm")] == [2, 6, 9]
     assert logged(recorder, "train/gradient_overflow") == [(3, 1.0), (7, 1.0)]
     assert all(math.isfinite(value) for _, row in recorder.rows for value in row.values())
@@ -96,7 +98,7 @@ def test_the_callback_calls_the_loggers_only_so_often(pl, batches):
     recorder, calls = Recorder(pl), []
     hook = {"on_train_batch_end": lambda *_: calls.append(len(recorder.rows))}
     options = {"logger": recorder, "callbacks": [AmpCallback()], "log_every_n_steps": 6}
-    fit(pl, make_module(pl, **hook), batches, plugins=[make_plugin(pl)], **options)
+    fit(pl, make_module(pl, **hook), batches, plugins=[make_plugin()], **options)
     assert calls[:5] == [0] * 5
     assert calls[5] == calls[10] < calls[11]
 
@@ -104,7 +106,7 @@ def test_the_callback_calls_the_loggers_only_so_often(pl, batches):
 def test_validation_does_not_count_for_the_throughput(pl, batches, monkeypatch):
     now_s = [0.0]  # a batch takes a second, a validation 100
     clock = SimpleNamespace(perf_counter=lambda: now_s[0])
-    monkeypatch.setattr(lightning, "time", clock)
+    monkeypatch.setattr(lightning_callbacks, "time", clock)
     pass_s = {
         "on_train_batch_start": lambda *_: now_s.__setitem__(0, now_s[0] + 1.0),
         "validation_step": lambda *_: now_s.__setitem__(0, now_s[0] + 100.0),
@@ -117,7 +119,7 @@ def test_validation_does_not_count_for_the_throughput(pl, batches, monkeypatch):
 
 
 def test_an_exception_leaves_what_was_logged(pl, batches):
-    recorder, plugin = Recorder(pl), make_plugin(pl)
+    recorder, plugin = Recorder(pl), make_plugin()
 
     def stop(_self, _batch, batch_idx):
         if batch_idx == 2:

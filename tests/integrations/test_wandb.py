@@ -14,7 +14,7 @@ from support.processes import run_python
 from support.trainers import MARKS, batches, fit, make_module, make_plugin, pl
 
 import fastamp
-from fastamp.integrations.wandb import AmpWandbCallback, WandbSink
+from fastamp.integrations.wandb import WandbSink
 
 wandb = pytest.importorskip("wandb")
 __all__ = ["batches", "pl"]  # fixtures
@@ -149,9 +149,16 @@ def test_without_wandb_an_error_names_the_extra():
     assert "pip install 'fastamp[wandb]'" in run_python(code).stderr
 
 
-def trainer_of(pl, precision):
+@pytest.fixture
+def callback(pl):
+    from fastamp.integrations.wandb import AmpWandbCallback
+
+    return AmpWandbCallback()
+
+
+def trainer_of(precision):
     if precision.endswith("mixed"):
-        return {"plugins": [make_plugin(pl, precision)]}
+        return {"plugins": [make_plugin(precision)]}
     return {"precision": precision}
 
 
@@ -165,10 +172,10 @@ def trainer_of(pl, precision):
     ],
 )
 def test_a_trainers_precision_is_logged_at_each_epochs_end(
-    pl, batches, run, precision, is_enabled, scales
+    pl, batches, run, callback, precision, is_enabled, scales
 ):
     data = [(x.to(torch.bfloat16), y) for x, y in batches] if precision == "bf16-true" else batches
-    options = {"callbacks": AmpWandbCallback(), "max_epochs": 2, **trainer_of(pl, precision)}
+    options = {"callbacks": callback, "max_epochs": 2, **trainer_of(precision)}
     fit(pl, make_module(pl), data, **options)
     rows = run.rows()
     assert [row["amp/precision"] for row in rows] == [precision] * 2
@@ -177,11 +184,11 @@ def test_a_trainers_precision_is_logged_at_each_epochs_end(
 
 
 @pytest.mark.parametrize("scale", [0.0, 2.0**127])
-def test_extreme_scales_are_logged_as_they_are(run, scale):
+def test_extreme_scales_are_logged_as_they_are(run, callback, scale):
     scaler = fastamp.GradScaler("cpu")
     scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
     trainer = SimpleNamespace(precision=16, scaler=scaler)
-    AmpWandbCallback().on_train_epoch_end(trainer, None)
+    callback.on_train_epoch_end(trainer, None)
     (row,) = run.rows()
     assert {name: row[name] for name in row if name.startswith("amp/")} == {
         "amp/precision": "16",
@@ -190,7 +197,7 @@ def test_extreme_scales_are_logged_as_they_are(run, scale):
     }
 
 
-def test_without_a_run_the_callback_is_silent(pl, batches, capfd):
-    fit(pl, make_module(pl), batches[:2], callbacks=AmpWandbCallback(), precision="32-true")
+def test_without_a_run_the_callback_is_silent(pl, batches, callback, capfd):
+    fit(pl, make_module(pl), batches[:2], callbacks=callback, precision="32-true")
     assert wandb.run is None
     assert "wandb" not in capfd.readouterr().err

@@ -315,9 +315,10 @@ def test_a_given_norm_that_is_not_0_dim_is_refused_as_in_torch(backend, norm):
         [parameter] = parameters_with(torch.tensor([3.0, 4.0, 0.0]))
         with pytest.raises((RuntimeError, TypeError)) as error:
             clip(parameter, 1.0, norm)
-        messages.append(str(error.value))
+        messages.append(str(error.value).rpartition(": ")[2])
         assert parameter.grad.tolist() == [3.0, 4.0, 0.0]
-    assert messages[0] == messages[1]
+    shorter, longer = sorted(messages, key=len)
+    assert shorter in longer  # torch 2.15 puts a prefix before one of them
 
 
 def test_inference_tensors_are_written_in_inference_mode_only(backend, device):

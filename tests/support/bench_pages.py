@@ -29,12 +29,13 @@ from fastamp.bench import (
     where,
 )
 from fastamp.bench.__main__ import main
+from fastamp.bench.gpt import Shape
 from fastamp.bench.race import Interval, Plan, Race, Visit
 from fastamp.bench.trainer import Score
 
-TINY = "--layers 1 --heads 2 --width 32 --block-size 16 --batch-size 4"
+TINY = Shape(layers=1, heads=2, width=32, block_size=16)
 COMMANDS = {
-    "amp": f"amp {TINY} --steps 12 --device cpu",
+    "amp": "amp --batch-size 4 --steps 12 --device cpu",
     "step": "step --shapes 3x1000,2gx10 --work norm adamw-open --device cpu",
     "loader": "loader --data tensors collate slow --device cpu",
     "timer": "timer --device cpu",
@@ -116,8 +117,8 @@ def make_found(name, _device, _seed):
     rates = np.linspace(0.6, 1.01, len(repairs))
     mended = {arm: times_s["naive"] * rate for arm, rate in zip(repairs, rates, strict=True)}
     raced = make_race({"naive": times_s["naive"], **mended}, blocks=12, noise=0.05)
-    details = {"workers": {}, "dtype": "torch.bfloat16"}
-    return job_table.Found(steps, main_, raced, details)
+    details = {"workers": {}, "dtype": "torch.bfloat16", "steps": steps, "base": "stock"}
+    return job_table.Found(main_, raced, details)
 
 
 def small_tensors(generator):
@@ -151,8 +152,8 @@ def write_all(folder, patch):
     patch.setitem(loader.DATA, "slow", slow_items)
     for command in (step, loader, timer, latency):
         patch.setattr(command, "PLAN", QUICK)
-    shape = latency.Shape(layers=1, heads=1, width=8, block_size=8)
-    patch.setattr(latency, "SHAPES", {"cpu": shape})
+    patch.setattr(main_job, "CPU_SHAPE", TINY)
+    patch.setattr(latency, "SHAPES", {"cpu": TINY})
     found = {}
     for name, command in COMMANDS.items():
         words = [*command.split(), *(text if name == "amp" else [])]

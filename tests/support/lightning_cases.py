@@ -116,7 +116,7 @@ def fit(
                 if trainer.global_step == SAVED:
                     trainer.save_checkpoint(path)
 
-        plugin = AmpPrecision(precision, "cpu", scaler, package=pl.__name__)
+        plugin = AmpPrecision(precision, "cpu", scaler)
         quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
         trainer = pl.Trainer(
             accelerator="cpu",

@@ -1,4 +1,4 @@
-"""Lightning's Trainers of both packages, and batches that overflow, for the integrations' tests."""
+"""Lightning's Trainers, and batches that overflow, for the integrations' tests."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import pytest
 import torch
 
 import fastamp
-from fastamp.integrations.lightning import AmpPrecision
-from fastamp.integrations.of_lightning import PACKAGES
 
 MARKS = [
     # Lightning 2.6 asks torch 2.13's pytree in the way of torch 2.6, and wants workers
@@ -24,11 +22,11 @@ FUSED = partial(torch.optim.AdamW, lr=1e-2, fused=True)
 SGD = partial(torch.optim.SGD, lr=1e-2)
 
 
-@pytest.fixture(params=PACKAGES)
-def pl(request):
-    """Run the test with either package, without its Trainers' messages about the hardware."""
-    package = pytest.importorskip(request.param)
-    logging.getLogger(f"{request.param}.utilities.rank_zero").setLevel(logging.ERROR)
+@pytest.fixture
+def pl():
+    """Return Lightning, without its Trainers' messages about the hardware."""
+    package = pytest.importorskip("lightning.pytorch")
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.ERROR)
     return package
 
 
@@ -50,9 +48,11 @@ def make_scaler():
     return fastamp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
 
 
-def make_plugin(pl, precision="16-mixed"):
+def make_plugin(precision="16-mixed"):
+    from fastamp.integrations.lightning import AmpPrecision
+
     scaler = make_scaler() if precision == "16-mixed" else None
-    return AmpPrecision(precision, "cpu", scaler, package=pl.__name__)
+    return AmpPrecision(precision, "cpu", scaler)
 
 
 def make_module(pl, make_optimizer=FUSED, interval="step", **members):
@@ -91,7 +91,7 @@ def fit(pl, module, batches, *, ckpt_path=None, val=None, **options):
 
 
 class Recorder:
-    """What a logger was told, in the shape of either package's."""
+    """What a logger was told, in the shape of Lightning's."""
 
     def __new__(cls, pl):
         def log_metrics(self, metrics, step):

@@ -65,6 +65,29 @@ def test_json_has_the_summary(timer, tmp_path):
     }
 
 
+def test_json_has_the_time_since_the_first_region_or_the_reset(monkeypatch, tmp_path):
+    now = [10.0]
+    monkeypatch.setattr("fastamp.timer.timer.perf_counter", lambda: now[0])
+    timer, path = Timer("cpu"), tmp_path / "timer.json"
+
+    def elapsed():
+        timer.to_json(path)
+        return json.loads(path.read_text())["elapsed"]
+
+    assert elapsed() == 0
+    timer.reset()  # of nothing
+    for name, at, expected in (("x", 11.0, 0), ("y", 14.0, 3), ("x", 15.0, 4)):
+        now[0] = at
+        with timer(name):
+            pass
+        assert elapsed() == expected
+    timer.reset()
+    now[0] = 17.0
+    with timer("x"):
+        pass
+    assert elapsed() == 2
+
+
 @pytest.mark.parametrize("method", ["to_json", "to_chrome_trace"])
 def test_a_file_that_cannot_grow_stays_as_it_was(method, tmp_path):
     timer = Timer("cpu", trace=True)

@@ -1,6 +1,5 @@
 """Jobs of language models on the bytes of real text: `gpt`, trained whole, and `lora`."""
 
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -10,14 +9,7 @@ from torch.nn import functional
 
 import fastamp
 from fastamp.bench.gpt import GPT, Shape
-from fastamp.bench.text import (
-    Batch,
-    Bytes,
-    Corpus,
-    load_corpus,
-    training_batches,
-    validation_batches,
-)
+from fastamp.bench.text import Corpus, load_corpus
 
 MAX_NORM = 1.0
 LEARNING_RATE = 1e-3  # at a width of 256; in inverse proportion to the width, as in muP
@@ -32,20 +24,6 @@ DEEP = Shape(layers=24, heads=2, width=128, block_size=64)
 RANK = 8  # of LoRA's matrices, of which DEEP has 192
 
 
-class Draws:
-    """Batches drawn at random from a text, the same in every pass, without end.
-
-    `dataset` holds the windows that they are drawn from.
-    """
-
-    def __init__(self, text: Bytes, block_size: int, batch_size: int, seed: int) -> None:
-        self.args = text, block_size, batch_size, seed
-        self.dataset, self.batch_size = fastamp.TokenDataset(text, block_size), batch_size
-
-    def __iter__(self) -> Iterator[Batch]:
-        return training_batches(*self.args)
-
-
 def make_gpt(
     device: str,
     seed: int,
@@ -58,17 +36,21 @@ def make_gpt(
     shape, batch_size = shape or SHAPES[device], batch_size or BATCH_SIZES[device]
     if corpus is None:
         corpus = load_corpus(None, block_size=shape.block_size)
-    sizes = (shape.block_size, batch_size)
+    train, held_out = (
+        fastamp.TokenDataset(text, shape.block_size) for text in (corpus.train, corpus.validation)
+    )
+    spread = range(0, len(held_out), -(-len(held_out) // VALIDATION_WINDOWS))
+    x, y = map(torch.stack, zip(*(held_out[window] for window in spread), strict=True))
+    windows = [*zip(*(torch.split(part, batch_size) for part in (x, y)), strict=True)]
     torch.manual_seed(seed)
     model = GPT(shape)
-    windows = partial(validation_batches, corpus.validation, *sizes, VALIDATION_WINDOWS, device)
     options = {
         "optimizer": partial(_make_optimizer, rate=LEARNING_RATE * 256 / shape.width),
         "evaluate": partial(_evaluate, windows=windows),
         "batch_size": batch_size,
         "max_norm": MAX_NORM,
     }
-    return model, Draws(corpus.train, *sizes, seed), _loss, options
+    return model, train, _loss, options
 
 
 def _make_optimizer(model: GPT, rate: float) -> torch.optim.Optimizer:
@@ -79,10 +61,11 @@ def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def _evaluate(model: GPT, windows: Callable[[], Iterator[Batch]]) -> dict[str, Any]:
+def _evaluate(model: GPT, windows: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
     """Score the model's own forward pass; loss and accuracy are computed in float32."""
-    losses, shares = [], []
-    for tokens, targets in windows():
+    losses, shares, device = [], [], next(model.parameters()).device
+    for batch in windows:
+        tokens, targets = (part.to(device) for part in batch)
         logits = model(tokens).float()
         with torch.autocast(tokens.device.type, enabled=False):
             losses.append(functional.cross_entropy(logits.mT, targets, reduction="none"))

@@ -1,0 +1,252 @@
+"""Draw what people see first: what each part gains, as a table and as a picture, from records.
+
+`python benchmarks/front_page.py` writes both into README.md and docs/, from the records of the
+bench that are kept in benchmarks/results. `--measure` makes these records anew, on a quiet machine
+and in some 12 minutes; `--measure timer` one of them. `--check` writes nothing and exits with 1 if
+the pages are not what the records give. The record of a machine that was too noisy is not kept, and
+the status is 3: measure that command again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from html import escape
+from pathlib import Path
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fastamp.bench import page, pictures
+from fastamp.bench.race import Interval
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PICTURE = ROOT / "docs" / "images" / "gains.svg"
+PAGES = {ROOT / "README.md": "docs/", ROOT / "docs" / "index.md": ""}  # and where docs/ is
+BEGIN, END = "<!-- by benchmarks/front_page.py -->\n", "<!-- end -->\n"
+COMMANDS = {  # of the bench, whose records have the rows
+    "step": "--shapes 2000x1000,gpt2 --work adamw adamw-open",
+    "loader": "--data tensors dicts slow",
+    "timer": "",
+    "jobs": "",
+    "amp": "",
+}
+
+
+class Row(NamedTuple):
+    """A line of the table, and where its figures stand."""
+
+    text: str
+    command: str
+    race: str
+    metric: str
+    naive: str = ""  # the metric over a naive loop
+
+
+def _alone(command: str, race: str, text: str) -> Row:
+    return Row(text, command, race, f"speedup/{race}")
+
+
+def _jobs(**texts: str) -> list[Row]:
+    metrics = ("speedup/{}/fastamp", "over_naive/{}/fastamp")
+    return [
+        Row(f"`{name}`: {text}", "jobs", name, *(metric.format(name) for metric in metrics))
+        for name, text in texts.items()
+    ]
+
+
+GROUPS = {
+    "A part alone": [
+        _alone("step", "2000x1000/adamw-open", "step: 2,000 tensors of 1,000"),
+        _alone("step", "gpt2/adamw", "step: GPT-2, 124 M, fused AdamW"),
+        _alone("loader", "tensors", "loader: rows of a TensorDataset"),
+        _alone("loader", "dicts", "loader: a plain Dataset of dicts"),
+        _alone("loader", "slow", "loader: a plain Dataset, 1 ms an item"),
+        Row("timer: a region, over contextlib", "timer", "timer", "of_plain/timer"),
+    ],
+    "A whole training": _jobs(
+        gpt="two layers, 8 x 64 bytes",
+        mlp="784-256-10, batches of 256",
+        tabular="100-128-128-10, 128",
+        cnn="3x32x32, cropped, flipped, 128",
+        lora="192 small matrices, 4 x 64 bytes",
+        groups="ViT-tiny, a group a tensor, 16",
+        images="256 JPEGs to 224x224, 8",
+        rl="4-64-64-2, batches of 64",
+    ),
+    "A large model": [
+        Row("large model: GPT of 11.2 M, over AMP alone", "amp", "training", "over_amp")
+    ],
+}
+NEVER = "the update, loader, timer, trainer"
+STYLE = f"""
+:root {{ {page.LIGHT}; background: var(--paper) }}
+@media (prefers-color-scheme: dark) {{ :root {{ {page.DARK} }} }}
+text {{ font-family: system-ui, sans-serif !important }}
+"""
+ABOUT = """A ratio is the median over neighbouring runs, with its 95 % interval; grey: no gain.
+`gpt` to `rl` are whole trainings, against a good loop of torch alone and a naive one. """
+
+
+class Found(NamedTuple):
+    """The figures of a row."""
+
+    text: str
+    ratio: Interval
+    times: list[str]  # of torch and fastamp
+    naive: str
+
+
+def read_records() -> dict[str, Any]:
+    """Return the kept records by command; the rows of one that is not there yet are left out."""
+    paths = {command: RESULTS / f"{command}.json" for command in COMMANDS}
+    return {n: json.loads(p.read_text(encoding="utf-8")) for n, p in paths.items() if p.exists()}
+
+
+def read_figures(records: dict[str, Any]) -> dict[str, list[Found]]:
+    """Return the figures of every row, by group."""
+    return {
+        title: [_find(records[row.command], row) for row in rows if row.command in records]
+        for title, rows in GROUPS.items()
+    }
+
+
+def _find(record: dict[str, Any], row: Row) -> Found:
+    found = {each["name"]: each for each in record["measurements"]}
+    for metric in filter(None, (row.metric, row.naive)):
+        if metric not in found:
+            sys.exit(f"the record has no {metric}: --measure {row.command}")
+    each = found[row.metric]
+    times = [_show(_time_s(record, row.race, each[arm])) for arm in ("base", "arm")]
+    naive = _say(Interval(**found[row.naive]["interval"])) if row.naive else ""
+    return Found(row.text, Interval(**each["interval"]), times, naive)
+
+
+def _show(time_s: float) -> str:
+    """Return a time in ms, or in us where it is short."""
+    value, unit = (time_s * 1e3, "ms") if time_s > 1e-4 else (time_s * 1e6, "us")
+    return f"{value:.{1 if value >= 10 else 2}f} {unit}"
+
+
+def _time_s(record: dict[str, Any], race: str, arm: str) -> float:
+    """Return the median time of a step, a batch or a region."""
+    details = record["details"].get(race, {})
+    batches_per_s: float | None = details.get(arm, {}).get("batches/s")
+    if batches_per_s is not None:
+        return 1 / batches_per_s
+    time_s: float = record["races"][race]["arms"][arm]["time_s"]["median"]
+    return time_s / details.get("steps", record["job"].get("regions", 1))
+
+
+def _say(ratio: Interval) -> str:
+    return ratio.text(".2f" if ratio.value < 10 else ".1f", "x")
+
+
+def make_table(figures: dict[str, list[Found]], records: dict[str, Any], docs: str) -> str:
+    """Return the block of a page; `docs` is where it finds the documentation."""
+    lines = [f"![What each part of fastamp gains]({docs}images/gains.svg)", ""]
+    lines += ["| | torch | fastamp | times as fast | over a naive loop |", "|---|--:|--:|--:|--:|"]
+    for row in (row for rows in figures.values() for row in rows):
+        cells = [row.text, *row.times, _say(row.ratio), row.naive]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [f"| on a GPU: {NEVER} | | | [never run]({docs}how/gpu.md) | |", ""]
+    about = [*ABOUT.split(), "`python -m fastamp.bench`", *_sources(records)]
+    lines += wrap(" ".join(about), 120, break_on_hyphens=False)
+    return "\n".join([*lines, ""])
+
+
+def _sources(records: dict[str, Any]) -> Iterator[str]:
+    machines: dict[str, list[str]] = {}
+    for command, record in records.items():
+        env, day = record["environment"], record["created"][:10]
+        machine = f"{env['threads']} cores of {env['device_name']}, torch {env['torch']}, {day}"
+        machines.setdefault(machine, []).append(f"`{command}`")
+    for machine, commands in machines.items():
+        yield f"{', '.join(commands)}: {machine}."
+
+
+def draw(figures: dict[str, list[Found]]) -> str:
+    """Return the picture: bars of ratios with their intervals."""
+    ends = [end for rows in figures.values() for row in rows for end in vars(row.ratio).values()]
+    low, high = min([*ends, 1.0]) / 1.1, max(ends) * 1.1
+
+    def panel(title: str, found: list[Found], rows: list[tuple[str, str]]) -> pictures.Panel:
+        def bars(axes: Any) -> None:
+            for y, row in enumerate(found):
+                colour = pictures.GOOD if row.ratio.low > 1 else pictures.SOFT
+                axes.barh(y, row.ratio.value - 1, 0.6, 1.0, color=colour)
+                axes.plot([row.ratio.low, row.ratio.high], [y, y], color=pictures.INK, linewidth=2)
+            axes.axvline(1, color=pictures.SOFT, linewidth=1.5)
+            axes.set(xscale="log", xlim=(low, high))
+            pictures.round_ticks(axes)
+            pictures.name_rows(axes, rows)
+
+        return pictures.Panel(rows, bars, title)
+
+    panels = [panel(title, found, _words(found)) for title, found in figures.items() if found]
+    panels.append(panel("On a GPU", [], [(NEVER, "never run")]))
+    body = pictures.draw("times as fast", panels)
+    space = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    body = body.replace("<svg", f"<svg {space}", 1)
+    return body.replace(">", f">\n<style>{STYLE}</style>", 1) + "\n"
+
+
+def _words(found: list[Found]) -> list[tuple[str, str]]:
+    """Return the name of each row of the picture, and what stands beside it."""
+    return [(row.text.replace("`", ""), _say(row.ratio)) for row in found]
+
+
+def measure(command: str) -> str:
+    """Run a command of the bench, and keep its record without the rounds; return why not, or ""."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        words = [command, *COMMANDS[command].split(), "--device", "cpu", "--json", file.name]
+        subprocess.run([sys.executable, "-m", "fastamp.bench", *words], check=True)
+        record = json.loads(Path(file.name).read_text(encoding="utf-8"))
+    if record["noise"]:
+        return f"{command}: {record['noise']}; nothing is kept"
+    del record["losses"]
+    for race in record["races"].values():
+        del race["rounds"]
+    path = RESULTS / f"{command}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw the table and the picture, or check them; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    names = parser.add_argument("--measure", nargs="*", metavar="COMMAND", default=None)
+    names.choices, names.help = COMMANDS, f"some of {', '.join(COMMANDS)} (default: all)"
+    args = parser.parse_args(argv)
+    commands = [] if args.measure is None else args.measure or COMMANDS
+    refused = [*filter(None, map(measure, commands))]
+    records = read_records()
+    figures = read_figures(records)
+    wrong = []
+    for path, docs in PAGES.items():
+        old = path.read_text(encoding="utf-8")
+        before, _, rest = old.partition(BEGIN)
+        new = f"{before}{BEGIN}{make_table(figures, records, docs)}{END}{rest.partition(END)[2]}"
+        wrong += [path] if new != old else []
+        if not args.check:
+            path.write_text(new, encoding="utf-8")
+    if args.check:  # without matplotlib: the picture says its figures in words, too
+        picture = PICTURE.read_text(encoding="utf-8")
+        words = [f"{name} {said}" for found in figures.values() for name, said in _words(found)]
+        wrong += [PICTURE] if any(escape(said) not in picture for said in words) else []
+        print("".join(f"{path.name} is not what the records give\n" for path in wrong), end="")
+        return 1 if wrong else 0
+    PICTURE.write_text(draw(figures), encoding="utf-8")
+    print("".join(f"{why}\n" for why in refused), end="")
+    return 3 if refused else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""The table and the picture that people see first: what the records of the bench give."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from fastamp.bench import pictures
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def front(monkeypatch, tmp_path):
+    """Return the script, with copies of the records, the pages and the picture."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    script = importlib.import_module("front_page")
+    results = tmp_path / "results"
+    shutil.copytree(script.RESULTS, results)
+    pages = {Path(shutil.copy(page, tmp_path)): docs for page, docs in script.PAGES.items()}
+    picture = Path(shutil.copy(script.PICTURE, tmp_path))
+    monkeypatch.setattr(script, "RESULTS", results)
+    monkeypatch.setattr(script, "PAGES", pages)
+    monkeypatch.setattr(script, "PICTURE", picture)
+    return script
+
+
+def test_the_front_pages_are_what_the_records_give(front, capsys):
+    assert front.main(["--check"]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["README.md", "index.md", "gains.svg"])
+def test_a_figure_that_was_changed_by_hand_is_found(front, name, capsys):
+    [path] = [path for path in (*front.PAGES, front.PICTURE) if path.name == name]
+    text = path.read_text()
+    place = text.index("x [") - 1
+    path.write_text(f"{text[:place]}{9 - int(text[place])}{text[place + 1 :]}")
+    assert front.main(["--check"]) == 1
+    assert capsys.readouterr().out == f"{name} is not what the records give\n"
+
+
+def test_a_new_record_changes_the_pages_and_the_picture(front):
+    pytest.importorskip("matplotlib")
+    path = front.RESULTS / "loader.json"
+    record = json.loads(path.read_text())
+    [slow] = [each for each in record["measurements"] if each["name"] == "speedup/slow"]
+    slow["interval"] = {"value": 3.21, "low": 3.2, "high": 3.22}
+    path.write_text(json.dumps(record))
+    assert front.main(["--check"]) == 1
+    assert front.main([]) == front.main(["--check"]) == 0
+    for path in (*front.PAGES, front.PICTURE):
+        assert path.read_text().count("3.21x [3.20, 3.22]") >= 1
+
+
+def test_the_picture_is_grey_where_nothing_is_gained_and_has_no_bar_for_a_gpu(front):
+    pytest.importorskip("matplotlib")
+    assert front.main([]) == 0
+    drawn = front.PICTURE.read_text()
+    assert ET.fromstring(drawn).tag == "{http://www.w3.org/2000/svg}svg"  # noqa: S314 - our own
+    rows = [row for found in front.read_figures(front.read_records()).values() for row in found]
+    assert f"{front.NEVER} never run" in drawn
+    gains = [row.ratio.low > 1 for row in rows]
+    assert 0 < sum(gains) < len(gains)
+    assert drawn.count("fill: var(--good)") == sum(gains)
+    assert "var(--paper)" in drawn
+    assert not [light for light, _ in pictures.INKS.values() if f': {light}"' in drawn]
+
+
+def test_a_measurement_keeps_the_record_but_none_of_a_machine_too_noisy(front, monkeypatch, capsys):
+    kept = json.loads((front.RESULTS / "timer.json").read_text())
+    new = kept | {"losses": {"a": [1.0]}, "created": "2030-01-01"}
+    new["races"] = {name: race | {"rounds": [[]]} for name, race in kept["races"].items()}
+    commands = []
+
+    def run(words, *, check):
+        assert check
+        commands.append(words[2:5])
+        Path(words[-1]).write_text(json.dumps(new))
+
+    monkeypatch.setattr(front.subprocess, "run", run)
+    assert front.measure("timer") == ""
+    assert commands == [["fastamp.bench", "timer", "--device"]]
+    written = json.loads((front.RESULTS / "timer.json").read_text())
+    assert written == kept | {"created": "2030-01-01"}
+    new |= {"noise": "the machine is too noisy", "losses": {}}
+    monkeypatch.setattr(front, "draw", lambda _: "drawn")
+    assert front.main(["--measure", "timer"]) == 3
+    assert capsys.readouterr().out == "timer: the machine is too noisy; nothing is kept\n"
+    assert front.PICTURE.read_text() == "drawn"
+    assert json.loads((front.RESULTS / "timer.json").read_text()) == written
+
+
+def test_the_rows_of_a_record_that_is_not_there_are_left_out(front):
+    pytest.importorskip("matplotlib")
+    (front.RESULTS / "timer.json").unlink()
+    assert front.main(["--check"]) == 1
+    assert front.main([]) == front.main(["--check"]) == 0
+    assert "timer: a region" not in next(iter(front.PAGES)).read_text()
+
+
+def test_a_record_without_a_row_is_refused_by_the_name_of_the_row(front):
+    path = front.RESULTS / "jobs.json"
+    record = json.loads(path.read_text())
+    record["measurements"] = [m for m in record["measurements"] if "images" not in m["name"]]
+    path.write_text(json.dumps(record))
+    with pytest.raises(SystemExit, match="has no speedup/images/fastamp: --measure jobs"):
+        front.main(["--check"])
