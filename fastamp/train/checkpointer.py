@@ -123,11 +123,15 @@ class Checkpointer:
         parts = {name: part for name, part in parts.items() if part is not None}
         has_ranks = dist.is_available() and dist.is_initialized()
         ranks = Ranks("ddp", dist.get_rank(), dist.get_world_size()) if has_ranks else Ranks()
-        _check_arguments(folder, model, optimizer, parts)
-        _expect("keep", keep, "an integer of at least 1", fine=type(keep) is int and keep > 0)
-        _expect("best", best, "None, 'min' or 'max'", fine=best in [*_SIGNS])  # may be a list
         alone = not (in_thread and has_ranks)
-        _expect("in_thread", in_thread, "False where torch.distributed is initialized", fine=alone)
+
+        def check_arguments() -> None:
+            _check_kinds(folder, model, optimizer, parts)
+            _expect("keep", keep, "an integer of at least 1", fine=type(keep) is int and keep > 0)
+            _expect("best", best, "None, 'min' or 'max'", fine=best in [*_SIGNS])  # may be a list
+            _expect("in_thread", in_thread, "False over ranks", fine=alone)
+
+        ranks.together(check_arguments)
         suffix = "" if has_ranks else ".pt"
         self._store = Store(folder, keep=keep, suffix=suffix, argument=self._argument)
         self._store.paths = ranks.first(self._store.open)
@@ -358,9 +362,9 @@ class Checkpointer:
         except CheckpointError as error:
             msg = f"{error}; {self._anew}"
             raise CheckpointError(msg) from error
-        if problems and self._ranks.rank == 0:
+        if problems:  # the filter may make the warning an error
             text = f"{'; '.join(problems)}; resumed from {self._store.paths[-1]}"
-            warnings.warn(text, stacklevel=_level_outside())
+            self._ranks.first(lambda: warnings.warn(text, stacklevel=_level_outside()))
         return state
 
     def _read(self, path: Path) -> dict[str, Any]:
@@ -470,7 +474,7 @@ def _level_outside() -> int:
     return level
 
 
-def _check_arguments(folder: Any, model: Any, optimizer: Any, parts: dict[str, Any]) -> None:
+def _check_kinds(folder: Any, model: Any, optimizer: Any, parts: dict[str, Any]) -> None:
     kinds: dict[str, Any] = {
         "folder": (folder, (str, os.PathLike), "a path"),
         "model": (model, nn.Module, "a torch.nn.Module"),

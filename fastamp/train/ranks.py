@@ -112,7 +112,8 @@ def join(config: TrainConfig) -> Iterator[Ranks]:
     """Join the other ranks, if there are any, and destroy the process group if this made it.
 
     Raises:
-        ValueError: the config asks for ranks and there are none, or for FSDP2 where torch has none.
+        ValueError: the config asks for ranks and there are none, or for FSDP2 where torch has none;
+            or this is a rank beyond the others, which torch would let wait.
     """
     if not _is_launched():
         if config.parallel is not None:
@@ -127,6 +128,9 @@ def join(config: TrainConfig) -> Iterator[Ranks]:
     ):
         msg = f"parallel: torch {torch.__version__} has no FSDP2 on the CPU, got 'fsdp'; use 'ddp'"
         raise ValueError(msg)
+    if makes_group and not int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]):
+        msg = f"RANK: expected one of WORLD_SIZE={os.environ['WORLD_SIZE']} ranks, got "
+        raise ValueError(msg + os.environ["RANK"])
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     if makes_group:

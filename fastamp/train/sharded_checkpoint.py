@@ -4,6 +4,7 @@ Each rank writes its part of model and optimizer with `torch.distributed.checkpo
 ranks can read them.
 """
 
+import copy
 import pickle
 import zlib
 from enum import EnumMeta
@@ -70,7 +71,8 @@ def write_folder(path: Path, state: dict[str, Any], ranks: Ranks) -> None:
         raise next(iter(error.failures.values()))[0] from error
     sums = ranks.together(lambda: _sync_files(path, ranks.rank))
     files = {name: value for sums in ranks.gather(sums) for name, value in sums.items()}
-    rest = {"model": _on_meta(named)}
+    rest = {"model": copy.copy(named)}  # with the versions of its modules
+    rest["model"].update(_on_meta(named))
     if kept is not _NONE:
         rest["optimizer"] = kept | {"state": _on_meta(kept["state"])}
     ranks.first(lambda: write_file(path / RUN, state | rest | {"files": files}))
@@ -120,8 +122,8 @@ def load_tensors(
         load(_tensors(named, kept), checkpoint_id=path)
     except CheckpointException as error:  # raised on all ranks
         raise next(iter(error.failures.values()))[0] from error
-    others = {n: v for n, v in state["model"].items() if not isinstance(v, Tensor)}
-    return {"model": named | others, "optimizer": kept}
+    state["model"].update((n, v) for n, v in named.items() if isinstance(v, Tensor))
+    return {"model": state["model"], "optimizer": kept}
 
 
 class _Index(pickle.Unpickler):

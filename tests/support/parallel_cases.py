@@ -279,6 +279,51 @@ def save_what_is_refused(folder, name, problem, ranks):
     return type(raised.value).__name__, str(raised.value)
 
 
+class Versioned(torch.nn.Linear):
+    """Its scale of before version 2 was half of what it is."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state, prefix, metadata, *args):
+        if metadata.get("version", 1) < 2:
+            state[prefix + "weight"] = 2 * state[prefix + "weight"]
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+def save_and_restore_versions(folder):
+    """Return the versions that are restored, of a model of this version and of an older one."""
+    found = []
+    for version in (2, 1):
+        model, other = Versioned(2, 1), Versioned(2, 1)
+        torch.nn.init.ones_(model.weight)
+        model._version = version
+        fastamp.Checkpointer(folder / str(version), model=model).save(1)
+        fastamp.Checkpointer(folder / str(version), model=other).restore()
+        found.append(other.weight.tolist())
+    return found
+
+
+def make_wrongly_on_one(folder):
+    """Return the error of a Checkpointer whose loader is wrong on the second rank."""
+    loader = {"loader": [1]} if _rank() == 1 else {}
+    try:
+        fastamp.Checkpointer(folder, model=torch.nn.Linear(2, 1), **loader)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def call_with_warnings_as_errors(folder, fields):
+    """Return the warning that training raises."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*resumed from", UserWarning)
+        try:
+            train(folder, **fields)
+        except UserWarning as warning:
+            return str(warning)
+    return None
+
+
 def train_as_launched(environment, errors, folder, fields):
     """Train in a process of its own that a launcher has started; its stderr goes to a file."""
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), sys.stderr.fileno())

@@ -237,6 +237,13 @@ def test_ranks_are_asked_for_by_who_has_some():
         train(parallel="zero")
 
 
+def test_a_rank_beyond_the_world_is_refused_and_not_waited_for(monkeypatch):
+    for name, value in (("RANK", "2"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="RANK: expected one of WORLD_SIZE=2 ranks, got 2"):
+        train(device="cpu")
+
+
 def test_fsdp_is_refused_where_torch_has_none(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.setenv(name, "0")
