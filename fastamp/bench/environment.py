@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import fastamp
-from fastamp.train.options import DEFAULT
+from fastamp.bench.options import DEFAULT
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISION: dict[str, Any] = {"choices": DTYPES, "default": "bf16", "help": f"of AMP {DEFAULT}"}

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import fastamp
 from fastamp.bench import crops, photos
+from fastamp.bench.options import refuse
 from fastamp.bench.race import AGAIN, Plan
 from fastamp.bench.record import PLAIN, Case, Report, Task, run_cases
-from fastamp.train.options import refuse
 
 Batches: TypeAlias = Callable[[], Iterator[Any]]  # each call begins a pass
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastamp.train.options import refuse
+from fastamp.bench.options import refuse
 
 Bytes = npt.NDArray[np.uint8]
 Batch = tuple[torch.Tensor, torch.Tensor]  # bytes, and the bytes to predict
