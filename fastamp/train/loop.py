@@ -61,7 +61,9 @@ def fine_tune(
             DataLoader; or any iterable of batches, such as a list. See `ModelCall.split` on
             batches.
         val_data: as `train_data`, but not shuffled; None evaluates nothing. A
-            `fastamp.DataLoader` that shuffles by a seed has the same order in each evaluation.
+            `fastamp.DataLoader` that shuffles by a seed has the same order in each evaluation. One
+            of torch with a generator of its own begins with that generator's seed again after a
+            resume: the last bits of validation losses may differ.
         config: None is `TrainConfig()`.
 
     Returns:

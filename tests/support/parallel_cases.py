@@ -229,6 +229,14 @@ def error_of(folder, **fields):
     return None
 
 
+def sums_of_removed(folder):
+    """Remove what the second rank has written, as if it lay on a disk that the first one lacks."""
+    mine = [*folder.glob("__1_*")]
+    for path in mine:
+        path.unlink()
+    return dict.fromkeys([path.name for path in mine], 0)
+
+
 def fail_to_write(folder, mode, where):
     """Train where the second rank cannot write its part, or the first one what goes with it."""
     at = torch.distributed.get_rank()
@@ -239,6 +247,8 @@ def fail_to_write(folder, mode, where):
     with pytest.MonkeyPatch.context() as patch:
         if at == 1 and where == "its part":
             patch.setattr(FileSystemWriter, "write_data", fail)
+        if at == 1 and where == "its own disk":
+            patch.setattr(sharded, "_sync_files", lambda folder, _: sums_of_removed(folder))
         if at == 0 and where == "the rest":
             patch.setattr(sharded, "write_file", fail)
         return error_of(folder, parallel=mode, max_steps=7, stop_at=-1)

@@ -222,10 +222,13 @@ def test_processes_and_ranks_refuse_each_others_checkpoints_and_other_runs(four,
 @pytest.mark.parametrize("mode", [at_large("ddp"), "fsdp"])
 def test_a_rank_that_cannot_write_is_an_error_on_all(four, mode, tmp_path):
     run(four, 2, tmp_path, parallel=mode, max_steps=7, stop_at=4)
-    for where in ("its part", "the rest"):
+    problems = dict.fromkeys(("its part", "the rest"), "No space")
+    problems["its own disk"] = "the first rank does not see __1_0.distcp"
+    for where, problem in problems.items():
         for kind, text in four.run(2, fail_to_write, tmp_path, mode, where):
             assert kind == "OSError"
-            assert f"checkpoint_dir={tmp_path}: step-00000006 cannot be written: No space" in text
+            begins = f"checkpoint_dir={tmp_path}: step-00000006 cannot be written: "
+            assert begins + problem in text
         assert names(tmp_path) == ["step-00000003"]
     assert run(four, 2, tmp_path, parallel=mode, max_steps=7)[0]["steps"] == 7
 
