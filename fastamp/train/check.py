@@ -162,14 +162,12 @@ def check_part(saved: Any, part: Any, at: str) -> None:
 
 
 def attempt(action: Callable[[], object], at: str) -> None:
-    """Call a function that checks an entry; make its error a ValueError that names the entry."""
+    """Call a function that checks or loads an entry; make its error a ValueError that names it."""
     try:
         action()
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
-        msg = f"its {at} cannot be loaded: {type(error).__name__}: {error}"
-        raise ValueError(msg) from error
-    except ValueError as error:
-        msg = f"its {at} cannot be loaded: {error}"
+    except Exception as error:  # the user's own classes can raise anything
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        msg = f"its {at} cannot be loaded: {kind}{error}"
         raise ValueError(msg) from error
 
 

@@ -428,10 +428,9 @@ class Checkpointer:
 
         def explained() -> None:
             try:
-                action()
-            except Exception as error:  # the user's own classes can raise anything
-                problem = f"its [{name!r}] cannot be loaded: {type(error).__name__}: {error}"
-                msg = f"{self._store.paths[-1]}: {problem}; {self._anew}"
+                attempt(action, f"[{name!r}]")
+            except ValueError as error:
+                msg = f"{self._store.paths[-1]}: {error}; {self._anew}"
                 raise CheckpointError(msg) from error
 
         self._ranks.together(explained)

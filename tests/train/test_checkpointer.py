@@ -77,7 +77,7 @@ OTHERS = {
     r"it has \['scaler'\]\['scale'\], which this run does not know": {
         "scaler": fastamp.GradScaler("cpu", enabled=False)
     },
-    r"its \['loader'\] cannot be loaded: ValueError: state: its length is 96, the loader's 5": {
+    r"its \['loader'\] cannot be loaded: state: its length is 96, the loader's 5": {
         "loader": fastamp.DataLoader(torch.utils.data.TensorDataset(torch.ones(5)), 8, shuffle=True)
     },
 }
