@@ -28,6 +28,7 @@ from support.parallel_cases import (
     train_as_launched,
     train_by_hand,
     train_from_a_list,
+    train_on_fewer_batches,
     train_on_unequal_batches,
     train_with_sinks,
 )
@@ -160,6 +161,16 @@ def test_loaders_of_the_users_own_resume_with_as_many_ranks_only(four, tmp_path)
     resumed = four.run(2, train_from_a_list, tmp_path)
     assert bits(resumed[0]) == bits(expected[0])
     assert [r["seen"] for r in resumed] == [r["seen"][3:] for r in expected]
+
+
+@pytest.mark.parametrize(("mode", "accumulate", "n_left"), [("ddp", 1, 0), ("fsdp", 2, 1)])
+def test_a_rank_with_fewer_batches_ends_with_an_error(four, mode, accumulate, n_left):
+    """And does not let the others wait for it."""
+    first, second = four.run(2, train_on_fewer_batches, mode, accumulate)
+    text = rf"train_data: rank 1 has {n_left} batches left for step \d, others have more: each"
+    assert second[0] == "ValueError"
+    assert re.match(text, second[1])
+    assert first[0] == "RuntimeError"  # the other one has gone
 
 
 @pytest.mark.parametrize("mode", ["ddp", at_large("fsdp")])
