@@ -163,7 +163,7 @@ def test_loaders_of_the_users_own_resume_with_as_many_ranks_only(four, tmp_path)
     assert [r["seen"] for r in resumed] == [r["seen"][3:] for r in expected]
 
 
-@pytest.mark.parametrize(("mode", "accumulate", "n_left"), [("ddp", 1, 0), ("fsdp", 2, 1)])
+@pytest.mark.parametrize(("mode", "accumulate", "n_left"), [("ddp", 1, 0), ("ddp", 2, 1)])
 def test_a_rank_with_fewer_batches_ends_with_an_error(four, mode, accumulate, n_left):
     """And does not let the others wait for it."""
     first, second = four.run(2, train_on_fewer_batches, mode, accumulate)
