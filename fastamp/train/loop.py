@@ -217,8 +217,8 @@ class _Loop(Run):
         mine = [torch.full((), n, dtype=torch.float64, device=self.device) for n in counts]
         means = self.ranks.sum(mine) / self.ranks.count
         if self.has_ended and means[1] != len(found):  # else nothing waits for the device
-            problem = f"has {len(found)} batches left for step {self.step + 1}, others have more"
-            msg = f"train_data: rank {self.ranks.rank} {problem}: each rank needs as many"
+            has = f"rank {self.ranks.rank} has {len(found)} batches left for step {self.step + 1}"
+            msg = f"train_data: {has}, others another number: each rank needs as many"
             raise ValueError(msg)
         return means[0]
 

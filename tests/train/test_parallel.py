@@ -167,7 +167,7 @@ def test_loaders_of_the_users_own_resume_with_as_many_ranks_only(four, tmp_path)
 def test_a_rank_with_fewer_batches_ends_with_an_error(four, mode, accumulate, n_left):
     """And does not let the others wait for it."""
     first, second = four.run(2, train_on_fewer_batches, mode, accumulate)
-    text = rf"train_data: rank 1 has {n_left} batches left for step \d, others have more: each"
+    text = rf"train_data: rank 1 has {n_left} batches left for step \d, others another number: each"
     assert second[0] == "ValueError"
     assert re.match(text, second[1])
     assert first[0] == "RuntimeError"  # the other one has gone
