@@ -371,6 +371,9 @@ class Checkpointer:
         like |= {"optimizer": ANY, "n_with_state": 0} if self._optimizer is not None else {}
         like |= {"ranks": ANY, "files": ANY} if self._ranks.mode is not None else {}
         check(state, like | {"step": 0}, "")
+        if state["step"] != self._store.newest_step:
+            msg = f"its ['step'] is {state['step']}, expected that of its name"
+            raise ValueError(msg)
         everyone, n_ranks, at = state.get("ranks", [state]), self._ranks.count, ""
         if self._ranks.mode is not None:
             n_ranks = len(everyone) if isinstance(everyone, list) and everyone else n_ranks

@@ -149,6 +149,13 @@ def test_what_other_optimizers_keep_is_checked(optimizer, tmp_path):
             run(tmp_path, **fields)
 
 
+def test_a_run_is_at_the_step_of_its_checkpoint(whole, tmp_path):
+    """Else it would save steps before that one, which is an error."""
+    assert refusal(tmp_path, changed(whole[1], ("run", "place", 0), 1)) is None
+    error = refusal(tmp_path, changed(whole[1], ("step",), 1))
+    assert "its ['step'] is 1, expected that of its name" in error
+
+
 def test_a_part_that_refuses_its_state_is_named(tmp_path):
     class Picky(torch.nn.Sequential):
         def get_extra_state(self):
