@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.spawn import spawn
 
+from fastamp.bench.options import DEFAULT, number
 from fastamp.bench.race import Plan, run_race, show
 from fastamp.bench.rows import WORK, Shapes, parse_shapes
 from fastamp.bench.step import MAX_NORM, STOCK_RTOL, Side, draw_grads
 from fastamp.timer.timer import align
-from fastamp.train.options import DEFAULT, number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from fastamp.bench.options import DEFAULT, number
 from fastamp.bench.race import AGAIN, Interval, Plan, run_race, verdict_on
-from fastamp.train.options import DEFAULT, number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import AdamW, Optimizer
 
+from fastamp.bench.options import DEFAULT, number
 from fastamp.bench.race import run_race, show
 from fastamp.bench.rows import WORK, Shapes, parse_shapes
 from fastamp.bench.step import PLAN, STOCK_RTOL, Side, count_calls, draw_grads
 from fastamp.timer.timer import align
-from fastamp.train.options import DEFAULT, number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -31,10 +31,10 @@ import fastamp
 from fastamp.bench import photos
 from fastamp.bench.environment import count_cores
 from fastamp.bench.loader import PLAN, Items, check, wait
+from fastamp.bench.options import DEFAULT, number
 from fastamp.bench.race import run_race, show
 from fastamp.bench.record import PLAIN
 from fastamp.timer.timer import align
-from fastamp.train.options import DEFAULT, number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -25,10 +25,10 @@ from fastamp.bench import (
     timer,
 )
 from fastamp.bench.environment import describe
+from fastamp.bench.options import DEFAULT, OutputError, escape_output, number, refuse, say
 from fastamp.bench.record import SCHEMA_VERSION, Task, doubt, make_record, render
 from fastamp.bench.tasks import BrokenTask
 from fastamp.metrics.sinks import require
-from fastamp.train.options import DEFAULT, OutputError, escape_output, number, refuse, say
 
 PROGRAM = "python -m fastamp.bench"
 # Each module has METRICS, which its help lists, add_options(add) and prepare(args).

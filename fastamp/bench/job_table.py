@@ -28,11 +28,11 @@ from fastamp.bench.job_loops import (
     make_loop,
 )
 from fastamp.bench.jobs import JOBS
+from fastamp.bench.options import refuse
 from fastamp.bench.race import Interval, Plan, Race, run_race, show
 from fastamp.bench.record import Measurement, Report, Task, judge
 from fastamp.bench.tasks import find_make, make_training
 from fastamp.bench.trainer import Config, Trainer
-from fastamp.train.options import refuse
 from fastamp.train.random_state import seed_all
 
 MAIN = Plan(rounds=4000, warmup=2, half_width=0.01, limit_s=20.0)

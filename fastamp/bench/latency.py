@@ -10,9 +10,9 @@ import torch
 
 from fastamp.bench.environment import DTYPES, no_speed_reason
 from fastamp.bench.gpt import GPT, GPT2_SMALL, Shape
+from fastamp.bench.options import DEFAULT, number
 from fastamp.bench.race import Plan, Race
 from fastamp.bench.record import Case, Details, Task, run_cases
-from fastamp.train.options import DEFAULT, number
 
 SHAPES = {"cpu": Shape(layers=4, heads=2, width=256, block_size=128), "cuda": GPT2_SMALL}
 PLAN = Plan(rounds=400, half_width=0.02, limit_s=6.0)

@@ -16,6 +16,7 @@ from fastamp.bench.gpt import GPT2_SMALL, Shape
 from fastamp.bench.jobs import JOBS
 from fastamp.bench.jobs.language import make_gpt
 from fastamp.bench.measure import Job, Results, train_arms
+from fastamp.bench.options import DEFAULT, number, refuse, say
 from fastamp.bench.peaks import MEMORY_KINDS, MEMORY_STEPS
 from fastamp.bench.race import Interval, show
 from fastamp.bench.record import Measurement, Report, Task, compare
@@ -30,7 +31,6 @@ from fastamp.bench.tasks import (
 )
 from fastamp.bench.text import load_corpus
 from fastamp.bench.where import show_profiles
-from fastamp.train.options import DEFAULT, number, refuse, say
 
 # 11.2 M parameters. Many thin layers: the activations, which AMP halves, outweigh the parameters
 # and Adam's state, which it does not. Heads of 128, for which torch's bf16 attention is fastest.

@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fastamp.bench.jobs import JOBS
+from fastamp.bench.options import refuse
 from fastamp.data import ArrayDataset, map_tensors
 from fastamp.step.native import parameters_of
 from fastamp.train.model_call import ModelCall
 from fastamp.train.optimizer import make_optimizer as make_by_name
-from fastamp.train.options import refuse
 from fastamp.train.random_state import seed_all
 
 Make: TypeAlias = Callable[[str, int], Any]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from fastamp.train.options import refuse
+from fastamp.bench.options import refuse
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import operator
 import os
 import sys
 import threading
@@ -10,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Self
 
+from fastamp.data.checks import as_integer
 from fastamp.data.own_threads import start
 from fastamp.train.check import (
     ANY,
@@ -36,7 +36,6 @@ from fastamp.train.state_file import CheckpointError, as_plain, read_file, write
 from fastamp.train.store import Store
 from fastamp.train.weights import copied, save_weights
 
-T = TypeVar("T")
 _EXCHANGE_EVERY = 10  # steps, after which ranks tell each other of a signal
 _SIGNS = {None: 0, "min": 1, "max": -1}  # of a metric that is better when it is lower
 # A checkpoint's own entries: no part may have such a name.
@@ -51,10 +50,10 @@ class Checkpointer:
     generators of Python, NumPy, torch and every device.
 
     If torch.distributed is initialized, every rank makes a Checkpointer and calls the same methods.
-    A checkpoint is then a folder, which all ranks must be able to reach, written by
-    `torch.distributed.checkpoint`: shards of FSDP2 are written by their ranks. Any number of ranks
-    can restore it; only the same number gets its random numbers back. `loader` is saved for each
-    rank, the other parts as on the first rank.
+    A checkpoint is then a folder, which all ranks must be able to reach (else `save` raises an
+    OSError), written by `torch.distributed.checkpoint`: shards of FSDP2 are written by their ranks.
+    Any number of ranks can restore it; only the same number gets its random numbers back. `loader`
+    is saved for each rank, the other parts, and `metric`, as on the first rank.
 
     From the first save on the folder belongs to this process until it ends: it holds the lock of
     the file `.lock`, which stays. Another process that saves waits for up to a minute. Files of
@@ -123,15 +122,20 @@ class Checkpointer:
         parts = {name: part for name, part in parts.items() if part is not None}
         has_ranks = dist.is_available() and dist.is_initialized()
         ranks = Ranks("ddp", dist.get_rank(), dist.get_world_size()) if has_ranks else Ranks()
-        _check_arguments(folder, model, optimizer, parts)
-        _expect("keep", keep, "an integer of at least 1", fine=type(keep) is int and keep > 0)
-        _expect("best", best, "None, 'min' or 'max'", fine=best in [*_SIGNS])  # may be a list
         alone = not (in_thread and has_ranks)
-        _expect("in_thread", in_thread, "False where torch.distributed is initialized", fine=alone)
+
+        def check_arguments() -> None:
+            _check_kinds(folder, model, optimizer, parts)
+            as_integer("keep", keep, least=1, optional=False)
+            _expect("best", best, "None, 'min' or 'max'", fine=best in [*_SIGNS])  # may be a list
+            _expect("in_thread", in_thread, "False over ranks", fine=alone)
+
+        ranks.together(check_arguments)
         suffix = "" if has_ranks else ".pt"
         self._store = Store(folder, keep=keep, suffix=suffix, argument=self._argument)
         self._store.paths = ranks.first(self._store.open)
         self._model, self._optimizer, self._parts = _inside(model), optimizer, parts
+        self._with_kind = parts if optimizer is None else parts | {"optimizer": optimizer}
         self._ranks, self._in_thread, self._sign = ranks, in_thread, _SIGNS[best]
         self._best: list[Any] | None = None  # the step of the best checkpoint, and its metric
         self._as_many = True  # ranks wrote the checkpoint that is being checked, or was restored
@@ -163,18 +167,15 @@ class Checkpointer:
                 file system has no locks.
             CheckpointError: a state holds an object that could not be read back, since it is
                 neither a tensor nor a plain value. The other checkpoints are unchanged.
-            TypeError: `step` is no integer, or `metric` no number.
+            TypeError: `metric` is no number.
             ValueError: the folder has a checkpoint of a later step, which was not restored; or
-                `step` or `every` is too small.
+                `step` or `every` is too small, or no integer.
         """
-        expected = "an integer of at least 0"
-        step = _as(operator.index, "step", step, expected)
+        step = as_integer("step", step, least=0, optional=False)
         newest = max(self._store.newest_step, self._thread_step)
-        if newest > step >= 0:
-            expected = f"at least {newest}, the newest checkpoint's, which restore() resumes"
-        _expect("step", step, expected, fine=step >= max(newest, 0))
-        fine = every is None or (type(every) is int and every > 0)
-        _expect("every", every, "None or an integer of at least 1", fine=fine)
+        expected = f"at least {newest}, the newest checkpoint's, which restore() resumes"
+        _expect("step", step, expected, fine=step >= newest)
+        every = as_integer("every", every, least=1)
         is_due = every is None or step % every == 0
         received = self._received(step, is_due=is_due)
         if is_due or received is not None:
@@ -302,22 +303,15 @@ class Checkpointer:
 
     def _of_rank(self) -> list[str]:
         """Return the names of the entries that differ between ranks."""
-        return [name for name in ("loader", "rng") if name in self._parts or name == "rng"]
+        return ["rng", *(self._parts.keys() & {"loader"})]
 
     def _collect(self, step: int, metric: float | Tensor | None) -> dict[str, Any]:
         """Return the states of all parts, to be written."""
-        if metric is None or not self._sign:
-            metric = math.nan
-        elif isinstance(metric, Tensor):
-            metric = metric.detach()
-        number = _as(float, "metric", metric, "a number")
+        number = math.nan if metric is None or not self._sign else _as_number(metric)
         best = [step, number] if self._is_better(number) else self._best
         state: dict[str, Any] = {"step": step, "best": best, "kinds": self._kinds()}
         state["rng"] = rng_state(self._at())
-        parts = {**self._parts, "model": self._model, "optimizer": self._optimizer}
-        for name, part in parts.items():
-            if part is None:
-                continue
+        for name, part in {**self._with_kind, "model": self._model}.items():
             own, may_be_sharded = part.state_dict(), name in {"model", "optimizer"}
             try:
                 state[name] = as_plain(own, may_be_sharded=may_be_sharded)
@@ -358,9 +352,9 @@ class Checkpointer:
         except CheckpointError as error:
             msg = f"{error}; {self._anew}"
             raise CheckpointError(msg) from error
-        if problems and self._ranks.rank == 0:
+        if problems:  # the filter may make the warning an error
             text = f"{'; '.join(problems)}; resumed from {self._store.paths[-1]}"
-            warnings.warn(text, stacklevel=_level_outside())
+            self._ranks.first(lambda: warnings.warn(text, stacklevel=_level_outside()))
         return state
 
     def _read(self, path: Path) -> dict[str, Any]:
@@ -377,6 +371,9 @@ class Checkpointer:
         like |= {"optimizer": ANY, "n_with_state": 0} if self._optimizer is not None else {}
         like |= {"ranks": ANY, "files": ANY} if self._ranks.mode is not None else {}
         check(state, like | {"step": 0}, "")
+        if state["step"] != self._store.newest_step:
+            msg = f"its ['step'] is {state['step']}, expected that of its name"
+            raise ValueError(msg)
         everyone, n_ranks, at = state.get("ranks", [state]), self._ranks.count, ""
         if self._ranks.mode is not None:
             n_ranks = len(everyone) if isinstance(everyone, list) and everyone else n_ranks
@@ -424,7 +421,7 @@ class Checkpointer:
     def _apply_tensors(self, state: dict[str, Any]) -> None:
         if self._ranks.mode is not None:
             path = self._store.paths[-1]
-            state = _sharded().load_tensors(path, state, self._model, self._optimizer)
+            _sharded().load_tensors(path, state, self._model, self._optimizer)
         if self._optimizer is not None:
             self._optimizer.load_state_dict(state["optimizer"])
         self._model.load_state_dict(state["model"])
@@ -434,19 +431,16 @@ class Checkpointer:
 
         def explained() -> None:
             try:
-                action()
-            except Exception as error:  # the user's own classes can raise anything
-                problem = f"its [{name!r}] cannot be loaded: {type(error).__name__}: {error}"
-                msg = f"{self._store.paths[-1]}: {problem}; {self._anew}"
+                attempt(action, f"[{name!r}]")
+            except ValueError as error:
+                msg = f"{self._store.paths[-1]}: {error}; {self._anew}"
                 raise CheckpointError(msg) from error
 
         self._ranks.together(explained)
 
     def _kinds(self) -> dict[str, str]:
         """Return the classes of the parts, except those that are fine_tune's own."""
-        optimizer = {} if self._optimizer is None else {"optimizer": self._optimizer}
-        kinds = {name: type(part) for name, part in {**optimizer, **self._parts}.items()}
-        own = "fastamp.train."
+        kinds, own = {name: type(part) for name, part in self._with_kind.items()}, "fastamp.train."
         return {n: k.__name__ for n, k in kinds.items() if not k.__module__.startswith(own)}
 
     def _at(self, rng: dict[str, Any] | None = None) -> Sequence[torch.device]:
@@ -470,13 +464,12 @@ def _level_outside() -> int:
     return level
 
 
-def _check_arguments(folder: Any, model: Any, optimizer: Any, parts: dict[str, Any]) -> None:
+def _check_kinds(folder: Any, model: Any, optimizer: Any, parts: dict[str, Any]) -> None:
     kinds: dict[str, Any] = {
-        "folder": (folder, (str, os.PathLike), "a path"),
+        "folder": (folder, str | os.PathLike, "a path"),
         "model": (model, nn.Module, "a torch.nn.Module"),
+        "optimizer": (optimizer, Optimizer | None, "a torch.optim.Optimizer or None"),
     }
-    if optimizer is not None:
-        kinds["optimizer"] = (optimizer, Optimizer, "a torch.optim.Optimizer or None")
     for name, (value, kind, expected) in kinds.items():
         if not isinstance(value, kind):
             msg = f"{name}: expected {expected}, got {type(value).__name__}"
@@ -492,12 +485,11 @@ def _check_arguments(folder: Any, model: Any, optimizer: Any, parts: dict[str, A
             raise TypeError(msg)
 
 
-def _as(convert: Callable[[Any], T], name: str, value: Any, expected: str) -> T:
-    """Convert an argument, or raise a TypeError that names it."""
+def _as_number(metric: Any) -> float:
     try:
-        return convert(value)
+        return float(metric.detach() if isinstance(metric, Tensor) else metric)
     except (TypeError, ValueError) as error:
-        msg = f"{name}: expected {expected}, got {value!r}"
+        msg = f"metric: expected a number, got {metric!r}"
         raise TypeError(msg) from error
 
 

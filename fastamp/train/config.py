@@ -76,7 +76,8 @@ class TrainConfig:
     max_norm: float | None = 1.0
     """Largest norm of all gradients together; None does not clip."""
     accumulate: int = 1
-    """Batches in a step, fetched before it. The last step of an epoch has the remaining ones."""
+    """Batches in a step, which are in memory together. The last step of an epoch has the remaining
+    ones."""
     compile: bool = False
     """Runs the model through `torch.compile`."""
     device: str | torch.device | None = None

@@ -61,7 +61,9 @@ def fine_tune(
             DataLoader; or any iterable of batches, such as a list. See `ModelCall.split` on
             batches.
         val_data: as `train_data`, but not shuffled; None evaluates nothing. A
-            `fastamp.DataLoader` that shuffles by a seed has the same order in each evaluation.
+            `fastamp.DataLoader` that shuffles by a seed has the same order in each evaluation. One
+            of torch with a generator of its own begins with that generator's seed again after a
+            resume: the last bits of validation losses may differ.
         config: None is `TrainConfig()`.
 
     Returns:
@@ -76,7 +78,7 @@ def fine_tune(
         TypeError: `model` is no module, `config` no TrainConfig, or the data or the model's output
             cannot be trained on.
         ValueError: there is no batch or no parameter to train, the optimizer has other parameters,
-            or shapes do not match.
+            shapes do not match, or a rank has fewer batches than others.
 
     Example:
         >>> x, y = torch.randn(64, 4), torch.randint(2, (64,))
@@ -186,11 +188,12 @@ class _Loop(Run):
                 self._pause(None, None)
             raise
         self.has_ended = len(found) < self.config.accumulate
+        n_samples = self._count(found)
         if not found:
             return False
         self.step, self.val_loss = self.step + 1, math.nan
         self.n_samples += sum(n for _, n in found)
-        loss = self._accumulate(found)
+        loss = self._accumulate(found, n_samples)
         self.advance()
         self.losses.append((self.step, loss))
         self.tracker.log_scalar("train/lr", self.schedule.lr, self.step)
@@ -201,17 +204,31 @@ class _Loop(Run):
             self.optimizer.zero_grad()
         return True
 
-    def _accumulate(self, found: list[tuple[Any, int]]) -> torch.Tensor:
+    def _count(self, found: list[tuple[Any, int]]) -> Any:
+        """Return the mean number of samples that a rank has in a step.
+
+        Raises:
+            ValueError: this rank's data have ended before those of another one, which would wait.
+        """
+        n_samples = sum(n for _, n in found)
+        if self.ranks.mode is None:
+            return n_samples
+        counts = [n_samples, len(found)]
+        mine = [torch.full((), n, dtype=torch.float64, device=self.device) for n in counts]
+        means = self.ranks.sum(mine) / self.ranks.count
+        if self.has_ended and means[1] != len(found):  # else nothing waits for the device
+            has = f"rank {self.ranks.rank} has {len(found)} batches left for step {self.step + 1}"
+            msg = f"train_data: {has}, others another number: each rank needs as many"
+            raise ValueError(msg)
+        return means[0]
+
+    def _accumulate(self, found: list[tuple[Any, int]], n_samples: Any) -> torch.Tensor:
         """Add up the gradients of the mean loss over a step's samples; return this rank's part.
 
         Ranks may have batches of different lengths. DDP and FSDP2 average gradients over the ranks:
         a batch has the weight of its samples in the mean number of samples of a rank.
         """
         timer, mean = self.timer, torch.zeros((), dtype=torch.float32, device=self.device)
-        n_samples: Any = sum(n for _, n in found)
-        if self.ranks.mode is not None:
-            mine = torch.full((), n_samples, dtype=torch.float64, device=self.device)
-            n_samples = self.ranks.sum([mine])[0] / self.ranks.count
         while found:
             batch, n = found.pop(0)
             with self.no_sync() if found else nullcontext():

@@ -102,34 +102,34 @@ def _sendable(error: Exception) -> Exception:
     return error
 
 
-def _is_launched() -> bool:
-    """Return whether this process is a rank: of torchrun, or of an initialized process group."""
-    return dist.is_available() and (dist.is_initialized() or os.environ.keys() >= _LAUNCHERS)
-
-
 @contextmanager
 def join(config: TrainConfig) -> Iterator[Ranks]:
     """Join the other ranks, if there are any, and destroy the process group if this made it.
 
     Raises:
-        ValueError: the config asks for ranks and there are none, or for FSDP2 where torch has none.
+        ValueError: the config asks for ranks and there are none, or for FSDP2 where torch has none;
+            or this is a rank beyond the others, which torch would let wait.
     """
-    if not _is_launched():
+    has_ranks = dist.is_available() and dist.is_initialized()
+    if not has_ranks and not (dist.is_available() and os.environ.keys() >= _LAUNCHERS):
         if config.parallel is not None:
             expected = "expected None, as neither torchrun nor torch.distributed has started ranks"
             msg = f"parallel: {expected}, got {config.parallel!r}"
             raise ValueError(msg)
         yield Ranks()
         return
-    device, makes_group = config.chosen_device, not dist.is_initialized()
+    device = config.chosen_device
     if (config.parallel, device.type) == ("fsdp", "cpu") and not hasattr(
         torch.cpu.Stream, "record_event"
     ):
         msg = f"parallel: torch {torch.__version__} has no FSDP2 on the CPU, got 'fsdp'; use 'ddp'"
         raise ValueError(msg)
+    if not has_ranks and not int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]):
+        msg = f"RANK: expected one of WORLD_SIZE={os.environ['WORLD_SIZE']} ranks, got "
+        raise ValueError(msg + os.environ["RANK"])
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
-    if makes_group:
+    if not has_ranks:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield Ranks(config.parallel or "ddp", dist.get_rank(), dist.get_world_size())
@@ -138,7 +138,7 @@ def join(config: TrainConfig) -> Iterator[Ranks]:
         raise
     finally:
         gc.collect()  # DDP's hooks on the model, and threads that must end before torch does
-        if makes_group:
+        if not has_ranks:
             dist.destroy_process_group()
 
 

@@ -117,9 +117,10 @@ class Run:
         return checkpointer
 
     def _resume(self, checkpointer: Checkpointer) -> None:
-        if checkpointer.restore() is None:
+        step = checkpointer.restore()
+        if step is None:
             return
-        former = self.former_total
+        self.step, former = step, self.former_total
         if not checkpointer._as_many:
             seed_all(self.config.seed, self.ranks.rank, self.step)
             if self.total is not None:

@@ -4,6 +4,8 @@ Each rank writes its part of model and optimizer with `torch.distributed.checkpo
 ranks can read them.
 """
 
+import copy
+import errno
 import pickle
 import zlib
 from enum import EnumMeta
@@ -53,7 +55,6 @@ _NAMES = {
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
 }
-_NONE: dict[str, Any] = {"state": {}, "param_groups": []}  # where there is no optimizer
 
 
 def write_folder(path: Path, state: dict[str, Any], ranks: Ranks) -> None:
@@ -61,7 +62,7 @@ def write_folder(path: Path, state: dict[str, Any], ranks: Ranks) -> None:
 
     The first rank may rename the folder then, once it has synced the names in it.
     """
-    named, kept = state["model"], state.get("optimizer", _NONE)
+    named, kept = state["model"], _kept(state)
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # rank 0 writes the buffers
     writer = FileSystemWriter(path, sync_files=False)  # torch up to 2.13 syncs before it flushes
     try:
@@ -70,10 +71,19 @@ def write_folder(path: Path, state: dict[str, Any], ranks: Ranks) -> None:
         raise next(iter(error.failures.values()))[0] from error
     sums = ranks.together(lambda: _sync_files(path, ranks.rank))
     files = {name: value for sums in ranks.gather(sums) for name, value in sums.items()}
-    rest = {"model": _on_meta(named)}
-    if kept is not _NONE:
-        rest["optimizer"] = kept | {"state": _on_meta(kept["state"])}
-    ranks.first(lambda: write_file(path / RUN, state | rest | {"files": files}))
+    rest = {"model": copy.copy(named)}  # with the versions of its modules
+    rest["model"].update(_on_meta(named))
+    if "optimizer" in state:
+        rest["optimizer"] = state["optimizer"] | {"state": _on_meta(kept)}
+
+    def write_rest() -> None:
+        for name in files:
+            if not (path / name).is_file():
+                msg = f"the first rank does not see {name} of another one: all need one folder"
+                raise OSError(errno.EIO, msg)
+        write_file(path / RUN, state | rest | {"files": files})
+
+    ranks.first(write_rest)
 
 
 def read_folder(path: Path, check: Check, ranks: Ranks) -> dict[str, Any]:
@@ -102,12 +112,12 @@ def read_folder(path: Path, check: Check, ranks: Ranks) -> dict[str, Any]:
 
 def load_tensors(
     path: Path, state: dict[str, Any], model: nn.Module, optimizer: Optimizer | None
-) -> dict[str, Any]:
-    """Return the states of model and optimizer, with this rank's shards."""
-    named, kept = model.state_dict(), state.get("optimizer", _NONE)
+) -> None:
+    """Put this rank's shards into the states of model and optimizer, for tensors on "meta"."""
+    named, kept = model.state_dict(), _kept(state)
     groups = optimizer.param_groups if optimizer is not None else ()
     parameters = [p for group in groups for p in group["params"]]
-    for index, entries in kept["state"].items():
+    for index, entries in kept.items():
 
         def allocate(like: Tensor, parameter: Tensor = parameters[index]) -> Tensor:
             """Return memory, sharded as the parameter is, for a tensor on "meta"."""
@@ -115,13 +125,12 @@ def load_tensors(
             source = parameter if is_whole else like.new_empty((), device="cpu")
             return source.new_empty(like.shape, dtype=like.dtype)
 
-        kept["state"][index] = tree_map_only(Tensor, allocate, entries)
+        kept[index] = tree_map_only(Tensor, allocate, entries)
     try:
         load(_tensors(named, kept), checkpoint_id=path)
     except CheckpointException as error:  # raised on all ranks
         raise next(iter(error.failures.values()))[0] from error
-    others = {n: v for n, v in state["model"].items() if not isinstance(v, Tensor)}
-    return {"model": named | others, "optimizer": kept}
+    state["model"].update((n, v) for n, v in named.items() if isinstance(v, Tensor))
 
 
 class _Index(pickle.Unpickler):
@@ -162,9 +171,14 @@ def _is_name(name: Any) -> bool:
     return isinstance(name, str) and Path(name).name == name
 
 
-def _tensors(named: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Tensor]:
+def _kept(state: dict[str, Any]) -> dict[Any, Any]:
+    """Return what the optimizer keeps for each parameter, if there is one."""
+    return state["optimizer"]["state"] if "optimizer" in state else {}
+
+
+def _tensors(named: dict[str, Any], kept: dict[Any, Any]) -> dict[str, Tensor]:
     """Return the tensors of a model's and an optimizer's state by their paths."""
-    leaves, _ = tree_flatten_with_path({"model": named, "optimizer": optimizer["state"]})
+    leaves, _ = tree_flatten_with_path({"model": named, "optimizer": kept})
     return {keystr(path): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
 
 

@@ -126,7 +126,7 @@ class Store:
         sync(self._folder)
         self._known |= {path, aside}
         for old in filter(self._may_go, self._known - kept):
-            gone = old.with_name(f".{old.name}.part")  # may be left in half
+            gone = old.with_name(f".{old.name.lstrip('.')}.part")  # may be left in half
             _remove(gone)
             old.replace(gone)
             if gone.is_dir():  # else a loss of power may leave half of it under its old name

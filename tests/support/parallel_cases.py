@@ -194,6 +194,14 @@ def train_from_a_list(folder, stop_at=0):
         return str(error)
 
 
+def train_on_fewer_batches(mode, accumulate):
+    """Return the error of training where the second rank has a batch less than the first one."""
+    at = torch.distributed.get_rank()
+    columns = [column[: 48 - 8 * at].split(8) for column in make_data()]
+    data = list(zip(*columns, strict=True))
+    return error_of(None, data=data, parallel=mode, accumulate=accumulate)
+
+
 SIZES = ([5, 3, 4, 2, 7, 1, 6], [2, 6, 1, 4, 3, 8, 2])  # of two ranks' batches
 
 
@@ -229,6 +237,14 @@ def error_of(folder, **fields):
     return None
 
 
+def sums_of_removed(folder):
+    """Remove what the second rank has written, as if it lay on a disk that the first one lacks."""
+    mine = [*folder.glob("__1_*")]
+    for path in mine:
+        path.unlink()
+    return dict.fromkeys([path.name for path in mine], 0)
+
+
 def fail_to_write(folder, mode, where):
     """Train where the second rank cannot write its part, or the first one what goes with it."""
     at = torch.distributed.get_rank()
@@ -239,6 +255,8 @@ def fail_to_write(folder, mode, where):
     with pytest.MonkeyPatch.context() as patch:
         if at == 1 and where == "its part":
             patch.setattr(FileSystemWriter, "write_data", fail)
+        if at == 1 and where == "its own disk":
+            patch.setattr(sharded, "_sync_files", lambda folder, _: sums_of_removed(folder))
         if at == 0 and where == "the rest":
             patch.setattr(sharded, "write_file", fail)
         return error_of(folder, parallel=mode, max_steps=7, stop_at=-1)
@@ -277,6 +295,51 @@ def save_what_is_refused(folder, name, problem, ranks):
     part.problem = None
     checkpointer.save(2)
     return type(raised.value).__name__, str(raised.value)
+
+
+class Versioned(torch.nn.Linear):
+    """Its scale of before version 2 was half of what it is."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state, prefix, metadata, *args):
+        if metadata.get("version", 1) < 2:
+            state[prefix + "weight"] = 2 * state[prefix + "weight"]
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+def save_and_restore_versions(folder):
+    """Return the versions that are restored, of a model of this version and of an older one."""
+    found = []
+    for version in (2, 1):
+        model, other = Versioned(2, 1), Versioned(2, 1)
+        torch.nn.init.ones_(model.weight)
+        model._version = version
+        fastamp.Checkpointer(folder / str(version), model=model).save(1)
+        fastamp.Checkpointer(folder / str(version), model=other).restore()
+        found.append(other.weight.tolist())
+    return found
+
+
+def make_wrongly_on_one(folder):
+    """Return the error of a Checkpointer whose loader is wrong on the second rank."""
+    loader = {"loader": [1]} if _rank() == 1 else {}
+    try:
+        fastamp.Checkpointer(folder, model=torch.nn.Linear(2, 1), **loader)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def call_with_warnings_as_errors(folder, fields):
+    """Return the warning that training raises."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*resumed from", UserWarning)
+        try:
+            train(folder, **fields)
+        except UserWarning as warning:
+            return str(warning)
+    return None
 
 
 def train_as_launched(environment, errors, folder, fields):

@@ -187,6 +187,25 @@ def test_a_file_system_without_renames_is_refused_before_training(tmp_path, monk
     assert names(tmp_path) == []
 
 
+def test_what_a_kill_leaves_of_a_replaced_folder_goes(tmp_path, monkeypatch):
+    """A step of ranks that was saved anew, and its former folder was half removed."""
+
+    def save(step):
+        one = store.Store(tmp_path, keep=3, suffix="", argument="folder")
+        one.paths = one.open()
+        part = one.begin(step)
+        part.mkdir()
+        (part / "run.pt").write_bytes(b"fastamp.train 4")
+        one.publish(part, step, None)
+
+    save(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_remove", lambda _: None)
+        save(1)
+    save(2)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
 def refuse(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 

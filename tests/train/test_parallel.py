@@ -28,6 +28,7 @@ from support.parallel_cases import (
     train_as_launched,
     train_by_hand,
     train_from_a_list,
+    train_on_fewer_batches,
     train_on_unequal_batches,
     train_with_sinks,
 )
@@ -162,6 +163,16 @@ def test_loaders_of_the_users_own_resume_with_as_many_ranks_only(four, tmp_path)
     assert [r["seen"] for r in resumed] == [r["seen"][3:] for r in expected]
 
 
+@pytest.mark.parametrize(("mode", "accumulate", "n_left"), [("ddp", 1, 0), ("ddp", 2, 1)])
+def test_a_rank_with_fewer_batches_ends_with_an_error(four, mode, accumulate, n_left):
+    """And does not let the others wait for it."""
+    first, second = four.run(2, train_on_fewer_batches, mode, accumulate)
+    text = rf"train_data: rank 1 has {n_left} batches left for step \d, others another number: each"
+    assert second[0] == "ValueError"
+    assert re.match(text, second[1])
+    assert first[0] == "RuntimeError"  # the other one has gone
+
+
 @pytest.mark.parametrize("mode", ["ddp", at_large("fsdp")])
 def test_the_schedule_keeps_its_place_where_the_steps_get_fewer(four, mode, tmp_path):
     fields = {"parallel": mode, "schedule": "linear", "warmup_steps": 0, "lr": 0.012}
@@ -222,10 +233,13 @@ def test_processes_and_ranks_refuse_each_others_checkpoints_and_other_runs(four,
 @pytest.mark.parametrize("mode", [at_large("ddp"), "fsdp"])
 def test_a_rank_that_cannot_write_is_an_error_on_all(four, mode, tmp_path):
     run(four, 2, tmp_path, parallel=mode, max_steps=7, stop_at=4)
-    for where in ("its part", "the rest"):
+    problems = dict.fromkeys(("its part", "the rest"), "No space")
+    problems["its own disk"] = "the first rank does not see __1_0.distcp"
+    for where, problem in problems.items():
         for kind, text in four.run(2, fail_to_write, tmp_path, mode, where):
             assert kind == "OSError"
-            assert f"checkpoint_dir={tmp_path}: step-00000006 cannot be written: No space" in text
+            begins = f"checkpoint_dir={tmp_path}: step-00000006 cannot be written: "
+            assert begins + problem in text
         assert names(tmp_path) == ["step-00000003"]
     assert run(four, 2, tmp_path, parallel=mode, max_steps=7)[0]["steps"] == 7
 
@@ -235,6 +249,13 @@ def test_ranks_are_asked_for_by_who_has_some():
         train(parallel="ddp")
     with pytest.raises(ValueError, match="parallel: expected one of ddp, fsdp or None, got 'zero'"):
         train(parallel="zero")
+
+
+def test_a_rank_beyond_the_world_is_refused_and_not_waited_for(monkeypatch):
+    for name, value in (("RANK", "2"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="RANK: expected one of WORLD_SIZE=2 ranks, got 2"):
+        train(device="cpu")
 
 
 def test_fsdp_is_refused_where_torch_has_none(monkeypatch):

@@ -16,8 +16,11 @@ from support.parallel_cases import (
     bits,
     call_for_error,
     call_for_warnings,
+    call_with_warnings_as_errors,
     four,
+    make_wrongly_on_one,
     run,
+    save_and_restore_versions,
     save_what_is_refused,
 )
 from support.trainable import names
@@ -138,6 +141,25 @@ def test_a_damaged_checkpoint_is_passed_over_by_all_with_one_warning(
     assert not [*folder.rglob("code has run")]
     text = f"step-00000002(/run.pt: |: )?{problem}.*; resumed from {folder}/step-00000001$"
     assert re.search(text, warned[0])
+
+
+def test_a_warning_that_is_an_error_is_one_on_all_ranks(four, two_steps, tmp_path):
+    shutil.copytree(two_steps[0], tmp_path, dirs_exist_ok=True)
+    flip(tmp_path / "step-00000002" / "__1_0.distcp")
+    first, second = four.run(2, call_with_warnings_as_errors, tmp_path, TWO_STEPS)
+    assert first == second
+    assert first.endswith("step-00000001")
+
+
+def test_a_wrong_argument_on_one_rank_is_an_error_on_all(four, tmp_path):
+    for text in four.run(2, make_wrongly_on_one, tmp_path):
+        assert text.startswith("loader: expected an object with state_dict and load_state_dict")
+
+
+def test_the_versions_of_a_models_modules_are_kept(four, tmp_path):
+    """A module that migrates older states would migrate its own."""
+    for found in four.run(2, save_and_restore_versions, tmp_path):
+        assert found == [[[1.0, 1.0]], [[2.0, 2.0]]]
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ def escape_output() -> None:
 def say(text: str) -> None:
     """Print to the standard output at once, or raise an OutputError."""
     try:
-        print(text, flush=True)  # noqa: T201
+        print(text, flush=True)
     except OSError as error:
         with open(os.devnull, "wb") as nothing:  # noqa: PTH123 - what is buffered is not tried again
             os.dup2(nothing.fileno(), sys.stdout.fileno())
