@@ -2,13 +2,15 @@
 
 import logging
 import math
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from fastamp.metrics import MetricsTracker
 from fastamp.metrics.sinks import Scalar
-from fastamp.step import GradScaler
+from fastamp.step import AdamW, GradScaler
 from fastamp.timer import Timer
 from fastamp.train.batches import Batches
 from fastamp.train.check import ANY, check, check_equal
@@ -46,12 +48,19 @@ class Run:
         if val_data is not None:
             self.held_out = Batches("val_data", val_data, config, ranks, shuffle=False)
         self.total = self._count_steps()
+        if config.weights is not None:
+            for parameter in model.parameters():
+                if parameter.dtype == torch.float32:
+                    parameter.data = parameter.data.bfloat16()
         self.trained, self.evaluated = ranks.spread(model, config)
         self.model_call = config.model_call or ModelCall(config.loss_fn)
         options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
         if ranks.mode == "fsdp" and config.max_norm is None:
             options["fused"] = None  # torch's fused SGD and Adagrad do not support DTensors
-        self.optimizer = make_optimizer(model, config.optimizer, **options)
+        kind = config.optimizer
+        if config.moments is not None or config.weights is not None:
+            kind = partial(AdamW, **options, moments=config.moments or "float32")
+        self.optimizer = make_optimizer(model, kind, **options)
         self.scaler = GradScaler(self.device.type, enabled=self.precision == "16-mixed")
         self.schedule = Schedule(
             self.optimizer, self.scaler, lambda n: config.lr_factor(n, self.total)

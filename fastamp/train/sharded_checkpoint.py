@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor, empty
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
@@ -121,9 +122,12 @@ def load_tensors(
 
         def allocate(like: Tensor, parameter: Tensor = parameters[index]) -> Tensor:
             """Return memory, sharded as the parameter is, for a tensor on "meta"."""
-            is_whole = like.shape == parameter.shape
-            source = parameter if is_whole else like.new_empty((), device="cpu")
-            return source.new_empty(like.shape, dtype=like.dtype)
+            if like.shape == parameter.shape:
+                return parameter.new_empty(like.shape, dtype=like.dtype)
+            if isinstance(parameter, DTensor) and like.shape[:1] == parameter.shape[:1]:
+                mesh, placements = parameter.device_mesh, parameter.placements  # as its rows
+                return empty(like.shape, dtype=like.dtype, device_mesh=mesh, placements=placements)
+            return torch.empty(like.shape, dtype=like.dtype)
 
         kept[index] = tree_map_only(Tensor, allocate, entries)
     try:

@@ -341,18 +341,4 @@ def test_shards_step_as_the_whole_and_move_to_other_numbers_of_ranks():
             found = started.run(count, lean.sharded_run, count, state, 2, first)
             state, first = found[0], first + 2
     for ours, theirs in zip(state, alone, strict=True):
-        _assert_same(ours, theirs)
-
-
-def _assert_same(ours, theirs):
-    if isinstance(theirs, dict):
-        assert ours.keys() == theirs.keys()
-        for name in theirs:
-            _assert_same(ours[name], theirs[name])
-    elif isinstance(theirs, torch.Tensor):
-        assert torch.equal(ours, theirs)
-    elif isinstance(theirs, list | tuple):
-        for one, other in zip(ours, theirs, strict=True):
-            _assert_same(one, other)
-    else:
-        assert ours == theirs
+        lean.assert_same(ours, theirs)

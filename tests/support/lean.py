@@ -64,6 +64,25 @@ def model_of(dtype=torch.bfloat16):
     return torch.nn.Sequential(*layers, torch.nn.Linear(300, 5)).to(dtype)
 
 
+def checkpointed_run(folder, count, steps):
+    """Train from the newest checkpoint of a folder on, on all ranks or alone; save at the end."""
+    from torch.distributed.checkpoint import state_dict as states
+
+    model = model_of()
+    if count > 1:
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = fastamp.AdamW(model.parameters(), lr=1e-2, moments="8bit")
+    checkpointer = fastamp.Checkpointer(folder, model=model, optimizer=optimizer)
+    first = checkpointer.restore() or 0
+    step_all(model, optimizer, range(first, first + steps))
+    checkpointer.save(first + steps)
+    whole = states.StateDictOptions(full_state_dict=True)
+    weights = states.get_model_state_dict(model, options=whole)
+    return weights, states.get_optimizer_state_dict(model, optimizer, options=whole)
+
+
 def sharded_run(count, state, steps, first):
     """Train a model under FSDP2 on all ranks, or alone; return whole weights and a whole state."""
     from torch.distributed.checkpoint import state_dict as states
@@ -79,15 +98,35 @@ def sharded_run(count, state, steps, first):
         weights, own = state
         states.set_model_state_dict(model, weights, options=whole)
         states.set_optimizer_state_dict(model, optimizer, own, options=whole)
-    for step in range(first, first + steps):
+    step_all(model, optimizer, range(first, first + steps))
+    weights = states.get_model_state_dict(model, options=whole)
+    own = states.get_optimizer_state_dict(model, optimizer, options=whole)
+    return weights, own
+
+
+def step_all(model, optimizer, steps):
+    """Step with gradients that all ranks know."""
+    for step in steps:
         generator = torch.Generator().manual_seed(step)
         for parameter in model.parameters():
             grad = torch.randn(parameter.shape, generator=generator).bfloat16() * 0.1
             parameter.grad = _like(grad, parameter)
         fastamp.optimizer_step(optimizer, max_norm=1e9, zero_grad=True)
-    weights = states.get_model_state_dict(model, options=whole)
-    own = states.get_optimizer_state_dict(model, optimizer, options=whole)
-    return weights, own
+
+
+def assert_same(ours, theirs):
+    """Compare trees of tensors bit for bit."""
+    if isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        for name in theirs:
+            assert_same(ours[name], theirs[name])
+    elif isinstance(theirs, torch.Tensor):
+        assert torch.equal(ours, theirs)
+    elif isinstance(theirs, list | tuple):
+        for one, other in zip(ours, theirs, strict=True):
+            assert_same(one, other)
+    else:
+        assert ours == theirs
 
 
 def _like(grad, parameter):

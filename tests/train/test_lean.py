@@ -1,0 +1,68 @@
+"""fastamp.AdamW in fine_tune and in checkpoints, of one process and of ranks."""
+
+import pytest
+import torch
+from support import lean, ranks
+
+import fastamp
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(96, 64, generator=generator)
+    return x, (x[:, :4] > 0).long() @ torch.tensor([1, 2, 4, 8]) % 5
+
+
+def train(folder=None, **fields):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 80), torch.nn.GELU(), torch.nn.Linear(80, 5))
+    config = {"lr": 1e-2, "precision": "bf16-mixed", "checkpoint_dir": folder, **fields}
+    result = fastamp.fine_tune(model, data(), config=fastamp.TrainConfig(**config))
+    return model, result
+
+
+def test_fine_tune_learns_in_half_the_memory():
+    losses = {}
+    for name, fields in [("torch", {}), ("lean", {"moments": "8bit", "weights": "bfloat16"})]:
+        model, result = train(epochs=8, **fields)
+        losses[name] = result.train_loss[1][-3:].mean()
+        assert {p.dtype for p in model.parameters()} == {
+            torch.bfloat16 if name == "lean" else torch.float32
+        }
+    assert losses["lean"] == pytest.approx(losses["torch"], rel=0.1, abs=0.02)
+
+
+def test_fine_tune_resumes_to_the_bit(tmp_path):
+    fields = {"moments": "8bit", "weights": "bfloat16", "schedule": "constant"}
+    whole, _ = train(max_steps=9, **fields)
+    train(tmp_path, max_steps=4, **fields)
+    resumed, result = train(tmp_path, max_steps=9, **fields)
+    assert result.steps == 9
+    lean.assert_same(resumed.state_dict(), whole.state_dict())
+
+
+def test_wrong_fields_are_named():
+    for fields, said in [
+        ({"moments": "4bit"}, "moments: expected one of float32, bfloat16, 8bit"),
+        ({"weights": "float16", "precision": "bf16-mixed"}, "weights: expected one of bfloat16"),
+        ({"weights": "bfloat16"}, "precision: expected 'bf16-mixed' with weights='bfloat16'"),
+        ({"moments": "8bit", "optimizer": "sgd"}, "moments: expected None: it is of optimizer="),
+    ]:
+        with pytest.raises(ValueError, match=r"\w") as error:
+            fastamp.TrainConfig(**fields)
+        assert said in str(error.value)
+
+
+def test_a_loop_of_ones_own_resumes_to_the_bit(tmp_path):
+    whole = lean.checkpointed_run(tmp_path / "whole", 1, 7)
+    lean.checkpointed_run(tmp_path / "parts", 1, 3)
+    lean.assert_same(lean.checkpointed_run(tmp_path / "parts", 1, 4), whole)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
+def test_shards_move_to_other_numbers_of_ranks(tmp_path):
+    with ranks.start(3) as started:
+        whole = lean.checkpointed_run(tmp_path / "whole", 1, 6)
+        for count in (2, 3, 2):
+            found = started.run(count, lean.checkpointed_run, tmp_path / "parts", count, 2)
+    lean.assert_same(found[0], whole)
