@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support import lean
 from support.bits import bits
 from support.drawn import EXAMPLES, hypothesis
 from support.emulated import emulated_table, fast_float64, use_emulated
@@ -119,6 +120,19 @@ def test_the_emulated_kernels_give_an_update_the_oracles_bits():
             with use_emulated(emulated_table()):
                 make_step(optimizer, max_norm=1.0)
         found.append(everything(parameters, optimizer))
+    assert found[0] == found[1]
+
+
+@pytest.mark.emulated
+def test_the_emulated_kernels_give_adamw_in_8_bits_the_fallbacks_bits():
+    found = []
+    sizes = [(70, 300), (9,), (3, 64), (2, 70_000)]
+    for name in ("emulated", "fallback"):
+        parameters, optimizer = lean.make(torch.bfloat16, "8bit", True, sizes)
+        backend = use_emulated(emulated_table()) if name == "emulated" else _ops.use_only(name)
+        with backend:
+            lean.train(parameters, optimizer, 3, bad=(1,))
+        found.append(lean.everything(parameters, optimizer))
     assert found[0] == found[1]
 
 
