@@ -200,6 +200,17 @@ def test_a_gradient_with_gaps_in_its_memory_is_stepped(backend):
     assert same_bits(parameters[0], others[0])
 
 
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_weights_that_were_set_to_zero_stay_numbers(zero, backend):
+    parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100)])
+    train(parameters, optimizer, 2, bad=())
+    with torch.no_grad():
+        parameters[0].fill_(zero)  # a pruned weight: its lower half belongs to another one
+    assert (optimizer.master_weights()[0].abs() < 2**-126).all()
+    train(parameters, optimizer, 1, first=2, bad=())
+    assert parameters[0].isfinite().all()
+
+
 def test_a_learning_rate_may_be_a_tensor(backend):
     parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100)])
     others, other = make(torch.bfloat16, "8bit", True, [(4, 100)], lr=torch.tensor(1e-2))
