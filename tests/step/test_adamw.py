@@ -211,6 +211,31 @@ def test_weights_that_were_set_to_zero_stay_numbers(zero, backend):
     assert parameters[0].isfinite().all()
 
 
+def test_a_parameter_with_gaps_in_its_memory_is_refused(backend):
+    whole = torch.ones(4, 100)
+    parameter = torch.nn.Parameter(whole[:, :70])
+    optimizer = fastamp.AdamW([parameter])
+    parameter.grad = torch.ones(4, 70)
+    with pytest.raises(RuntimeError, match="a parameter's dtype, layout or device"):
+        optimizer.step()
+    assert (whole == 1).all()
+
+
+@pytest.mark.parametrize("moments", ["float32", "8bit"])
+def test_another_order_of_memory_in_mid_run_is_refused(moments, backend):
+    model = torch.nn.Conv2d(64, 64, 3)
+    optimizer = fastamp.AdamW(model.parameters(), moments=moments)
+    give([*model.parameters()], 0)
+    optimizer.step()
+    model.to(memory_format=torch.channels_last)
+    before = model.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="exp_avg: its shape or layout"):
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+    optimizer.load_state_dict(optimizer.state_dict())  # in the new order
+    optimizer.step()
+
+
 def test_a_learning_rate_may_be_a_tensor(backend):
     parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100)])
     others, other = make(torch.bfloat16, "8bit", True, [(4, 100)], lr=torch.tensor(1e-2))
@@ -270,6 +295,17 @@ def test_a_state_in_other_formats_is_converted():
         assert torch.equal(one["exp_avg"], other["exp_avg"])
         assert torch.equal(one["exp_avg_sq"], other["exp_avg_sq"])
         assert not other["low"].any()
+
+
+def test_weights_that_became_float32_use_no_lower_half(backend):
+    parameters, optimizer = make(torch.bfloat16, "float32", True, [(4, 100)])
+    train(parameters, optimizer, 2)
+    parameters[0].data, parameters[0].grad = parameters[0].detach().float(), None
+    before = parameters[0].detach().clone()
+    optimizer.param_groups[0]["lr"] = 0.0
+    assert torch.equal(optimizer.master_weights()[0], before)
+    train(parameters, optimizer, 1)
+    assert torch.equal(parameters[0], before)
 
 
 def test_copies_and_pickles_go_on_alone():
@@ -353,6 +389,14 @@ def test_shards_step_as_the_whole_and_move_to_other_numbers_of_ranks():
             state, first = found[0], first + 2
     for ours, theirs in zip(state, alone, strict=True):
         _assert_same(ours, theirs)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
+def test_shards_step_in_torchs_operators():
+    with ranks.start(2) as started:
+        (alone,) = started.run(1, lean.sharded_run, 1, None, 2, 0)
+        found = started.run(2, lean.sharded_run_of_fallback, 2)
+    _assert_same(found[0], alone)
 
 
 def _assert_same(ours, theirs):

@@ -7,6 +7,7 @@ from support.bits import bits
 from torch.distributed.fsdp import fully_shard
 
 import fastamp
+from fastamp import _ops
 
 SIZES = [(3,), (70, 5), (0,), (1025,), (7, 300), (33, 64), (2, 70_000), (5, 256), (4, 3, 5, 7)]
 FORMATS = [
@@ -88,6 +89,12 @@ def sharded_run(count, state, steps, first):
     weights = states.get_model_state_dict(model, options=whole)
     own = states.get_optimizer_state_dict(model, optimizer, options=whole)
     return weights, own
+
+
+def sharded_run_of_fallback(count):
+    """Make the same steps in torch's operators."""
+    with _ops.use_only("fallback"):
+        return sharded_run(count, None, 2, 0)
 
 
 def _like(grad, parameter):
