@@ -174,9 +174,31 @@ class AdamW(Optimizer):
         halves, as from torch's AdamW, they become zeros.
 
         Raises:
-            ValueError: the groups or shapes differ from this optimizer's, or `amsgrad` was set; the
-                optimizer is unchanged.
+            ValueError: the groups or shapes differ from this optimizer's, or an option is not
+                supported; the optimizer is unchanged.
         """
+        loaded: dict[Tensor, dict[str, Any]] = {}
+
+        def convert(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            groups, found = self._loadable(given)
+            loaded.update(found)
+            return {**given, "state": {}, "param_groups": groups}
+
+        # Between the hooks of others, which see all of the state.
+        handles = [
+            self.register_load_state_dict_pre_hook(convert),
+            self.register_load_state_dict_post_hook(
+                lambda _: self.state.update(loaded), prepend=True
+            ),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _loadable(self, state_dict: dict[str, Any]) -> tuple[list[Any], dict[Tensor, Any]]:
+        """Return the groups of a saved state, and its states in this optimizer's formats."""
         saved_groups, saved = state_dict["param_groups"], state_dict["state"]
         if any(group.get("amsgrad") for group in saved_groups):
             msg = "state_dict: amsgrad=True, which fastamp.AdamW does not support"
@@ -188,13 +210,13 @@ class AdamW(Optimizer):
         groups, loaded = [], {}
         for group, own in zip(saved_groups, self.param_groups, strict=True):
             new = {name: value for name, value in group.items() if name not in _REFUSABLE}
-            new.setdefault("seed", own["seed"])
-            groups.append({**new, **{name: own[name] for name in _OWN}})
+            kept_ = {name: own[name] for name in _OWN}
+            groups.append({**self.defaults, "seed": own["seed"], **new, **kept_})
+            _check_group({**groups[-1], "params": ()}, len(groups) - 1)
             for place, param in zip(group["params"], own["params"], strict=True):
                 if saved.get(place):
                     loaded[param] = _converted(saved[place], own, param, place)
-        super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
-        self.state.update(loaded)
+        return groups, loaded
 
 
 _REFUSABLE = ("amsgrad", "foreach", "capturable", "differentiable")
@@ -246,7 +268,7 @@ def _check_group(group: dict[str, Any], place: int) -> None:
         if not value >= 0:
             msg = f"{name}: expected at least 0, got {value}"
             raise ValueError(msg)
-    if not all(0 <= beta < 1 for beta in group["betas"]):
+    if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
         msg = f"betas: expected two numbers from 0 to below 1, got {group['betas']}"
         raise ValueError(msg)
     if group["moments"] not in MOMENTS:

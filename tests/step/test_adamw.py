@@ -297,6 +297,36 @@ def test_a_state_in_other_formats_is_converted():
         assert not other["low"].any()
 
 
+def test_hooks_of_a_load_see_and_change_the_state():
+    parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100)])
+    train(parameters, optimizer, 2)
+    saved, seen = optimizer.state_dict(), []
+
+    def replaced(_, state):
+        given = copy.deepcopy(state)
+        given["state"][0]["step"].fill_(7.0)
+        return given
+
+    optimizer.register_load_state_dict_pre_hook(replaced)
+    optimizer.register_load_state_dict_post_hook(
+        lambda loaded: seen.extend(state["step"].item() for state in loaded.state.values())
+    )
+    optimizer.load_state_dict(saved)
+    assert seen == [7.0]
+    assert saved["state"][0]["step"] == 2
+
+
+def test_a_state_of_an_older_torch_is_loaded(backend):
+    parameters, optimizer = make(torch.float32, "float32", True, [(4, 100)])
+    saved = torch.optim.AdamW(parameters).state_dict()
+    saved["state"][0] = {"step": 3, "exp_avg": torch.ones(4, 100), "exp_avg_sq": torch.ones(4, 100)}
+    for name in ("maximize", "foreach", "capturable", "differentiable", "fused"):
+        del saved["param_groups"][0][name]
+    optimizer.load_state_dict(saved)
+    train(parameters, optimizer, 1)
+    assert optimizer.state[parameters[0]]["step"] == 4
+
+
 def test_weights_that_became_float32_use_no_lower_half(backend):
     parameters, optimizer = make(torch.bfloat16, "float32", True, [(4, 100)])
     train(parameters, optimizer, 2)
@@ -349,6 +379,7 @@ def test_wrong_arguments_are_named():
         ({"fused": False}, "fused=False"),
         ({"lr": -1.0}, "lr: expected at least 0, got -1.0"),
         ({"betas": (0.9, 1.0)}, "betas: expected two numbers"),
+        ({"betas": (0.9,)}, "betas: expected two numbers"),
         ({"seed": -1}, "seed: expected an integer"),
     ]:
         with pytest.raises(ValueError, match=r"\w") as error:
@@ -370,6 +401,10 @@ def test_a_wrong_state_leaves_the_optimizer_as_it_was():
     saved["state"][1]["exp_avg"] = torch.zeros(8)
     with pytest.raises(ValueError, match=r"exp_avg of parameter 1 has the shape \(8,\)"):
         optimizer.load_state_dict(saved)
+    saved["param_groups"][0]["eps"] = 0.0
+    with pytest.raises(ValueError, match="eps: expected at least"):
+        optimizer.load_state_dict(saved)
+    saved["param_groups"][0]["eps"] = 1e-8
     del saved["state"][1]["exp_avg"]
     with pytest.raises(ValueError, match="parameter 1 has no exp_avg"):
         optimizer.load_state_dict(saved)
