@@ -56,8 +56,8 @@ class AdamW(Optimizer):
 
     Raises:
         ValueError: an argument is out of its range or not supported.
-        TypeError: a parameter is neither float32 nor bfloat16. float16 has too few exponents for
-            weights: updates below 6e-8 vanish.
+        TypeError: a parameter that is not frozen is neither float32 nor bfloat16. float16 has too
+            few exponents for weights: updates below 6e-8 vanish.
 
     Example:
         >>> model = torch.nn.Linear(64, 64).bfloat16()
@@ -261,12 +261,13 @@ def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def _check_group(group: dict[str, Any], place: int) -> None:
     """Refuse the options and parameters of a group."""
-    numbers = {"eps": group["eps"], "weight_decay": group["weight_decay"]}
-    if not isinstance(group["lr"], Tensor):
-        numbers["lr"] = group["lr"]
-    for name, value in numbers.items():
-        if not value >= 0:
-            msg = f"{name}: expected at least 0, got {value}"
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        msg = f"lr: expected a number or a tensor of one, got {lr.numel()} elements"
+        raise ValueError(msg)
+    for name in ("lr", "eps", "weight_decay"):
+        if not group[name] >= 0:
+            msg = f"{name}: expected at least 0, got {float(group[name])}"
             raise ValueError(msg)
     if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
         msg = f"betas: expected two numbers from 0 to below 1, got {group['betas']}"
@@ -281,7 +282,7 @@ def _check_group(group: dict[str, Any], place: int) -> None:
         msg = f"seed: expected an integer from 0 to 2^32 - 1, got {group['seed']!r}"
         raise ValueError(msg)
     for index, param in enumerate(group["params"]):
-        if param.dtype not in kept.DTYPES:
+        if param.requires_grad and param.dtype not in kept.DTYPES:
             msg = f"params: expected float32 or bfloat16, param_groups[{place}]['params'][{index}]"
             msg += f" is {param.dtype}"
             raise TypeError(msg)

@@ -378,6 +378,8 @@ def test_wrong_arguments_are_named():
         ({"foreach": True}, "foreach=True"),
         ({"fused": False}, "fused=False"),
         ({"lr": -1.0}, "lr: expected at least 0, got -1.0"),
+        ({"lr": torch.tensor(-1.0)}, "lr: expected at least 0, got -1.0"),
+        ({"lr": torch.ones(2)}, "lr: expected a number or a tensor of one, got 2 elements"),
         ({"betas": (0.9, 1.0)}, "betas: expected two numbers"),
         ({"betas": (0.9,)}, "betas: expected two numbers"),
         ({"seed": -1}, "seed: expected an integer"),
@@ -390,6 +392,20 @@ def test_wrong_arguments_are_named():
     optimizer = fastamp.AdamW([weight])
     weight.grad = torch.zeros(4, 64).to_sparse()
     with pytest.raises(RuntimeError, match="cannot make this step: a gradient's dtype, layout"):
+        optimizer.step()
+
+
+def test_frozen_parameters_may_have_any_dtype(backend):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64).half().requires_grad_(False))
+    model.append(torch.nn.Linear(64, 4))
+    optimizer = fastamp.AdamW(model.parameters(), moments="8bit")
+    give([*model[1].parameters()], 0)
+    fastamp.optimizer_step(optimizer, max_norm=1.0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert len(optimizer.state) == 2
+    model.requires_grad_(True)
+    give([*model.parameters()], 1)
+    with pytest.raises(RuntimeError, match=r"a parameter is (torch\.)?float16"):
         optimizer.step()
 
 
