@@ -313,7 +313,7 @@ def _zeros_like(param: Tensor, dtype: torch.dtype) -> Tensor:
 def _low_like(param: Tensor) -> Tensor:
     """Return a zero lower half: two bytes for each element, in the parameter's order of memory."""
     if is_spread(param):
-        return _zeros_beside(param, (*param.shape, 2), torch.uint8)
+        return zeros_beside(param, (*param.shape, 2), torch.uint8)
     low = torch.zeros_like(param, dtype=torch.int16, memory_format=torch.preserve_format)
     return low[..., None].view(torch.uint8)
 
@@ -322,12 +322,12 @@ def _scales_like(param: Tensor) -> Tensor:
     """Return zeros for all blocks of a parameter."""
     shape = (len(param), formats.blocks_of(formats.row_of(param)))
     if is_spread(param):
-        return _zeros_beside(param, shape, torch.float32)
+        return zeros_beside(param, shape, torch.float32)
     return torch.zeros(shape, dtype=torch.float32, device=param.device)
 
 
-def _zeros_beside(param: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a DTensor of zeros that is sharded as a parameter is."""
+def zeros_beside(param: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a DTensor of zeros that is sharded as a parameter, a DTensor, is."""
     from torch.distributed.tensor import zeros  # noqa: PLC0415 - it takes half a second
 
     mesh, placements = param.device_mesh, param.placements

@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from fastamp._files import sync
+from fastamp.step.adamw import AdamW, zeros_beside
+from fastamp.step.shards import is_spread
 from fastamp.train.ranks import Ranks
 from fastamp.train.state_file import (
     RUN,
@@ -111,9 +113,11 @@ def load_tensors(
 
         def allocate(like: Tensor, parameter: Tensor = parameters[index]) -> Tensor:
             """Return memory, sharded as the parameter is, for a tensor on "meta"."""
-            is_whole = like.shape == parameter.shape
-            source = parameter if is_whole else like.new_empty((), device="cpu")
-            return source.new_empty(like.shape, dtype=like.dtype)
+            if like.shape == parameter.shape:  # and in its order of memory
+                return torch.empty_like(parameter, dtype=like.dtype, requires_grad=False)
+            if isinstance(optimizer, AdamW) and is_spread(parameter) and like.dim():
+                return zeros_beside(parameter, tuple(like.shape), like.dtype)
+            return torch.empty(like.shape, dtype=like.dtype)
 
         kept["state"][index] = tree_map_only(Tensor, allocate, entries)
     try:

@@ -450,6 +450,13 @@ def test_shards_step_in_torchs_operators():
     _assert_same(found[0], alone)
 
 
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
+@pytest.mark.parametrize("run", [lean.sharded_checkpoint_run, lean.channels_last_checkpoint_run])
+def test_a_checkpoint_of_ranks_resumes_to_the_bit(run, tmp_path):
+    with ranks.start(2) as started:
+        assert started.run(2, run, str(tmp_path)) == [True, True]
+
+
 def _assert_same(ours, theirs):
     if isinstance(theirs, dict):
         assert ours.keys() == theirs.keys()
