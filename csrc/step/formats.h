@@ -32,8 +32,12 @@ FASTAMP_HD FASTAMP_INLINE Halves split(float x) {
           static_cast<std::int16_t>(bits & 0xffffU)};
 }
 
+/// Returns the float32. No zero has a negative rest: it belongs to the weight that was there before
+/// somebody set it to zero, and would make it NaN.
 FASTAMP_HD FASTAMP_INLINE float join(Halves halves) {
-  const auto low = static_cast<std::uint32_t>(static_cast<std::int32_t>(halves.low));
+  const bool is_others = (halves.high & 0x7fffU) == 0 && halves.low < 0;
+  const auto low =
+      static_cast<std::uint32_t>(is_others ? 0 : static_cast<std::int32_t>(halves.low));
   return float_of((static_cast<std::uint32_t>(halves.high) << 16) + low);
 }
 

@@ -60,8 +60,9 @@ def split(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:
-    """Return the float32 values that `split` had."""
-    return floats_of((bits_of(high.float()) + low.long()) & 0xFFFFFFFF)
+    """Return the float32 values that `split` had; a zero's negative rest is another weight's."""
+    low = low.long().masked_fill((high == 0) & (low < 0), 0)
+    return floats_of((bits_of(high.float()) + low) & 0xFFFFFFFF)
 
 
 def _int16(bits: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastamp._ops import fallback, formats
 from fastamp._ops.formats import has_rows, row_of
-from fastamp._ops.types import Clip
+from fastamp._ops.types import Clip, local_of
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Of parameters. A float16 weight would need a scale, as its gradients do."""
@@ -53,12 +53,11 @@ class TorchBackend:
                     continue
                 if grad.device != self.device or grad.layout is not torch.strided:
                     return "a gradient's dtype, layout or device"
-                if param.dtype not in DTYPES:
-                    return f"a parameter is {param.dtype}"
-                state = states.get(param) or {}
-                if "exp_avg" not in state or not (has_low(param, group) <= ("low" in state)):
-                    return NO_STATE
-                entries.append((group, param, grad, state))
+                if given is None and local_of(param) is not param:
+                    return "a parameter is of another type"
+                if why := _refusal(group, param, states.get(param) or {}):
+                    return why
+                entries.append((group, param, grad, states[param]))
         return ReadStep(entries, given is None) if entries else "no parameter has a gradient"
 
     @torch.no_grad()
@@ -105,6 +104,29 @@ class TorchBackend:
         return torch.stack([value.float() for value in values])
 
 
+def _refusal(group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> str:
+    """Say why a parameter cannot be updated, as the core does; "" if it can."""
+    if param.dtype not in DTYPES:
+        return f"a parameter is {param.dtype}"
+    if not _is_alike(param, torch.empty_like(param, device="meta")):
+        return "a parameter's dtype, layout or device"
+    if "exp_avg" not in state or not (has_low(param, group) <= ("low" in state)):
+        return NO_STATE
+    kept = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
+    if has_low(param, group):
+        kept["low"] = low_of(state)
+    wrong = [name for name, value in kept.items() if not _is_alike(value, param)]
+    return f"{wrong[0]}: its shape or layout" if wrong else ""
+
+
+def _is_alike(one: Tensor, other: Tensor) -> bool:
+    """Say whether two tensors have the same shape, and their elements the same order in memory."""
+    sizes = zip(one.shape, one.stride(), other.stride(), strict=False)
+    return one.shape == other.shape and (
+        one.numel() == 0 or all(size == 1 or its == theirs for size, its, theirs in sizes)
+    )
+
+
 def has_low(param: Tensor, group: dict[str, Any]) -> bool:
     """Say whether a parameter's lower half is kept."""
     return bool(group["exact"]) and param.dtype == torch.bfloat16
@@ -125,7 +147,7 @@ def low_of(state: dict[str, Any]) -> Tensor:
 
 def read_weights(param: Tensor, state: dict[str, Any]) -> Tensor:
     """Return a parameter's float32 weights, in rows."""
-    if "low" in state:
+    if "low" in state and param.dtype == torch.bfloat16:
         return formats.join(rows(param), rows(low_of(state)))
     return rows(param).float()
 
@@ -198,7 +220,7 @@ def _update_one(
 
 def write_weights(param: Tensor, state: dict[str, Any], weights: Tensor, noise: Tensor) -> None:
     """Write float32 weights as the parameter keeps them."""
-    if "low" in state:
+    if "low" in state and param.dtype == torch.bfloat16:
         high, low = formats.split(weights)
         rows(param).copy_(high)
         rows(low_of(state)).copy_(low)

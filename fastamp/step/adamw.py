@@ -56,8 +56,8 @@ class AdamW(Optimizer):
 
     Raises:
         ValueError: an argument is out of its range or not supported.
-        TypeError: a parameter is neither float32 nor bfloat16. float16 has too few exponents for
-            weights: updates below 6e-8 vanish.
+        TypeError: a parameter that is not frozen is neither float32 nor bfloat16. float16 has too
+            few exponents for weights: updates below 6e-8 vanish.
 
     Example:
         >>> model = torch.nn.Linear(64, 64).bfloat16()
@@ -174,9 +174,31 @@ class AdamW(Optimizer):
         halves, as from torch's AdamW, they become zeros.
 
         Raises:
-            ValueError: the groups or shapes differ from this optimizer's, or `amsgrad` was set; the
-                optimizer is unchanged.
+            ValueError: the groups or shapes differ from this optimizer's, or an option is not
+                supported; the optimizer is unchanged.
         """
+        loaded: dict[Tensor, dict[str, Any]] = {}
+
+        def convert(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            groups, found = self._loadable(given)
+            loaded.update(found)
+            return {**given, "state": {}, "param_groups": groups}
+
+        # Between the hooks of others, which see all of the state.
+        handles = [
+            self.register_load_state_dict_pre_hook(convert),
+            self.register_load_state_dict_post_hook(
+                lambda _: self.state.update(loaded), prepend=True
+            ),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _loadable(self, state_dict: dict[str, Any]) -> tuple[list[Any], dict[Tensor, Any]]:
+        """Return the groups of a saved state, and its states in this optimizer's formats."""
         saved_groups, saved = state_dict["param_groups"], state_dict["state"]
         if any(group.get("amsgrad") for group in saved_groups):
             msg = "state_dict: amsgrad=True, which fastamp.AdamW does not support"
@@ -188,13 +210,13 @@ class AdamW(Optimizer):
         groups, loaded = [], {}
         for group, own in zip(saved_groups, self.param_groups, strict=True):
             new = {name: value for name, value in group.items() if name not in _REFUSABLE}
-            new.setdefault("seed", own["seed"])
-            groups.append({**new, **{name: own[name] for name in _OWN}})
+            kept_ = {name: own[name] for name in _OWN}
+            groups.append({**self.defaults, "seed": own["seed"], **new, **kept_})
+            _check_group({**groups[-1], "params": ()}, len(groups) - 1)
             for place, param in zip(group["params"], own["params"], strict=True):
                 if saved.get(place):
                     loaded[param] = _converted(saved[place], own, param, place)
-        super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
-        self.state.update(loaded)
+        return groups, loaded
 
 
 _REFUSABLE = ("amsgrad", "foreach", "capturable", "differentiable")
@@ -239,14 +261,15 @@ def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def _check_group(group: dict[str, Any], place: int) -> None:
     """Refuse the options and parameters of a group."""
-    numbers = {"eps": group["eps"], "weight_decay": group["weight_decay"]}
-    if not isinstance(group["lr"], Tensor):
-        numbers["lr"] = group["lr"]
-    for name, value in numbers.items():
-        if not value >= 0:
-            msg = f"{name}: expected at least 0, got {value}"
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        msg = f"lr: expected a number or a tensor of one, got {lr.numel()} elements"
+        raise ValueError(msg)
+    for name in ("lr", "eps", "weight_decay"):
+        if not group[name] >= 0:
+            msg = f"{name}: expected at least 0, got {float(group[name])}"
             raise ValueError(msg)
-    if not all(0 <= beta < 1 for beta in group["betas"]):
+    if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
         msg = f"betas: expected two numbers from 0 to below 1, got {group['betas']}"
         raise ValueError(msg)
     if group["moments"] not in MOMENTS:
@@ -259,7 +282,7 @@ def _check_group(group: dict[str, Any], place: int) -> None:
         msg = f"seed: expected an integer from 0 to 2^32 - 1, got {group['seed']!r}"
         raise ValueError(msg)
     for index, param in enumerate(group["params"]):
-        if param.dtype not in kept.DTYPES:
+        if param.requires_grad and param.dtype not in kept.DTYPES:
             msg = f"params: expected float32 or bfloat16, param_groups[{place}]['params'][{index}]"
             msg += f" is {param.dtype}"
             raise TypeError(msg)
@@ -290,7 +313,7 @@ def _zeros_like(param: Tensor, dtype: torch.dtype) -> Tensor:
 def _low_like(param: Tensor) -> Tensor:
     """Return a zero lower half: two bytes for each element, in the parameter's order of memory."""
     if is_spread(param):
-        return _zeros_beside(param, (*param.shape, 2), torch.uint8)
+        return zeros_beside(param, (*param.shape, 2), torch.uint8)
     low = torch.zeros_like(param, dtype=torch.int16, memory_format=torch.preserve_format)
     return low[..., None].view(torch.uint8)
 
@@ -299,12 +322,12 @@ def _scales_like(param: Tensor) -> Tensor:
     """Return zeros for all blocks of a parameter."""
     shape = (len(param), formats.blocks_of(formats.row_of(param)))
     if is_spread(param):
-        return _zeros_beside(param, shape, torch.float32)
+        return zeros_beside(param, shape, torch.float32)
     return torch.zeros(shape, dtype=torch.float32, device=param.device)
 
 
-def _zeros_beside(param: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a DTensor of zeros that is sharded as a parameter is."""
+def zeros_beside(param: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a DTensor of zeros that is sharded as a parameter, a DTensor, is."""
     from torch.distributed.tensor import zeros  # noqa: PLC0415 - it takes half a second
 
     mesh, placements = param.device_mesh, param.placements

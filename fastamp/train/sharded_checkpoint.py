@@ -20,11 +20,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor, empty
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from fastamp._files import sync
+from fastamp.step.adamw import AdamW, zeros_beside
+from fastamp.step.shards import is_spread
 from fastamp.train.ranks import Ranks
 from fastamp.train.state_file import (
     RUN,
@@ -122,11 +123,10 @@ def load_tensors(
 
         def allocate(like: Tensor, parameter: Tensor = parameters[index]) -> Tensor:
             """Return memory, sharded as the parameter is, for a tensor on "meta"."""
-            if like.shape == parameter.shape:
-                return parameter.new_empty(like.shape, dtype=like.dtype)
-            if isinstance(parameter, DTensor) and like.shape[:1] == parameter.shape[:1]:
-                mesh, placements = parameter.device_mesh, parameter.placements  # as its rows
-                return empty(like.shape, dtype=like.dtype, device_mesh=mesh, placements=placements)
+            if like.shape == parameter.shape:  # and in its order of memory
+                return torch.empty_like(parameter, dtype=like.dtype, requires_grad=False)
+            if isinstance(optimizer, AdamW) and is_spread(parameter) and like.dim():
+                return zeros_beside(parameter, tuple(like.shape), like.dtype)
             return torch.empty(like.shape, dtype=like.dtype)
 
         kept[index] = tree_map_only(Tensor, allocate, entries)

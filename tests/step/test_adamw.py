@@ -200,6 +200,42 @@ def test_a_gradient_with_gaps_in_its_memory_is_stepped(backend):
     assert same_bits(parameters[0], others[0])
 
 
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_weights_that_were_set_to_zero_stay_numbers(zero, backend):
+    parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100)])
+    train(parameters, optimizer, 2, bad=())
+    with torch.no_grad():
+        parameters[0].fill_(zero)  # a pruned weight: its lower half belongs to another one
+    assert (optimizer.master_weights()[0].abs() < 2**-126).all()
+    train(parameters, optimizer, 1, first=2, bad=())
+    assert parameters[0].isfinite().all()
+
+
+def test_a_parameter_with_gaps_in_its_memory_is_refused(backend):
+    whole = torch.ones(4, 100)
+    parameter = torch.nn.Parameter(whole[:, :70])
+    optimizer = fastamp.AdamW([parameter])
+    parameter.grad = torch.ones(4, 70)
+    with pytest.raises(RuntimeError, match="a parameter's dtype, layout or device"):
+        optimizer.step()
+    assert (whole == 1).all()
+
+
+@pytest.mark.parametrize("moments", ["float32", "8bit"])
+def test_another_order_of_memory_in_mid_run_is_refused(moments, backend):
+    model = torch.nn.Conv2d(64, 64, 3)
+    optimizer = fastamp.AdamW(model.parameters(), moments=moments)
+    give([*model.parameters()], 0)
+    optimizer.step()
+    model.to(memory_format=torch.channels_last)
+    before = model.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="exp_avg: its shape or layout"):
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+    optimizer.load_state_dict(optimizer.state_dict())  # in the new order
+    optimizer.step()
+
+
 def test_a_learning_rate_may_be_a_tensor(backend):
     parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100)])
     others, other = make(torch.bfloat16, "8bit", True, [(4, 100)], lr=torch.tensor(1e-2))
@@ -261,6 +297,47 @@ def test_a_state_in_other_formats_is_converted():
         assert not other["low"].any()
 
 
+def test_hooks_of_a_load_see_and_change_the_state():
+    parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100)])
+    train(parameters, optimizer, 2)
+    saved, seen = optimizer.state_dict(), []
+
+    def replaced(_, state):
+        given = copy.deepcopy(state)
+        given["state"][0]["step"].fill_(7.0)
+        return given
+
+    optimizer.register_load_state_dict_pre_hook(replaced)
+    optimizer.register_load_state_dict_post_hook(
+        lambda loaded: seen.extend(state["step"].item() for state in loaded.state.values())
+    )
+    optimizer.load_state_dict(saved)
+    assert seen == [7.0]
+    assert saved["state"][0]["step"] == 2
+
+
+def test_a_state_of_an_older_torch_is_loaded(backend):
+    parameters, optimizer = make(torch.float32, "float32", True, [(4, 100)])
+    saved = torch.optim.AdamW(parameters).state_dict()
+    saved["state"][0] = {"step": 3, "exp_avg": torch.ones(4, 100), "exp_avg_sq": torch.ones(4, 100)}
+    for name in ("maximize", "foreach", "capturable", "differentiable", "fused"):
+        del saved["param_groups"][0][name]
+    optimizer.load_state_dict(saved)
+    train(parameters, optimizer, 1)
+    assert optimizer.state[parameters[0]]["step"] == 4
+
+
+def test_weights_that_became_float32_use_no_lower_half(backend):
+    parameters, optimizer = make(torch.bfloat16, "float32", True, [(4, 100)])
+    train(parameters, optimizer, 2)
+    parameters[0].data, parameters[0].grad = parameters[0].detach().float(), None
+    before = parameters[0].detach().clone()
+    optimizer.param_groups[0]["lr"] = 0.0
+    assert torch.equal(optimizer.master_weights()[0], before)
+    train(parameters, optimizer, 1)
+    assert torch.equal(parameters[0], before)
+
+
 def test_copies_and_pickles_go_on_alone():
     parameters, optimizer = make(torch.bfloat16, "8bit", True)
     train(parameters, optimizer, 2)
@@ -301,7 +378,10 @@ def test_wrong_arguments_are_named():
         ({"foreach": True}, "foreach=True"),
         ({"fused": False}, "fused=False"),
         ({"lr": -1.0}, "lr: expected at least 0, got -1.0"),
+        ({"lr": torch.tensor(-1.0)}, "lr: expected at least 0, got -1.0"),
+        ({"lr": torch.ones(2)}, "lr: expected a number or a tensor of one, got 2 elements"),
         ({"betas": (0.9, 1.0)}, "betas: expected two numbers"),
+        ({"betas": (0.9,)}, "betas: expected two numbers"),
         ({"seed": -1}, "seed: expected an integer"),
     ]:
         with pytest.raises(ValueError, match=r"\w") as error:
@@ -315,6 +395,20 @@ def test_wrong_arguments_are_named():
         optimizer.step()
 
 
+def test_frozen_parameters_may_have_any_dtype(backend):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64).half().requires_grad_(False))
+    model.append(torch.nn.Linear(64, 4))
+    optimizer = fastamp.AdamW(model.parameters(), moments="8bit")
+    give([*model[1].parameters()], 0)
+    fastamp.optimizer_step(optimizer, max_norm=1.0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert len(optimizer.state) == 2
+    model.requires_grad_(True)
+    give([*model.parameters()], 1)
+    with pytest.raises(RuntimeError, match=r"a parameter is (torch\.)?float16"):
+        optimizer.step()
+
+
 def test_a_wrong_state_leaves_the_optimizer_as_it_was():
     parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100), (9,)])
     train(parameters, optimizer, 2)
@@ -323,6 +417,10 @@ def test_a_wrong_state_leaves_the_optimizer_as_it_was():
     saved["state"][1]["exp_avg"] = torch.zeros(8)
     with pytest.raises(ValueError, match=r"exp_avg of parameter 1 has the shape \(8,\)"):
         optimizer.load_state_dict(saved)
+    saved["param_groups"][0]["eps"] = 0.0
+    with pytest.raises(ValueError, match="eps: expected at least"):
+        optimizer.load_state_dict(saved)
+    saved["param_groups"][0]["eps"] = 1e-8
     del saved["state"][1]["exp_avg"]
     with pytest.raises(ValueError, match="parameter 1 has no exp_avg"):
         optimizer.load_state_dict(saved)
@@ -342,3 +440,18 @@ def test_shards_step_as_the_whole_and_move_to_other_numbers_of_ranks():
             state, first = found[0], first + 2
     for ours, theirs in zip(state, alone, strict=True):
         lean.assert_same(ours, theirs)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
+def test_shards_step_in_torchs_operators():
+    with ranks.start(2) as started:
+        (alone,) = started.run(1, lean.sharded_run, 1, None, 2, 0)
+        found = started.run(2, lean.sharded_run_of_fallback, 2)
+    lean.assert_same(found[0], alone)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
+@pytest.mark.parametrize("run", [lean.sharded_checkpoint_run, lean.channels_last_checkpoint_run])
+def test_a_checkpoint_of_ranks_resumes_to_the_bit(run, tmp_path):
+    with ranks.start(2) as started:
+        assert started.run(2, run, str(tmp_path)) == [True, True]
