@@ -104,6 +104,8 @@ struct KeptReader {
     static PyObject* const low = PyUnicode_InternFromString("low");
     static PyObject* const scales[] = {PyUnicode_InternFromString("exp_avg_scale"),
                                        PyUnicode_InternFromString("exp_avg_sq_scale")};
+    static PyObject* const codes[] = {PyUnicode_InternFromString("exp_avg_codes"),
+                                      PyUnicode_InternFromString("exp_avg_sq_codes")};
     if (view.param_dtype == DType::kFloat16) throw Refusal{"a parameter is float16"};
     Kept kept{nullptr, {}, std::max<std::int64_t>(view.numel, 1), group.seed};
     Strides other;
@@ -117,8 +119,8 @@ struct KeptReader {
     if (layout.shape[0] > 1 && layout.strides[0] != kept.row)
       throw Refusal{"a parameter's rows do not follow each other in memory"};
     for (int s = 0; s < 2; ++s) {
-      view.states[s] = read(group.states[s], kByte, other);
-      if (!is_alike(other, layout)) throw Refusal{text(group.states[s]) + ": its shape or layout"};
+      view.states[s] = read(codes[s], kByte, other);
+      if (!is_alike(other, layout)) throw Refusal{text(codes[s]) + ": its shape or layout"};
       kept.scales[s] = static_cast<float*>(read(scales[s], kFloat32, other));
       if (other.numel() != Blocks(kept.row).count(view.numel))
         throw Refusal{text(scales[s]) + ": its number of blocks"};

@@ -22,9 +22,8 @@ _INFINITY = 0x7F800000
 
 
 def has_rows(tensor: Tensor) -> bool:
-    """Say whether a tensor has rows that follow each other in memory, long enough for blocks."""
-    row = row_of(tensor)
-    return tensor.dim() > 1 and row >= SHORTEST_ROW and tensor.stride(0) == row
+    """Say whether a tensor is contiguous, with rows that are long enough for blocks."""
+    return tensor.dim() > 1 and row_of(tensor) >= SHORTEST_ROW and tensor.is_contiguous()
 
 
 def row_of(tensor: Tensor) -> int:

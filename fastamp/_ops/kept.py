@@ -17,6 +17,9 @@ from fastamp._ops.types import Clip, local_of
 DTYPES = (torch.float32, torch.bfloat16)
 """Of parameters. A float16 weight would need a scale, as its gradients do."""
 
+SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
+"""Of the codes of both moments."""
+
 NO_STATE = "no state"
 """Returned where a state is missing, as by the core: the optimizer makes it, and asks again."""
 
@@ -110,9 +113,9 @@ def _refusal(group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> str
         return f"a parameter is {param.dtype}"
     if not _is_alike(param, torch.empty_like(param, device="meta")):
         return "a parameter's dtype, layout or device"
-    if "exp_avg" not in state or not (has_low(param, group) <= ("low" in state)):
+    if "step" not in state or not (has_low(param, group) <= ("low" in state)):
         return NO_STATE
-    kept = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
+    kept = {name: state[name] for name in names_of(state)}
     if has_low(param, group):
         kept["low"] = low_of(state)
     wrong = [name for name, value in kept.items() if not _is_alike(value, param)]
@@ -139,6 +142,12 @@ def rows(tensor: Tensor) -> Tensor:
     return tensor.as_strided(shape, (shape[1], 1), tensor.storage_offset())
 
 
+def names_of(state: dict[str, Any]) -> tuple[str, str]:
+    """Return the names of both moments: codes have their own, which torch's AdamW does not know."""
+    codes = "exp_avg_codes", "exp_avg_sq_codes"
+    return codes if codes[0] in state else ("exp_avg", "exp_avg_sq")
+
+
 def low_of(state: dict[str, Any]) -> Tensor:
     """View a lower half as int16. It is kept as pairs of bytes, which gloo and NCCL can gather."""
     found: Tensor = state["low"].view(torch.int16)[..., 0]
@@ -155,12 +164,12 @@ def read_weights(param: Tensor, state: dict[str, Any]) -> Tensor:
 def read_moments(state: dict[str, Any]) -> list[Tensor]:
     """Return both moments in float32, in rows."""
     found = []
-    for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-        values, scales = state[name], state.get(f"{name}_scale")
-        if scales is None:
-            found.append(rows(values).float())
+    for name, scale in zip(names_of(state), SCALES, strict=True):
+        values = rows(state[name])
+        if scale in state:
+            found.append(formats.decode(values, state[scale], signed=scale == SCALES[0]))
         else:
-            found.append(formats.decode(rows(values), scales, signed=signed))
+            found.append(values.float())
     return found
 
 
@@ -168,13 +177,12 @@ def write_moments(
     state: dict[str, Any], exp_avg: Tensor, exp_avg_sq: Tensor, noise: Tensor | None
 ) -> None:
     """Write both moments, in rows, as the state keeps them; without noise to the nearest."""
-    for name, values in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-        kept, scales = state[name], state.get(f"{name}_scale")
-        signed = name == "exp_avg"
-        if scales is not None:
+    for name, scale, values in zip(names_of(state), SCALES, (exp_avg, exp_avg_sq), strict=True):
+        kept, signed = state[name], scale == SCALES[0]
+        if scale in state:
             codes, found = formats.encode(values, signed=signed, noise=None if signed else noise)
             rows(kept).copy_(codes)
-            scales.copy_(found)
+            state[scale].copy_(found)
         elif kept.dtype == torch.bfloat16 and noise is not None and not signed:
             rows(kept).copy_(formats.round_randomly(values, noise >> 16))
         else:

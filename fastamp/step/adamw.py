@@ -47,7 +47,7 @@ class AdamW(Optimizer):
         fused: None or True.
         moments: how both moments are kept: "float32"; "bfloat16"; or "8bit", with a scale for each
             block of 256 elements. There tensors of one dimension, of rows shorter than 64 elements,
-            or whose first dimension is not the outermost in memory keep float32. The second moment
+            or that are not contiguous, as channels_last, keep float32. The second moment
             is rounded randomly, or it would not change.
         exact: keep the lower 16 bits of bfloat16 parameters: all updates are bit-identical to those
             of float32 weights. With False nothing is kept, and updates are rounded randomly.
@@ -64,7 +64,7 @@ class AdamW(Optimizer):
         >>> optimizer = fastamp.AdamW(model.parameters(), moments="8bit")
         >>> model(torch.ones(2, 64, dtype=torch.bfloat16)).float().square().mean().backward()
         >>> report = fastamp.optimizer_step(optimizer, max_norm=1.0, zero_grad=True)
-        >>> optimizer.state[model.weight]["exp_avg"].dtype
+        >>> optimizer.state[model.weight]["exp_avg_codes"].dtype
         torch.uint8
     """
 
@@ -158,7 +158,7 @@ class AdamW(Optimizer):
         """Make the states of parameters with a gradient that have none; or say why it cannot be."""
         for group in self.param_groups:
             for param in group["params"]:
-                if param.grad is None or "exp_avg" in self.state[param]:
+                if param.grad is None or "step" in self.state[param]:
                     continue
                 if param.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                     return "a graph captures the first step"
@@ -299,10 +299,12 @@ def _new_state(group: dict[str, Any], param: Tensor) -> dict[str, Any]:
         msg = "moments='8bit': a DTensor has to be sharded by its first dimension, got "
         msg += f"{param.placements}; moments='bfloat16' has no blocks"  # type: ignore[attr-defined]
         raise ValueError(msg)
-    for name in ("exp_avg", "exp_avg_sq"):
-        state[name] = _zeros_like(param, torch.uint8 if has_codes else dtype)
+    for name in _MOMENTS:
         if has_codes:
+            state[f"{name}_codes"] = _zeros_like(param, torch.uint8)
             state[f"{name}_scale"] = _scales_like(param)
+        else:
+            state[name] = _zeros_like(param, dtype)
     return state
 
 
@@ -346,9 +348,10 @@ def _local_state(state: dict[str, Any]) -> dict[str, Any]:
 def _floats(state: dict[str, Any]) -> dict[str, Tensor]:
     """Return both moments in float32, of their own shapes."""
     found = {}
-    moments = kept.read_moments(state)
-    for name, values in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
-        found[name] = torch.empty_like(state[name], dtype=torch.float32)
+    for name, its, values in zip(
+        _MOMENTS, kept.names_of(state), kept.read_moments(state), strict=True
+    ):
+        found[name] = torch.empty_like(state[its], dtype=torch.float32)
         kept.rows(found[name]).copy_(values)
     return found
 
@@ -358,28 +361,27 @@ def _converted(
 ) -> dict[str, Any]:
     """Return a saved state in the formats of a parameter."""
     state = _new_state(group, param)
-    if missing := {"step", "exp_avg", "exp_avg_sq"} - saved.keys():
+    if missing := {"step", *kept.names_of(saved)} - saved.keys():
         msg = f"state_dict: parameter {place} has no {', '.join(sorted(missing))}"
         raise ValueError(msg)
     state["step"].fill_(float(saved["step"]))
     own, theirs = _local_state(state), _local_state(saved)
-    both = [name for name in ("low",) if name in own and name in theirs]
-    for name in (*_MOMENTS, *both):
-        if own[name].shape != theirs[name].shape:
-            shapes = f"{tuple(theirs[name].shape)}, expected {tuple(own[name].shape)}"
+    names = [name for name in ("low", *kept.names_of(own), *kept.SCALES) if name in own]
+    pairs = dict(zip(kept.names_of(own), kept.names_of(theirs), strict=True))
+    for name in names:
+        other = theirs.get(pairs.get(name, name))
+        if other is not None and own[name].shape != other.shape:
+            shapes = f"{tuple(other.shape)}, expected {tuple(own[name].shape)}"
             msg = f"state_dict: {name} of parameter {place} has the shape {shapes}"
             raise ValueError(msg)
-    for name in both:
-        own[name].copy_(theirs[name])
-    scales = [name for name in ("exp_avg_scale", "exp_avg_sq_scale") if name in theirs]
-    if all(own[name].dtype == theirs[name].dtype for name in _MOMENTS) and all(
-        own[name].stride() == theirs[name].stride() for name in _MOMENTS if scales
-    ):
-        for name in ("exp_avg", "exp_avg_sq", *scales):
+    is_alike = all(own[name].dtype == theirs[its].dtype for name, its in pairs.items())
+    for name in names if is_alike else names[: "low" in own]:
+        if name in theirs:
             own[name].copy_(theirs[name])
-    else:
-        floats = theirs if not scales else _floats(theirs)
-        like = {name: torch.empty_like(own[name], dtype=torch.float32) for name in _MOMENTS}
-        first, second = (kept.rows(like[name].copy_(floats[name])) for name in _MOMENTS)
-        kept.write_moments(own, first, second, None)
+    if not is_alike:
+        floats, moments = _floats(theirs), []
+        for name, its in zip(kept.names_of(own), _MOMENTS, strict=True):
+            like = torch.empty_like(own[name], dtype=torch.float32).copy_(floats[its])
+            moments.append(kept.rows(like))
+        kept.write_moments(own, moments[0], moments[1], None)
     return state
