@@ -67,6 +67,8 @@ PEERS: dict[str, dict[str, Any]] = {
 class Peer(Side):
     """A side whose optimizer keeps moments in a format of its own."""
 
+    zero = 1e-9  # a ten-thousandth of the moments of GPT-2's clipped gradients
+
     def read(self) -> tuple[dict[int, dict[str, Any]], list[Tensor]]:
         """Return the first moments, decoded, and the weights."""
         moments = [first_moment(self.optimizer.state[parameter]) for parameter in self.parameters]

@@ -115,6 +115,8 @@ def _make_plain(side: "Side") -> tuple[Callable[[], object], Callable[[], object
 class Side:
     """The parameters, gradients, optimizer and scalers of one side of a race."""
 
+    zero = 0.0  # the largest kept moment that may stand for 0
+
     def __init__(self, work: Work, drawn: list[Tensor], *, grouped: bool = False) -> None:
         self.work = work
         self.drawn = drawn
@@ -189,7 +191,8 @@ class Side:
                 stepped, moment = self.work.first_step((drawn + 1).double(), clipped)
                 state = states.get(place, {})
                 assert self.work.moment in state, "no state: there was no step"  # noqa: S101
-                close(state[self.work.moment], moment, rtol=CODES_RTOL if is_lean else coarse)
+                of_moment = CODES_RTOL if is_lean else coarse
+                close(state[self.work.moment], moment, rtol=of_moment, atol=self.zero)
                 close(weights[place], stepped, rtol=rtol if is_lean else coarse, atol=1e-7)
             if self.work.zero_grad:
                 assert parameter.grad is None, "a gradient is left"  # noqa: S101
