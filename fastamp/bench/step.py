@@ -1,6 +1,6 @@
 """The step alone: torch's norm, clip and optimizer step against fastamp's, on random gradients.
 
-All rows take about eight minutes on two CPU cores; gpt2 needs 10 GB of memory.
+All rows take about nine minutes on two CPU cores; gpt2 needs 10 GB of memory.
 """
 
 import argparse
