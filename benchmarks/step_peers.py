@@ -1,8 +1,13 @@
-"""Other people's AdamW against torch's default one and fastamp's: compiled, and DeepSpeed's.
+"""Other people's AdamW against torch's and fastamp's: compiled, DeepSpeed's, and in 8 bits.
 
 `python benchmarks/step_peers.py --shapes gpt2`: unscale, clip and step, as `adamw-open` of `bench
 step`. torch.compile takes about a second for each tensor, which is not timed. DeepSpeedCPUAdam
-needs `pip install deepspeed`, g++ and ninja. bitsandbytes and apex need a GPU, and are not raced.
+needs `pip install deepspeed`, g++ and ninja. apex needs a GPU, and is not raced.
+
+`--work adamw-8bit --shapes gpt2,2000x64x64`: clip, step and zero_grad of bfloat16 weights, with
+8-bit moments, against torch's fused AdamW on float32. `pip install bitsandbytes torchao`: both keep
+moments of fewer than 4,096 elements as they are, and nothing of what bfloat16 cuts off the weights.
+torchao's step is compiled, with g++, for each shape.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import itertools
 import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -17,12 +23,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from fastamp.bench.options import DEFAULT, number
 from fastamp.bench.race import run_race, show
 from fastamp.bench.rows import WORK, Shapes, parse_shapes
-from fastamp.bench.step import PLAN, STOCK_RTOL, Side, count_calls, draw_grads
+from fastamp.bench.step import CODES_RTOL, PLAN, STOCK_RTOL, Side, count_calls, draw_grads
 from fastamp.timer.timer import align
 
 if TYPE_CHECKING:
@@ -45,21 +52,55 @@ def deepspeed(groups: list[dict[str, Any]], lr: float) -> Optimizer:
     return optimizer
 
 
-PEERS = {"torch.compile": compiled, "DeepSpeedCPUAdam": deepspeed}
+def in_8_bits(package: str, groups: list[dict[str, Any]], lr: float) -> Optimizer:
+    """Return the 8-bit AdamW of a package."""
+    optimizer: Optimizer = importlib.import_module(f"{package}.optim").AdamW8bit(groups, lr=lr)
+    return optimizer
 
 
-def race(shape: Shapes, rounds: int) -> dict[str, str]:
+PEERS: dict[str, dict[str, Any]] = {
+    "adamw-open": {"torch.compile": compiled, "deepspeed": deepspeed},
+    "adamw-8bit": {name: partial(in_8_bits, name) for name in ("bitsandbytes", "torchao")},
+}
+
+
+class Peer(Side):
+    """A side whose optimizer keeps moments in a format of its own."""
+
+    zero = 1e-9  # a ten-thousandth of the moments of GPT-2's clipped gradients
+
+    def read(self) -> tuple[dict[int, dict[str, Any]], list[Tensor]]:
+        """Return the first moments, decoded, and the weights."""
+        moments = [first_moment(self.optimizer.state[parameter]) for parameter in self.parameters]
+        states = {place: {self.work.moment: moment} for place, moment in enumerate(moments)}
+        return states, [parameter.detach() for parameter in self.parameters]
+
+
+def first_moment(state: dict[str, Any]) -> Tensor:
+    """Return a parameter's first moment, decoded; bitsandbytes calls it state1."""
+    if "absmax1" in state:
+        decode = importlib.import_module("bitsandbytes.functional").dequantize_blockwise
+        values: Tensor = decode(
+            state["state1"], absmax=state["absmax1"], code=state["qmap1"], blocksize=256
+        )
+        return values
+    values = state["state1"] if "state1" in state else state["exp_avg"]
+    return values.dequantize() if hasattr(values, "codes") else values
+
+
+def race(shape: Shapes, name: str, rounds: int) -> dict[str, str]:
     """Check each arm against plain float64 arithmetic, and race them; return a row."""
-    grads, norm = draw_grads(shape.sizes, "cpu", seed=0, dtype=shape.dtype)
-    work = WORK["adamw-open"]
-    makers: dict[str, Any] = {"torch": work.optimizer, **PEERS, "fastamp": work.optimizer}
-    if importlib.util.find_spec("deepspeed") is None:
-        del makers["DeepSpeedCPUAdam"]
-    make = partial(Side, drawn=grads, grouped=shape.grouped)
-    sides = {arm: make(work._replace(optimizer=maker)) for arm, maker in makers.items()}
-    arms = {arm: side.fastamp if arm == "fastamp" else side.torch for arm, side in sides.items()}
-    for arm, side in sides.items():
-        side.check(arms[arm], norm, rtol=STOCK_RTOL)
+    work = WORK[name]
+    ours = work.lean or work.optimizer
+    peers = {arm: make for arm, make in PEERS[name].items() if is_installed(arm)}
+    sides, arms = {}, {}
+    for arm, make in {"torch": work.optimizer, **peers, "fastamp": ours}.items():
+        dtype = torch.bfloat16 if work.lean and arm != "torch" else shape.dtype
+        grads, norm = draw_grads(shape.sizes, "cpu", seed=0, dtype=dtype)
+        kind = Peer if work.lean and arm in peers else Side
+        side = sides[arm] = kind(work._replace(optimizer=make), grads, grouped=shape.grouped)
+        arms[arm] = side.fastamp if arm == "fastamp" else side.torch
+        side.check(arms[arm], norm, rtol=CODES_RTOL if kind is Peer else STOCK_RTOL)
     found = run_race(
         arms,
         replace(PLAN, rounds=rounds),
@@ -71,14 +112,22 @@ def race(shape: Shapes, rounds: int) -> dict[str, str]:
     return {"gradients": shape.text} | times_ms | ratios
 
 
+def is_installed(package: str) -> bool:
+    """Say whether a package is there; what is part of torch is."""
+    return package.startswith("torch.") or importlib.util.find_spec(package) is not None
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print a row for each shape: times, and how many times as fast as torch's each arm is."""
     parser = argparse.ArgumentParser(description=__doc__)
     shapes = f"as of `bench step` {DEFAULT}"
     parser.add_argument("--shapes", type=parse_shapes, default="gpt2", help=shapes)
     parser.add_argument("--rounds", type=number(int, 8), default=PLAN.rounds, help="at most")
+    parser.add_argument("--work", choices=PEERS, default="adamw-open", help=DEFAULT)
     args = parser.parse_args(argv)
-    rows = [race(shape, args.rounds) for shape in args.shapes.values()]
+    for package in itertools.filterfalse(is_installed, PEERS[args.work]):
+        print(f"not raced: {package} is not installed", file=sys.stderr)
+    rows = [race(shape, args.work, args.rounds) for shape in args.shapes.values()]
     print("\n".join(align([[*rows[0]], *([*row.values()] for row in rows)])))
 
 

@@ -1,4 +1,4 @@
-"""The main job: a task trained in FP32, in AMP, and in AMP with fastamp; a small GPT by default."""
+"""The main job: a task in FP32, in less memory, in AMP, and in AMP with fastamp. Default: a GPT."""
 
 import argparse
 import math
@@ -125,7 +125,7 @@ def _sizes(args: argparse.Namespace) -> tuple[Shape, dict[str, int]]:
     """Return the shape of the GPT and the sizes of a step that suit the device."""
     if args.device == "cuda":
         gib = torch.cuda.get_device_properties(0).total_memory / 2**30
-        # About 0.6 GiB a window in FP32, beside 5 GiB for the four arms themselves.
+        # About 0.6 GiB a window in FP32, beside 6 GiB for the five arms themselves.
         batch = next((size for size in (32, 16, 8, 4, 2) if size <= gib), 1)
         return GPT2_SMALL, {"batch_size": batch, "steps": 45}
     has_units = no_speed_reason(args.device, args.precision) is None
@@ -193,8 +193,16 @@ def _notes(job: Job, found: Results, shared: dict[str, Any]) -> list[str]:
     steps = f"{taken} steps of {size} {each}, {untimed} not timed, {found.visit_steps} in a visit"
     memory = f"{MEMORY_STEPS} steps of {shared.get('memory_batch_size', size)} {each}"
     count = f"{found.parameters / 1e6:.1f} M" if found.parameters > 50_000 else found.parameters
+    lean = "bfloat16 weights, exact, with 8-bit moments and no autocast; it is not judged"
+    lean = f"left out; {found.left_out}" if found.left_out else lean
+    parts = (
+        f"{arm} {' + '.join(f'{nbytes / found.parameters:.1f}' for nbytes in each.values())}"
+        for arm, each in found.nbytes.items()
+    )
     return [
         f"{job.precision}, {count} parameters, {steps}",
+        f"lean: {lean}",
+        f"bytes a parameter of weights, gradients and optimizer: {', '.join(parts)}",
         "step, speed-up and rate are without the wait for data, which is in where the time goes",
         f"memory: peak of the {MEMORY_KINDS[job.device]}, over {memory} in a fresh process",
         f"loss and accuracy: seed {job.seed}, {scored}",

@@ -6,17 +6,19 @@ as it does in a training; all arms of a round take their steps on the same batch
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fastamp._progress import progress
 from fastamp.bench.advice import Profile
 from fastamp.bench.peaks import peak_memory
 from fastamp.bench.race import LEAST_BLOCKS, Plan, Race, Visit, run_race
 from fastamp.bench.tasks import (
+    BrokenTask,
     Make,
     Training,
     count_samples,
@@ -25,7 +27,7 @@ from fastamp.bench.tasks import (
     make_training,
     with_copy,
 )
-from fastamp.bench.trainer import Config, Score, Trainer
+from fastamp.bench.trainer import LEAN, Config, Score, Trainer
 from fastamp.bench.where import profile_trainers
 
 WARMUP_STEPS = 4  # at most: kernels, optimizer state and the allocator's pools are made
@@ -54,11 +56,15 @@ class Job:
         return replace(training, batch_size=self.batch_size or training.batch_size)
 
     def list_arms(self) -> list[Config]:
-        """Return FP32 (on CUDA strict and with TF32), stock AMP, and AMP with fastamp's step."""
+        """Return FP32 (on CUDA strict and with TF32), lean, stock AMP, and AMP with fastamp's step.
+
+        The last one is judged.
+        """
         full = ["fp32-strict", "fp32-tf32"] if self.device == "cuda" else ["fp32"]
         stock = Config(name="amp", precision=self.precision)
         ours = replace(stock, name="amp+fastamp", step="fastamp")
-        return [*(Config(name=name, precision=name) for name in full), stock, ours]
+        lean = Config(name=LEAN, precision=LEAN, step="fastamp")
+        return [*(Config(name=name, precision=name) for name in full), lean, stock, ours]
 
 
 class Batches:
@@ -97,31 +103,44 @@ class Results:
     scores: dict[str, list[Score]]  # empty lists where the task has no `evaluate`
     profiles: dict[str, Profile]  # where the time of a step goes
     visit_steps: int = 1  # of every timed visit
+    nbytes: dict[str, dict[str, int]] = field(default_factory=dict)  # by arm and part of memory
+    left_out: str = ""  # why lean is, in words
 
 
 def train_arms(job: Job, training: Training, *, seeds: int) -> Results:
     """Measure every arm with the job's seed; with the seeds after it, train and score only."""
-    arms = job.list_arms()
+    arms, left_out = job.list_arms(), ""
     total = None if job.steps is None else len(arms) + seeds * job.steps
     make = partial(job.make_training, job.seed, job.memory_make)
     with progress(total) as tick:
         peaks = {}
         for arm in arms:
-            peaks[arm.name] = peak_memory(make, arm, job.device)
+            try:
+                peaks[arm.name] = peak_memory(make, arm, job.device)
+            except BrokenTask as error:  # the others are measured without lean
+                if arm.name != LEAN:
+                    raise
+                left_out = error.line
             tick()
-        trained = [_train(job, training, tick, profiles=True)]
+        arms = [arm for arm in arms if arm.name in peaks]
+        trained = [_train(job, arms, training, tick, profiles=True)]
         for seed in range(job.seed + 1, job.seed + seeds):
             again = replace(job, seed=seed, steps=len(trained[0].batch_sizes))
-            trained.append(_train(again, job.make_training(seed), tick, profiles=False))
+            trained.append(_train(again, arms, job.make_training(seed), tick, profiles=False))
     scores = {name: [s for each in trained for s in each.scores[name]] for name in peaks}
-    return replace(trained[0], peaks=peaks, scores=scores)
+    return replace(trained[0], peaks=peaks, scores=scores, left_out=left_out)
 
 
 def _train(
-    job: Job, training: Training, tick: Callable[[int], object], *, profiles: bool
+    job: Job,
+    arms: list[Config],
+    training: Training,
+    tick: Callable[[int], object],
+    *,
+    profiles: bool,
 ) -> Results:
     """Race and score all arms with one seed."""
-    trainers = {c.name: Trainer(c, with_copy(training), job.device) for c in job.list_arms()}
+    trainers = {c.name: Trainer(c, with_copy(training), job.device) for c in arms}
     loader = make_loader(training, job.seed, device=job.device)
     batches = Batches(draw(loader, job.device), job.seed)
     race_visits = partial(
@@ -155,7 +174,24 @@ def _train(
         losses={n: torch.stack(trainer.losses).tolist() for n, trainer in trainers.items()},
         scores={name: trainer.evaluate() for name, trainer in trainers.items()},
         profiles=profile_trainers(profiled, batches.source, loader, race, steps),
+        nbytes={name: _count_nbytes(trainer) for name, trainer in trainers.items()},
     )
+
+
+def _count_nbytes(trainer: Trainer) -> dict[str, int]:
+    """Count the bytes of the storages of weights and of states, and of gradients in a step."""
+    states = (state for state in trainer.optimizer.state.values() if isinstance(state, dict))
+    kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    return {
+        "weights": _count_storages([*trainer.model.parameters()]),
+        "gradients": sum(p.nbytes for p in trainer.parameters if p.requires_grad),
+        "optimizer": _count_storages(kept),
+    }
+
+
+def _count_storages(tensors: list[Tensor]) -> int:
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _per_step(rounds: list[dict[str, Visit]], steps: int) -> list[dict[str, Visit]]:

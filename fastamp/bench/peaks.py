@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from fastamp.bench.environment import find
 from fastamp.bench.gpt import Shape
@@ -69,6 +70,8 @@ def measure_peak(make: Callable[[], Training], arm: Config, device: str) -> int 
         _check(trainer)
         return peak
     training = make()
+    tensors = (*training.model.parameters(), *training.model.buffers())
+    weights = sum(tensor.nbytes for tensor in tensors if not is_lazy(tensor))  # resident before
     with suppress(AttributeError, OSError, TypeError):  # otherwise freed memory would be reused
         ctypes.CDLL(None).malloc_trim(0)
     before = _resident_nbytes("VmRSS")
@@ -77,7 +80,6 @@ def measure_peak(make: Callable[[], Training], arm: Config, device: str) -> int 
     trainer = _train_first_steps(arm, device, training)
     after = _resident_nbytes("VmHWM")
     _check(trainer)
-    weights = sum(t.nbytes for t in (*training.model.parameters(), *training.model.buffers()))
     return None if before is None or after is None else after - before + weights
 
 
@@ -89,9 +91,10 @@ def _train_first_steps(arm: Config, device: str, training: Training) -> Trainer:
 
 
 def _check(trainer: Trainer) -> None:
-    """Check what only a step shows, before the long work; one precision is enough."""
+    """Check what only a step shows, before the long work; autocast changes none of it."""
     if trainer.dtype is None:
         has_grad = any(parameter.grad is not None for parameter in trainer.parameters)
+        has_grad |= trainer.config.step == "fastamp"  # which frees them
         expect(has_grad, "loss", "a gradient of a parameter of the optimizer", "none")
         trainer.evaluate()
 

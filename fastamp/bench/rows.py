@@ -1,5 +1,6 @@
 """The rows of the step's table: gradients of several shapes, and what is done with them."""
 
+import math
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
@@ -8,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+import fastamp
 
 
 class Shapes(NamedTuple):
@@ -28,12 +31,13 @@ NAMED = {
     "lora": Shapes("32 LoRA matrices, 10,000 in all", [(5, 50), (75, 5)] * 16),
 }
 ROWS = {  # the work for these shapes without --work
-    "gpt2": "norm clip adamw adamw-zero-grad adamw-open adamw-open-zero-grad",
+    "gpt2": "norm clip adamw adamw-zero-grad adamw-open adamw-open-zero-grad adamw-bf16 adamw-8bit",
     "192x130208": "adamw adamw-open",
     "192x130208-bf16": "adamw adamw-open",
     "465gx60000": "adamw adamw-open",
     "2000x1000": "norm adamw adamw-open",
     "465gx1000": "adamw adamw-open",
+    "2000x64x64": "adamw-bf16 adamw-8bit",
     "network": "adamw-no-scaler adamw-open-no-scaler",
     "lora": "adamw-no-scaler adamw-open-no-scaler",
 }
@@ -46,14 +50,14 @@ def parse_shapes(text: str) -> dict[str, Shapes]:
     """Return the shapes of a list by name, for argparse."""
     shapes: dict[str, Shapes] = {}
     for item in text.split(","):
-        match = re.fullmatch(r"([1-9]\d*)(g?)x([1-9]\d*)(-bf16)?", item)
+        match = re.fullmatch(r"([1-9]\d*)(g?)x([1-9]\d*(?:x[1-9]\d*)?)(-bf16)?", item)
         if match is None and item not in NAMED:
             message = f"{item!r} is not a number of tensors and of elements, as in 2000x1000"
             raise ArgumentTypeError(message)
         if match is not None and int(match[1]) > MOST_TENSORS:
             message = f"{item!r} has more than {MOST_TENSORS:,} tensors"
             raise ArgumentTypeError(message)
-        if match is not None and int(match[1]) * int(match[3]) > MOST_NUMEL:
+        if match is not None and int(match[1]) * math.prod(_size_of(match[3])) > MOST_NUMEL:
             message = (
                 f"{item!r} has more than {MOST_NUMEL} elements, which no machine holds 20 times"
             )
@@ -63,9 +67,14 @@ def parse_shapes(text: str) -> dict[str, Shapes]:
 
 
 def _make_shapes(count: str, grouped: str, size: str, bf16: str | None) -> Shapes:
-    text = f"{int(count):,} {'groups' if grouped else 'tensors'} of {int(size):,}"
-    shapes = Shapes(text, [(int(size),)] * int(count), grouped == "g")
+    of_each = " x ".join(f"{length:,}" for length in _size_of(size))
+    text = f"{int(count):,} {'groups' if grouped else 'tensors'} of {of_each}"
+    shapes = Shapes(text, [_size_of(size)] * int(count), grouped == "g")
     return shapes._replace(text=f"{text}, bfloat16", dtype=torch.bfloat16) if bf16 else shapes
+
+
+def _size_of(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split("x")))
 
 
 def _adamw(start: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,6 +97,8 @@ class Work(NamedTuple):
     """The parameter and the moment after the first step, from the parameter and its gradient."""
     zero_grad: bool = False
     scaler: bool = True
+    lean: Callable[..., torch.optim.Optimizer] | None = None
+    """fastamp's optimizer, if not the same as torch's: its parameters are bfloat16."""
 
 
 SGD = partial(torch.optim.SGD, momentum=0.9)
@@ -106,3 +117,11 @@ for _name, _kind, _fused in (("adamw", "fused", True), ("adamw-open", "default",
     WORK[f"{_name}-no-scaler"] = _work._replace(text=f"{_text}, no scaler", scaler=False)
     _work = Work(f"{_text}, zero_grad", 2, 3, _optimizer, "exp_avg", _adamw, zero_grad=True)
     WORK[f"{_name}-zero-grad"] = _work
+for _name, _kind, _updates in (("adamw-bf16", "bfloat16", 4), ("adamw-8bit", "8bit", 3)):
+    # In units of bfloat16. The update moves a weight, its lower half and both moments: with the
+    # gradient, which the norm reads, too, 20 or 16 bytes an element.
+    _text = "whole step, fused AdamW, zero_grad, no scaler; fastamp.AdamW on bf16 weights with "
+    _text += f"{_kind} moments, whose bytes GB/s counts"
+    _work = Work(_text, 2, _updates, partial(torch.optim.AdamW, fused=True), "exp_avg", _adamw)
+    _lean = partial(fastamp.AdamW, moments=_kind)
+    WORK[_name] = _work._replace(zero_grad=True, scaler=False, lean=_lean)

@@ -14,7 +14,10 @@ from time import perf_counter
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
+from torch.optim import Adam, AdamW, Optimizer
+from torch.utils._pytree import tree_map_only
 
 import fastamp
 from fastamp.bench.environment import DTYPES
@@ -25,6 +28,7 @@ from fastamp.train.loop import modes_kept
 
 Region: TypeAlias = Callable[[str], AbstractContextManager[object]]  # such as a fastamp.Timer
 
+LEAN = "lean"  # a precision: bfloat16 weights and inputs, no autocast, and fastamp.AdamW
 TF32 = {"fp32-strict": False, "fp32-tf32": True}  # all other precisions leave torch's switches
 
 
@@ -35,7 +39,7 @@ class Config:
     name: str
     loader: str = "stock"  # feeds.LOADERS
     step: str = "stock"  # STEPS
-    precision: str = "fp32"  # "fp32", or TF32 or DTYPES
+    precision: str = "fp32"  # "fp32", LEAN, or TF32 or DTYPES
     timing: str = "none"  # TIMINGS
 
 
@@ -50,6 +54,7 @@ class Score:
 
 _BATCH = Part("dataset", "its next batch")
 _MOVE = Part("model", "its move to the device")
+_LEAN = Part("model", "its change to bfloat16")
 _BACKWARD = Part("loss", "its backward pass")
 _STEP = Part("options['optimizer']", "its step")
 _EVALUATE = Part("options['evaluate']", "its call on the model")
@@ -73,7 +78,11 @@ class Trainer:
         self.config, self.training, self.device, self.feed = config, training, device, feed
         with _MOVE:
             self.model = training.model.to(device)
+        if config.precision == LEAN:
+            _make_lean(self.model)
         self.optimizer = make_optimizer(training, self.model)
+        if config.precision == LEAN:
+            self.optimizer = _in_less_memory(self.optimizer)
         self.parameters = parameters_of([self.optimizer])
         self.dtype = DTYPES.get(config.precision)
         make = fastamp.GradScaler if config.step == "fastamp" else torch.amp.GradScaler
@@ -140,6 +149,35 @@ class Trainer:
         wanted = "a number, or a list of them"
         expect(parts.numel() > 0, "options['evaluate']", wanted, "an empty list")
         return [Score(loss=loss, accuracy=parts.mean().item(), window_accuracies=parts.tolist())]
+
+
+def _make_lean(model: nn.Module) -> None:
+    """Make a model bfloat16, in training and in `evaluate`: it takes and returns float32."""
+    with _LEAN:
+        model.bfloat16()
+        takes = lambda _, *inputs: _cast(inputs, torch.bfloat16)  # noqa: E731
+        model.register_forward_pre_hook(takes, with_kwargs=True)
+        model.register_forward_hook(lambda _, __, output: _cast(output, torch.float32))
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    """Convert the floating-point tensors of a structure."""
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+
+
+def _in_less_memory(optimizer: Optimizer) -> Optimizer:
+    """Return fastamp.AdamW with 8-bit moments in place of torch's AdamW."""
+    groups = optimizer.param_groups
+    is_adamw = type(optimizer) is AdamW or (
+        type(optimizer) is Adam and not any(group["weight_decay"] for group in groups)
+    )
+    wanted = "torch's AdamW, or its Adam without weight decay, for fastamp.AdamW in its place"
+    expect(is_adamw, "options['optimizer']", wanted, type(optimizer).__name__)
+    kept = ("params", "lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
+    with Part("options['optimizer']", "fastamp.AdamW in its place"):
+        amsgrad = any(group["amsgrad"] for group in groups)
+        groups = [{name: group[name] for name in kept} for group in groups]
+        return fastamp.AdamW(groups, amsgrad=amsgrad, moments="8bit")
 
 
 @contextmanager

@@ -36,7 +36,7 @@ SHAPE = Shape(layers=2, heads=2, width=32, block_size=16)
 JOB = measure.Job(device="cpu", precision="bf16", seed=0, steps=8, make=None, memory_make=None)
 TINY_SHAPE = Shape(layers=1, heads=2, width=32, block_size=16)
 TINY = "--device cpu --batch-size 4 --steps 8"
-NAMES = ["fp32", "amp", "amp+fastamp"]
+NAMES = ["fp32", "lean", "amp", "amp+fastamp"]
 MIB = 2**20
 TARGETS = {"min_speedup": 1.5, "min_memory_saving": 0.4, "max_accuracy_gap": 0.01}
 
@@ -91,20 +91,20 @@ def finished(tmp_path_factory):
 def results(*, speedups=(2.0,), peak=50, gap=0.0, loss=1.0):
     """Return what a race found: a block for each speed-up, 64 windows of a score."""
     rounds = [
-        {"fp32": Visit(1.0), "amp": Visit(1.0), "amp+fastamp": Visit(1 / speedup)}
+        dict.fromkeys(NAMES, Visit(1.0)) | {"amp+fastamp": Visit(1 / speedup)}
         for speedup in speedups
         for _ in range(2)
     ]
     windows = [0.5] * 64
     scores = {name: [Score(loss=1.0, accuracy=0.5, window_accuracies=windows)] for name in NAMES}
     shifted = [share + gap for share in windows]
-    scores[NAMES[2]] = [Score(loss=loss, accuracy=0.5 + gap, window_accuracies=shifted)]
+    scores[NAMES[-1]] = [Score(loss=loss, accuracy=0.5 + gap, window_accuracies=shifted)]
     part = Interval.exact(0.1)
     profile = advice.Profile(device="cpu", steps=6, parts=dict.fromkeys(advice.PARTS, part))
     return measure.Results(
         parameters=1,
         batch_sizes=[4] * 8,
-        peaks=dict(zip(NAMES, [100 * MIB, 100 * MIB, peak and peak * MIB], strict=True)),
+        peaks=dict.fromkeys(NAMES, 100 * MIB) | {NAMES[-1]: peak and peak * MIB},
         race=Race(arms=NAMES, rounds=rounds),
         losses={},
         scores=scores,
@@ -196,7 +196,9 @@ def test_every_arm_starts_from_the_same_weights_and_sees_the_same_batches_in_eac
     assert capsys.readouterr().err == ""
     assert visits == dict.fromkeys(NAMES, [1] * 4 + [2] + [5] * 12)
     for name in NAMES[1:]:
-        assert all(torch.equal(starts[name][key], starts["fp32"][key]) for key in starts["fp32"])
+        for key, start in starts["fp32"].items():
+            assert torch.equal(starts[name][key], start.to(starts[name][key].dtype))
+        assert (starts[name]["head.weight"].dtype == torch.bfloat16) == (name == "lean")
     rounds = list(zip(*seen.values(), strict=True))
     for tokens, shifted in ([torch.stack(part) for part in zip(*r, strict=True)] for r in rounds):
         assert (tokens == tokens[0]).all()
@@ -351,7 +353,7 @@ def test_the_json_file_says_what_the_table_says(finished):
     race_, known = found["races"]["training"], found["details"]
     ratios = {m["arm"]: m["interval"] for m in found["measurements"] if m["name"][:7] == "speedup"}
     ratios["fp32"] = {"value": 1.0, "low": 1.0, "high": 1.0}
-    for name, line in zip(NAMES, lines[2:5], strict=True):
+    for name, line in zip(NAMES, lines[2:6], strict=True):
         arm = race_["arms"][name]
         times, ratio, peak = arm["time_s"], ratios[name], known["peak_memory_nbytes"][name]
         assert peak > 0
@@ -411,7 +413,7 @@ def test_the_memory_is_that_of_a_large_batch_unless_a_batch_is_asked_for(quick, 
     assert main(quick) == 0
     place = quick.index("--batch-size")
     assert main(quick[:place] + quick[place + 2 :]) == 0
-    assert seen == [4] * 3 + [5] * 3
+    assert seen == [4] * len(NAMES) + [5] * len(NAMES)
 
 
 def test_a_slower_step_is_a_regression_of_the_main_job_and_a_rerun_is_none(
@@ -420,7 +422,7 @@ def test_a_slower_step_is_a_regression_of_the_main_job_and_a_rerun_is_none(
     saved = tmp_path / "saved.json"
     command = [*quick, "--steps", "104"]
     held = [*command, "--baseline", str(saved), "--fail-on", "speedup:-5%"]
-    times_s = {"fp32": 2.0, "amp": 1.0, "amp+fastamp": 0.9}
+    times_s = {"fp32": 2.0, "lean": 1.0, "amp": 1.0, "amp+fastamp": 0.9}
     clock = FakeClock(monkeypatch, noise=0.01)
 
     def step(trainer, _, region):

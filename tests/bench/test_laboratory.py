@@ -16,7 +16,7 @@ import torch
 from support.fake_clock import FakeClock
 
 import fastamp
-from fastamp.bench import photos
+from fastamp.bench import gpt, photos
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 QUICK = ["--rounds", "8"]  # three blocks
@@ -89,6 +89,39 @@ def test_other_optimizers_race_on_each_shape(script, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert read_table(printed) == ["3 tensors of 10", "2 groups of 10"]
     assert "torch.compile ms" in printed
+
+
+def test_8_bit_optimizers_race_where_they_are_installed(script, monkeypatch, capsys):
+    step_peers = script("step_peers")
+    monkeypatch.setattr(step_peers, "is_installed", lambda name: name == "bitsandbytes")
+    eight = step_peers.PEERS["adamw-8bit"]
+    monkeypatch.setitem(eight, "bitsandbytes", torch.optim.AdamW)
+    words = ["--work", "adamw-8bit", "--shapes", "3x4x64", *QUICK]
+    step_peers.main(words)
+    printed = capsys.readouterr()
+    assert read_table(printed.out) == ["3 tensors of 4 x 64"]
+    assert "bitsandbytes ms" in printed.out
+    assert "torchao ms" not in printed.out
+    assert printed.err == "not raced: torchao is not installed\n"
+    monkeypatch.setitem(
+        eight, "bitsandbytes", functools.partial(torch.optim.AdamW, betas=(0.5, 0.9))
+    )
+    with pytest.raises(AssertionError, match="not close"):
+        step_peers.main(words)
+
+
+def test_a_loss_in_less_memory_is_held_to_the_spread_of_seeds(script, monkeypatch, capsys):
+    lean_quality = script("lean_quality")
+    monkeypatch.setattr(lean_quality, "SHAPE", gpt.Shape(layers=1, heads=1, width=8, block_size=8))
+    lean_quality.main(["--seeds", "2", "--steps", "2"])
+    table, _, _ = capsys.readouterr().out.partition("two seeds")
+    assert read_table(table) == [*lean_quality.ARMS]
+    for lean, nothing, status in ((2.04, 2.2, 0), (1.96, 2.2, 0), (2.06, 2.2, 1), (2.04, 2.03, 1)):
+        losses = {"lean": lean, "nothing kept": nothing}
+        found = {id(arm): losses.get(name, 2.0) for name, arm in lean_quality.ARMS.items()}
+        train = lambda _, arm, seed, __: found[id(arm)] + seed * 0.05  # noqa: E731, B023
+        monkeypatch.setattr(lean_quality, "train", train)
+        assert lean_quality.main(["--seeds", "2"]) == status
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")

@@ -17,6 +17,7 @@ from fastamp.bench.__main__ import main
 from fastamp.bench.race import Plan
 from fastamp.bench.rows import NAMED, ROWS, WORK, parse_shapes
 
+LEAN = {"adamw-bf16": "bfloat16", "adamw-8bit": "8bit"}
 COLUMNS = ["race", "arm", "blocks", "median ms", "GB/s", "speed-up [95 %]", "of plain [95 %]"]
 
 
@@ -52,8 +53,11 @@ def test_the_rows_that_the_readme_shows_are_raced_unless_others_are_asked_for():
         ("lora", ("-no-scaler",)),
     ):
         names = [f"{shape}/{kind}{end}" for end in with_what for kind in ("adamw", "adamw-open")]
-        assert set(names) == {r for r in job["races"] if r.startswith(f"{shape}/adamw")}
-    assert set(job["races"]) > {"gpt2/norm", "gpt2/clip", "2000x1000/norm"}
+        found = {race for race in job["races"] if race.startswith(f"{shape}/adamw")}
+        lean = {f"{shape}/{work}" for work in LEAN}
+        assert found == {*names, *(lean if shape == "gpt2" else ())}
+    lean = {f"2000x64x64/{work}" for work in LEAN}
+    assert set(job["races"]) > {"gpt2/norm", "gpt2/clip", "2000x1000/norm", *lean}
 
 
 @pytest.mark.parametrize(
@@ -64,6 +68,7 @@ def test_the_rows_that_the_readme_shows_are_raced_unless_others_are_asked_for():
         ("192x130208-bf16", 192, 24_999_936, "192 tensors of 130,208, bfloat16"),
         ("465gx60000", 465, 27_900_000, "465 groups of 60,000"),
         ("2000x1000", 2000, 2_000_000, "2,000 tensors of 1,000"),
+        ("2000x64x64", 2000, 8_192_000, "2,000 tensors of 64 x 64"),
         ("465gx1000", 465, 465_000, "465 groups of 1,000"),
         ("network", 6, 4610, "6 tensors, a 4-64-64-2 network"),
         ("lora", 32, 10_000, "32 LoRA matrices, 10,000 in all"),
@@ -105,18 +110,22 @@ def test_groups_have_one_parameter_each():
 @pytest.mark.parametrize("name", WORK)
 def test_a_name_says_which_optimizer_steps_with_what(name):
     work, (side, _) = WORK[name], make_side(WORK[name])
+    is_lean = name in LEAN
     assert side.optimizer.defaults["fused"] is (True if "fused" in work.text else None)
     assert side.optimizer.defaults["foreach"] is None
     assert ("fused" in work.text) == (name.startswith("adamw") and "open" not in name)
-    assert work.zero_grad == ("zero_grad" in work.text) == name.endswith("zero-grad")
+    assert work.zero_grad == ("zero_grad" in work.text) == (name.endswith("zero-grad") or is_lean)
     assert work.scaler != ("no scaler" in work.text)
-    assert work.scaler != name.endswith("no-scaler")
+    assert work.scaler != (name.endswith("no-scaler") or is_lean)
 
 
 @pytest.mark.parametrize("name", WORK)
 def test_the_plain_pass_moves_what_the_work_has_to_move(name):
-    least = {"norm": 4, "clip": 12, "sgd": 28}.get(name, 32 if name.endswith("zero-grad") else 36)
+    least = {"norm": 4, "clip": 12, "sgd": 28, "adamw-bf16": 20, "adamw-8bit": 16}
+    least = least.get(name, 32 if name.endswith("zero-grad") else 36)
     side, _ = make_side(WORK[name])
+    if name in LEAN:
+        side = step.Side(WORK[name], [grad.bfloat16() for grad in side.drawn])
     assert step._make_plain(side)[2] == least * 3000
 
 
@@ -158,6 +167,26 @@ def test_tensors_of_16_bits_are_held_to_what_they_can_say(run):
         side.check(side.fastamp, norm * 1.1, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", LEAN)
+def test_fastamps_adamw_is_checked_in_full_precision(name):
+    work, torchs = WORK[name], make_side(WORK[name])[0].optimizer
+    assert (type(torchs), torchs.defaults["fused"]) == (torch.optim.AdamW, True)
+    grads, norm = step.draw_grads([(3, 300), (7,)], "cpu", 0, torch.bfloat16)
+    side = step.Side(work._replace(optimizer=work.lean), grads)
+    side.check(side.fastamp, norm, rtol=1e-5)
+    assert {parameter.dtype for parameter in side.parameters} == {torch.bfloat16}
+    kept = {"bfloat16": torch.bfloat16, "8bit": torch.uint8}[LEAN[name]]
+    assert side.optimizer.state[side.parameters[0]]["exp_avg"].dtype == kept
+    wrong = step.Side(work._replace(optimizer=work.lean), grads)
+    with pytest.raises(AssertionError, match="not close"):
+        wrong.check(wrong.fastamp, norm * 1.1, rtol=1e-5)
+    wrong.optimizer.param_groups[0]["exact"] = False  # its weights are rounded to bfloat16
+    for state in wrong.optimizer.state.values():
+        state.clear()
+    with pytest.raises(AssertionError, match="not close"):
+        wrong.check(wrong.fastamp, norm, rtol=1e-5)
+
+
 def test_gradients_that_are_left_where_they_should_be_consumed_are_an_error(monkeypatch):
     side, norm = make_side(WORK["adamw-zero-grad"])
     monkeypatch.setattr(side.optimizer, "zero_grad", lambda: None)
@@ -184,7 +213,7 @@ def test_without_a_scaler_fastamps_optimizer_step_is_timed_against_torchs(monkey
     side.restore()
     side.torch()
     side.fastamp()
-    assert called == [(side.optimizer, step.MAX_NORM)]
+    assert called == [(side.optimizer, step.MAX_NORM, False)]
 
 
 # The table

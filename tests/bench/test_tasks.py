@@ -149,12 +149,38 @@ def test_other_peoples_scripts_are_tasks_of_twenty_lines(quick, name, tmp_path, 
     path = tmp_path / f"task_{name}.py"
     path.write_text(source.replace("layers=4, heads=4, width=128", "layers=1, heads=2, width=16"))
     saved = run(path, "--steps", "8")
-    _, stock, ours = (curve[0] for curve in saved["losses"].values())
+    _, lean, stock, ours = (curve[0] for curve in saved["losses"].values())
+    assert lean == pytest.approx(stock, rel=0.05)
     assert ours == pytest.approx(stock, rel=1e-5)  # both drop out the same
     assert all(math.isfinite(loss) for curve in saved["losses"].values() for loss in curve)
     gap = next(m for m in saved["measurements"] if m["name"] == "accuracy gap")
     assert ("no function that evaluates" in gap["reason"]) == (name != "classifier")
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        ("SGD(m.parameters())", "options['optimizer']: expected torch's AdamW, or its Adam"),
+        (
+            "Adam(m.parameters(), weight_decay=1)",
+            "options['optimizer']: expected torch's AdamW, or",
+        ),
+        ("AdamW(m.parameters(), amsgrad=True)", "options['optimizer']: fastamp.AdamW in its place"),
+        ("Adam(m.parameters())", None),
+    ],
+)
+def test_lean_is_left_out_where_the_optimizer_is_not_adamw(quick, optimizer, said, tmp_path):
+    path = tmp_path / f"lean_{len(optimizer)}.py"
+    body = f"return model, data, loss, {{'optimizer': lambda m: torch.optim.{optimizer}}}"
+    path.write_text(f"{HEAD}\ndef make(*_):\n    {body}\n")
+    saved = run(path, "--steps", "8")
+    assert [*saved["losses"]] == ["fp32", *(["lean"] if said is None else []), "amp", "amp+fastamp"]
+    (note,) = (note for note in saved["notes"] if note.startswith("lean: "))
+    assert note.startswith(f"lean: left out; {said}" if said else "lean: bfloat16 weights")
+    assert [each["arm"] for each in saved["measurements"] if each["name"] == "speedup"] == [
+        "amp+fastamp"
+    ]
 
 
 def test_a_broken_task_is_one_line_that_names_the_part_and_status_2(quick, tmp_path, capsys):
@@ -356,10 +382,10 @@ def test_every_part_of_a_step_is_timed_once_a_step_on_batches_of_its_own(
     saved = run(path, "--steps", "64")
     counts = [{name: s.count for name, s in timer.summary().items()} for timer in timers]
     counts = [count for count in counts if count]  # those of trainers time nothing
-    assert sorted(count.pop("step") for count in counts) == [5] * 3 + [10] * 6  # zero_grad inside
-    assert counts == [{"data": 5, "forward": 5, "backward": 5}] * 9
+    assert sorted(count.pop("step") for count in counts) == [5] * 6 + [10] * 6  # zero_grad inside
+    assert counts == [{"data": 5, "forward": 5, "backward": 5}] * 12
     drawn = [batch for is_timed, batch in seen if is_timed]
-    assert len(drawn) == 45
+    assert len(drawn) == 60
     assert all(a != b for a, b in itertools.pairwise(drawn))
     for arm, profile in saved["details"]["profiles"].items():
         parts = {name: part["value"] for name, part in profile["parts"].items()}

@@ -58,14 +58,14 @@ def test_a_byte_changes_no_prediction_before_it():
 
 
 def test_autocast_reaches_the_residual_stream(training):
-    model = training.model
     seen = []
-    model.norm.register_forward_hook(lambda _module, args, _out: seen.append(args[0].dtype))
     tokens = torch.zeros(1, 16, dtype=torch.int64)
     for arm in JOB.list_arms():
-        with Trainer(arm, training, "cpu").autocast():
-            model(tokens)
-    assert seen == [torch.float32, torch.bfloat16, torch.bfloat16]
+        run = begin(training, precision=arm.precision)
+        run.model.norm.register_forward_hook(lambda _module, args, _out: seen.append(args[0].dtype))
+        with run.autocast():
+            run.model(tokens)
+    assert seen == [torch.float32, *[torch.bfloat16] * 3]
 
 
 def test_the_fp32_arm_is_a_plain_loop_to_the_last_bit(corpus, training):
@@ -182,13 +182,49 @@ def test_a_score_is_computed_in_float32_outside_autocast(training, monkeypatch):
     assert score.loss == pytest.approx(math.log(256), rel=0.2)  # nothing is learnt yet
 
 
-def test_only_the_last_arm_steps_with_fastamp_and_fp32_on_a_gpu_is_strict_and_with_tf32():
-    full, mixed = [("fp32", "stock")], [("bf16", "stock"), ("bf16", "fastamp")]
+def test_the_last_arm_and_lean_step_with_fastamp_and_fp32_on_a_gpu_is_strict_and_with_tf32():
+    full = [("fp32", "stock")]
+    mixed = [("lean", "fastamp"), ("bf16", "stock"), ("bf16", "fastamp")]
     assert [(arm.precision, arm.step) for arm in JOB.list_arms()] == full + mixed
     full = [("fp32-strict", "stock"), ("fp32-tf32", "stock")]
     on_gpu = replace(JOB, device="cuda").list_arms()
     assert [(arm.precision, arm.step) for arm in on_gpu] == full + mixed
-    assert [arm.name for arm in on_gpu] == ["fp32-strict", "fp32-tf32", "amp", "amp+fastamp"]
+    assert [arm.name for arm in on_gpu] == [
+        "fp32-strict",
+        "fp32-tf32",
+        "lean",
+        "amp",
+        "amp+fastamp",
+    ]
+
+
+def test_lean_keeps_half_of_the_memory_and_takes_and_returns_float32():
+    def make(model):
+        return torch.optim.AdamW([{"params": [*model.parameters()], "lr": 0.01}], eps=1e-6)
+
+    torch.manual_seed(0)
+    rows, targets = torch.randn(16, 256), torch.zeros(16, 64)
+    run = begin(
+        tasks.Training(
+            model=nn.Linear(256, 64),
+            data=[],
+            loss=functional.mse_loss,
+            optimizer=make,
+            evaluate=lambda model: model(rows).dtype == torch.float32,
+        ),
+        precision="lean",
+        step="fastamp",
+    )
+    run.train([(rows, targets)] * 3)
+    assert run.losses[0].dtype == torch.float32
+    assert run.losses[2] < run.losses[0]
+    (group,) = run.optimizer.param_groups
+    assert isinstance(run.optimizer, fastamp.AdamW)
+    assert (group["lr"], group["eps"], group["moments"]) == (0.01, 1e-6, "8bit")
+    assert run.evaluate()[0].accuracy == 1.0
+    sizes, found = 256 * 64 + 64, measure._count_nbytes(run)
+    assert (found["weights"], found["gradients"]) == (2 * sizes, 2 * sizes)
+    assert 4 * sizes < found["optimizer"] < 4.2 * sizes
 
 
 @pytest.mark.parametrize("timing", trainer.TIMINGS)
