@@ -15,13 +15,13 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from fastamp.train.options import DEFAULT, number
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
 import fastamp
 from fastamp.bench.gpt import Shape
 from fastamp.bench.jobs.language import LEARNING_RATE, make_gpt
+from fastamp.bench.options import DEFAULT, number
 from fastamp.bench.tasks import Training, compute_loss, draw, make_loader, make_training, with_copy
 from fastamp.timer.timer import align
 

@@ -175,8 +175,11 @@ def test_fastamps_adamw_is_checked_in_full_precision(name):
     side = step.Side(work._replace(optimizer=work.lean), grads)
     side.check(side.fastamp, norm, rtol=1e-5)
     assert {parameter.dtype for parameter in side.parameters} == {torch.bfloat16}
-    kept = {"bfloat16": torch.bfloat16, "8bit": torch.uint8}[LEAN[name]]
-    assert side.optimizer.state[side.parameters[0]]["exp_avg"].dtype == kept
+    kept, dtype = {
+        "bfloat16": ("exp_avg", torch.bfloat16),
+        "8bit": ("exp_avg_codes", torch.uint8),
+    }[LEAN[name]]
+    assert side.optimizer.state[side.parameters[0]][kept].dtype == dtype
     wrong = step.Side(work._replace(optimizer=work.lean), grads)
     with pytest.raises(AssertionError, match="not close"):
         wrong.check(wrong.fastamp, norm * 1.1, rtol=1e-5)
