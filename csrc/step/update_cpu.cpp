@@ -231,6 +231,27 @@ FASTAMP_SIMD_CLONES void update(const UpdateList& list, const Chunks& chunks, st
   });
 }
 
+/// Prefetches the block that is kBlocksAhead further on. A block is read, computed and written in
+/// turn, so that nothing is fetched from memory meanwhile unless it is asked for.
+FASTAMP_INLINE void prefetch_ahead(const KeptBlock& block) {
+  constexpr std::int64_t kBlocksAhead = 4;
+  constexpr std::int64_t kLineBytes = 64;
+  const auto fetch = [&](const void* tensor, std::int64_t size) FASTAMP_INLINE_LAMBDA {
+    if (tensor == nullptr) return;
+    const char* from =
+        static_cast<const char*>(tensor) + (block.start + kBlocksAhead * kBlockSize) * size;
+    for (std::int64_t at = 0; at < kBlockSize * size; at += kLineBytes)
+      __builtin_prefetch(from + at);
+  };
+  const ParameterView& view = block.view;
+  const std::int64_t state_size = block.has_codes ? 1 : size_of(view.state_dtype);
+  fetch(view.param, size_of(view.param_dtype));
+  fetch(view.grad, size_of(view.grad_dtype));
+  fetch(block.kept.low, sizeof(*block.kept.low));
+  fetch(view.states[0], state_size);
+  fetch(view.states[1], state_size);
+}
+
 /// The same for fastamp.AdamW's parameters, whose chunks are of whole blocks.
 FASTAMP_SIMD_CLONES void update_kept(const UpdateList& list, const Chunks& chunks,
                                      std::size_t begin, std::size_t end, float factor,
@@ -249,6 +270,7 @@ FASTAMP_SIMD_CLONES void update_kept(const UpdateList& list, const Chunks& chunk
       const std::int64_t place = at / kBlockSize;
       KeptBlock block{list.parameters[chunk.tensor], kept, place, blocks.start(place),
                       blocks.numel(place)};
+      if (block.has_codes) prefetch_ahead(block);  // the others wait for memory all the time
       block.read(buffers);
       float* const* values = block.values;
       if (write_grads)
