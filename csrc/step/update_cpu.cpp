@@ -240,7 +240,7 @@ FASTAMP_INLINE void prefetch_ahead(const KeptBlock& block) {
     if (tensor == nullptr) return;
     const char* from =
         static_cast<const char*>(tensor) + (block.start + kBlocksAhead * kBlockSize) * size;
-    for (std::int64_t at = 0; at < kBlockSize * size; at += kLineBytes)
+    for (std::int64_t at = 0; at < block.numel * size; at += kLineBytes)
       __builtin_prefetch(from + at);
   };
   const ParameterView& view = block.view;
