@@ -136,6 +136,7 @@ def test_the_diff_of_a_guide_leads_from_the_code_before_to_the_code_after(page):
 
 
 def test_the_reference_has_every_public_name_once():
+    pytest.importorskip("lightning")  # whose classes two modules derive from
     modules = [each.name for each in iter_modules(integrations.__path__, INTEGRATIONS)]
     public = {
         f"{module}.{name}"
