@@ -235,7 +235,7 @@ def resident():
 
 def counts():
     with open("/proc/self/status") as file:
-        threads = [line for line in file if line.startswith("Threads")]
+        threads = next(int(line.split()[1]) for line in file if line.startswith("Threads"))
     return threads, len(os.listdir("/proc/self/fd"))
 
 X, Y = torch.zeros(1000, 500), torch.zeros(1000, dtype=torch.int64)
@@ -263,7 +263,10 @@ assert abs(grown) < 0.01, f"grew by {grown:.2%} in 60 epochs"
 epochs(150, stop=2)
 grown = resident() / before - 1
 assert abs(grown) < 0.01, f"grew by {grown:.2%} in 150 epochs that were broken off"
-assert counts() == counted
+threads, files = counts()
+# The pool starts its two threads when there is work for them; each pass of 210 would leave more.
+assert threads <= counted[0] + 2, (threads, counted)
+assert files == counted[1]
 
 batches = [batch for _ in range(40) for batch in loaders[0]]
 assert resident() > before + 75e6
