@@ -149,8 +149,9 @@ def test_other_peoples_scripts_are_tasks_of_twenty_lines(quick, name, tmp_path, 
     path = tmp_path / f"task_{name}.py"
     path.write_text(source.replace("layers=4, heads=4, width=128", "layers=1, heads=2, width=16"))
     saved = run(path, "--steps", "8")
-    _, lean, stock, ours = (curve[0] for curve in saved["losses"].values())
-    assert lean == pytest.approx(stock, rel=0.05)
+    _, *lean, stock, ours = (curve[0] for curve in saved["losses"].values())
+    assert len(lean) == (name != "classifier")  # whose optimizer is no Adam
+    assert lean == [pytest.approx(stock, rel=0.05)] * len(lean)
     assert ours == pytest.approx(stock, rel=1e-5)  # both drop out the same
     assert all(math.isfinite(loss) for curve in saved["losses"].values() for loss in curve)
     gap = next(m for m in saved["measurements"] if m["name"] == "accuracy gap")
