@@ -226,7 +226,7 @@ def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Turn the state of `fastamp.AdamW` into one that `torch.optim.AdamW` can load.
 
     Args:
-        state_dict: of `fastamp.AdamW.state_dict`; it is not changed.
+        state_dict: of a `fastamp.AdamW`; it is not changed.
 
     Returns:
         The groups, and of each parameter the count of steps and float32 moments. Lower halves of
