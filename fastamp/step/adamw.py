@@ -16,6 +16,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _LEAST_EPS = 1e-12
 # Of a group: these stay as they are when a state is loaded, the rest is loaded.
 _OWN = ("moments", "exact", "fused", "decoupled_weight_decay")
+_NOT_LOADED = ("amsgrad", "foreach", "capturable", "differentiable")  # of torch's groups
 
 
 class AdamW(Optimizer):
@@ -209,7 +210,7 @@ class AdamW(Optimizer):
             raise ValueError(msg)
         groups, loaded = [], {}
         for group, own in zip(saved_groups, self.param_groups, strict=True):
-            new = {name: value for name, value in group.items() if name not in _REFUSABLE}
+            new = {name: value for name, value in group.items() if name not in _NOT_LOADED}
             kept_ = {name: own[name] for name in _OWN}
             groups.append({**self.defaults, "seed": own["seed"], **new, **kept_})
             _check_group({**groups[-1], "params": ()}, len(groups) - 1)
@@ -217,9 +218,6 @@ class AdamW(Optimizer):
                 if saved.get(place):
                     loaded[param] = _converted(saved[place], own, param, place)
         return groups, loaded
-
-
-_REFUSABLE = ("amsgrad", "foreach", "capturable", "differentiable")
 
 
 def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:

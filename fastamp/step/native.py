@@ -6,7 +6,7 @@ The optimizer's state stays torch's own, so that anyone can call `optimizer.step
 import inspect
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -176,10 +176,11 @@ def make_state(optimizer: Optimizer) -> str | None:  # noqa: C901, PLR0911 - as 
     skipped step need not be known there: torch's own step then waits for it.
     """
     cls: Any = type(optimizer)
-    if hasattr(optimizer, "make_states"):  # fastamp's own
-        why: str | None = optimizer.make_states()
+    rule = _updates[optimizer][0] if optimizer in _updates else OWN  # others need the core
+    if rule == OWN:
+        why: str | None = cast(Any, optimizer).make_states()
         return why
-    states, counts, first = _ops.core().rules[_updates[optimizer][0]]
+    states, counts, first = _ops.core().rules[rule]
     for group in optimizer.param_groups:
         on_device = group.get("fused") or group.get("capturable")
         names = [name for name, option in states if not option or group.get(option)]

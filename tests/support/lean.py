@@ -66,16 +66,21 @@ def model_of(dtype=torch.bfloat16):
     return torch.nn.Sequential(*layers, torch.nn.Linear(300, 5)).to(dtype)
 
 
-def checkpointed_run(folder, count, steps):
-    """Train from the newest checkpoint of a folder on, on all ranks or alone; save at the end."""
-    from torch.distributed.checkpoint import state_dict as states
-
+def spread_model(count):
+    """Return the network, under FSDP2 if there are several ranks, and its optimizer in 8 bits."""
     model = model_of()
     if count > 1:
         for layer in model:
             fully_shard(layer)
         fully_shard(model)
-    optimizer = fastamp.AdamW(model.parameters(), lr=1e-2, moments="8bit")
+    return model, fastamp.AdamW(model.parameters(), lr=1e-2, moments="8bit")
+
+
+def checkpointed_run(folder, count, steps):
+    """Train from the newest checkpoint of a folder on, on all ranks or alone; save at the end."""
+    from torch.distributed.checkpoint import state_dict as states
+
+    model, optimizer = spread_model(count)
     checkpointer = fastamp.Checkpointer(folder, model=model, optimizer=optimizer)
     first = checkpointer.restore() or 0
     step_all(model, optimizer, range(first, first + steps))
@@ -89,12 +94,7 @@ def sharded_run(count, state, steps, first):
     """Train a model under FSDP2 on all ranks, or alone; return whole weights and a whole state."""
     from torch.distributed.checkpoint import state_dict as states
 
-    model = model_of()
-    if count > 1:
-        for layer in model:
-            fully_shard(layer)
-        fully_shard(model)
-    optimizer = fastamp.AdamW(model.parameters(), lr=1e-2, moments="8bit")
+    model, optimizer = spread_model(count)
     whole = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
     if state is not None:
         weights, own = state
@@ -150,14 +150,13 @@ def sharded_checkpoint_run(folder):
         if seed:
             assert checkpointer.restore() == 2
         else:
-            _step(model, optimizer, 0)
-            _step(model, optimizer, 1)
+            step_all(model, optimizer, [0, 1])
             checkpointer.save(2)
         del checkpointer
         runs.append((model, optimizer))
     found = []
     for model, optimizer in runs:
-        _step(model, optimizer, 2)
+        step_all(model, optimizer, [2])
         parameters = [*model.parameters()]
         tensors = [*parameters, *(v for p in parameters for v in optimizer.state[p].values())]
         found.append([bits(local_of(t.detach())).tobytes() for t in tensors])
@@ -165,7 +164,7 @@ def sharded_checkpoint_run(folder):
 
 
 def channels_last_checkpoint_run(folder):
-    """The same for a convolution under DDP, whose blocks are in the order of its memory."""
+    """The same for a convolution under DDP, whose moments are float32, in its order of memory."""
     runs = []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -182,14 +181,6 @@ def channels_last_checkpoint_run(folder):
         del checkpointer
         runs.append(optimizer.state[model.weight])
     return all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
-
-
-def _step(model, optimizer, step, max_norm=1.0):
-    generator = torch.Generator().manual_seed(step)
-    for parameter in model.parameters():
-        grad = torch.randn(parameter.shape, generator=generator).bfloat16() * 0.1
-        parameter.grad = _like(grad, parameter)
-    fastamp.optimizer_step(optimizer, max_norm=max_norm, zero_grad=True)
 
 
 def _like(grad, parameter):
