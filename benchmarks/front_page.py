@@ -191,7 +191,11 @@ def draw(figures: dict[str, list[Found]]) -> str:
 
     panels = [panel(title, found, _words(found)) for title, found in figures.items() if found]
     panels.append(panel("On a GPU", [], [(NEVER, "never run")]))
-    body = pictures.draw("times as fast", panels)
+    return stand_alone(pictures.draw("times as fast", panels))
+
+
+def stand_alone(body: str) -> str:
+    """Return a picture of a page as a file of its own, light and dark."""
     space = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     body = body.replace("<svg", f"<svg {space}", 1)
     return body.replace(">", f">\n<style>{STYLE}</style>", 1) + "\n"

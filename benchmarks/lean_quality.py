@@ -1,26 +1,31 @@
-"""The held-out loss of fastamp.AdamW in less memory beside float32: a small GPT, paired seeds.
+"""The held-out loss of fastamp.AdamW in less memory beside float32: paired seeds, and their curves.
 
-`OMP_NUM_THREADS=1 python benchmarks/lean_quality.py`, ten minutes: all arms start from a seed's
-weights and take its batches. It fails unless lean differs from float32 by less than two seeds of
-float32 do, on average, and bfloat16 weights with nothing kept are worse than lean.
+`python benchmarks/lean_quality.py`, an hour, trains the model of the bench's job `gpt` and that of
+its main job; `--job gpt` one of them, in ten minutes. All arms start from a seed's weights and take
+its batches. A job fails unless lean differs from float32 by less than two seeds of float32 do, on
+average, and bfloat16 weights with nothing kept are worse than lean with every seed. The losses are
+kept in benchmarks/results and drawn for the guide; `--draw` only draws those that are there.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from functools import partial
 from itertools import combinations, islice
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from front_page import stand_alone
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
 import fastamp
-from fastamp.bench.gpt import Shape
-from fastamp.bench.jobs.language import LEARNING_RATE, make_gpt
+from fastamp.bench import main_job, pictures
+from fastamp.bench.jobs import language
 from fastamp.bench.options import DEFAULT, number
 from fastamp.bench.tasks import Training, compute_loss, draw, make_loader, make_training, with_copy
 from fastamp.timer.timer import align
@@ -28,27 +33,35 @@ from fastamp.timer.timer import align
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-SHAPE = Shape(layers=2, heads=4, width=64, block_size=64)  # 0.13 M parameters
-RATE, WARMUP = LEARNING_RATE * 256 / SHAPE.width, 0.05  # WARMUP of all steps
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "lean_quality.json"
+PICTURE = ROOT / "docs" / "images" / "less-memory.svg"
+JOBS = {"gpt": language.SHAPES["cpu"], "main": main_job.CPU_SHAPE}
+BATCH_SIZE = 8
+WARMUP = 0.05  # of all steps
+EVALUATIONS = 20  # in a training
 Maker = tuple[torch.dtype, "Callable[..., torch.optim.Optimizer]"]
 ARMS: dict[str, Maker] = {
     "float32": (torch.float32, AdamW),
     "lean": (torch.bfloat16, partial(fastamp.AdamW, moments="8bit")),
     "lean, bf16 moments": (torch.bfloat16, partial(fastamp.AdamW, moments="bfloat16")),
-    "nothing kept": (torch.bfloat16, AdamW),
     "random": (torch.bfloat16, partial(fastamp.AdamW, moments="8bit", exact=False)),
+    "nothing kept": (torch.bfloat16, AdamW),
 }
+Losses = dict[str, list[list[float]]]  # by arm: of each seed, after each part of the steps
 
 
-def train(training: Training, arm: Maker, seed: int, steps: int) -> float:
-    """Train a copy of the model; return its held-out loss."""
+def train(training: Training, arm: Maker, seed: int, steps: int, rate: float) -> list[float]:
+    """Train a copy of the model; return its held-out loss after each part of the steps."""
     dtype, make = arm
     model = with_copy(training).model.to(dtype)
-    optimizer = make(model.parameters(), lr=RATE)
+    optimizer = make(model.parameters(), lr=rate)
     batches = draw(make_loader(training, seed, device="cpu"), "cpu")
-    for step, batch in enumerate(islice(batches, steps)):
-        warm, left = (step + 1) / (WARMUP * steps), math.cos(math.pi * step / steps)
-        optimizer.param_groups[0]["lr"] = RATE * min(warm, (1 + left) / 2)
+    looks = {-(-steps * (part + 1) // EVALUATIONS) for part in range(EVALUATIONS)}
+    losses = []
+    for step, batch in enumerate(islice(batches, steps), start=1):
+        warm, left = step / (WARMUP * steps), math.cos(math.pi * (step - 1) / steps)
+        optimizer.param_groups[0]["lr"] = rate * min(warm, (1 + left) / 2)
         compute_loss(training, model, batch).backward()
         if isinstance(optimizer, fastamp.AdamW):
             fastamp.optimizer_step(optimizer, training.max_norm, zero_grad=True)
@@ -56,33 +69,90 @@ def train(training: Training, arm: Maker, seed: int, steps: int) -> float:
             clip_grad_norm_(model.parameters(), training.max_norm or math.inf)
             optimizer.step()
             optimizer.zero_grad()
-    with torch.no_grad():
-        return float(cast("Any", training.evaluate)(model)["loss"])
+        if step in looks:
+            with torch.no_grad():
+                losses.append(float(cast("Any", training.evaluate)(model)["loss"]))
+    return losses
+
+
+def run(job: str, seeds: int, steps: int, arms: Sequence[str]) -> Losses:
+    """Train the arms of a job with each seed."""
+    shape, losses = JOBS[job], {name: [] for name in arms}
+    rate = language.LEARNING_RATE * 256 / shape.width
+    make = partial(language.make_gpt, shape=shape, batch_size=BATCH_SIZE)
+    for seed in range(seeds):
+        training = make_training(make, "cpu", seed)
+        for name in arms:
+            losses[name].append(train(training, ARMS[name], seed, steps, rate))
+            print(f"{job}, seed {seed}, {name}: {losses[name][-1][-1]:.4f}", flush=True)
+    return losses
+
+
+def judge(losses: Losses) -> tuple[bool, str]:
+    """Return whether lean is as good as float32, and a table of the last losses."""
+    last = {name: [curve[-1] for curve in found] for name, found in losses.items()}
+    base = last["float32"]
+    spread = fmean(abs(a - b) for a, b in combinations(base, 2))
+    over = {name: fmean(found) - fmean(base) for name, found in last.items()}
+    rows = [["arm", *(f"seed {seed}" for seed in range(len(base))), "mean", "over float32"]]
+    for name, found in last.items():
+        shown = [f"{loss:.4f}" for loss in (*found, fmean(found))]
+        rows.append([name, *shown, f"{over[name]:+.4f}"])
+    pairs = zip(last["nothing kept"], last["lean"], strict=True)
+    is_fine = abs(over["lean"]) < spread and all(worse > lean for worse, lean in pairs)
+    found = f"two seeds of float32 differ by {spread:.4f} on average"
+    return is_fine, "\n".join([*align(rows), found, "pass" if is_fine else "fail"])
+
+
+def picture(records: dict[str, Losses], steps: int) -> str:
+    """Return the curves of every job, the means over seeds, from a tenth of the steps on."""
+
+    def panel(job: str, losses: Losses) -> pictures.Panel:
+        curves = {
+            name: [fmean(parts) for parts in zip(*found, strict=True)]
+            for name, found in losses.items()
+        }
+
+        def plot(axes: Any) -> None:
+            colours = iter((*pictures.COLOURS, pictures.BAD))
+            at = [steps * (part + 1) / EVALUATIONS for part in range(EVALUATIONS)]
+            for name, curve in curves.items():
+                axes.plot(at[1:], curve[1:], color=next(colours), linewidth=2, label=name)
+            axes.grid(axis="y")
+            axes.set_xlabel("step")
+            axes.legend(loc="upper right", frameon=False)
+
+        rows = [(name, f"at last {curve[-1]:.3f}") for name, curve in curves.items()]
+        rows += [("", "")] * (pictures.CURVES - len(rows))
+        seeds = len(losses["float32"])
+        return pictures.Panel(rows, plot, f"held-out loss of the job {job}, mean of {seeds} seeds")
+
+    panels = [panel(job, losses) for job, losses in records.items()]
+    return stand_alone(pictures.draw("held-out loss", panels))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a row for each arm, then what is judged; return 1 if it fails."""
+    """Print what is found of each job; return 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--job", choices=JOBS, nargs="*", default=[*JOBS], help=DEFAULT)
+    parser.add_argument("--arms", choices=ARMS, nargs="*", default=[*ARMS], help="some of them")
     parser.add_argument("--seeds", type=number(int, 2), default=3, help=DEFAULT)
-    parser.add_argument("--steps", type=number(int, 1), default=2000, help=DEFAULT)
+    parser.add_argument("--steps", type=number(int, EVALUATIONS), default=2000, help=DEFAULT)
+    parser.add_argument("--draw", action="store_true", help="train nothing")
     args = parser.parse_args(argv)
-    losses: dict[str, list[float]] = {name: [] for name in ARMS}
-    for seed in range(args.seeds):
-        training = make_training(partial(make_gpt, shape=SHAPE), "cpu", seed)
-        for name, arm in ARMS.items():
-            losses[name].append(train(training, arm, seed, args.steps))
-    base = losses["float32"]
-    spread = fmean(abs(a - b) for a, b in combinations(base, 2))
-    over = {name: fmean(found) - fmean(base) for name, found in losses.items()}
-    rows = [["arm", *(f"seed {seed}" for seed in range(args.seeds)), "mean", "over float32"]]
-    for name, found in losses.items():
-        shown = [f"{loss:.4f}" for loss in (*found, fmean(found))]
-        rows.append([name, *shown, f"{over[name]:+.4f}"])
-    print("\n".join(align(rows)))
-    print(f"two seeds of float32 differ by {spread:.4f} on average")
-    is_fine = abs(over["lean"]) < spread and over["nothing kept"] > over["lean"]
-    print("pass" if is_fine else "fail")
-    return int(not is_fine)
+    jobs = [] if args.draw else args.job
+    found = {job: run(job, args.seeds, args.steps, args.arms) for job in jobs}
+    kept = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"jobs": {}}
+    if found:
+        kept = {"steps": args.steps, "jobs": kept["jobs"] | found}
+        RESULTS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    are_fine = []
+    for job, losses in kept["jobs"].items():
+        is_fine, text = judge(losses)
+        are_fine.append(is_fine)
+        print(f"job {job}, {kept['steps']} steps\n{text}")
+    PICTURE.write_text(picture(kept["jobs"], kept["steps"]), encoding="utf-8")
+    return int(not all(are_fine))
 
 
 if __name__ == "__main__":

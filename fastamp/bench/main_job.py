@@ -169,6 +169,7 @@ def _run(
             "parameters": found.parameters,
             f"{unit}_per_s": rates,
             "peak_memory_nbytes": found.peaks,
+            "memory": {arm: _memory_mib(found, arm) for arm in found.nbytes},
             "validation": {arm: list(map(asdict, scores)) for arm, scores in found.scores.items()},
             "profiles": {arm: asdict(profile) for arm, profile in found.profiles.items()},
             "advice": [asdict(each) for each in advice],
@@ -207,6 +208,13 @@ def _notes(job: Job, found: Results, shared: dict[str, Any]) -> list[str]:
         f"memory: peak of the {MEMORY_KINDS[job.device]}, over {memory} in a fresh process",
         f"loss and accuracy: seed {job.seed}, {scored}",
     ]
+
+
+def _memory_mib(found: Results, arm: str) -> dict[str, float]:
+    """Return the parts of an arm's peak; "the rest" is mostly activations."""
+    parts, peak = found.nbytes[arm], found.peaks[arm]
+    rest = {} if peak is None else {"the rest": max(peak - sum(parts.values()), 0)}
+    return {part: nbytes / 2**20 for part, nbytes in (parts | rest).items()}
 
 
 def _row(arm: str, found: Results, unit: str, rate: float) -> dict[str, str]:

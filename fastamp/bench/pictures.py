@@ -54,7 +54,8 @@ MARKS = {  # of verdicts, which differ by more than colour
     "n/a": ("s", PAPER, SOFT),
     "": ("o", COLOURS[0], COLOURS[0]),
 }
-PARTS = {"data": "c3", "forward": "c0", "backward": "c2", "step": "c1"}  # the others are soft
+TIME = {"data": "c3", "forward": "c0", "backward": "c2", "step": "c1", "waits or other": "soft"}
+MEMORY = {"weights": "c0", "gradients": "c2", "optimizer": "c1", "the rest": "soft"}
 COMPARED = """A point is a ratio, by its name for --fail-on, the bar its interval, and the upright
 line its target. Green \u25cf pass, red \u2716 fail, hollow \u25c7 inconclusive, hollow \u25a1 not
 judged, blue \u25cf without a target."""
@@ -70,18 +71,18 @@ class Panel(NamedTuple):
 
 def draw_all(record: dict[str, Any]) -> Iterator[str]:
     """Yield every picture that a record has figures for, with its title, in the page's order."""
-    colours = {**PARTS, "waits or other": "soft"}.items()
-    key = '<span class="key"><span style="color: var(--{})">\u25a0</span> {}</span>'
-    parts = " ".join(key.format(ink, part) for part, ink in colours)
     profiles = record["details"].get("profiles") or {}
     shares = {
         arm: {part: 1e3 * each["value"] for part, each in profile["parts"].items()}
         for arm, profile in profiles.items()
     }
     waits = {arm: f", {p['syncs']:g} waits" for arm, p in profiles.items() if p["syncs"]}
+    memory = record["details"].get("memory") or {}
+    time, parts = _shares(shares, TIME, "ms", waits), _shares(memory, MEMORY, "MiB", {})
     for title, legend, panel in (
         ("Comparisons", COMPARED, _comparisons(record["measurements"])),
-        ("Where the time of a step goes", f"In milliseconds: {parts}", _shares(shares, waits)),
+        ("Where the time of a step goes", f"In milliseconds: {_key(TIME)}", time),
+        ("Peak memory by parts", f"In MiB: {_key(MEMORY)}", parts),
         ("Training loss", "Of every step.", _losses(record["losses"])),
     ):
         if panel.rows:
@@ -185,14 +186,25 @@ def round_ticks(axes: Any) -> None:
     axes.minorticks_off()
 
 
-def _shares(stacks: Mapping[str, Mapping[str, float]], waits: Mapping[str, str]) -> Panel:
-    """Show a bar for each arm, made of the milliseconds of its parts."""
+def _key(inks: Mapping[str, str]) -> str:
+    """Return the colours of the parts of a bar in HTML."""
+    key = '<span class="key"><span style="color: var(--{})">\u25a0</span> {}</span>'
+    return " ".join(key.format(ink, part) for part, ink in inks.items())
+
+
+def _shares(
+    stacks: Mapping[str, Mapping[str, float]],
+    inks: Mapping[str, str],
+    unit: str,
+    more: Mapping[str, str],
+) -> Panel:
+    """Show a bar for each arm, made of its parts, with their sum and `more` words."""
 
     def draw(axes: Any) -> None:
         for y, parts in enumerate(stacks.values()):
             start = 0.0
             for part, value in parts.items():
-                colour = INKS[PARTS.get(part, "soft")][0]
+                colour = INKS[inks.get(part, "soft")][0]
                 axes.barh(y, value, 0.6, start, color=colour, edgecolor=PAPER)
                 start += value
         name_rows(axes, rows)
@@ -200,7 +212,8 @@ def _shares(stacks: Mapping[str, Mapping[str, float]], waits: Mapping[str, str])
     rows = []
     for arm, parts in stacks.items():
         each = ", ".join(f"{part} {_show(value)}" for part, value in parts.items())
-        rows.append((arm, f"{_show(math.fsum(parts.values()))} ms ({each}){waits.get(arm, '')}"))
+        total = _show(math.fsum(parts.values()))
+        rows.append((arm, f"{total} {unit} ({each}){more.get(arm, '')}"))
     return Panel(rows, draw)
 
 

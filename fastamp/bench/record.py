@@ -29,7 +29,7 @@ from fastamp.bench.race import (
 )
 from fastamp.timer.timer import align
 
-SCHEMA_VERSION = 6  # raised when a field of the record is added, removed or changes its meaning
+SCHEMA_VERSION = 7  # raised when a field of the record is added, removed or changes its meaning
 Details = dict[str, dict[str, float]]  # more figures of each arm, by name
 
 PLAIN = "plain"  # the arm that does the same work in the plainest way

@@ -110,18 +110,30 @@ def test_8_bit_optimizers_race_where_they_are_installed(script, monkeypatch, cap
         step_peers.main(words)
 
 
-def test_a_loss_in_less_memory_is_held_to_the_spread_of_seeds(script, monkeypatch, capsys):
+def test_a_loss_in_less_memory_is_held_to_the_spread_of_seeds(
+    script, monkeypatch, tmp_path, capsys
+):
     lean_quality = script("lean_quality")
-    monkeypatch.setattr(lean_quality, "SHAPE", gpt.Shape(layers=1, heads=1, width=8, block_size=8))
-    lean_quality.main(["--seeds", "2", "--steps", "2"])
-    table, _, _ = capsys.readouterr().out.partition("two seeds")
+    tiny = gpt.Shape(layers=1, heads=1, width=8, block_size=8)
+    monkeypatch.setattr(lean_quality, "JOBS", {"gpt": tiny})
+    monkeypatch.setattr(lean_quality, "RESULTS", tmp_path / "losses.json")
+    monkeypatch.setattr(lean_quality, "PICTURE", tmp_path / "losses.svg")
+    lean_quality.main(["--seeds", "2", "--steps", "20"])
+    _, _, judged = capsys.readouterr().out.partition("job gpt, 20 steps\n")
+    table, _, _ = judged.partition("two seeds")
     assert read_table(table) == [*lean_quality.ARMS]
-    for lean, nothing, status in ((2.04, 2.2, 0), (1.96, 2.2, 0), (2.06, 2.2, 1), (2.04, 2.03, 1)):
-        losses = {"lean": lean, "nothing kept": nothing}
-        found = {id(arm): losses.get(name, 2.0) for name, arm in lean_quality.ARMS.items()}
-        train = lambda _, arm, seed, __: found[id(arm)] + seed * 0.05  # noqa: E731, B023
-        monkeypatch.setattr(lean_quality, "train", train)
-        assert lean_quality.main(["--seeds", "2"]) == status
+    picture = (tmp_path / "losses.svg").read_text(encoding="utf-8")
+    assert "held-out loss of the job gpt, mean of 2 seeds" in picture
+    worse = 2.2
+    for lean, nothing, is_fine in (
+        (2.04, worse, True),
+        (1.96, worse, True),
+        (2.06, worse, False),
+        (2.04, 2.03, False),
+    ):
+        last = {"float32": 2.0, "lean": lean, "nothing kept": nothing}
+        losses = {arm: [[9.0, loss], [9.0, loss + 0.05]] for arm, loss in last.items()}
+        assert lean_quality.judge(losses)[0] is is_fine
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")

@@ -43,7 +43,12 @@ from fastamp.bench.record import PLAIN, SCHEMA_VERSION, Case, _finite, run_cases
 from fastamp.bench.trainer import Trainer
 
 VOID = {"meta", "link"}
-PICTURES = ["Comparisons", "Where the time of a step goes", "Training loss"]
+PICTURES = [
+    "Comparisons",
+    "Where the time of a step goes",
+    "Peak memory by parts",
+    "Training loss",
+]
 MADE_UP = [*RUNS, "jobs"]
 
 
@@ -111,6 +116,7 @@ def test_pictures_come_before_tables_and_each_says_what_it_shows(written, name):
     found = Page(path.read_text())
     held = {
         "Where the time of a step goes": "profiles" in record["details"],
+        "Peak memory by parts": "memory" in record["details"],
         "Training loss": bool(record["losses"]),
     }
     titles = [title for title in PICTURES if held.get(title, True)]
@@ -119,6 +125,20 @@ def test_pictures_come_before_tables_and_each_says_what_it_shows(written, name):
     for title, attrs in found.pictures:
         assert attrs["role"] == "img"
         assert attrs["aria-label"].startswith(f"{title}: ")
+
+
+def test_the_parts_of_an_arms_memory_add_up_to_its_peak(written):
+    path, record, _ = written["gain"]
+    for arm, parts in record["details"]["memory"].items():
+        assert [*parts] == ["weights", "gradients", "optimizer", "the rest"]
+        peak = record["details"]["peak_memory_nbytes"][arm] / 2**20
+        assert sum(parts.values()) == pytest.approx(peak)
+        assert f"{arm} {pictures._show(peak)} MiB (weights 42.7, " in path.read_text()
+    # Where no peak is counted only the parts are shown.
+    lean, full = (written["amp"][1]["details"]["memory"][arm] for arm in ("lean", "fp32"))
+    assert [*lean] == ["weights", "gradients", "optimizer"]
+    assert lean["weights"] == full["weights"] / 2
+    assert lean["gradients"] == full["gradients"] / 2
 
 
 @pytest.mark.parametrize("name", [*RUNS, "jobs"])
@@ -197,13 +217,13 @@ def test_a_record_of_another_shape_needs_another_schema_version(written):
     interval, visit = {"value", "low", "high"}, {"arm", "elapsed_s", "skipped"}
     details = {
         "amp": {"parameters", "tokens_per_s", "peak_memory_nbytes", "validation"}
-        | {"profiles", "advice"},
+        | {"profiles", "advice", "memory"},
         "step": {f"{shape}/{w}" for shape in ("3x1000", "2gx10") for w in ("norm", "adamw-open")},
         "loader": {"tensors", "collate", "slow"},
         "timer": {"timer"},
         "latency": {"1", "2"},
     }
-    assert SCHEMA_VERSION == 6  # together with what follows
+    assert SCHEMA_VERSION == 7  # together with what follows
     for name, (_, record, _) in written.items():
         if name in MADE_UP:
             continue

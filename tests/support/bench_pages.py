@@ -103,6 +103,10 @@ def make_results(figures):
             for a, s in scores.items()
         },
         profiles=profiles,
+        nbytes={
+            arm: {"weights": 4 * n, "gradients": 4 * n, "optimizer": 8 * n}
+            for arm, n in dict.fromkeys(ARMS, 11_200_000).items()
+        },
     )
 
 
