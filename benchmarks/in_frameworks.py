@@ -52,7 +52,7 @@ def _find_loss(loop: Trainer, model: Any, batch: Any) -> Tensor:
 def _choose_optimizer(loop: Trainer, *, ours: bool) -> Optimizer:
     """Return the optimizer, unfused where Lightning without fastamp refuses to clip."""
     refused = loop.dtype is not None and loop.training.max_norm is not None and not ours
-    return with_fused(loop.optimizer, None) if refused else loop.optimizer
+    return with_fused(loop.optimizers[0], None) if refused else loop.optimizers[0]
 
 
 def train_in_accelerate(
@@ -67,7 +67,7 @@ def train_in_accelerate(
     if ours:
         accelerate.prepare(helper)
     loader = _make_loader(loop, ours=ours, **workers)
-    model, optimizer, batches = helper.prepare(loop.model, loop.optimizer, loader)
+    model, optimizer, batches = helper.prepare(loop.model, loop.optimizers[0], loader)
     max_norm = loop.training.max_norm
 
     def epoch() -> None:
@@ -202,7 +202,7 @@ def train_in_transformers(
 ) -> Epoch:
     """Train in the Hugging Face Trainer, with one call of `train` for each visit."""
     hf = importlib.import_module("transformers")
-    constant = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda _: 1.0)
+    constant = torch.optim.lr_scheduler.LambdaLR(loop.optimizers[0], lambda _: 1.0)
     loader = _make_loader(loop, ours=ours, **workers)
 
     class Trainer(*((transformers.AmpTrainer,) if ours else ()), hf.Trainer):  # type: ignore[name-defined, misc]
@@ -227,7 +227,7 @@ def train_in_transformers(
         save_strategy="no",
         logging_strategy="no",
     )
-    trainer = Trainer(loop.model, args, train_dataset=[], optimizers=(loop.optimizer, constant))
+    trainer = Trainer(loop.model, args, train_dataset=[], optimizers=(loop.optimizers[0], constant))
     trainer.remove_callback(hf.PrinterCallback)
     return trainer.train  # type: ignore[no-any-return]
 

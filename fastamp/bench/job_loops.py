@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fastamp.bench.feeds import make_feed
-from fastamp.bench.tasks import Training, expect, make_optimizer, with_copy, with_fused
+from fastamp.bench.tasks import Training, expect, make_optimizers, with_copy, with_fused
 from fastamp.bench.trainer import Config, Trainer
 
 AGREE_STEPS = 4  # the first losses, before small differences grow
@@ -68,8 +68,8 @@ def make_loop(config: Config, training: Training, device: str, **options: Any) -
     """
     fused = None if config.step == "naive" else True
 
-    def optimizer(model: nn.Module) -> Optimizer:
-        return with_fused(make_optimizer(training, model), fused)
+    def optimizer(model: nn.Module) -> list[Optimizer]:
+        return [with_fused(each, fused) for each in make_optimizers(training, model)]
 
     feed = make_feed(config.loader, training, device, **options)
     return Trainer(config, replace(with_copy(training), optimizer=optimizer), device, feed)

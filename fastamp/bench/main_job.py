@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from fastamp.bench import until
 from fastamp.bench.advice import advise
+from fastamp.bench.arms import BUILT_IN, read
 from fastamp.bench.environment import DTYPES, no_speed_reason
 from fastamp.bench.gpt import GPT2_SMALL, Shape
 from fastamp.bench.jobs import JOBS
@@ -20,7 +22,14 @@ from fastamp.bench.options import DEFAULT, number, refuse, say
 from fastamp.bench.peaks import MEMORY_KINDS, MEMORY_STEPS
 from fastamp.bench.race import Interval, show
 from fastamp.bench.record import Measurement, Report, Task, compare
-from fastamp.bench.targets import STOCK, judge_targets, last_losses, mean_accuracy, say_in_words
+from fastamp.bench.targets import (
+    STOCK,
+    judge_arms,
+    judge_targets,
+    last_losses,
+    mean_accuracy,
+    say_in_words,
+)
 from fastamp.bench.tasks import (
     CONTRACT,
     EXAMPLE,
@@ -30,6 +39,7 @@ from fastamp.bench.tasks import (
     with_absolute_path,
 )
 from fastamp.bench.text import load_corpus
+from fastamp.bench.trainer import LEAN
 from fastamp.bench.where import show_profiles
 
 # 11.2 M parameters. Many thin layers: the activations, which AMP halves, outweigh the parameters
@@ -42,7 +52,8 @@ CPU_CUT = {"batch_size": 1, "steps": 9}
 THOROUGH_SEEDS = 3
 
 
-METRICS = "speedup, over_amp (of fastamp over AMP alone), step_time, peak_memory, accuracy"
+METRICS = """speedup, over_amp (of fastamp over AMP alone), step_time, peak_memory, accuracy; of
+another arm as in speedup/lean; with --until: time_to_loss/lean"""
 VERBATIM = f"\n{CONTRACT}\n{EXAMPLE}"
 
 
@@ -58,6 +69,14 @@ def add_options(add: Callable[..., object]) -> None:
         ("--batch-size", 1, "samples in a step"),
     ):
         add(option, type=number(int, least), help=f"{text} (default: one that suits the device)")
+    text = f"race another arm: NAME=FILE.py:function of the model, or one of {', '.join(BUILT_IN)}"
+    add("--arm", type=read, action="append", default=[], metavar="ARM", help=text)
+    text = "the arm that --arm and the task's own arms change (default: the first, FP32)"
+    add("--against", metavar="ARM", help=text)
+    text = "with 5 seeds, measure how long each arm takes until its held-out loss is "
+    add("--until-loss", type=number(float, -1e9, 1e9), metavar="X", help=f"{text}X")
+    equal = "that of --against's arm at 90 %% of its steps"
+    add("--until", choices=("equal",), help=f"{text}{equal}")
     seeds = f"train with {THOROUGH_SEEDS} seeds, not one, to judge the accuracy"
     thorough = {"dest": "seeds", "const": THOROUGH_SEEDS, "default": 1, "help": seeds}
     add("--thorough", action="store_const", **thorough)
@@ -90,7 +109,7 @@ def prepare(args: argparse.Namespace) -> Task:
     shared = {"device": args.device, "seed": args.seed, "steps": args.steps}
     precision = args.precision or "bf16"
     options = {"precision": precision, "batch_size": args.batch_size, **shared}
-    job = Job(make=make, memory_make=make, **options)
+    job = Job(make=make, memory_make=make, **options, **_read_arms(args))
     training = job.make_training(args.seed)
     if training.has_loader and args.batch_size is not None:
         refuse("--batch-size", args.batch_size, "cannot be set: the task has a loader of its own")
@@ -99,7 +118,7 @@ def prepare(args: argparse.Namespace) -> Task:
     shared |= {"task": args.task, "precision": precision}
     shared["batch_size"] = None if training.has_loader else training.batch_size
     shared["seeds"] = args.seeds
-    return shared, partial(_run, args, replace(job, precision=precision), training, shared)
+    return shared, _runner(args, replace(job, precision=precision), training, shared)
 
 
 def _prepare_gpt(args: argparse.Namespace) -> Task:
@@ -115,10 +134,35 @@ def _prepare_gpt(args: argparse.Namespace) -> Task:
     shared = {"device": args.device, "precision": args.precision, "seed": args.seed}
     make = partial(make_gpt, shape=shape, corpus=corpus, batch_size=batch_size)
     memory_make = partial(make, batch_size=memory)
-    job = Job(make=make, memory_make=memory_make, steps=steps, **shared)
+    job = Job(make=make, memory_make=memory_make, steps=steps, **shared, **_read_arms(args))
     shared |= {"task": args.task, "steps": steps, "shape": asdict(shape), "data": corpus.sha256}
     shared |= {"batch_size": batch_size, "memory_batch_size": memory, "seeds": args.seeds}
-    return shared, partial(_run, args, job, None, shared)
+    return shared, _runner(args, job, None, shared)
+
+
+def _runner(
+    args: argparse.Namespace, job: Job, training: Training | None, shared: dict[str, Any]
+) -> Callable[[], Report]:
+    """Return the race of the arms, or with --until the one to equal loss."""
+    names = [*training.arms] if training else [name for name, _ in args.arm]
+    if names or args.against:
+        shared |= {"arms": names, "against": args.against}
+    if args.until is None and args.until_loss is None:
+        return partial(_run, args, job, training, shared)
+    steps, seeds = args.steps or until.STEPS, max(args.seeds, until.SEEDS)
+    shared |= {"steps": steps, "seeds": seeds, "until": args.until or args.until_loss}
+    return partial(until.run, job, steps, range(job.seed, job.seed + seeds), args.until_loss)
+
+
+def _read_arms(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what --arm and --against say, for a Job."""
+    full = ("fp32-strict", "fp32-tf32") if args.device == "cuda" else ("fp32",)
+    known = (*full, LEAN, STOCK, "amp+fastamp")
+    if args.against not in {None, *known}:
+        refuse("--against", args.against, f"is none of {', '.join(known)}")
+    if args.until and args.until_loss is not None:
+        refuse("--until-loss", args.until_loss, "cannot be used with --until")
+    return {"added": tuple(args.arm), "against": args.against}
 
 
 def _sizes(args: argparse.Namespace) -> tuple[Shape, dict[str, int]]:
@@ -135,8 +179,10 @@ def _sizes(args: argparse.Namespace) -> tuple[Shape, dict[str, int]]:
 def _run(
     args: argparse.Namespace, job: Job, training: Training | None, shared: dict[str, Any]
 ) -> Report:
-    found = train_arms(job, training or job.make_training(job.seed), seeds=shared["seeds"])
+    training = training or job.make_training(job.seed)
+    found = train_arms(job, training, seeds=shared["seeds"])
     race, judged = found.race, found.race.arms[-1]
+    own = [arm for arm in race.arms if arm in training.arms]
     speedup, *judged_too = judge_targets(args, found, excused=_excused(args, job))
     figures = {"step_time": (race.time_s(judged), " s")}
     if found.scores[judged]:
@@ -162,7 +208,11 @@ def _run(
     return Report(
         table=[_row(arm, found, unit, rate) for arm, rate in rates.items()],
         races={"training": race},
-        measurements=[*compare("speedup", race)[:-1], speedup, added, *more, *judged_too],
+        measurements=[
+            *(each for each in compare("speedup", race)[:-1] if each.arm not in own),
+            *(speedup, added, *more, *judged_too),
+            *judge_arms(found, own, job.against or race.arms[0]),
+        ],
         notes=_notes(job, found, shared),
         losses=found.losses,
         details={
@@ -195,14 +245,18 @@ def _notes(job: Job, found: Results, shared: dict[str, Any]) -> list[str]:
     memory = f"{MEMORY_STEPS} steps of {shared.get('memory_batch_size', size)} {each}"
     count = f"{found.parameters / 1e6:.1f} M" if found.parameters > 50_000 else found.parameters
     lean = "bfloat16 weights, exact, with 8-bit moments and no autocast; it is not judged"
-    lean = f"left out; {found.left_out}" if found.left_out else lean
+    notes = {LEAN: lean} | {arm: f"n/a; {why}" for arm, why in found.left_out.items()}
+    if found.race.comparisons > 1:
+        percent = f"{100 * found.race.confidence:.4g} %"
+        notes["intervals"] = f"{found.race.comparisons} comparisons, each at {percent}: all "
+        notes["intervals"] += "together hold at 95 %"
     parts = (
         f"{arm} {' + '.join(f'{nbytes / found.parameters:.1f}' for nbytes in each.values())}"
         for arm, each in found.nbytes.items()
     )
     return [
         f"{job.precision}, {count} parameters, {steps}",
-        f"lean: {lean}",
+        *(f"{name}: {text}" for name, text in notes.items()),
         f"bytes a parameter of weights, gradients and optimizer: {', '.join(parts)}",
         "step, speed-up and rate are without the wait for data, which is in where the time goes",
         f"memory: peak of the {MEMORY_KINDS[job.device]}, over {memory} in a fresh process",
@@ -219,7 +273,7 @@ def _memory_mib(found: Results, arm: str) -> dict[str, float]:
 
 def _row(arm: str, found: Results, unit: str, rate: float) -> dict[str, str]:
     race, nbytes = found.race, found.peaks[arm]
-    times_s = race.quartiles_s(arm)
+    times_s = [time_s * found.worth.get(arm, 1.0) for time_s in race.quartiles_s(arm)]
     spec = ".1f" if times_s[1] > 1e-2 else ".3f"
     low, median, high = (show(time_s * 1e3, spec) for time_s in times_s)
     accuracy = found.scores[arm][0].accuracy if found.scores[arm] else math.nan
@@ -227,7 +281,7 @@ def _row(arm: str, found: Results, unit: str, rate: float) -> dict[str, str]:
         "arm": arm,
         "step ms": median,
         "[quartiles]": f"[{low}, {high}]",
-        "speed-up [95 %]": race.ratio(arm).text(".2f", "x"),
+        f"speed-up [{100 * race.confidence:.4g} %]": race.ratio(arm).text(".2f", "x"),
         "skipped": str(race.skipped(arm)),
         f"{unit}/s": show(rate, ".0f"),
         "peak MiB": show(math.nan if nbytes is None else nbytes / 2**20, ".0f"),

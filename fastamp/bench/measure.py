@@ -5,15 +5,18 @@ as it does in a training; all arms of a round take their steps on the same batch
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastamp._progress import progress
+from fastamp.bench import arms
 from fastamp.bench.advice import Profile
 from fastamp.bench.peaks import peak_memory
 from fastamp.bench.race import LEAST_BLOCKS, Plan, Race, Visit, run_race
@@ -49,35 +52,49 @@ class Job:
     make: Make  # can be pickled
     memory_make: Make  # the same, for the processes that measure peak memory
     batch_size: int | None = None  # in place of the task's own
+    added: tuple[tuple[str, str], ...] = ()  # arms of --arm, see arms.read
+    against: str | None = None  # the arm that those of one's own change; None: the first
 
     def make_training(self, seed: int, make: Make | None = None) -> Training:
         """Return the task, with the weights that every arm starts from."""
         training = make_training(make or self.make, self.device, seed)
-        return replace(training, batch_size=self.batch_size or training.batch_size)
+        batch_size, own = self.batch_size or training.batch_size, arms.find(training, self.added)
+        return replace(training, batch_size=batch_size, arms=own)
 
-    def list_arms(self) -> list[Config]:
+    def list_arms(self, own: Iterable[str] = ()) -> list[Config]:
         """Return FP32 (on CUDA strict and with TF32), lean, stock AMP, and AMP with fastamp's step.
 
-        The last one is judged.
+        The last one is judged. Arms of one's `own` stand before AMP: each is that of `against`.
         """
         full = ["fp32-strict", "fp32-tf32"] if self.device == "cuda" else ["fp32"]
         stock = Config(name="amp", precision=self.precision)
         ours = replace(stock, name="amp+fastamp", step="fastamp")
         lean = Config(name=LEAN, precision=LEAN, step="fastamp")
-        return [*(Config(name=name, precision=name) for name in full), lean, stock, ours]
+        fp32 = [Config(name=name, precision=name) for name in full]
+        known = {config.name: config for config in (*fp32, lean, stock, ours)}
+        like = known[self.against or full[0]]
+        return [*fp32, lean, *(replace(like, name=name) for name in own), stock, ours]
 
 
 class Batches:
-    """The batches of a visit: every arm takes its steps on them before the next are drawn."""
+    """The batches of a visit: every arm takes its steps on them before the next are drawn.
 
-    def __init__(self, source: Iterable[Any], seed: int) -> None:
-        self.source, self.seed = iter(source), seed
+    Where a loader is an arm's change, each arm has its own, and draws them on the clock.
+    """
+
+    def __init__(self, source: Iterable[Any], seed: int, *, is_timed: bool = False) -> None:
+        self.source, self.seed, self.is_timed = iter(source), seed, is_timed
         self.steps = 1  # of a visit
         self.of_visit: list[Any] = []
-        self.sizes: list[int] = []  # of all batches so far, in samples
+        self.sizes: list[int] = []  # of the batches of all steps so far, in samples
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.of_visit)
+        if not self.is_timed:
+            yield from self.of_visit
+            return
+        for batch in islice(self.source, self.steps):
+            self.sizes.append(count_samples(batch))
+            yield batch
 
     def go_to_visit_of(self, trainer: Trainer) -> None:
         """Draw the batches of an arm's next visit, unless another arm has, and seed the visit.
@@ -85,10 +102,38 @@ class Batches:
         So the random numbers of its steps, such as dropout's, are the same for all arms.
         """
         taken = len(trainer.losses)
-        if taken == len(self.sizes):
+        if taken == len(self.sizes) and not self.is_timed:
             self.of_visit = [next(self.source) for _ in range(self.steps)]
             self.sizes += map(count_samples, self.of_visit)
         torch.manual_seed((self.seed << 30) + taken)
+
+
+def open_batches(trainers: Mapping[str, Trainer], seed: int) -> dict[str, Batches]:
+    """Return the batches of every arm: arms that read the same ones share them."""
+    tasks = {name: trainer.training for name, trainer in trainers.items()}
+    is_timed = len({id(task.data) for task in tasks.values()}) > 1
+    opened: dict[Any, Batches] = {}
+    found = {}
+    for name, task in tasks.items():
+        key = (task.batch_size, task.accumulate, is_timed and name)
+        if key not in opened:
+            device = trainers[name].device
+            drawn = draw(make_loader(task, seed, device=device), device, task.accumulate)
+            opened[key] = Batches(drawn, seed, is_timed=is_timed)
+        found[name] = opened[key]
+    return found
+
+
+def set_steps(batches: Mapping[str, Batches], steps: int) -> dict[str, float]:
+    """Set the steps of a visit: of the first arm, and of others as many as take its samples.
+
+    Returns how many times the samples of a step of the first arm a visit of each has.
+    """
+    sizes = {name: fmean(each.sizes) for name, each in batches.items()}
+    base = next(iter(sizes.values()))
+    for name, each in batches.items():
+        each.steps = max(round(steps * base / sizes[name]), 1)
+    return {name: each.steps * sizes[name] / base for name, each in batches.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,83 +149,91 @@ class Results:
     profiles: dict[str, Profile]  # where the time of a step goes
     visit_steps: int = 1  # of every timed visit
     nbytes: dict[str, dict[str, int]] = field(default_factory=dict)  # by arm and part of memory
-    left_out: str = ""  # why lean is, in words
+    worth: dict[str, float] = field(default_factory=dict)  # of an arm's step: its samples, by arm
+    left_out: dict[str, str] = field(default_factory=dict)  # why an arm is, in words
 
 
 def train_arms(job: Job, training: Training, *, seeds: int) -> Results:
     """Measure every arm with the job's seed; with the seeds after it, train and score only."""
-    arms, left_out = job.list_arms(), ""
-    total = None if job.steps is None else len(arms) + seeds * job.steps
+    configs, left_out = job.list_arms(training.arms), {}
+    total = None if job.steps is None else len(configs) + seeds * job.steps
     make = partial(job.make_training, job.seed, job.memory_make)
     with progress(total) as tick:
         peaks = {}
-        for arm in arms:
+        for arm in configs:
             try:
                 peaks[arm.name] = peak_memory(make, arm, job.device)
-            except BrokenTask as error:  # the others are measured without lean
-                if arm.name != LEAN:
+            except BrokenTask as error:  # the others are measured without a built-in one
+                if arm.name != LEAN and not arms.is_built_in(arm.name, training):
                     raise
-                left_out = error.line
+                left_out[arm.name] = error.line
             tick()
-        arms = [arm for arm in arms if arm.name in peaks]
-        trained = [_train(job, arms, training, tick, profiles=True)]
+        configs = [arm for arm in configs if arm.name in peaks]
+        trained = [_train(job, configs, training, tick, profiles=True)]
         for seed in range(job.seed + 1, job.seed + seeds):
             again = replace(job, seed=seed, steps=len(trained[0].batch_sizes))
-            trained.append(_train(again, arms, job.make_training(seed), tick, profiles=False))
+            trained.append(_train(again, configs, job.make_training(seed), tick, profiles=False))
     scores = {name: [s for each in trained for s in each.scores[name]] for name in peaks}
     return replace(trained[0], peaks=peaks, scores=scores, left_out=left_out)
 
 
 def _train(
     job: Job,
-    arms: list[Config],
+    configs: list[Config],
     training: Training,
     tick: Callable[[int], object],
     *,
     profiles: bool,
 ) -> Results:
     """Race and score all arms with one seed."""
-    trainers = {c.name: Trainer(c, with_copy(training), job.device) for c in arms}
-    loader = make_loader(training, job.seed, device=job.device)
-    batches = Batches(draw(loader, job.device), job.seed)
+    trainers = {c.name: Trainer(c, with_copy(training), job.device) for c in configs}
+    batches = open_batches(trainers, job.seed)
+    base = batches[configs[0].name]
     race_visits = partial(
         run_race,
-        {name: partial(trainer.train, batches) for name, trainer in trainers.items()},
+        {name: partial(trainer.train, batches[name]) for name, trainer in trainers.items()},
         device=job.device,
         seed=job.seed,
-        before=lambda name: batches.go_to_visit_of(trainers[name]),
+        before=lambda name: batches[name].go_to_visit_of(trainers[name]),
         skipped=lambda name: trainers[name].has_skipped(),
-        tick=lambda: tick(batches.steps),
+        tick=lambda: tick(base.steps),
     )
     count = _count_warmup(job.steps)
     warmup = race_visits(Plan(rounds=count, warmup=count)).rounds
     step_s = min(visit.elapsed_s for visit in warmup[-1].values())
     steps, plan = _plan_visits(step_s, job.steps)
     if job.steps is not None and (rest := job.steps - count - steps * plan.rounds):
-        batches.steps = rest
-        warmup += _per_step(race_visits(Plan(rounds=1, warmup=1)).rounds, rest)
-    batches.steps = steps
+        amounts = set_steps(batches, rest)
+        warmup += _per_step(race_visits(Plan(rounds=1, warmup=1)).rounds, amounts)
+    amounts = set_steps(batches, steps)
     race = race_visits(plan)
     race.warmup_rounds += len(warmup)
-    race.rounds = warmup + _per_step(race.rounds, steps)
-    profiled = trainers if profiles else {}
+    race.rounds = warmup + _per_step(race.rounds, amounts)
+    if training.arms:
+        race.comparisons = len(configs) - 1
+    profiled = [name for name in trainers if profiles and name not in training.arms]
+    loader = make_loader(training, job.seed, device=job.device)
     return Results(
         # Not those of the task, whose lazy modules have none yet.
         parameters=sum(p.numel() for p in next(iter(trainers.values())).model.parameters()),
-        batch_sizes=[*batches.sizes],
+        batch_sizes=[*base.sizes],
+        worth={name: amount / batches[name].steps for name, amount in amounts.items()},
         visit_steps=steps,
         peaks={},
         race=race,
         losses={n: torch.stack(trainer.losses).tolist() for n, trainer in trainers.items()},
         scores={name: trainer.evaluate() for name, trainer in trainers.items()},
-        profiles=profile_trainers(profiled, batches.source, loader, race, steps),
+        profiles=profile_trainers(
+            {name: trainers[name] for name in profiled}, base.source, loader, race, steps
+        ),
         nbytes={name: _count_nbytes(trainer) for name, trainer in trainers.items()},
     )
 
 
 def _count_nbytes(trainer: Trainer) -> dict[str, int]:
     """Count the bytes of the storages of weights and of states, and of gradients in a step."""
-    states = (state for state in trainer.optimizer.state.values() if isinstance(state, dict))
+    every = (state for each in trainer.optimizers for state in each.state.values())
+    states = (state for state in every if isinstance(state, dict))
     kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
     return {
         "weights": _count_storages([*trainer.model.parameters()]),
@@ -194,10 +247,12 @@ def _count_storages(tensors: list[Tensor]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def _per_step(rounds: list[dict[str, Visit]], steps: int) -> list[dict[str, Visit]]:
+def _per_step(
+    rounds: list[dict[str, Visit]], amounts: Mapping[str, float]
+) -> list[dict[str, Visit]]:
     return [
-        {name: visit._replace(elapsed_s=visit.elapsed_s / steps) for name, visit in visits.items()}
-        for visits in rounds
+        {name: each._replace(elapsed_s=each.elapsed_s / amounts[name]) for name, each in r.items()}
+        for r in rounds
     ]
 
 

@@ -17,7 +17,7 @@ h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin: 2rem 0 .3rem }
 p { margin: .3rem 0 } p, th { color: var(--soft) }
 .lead { color: var(--ink); font-size: 1.2rem; margin: 1rem 0 }
 .verdict { border-left: 4px solid var(--soft); padding-left: 12px; color: var(--ink) }
-.pass { border-color: var(--good) } .fail { border-color: var(--bad) }
+.pass, .faster { border-color: var(--good) } .fail, .slower { border-color: var(--bad) }
 svg { display: block; width: 100%; min-width: 660px; stroke-linejoin: round }
 svg text { font-family: system-ui, sans-serif !important }
 .key { margin-right: 8px; white-space: nowrap }

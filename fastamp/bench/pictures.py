@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastamp.bench.baseline import BASELINE
+from fastamp.bench.record import SAID
 from fastamp.metrics.sinks import require
 
 # Light and dark. A picture is drawn in the light ones, which the page's variables then replace.
@@ -54,11 +55,12 @@ MARKS = {  # of verdicts, which differ by more than colour
     "n/a": ("s", PAPER, SOFT),
     "": ("o", COLOURS[0], COLOURS[0]),
 }
+MARKS |= {"faster": MARKS["pass"], "slower": MARKS["fail"], SAID[2]: MARKS["inconclusive"]}
 TIME = {"data": "c3", "forward": "c0", "backward": "c2", "step": "c1", "waits or other": "soft"}
 MEMORY = {"weights": "c0", "gradients": "c2", "optimizer": "c1", "the rest": "soft"}
 COMPARED = """A point is a ratio, by its name for --fail-on, the bar its interval, and the upright
-line its target. Green \u25cf pass, red \u2716 fail, hollow \u25c7 inconclusive, hollow \u25a1 not
-judged, blue \u25cf without a target."""
+line its target. Green \u25cf pass or faster, red \u2716 fail or slower, hollow \u25c7 inconclusive
+or no difference found, hollow \u25a1 not judged, blue \u25cf without a verdict."""
 
 
 class Panel(NamedTuple):
@@ -84,6 +86,7 @@ def draw_all(record: dict[str, Any]) -> Iterator[str]:
         ("Where the time of a step goes", f"In milliseconds: {_key(TIME)}", time),
         ("Peak memory by parts", f"In MiB: {_key(MEMORY)}", parts),
         ("Training loss", "Of every step.", _losses(record["losses"])),
+        ("Held-out loss", "Of every seed; the line is the target.", _held_out(record["details"])),
     ):
         if panel.rows:
             picture = f'<div class="scroll">{draw(title, [panel])}</div>'
@@ -222,19 +225,38 @@ def _show(value: float) -> str:
 
 
 def _losses(losses: dict[str, list[float | None]]) -> Panel:
-    """Show the curve of each arm."""
-    curves = {arm: np.array(curve, float) for arm, curve in losses.items()}
-    curves = {arm: curve for arm, curve in curves.items() if np.isfinite(curve).any()}
+    """Show the curve of each arm, over its steps."""
+    curves = {arm: [(np.arange(1, len(c) + 1), np.array(c, float))] for arm, c in losses.items()}
+    return _curves(curves, "step")
+
+
+def _held_out(details: dict[str, Any]) -> Panel:
+    """Show the held-out loss of each arm over its seconds, a curve for each seed."""
+    curves = {
+        arm: [(np.array(seed["seconds"]), np.array(seed["losses"], float)) for seed in seeds]
+        for arm, seeds in details.get("curves", {}).items()
+    }
+    return _curves(curves, "seconds", details.get("target"))
+
+
+def _curves(
+    curves: Mapping[str, list[tuple[Any, Any]]], unit: str, level: float | None = None
+) -> Panel:
+    """Show curves in a colour for each arm, and a level."""
+    curves = {arm: c for arm, c in curves.items() if any(np.isfinite(y).any() for _, y in c)}
 
     def draw(axes: Any) -> None:
-        for i, (arm, curve) in enumerate(curves.items()):
-            colour, dash = COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)]
-            steps = np.arange(1, len(curve) + 1)
-            axes.plot(steps, curve, dash, color=colour, linewidth=2, label=_shorten(arm))
+        for i, (arm, each) in enumerate(curves.items()):
+            colour, dash = COLOURS[i % len(COLOURS)], DASHES[(i + i // len(COLOURS)) % len(DASHES)]
+            for place, (x, y) in enumerate(each):
+                label = None if place else _shorten(arm)
+                axes.plot(x, y, dash, color=colour, linewidth=1 if each[1:] else 2, label=label)
+        if level is not None:
+            axes.axhline(level, color=SOFT, linewidth=1.5)
         axes.grid(axis="y")
-        axes.set_xlabel("step")
-        axes.locator_params(axis="x", integer=True)
+        axes.set_xlabel(unit)
+        axes.locator_params(axis="x", integer=unit == "step")
         axes.legend(loc="upper right", frameon=False)
 
-    rows = [(arm, f"from {curve[0]:.4g} to {curve[-1]:.4g}") for arm, curve in curves.items()]
+    rows = [(arm, f"from {c[0][1][0]:.4g} to {c[0][1][-1]:.4g}") for arm, c in curves.items()]
     return Panel(rows + [("", "")] * (CURVES - len(rows)) * bool(rows), draw)

@@ -52,6 +52,8 @@ class Interval:
     def text(self, spec: str, unit: str = "", factor: float = 1) -> str:
         """Return the figure and, where it was estimated, its ends."""
         value, low, high = (show(each * factor, spec) for each in (self.value, self.low, self.high))
+        if math.isfinite(self.low) and self.high == math.inf:  # as of a time that did not end
+            return f"> {low}{unit}"
         return value + unit + ("" if self.low == self.high else f" [{low}, {high}]")
 
 
@@ -79,21 +81,33 @@ def bootstrap(
         return Interval(value=value, low=-math.inf, high=math.inf)
     length = -(-n // RUNS)
     rng = np.random.default_rng(0)
-    starts = rng.integers(0, n, (RESAMPLES, -(-n // length), 1))
-    drawn = array[((starts + np.arange(length)) % n).reshape(RESAMPLES, -1)[:, :n]]
     tail = (1 - confidence) / 2
-    low, high = np.quantile(statistic(drawn, axis=1), [tail, 1 - tail])
+    found: list[float] = []
+    for _ in range(math.ceil((1 - CONFIDENCE) / (1 - confidence) - 1e-9)):
+        starts = rng.integers(0, n, (RESAMPLES, -(-n // length), 1))
+        drawn = array[((starts + np.arange(length)) % n).reshape(RESAMPLES, -1)[:, :n]]
+        found += statistic(drawn, axis=1).tolist()
+    low, high = np.quantile(found, [tail, 1 - tail])
     freedom = n // length - 1
-    z = NormalDist().inv_cdf(1 - tail)
-    # Abramowitz and Stegun, 26.7.5.
-    student = z + (z**3 + z) / 4 / freedom + (5 * z**5 + 16 * z**3 + 3 * z) / 96 / freedom**2
-    student += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384 / freedom**3
-    widen = student / z * math.sqrt((freedom + 1) / freedom)
+    widen = student(tail, freedom) / NormalDist().inv_cdf(1 - tail)
+    widen *= math.sqrt((freedom + 1) / freedom)
     return Interval(
         value=value,
         low=value - widen * max(value - float(low), 0.0),
         high=value + widen * max(float(high) - value, 0.0),
     )
+
+
+def student(tail: float, freedom: int) -> float:
+    """Return the quantile at 1 - `tail` of Student's t: Abramowitz and Stegun, 26.7.5."""
+    z = NormalDist().inv_cdf(1 - tail)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + math.fsum(term / freedom**power for power, term in enumerate(terms, start=1))
 
 
 def verdict_on(found: Interval, low: float = -math.inf, high: float = math.inf) -> str:
@@ -131,6 +145,7 @@ class Race:
     arms: list[str]
     warmup_rounds: int = 0
     rounds: list[dict[str, Visit]] = field(default_factory=list)  # in the order of the visits
+    comparisons: int = 1  # whose intervals hold at CONFIDENCE all together (Bonferroni)
 
     @property
     def timed(self) -> list[dict[str, Visit]]:
@@ -159,9 +174,14 @@ class Race:
         """Return the typical time of a visit."""
         return _typical([[r[arm].elapsed_s for r in block] for block in self.blocks(arm)])
 
-    def ratio(self, arm: str, base: str | None = None, confidence: float = CONFIDENCE) -> Interval:
+    @property
+    def confidence(self) -> float:
+        """That of the interval of each ratio."""
+        return 1 - (1 - CONFIDENCE) / self.comparisons
+
+    def ratio(self, arm: str, base: str | None = None, confidence: float | None = None) -> Interval:
         """Return how many times as fast as the base an arm is."""
-        base = base or self.arms[0]
+        base, confidence = base or self.arms[0], confidence or self.confidence
         blocks = self.blocks(base, arm)
         ratios = [[r[base].elapsed_s / r[arm].elapsed_s for r in b] for b in blocks]
         return _typical(ratios, confidence)

@@ -32,6 +32,7 @@ from fastamp.timer.timer import align
 SCHEMA_VERSION = 7  # raised when a field of the record is added, removed or changes its meaning
 Details = dict[str, dict[str, float]]  # more figures of each arm, by name
 
+SAID = ("faster", "slower", "no difference found")  # verdicts on arms without a target
 PLAIN = "plain"  # the arm that does the same work in the plainest way
 _LARGEST_NBYTES = 2**28  # of a file that is read
 _T = TypeVar("_T")
@@ -57,6 +58,8 @@ class Measurement:
         if not self.verdict:
             return f"{self.name} {figure}"
         ends = [f"{end * factor:g}{self.unit}" for end in self.target if math.isfinite(end)]
+        if not ends:
+            return f"{self.name} {figure}: {self.verdict}, {self.reason}"
         sign = "" if len(ends) == 2 else "<= " if self.target[1] < math.inf else ">= "
         target = f"(target {sign}{' to '.join(ends)})"
         return f"{self.name} {figure} {target}: {self.verdict}, {self.reason}"
@@ -121,7 +124,7 @@ def doubt(found: list[Measurement], races: Mapping[str, Race]) -> list[Measureme
         return found
     return [
         replace(each, verdict="inconclusive", reason=noise)
-        if each.verdict in {"pass", "fail"}
+        if each.verdict in {"pass", "fail", *SAID}
         else each
         for each in found
     ]

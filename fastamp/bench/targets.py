@@ -2,13 +2,14 @@
 
 import argparse
 import math
+from typing import Any
 
 import numpy as np
 
 from fastamp.bench.advice import RACED, Advice
 from fastamp.bench.measure import Results
-from fastamp.bench.race import LEAST_BLOCKS, Interval, bootstrap
-from fastamp.bench.record import Measurement, judge
+from fastamp.bench.race import LEAST_BLOCKS, Interval, bootstrap, show
+from fastamp.bench.record import SAID, Measurement, judge
 from fastamp.bench.tasks import expect
 
 STOCK = "amp"  # the arm beside the judged one: mixed precision without fastamp
@@ -50,6 +51,42 @@ def judge_targets(
         )
         for name, figure, ends, unit, reason in rows
     ]
+
+
+def judge_arms(found: Results, own: list[str], against: str) -> list[Measurement]:
+    """Say of each arm of one's own whether it is faster than the arm that it changes."""
+    measured = []
+    for arm in own:
+        ratio = found.race.ratio(arm, against)
+        said = "faster" if ratio.low > 1 else "slower" if ratio.high < 1 else SAID[2]
+        parts = [_compare_peaks(found, arm, against)]
+        losses = (show(last_losses(found, name)[0], ".4f") for name in (arm, against))
+        parts.append("loss {} against {}".format(*losses))
+        if found.scores[arm] and found.scores[against]:
+            scores = (mean_accuracy(found, name).value for name in (arm, against))
+            parts.append("accuracy {:.4f} against {:.4f}".format(*scores))
+        about: dict[str, Any] = {"arm": arm, "base": against}
+        reason = f"{arm} against {against}, in samples a second; {', '.join(filter(None, parts))}"
+        name, unit = f"speedup/{arm}", "x"
+        measured.append(
+            Measurement(name=name, interval=ratio, unit=unit, verdict=said, reason=reason, **about)
+        )
+        if (peak := found.peaks[arm]) is not None:
+            figure = Interval.exact(peak)
+            name = f"peak_memory/{arm}"
+            measured.append(Measurement(name=name, interval=figure, unit=" bytes", arm=arm))
+        if found.scores[arm]:
+            figure = mean_accuracy(found, arm)
+            measured.append(Measurement(name=f"accuracy/{arm}", interval=figure, arm=arm))
+    return measured
+
+
+def _compare_peaks(found: Results, arm: str, base: str) -> str:
+    theirs, ours = found.peaks[base], found.peaks[arm]
+    if not theirs or ours is None:
+        return ""
+    change = 100 * (ours / theirs - 1)
+    return f"{abs(change):.0f} % {'more' if change > 0 else 'less'} memory"
 
 
 def _memory_saving(found: Results, base: str, judged: str) -> tuple[Interval | None, str]:

@@ -6,11 +6,12 @@ A function that breaks the contract raises a BrokenTask, which names the part.
 import copy
 import importlib
 import importlib.util
+import itertools
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -52,7 +53,14 @@ CONTRACT = """\
 A task is a function make(device, seed) that returns (model, dataset, loss) or (model, dataset,
 loss, options). A batch that is a pair is used as loss(model(x), y), a dict as model(**batch). With
 a loss of None the model's own loss is taken, as in fastamp.fine_tune. Without --steps the arms
-train until the intervals are narrow, or for a minute. For example:
+train until the intervals are narrow, or for a minute.
+
+Arms of your own are raced beside the others. Each is --against's arm with one change: a function
+of the model that returns it changed, or a dict that replaces optimizer, dtype, batch_size,
+accumulate, loader (a dataset or a loader) or precision (fp32, bf16, fp16 or lean), as in
+options["arms"] = {"compiled": torch.compile, "small": {"batch_size": 32, "accumulate": 4}}.
+
+For example:
 """
 
 
@@ -65,17 +73,23 @@ class Training:
     data: Any
     """A dataset for a DataLoader, or a loader: any other iterable of batches, see `has_loader`."""
     loss: Callable[[Tensor, Any], Tensor] | None
-    optimizer: Callable[[nn.Module], Optimizer] | None = None
-    """None is AdamW with a learning rate of 1e-3, see `make_optimizer`."""
+    optimizer: Callable[[nn.Module], Any] | None = None
+    """Returns an optimizer, or several; None is AdamW with a learning rate of 1e-3."""
     evaluate: Callable[[nn.Module], Any] | None = None
     """Returns the accuracy, higher is better: a number, or a list of one for each part of the data,
     which gives an interval; or a dict with "accuracy" and the validation "loss"."""
+    schedule: Callable[[Optimizer, int], Any] | None = None
+    """Returns a scheduler of torch's for an optimizer and all steps of a training: of --until."""
     batch_size: int = 32
     """Of a dataset; a loader has its own."""
+    accumulate: int = 1
+    """Batches whose mean loss makes a step."""
     dtype: torch.dtype | None = None
     """Of autocast; None leaves it to the command line."""
     max_norm: float | None = None
     """None does not clip."""
+    arms: Mapping[str, Any] = field(default_factory=dict)
+    """Changes of one's own by the name of their arm, see `arms.apply`."""
 
     @property
     def has_loader(self) -> bool:
@@ -192,17 +206,22 @@ def make_training(make: Make, device: str, seed: int) -> Training:
     expect(got in {"a tuple of 3", "a tuple of 4"}, "make", kinds, got)
     model, data, loss, *rest = made
     options = rest[0] if rest else {}
-    expect(isinstance(model, nn.Module), "model", "an nn.Module", _short(model))
+    expect(isinstance(model, nn.Module), "model", "an nn.Module", short(model))
     trains = any(parameter.requires_grad for parameter in model.parameters())
     expect(trains, "model", "a parameter that requires a gradient", f"{type(model).__name__}")
     is_fine = loss is None or callable(loss)
-    expect(is_fine, "loss", "None or a function of output and target", _short(loss))
-    expect(isinstance(options, dict), "options", "a dict", _short(options))
+    expect(is_fine, "loss", "None or a function of output and target", short(loss))
+    expect(isinstance(options, dict), "options", "a dict", short(options))
+    check_options(options, "options", OPTIONS)
+    return Training(model=model, data=read_data(data), loss=loss, **options)
+
+
+def check_options(options: Mapping[str, Any], part: str, known: Collection[str]) -> None:
+    """Check the names and the values of a task's options, or of those that an arm replaces."""
     for name, value in options.items():
-        expect(name in _OPTIONS, "options", f"some of {', '.join(_OPTIONS)}", repr(name))
-        fits, wanted = _OPTIONS[name]
-        expect(fits(value), f"options[{name!r}]", wanted, _short(value))
-    return Training(model=model, data=_read_data(data), loss=loss, **options)
+        expect(name in known, part, f"some of {', '.join(known)}", repr(name))
+        fits, wanted = OPTIONS[name]
+        expect(fits(value), f"{part}[{name!r}]", wanted, short(value))
 
 
 def expect(is_met: bool, part: str, wanted: str, got: str) -> None:  # noqa: FBT001
@@ -216,11 +235,17 @@ def _is_function(value: Any) -> bool:
     return value is None or callable(value)
 
 
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
 _DTYPES = (torch.bfloat16, torch.float16, None)
-_OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "optimizer": (_is_function, "a function of the model that returns an optimizer"),
+OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "optimizer": (_is_function, "a function of the model that returns optimizers"),
     "evaluate": (_is_function, "a function of the model that returns its accuracy"),
-    "batch_size": (lambda value: type(value) is int and value > 0, "an integer above 0"),
+    "schedule": (_is_function, "a function of an optimizer and the steps: a scheduler of torch's"),
+    "batch_size": (_is_count, "an integer above 0"),
+    "accumulate": (_is_count, "an integer above 0"),
     "dtype": (
         lambda value: any(value is known for known in _DTYPES),
         "torch.bfloat16, torch.float16 or None",
@@ -229,10 +254,11 @@ _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or (isinstance(value, (int, float)) and 0 < value < math.inf),
         "a number above 0, or None",
     ),
+    "arms": (lambda value: isinstance(value, dict), "a dict of changes by the name of their arm"),
 }
 
 
-def _read_data(data: Any) -> Any:
+def read_data(data: Any) -> Any:
     """Return a dataset or a loader; a tuple of tensors or a dict of arrays becomes a dataset."""
     if isinstance(data, tuple) and all(isinstance(part, Tensor) for part in data):
         with Part("dataset", "TensorDataset"):
@@ -242,9 +268,9 @@ def _read_data(data: Any) -> Any:
             return ArrayDataset(*data) if isinstance(data, tuple) else ArrayDataset(data)
     if is_loader(data):
         kinds = "what a DataLoader takes, or an iterable of batches"
-        expect(hasattr(data, "__iter__"), "dataset", kinds, _short(data))
+        expect(hasattr(data, "__iter__"), "dataset", kinds, short(data))
         kinds = "an iterable of batches, not an iterator, which can be read only once"
-        expect(not isinstance(data, Iterator), "dataset", kinds, _short(data))
+        expect(not isinstance(data, Iterator), "dataset", kinds, short(data))
     return data
 
 
@@ -254,19 +280,21 @@ def with_copy(training: Training) -> Training:
         return replace(training, model=copy.deepcopy(training.model))
 
 
-def make_optimizer(training: Training, model: nn.Module) -> Optimizer:
-    """Return the task's optimizer, or AdamW, fused where torch can."""
+def make_optimizers(training: Training, model: nn.Module) -> list[Optimizer]:
+    """Return the task's optimizers, or AdamW, fused where torch can."""
     with Part("options['optimizer']", "its call"):
         if training.optimizer is None:
-            return make_by_name(model, "adamw", lr=1e-3)
+            return [make_by_name(model, "adamw", lr=1e-3)]
         made: Any = training.optimizer(model)
-    kind = "an optimizer from its call"
-    expect(isinstance(made, Optimizer), "options['optimizer']", kind, _short(made))
+    optimizers = [*made] if isinstance(made, (list, tuple)) else [made]
+    for each in optimizers or [None]:
+        kind = "an optimizer from its call, or a list of them"
+        expect(isinstance(each, Optimizer), "options['optimizer']", kind, short(each))
     own = {*map(id, model.parameters())}
-    has_own = any(id(each) in own for each in parameters_of([made]))
+    has_own = any(id(each) in own for each in parameters_of(optimizers))
     kind = "parameters of the model that it is called with, a copy for each arm"
     expect(has_own, "options['optimizer']", kind, "others")
-    return made  # type: ignore[no-any-return]
+    return optimizers
 
 
 def with_fused(optimizer: Optimizer, fused: bool | None) -> Optimizer:  # noqa: FBT001
@@ -305,8 +333,19 @@ def make_loader(training: Training, seed: int, *, device: str) -> Iterable[Any]:
         return DataLoader(data, training.batch_size, **options)
 
 
-def draw(loader: Iterable[Any], device: str) -> Iterator[Any]:
-    """Yield batches on the device, pass after pass, without end."""
+class Parts(list[Any]):
+    """The batches of a step that accumulates their gradients."""
+
+
+def draw(loader: Iterable[Any], device: str, accumulate: int = 1) -> Iterator[Any]:
+    """Yield the batches of each step on the device, pass after pass, without end."""
+    batches = _draw_each(loader, device)
+    if accumulate == 1:
+        return batches
+    return (Parts(next(batches) for _ in range(accumulate)) for _ in itertools.count())
+
+
+def _draw_each(loader: Iterable[Any], device: str) -> Iterator[Any]:
     move = partial(map_tensors, partial(Tensor.to, device=device, non_blocking=True))
     part = Part("dataset", "its next batch")
     while True:
@@ -324,12 +363,15 @@ def draw(loader: Iterable[Any], device: str) -> Iterator[Any]:
 
 
 def count_samples(batch: Any) -> int:
-    """Return the length of a batch's first tensor."""
+    """Return the length of a batch's first tensor, or the sum of these of all Parts."""
+    if isinstance(batch, Parts):
+        return sum(map(count_samples, batch))
     sizes = (len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim)
     return next(sizes, 1)
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """Return a value as text, or only its type where that is long."""
     text = repr(value)
     return text if len(text) <= 40 and "\n" not in text else type(value).__name__
 

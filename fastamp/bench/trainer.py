@@ -9,7 +9,7 @@ replaces a part of the one before it.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, TypeAlias
 
@@ -20,9 +20,17 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.utils._pytree import tree_map_only
 
 import fastamp
+from fastamp.bench import arms
 from fastamp.bench.environment import DTYPES
 from fastamp.bench.feeds import NO_FEED, Feed
-from fastamp.bench.tasks import Part, Training, compute_loss, expect, make_optimizer
+from fastamp.bench.tasks import (
+    Part,
+    Parts,
+    Training,
+    compute_loss,
+    expect,
+    make_optimizers,
+)
 from fastamp.step.native import parameters_of
 from fastamp.train.loop import modes_kept
 
@@ -75,15 +83,20 @@ class Trainer:
     def __init__(
         self, config: Config, training: Training, device: str, feed: Feed = NO_FEED
     ) -> None:
-        self.config, self.training, self.device, self.feed = config, training, device, feed
+        self.device, self.feed = device, feed
         with _MOVE:
-            self.model = training.model.to(device)
-        if config.precision == LEAN:
-            _make_lean(self.model)
-        self.optimizer = make_optimizer(training, self.model)
-        if config.precision == LEAN:
-            self.optimizer = _in_less_memory(self.optimizer)
-        self.parameters = parameters_of([self.optimizer])
+            training.model.to(device)
+        self.named = arms.Named(config.name if config.name in training.arms else "")
+        with self.named:
+            self.training, precision = arms.apply(config.name, training)
+            self.config = config = replace(config, precision=precision or config.precision)
+            self.model = self.training.model
+            if config.precision == LEAN:
+                _make_lean(self.model)
+            self.optimizers = make_optimizers(self.training, self.model)
+            if config.precision == LEAN:
+                self.optimizers = [*map(_in_less_memory, self.optimizers)]
+        self.parameters = parameters_of(self.optimizers)
         self.dtype = DTYPES.get(config.precision)
         make = fastamp.GradScaler if config.step == "fastamp" else torch.amp.GradScaler
         self.scaler = make(device, enabled=self.dtype is torch.float16)
@@ -100,7 +113,7 @@ class Trainer:
     def train(self, batches: Iterable[Any], region: Region = lambda _: _NOT_TIMED) -> None:
         """Take a step on each batch; `region` names its parts: "forward", "backward", "step"."""
         timed = TIMINGS[self.config.timing]
-        with tf32(self.config.precision):
+        with self.named, tf32(self.config.precision):
             for batch in batches:
                 timed(self, batch, region)
 
@@ -108,16 +121,25 @@ class Trainer:
         """Take one optimizer step; without loss scaling the scaler passes everything through."""
         if self.config.step != "fastamp":  # its step frees the gradients
             with region("step"):
-                self.optimizer.zero_grad()
-        with region("forward"), self.autocast():
-            loss = compute_loss(self.training, self.model, batch)
-        with region("backward"), _BACKWARD:
-            torch.autograd.backward(self.scaler.scale(loss))
+                for optimizer in self.optimizers:
+                    optimizer.zero_grad()
+        parts = batch if isinstance(batch, Parts) else [batch]
+        losses = [self._accumulate(part, len(parts), region) for part in parts]
+        loss = torch.stack(losses).sum() if losses[1:] else losses[0]
         with region("step"), _STEP:
             STEPS[self.config.step](self)  # the only line in which the steps differ
             self.scaler.update()
         # Read at the end: no step waits for it, except the naive one.
-        self.losses.append(loss.item() if self.config.step == "naive" else loss.detach())
+        self.losses.append(loss.item() if self.config.step == "naive" else loss)
+
+    def _accumulate(self, batch: Any, n_parts: int, region: Region) -> Tensor:
+        """Add a batch's gradients; return its share of the step's loss."""
+        with region("forward"), self.autocast():
+            loss = compute_loss(self.training, self.model, batch)
+            loss = loss / n_parts if n_parts > 1 else loss
+        with region("backward"), _BACKWARD:
+            torch.autograd.backward(self.scaler.scale(loss))
+        return loss.detach()
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context of the forward pass."""
@@ -139,7 +161,8 @@ class Trainer:
         score = self.training.evaluate
         if score is None:
             return []
-        with torch.no_grad(), modes_kept(self.model), _EVALUATE, tf32(self.config.precision):
+        switched = tf32(self.config.precision)
+        with self.named, torch.no_grad(), modes_kept(self.model), _EVALUATE, switched:
             self.model.eval()
             with self.autocast():
                 found: Any = score(self.model)
@@ -166,7 +189,9 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
 
 
 def _in_less_memory(optimizer: Optimizer) -> Optimizer:
-    """Return fastamp.AdamW with 8-bit moments in place of torch's AdamW."""
+    """Return fastamp.AdamW with 8-bit moments in place of torch's AdamW; one is kept as it is."""
+    if isinstance(optimizer, fastamp.AdamW):
+        return optimizer
     groups = optimizer.param_groups
     is_adamw = type(optimizer) is AdamW or (
         type(optimizer) is Adam and not any(group["weight_decay"] for group in groups)
@@ -202,21 +227,34 @@ def tf32(precision: str) -> Iterator[None]:
 
 
 def _naive_step(trainer: Trainer) -> None:
-    trainer.scaler.unscale_(trainer.optimizer)
+    for optimizer in trainer.optimizers:
+        trainer.scaler.unscale_(optimizer)
     norm = clip_grad_norm_(trainer.parameters, trainer.training.max_norm or math.inf)
     if torch.isfinite(norm).item():  # the host waits
-        trainer.scaler.step(trainer.optimizer)
+        _step_each(trainer)
 
 
 def _stock_step(trainer: Trainer) -> None:
     if trainer.training.max_norm is not None:
-        trainer.scaler.unscale_(trainer.optimizer)
+        for optimizer in trainer.optimizers:
+            trainer.scaler.unscale_(optimizer)
         clip_grad_norm_(trainer.parameters, trainer.training.max_norm)
-    trainer.scaler.step(trainer.optimizer)
+    _step_each(trainer)
+
+
+def _step_each(trainer: Trainer) -> None:
+    for optimizer in trainer.optimizers:
+        trainer.scaler.step(optimizer)
 
 
 def _fastamp_step(trainer: Trainer) -> None:
-    trainer.scaler.step(trainer.optimizer, max_norm=trainer.training.max_norm, zero_grad=True)
+    if len(trainer.optimizers) == 1:
+        max_norm = trainer.training.max_norm
+        trainer.scaler.step(trainer.optimizers[0], max_norm=max_norm, zero_grad=True)
+        return
+    _stock_step(trainer)  # one norm of several optimizers
+    for optimizer in trainer.optimizers:
+        optimizer.zero_grad()
 
 
 def _naive_timing(trainer: Trainer, batch: Any, region: Region) -> None:

@@ -38,7 +38,7 @@ def profile_trainers(
             device=trainer.device,
             steps=BLOCKS * steps,
             parts=split_step(blocks[name], race.quartiles_s(name)[1], trainer.device),
-            facts=describe(trainer.optimizer, loader, trainer.scaler, trainer.dtype),
+            facts=describe(trainer.optimizers, loader, trainer.scaler, trainer.dtype),
             syncs=_count_syncs(trainer, batches),
         )
         for name, trainer in trainers.items()

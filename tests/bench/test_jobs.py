@@ -223,7 +223,9 @@ def test_every_repair_is_a_naive_loop_that_differs_in_one_part_alone(precision, 
 
 def test_each_loop_has_the_optimizer_that_people_give_it():
     training = make_training(make_rows, "cpu", 0)
-    made = {arm: train(arm, training).optimizer.param_groups[0]["fused"] for arm in job_loops.ARMS}
+    made = {
+        arm: train(arm, training).optimizers[0].param_groups[0]["fused"] for arm in job_loops.ARMS
+    }
     assert made == {"naive": None, "stock": True, "fastamp": True}
     rates = [0.1, 0.2]
     groups = [{"params": [nn.Parameter(torch.ones(2))], "lr": rate} for rate in rates]

@@ -50,6 +50,9 @@ BROKEN = {
     "return model, data, loss, {'lr': 1}": "options: expected some of optimizer, evaluate,",
     "return model, data, loss, {'batch_size': 0}": "options['batch_size']: expected an integer",
     "return model, data, loss, {'dtype': 'bf16'}": "options['dtype']: expected torch.bfloat16,",
+    "return model, data, loss, {'accumulate': 1.5}": "options['accumulate']: expected an integer",
+    "return model, data, loss, {'schedule': 1}": "options['schedule']: expected a function of an",
+    "return model, data, loss, {'arms': [1]}": "options['arms']: expected a dict of changes",
     "return model, data, loss, {'max_norm': 0}": "options['max_norm']: expected a number above 0",
     "return model, 5, loss": "dataset: expected what a DataLoader takes, or an iterable",
     "return model, iter([1]), loss": "dataset: expected an iterable of batches",
@@ -76,7 +79,7 @@ BROKEN = {
     " torch.optim.SGD([m.bias])}": "loss: expected a gradient of a parameter of the optimizer, got",
     "return model, data, loss, {'optimizer': fail}": "options['optimizer']: its call raised",
     "return model, data, loss, {'optimizer': lambda m: m}": "options['optimizer']: expected an"
-    " optimizer from its call, got Linear",
+    " optimizer from its call, or a list of them, got Linear",
     "return model, data, loss, {'optimizer': lambda m: torch.optim.LBFGS(m.parameters())}": "option"
     "s['optimizer']: its step raised",
     "return model, data, loss, {'evaluate': fail}": "options['evaluate']: its call on the model",
@@ -178,7 +181,7 @@ def test_lean_is_left_out_where_the_optimizer_is_not_adamw(quick, optimizer, sai
     saved = run(path, "--steps", "8")
     assert [*saved["losses"]] == ["fp32", *(["lean"] if said is None else []), "amp", "amp+fastamp"]
     (note,) = (note for note in saved["notes"] if note.startswith("lean: "))
-    assert note.startswith(f"lean: left out; {said}" if said else "lean: bfloat16 weights")
+    assert note.startswith(f"lean: n/a; {said}" if said else "lean: bfloat16 weights")
     assert [each["arm"] for each in saved["measurements"] if each["name"] == "speedup"] == [
         "amp+fastamp"
     ]

@@ -218,8 +218,8 @@ def test_lean_keeps_half_of_the_memory_and_takes_and_returns_float32():
     run.train([(rows, targets)] * 3)
     assert run.losses[0].dtype == torch.float32
     assert run.losses[2] < run.losses[0]
-    (group,) = run.optimizer.param_groups
-    assert isinstance(run.optimizer, fastamp.AdamW)
+    (group,) = run.optimizers[0].param_groups
+    assert isinstance(run.optimizers[0], fastamp.AdamW)
     assert (group["lr"], group["eps"], group["moments"]) == (0.01, 1e-6, "8bit")
     assert run.evaluate()[0].accuracy == 1.0
     sizes, found = 256 * 64 + 64, measure._count_nbytes(run)
