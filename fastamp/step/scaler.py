@@ -457,7 +457,6 @@ class GradScaler(torch.amp.GradScaler):
         kwargs: dict[str, Any],
     ) -> list[float | None]:
         """Unscale, check and clip in place, then let each optimizer step unless it is skipped."""
-        native.note_torchs_step(optimizers)
         is_ready = states[0]["stage"] is OptState.READY
         measures = is_ready or max_norm is not None
         if measures and grads is None:
