@@ -109,9 +109,13 @@ struct KeptReader {
     if (view.param_dtype == DType::kFloat16) throw Refusal{"a parameter is float16"};
     Kept kept{nullptr, {}, std::max<std::int64_t>(view.numel, 1), group.seed};
     Strides other;
-    if (group.is_exact && view.param_dtype == DType::kBFloat16) {
-      kept.low = static_cast<std::int16_t*>(read(low, kByte, other));
-      if (!has_pairs(other)) throw Refusal{"low: its shape or layout"};
+    if (view.param_dtype == DType::kBFloat16) {
+      if (group.is_exact) {
+        kept.low = static_cast<std::int16_t*>(read(low, kByte, other));
+        if (!has_pairs(other)) throw Refusal{"low: its shape or layout"};
+      } else if (find(state, low) != nullptr) {
+        throw Refusal{"low: exact was changed"};
+      }
     }
     has_codes = find(state, scales[0]) != nullptr;
     if (!has_codes || view.numel == 0) return kept;

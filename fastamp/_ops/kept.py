@@ -23,6 +23,11 @@ SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 NO_STATE = "no state"
 """Returned where a state is missing, as by the core: the optimizer makes it, and asks again."""
 
+CHANGED = (
+    "exact or a parameter's dtype changed after the first step: "
+    "optimizer.load_state_dict(optimizer.state_dict()) converts the state"
+)
+
 
 class ReadStep(NamedTuple):
     """Parameters with a gradient, each with its group and state."""
@@ -113,8 +118,10 @@ def _refusal(group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> str
         return f"a parameter is {param.dtype}"
     if not _is_alike(param, torch.empty_like(param, device="meta")):
         return "a parameter's dtype, layout or device"
-    if "step" not in state or not (has_low(param, group) <= ("low" in state)):
+    if "step" not in state:
         return NO_STATE
+    if param.dtype == torch.bfloat16 and has_low(param, group) != ("low" in state):
+        return CHANGED
     kept = {name: state[name] for name in names_of(state)}
     if has_low(param, group):
         kept["low"] = low_of(state)

@@ -347,6 +347,27 @@ def test_weights_that_became_float32_use_no_lower_half(backend):
     assert torch.equal(parameters[0], before)
 
 
+@pytest.mark.parametrize("changed", ["exact=True", "exact=False", "dtype"])
+def test_what_changes_in_mid_run_is_named_and_a_loaded_state_goes_on(changed, backend):
+    dtype = torch.float32 if changed == "dtype" else torch.bfloat16
+    parameters, optimizer = make(dtype, "8bit", changed != "exact=True", [(4, 100)])
+    train(parameters, optimizer, 2, bad=())
+    if changed == "dtype":
+        torch.nn.ParameterList(parameters).bfloat16()
+    else:
+        optimizer.param_groups[0]["exact"] = changed == "exact=True"
+    give(parameters, 2)
+    before = everything(parameters, optimizer)
+    said = r"exact or a parameter's dtype changed .* optimizer.load_state_dict\(optimizer.state_"
+    for step in (optimizer.step, lambda: fastamp.optimizer_step(optimizer)):
+        with pytest.raises(RuntimeError, match=said):
+            step()
+    assert everything(parameters, optimizer) == before
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert train(parameters, optimizer, 1, first=2, bad=()) == [("native", False)]
+    assert ("low" in optimizer.state[parameters[0]]) == (changed != "exact=False")
+
+
 def test_copies_and_pickles_go_on_alone():
     parameters, optimizer = make(torch.bfloat16, "8bit", True)
     train(parameters, optimizer, 2)
