@@ -81,7 +81,9 @@ class TorchBackend:
         if found_inf is None or not found_inf.item():
             number = 1.0 if factor is None else factor.item()
             for entry in read.entries:
-                _update_one(*entry, factor=number, write_grads=not drops)
+                _update_one(*entry, factor=number)
+            if factor is not None and not drops:
+                fallback.rescale_([grad for _, _, grad, _ in read.entries], factor)
         if drops and read.owns_grads:
             for _, param, _, _ in read.entries:
                 param.grad = None
@@ -203,17 +205,10 @@ def _update_one(
     state: dict[str, Any],
     *,
     factor: float,
-    write_grads: bool,
 ) -> None:
     """Update one parameter: csrc/step/rules.h, `Adam`, each operation rounded by itself."""
     (beta1, beta2), lr = group["betas"], float(group["lr"])
-    own = torch.empty_like(param, dtype=torch.float32).copy_(grad)
-    values = rows(own)
-    if factor != 1.0:
-        values = values * factor
-        if write_grads:
-            rows(own).copy_(values)
-            grad.copy_(own)
+    values = rows(torch.empty_like(param, dtype=torch.float32).copy_(grad)) * factor
     if group["maximize"]:
         values = -values
     state["step"] += 1

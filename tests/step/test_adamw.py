@@ -200,6 +200,18 @@ def test_a_gradient_with_gaps_in_its_memory_is_stepped(backend):
     assert same_bits(parameters[0], others[0])
 
 
+def test_an_expanded_gradient_is_clipped_once(backend):
+    parameters, optimizer = make(torch.float32, "8bit", True, [(4, 100)])
+    others, other = make(torch.float32, "8bit", True, [(4, 100)])
+    parameters[0].grad = torch.ones(()).expand(4, 100)  # of a sum: one element in memory
+    others[0].grad = torch.ones(4, 100)
+    for each in (optimizer, other):
+        assert fastamp.optimizer_step(each, max_norm=5.0).norm == 20
+    assert same_bits(parameters[0], others[0])
+    assert torch.equal(parameters[0].grad, others[0].grad)
+    assert parameters[0].grad[0, 0] == pytest.approx(0.25)
+
+
 @pytest.mark.parametrize("zero", [0.0, -0.0])
 def test_weights_that_were_set_to_zero_stay_numbers(zero, backend):
     parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100)])
