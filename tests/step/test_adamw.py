@@ -16,6 +16,8 @@ import fastamp
 from fastamp import _ops
 from fastamp._ops import formats
 
+MOST = 2**32 - 1  # 32 bits of noise
+
 
 def same_bits(one, other):
     return bits(one.detach()).tobytes() == bits(other.detach()).tobytes()
@@ -113,19 +115,28 @@ def test_halves_give_back_every_float32():
     assert formats.split(torch.tensor([math.nan]))[0].isnan().all()
 
 
-@pytest.mark.parametrize("signed", [True, False])
-def test_a_decoded_code_is_encoded_as_itself(signed):
+@pytest.mark.parametrize(("signed", "top"), [(True, 247), (False, 63487 + 1 / 32)])
+def test_a_decoded_code_is_encoded_as_itself_with_a_million_scales(signed, top):
     # A row is a block of all codes; its largest one gives the scale that it was decoded with.
-    codes = torch.arange(256).to(torch.uint8).expand(1000, 256)
-    if not signed:
-        codes = codes.clone()
-    exponents = torch.rand(1000, 1, generator=torch.Generator().manual_seed(0)) * 150 - 75
-    scales = torch.exp2(exponents)
-    values = formats.decode(codes, scales, signed=signed)
-    noise = torch.randint(0, 2**32, codes.shape, generator=torch.Generator().manual_seed(1))
-    again, found = formats.encode(values, signed=signed, noise=None if signed else noise)
-    assert torch.equal(again, codes)
-    torch.testing.assert_close(found, scales, rtol=2e-7, atol=0)
+    # Scales are any float32 and the ends of the range; noise is the least and the most.
+    ends = torch.tensor([2**-100 / top, torch.finfo(torch.float32).max / top]).view(torch.int32)
+    drawn = torch.randint(1, 0x7F800000, (1_130_000,), generator=torch.Generator().manual_seed(0))
+    drawn[:20] = (ends[:, None] + torch.arange(-5, 5)).flatten()
+    codes = torch.arange(256).to(torch.uint8).expand(250, 256)
+    noises = [None] if signed else [torch.full_like(codes, n, dtype=torch.long) for n in (0, MOST)]
+    count = 0
+    for scales in drawn.to(torch.int32).view(torch.float32).split(250):
+        values = formats.decode(codes, scales[:, None], signed=signed)
+        is_small, is_large = scales * top < 2**-100, (scales * top).isinf()
+        is_kept = ~is_small & ~is_large
+        for noise in noises:
+            again, found = formats.encode(values, signed=signed, noise=noise)
+            assert torch.equal(again[is_kept], codes[is_kept])
+            assert ((found[:, 0] - scales).abs() <= scales * 2e-7)[is_kept].all()
+            assert not found[is_small].any()
+            assert found[is_large].isinf().all()
+        count += int(is_kept.sum())
+    assert count > 1_000_000
 
 
 def test_codes_are_within_a_thirty_second_part(backend):
