@@ -174,7 +174,7 @@ class GradScaler(torch.amp.GradScaler):
         grads: Grads | None = None
         if not why and not several and self.process_group is None and self._known is None:
             why = self._step_at_once(optimizers[0], states[0], max_norm, zero_grad=zero_grad)
-            is_spread = why == _ANOTHER_TYPE
+            is_spread = why == _ops.ANOTHER_TYPE
         else:
             is_spread = not why
         if is_spread:
@@ -629,9 +629,6 @@ class GradScaler(torch.amp.GradScaler):
         """Load the state, with no report of a last step."""
         super().__setstate__(state)
         self.last_step = StepReport(None, "no step yet")
-
-
-_ANOTHER_TYPE = "a parameter is of another type"
 
 
 @lru_cache(maxsize=64)
