@@ -119,9 +119,8 @@ struct KeptReader {
     }
     has_codes = find(state, scales[0]) != nullptr;
     if (!has_codes || view.numel == 0) return kept;
-    kept.row = view.numel / layout.shape[0];
-    if (layout.shape[0] > 1 && layout.strides[0] != kept.row)
-      throw Refusal{"a parameter's rows do not follow each other in memory"};
+    kept.row = 1;
+    for (int dim = 1; dim < layout.ndim; ++dim) kept.row *= layout.shape[dim];
     for (int s = 0; s < 2; ++s) {
       view.states[s] = read(codes[s], kByte, other);
       if (!is_alike(other, layout)) throw Refusal{text(codes[s]) + ": its shape or layout"};

@@ -259,6 +259,19 @@ def test_another_order_of_memory_in_mid_run_is_refused(moments, backend):
     optimizer.step()
 
 
+def test_another_shape_in_mid_run_is_refused(backend):
+    parameters, optimizer = make(torch.float32, "8bit", True, [(4, 100)])
+    give(parameters, 0)
+    optimizer.step()
+    for shape in [(), (4,), (100, 4), (4, 10, 10)]:
+        parameters[0].grad = None
+        parameters[0].data = torch.ones(shape)
+        parameters[0].grad = torch.ones(shape)
+        with pytest.raises(RuntimeError, match="exp_avg_codes: its shape or layout"):
+            optimizer.step()
+        assert (parameters[0] == 1).all()
+
+
 def test_a_learning_rate_may_be_a_tensor(backend):
     parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100)])
     others, other = make(torch.bfloat16, "8bit", True, [(4, 100)], lr=torch.tensor(1e-2))
