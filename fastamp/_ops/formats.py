@@ -23,17 +23,13 @@ _INFINITY = 0x7F800000
 
 def has_rows(tensor: Tensor) -> bool:
     """Say whether a tensor is contiguous, with rows that are long enough for blocks."""
-    return tensor.dim() > 1 and row_of(tensor) >= SHORTEST_ROW and tensor.is_contiguous()
+    is_long = tensor.dim() > 1 and tensor.shape[1:].numel() >= SHORTEST_ROW
+    return is_long and tensor.is_contiguous()
 
 
-def row_of(tensor: Tensor) -> int:
-    """Return the number of elements of a row of the first dimension."""
-    return tensor.shape[1:].numel()
-
-
-def blocks_of(row: int) -> int:
-    """Return the number of blocks of a row."""
-    return -(-row // BLOCK_SIZE)
+def shape_of_scales(tensor: Tensor) -> tuple[int, int]:
+    """Return the numbers of a tensor's rows and of a row's blocks."""
+    return len(tensor), -(-tensor.shape[1:].numel() // BLOCK_SIZE)
 
 
 def bits_of(values: Tensor) -> Tensor:
@@ -94,10 +90,10 @@ def round_randomly(values: Tensor, noise: Tensor) -> Tensor:
 
 def _in_blocks(values: Tensor) -> Tensor:
     """Return values as [rows, blocks, 256], with zeros behind a row's last elements."""
-    rows = values.flatten(1)
-    blocks = blocks_of(rows.shape[1])
-    padded = functional.pad(rows, (0, blocks * BLOCK_SIZE - rows.shape[1]))
-    return padded.view(len(rows), blocks, BLOCK_SIZE)
+    rows, blocks = shape_of_scales(values)
+    flat = values.flatten(1)
+    padded = functional.pad(flat, (0, blocks * BLOCK_SIZE - flat.shape[1]))
+    return padded.view(rows, blocks, BLOCK_SIZE)
 
 
 def _in_rows(blocks: Tensor, shape: torch.Size) -> Tensor:

@@ -231,11 +231,9 @@ def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
         >>> torchs.load_state_dict(fastamp.to_torch(ours.state_dict()))
     """
     defaults = torch.optim.AdamW([torch.zeros(())]).defaults
+    ours = {"moments", "exact", "seed", "fused"}
     groups = [
-        {
-            **defaults,
-            **{k: v for k, v in group.items() if k not in {"moments", "exact", "seed", "fused"}},
-        }
+        {**defaults, **{name: value for name, value in group.items() if name not in ours}}
         for group in state_dict["param_groups"]
     ]
     states = {}
@@ -290,10 +288,9 @@ def _new_state(group: dict[str, Any], param: Tensor) -> dict[str, Any]:
         msg = "moments='8bit': a DTensor has to be sharded by its first dimension, got "
         msg += f"{placements}; moments='bfloat16' has no blocks"
         raise ValueError(msg)
-    shape = (len(param), formats.blocks_of(formats.row_of(param)))
     for codes, scale in zip(kept.CODES, kept.SCALES, strict=True):
         state[codes] = torch.zeros_like(param, dtype=torch.uint8)
-        state[scale] = zeros_beside(param, shape, torch.float32)
+        state[scale] = zeros_beside(param, formats.shape_of_scales(param), torch.float32)
     return state
 
 
