@@ -123,7 +123,8 @@ class AdamW(Optimizer):
             closure: computes the loss again, and returns it.
 
         Raises:
-            RuntimeError: a gradient is sparse, complex or on another device.
+            RuntimeError: a gradient is sparse, complex or on another device; or `exact`, or a
+                parameter's dtype, shape or order of memory, changed after its first step.
         """
         loss = None
         if closure is not None:
