@@ -109,15 +109,18 @@ struct KeptReader {
     if (view.param_dtype == DType::kFloat16) throw Refusal{"a parameter is float16"};
     Kept kept{nullptr, {}, std::max<std::int64_t>(view.numel, 1), group.seed};
     Strides other;
-    if (group.is_exact && view.param_dtype == DType::kBFloat16) {
-      kept.low = static_cast<std::int16_t*>(read(low, kByte, other));
-      if (!has_pairs(other)) throw Refusal{"low: its shape or layout"};
+    if (view.param_dtype == DType::kBFloat16) {
+      if (group.is_exact) {
+        kept.low = static_cast<std::int16_t*>(read(low, kByte, other));
+        if (!has_pairs(other)) throw Refusal{"low: its shape or layout"};
+      } else if (find(state, low) != nullptr) {
+        throw Refusal{"low: exact was changed"};
+      }
     }
     has_codes = find(state, scales[0]) != nullptr;
     if (!has_codes || view.numel == 0) return kept;
-    kept.row = view.numel / layout.shape[0];
-    if (layout.shape[0] > 1 && layout.strides[0] != kept.row)
-      throw Refusal{"a parameter's rows do not follow each other in memory"};
+    kept.row = 1;
+    for (int dim = 1; dim < layout.ndim; ++dim) kept.row *= layout.shape[dim];
     for (int s = 0; s < 2; ++s) {
       view.states[s] = read(codes[s], kByte, other);
       if (!is_alike(other, layout)) throw Refusal{text(codes[s]) + ": its shape or layout"};

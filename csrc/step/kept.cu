@@ -3,7 +3,6 @@
 #include <cstdint>
 
 #include "step/formats.h"
-#include "step/kept.cuh"
 #include "step/launcher.cuh"
 #include "step/vectors.cuh"
 
@@ -16,19 +15,8 @@ constexpr unsigned kWholeWarp = 0xffffffffU;
 constexpr int kVectors = static_cast<int>(kBlockSize) / (kWarp * kVector);  // of a thread
 
 /// One parameter. Codes stand in the moments' places.
-struct KeptEntry {
-  void* tensors[4];  ///< the parameter, both moments, the gradient
-  std::int16_t* low;
-  float* scales[2];
-  float* step;
-  std::int64_t row;
-  std::uint32_t seed;
-  std::uint32_t first_chunk;
-  std::uint32_t tail_numel : 17;
-  std::uint32_t group : 9;
-  std::uint32_t param_dtype : 2;
-  std::uint32_t grad_dtype : 2;
-  std::uint32_t state_dtype : 2;
+struct KeptEntry : Entry<2> {
+  Kept kept;
 };
 static_assert(300 * sizeof(KeptEntry) + 40 * sizeof(GroupOptions) <= kTableBytes);
 
@@ -48,7 +36,7 @@ struct KeptBlock {
   int numel;
   int lane;
 
-  __device__ bool has_codes() const { return entry.scales[0] != nullptr; }
+  __device__ bool has_codes() const { return entry.kept.scales[0] != nullptr; }
   __device__ std::uint8_t* codes(int s) const {
     return static_cast<std::uint8_t*>(entry.tensors[1 + s]) + start;
   }
@@ -73,15 +61,15 @@ struct KeptBlock {
       const int i = index(v);
       param.load(i, count(v), raws[v][0]);
       grad.load(i, count(v), raws[v][3]);
-      if (entry.low != nullptr) lows[v] = load_four(entry.low + start + i, count(v));
+      if (entry.kept.low != nullptr) lows[v] = load_four(entry.kept.low + start + i, count(v));
       for (int s = 0; s < 2; ++s)
         if (has_codes())
           bytes[v][s] = load_four<std::uint8_t>(codes(s) + i, count(v));
         else
           tensor(1 + s, entry.state_dtype).load(i, count(v), raws[v][1 + s]);
     }
-    const float first = has_codes() ? entry.scales[0][block] : 0;
-    const float second = has_codes() ? entry.scales[1][block] : 0;
+    const float first = has_codes() ? entry.kept.scales[0][block] : 0;
+    const float second = has_codes() ? entry.kept.scales[1][block] : 0;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       param.widen(raws[v][0], found.param[v]);
@@ -92,7 +80,7 @@ struct KeptBlock {
       }
 #pragma unroll
       for (int k = 0; k < kVector; ++k) {
-        if (entry.low != nullptr)
+        if (entry.kept.low != nullptr)
           found.param[v][k] = join(
               {static_cast<std::uint16_t>(bits_of(found.param[v][k]) >> 16), lows[v].values[k]});
         if (!has_codes()) continue;
@@ -115,53 +103,56 @@ struct KeptBlock {
   }
 
  private:
+  /// With lower halves to the nearest, without them randomly.
   __device__ void write_weights(const Elements& made, std::uint32_t key) const {
+    auto* const to = static_cast<std::uint16_t*>(entry.tensors[0]) + start;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if (static_cast<DType>(entry.param_dtype) == DType::kFloat32) {
-        tensor(0, entry.param_dtype).store(made.param[v], index(v), count(v));
+      if (entry.kept.low == nullptr) {
+        store(0, entry.param_dtype, made.param[v], v, made.exp_avg[v], key, 0);
         continue;
       }
       Four<std::uint16_t> highs;
-      Four<std::int16_t> lows{};
+      Four<std::int16_t> lows;
 #pragma unroll
       for (int k = 0; k < kVector; ++k) {
         const Halves halves = split(made.param[v][k]);
+        highs.values[k] = halves.high;
         lows.values[k] = halves.low;
-        highs.values[k] = entry.low != nullptr
-                              ? halves.high
-                              : round_randomly(made.param[v][k], noise_of(made.exp_avg[v][k], key));
       }
-      store_four(highs, static_cast<std::uint16_t*>(entry.tensors[0]) + start + index(v), count(v));
-      if (entry.low != nullptr) store_four(lows, entry.low + start + index(v), count(v));
+      store_four(highs, to + index(v), count(v));
+      store_four(lows, entry.kept.low + start + index(v), count(v));
     }
   }
 
-  /// Floats: the first moment to the nearest, 16 bits of the second randomly.
+  /// The first moment to the nearest, the second randomly.
   __device__ void write_moments(const Elements& made, std::uint32_t key) const {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       tensor(1, entry.state_dtype).store(made.exp_avg[v], index(v), count(v));
-      if (static_cast<DType>(entry.state_dtype) == DType::kFloat32) {
-        tensor(2, entry.state_dtype).store(made.exp_avg_sq[v], index(v), count(v));
-        continue;
-      }
-      Four<std::uint16_t> rounded;
-#pragma unroll
-      for (int k = 0; k < kVector; ++k)
-        rounded.values[k] =
-            round_randomly(made.exp_avg_sq[v][k], noise_of(made.exp_avg[v][k], key) >> 16);
-      store_four(rounded, static_cast<std::uint16_t*>(entry.tensors[2]) + start + index(v),
-                 count(v));
+      store(2, entry.state_dtype, made.exp_avg_sq[v], v, made.exp_avg[v], key, 16);
     }
+  }
+
+  /// Writes a vector of float32, or rounds it to bfloat16 by 16 bits of noise from `shift` on.
+  __device__ void store(int i, std::uint32_t dtype, const float* values, int vector,
+                        const float* exp_avg, std::uint32_t key, int shift) const {
+    if (static_cast<DType>(dtype) == DType::kFloat32)
+      return tensor(i, dtype).store(values, index(vector), count(vector));
+    Four<std::uint16_t> rounded;
+#pragma unroll
+    for (int k = 0; k < kVector; ++k)
+      rounded.values[k] = round_randomly(values[k], noise_of(exp_avg[k], key) >> shift);
+    auto* const to = static_cast<std::uint16_t*>(entry.tensors[i]) + start;
+    store_four(rounded, to + index(vector), count(vector));
   }
 
   __device__ void write_codes(const Elements& made, std::uint32_t key) const {
     const auto by_first = scale_of_block<SignedCode>(largest_of(made.exp_avg));
     const auto by_second = scale_of_block<UnsignedCode>(largest_of(made.exp_avg_sq));
     if (lane == 0) {
-      entry.scales[0][block] = by_first.scale;
-      entry.scales[1][block] = by_second.scale;
+      entry.kept.scales[0][block] = by_first.scale;
+      entry.kept.scales[1][block] = by_second.scale;
     }
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -212,9 +203,9 @@ __global__ void __launch_bounds__(kThreads, kKeptBlocksPerProcessor)
   if (threadIdx.x == 0) terms = terms_of<Kind>(table, entry);
   __syncthreads();
   const Kind::Terms own = terms;  // in registers
-  const std::uint32_t key = key_of(entry.seed, step_after(entry.step));
+  const std::uint32_t key = key_of(entry.kept.seed, step_after(entry.step));
   const float factor = factor_of(spec);
-  const Blocks blocks(entry.row);
+  const Blocks blocks(entry.kept.row);
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const auto last = (place.start + place.numel) / kBlockSize;
   for (std::int64_t i = place.start / kBlockSize + warp; i < last; i += kThreads / kWarp) {
@@ -244,18 +235,8 @@ void launch_kept(const UpdateList& list, const UpdateSpec& spec, cudaStream_t st
   Launcher<KeptEntry> launcher("kept_kernel", kept_kernel, spec, stream);
   for (std::size_t i = 0; i < list.parameters.size(); ++i) {
     const ParameterView& view = list.parameters[i];
-    const Kept& kept = list.kept[i];
-    KeptEntry item{};
-    item.tensors[0] = view.param;
-    item.tensors[1] = view.states[0];
-    item.tensors[2] = view.states[1];
-    item.tensors[3] = view.grad;
-    item.low = kept.low;
-    item.scales[0] = kept.scales[0];
-    item.scales[1] = kept.scales[1];
-    item.row = kept.row;
-    item.seed = kept.seed;
-    launcher.add(item, list, view, Blocks(kept.row).count(view.numel) * kBlockSize);
+    const std::int64_t blocks = Blocks(list.kept[i].row).count(view.numel);
+    launcher.add({{}, list.kept[i]}, list, view, blocks * kBlockSize);
   }
   launcher.flush();
 }

@@ -2,6 +2,7 @@
 // hold.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -16,6 +17,20 @@ constexpr int kThreads = 256;
 constexpr int kBlocksPerProcessor = 4;  // 1,024 threads; see vectors.cuh
 
 constexpr std::size_t kTableBytes = 32720;
+
+/// One parameter. Its gradient is the last tensor, behind the states.
+template <int kCount>
+struct Entry {
+  static constexpr int kStates = kCount;
+  void* tensors[2 + kStates];
+  float* step;
+  std::uint32_t first_chunk;
+  std::uint32_t tail_numel : 17;  // elements of the last chunk
+  std::uint32_t group : 9;
+  std::uint32_t param_dtype : 2;
+  std::uint32_t grad_dtype : 2;
+  std::uint32_t state_dtype : 2;
+};
 
 /// Entries, and behind them their groups' options: many parameters of few groups, or fewer of many.
 template <typename Entry>
@@ -49,14 +64,16 @@ class Launcher {
   Launcher(const char* name, Kernel kernel, const UpdateSpec& spec, cudaStream_t stream)
       : name_(name), kernel_(kernel), spec_(spec), stream_(stream) {}
 
-  /// Adds an item that has its tensors; the rest is filled in. Its chunks are those of `numel`
-  /// elements.
+  /// Adds a parameter, with chunks for `numel` elements; fills in all that an Entry has.
   void add(Item item, const UpdateList& list, const ParameterView& view, std::int64_t numel) {
     if (nbytes() + sizeof(Item) + sizeof(GroupOptions) > kTableBytes) flush();
     if (groups_.empty() || group_ != view.group) groups_.push_back(list.groups[view.group]);
     group_ = view.group;
     // An empty parameter has a block, too.
     const std::int64_t chunks = numel > 0 ? chunks_of(numel) : 1;
+    item.tensors[0] = view.param;
+    std::copy_n(view.states, Item::kStates, item.tensors + 1);
+    item.tensors[1 + Item::kStates] = view.grad;
     item.step = view.step;
     item.group = static_cast<std::uint32_t>(groups_.size() - 1) & 0x1ffU;
     item.param_dtype = static_cast<std::uint32_t>(view.param_dtype) & 3U;
@@ -94,5 +111,11 @@ class Launcher {
   UpdateSpec spec_;
   cudaStream_t stream_;
 };
+
+/// The update of fastamp.AdamW, kept.cu.
+void launch_kept(const UpdateList& list, const UpdateSpec& spec, cudaStream_t stream);
+
+/// Throws unless the current device has code for it.
+void check_kept_kernel();
 
 }  // namespace fastamp

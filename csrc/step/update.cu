@@ -3,7 +3,6 @@
 #include <cstdint>
 
 #include "step/device.h"
-#include "step/kept.cuh"
 #include "step/launcher.cuh"
 #include "step/ops.h"
 #include "step/rules.h"
@@ -11,19 +10,6 @@
 
 namespace fastamp {
 namespace {
-
-/// One parameter. Its gradient is the last tensor, behind the states.
-template <int kStates>
-struct Entry {
-  void* tensors[2 + kStates];
-  float* step;
-  std::uint32_t first_chunk;
-  std::uint32_t tail_numel : 17;  // elements of the last chunk
-  std::uint32_t group : 9;
-  std::uint32_t param_dtype : 2;
-  std::uint32_t grad_dtype : 2;
-  std::uint32_t state_dtype : 2;
-};
 
 // 600 parameters of Adam fit in a launch.
 static_assert(600 * sizeof(Entry<2>) + 40 * sizeof(GroupOptions) <= kTableBytes);
@@ -97,17 +83,6 @@ __global__ void __launch_bounds__(kThreads)
   if (i < table.count && !is_skipped(spec)) *table.entries[i] += 1;
 }
 
-/// Adds a parameter to a launch of its kind of rule, such as Adam with amsgrad or without.
-template <typename Kind>
-void add(Launcher<Entry<Kind::kStates>>& launcher, const UpdateList& list,
-         const ParameterView& view) {
-  Entry<Kind::kStates> item{};
-  item.tensors[0] = view.param;
-  for (int s = 0; s < Kind::kStates; ++s) item.tensors[1 + s] = view.states[s];
-  item.tensors[1 + Kind::kStates] = view.grad;
-  launcher.add(item, list, view, view.numel);
-}
-
 }  // namespace
 
 void check_update_kernels() {
@@ -127,7 +102,7 @@ void update_on_cuda(const UpdateList& list, const UpdateSpec& spec, const Launch
       if (Kind::kRule != list.rule) return;
       Launcher<Entry<Kind::kStates>> launcher("update_kernel", update_kernel<Kind>, spec, stream);
       for (const ParameterView& view : list.parameters)
-        if (Kind::serves(list.groups[view.group])) add<Kind>(launcher, list, view);
+        if (Kind::serves(list.groups[view.group])) launcher.add({}, list, view, view.numel);
       launcher.flush();
     });
   const auto add = [&](std::size_t i, CountTable& table) {

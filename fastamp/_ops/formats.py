@@ -23,17 +23,13 @@ _INFINITY = 0x7F800000
 
 def has_rows(tensor: Tensor) -> bool:
     """Say whether a tensor is contiguous, with rows that are long enough for blocks."""
-    return tensor.dim() > 1 and row_of(tensor) >= SHORTEST_ROW and tensor.is_contiguous()
+    is_long = tensor.dim() > 1 and tensor.shape[1:].numel() >= SHORTEST_ROW
+    return is_long and tensor.is_contiguous()
 
 
-def row_of(tensor: Tensor) -> int:
-    """Return the number of elements of a row of the first dimension."""
-    return tensor.shape[1:].numel()
-
-
-def blocks_of(row: int) -> int:
-    """Return the number of blocks of a row."""
-    return -(-row // BLOCK_SIZE)
+def shape_of_scales(tensor: Tensor) -> tuple[int, int]:
+    """Return the numbers of a tensor's rows and of a row's blocks."""
+    return len(tensor), -(-tensor.shape[1:].numel() // BLOCK_SIZE)
 
 
 def bits_of(values: Tensor) -> Tensor:
@@ -92,22 +88,23 @@ def round_randomly(values: Tensor, noise: Tensor) -> Tensor:
     return floats_of(bits << 16 & 0xFFFFFFFF).bfloat16()
 
 
-def _in_blocks(rows: Tensor) -> Tensor:
-    """Return rows as [rows, blocks, 256], with zeros behind the last elements."""
-    blocks = blocks_of(rows.shape[1])
-    padded = functional.pad(rows, (0, blocks * BLOCK_SIZE - rows.shape[1]))
-    return padded.view(len(rows), blocks, BLOCK_SIZE)
+def _in_blocks(values: Tensor) -> Tensor:
+    """Return values as [rows, blocks, 256], with zeros behind a row's last elements."""
+    rows, blocks = shape_of_scales(values)
+    flat = values.flatten(1)
+    padded = functional.pad(flat, (0, blocks * BLOCK_SIZE - flat.shape[1]))
+    return padded.view(rows, blocks, BLOCK_SIZE)
 
 
-def _in_rows(blocks: Tensor, row: int) -> Tensor:
-    return blocks.flatten(1)[:, :row]
+def _in_rows(blocks: Tensor, shape: torch.Size) -> Tensor:
+    return blocks.flatten(1)[:, : shape[1:].numel()].reshape(shape)
 
 
 def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
     """Return moments of codes.
 
     Args:
-        codes: uint8 [rows, elements of a row].
+        codes: uint8 [rows, ...].
         scales: float32 [rows, blocks of a row].
         signed: whether a code's highest bit is a sign: the first moment's.
 
@@ -118,14 +115,14 @@ def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
     magnitudes = blocks & 127 if signed else blocks
     values = floats_of((magnitudes << _DROPPED) + _ONE) - (1 - _LEAST[signed])
     bits = bits_of(values * scales[..., None])
-    return _in_rows(floats_of(bits | (blocks & 128) << 24 if signed else bits), codes.shape[1])
+    return _in_rows(floats_of(bits | (blocks & 128) << 24 if signed else bits), codes.shape)
 
 
 def encode(values: Tensor, *, signed: bool, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return codes and scales of moments, to the nearest or, with `noise`, rounded randomly.
 
     Args:
-        values: float32 [rows, elements of a row].
+        values: float32 [rows, ...].
         signed: as for `decode`.
         noise: 32 random bits for each value, of which the upper 16 count.
     """
@@ -136,7 +133,7 @@ def encode(values: Tensor, *, signed: bool, noise: Tensor | None = None) -> tupl
     codes = _codes_of(magnitudes * inverses, noise, signed=signed)
     if signed:
         codes |= bits_of(blocks) >> 24 & 128
-    return _in_rows(codes, values.shape[1]).to(torch.uint8), scales[..., 0]
+    return _in_rows(codes, values.shape).to(torch.uint8), scales[..., 0]
 
 
 def _scales_of(largest: Tensor, top: float) -> tuple[Tensor, Tensor]:

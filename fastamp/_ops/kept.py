@@ -11,17 +11,25 @@ import torch
 from torch import Tensor
 
 from fastamp._ops import fallback, formats
-from fastamp._ops.formats import has_rows, row_of
-from fastamp._ops.types import Clip, local_of
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Of parameters. A float16 weight would need a scale, as its gradients do."""
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+CODES = ("exp_avg_codes", "exp_avg_sq_codes")
+"""The names of moments in 8 bits, which torch's AdamW does not know."""
 SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
-"""Of the codes of both moments."""
 
 NO_STATE = "no state"
 """Returned where a state is missing, as by the core: the optimizer makes it, and asks again."""
+
+ANOTHER_TYPE = "a parameter is of another type"
+"""Returned where a step has to be made in halves, as by the core for DTensors."""
+
+CHANGED = (
+    "exact or a parameter's dtype changed after the first step: "
+    "optimizer.load_state_dict(optimizer.state_dict()) converts the state"
+)
 
 
 class ReadStep(NamedTuple):
@@ -33,8 +41,6 @@ class ReadStep(NamedTuple):
 
 class TorchBackend:
     """Steps of fastamp.AdamW on one device; see `Backend` in _native.pyi."""
-
-    is_apart = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -48,20 +54,17 @@ class TorchBackend:
     ) -> ReadStep | str:
         """Find what a step reads and writes, or say why it cannot be made here."""
         entries = []
-        given = None if grads is None else iter(grads)
-        for group in groups:
-            for param in group["params"]:
-                grad = param.grad if given is None else next(given)
-                if grad is None:
-                    continue
-                if grad.device != self.device or grad.layout is not torch.strided:
-                    return "a gradient's dtype, layout or device"
-                if given is None and local_of(param) is not param:
-                    return "a parameter is of another type"
-                if why := _refusal(group, param, states.get(param) or {}):
-                    return why
-                entries.append((group, param, grad, states[param]))
-        return ReadStep(entries, given is None) if entries else "no parameter has a gradient"
+        params = [(group, param) for group in groups for param in group["params"]]
+        own = [param.grad for _, param in params] if grads is None else grads
+        for (group, param), grad in zip(params, own, strict=True):
+            if grad is None:
+                continue
+            if grad.device != self.device or grad.layout is not torch.strided:
+                return "a gradient's dtype, layout or device"
+            if why := _refusal(group, param, states.get(param) or {}):
+                return why
+            entries.append((group, param, grad, states[param]))
+        return ReadStep(entries, grads is None) if entries else "no parameter has a gradient"
 
     @torch.no_grad()
     def apply(
@@ -76,35 +79,16 @@ class TorchBackend:
         if found_inf is None or not found_inf.item():
             number = 1.0 if factor is None else factor.item()
             for entry in read.entries:
-                _update_one(*entry, factor=number, write_grads=not drops)
+                _update_one(*entry, number)
+            if factor is not None and not drops:
+                fallback.rescale_([grad for _, _, grad, _ in read.entries], factor)
         if drops and read.owns_grads:
             for _, param, _, _ in read.entries:
                 param.grad = None
 
-    def step(
-        self,
-        update: object,
-        groups: list[dict[str, Any]],
-        states: dict[Tensor, Any],
-        measures: bool,  # noqa: FBT001
-        scale: Tensor | None,
-        max_norm: float | None,
-        before: Tensor | None,
-        skipped: Tensor | None,
-        zero_grad: bool,  # noqa: FBT001
-    ) -> Tensor | str | None:
-        """Read, measure if asked, and update; return the statistics, or why torch has to step."""
-        read = self.read(update, groups, states, None)
-        if isinstance(read, str):
-            return read
-        if not measures:
-            self.apply(update, read, None, before, zero_grad)
-            return None
-        found = fallback.reduce([grad for _, _, grad, _ in read.entries])
-        stats = fallback.finish(found, Clip(scale, max_norm, True, before, skipped))
-        self.apply(update, read, stats.factor, stats.found_inf, zero_grad)
-        values = (stats.norm, stats.found_inf, stats.clip_coef, stats.factor, stats.scale)
-        return torch.stack([value.float() for value in values])
+    def step(self, *_: object) -> str:
+        """Ask for a step in halves, the only one that is made here."""
+        return ANOTHER_TYPE
 
 
 def _refusal(group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> str:
@@ -113,8 +97,10 @@ def _refusal(group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> str
         return f"a parameter is {param.dtype}"
     if not _is_alike(param, torch.empty_like(param, device="meta")):
         return "a parameter's dtype, layout or device"
-    if "step" not in state or not (has_low(param, group) <= ("low" in state)):
+    if "step" not in state:
         return NO_STATE
+    if param.dtype == torch.bfloat16 and has_low(param, group) != ("low" in state):
+        return CHANGED
     kept = {name: state[name] for name in names_of(state)}
     if has_low(param, group):
         kept["low"] = low_of(state)
@@ -135,17 +121,9 @@ def has_low(param: Tensor, group: dict[str, Any]) -> bool:
     return bool(group["exact"]) and param.dtype == torch.bfloat16
 
 
-def rows(tensor: Tensor) -> Tensor:
-    """View a dense tensor as its rows of the first dimension, each in the order of its memory."""
-    tensor = tensor.detach()
-    shape = (len(tensor), row_of(tensor)) if has_rows(tensor) else (tensor.numel(), 1)
-    return tensor.as_strided(shape, (shape[1], 1), tensor.storage_offset())
-
-
 def names_of(state: dict[str, Any]) -> tuple[str, str]:
-    """Return the names of both moments: codes have their own, which torch's AdamW does not know."""
-    codes = "exp_avg_codes", "exp_avg_sq_codes"
-    return codes if codes[0] in state else ("exp_avg", "exp_avg_sq")
+    """Return the names of both moments in a state."""
+    return CODES if CODES[0] in state else MOMENTS
 
 
 def low_of(state: dict[str, Any]) -> Tensor:
@@ -155,58 +133,47 @@ def low_of(state: dict[str, Any]) -> Tensor:
 
 
 def read_weights(param: Tensor, state: dict[str, Any]) -> Tensor:
-    """Return a parameter's float32 weights, in rows."""
+    """Return a parameter's float32 weights."""
     if "low" in state and param.dtype == torch.bfloat16:
-        return formats.join(rows(param), rows(low_of(state)))
-    return rows(param).float()
+        return formats.join(param, low_of(state))
+    return param.float()
 
 
 def read_moments(state: dict[str, Any]) -> list[Tensor]:
-    """Return both moments in float32, in rows."""
+    """Return both moments in float32."""
     found = []
     for name, scale in zip(names_of(state), SCALES, strict=True):
-        values = rows(state[name])
         if scale in state:
-            found.append(formats.decode(values, state[scale], signed=scale == SCALES[0]))
+            is_first = scale == SCALES[0]
+            found.append(formats.decode(state[name], state[scale], signed=is_first))
         else:
-            found.append(values.float())
+            found.append(state[name].float())
     return found
 
 
 def write_moments(
-    state: dict[str, Any], exp_avg: Tensor, exp_avg_sq: Tensor, noise: Tensor | None
+    state: dict[str, Any], exp_avg: Tensor, exp_avg_sq: Tensor, noise: Tensor | None = None
 ) -> None:
-    """Write both moments, in rows, as the state keeps them; without noise to the nearest."""
+    """Write both moments as the state keeps them; without noise to the nearest."""
     for name, scale, values in zip(names_of(state), SCALES, (exp_avg, exp_avg_sq), strict=True):
-        kept, signed = state[name], scale == SCALES[0]
+        is_first = scale == SCALES[0]
+        random = None if is_first else noise
         if scale in state:
-            codes, found = formats.encode(values, signed=signed, noise=None if signed else noise)
-            rows(kept).copy_(codes)
-            state[scale].copy_(found)
-        elif kept.dtype == torch.bfloat16 and noise is not None and not signed:
-            rows(kept).copy_(formats.round_randomly(values, noise >> 16))
+            codes, scales = formats.encode(values, signed=is_first, noise=random)
+            state[name].copy_(codes)
+            state[scale].copy_(scales)
+        elif state[name].dtype == torch.bfloat16 and random is not None:
+            state[name].copy_(formats.round_randomly(values, random >> 16))
         else:
-            rows(kept).copy_(values)
+            state[name].copy_(values)
 
 
 def _update_one(
-    group: dict[str, Any],
-    param: Tensor,
-    grad: Tensor,
-    state: dict[str, Any],
-    *,
-    factor: float,
-    write_grads: bool,
+    group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any], factor: float
 ) -> None:
     """Update one parameter: csrc/step/rules.h, `Adam`, each operation rounded by itself."""
     (beta1, beta2), lr = group["betas"], float(group["lr"])
-    own = torch.empty_like(param, dtype=torch.float32).copy_(grad)
-    values = rows(own)
-    if factor != 1.0:
-        values = values * factor
-        if write_grads:
-            rows(own).copy_(values)
-            grad.copy_(own)
+    values = grad.float() * factor
     if group["maximize"]:
         values = -values
     state["step"] += 1
@@ -230,12 +197,12 @@ def write_weights(param: Tensor, state: dict[str, Any], weights: Tensor, noise: 
     """Write float32 weights as the parameter keeps them."""
     if "low" in state and param.dtype == torch.bfloat16:
         high, low = formats.split(weights)
-        rows(param).copy_(high)
-        rows(low_of(state)).copy_(low)
+        param.copy_(high)
+        low_of(state).copy_(low)
     elif param.dtype == torch.bfloat16:
-        rows(param).copy_(formats.round_randomly(weights, noise))
+        param.copy_(formats.round_randomly(weights, noise))
     else:
-        rows(param).copy_(weights)
+        param.copy_(weights)
 
 
 def _power(base: float, exponent: int) -> float:

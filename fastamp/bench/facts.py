@@ -53,7 +53,8 @@ def describe(
     parameters = [parameter for group in groups for parameter in group["params"]]
     sizes = Counter(parameter.numel() for parameter in parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    stepped = all(map(has_stepped, optimizers)) if optimizers else None
+    answers = [*map(has_stepped, optimizers)] or [None]
+    stepped = next((answer for answer in (False, None) if answer in answers), True)
     scaled = None if scaler is None else _class_of(scaler) if scaler.is_enabled() else "none"
     dataset = getattr(loader, "dataset", None)
     return Facts(

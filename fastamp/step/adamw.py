@@ -12,7 +12,6 @@ from fastamp.step import native
 from fastamp.step.shards import is_spread
 
 MOMENTS = ("float32", "bfloat16", "8bit")
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _LEAST_EPS = 1e-12
 # Of a group: these stay as they are when a state is loaded, the rest is loaded.
 _OWN = ("moments", "exact", "fused", "decoupled_weight_decay")
@@ -87,13 +86,11 @@ class AdamW(Optimizer):
         exact: bool = True,
         seed: int = 0,
     ) -> None:
-        refused = {"amsgrad": amsgrad, "foreach": foreach, "differentiable": differentiable}
-        for name, value in refused.items():
-            if value:
-                msg = f"{name}=True: fastamp.AdamW does not support it"
-                raise ValueError(msg)
-        if fused is False:
-            msg = "fused=False: fastamp.AdamW's update is always fused"
+        given = {"amsgrad": amsgrad, "foreach": foreach, "differentiable": differentiable}
+        refused = [f"{name}=True" for name, value in given.items() if value]
+        refused += ["fused=False"] * (fused is False)
+        if refused:
+            msg = f"{refused[0]}: fastamp.AdamW does not support it"
             raise ValueError(msg)
         defaults = {
             "lr": lr,
@@ -126,7 +123,8 @@ class AdamW(Optimizer):
             closure: computes the loss again, and returns it.
 
         Raises:
-            RuntimeError: a gradient is sparse, complex or on another device.
+            RuntimeError: a gradient is sparse, complex or on another device; or `exact`, or a
+                parameter's dtype, shape or order of memory, changed after its first step.
         """
         loss = None
         if closure is not None:
@@ -147,13 +145,10 @@ class AdamW(Optimizer):
 
         Of a DTensor it is this rank's shard.
         """
-        found = []
-        for param in native.parameters_of([self]):
-            own, state = local_of(param.detach()), _local_state(self.state.get(param, {}))
-            weights = torch.empty_like(own, dtype=torch.float32)
-            kept.rows(weights).copy_(kept.read_weights(own, state))
-            found.append(weights)
-        return found
+        return [
+            kept.read_weights(local_of(param), _local_state(self.state.get(param, {}))).clone()
+            for param in native.parameters_of([self])
+        ]
 
     def make_states(self) -> str | None:
         """Make the states of parameters with a gradient that have none; or say why it cannot be."""
@@ -185,18 +180,15 @@ class AdamW(Optimizer):
             loaded.update(found)
             return {**given, "state": {}, "param_groups": groups}
 
+        def fill(_: Optimizer) -> None:
+            self.state.update(loaded)
+
         # Between the hooks of others, which see all of the state.
-        handles = [
+        with (
             self.register_load_state_dict_pre_hook(convert),
-            self.register_load_state_dict_post_hook(
-                lambda _: self.state.update(loaded), prepend=True
-            ),
-        ]
-        try:
+            self.register_load_state_dict_post_hook(fill, prepend=True),
+        ):
             super().load_state_dict(state_dict)
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _loadable(self, state_dict: dict[str, Any]) -> tuple[list[Any], dict[Tensor, Any]]:
         """Return the groups of a saved state, and its states in this optimizer's formats."""
@@ -240,11 +232,9 @@ def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
         >>> torchs.load_state_dict(fastamp.to_torch(ours.state_dict()))
     """
     defaults = torch.optim.AdamW([torch.zeros(())]).defaults
+    ours = {"moments", "exact", "seed", "fused"}
     groups = [
-        {
-            **defaults,
-            **{k: v for k, v in group.items() if k not in {"moments", "exact", "seed", "fused"}},
-        }
+        {**defaults, **{name: value for name, value in group.items() if name not in ours}}
         for group in state_dict["param_groups"]
     ]
     states = {}
@@ -252,8 +242,8 @@ def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
         if any(map(is_spread, state.values())):
             msg = f"state_dict: the state of parameter {place} is a DTensor; gather it first"
             raise TypeError(msg)
-        moments = _floats(state)
-        states[place] = {"step": state["step"].clone(), **moments}
+        moments = zip(kept.MOMENTS, kept.read_moments(state), strict=True)
+        states[place] = {"step": state["step"].clone(), **{k: v.clone() for k, v in moments}}
     return {"state": states, "param_groups": groups}
 
 
@@ -291,43 +281,31 @@ def _new_state(group: dict[str, Any], param: Tensor) -> dict[str, Any]:
     state = {"step": torch.zeros((), dtype=torch.float32, device=param.device)}
     if kept.has_low(param, group):
         state["low"] = _low_like(param)
-    dtype = torch.bfloat16 if group["moments"] == "bfloat16" else torch.float32
-    has_codes = group["moments"] == "8bit" and formats.has_rows(param)
-    if has_codes and is_spread(param) and not _is_by_rows(param):
+    if group["moments"] != "8bit" or not formats.has_rows(param):
+        dtype = torch.bfloat16 if group["moments"] == "bfloat16" else torch.float32
+        return state | {name: torch.zeros_like(param, dtype=dtype) for name in kept.MOMENTS}
+    placements: Any = getattr(param, "placements", ())
+    if not all(each.is_replicate() or each.is_shard(0) for each in placements):
         msg = "moments='8bit': a DTensor has to be sharded by its first dimension, got "
-        msg += f"{param.placements}; moments='bfloat16' has no blocks"  # type: ignore[attr-defined]
+        msg += f"{placements}; moments='bfloat16' has no blocks"
         raise ValueError(msg)
-    for name in _MOMENTS:
-        if has_codes:
-            state[f"{name}_codes"] = _zeros_like(param, torch.uint8)
-            state[f"{name}_scale"] = _scales_like(param)
-        else:
-            state[name] = _zeros_like(param, dtype)
+    for codes, scale in zip(kept.CODES, kept.SCALES, strict=True):
+        state[codes] = torch.zeros_like(param, dtype=torch.uint8)
+        state[scale] = zeros_beside(param, formats.shape_of_scales(param), torch.float32)
     return state
-
-
-def _zeros_like(param: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
 
 def _low_like(param: Tensor) -> Tensor:
     """Return a zero lower half: two bytes for each element, in the parameter's order of memory."""
     if is_spread(param):
         return zeros_beside(param, (*param.shape, 2), torch.uint8)
-    low = torch.zeros_like(param, dtype=torch.int16, memory_format=torch.preserve_format)
-    return low[..., None].view(torch.uint8)
-
-
-def _scales_like(param: Tensor) -> Tensor:
-    """Return zeros for all blocks of a parameter."""
-    shape = (len(param), formats.blocks_of(formats.row_of(param)))
-    if is_spread(param):
-        return zeros_beside(param, shape, torch.float32)
-    return torch.zeros(shape, dtype=torch.float32, device=param.device)
+    return torch.zeros_like(param, dtype=torch.int16)[..., None].view(torch.uint8)
 
 
 def zeros_beside(param: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a DTensor of zeros that is sharded as a parameter, a DTensor, is."""
+    """Return zeros on a parameter's device; a DTensor's are sharded as it is."""
+    if not is_spread(param):
+        return torch.zeros(shape, dtype=dtype, device=param.device)
     from torch.distributed.tensor import zeros  # noqa: PLC0415 - it takes half a second
 
     mesh, placements = param.device_mesh, param.placements
@@ -335,23 +313,8 @@ def zeros_beside(param: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tens
     return spread
 
 
-def _is_by_rows(param: Any) -> bool:
-    return all(each.is_replicate() or each.is_shard(0) for each in param.placements)
-
-
 def _local_state(state: dict[str, Any]) -> dict[str, Any]:
     return {name: local_of(value) for name, value in state.items()}
-
-
-def _floats(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Return both moments in float32, of their own shapes."""
-    found = {}
-    for name, its, values in zip(
-        _MOMENTS, kept.names_of(state), kept.read_moments(state), strict=True
-    ):
-        found[name] = torch.empty_like(state[its], dtype=torch.float32)
-        kept.rows(found[name]).copy_(values)
-    return found
 
 
 def _converted(
@@ -362,24 +325,17 @@ def _converted(
     if missing := {"step", *kept.names_of(saved)} - saved.keys():
         msg = f"state_dict: parameter {place} has no {', '.join(sorted(missing))}"
         raise ValueError(msg)
-    state["step"].fill_(float(saved["step"]))
     own, theirs = _local_state(state), _local_state(saved)
-    names = [name for name in ("low", *kept.names_of(own), *kept.SCALES) if name in own]
-    pairs = dict(zip(kept.names_of(own), kept.names_of(theirs), strict=True))
-    for name in names:
-        other = theirs.get(pairs.get(name, name))
-        if other is not None and own[name].shape != other.shape:
-            shapes = f"{tuple(other.shape)}, expected {tuple(own[name].shape)}"
+    pairs = {name: name for name in own.keys() - {"step"}}
+    pairs |= zip(kept.names_of(own), kept.names_of(theirs), strict=True)
+    for name, its in pairs.items():
+        if its in theirs and own[name].shape != theirs[its].shape:
+            shapes = f"{tuple(theirs[its].shape)}, expected {tuple(own[name].shape)}"
             msg = f"state_dict: {name} of parameter {place} has the shape {shapes}"
             raise ValueError(msg)
-    is_alike = all(own[name].dtype == theirs[its].dtype for name, its in pairs.items())
-    for name in names if is_alike else names[: "low" in own]:
-        if name in theirs:
-            own[name].copy_(theirs[name])
-    if not is_alike:
-        floats, moments = _floats(theirs), []
-        for name, its in zip(kept.names_of(own), _MOMENTS, strict=True):
-            like = torch.empty_like(own[name], dtype=torch.float32).copy_(floats[its])
-            moments.append(kept.rows(like))
-        kept.write_moments(own, moments[0], moments[1], None)
+    state["step"].fill_(float(saved["step"]))
+    for name in pairs.keys() & theirs.keys():
+        own[name].copy_(theirs[name])
+    if kept.names_of(own) != kept.names_of(theirs):
+        kept.write_moments(own, *kept.read_moments(theirs))
     return state

@@ -4,10 +4,9 @@ The optimizer's state stays torch's own, so that anyone can call `optimizer.step
 """
 
 import inspect
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ RULES = {
 }
 OWN = "fastamp.AdamW"
 _updates: "WeakKeyDictionary[Optimizer, tuple[str, Any]]" = WeakKeyDictionary()
-_stepped_by_torch: "WeakSet[Optimizer]" = WeakSet()  # in a step of fastamp's
 
 
 def parameters_of(optimizers: Any) -> list[Tensor]:
@@ -77,14 +75,9 @@ def _update_of(optimizer: Optimizer, rule: str) -> Any:
     return known[1]
 
 
-def note_torchs_step(optimizers: Iterable[Any]) -> None:
-    """Note that torch makes a step of fastamp's, for `has_stepped`."""
-    _stepped_by_torch.update(each for each in optimizers if isinstance(each, Optimizer))
-
-
-def has_stepped(optimizer: Optimizer) -> bool:
-    """Say whether fastamp has made a step of this optimizer, natively or in torch's way."""
-    return optimizer in _updates or optimizer in _stepped_by_torch
+def has_stepped(optimizer: Optimizer) -> bool | None:
+    """Say whether fastamp steps this optimizer; None if it has hooks, so that torch makes steps."""
+    return optimizer in _updates or (None if _ops.has_step_hook(vars(optimizer)) else False)
 
 
 def note_step(optimizer: Optimizer) -> None:

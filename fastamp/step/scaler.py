@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from fastamp import _ops
-from fastamp._ops import Clip, Grads, GradStats
+from fastamp._ops import ANOTHER_TYPE, Clip, Grads, GradStats
 from fastamp.step import native
 from fastamp.step.arguments import (
     above_zero,
@@ -174,7 +174,7 @@ class GradScaler(torch.amp.GradScaler):
         grads: Grads | None = None
         if not why and not several and self.process_group is None and self._known is None:
             why = self._step_at_once(optimizers[0], states[0], max_norm, zero_grad=zero_grad)
-            is_spread = why == _ANOTHER_TYPE
+            is_spread = why == ANOTHER_TYPE
         else:
             is_spread = not why
         if is_spread:
@@ -457,7 +457,6 @@ class GradScaler(torch.amp.GradScaler):
         kwargs: dict[str, Any],
     ) -> list[float | None]:
         """Unscale, check and clip in place, then let each optimizer step unless it is skipped."""
-        native.note_torchs_step(optimizers)
         is_ready = states[0]["stage"] is OptState.READY
         measures = is_ready or max_norm is not None
         if measures and grads is None:
@@ -630,9 +629,6 @@ class GradScaler(torch.amp.GradScaler):
         """Load the state, with no report of a last step."""
         super().__setstate__(state)
         self.last_step = StepReport(None, "no step yet")
-
-
-_ANOTHER_TYPE = "a parameter is of another type"
 
 
 @lru_cache(maxsize=64)

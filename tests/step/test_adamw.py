@@ -16,6 +16,8 @@ import fastamp
 from fastamp import _ops
 from fastamp._ops import formats
 
+MOST = 2**32 - 1  # 32 bits of noise
+
 
 def same_bits(one, other):
     return bits(one.detach()).tobytes() == bits(other.detach()).tobytes()
@@ -113,19 +115,28 @@ def test_halves_give_back_every_float32():
     assert formats.split(torch.tensor([math.nan]))[0].isnan().all()
 
 
-@pytest.mark.parametrize("signed", [True, False])
-def test_a_decoded_code_is_encoded_as_itself(signed):
+@pytest.mark.parametrize(("signed", "top"), [(True, 247), (False, 63487 + 1 / 32)])
+def test_a_decoded_code_is_encoded_as_itself_with_a_million_scales(signed, top):
     # A row is a block of all codes; its largest one gives the scale that it was decoded with.
-    codes = torch.arange(256).to(torch.uint8).expand(1000, 256)
-    if not signed:
-        codes = codes.clone()
-    exponents = torch.rand(1000, 1, generator=torch.Generator().manual_seed(0)) * 150 - 75
-    scales = torch.exp2(exponents)
-    values = formats.decode(codes, scales, signed=signed)
-    noise = torch.randint(0, 2**32, codes.shape, generator=torch.Generator().manual_seed(1))
-    again, found = formats.encode(values, signed=signed, noise=None if signed else noise)
-    assert torch.equal(again, codes)
-    torch.testing.assert_close(found, scales, rtol=2e-7, atol=0)
+    # Scales are any float32 and the ends of the range; noise is the least and the most.
+    ends = torch.tensor([2**-100 / top, torch.finfo(torch.float32).max / top]).view(torch.int32)
+    drawn = torch.randint(1, 0x7F800000, (1_130_000,), generator=torch.Generator().manual_seed(0))
+    drawn[:20] = (ends[:, None] + torch.arange(-5, 5)).flatten()
+    codes = torch.arange(256).to(torch.uint8).expand(250, 256)
+    noises = [None] if signed else [torch.full_like(codes, n, dtype=torch.long) for n in (0, MOST)]
+    count = 0
+    for scales in drawn.to(torch.int32).view(torch.float32).split(250):
+        values = formats.decode(codes, scales[:, None], signed=signed)
+        is_small, is_large = scales * top < 2**-100, (scales * top).isinf()
+        is_kept = ~is_small & ~is_large
+        for noise in noises:
+            again, found = formats.encode(values, signed=signed, noise=noise)
+            assert torch.equal(again[is_kept], codes[is_kept])
+            assert ((found[:, 0] - scales).abs() <= scales * 2e-7)[is_kept].all()
+            assert not found[is_small].any()
+            assert found[is_large].isinf().all()
+        count += int(is_kept.sum())
+    assert count > 1_000_000
 
 
 def test_codes_are_within_a_thirty_second_part(backend):
@@ -200,6 +211,18 @@ def test_a_gradient_with_gaps_in_its_memory_is_stepped(backend):
     assert same_bits(parameters[0], others[0])
 
 
+def test_an_expanded_gradient_is_clipped_once(backend):
+    parameters, optimizer = make(torch.float32, "8bit", True, [(4, 100)])
+    others, other = make(torch.float32, "8bit", True, [(4, 100)])
+    parameters[0].grad = torch.ones(()).expand(4, 100)  # of a sum: one element in memory
+    others[0].grad = torch.ones(4, 100)
+    for each in (optimizer, other):
+        assert fastamp.optimizer_step(each, max_norm=5.0).norm == 20
+    assert same_bits(parameters[0], others[0])
+    assert torch.equal(parameters[0].grad, others[0].grad)
+    assert parameters[0].grad[0, 0] == pytest.approx(0.25)
+
+
 @pytest.mark.parametrize("zero", [0.0, -0.0])
 def test_weights_that_were_set_to_zero_stay_numbers(zero, backend):
     parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100)])
@@ -234,6 +257,19 @@ def test_another_order_of_memory_in_mid_run_is_refused(moments, backend):
     assert torch.equal(model.weight, before)
     optimizer.load_state_dict(optimizer.state_dict())  # in the new order
     optimizer.step()
+
+
+def test_another_shape_in_mid_run_is_refused(backend):
+    parameters, optimizer = make(torch.float32, "8bit", True, [(4, 100)])
+    give(parameters, 0)
+    optimizer.step()
+    for shape in [(), (4,), (100, 4), (4, 10, 10)]:
+        parameters[0].grad = None
+        parameters[0].data = torch.ones(shape)
+        parameters[0].grad = torch.ones(shape)
+        with pytest.raises(RuntimeError, match="exp_avg_codes: its shape or layout"):
+            optimizer.step()
+        assert (parameters[0] == 1).all()
 
 
 def test_a_learning_rate_may_be_a_tensor(backend):
@@ -345,6 +381,27 @@ def test_weights_that_became_float32_use_no_lower_half(backend):
     assert torch.equal(optimizer.master_weights()[0], before)
     train(parameters, optimizer, 1)
     assert torch.equal(parameters[0], before)
+
+
+@pytest.mark.parametrize("changed", ["exact=True", "exact=False", "dtype"])
+def test_what_changes_in_mid_run_is_named_and_a_loaded_state_goes_on(changed, backend):
+    dtype = torch.float32 if changed == "dtype" else torch.bfloat16
+    parameters, optimizer = make(dtype, "8bit", changed != "exact=True", [(4, 100)])
+    train(parameters, optimizer, 2, bad=())
+    if changed == "dtype":
+        torch.nn.ParameterList(parameters).bfloat16()
+    else:
+        optimizer.param_groups[0]["exact"] = changed == "exact=True"
+    give(parameters, 2)
+    before = everything(parameters, optimizer)
+    said = r"exact or a parameter's dtype changed .* optimizer.load_state_dict\(optimizer.state_"
+    for step in (optimizer.step, lambda: fastamp.optimizer_step(optimizer)):
+        with pytest.raises(RuntimeError, match=said):
+            step()
+    assert everything(parameters, optimizer) == before
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert train(parameters, optimizer, 1, first=2, bad=()) == [("native", False)]
+    assert ("low" in optimizer.state[parameters[0]]) == (changed != "exact=False")
 
 
 def test_copies_and_pickles_go_on_alone():
