@@ -186,7 +186,8 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, Task]:
         if len({*files}) < len(files):
             refuse("--report", str(args.report), "is the file of --json too")
         task: Task = COMMANDS[args.command].prepare(args)
-        if "accuracy" in dict(args.fail_on) and task[0].get("steps", 0) is None:
+        names = {name.partition("/")[0] for name, _ in args.fail_on}
+        if "accuracy" in names and task[0].get("steps", 0) is None:
             refuse("--fail-on", "accuracy", "needs --steps: without it runs differ in their length")
     except argparse.ArgumentError as error:
         subparsers.choices[args.command].error(str(error))

@@ -248,13 +248,8 @@ def _step_each(trainer: Trainer) -> None:
 
 
 def _fastamp_step(trainer: Trainer) -> None:
-    if len(trainer.optimizers) == 1:
-        max_norm = trainer.training.max_norm
-        trainer.scaler.step(trainer.optimizers[0], max_norm=max_norm, zero_grad=True)
-        return
-    _stock_step(trainer)  # one norm of several optimizers
-    for optimizer in trainer.optimizers:
-        optimizer.zero_grad()
+    max_norm = trainer.training.max_norm
+    trainer.scaler.step(trainer.optimizers, max_norm=max_norm, zero_grad=True)
 
 
 def _naive_timing(trainer: Trainer, batch: Any, region: Region) -> None:
