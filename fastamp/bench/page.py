@@ -18,7 +18,7 @@ p { margin: .3rem 0 } p, th { color: var(--soft) }
 .lead { color: var(--ink); font-size: 1.2rem; margin: 1rem 0 }
 .verdict { border-left: 4px solid var(--soft); padding-left: 12px; color: var(--ink) }
 .pass, .faster { border-color: var(--good) } .fail, .slower { border-color: var(--bad) }
-svg { display: block; width: 100%; min-width: 660px; stroke-linejoin: round }
+svg { display: block; width: 100%; min-width: 720px; stroke-linejoin: round }
 svg text { font-family: system-ui, sans-serif !important }
 .key { margin-right: 8px; white-space: nowrap }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }

@@ -37,6 +37,7 @@ STYLE = {
     "font.sans-serif": ["DejaVu Sans"],  # measured, not shown: the page has a font of its own
     "text.color": INK,
     "axes.edgecolor": LINE,
+    "axes.labelcolor": SOFT,
     "axes.axisbelow": True,
     "grid.color": LINE,
     **{f"axes.spines.{side}": False for side in ("left", "right", "top")},
@@ -256,7 +257,7 @@ def _curves(
         axes.grid(axis="y")
         axes.set_xlabel(unit)
         axes.locator_params(axis="x", integer=unit == "step")
-        axes.legend(loc="upper right", frameon=False)
+        axes.legend(loc="best", frameon=False)
 
     rows = [(arm, f"from {c[0][1][0]:.4g} to {c[0][1][-1]:.4g}") for arm, c in curves.items()]
     return Panel(rows + [("", "")] * (CURVES - len(rows)) * bool(rows), draw)

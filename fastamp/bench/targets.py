@@ -83,7 +83,7 @@ def judge_arms(found: Results, own: list[str], against: str) -> list[Measurement
 
 def _compare_peaks(found: Results, arm: str, base: str) -> str:
     theirs, ours = found.peaks[base], found.peaks[arm]
-    if not theirs or ours is None:
+    if not theirs or theirs < LEAST_NBYTES or ours is None:
         return ""
     change = 100 * (ours / theirs - 1)
     return f"{abs(change):.0f} % {'more' if change > 0 else 'less'} memory"

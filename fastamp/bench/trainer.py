@@ -248,8 +248,8 @@ def _step_each(trainer: Trainer) -> None:
 
 
 def _fastamp_step(trainer: Trainer) -> None:
-    max_norm = trainer.training.max_norm
-    trainer.scaler.step(trainer.optimizers, max_norm=max_norm, zero_grad=True)
+    scaler: Any = trainer.scaler  # fastamp.GradScaler, which steps several at once
+    scaler.step(trainer.optimizers, max_norm=trainer.training.max_norm, zero_grad=True)
 
 
 def _naive_timing(trainer: Trainer, batch: Any, region: Region) -> None:

@@ -163,7 +163,7 @@ def look(driver, home, address, width, scheme):
         message = json.loads(entry["message"])["message"]
         if message["method"] == "Network.requestWillBeSent":
             url = message["params"]["request"]["url"]
-            if not url.startswith((home, "data:", "blob:", "about:")):
+            if not url.startswith((home, "data:", "blob:", "about:", "chrome:")):
                 yield f"request to another host: {url}"
 
 
