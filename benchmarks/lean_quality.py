@@ -1,10 +1,11 @@
 """The held-out loss of fastamp.AdamW in less memory beside float32: paired seeds, and their curves.
 
 `python benchmarks/lean_quality.py`, an hour, trains the model of the bench's job `gpt` and that of
-its main job; `--job gpt` one of them, in ten minutes. All arms start from a seed's weights and take
-its batches. A job fails unless lean differs from float32 by less than two seeds of float32 do, on
-average, and bfloat16 weights with nothing kept are worse than lean with every seed. The losses are
-kept in benchmarks/results and drawn for the guide; `--draw` only draws those that are there.
+its main job; of the latter half the batch, and float32 weights under bf16 autocast. All arms start
+from a seed's weights and take its batches. A job fails unless lean differs from float32 by less
+than two seeds of float32 do, on average, and bfloat16 weights with nothing kept are worse than lean
+with every seed. The losses are kept in benchmarks/results and drawn for the guide; `--draw` only
+draws those that are there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functools import partial
 from itertools import combinations, islice
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from front_page import stand_alone
@@ -33,11 +34,25 @@ from fastamp.timer.timer import align
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from fastamp.bench.gpt import Shape
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "lean_quality.json"
 PICTURE = ROOT / "docs" / "images" / "less-memory.svg"
-JOBS = {"gpt": language.SHAPES["cpu"], "main": main_job.CPU_SHAPE}
-BATCH_SIZE = 8
+
+
+class Work(NamedTuple):
+    """A model, its batches, and whether float32 weights train under autocast."""
+
+    shape: Shape
+    batch_size: int
+    autocast: bool
+
+
+JOBS = {
+    "gpt": Work(language.SHAPES["cpu"], 8, autocast=False),
+    "main": Work(main_job.CPU_SHAPE, 4, autocast=True),
+}
 WARMUP = 0.05  # of all steps
 EVALUATIONS = 20  # in a training
 Maker = tuple[torch.dtype, "Callable[..., torch.optim.Optimizer]"]
@@ -51,9 +66,12 @@ ARMS: dict[str, Maker] = {
 Losses = dict[str, list[list[float]]]  # by arm: of each seed, after each part of the steps
 
 
-def train(training: Training, arm: Maker, seed: int, steps: int, rate: float) -> list[float]:
+def train(
+    training: Training, arm: Maker, seed: int, steps: int, rate: float, *, autocast: bool
+) -> list[float]:
     """Train a copy of the model; return its held-out loss after each part of the steps."""
     dtype, make = arm
+    context = torch.autocast("cpu", torch.bfloat16, autocast and dtype is torch.float32)
     model = with_copy(training).model.to(dtype)
     optimizer = make(model.parameters(), lr=rate)
     batches = draw(make_loader(training, seed, device="cpu"), "cpu")
@@ -62,7 +80,9 @@ def train(training: Training, arm: Maker, seed: int, steps: int, rate: float) ->
     for step, batch in enumerate(islice(batches, steps), start=1):
         warm, left = step / (WARMUP * steps), math.cos(math.pi * (step - 1) / steps)
         optimizer.param_groups[0]["lr"] = rate * min(warm, (1 + left) / 2)
-        compute_loss(training, model, batch).backward()
+        with context:
+            loss = compute_loss(training, model, batch)
+        loss.backward()
         if isinstance(optimizer, fastamp.AdamW):
             fastamp.optimizer_step(optimizer, training.max_norm, zero_grad=True)
         else:
@@ -70,20 +90,22 @@ def train(training: Training, arm: Maker, seed: int, steps: int, rate: float) ->
             optimizer.step()
             optimizer.zero_grad()
         if step in looks:
-            with torch.no_grad():
+            with torch.no_grad(), context:
                 losses.append(float(cast("Any", training.evaluate)(model)["loss"]))
     return losses
 
 
 def run(job: str, seeds: int, steps: int, arms: Sequence[str]) -> Losses:
     """Train the arms of a job with each seed."""
-    shape, losses = JOBS[job], {name: [] for name in arms}
-    rate = language.LEARNING_RATE * 256 / shape.width
-    make = partial(language.make_gpt, shape=shape, batch_size=BATCH_SIZE)
+    work, losses = JOBS[job], {name: [] for name in arms}
+    rate = language.LEARNING_RATE * 256 / work.shape.width
+    make = partial(language.make_gpt, shape=work.shape, batch_size=work.batch_size)
     for seed in range(seeds):
         training = make_training(make, "cpu", seed)
         for name in arms:
-            losses[name].append(train(training, ARMS[name], seed, steps, rate))
+            losses[name].append(
+                train(training, ARMS[name], seed, steps, rate, autocast=work.autocast)
+            )
             print(f"{job}, seed {seed}, {name}: {losses[name][-1][-1]:.4f}", flush=True)
     return losses
 

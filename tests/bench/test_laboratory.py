@@ -115,7 +115,7 @@ def test_a_loss_in_less_memory_is_held_to_the_spread_of_seeds(
 ):
     lean_quality = script("lean_quality")
     tiny = gpt.Shape(layers=1, heads=1, width=8, block_size=8)
-    monkeypatch.setattr(lean_quality, "JOBS", {"gpt": tiny})
+    monkeypatch.setattr(lean_quality, "JOBS", {"gpt": lean_quality.Work(tiny, 8, autocast=True)})
     monkeypatch.setattr(lean_quality, "RESULTS", tmp_path / "losses.json")
     monkeypatch.setattr(lean_quality, "PICTURE", tmp_path / "losses.svg")
     lean_quality.main(["--seeds", "2", "--steps", "20"])

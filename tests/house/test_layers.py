@@ -32,7 +32,7 @@ INCLUDES = {
             "cuda.cu",
             "update.cu",
             "kept.cu",
-                    "launcher.cuh",
+            "launcher.cuh",
             "convert.cuh",
             "device.h",
             "strips.cuh",
