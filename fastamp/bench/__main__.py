@@ -26,7 +26,7 @@ from fastamp.bench import (
 )
 from fastamp.bench.environment import describe
 from fastamp.bench.options import DEFAULT, OutputError, escape_output, number, refuse, say
-from fastamp.bench.record import SCHEMA_VERSION, Task, doubt, make_record, render
+from fastamp.bench.record import SAID, SCHEMA_VERSION, Task, doubt, make_record, render
 from fastamp.bench.tasks import BrokenTask
 from fastamp.metrics.sinks import require
 
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         baseline.hold(name, known.get(name), args.baseline["metrics"][name], most)
         for name, most in args.fail_on
     ]
-    kept = [each for each in report.measurements if args.check and each.verdict]
+    kept = [each for each in report.measurements if args.check and each.verdict not in {"", *SAID}]
     judged = {each.verdict for each in doubt([*kept, *changes], report.races)}
     unjudged = args.check and not judged
     closing = [f"no verdict: {args.command} has no targets for --check"] * unjudged

@@ -7,7 +7,7 @@ checked as far as is possible before anything is timed; every error names the ar
 import argparse
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -40,7 +40,7 @@ PRECISIONS = ("fp32", "lean", *DTYPES)
 KEYS = (*REPLACED, "loader", "precision", "other_samples")
 NAME = r"[A-Za-z0-9_.+-]+"  # what --fail-on can tell from a bound
 TAKEN = ("fp32", "fp32-strict", "fp32-tf32", "lean", "amp", "amp+fastamp", "again")
-SAME_RTOL = 0.02  # of a parameter's norm: rounding to bfloat16 moves a sum by a tenth of it
+RTOL, ATOL = 0.01, 1e-5  # of weights in another dtype: bfloat16 rounds by 0.004 of them
 
 
 def read(text: str) -> tuple[str, str]:
@@ -57,8 +57,9 @@ def read(text: str) -> tuple[str, str]:
 
 def find(training: Training, added: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     """Return the changes of a task's own arms and of --arm, by the name of their arm."""
-    for name, change in training.arms.items():
-        fits = re.fullmatch(NAME, str(name)) is not None and name not in TAKEN
+    given: Mapping[Any, Any] = training.arms
+    for name, change in given.items():
+        fits = isinstance(name, str) and bool(re.fullmatch(NAME, name)) and name not in TAKEN
         wanted = f"names of letters and digits, none of {', '.join(TAKEN)}"
         expect(fits, "options['arms']", wanted, repr(name))
         _check(name, change)
@@ -68,7 +69,7 @@ def find(training: Training, added: tuple[tuple[str, str], ...]) -> dict[str, An
         try:
             changes[name] = find_make(place) if place else BUILT_IN[name]
         except argparse.ArgumentError as error:
-            msg = f"arms[{name!r}]: {error.message}"
+            msg = f"arms[{name!r}]: {error.message.removeprefix('argument task: ')}"
             raise BrokenTask(msg) from None
     return changes
 
@@ -81,6 +82,8 @@ def _check(name: str, change: Any) -> None:
         return
     for key in change:
         expect(key in KEYS, part, f"some of {', '.join(KEYS)}", repr(key))
+    expect(bool({*change} - {"other_samples"}), part, f"some of {', '.join(KEYS)}", "none")
+    expect(not {"dtype", "precision"} <= {*change}, part, "dtype or precision", "both")
     check_options({key: change[key] for key in REPLACED if key in change}, part, REPLACED)
     if "precision" in change:
         value, wanted = change["precision"], f"one of {', '.join(PRECISIONS)}"
@@ -123,35 +126,59 @@ def apply(name: str, training: Training) -> tuple[Training, str | None]:
     changed = replace(training, **{key: change[key] for key in REPLACED if key in change})
     if "loader" in change:
         changed = replace(changed, data=read_data(change["loader"]))
+        workers = {getattr(each.data, "num_workers", 0) for each in (training, changed)}
+        wanted = "loaders without workers, which would work while other arms train"
+        expect(workers == {0}, "loader", wanted, f"{max(workers)} workers")
         if not change.get("other_samples"):
             counts = [_count_samples(each.data) for each in (training, changed)]
             wanted = f"the {counts[0]} samples of the task in an epoch, or other_samples=True"
             expect(None in counts or counts[0] == counts[1], "loader", wanted, str(counts[1]))
+    expect(
+        not (changed.has_loader and "batch_size" in change), "batch_size", "a dataset", "a loader"
+    )
     return changed, precision
 
 
 def _change_model(model: nn.Module, change: Callable[[nn.Module], Any]) -> nn.Module:
-    before = [*_fingerprints(model)]
+    """Return the changed model; it has the very parameters of the model, and trains the same ones.
+
+    Global switches, which would change all arms, are as they were.
+    """
+    own = _parameters_of(model)
+    trained, switches = [p.requires_grad for p in own], _switches()
+    values = [p.detach().clone() for p in own]
     with Part("the change", "its call on the model"):
         changed: Any = change(model)
     expect(isinstance(changed, nn.Module), "the change", "the changed model", short(changed))
-    after = [*_fingerprints(changed)]
-    same = len(before) == len(after) and all(map(_is_same, before, after))
-    wanted = f"the model with the weights that it is given, {len(before)} parameters to train"
-    expect(same, "the change", wanted, f"another model, with {len(after)}")
+    for name, value in _switches().items():
+        expect(value == switches[name], "the change", f"{name} as it was, for all arms", str(value))
+    with Part("the change", "the look at its parameters"):
+        now = {*map(id, _parameters_of(changed))}
+        same = now == {*map(id, own)} and trained == [p.requires_grad for p in own]
+        pairs = zip(own, values, strict=True)
+        same = same and all(torch.allclose(p.float(), v.float(), RTOL, ATOL) for p, v in pairs)
+    wanted = (
+        "the parameters of the model that it is given, as they are: no other, new or frozen ones"
+    )
+    expect(same, "the change", wanted, "others")
     return changed  # type: ignore[no-any-return]
 
 
-def _fingerprints(model: nn.Module) -> Iterator[tuple[int, float, float]]:
-    """Yield the size, the sum and the norm of each parameter that is trained."""
-    for parameter in model.parameters():
-        if parameter.requires_grad and not is_lazy(parameter):
-            values = parameter.detach().double()
-            yield values.numel(), values.sum().item(), values.norm().item()
+def _parameters_of(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that have values."""
+    every: list[Any] = [*model.parameters()]
+    return [parameter for parameter in every if not is_lazy(parameter)]
 
 
-def _is_same(old: tuple[int, float, float], new: tuple[int, float, float]) -> bool:
-    return old[0] == new[0] and abs(old[1] - new[1]) <= SAME_RTOL * old[2]
+def _switches() -> dict[str, object]:
+    cudnn: Any = torch.backends.cudnn
+    return {
+        "torch.get_num_threads()": torch.get_num_threads(),
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
+        "torch.backends.cudnn.benchmark": cudnn.benchmark,
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
 
 
 def _count_samples(data: Any) -> int | None:

@@ -25,7 +25,8 @@ NAIVE = Config(name="naive", loader="naive", step="naive", timing="naive")
 def list_loops(base: str, precision: str) -> list[Config]:
     """Return the good loop of torch alone, by its loader, the naive loop, and fastamp's."""
     stock = Config(name="stock", loader=base, precision=precision, timing="stock")
-    ours = replace(stock, name="fastamp", **dict.fromkeys(PARTS[:3], "fastamp"))
+    parts: dict[str, Any] = dict.fromkeys(PARTS[:3], "fastamp")
+    ours = replace(stock, name="fastamp", **parts)
     return [stock, NAIVE, ours]
 
 

@@ -65,7 +65,7 @@ def add_options(add: Callable[..., object]) -> None:
     precision = "of AMP (default: the task's own, or bf16)"
     add("--precision", choices=DTYPES, help=precision)
     for option, least, text in (
-        ("--steps", 3, "of every arm; the first are warm-up"),
+        ("--steps", 3, "of every arm, the first are warm-up; of the base with --until"),
         ("--batch-size", 1, "samples in a step"),
     ):
         add(option, type=number(int, least), help=f"{text} (default: one that suits the device)")
@@ -145,8 +145,8 @@ def _runner(
 ) -> Callable[[], Report]:
     """Return the race of the arms, or with --until the one to equal loss."""
     names = [*training.arms] if training else [name for name, _ in args.arm]
-    if names or args.against:
-        shared |= {"arms": names, "against": args.against}
+    if names or job.against:
+        shared |= {"arms": sorted(names), "against": job.against}
     if args.until is None and args.until_loss is None:
         return partial(_run, args, job, training, shared)
     steps, seeds = args.steps or until.STEPS, max(args.seeds, until.SEEDS)
@@ -162,7 +162,8 @@ def _read_arms(args: argparse.Namespace) -> dict[str, Any]:
         refuse("--against", args.against, f"is none of {', '.join(known)}")
     if args.until and args.until_loss is not None:
         refuse("--until-loss", args.until_loss, "cannot be used with --until")
-    return {"added": tuple(args.arm), "against": args.against}
+    against = None if args.against == known[0] else args.against
+    return {"added": tuple(args.arm), "against": against}
 
 
 def _sizes(args: argparse.Namespace) -> tuple[Shape, dict[str, int]]:
@@ -206,7 +207,7 @@ def _run(
     advice = advise(profile, gains=gains)
     added = Measurement(name="over_amp", interval=over_amp, arm=judged, base=STOCK, unit="x")
     return Report(
-        table=[_row(arm, found, unit, rate) for arm, rate in rates.items()],
+        table=[_row(arm, found, unit, rate, job.against) for arm, rate in rates.items()],
         races={"training": race},
         measurements=[
             *(each for each in compare("speedup", race)[:-1] if each.arm not in own),
@@ -250,6 +251,8 @@ def _notes(job: Job, found: Results, shared: dict[str, Any]) -> list[str]:
         percent = f"{100 * found.race.confidence:.4g} %"
         notes["intervals"] = f"{found.race.comparisons} comparisons, each at {percent}: all "
         notes["intervals"] += "together hold at 95 %"
+    waits = "without the wait for data, which is in where the time goes"
+    waits = "with the wait for data: an arm changes the loader" if found.is_data_timed else waits
     parts = (
         f"{arm} {' + '.join(f'{nbytes / found.parameters:.1f}' for nbytes in each.values())}"
         for arm, each in found.nbytes.items()
@@ -258,7 +261,7 @@ def _notes(job: Job, found: Results, shared: dict[str, Any]) -> list[str]:
         f"{job.precision}, {count} parameters, {steps}",
         *(f"{name}: {text}" for name, text in notes.items()),
         f"bytes a parameter of weights, gradients and optimizer: {', '.join(parts)}",
-        "step, speed-up and rate are without the wait for data, which is in where the time goes",
+        f"step, speed-up and rate are {waits}",
         f"memory: peak of the {MEMORY_KINDS[job.device]}, over {memory} in a fresh process",
         f"loss and accuracy: seed {job.seed}, {scored}",
     ]
@@ -271,17 +274,19 @@ def _memory_mib(found: Results, arm: str) -> dict[str, float]:
     return {part: nbytes / 2**20 for part, nbytes in (parts | rest).items()}
 
 
-def _row(arm: str, found: Results, unit: str, rate: float) -> dict[str, str]:
+def _row(arm: str, found: Results, unit: str, rate: float, against: str | None) -> dict[str, str]:
     race, nbytes = found.race, found.peaks[arm]
     times_s = [time_s * found.worth.get(arm, 1.0) for time_s in race.quartiles_s(arm)]
     spec = ".1f" if times_s[1] > 1e-2 else ".3f"
     low, median, high = (show(time_s * 1e3, spec) for time_s in times_s)
     accuracy = found.scores[arm][0].accuracy if found.scores[arm] else math.nan
+    beside = {f"of {against}": race.ratio(arm, against).text(".2f", "x")} if against else {}
     return {
         "arm": arm,
         "step ms": median,
         "[quartiles]": f"[{low}, {high}]",
         f"speed-up [{100 * race.confidence:.4g} %]": race.ratio(arm).text(".2f", "x"),
+        **beside,
         "skipped": str(race.skipped(arm)),
         f"{unit}/s": show(rate, ".0f"),
         "peak MiB": show(math.nan if nbytes is None else nbytes / 2**20, ".0f"),

@@ -73,7 +73,12 @@ class Job:
         fp32 = [Config(name=name, precision=name) for name in full]
         known = {config.name: config for config in (*fp32, lean, stock, ours)}
         like = known[self.against or full[0]]
-        return [*fp32, lean, *(replace(like, name=name) for name in own), stock, ours]
+        return [*fp32, lean, *(replace(like, name=name, is_own=True) for name in own), stock, ours]
+
+    def leave_out(self, name: str, training: Training, error: BrokenTask) -> None:
+        """Raise an error again, unless its arm is built in and others do without it."""
+        if name == self.against or (name != LEAN and not arms.is_built_in(name, training)):
+            raise error
 
 
 class Batches:
@@ -150,6 +155,8 @@ class Results:
     visit_steps: int = 1  # of every timed visit
     nbytes: dict[str, dict[str, int]] = field(default_factory=dict)  # by arm and part of memory
     worth: dict[str, float] = field(default_factory=dict)  # of an arm's step: its samples, by arm
+    samples: dict[str, int] = field(default_factory=dict)  # in all steps, by arm
+    is_data_timed: bool = False
     left_out: dict[str, str] = field(default_factory=dict)  # why an arm is, in words
 
 
@@ -164,8 +171,7 @@ def train_arms(job: Job, training: Training, *, seeds: int) -> Results:
             try:
                 peaks[arm.name] = peak_memory(make, arm, job.device)
             except BrokenTask as error:  # the others are measured without a built-in one
-                if arm.name != LEAN and not arms.is_built_in(arm.name, training):
-                    raise
+                job.leave_out(arm.name, training, error)
                 left_out[arm.name] = error.line
             tick()
         configs = [arm for arm in configs if arm.name in peaks]
@@ -209,8 +215,8 @@ def _train(
     race = race_visits(plan)
     race.warmup_rounds += len(warmup)
     race.rounds = warmup + _per_step(race.rounds, amounts)
-    if training.arms:
-        race.comparisons = len(configs) - 1
+    if training.arms:  # each to the base, those of one's own to another arm, and AMP's two
+        race.comparisons = len(configs) + (len(training.arms) if job.against else 0)
     profiled = [name for name in trainers if profiles and name not in training.arms]
     loader = make_loader(training, job.seed, device=job.device)
     return Results(
@@ -218,13 +224,20 @@ def _train(
         parameters=sum(p.numel() for p in next(iter(trainers.values())).model.parameters()),
         batch_sizes=[*base.sizes],
         worth={name: amount / batches[name].steps for name, amount in amounts.items()},
+        samples={name: sum(each.sizes) for name, each in batches.items()},
+        is_data_timed=base.is_timed,
         visit_steps=steps,
         peaks={},
         race=race,
         losses={n: torch.stack(trainer.losses).tolist() for n, trainer in trainers.items()},
         scores={name: trainer.evaluate() for name, trainer in trainers.items()},
         profiles=profile_trainers(
-            {name: trainers[name] for name in profiled}, base.source, loader, race, steps
+            {name: trainers[name] for name in profiled},
+            base.source,
+            loader,
+            race,
+            steps,
+            is_data_timed=base.is_timed,
         ),
         nbytes={name: _count_nbytes(trainer) for name, trainer in trainers.items()},
     )

@@ -65,7 +65,9 @@ def examine_model(make: Make, device: str, seed: int) -> Report:
     seen: dict[str, list[Sizes]] = {name: [] for name in names.values()}
     calls: list[Any] = []
 
-    def see(linear: Any, _: object, output: Tensor) -> None:
+    def see(linear: Any, _: object, output: object) -> None:
+        if not isinstance(output, Tensor):  # of a class of the user's
+            return
         outputs = linear.out_features
         seen[names[linear]].append((linear.in_features, outputs, output.numel() // outputs))
 
@@ -132,7 +134,7 @@ def find_graph_breaks(model: nn.Module, /, *args: Any, **options: Any) -> list[s
         own = [frame for frame in stack if not frame.filename.startswith(torch.__path__[0])]
         place = f"{own[-1].filename}:{own[-1].lineno}" if own else "a line of torch's own"
         breaks.setdefault(place, _first_line(text.partition("Explanation: ")[2] or text))
-    count = f"the graph breaks at {len(breaks)} place(s)" if breaks else "no graph break"
+    count = f"the graph breaks at {len(breaks)} place(s) at least" if breaks else "no graph break"
     lines = [f"graph break at {place}: {reason}" for place, reason in breaks.items()]
     return [f"torch.compile: {count} in a forward pass", *lines[:MOST_BREAKS]]
 

@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from multiprocessing import get_context
@@ -62,11 +63,9 @@ def _send_peak(
 def measure_peak(make: Callable[[], Training], arm: Config, device: str) -> int | None:
     """Return the peak of two steps in this process; it also checks the rest of the contract."""
     tiny = partial(make_gpt, shape=TINY, batch_size=1, corpus=TINY_TEXT)
-    _train_first_steps(arm, device, make_training(tiny, device, 0))  # loads the kernels
+    plain = replace(arm, is_own=False)
+    _train_first_steps(plain, device, make_training(tiny, device, 0))  # loads the kernels
     training = make()
-    if arm.name in training.arms:  # compiling takes memory, too
-        _train_first_steps(arm, device, training)
-        training = make()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         trainer = _train_first_steps(arm, device, training)

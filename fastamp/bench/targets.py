@@ -14,6 +14,7 @@ from fastamp.bench.tasks import expect
 
 STOCK = "amp"  # the arm beside the judged one: mixed precision without fastamp
 LEAST_NBYTES = 2**25  # of FP32's peak: beside less, memory that kernels keep would count
+SAMPLES = 1.1  # times as many are too many to compare losses
 # What to mend next, by `Advice.part`; without "step", which the judged arm has from fastamp.
 NEXT = {
     "fused": "the optimizer, which is not fused, is",
@@ -60,11 +61,7 @@ def judge_arms(found: Results, own: list[str], against: str) -> list[Measurement
         ratio = found.race.ratio(arm, against)
         said = "faster" if ratio.low > 1 else "slower" if ratio.high < 1 else SAID[2]
         parts = [_compare_peaks(found, arm, against)]
-        losses = (show(last_losses(found, name)[0], ".4f") for name in (arm, against))
-        parts.append("loss {} against {}".format(*losses))
-        if found.scores[arm] and found.scores[against]:
-            scores = (mean_accuracy(found, name).value for name in (arm, against))
-            parts.append("accuracy {:.4f} against {:.4f}".format(*scores))
+        parts += _compare_quality(found, arm, against)
         about: dict[str, Any] = {"arm": arm, "base": against}
         reason = f"{arm} against {against}, in samples a second; {', '.join(filter(None, parts))}"
         name, unit = f"speedup/{arm}", "x"
@@ -79,6 +76,19 @@ def judge_arms(found: Results, own: list[str], against: str) -> list[Measurement
             figure = mean_accuracy(found, arm)
             measured.append(Measurement(name=f"accuracy/{arm}", interval=figure, arm=arm))
     return measured
+
+
+def _compare_quality(found: Results, arm: str, base: str) -> list[str]:
+    """Return losses and accuracies, unless one of the two has seen other amounts of samples."""
+    seen = [found.samples.get(name, 1) for name in (arm, base)]
+    if max(seen) > SAMPLES * min(seen):
+        return ["{} samples against {}: losses are not compared".format(*seen)]
+    losses = (show(last_losses(found, name)[0], ".4f") for name in (arm, base))
+    parts = ["loss {} against {}".format(*losses)]
+    if found.scores[arm] and found.scores[base]:
+        scores = (mean_accuracy(found, name).value for name in (arm, base))
+        parts.append("accuracy {:.4f} against {:.4f}".format(*scores))
+    return parts
 
 
 def _compare_peaks(found: Results, arm: str, base: str) -> str:

@@ -49,6 +49,7 @@ class Config:
     step: str = "stock"  # STEPS
     precision: str = "fp32"  # "fp32", LEAN, or TF32 or DTYPES
     timing: str = "none"  # TIMINGS
+    is_own: bool = False  # an arm of the task, or of --arm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +87,11 @@ class Trainer:
         self.device, self.feed = device, feed
         with _MOVE:
             training.model.to(device)
-        self.named = arms.Named(config.name if config.name in training.arms else "")
+        self.named = arms.Named(config.name if config.is_own else "")
         with self.named:
-            self.training, precision = arms.apply(config.name, training)
+            missing = config.is_own and config.name not in training.arms
+            expect(not missing, "make", "the arms of its first call, in every call", "others")
+            self.training, precision = arms.apply(config.name if config.is_own else "", training)
             self.config = config = replace(config, precision=precision or config.precision)
             self.model = self.training.model
             if config.precision == LEAN:

@@ -6,6 +6,7 @@ first steps beyond the time of later ones: they compile and allocate.
 """
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from statistics import fmean, median, stdev
 from time import perf_counter
@@ -13,14 +14,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import LRScheduler
 
 from fastamp._progress import progress
-from fastamp.bench import arms
 from fastamp.bench.measure import Batches, Job, open_batches, set_steps
 from fastamp.bench.race import CONFIDENCE, Interval, show, student
 from fastamp.bench.record import SAID, Measurement, Report
-from fastamp.bench.tasks import BrokenTask, Training, expect, with_copy
-from fastamp.bench.trainer import LEAN, Config, Trainer
+from fastamp.bench.tasks import BrokenTask, Part, Training, expect, short, with_copy
+from fastamp.bench.trainer import Config, Trainer
 
 SEEDS = 5  # at least
 STEPS = 400  # of the reference's horizon, without --steps
@@ -75,6 +77,7 @@ class Curve:
 
 
 Seed = dict[str, Curve]  # by arm
+_SCHEDULE = Part("options['schedule']", "its call or its step")
 
 
 def run(job: Job, steps: int, seeds: range, target: float | None) -> Report:
@@ -83,7 +86,7 @@ def run(job: Job, steps: int, seeds: range, target: float | None) -> Report:
     configs = job.list_arms(training.arms)
     reference = next(c for c in configs if c.name == (job.against or configs[0].name))
     left_out: dict[str, str] = {}
-    configs = [c for c in configs if c is reference or _can_train(c, training, job, left_out)]
+    configs = [c for c in configs if _can_train(c, training, job, left_out)]
     with progress(len(seeds) * (1 + (target is None))) as tick:
         if target is None:
             target = fmean(_loss_at(job, reference, seed, steps) for seed in _each(seeds, tick))
@@ -93,7 +96,7 @@ def run(job: Job, steps: int, seeds: range, target: float | None) -> Report:
     return _report(found, reference.name, target, left_out)
 
 
-def _each(seeds: range, tick: Any) -> Any:
+def _each(seeds: range, tick: Callable[[], object]) -> Iterator[int]:
     for seed in seeds:
         yield seed
         tick()
@@ -104,8 +107,7 @@ def _can_train(config: Config, training: Training, job: Job, left_out: dict[str,
     try:
         Trainer(config, with_copy(training), job.device)
     except BrokenTask as error:
-        if config.name != LEAN and not arms.is_built_in(config.name, training):
-            raise
+        job.leave_out(config.name, training, error)
         left_out[config.name] = error.line
         return False
     return True
@@ -127,44 +129,58 @@ def _train(
     training = job.make_training(seed)
     trainers = {c.name: Trainer(c, with_copy(training), job.device) for c in configs}
     judge = Trainer(Config(name="fp32"), with_copy(training), job.device)
+    lazy = any(map(is_lazy, judge.model.parameters()))
+    expect(not lazy, "model", "no lazy modules, for --until: call it once in make", "some")
     curves = {name: Curve(losses=[_score(judge, each)]) for name, each in trainers.items()}
     batches = open_batches(trainers, seed)
-    schedulers = {name: _make_schedulers(each, training, steps) for name, each in trainers.items()}
-    most = PARTS if target == -math.inf else MOST * PARTS
-    live, rng, part = [*trainers], np.random.default_rng(seed), max(steps // PARTS, 1)
+    schedules = {name: _make_schedule(each, training, steps) for name, each in trainers.items()}
+    most = steps if target == -math.inf else MOST * steps
+    live, rng, part = [*trainers], np.random.default_rng(seed), max(round(steps / PARTS), 1)
     while live:
         for name in rng.permutation(live).tolist():
             trainer, before = trainers[name], len(trainers[name].losses)
-            elapsed_s = _time_visit(trainer, batches[name], schedulers[name])
+            elapsed_s = _time_visit(trainer, batches[name], schedules[name])
             curves[name].add(len(trainer.losses) - before, elapsed_s, _score(judge, trainer))
         set_steps(batches, part)  # after the first visits, of one step
         crossed = curves[reference].cross(target)
         for name in [*live]:
-            curve = curves[name]
-            is_late = len(curve.visits) > most
+            is_late = curves[reference].steps[-1] >= most
             if crossed is not None:
-                is_late = curve.seconds[-1] > MOST * crossed[0]
-            if is_late or curve.cross(target) is not None:
+                is_late = curves[name].seconds[-1] > MOST * crossed[0]
+            if is_late or curves[name].cross(target) is not None:
                 live.remove(name)
     return curves
 
 
-def _make_schedulers(trainer: Trainer, training: Training, steps: int) -> list[Any]:
-    """Return the task's schedulers, whose horizon has as many samples for all arms."""
+def _make_schedule(trainer: Trainer, training: Training, steps: int) -> Callable[[], None]:
+    """Return what follows each step: the task's schedulers, until all of their steps are over.
+
+    A horizon has as many samples for all arms.
+    """
     own = trainer.training
-    if own.schedule is None:
-        return []
     sizes = [each.batch_size * each.accumulate for each in (training, own)]
     horizon = max(round(steps * sizes[0] / sizes[1]), 1)
-    return [own.schedule(optimizer, horizon) for optimizer in trainer.optimizers]
+    schedulers: list[Any] = []
+    with _SCHEDULE:
+        if own.schedule is not None:
+            schedulers = [own.schedule(optimizer, horizon) for optimizer in trainer.optimizers]
+    for each in schedulers:
+        expect(isinstance(each, LRScheduler), _SCHEDULE.name, "a scheduler of torch's", short(each))
+
+    def advance() -> None:
+        if len(trainer.losses) <= horizon:
+            with _SCHEDULE:
+                for each in schedulers:
+                    each.step()
+
+    return advance
 
 
-def _time_visit(trainer: Trainer, batches: Batches, schedulers: list[Any]) -> float:
-    def scheduled() -> Any:
+def _time_visit(trainer: Trainer, batches: Batches, advance: Callable[[], None]) -> float:
+    def scheduled() -> Iterator[Any]:
         for batch in batches:
             yield batch
-            for scheduler in schedulers:  # after the step on the batch
-                scheduler.step()
+            advance()  # after the step on the batch
 
     batches.go_to_visit_of(trainer)
     synchronize = torch.get_device_module(trainer.device).synchronize
@@ -178,28 +194,34 @@ def _time_visit(trainer: Trainer, batches: Batches, schedulers: list[Any]) -> fl
 def _score(judge: Trainer, trainer: Trainer) -> float:
     """Return the held-out loss of an arm's weights in FP32."""
     values, theirs = ([*m.parameters(), *m.buffers()] for m in (judge.model, trainer.model))
+    shapes = [[each.shape for each in tensors] for tensors in (values, theirs)]
+    wanted = "the parameters and buffers of the task's model in every arm, for --until"
+    expect(shapes[0] == shapes[1], "model", wanted, f"others in {trainer.config.name}")
     with torch.no_grad():
         for mine, value in zip(values, theirs, strict=True):
             mine.copy_(value)
+    torch.manual_seed(0)  # a random part of the held-out data is the same one for all
     losses = [score.loss for score in judge.evaluate()]
     wanted = 'a dict with "loss" from its call, for --until'
     expect(losses not in ([], [None]), "options['evaluate']", wanted, "none")
-    return float(losses[0] or 0.0)
+    loss = float(losses[0] or 0.0)
+    return math.inf if math.isnan(loss) else loss
 
 
 def _report(found: list[Seed], reference: str, target: float, left_out: dict[str, str]) -> Report:
     others = [name for name in found[0] if name != reference]
     confidence = 1 - (1 - CONFIDENCE) / max(len(others), 1)
-    whole = [seed for seed in found if seed[reference].cross(target) is not None]
+    whole = [seed for seed in found if (seed[reference].cross(target) or (0.0,))[0] > 0]
     rows, measurements = [], []
     for name in found[0]:
         crossed = [seed[name].cross(target) for seed in whole]
         there = [each for each in crossed if each is not None]
-        row = {"arm": name, "reached by": f"{len(there)} of {len(found)} seeds"}
+        reached = sum(seed[name].cross(target) is not None for seed in found)
+        row = {"arm": name, "reached by": f"{reached} of {len(found)} seeds"}
         for unit, place in (("s", 0), ("steps", 1)):
             middle = median(each[place] for each in there) if there else math.nan
             row[f"median {unit}"] = show(middle, ".4g")
-        row["start s"] = show(median(seed[name].start_s for seed in found), ".2f")
+        row["start s"] = show(max(0.0, *(seed[name].start_s for seed in found)), ".2f")
         ratio = _compare(whole, name, reference, target, confidence)
         percent = f"{100 * confidence:.4g} %"
         text = "n/a" if ratio is None else ratio.text(".3f", "x")
@@ -211,9 +233,8 @@ def _report(found: list[Seed], reference: str, target: float, left_out: dict[str
         if ratio is not None:
             said = SAID[0] if ratio.high < 1 else SAID[1] if ratio.low > 1 else SAID[2]
         about: dict[str, Any] = {"name": f"time_to_loss/{name}", "arm": name, "base": reference}
-        reason = (
-            f"{name} against {reference}, seconds to a loss of {target:.4f}, {len(whole)} seeds"
-        )
+        seeds = f"{len(whole)} of {len(found)} seeds"
+        reason = f"{name} against {reference}, seconds to a loss of {target:.4f}, {seeds}"
         measurements.append(
             Measurement(interval=ratio, unit="x", verdict=said, reason=reason, **about)
         )
@@ -225,7 +246,8 @@ def _report(found: list[Seed], reference: str, target: float, left_out: dict[str
     ]
     if len(whole) < len(found):
         missed = len(found) - len(whole)
-        notes.append(f"{missed} seeds are left out: {reference} itself did not reach the loss")
+        why = f"{reference} itself does not reach the loss, or has it before its first step"
+        notes.append(f"{missed} seeds are left out: {why}")
     curves = {name: [asdict(seed[name]) for seed in found] for name in found[0]}
     details = {"curves": curves, "target": target}
     return Report(table=rows, measurements=measurements, notes=notes, details=details)
@@ -242,7 +264,7 @@ def _compare(
     logs, is_open = [], False
     for seed in seeds:
         base, own = (seed[each].cross(target) for each in (reference, name))
-        if base is None or base[0] <= 0:
+        if base is None:
             continue
         is_open |= own is None
         seconds = min(seed[name].seconds[-1], MOST * base[0]) if own is None else own[0]

@@ -10,6 +10,7 @@ on top: the median of the blocks' seconds a step.
 import math
 import warnings
 from collections.abc import Iterator
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -26,18 +27,31 @@ REGIONS = ("forward", "backward", "step")
 
 
 def profile_trainers(
-    trainers: dict[str, Trainer], batches: Iterator[Any], loader: Any, race: Race, steps: int
+    trainers: dict[str, Trainer],
+    batches: Iterator[Any],
+    loader: Any,
+    race: Race,
+    steps: int,
+    *,
+    is_data_timed: bool = False,
 ) -> dict[str, Profile]:
-    """Train every arm for some more blocks of so many steps; their batches are timed, too."""
+    """Train every arm for some more blocks of so many steps; their batches are timed, too.
+
+    The race's steps are without the wait for them, unless its data were timed.
+    """
     blocks: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
     for place in range(BLOCKS):
         for name in trainers if place % 2 else reversed(trainers):
             blocks[name].append(_time_block(trainers[name], batches, steps))
+    steps_s = {name: race.quartiles_s(name)[1] for name in trainers}
+    if is_data_timed:
+        for name, found in blocks.items():
+            steps_s[name] = max(steps_s[name] - median(block["data"] for block in found), 1e-9)
     return {
         name: Profile(
             device=trainer.device,
             steps=BLOCKS * steps,
-            parts=split_step(blocks[name], race.quartiles_s(name)[1], trainer.device),
+            parts=split_step(blocks[name], steps_s[name], trainer.device),
             facts=describe(trainer.optimizers, loader, trainer.scaler, trainer.dtype),
             syncs=_count_syncs(trainer, batches),
         )

@@ -67,7 +67,7 @@ def make_trainer(change, *, name="own", config=None, model=None, **options):
     training = tasks.Training(
         model=model, data=data, loss=nn.functional.cross_entropy, arms={name: change}, **options
     )
-    return Trainer(config or Config(name=name), training, "cpu")
+    return Trainer(config or Config(name=name, is_own=True), training, "cpu")
 
 
 # Four arms, from the task to the page
@@ -91,9 +91,9 @@ def test_four_arms_have_a_row_a_verdict_and_a_curve_each(bench, tmp_path):
         assert f"{arm} against fp32, in samples a second" in each["reason"] or each["reason"]
         assert each["text"] in page.read_text()
         assert each["text"] in printed.out
-    assert "7 comparisons, each at 99.29 %: all together hold at 95 %" in printed.out
-    assert "speed-up [99.29 %]" in found["table"][0]
-    assert found["job"]["arms"] == names[2:6]
+    assert "8 comparisons, each at 99.38 %: all together hold at 95 %" in printed.out
+    assert "speed-up [99.38 %]" in found["table"][0]
+    assert found["job"]["arms"] == sorted(names[2:6])
     # Four batches of 4 are the samples of one of 16: the same mean loss, to rounding.
     torch.testing.assert_close(found["losses"]["small"], found["losses"]["fp32"])
     assert found["losses"]["sgd"][1:] != found["losses"]["fp32"][1:]
@@ -136,13 +136,26 @@ def test_options_that_make_no_sense_are_refused(bench, words, said):
 # Wrong arms
 
 
+OTHERS = (
+    "the change: expected the parameters of the model that it is given, as they are: no other, new"
+    " or frozen ones, got others"
+)
 WRONG = {
     "fail": "the change: its call on the model raised ArithmeticError: of the user's own",
     "lambda model: None": "the change: expected the changed model, got None",
-    "lambda model: nn.Linear(64, 3)": "the change: expected the model with the weights that it is"
-    " given, 4 parameters to train, got another model, with 2",
-    "lambda model: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))": "the change: expected the"
-    " model with the weights that it is given, 4 parameters to train, got another model, with 4",
+    "lambda model: nn.Linear(64, 3)": OTHERS,
+    "lambda model: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))": OTHERS,
+    "lambda model: __import__('copy').deepcopy(model)": OTHERS,
+    "lambda model: model.requires_grad_(False)": OTHERS,
+    "lambda model: model[0].weight.data.mul_(0.5) is None or model": OTHERS,
+    "lambda model: model.append(nn.Linear(3, 3))": OTHERS,
+    "lambda model: torch.set_num_threads(torch.get_num_threads() + 1) or model": "the change: expec"
+    "ted torch.get_num_threads() as it was, for all arms, got",
+    "{'loader': torch.utils.data.DataLoader(data, 16, num_workers=1)}": "loader: expected loaders w"
+    "ithout workers, which would work while other arms train, got 1 workers",
+    "{'loader': torch.utils.data.DataLoader(data, 16), 'batch_size': 8}": "batch_size: expected",
+    "{'other_samples': True}": "expected some of optimizer, dtype, batch_size",
+    "{'dtype': None, 'precision': 'bf16'}": "expected dtype or precision, got both",
     "{'loader': (torch.randn(60, 64), torch.arange(60) % 3)}": "loader: expected the 64 samples of"
     " the task in an epoch, or other_samples=True, got 60",
     "{'lr': 1}": "expected some of optimizer, dtype, batch_size, accumulate, loader, precision, ot",
@@ -156,14 +169,34 @@ WRONG = {
 
 @pytest.mark.parametrize("change", WRONG)
 def test_a_wrong_arm_ends_in_one_line_that_names_it(bench, change):
+    threads = torch.get_num_threads()
     status, printed = bench(f"{{'wrong': {change}}}", "--steps", "6")
     assert status == 2
     line = printed.err.splitlines()[-1]
+    torch.set_num_threads(threads)
     assert "breaks its contract: arms['wrong']" in line
     assert WRONG[change] in line
 
 
+def test_arms_that_a_later_call_of_make_lacks_are_an_error(bench):
+    own = "{} if seed else {'same': lambda model: model}"
+    status, printed = bench(own, "--steps", "6", "--until", "equal")
+    assert status == 2
+    assert "arms['same']: make: expected the arms of its first call" in printed.err
+
+
+def test_the_arm_that_others_change_cannot_be_left_out(bench):
+    own = "{'sgd': {'optimizer': lambda m: torch.optim.SGD(m.parameters(), lr=0.1)}}"
+    own += ' or 0; options_ = {"optimizer": lambda m: torch.optim.SGD(m.parameters(), lr=0.1)}'
+    status, printed = bench(own, "--steps", "6", "--against", "lean")
+    assert status == 2
+    assert "arms['sgd']: options['optimizer']: expected torch's AdamW" in printed.err
+
+
 def test_a_name_of_ours_and_one_used_twice_are_no_arms(bench):
+    status, printed = bench("{1: fail}", "--steps", "6", name="number")
+    assert status == 2
+    assert "options['arms']: expected names of letters and digits" in printed.err
     status, printed = bench("{'lean': fail}", "--steps", "6")
     assert status == 2
     assert "options['arms']: expected names of letters and digits, none of fp32," in printed.err
@@ -212,7 +245,7 @@ def test_several_optimizers_are_clipped_to_one_norm(step):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))
     before = [p.detach().clone() for p in model.parameters()]
-    config = Config(name="own", step=step)
+    config = Config(name="own", step=step, is_own=True)
     made = make_trainer({"optimizer": halves}, config=config, model=model, max_norm=0.25)
     made.train([(torch.randn(16, 64), torch.arange(16) % 3)])
     moved = [new.detach() - old for new, old in zip(model.parameters(), before, strict=True)]
@@ -288,6 +321,9 @@ def test_a_verdict_needs_an_interval_beside_1_and_says_memory_and_loss():
         assert speedup.verdict.startswith(said)
         assert speedup.reason.endswith("50 % less memory, loss 1.5000 against 2.0000")
         assert (peak.name, peak.interval.value) == ("peak_memory/own", 2**26)
+    found.samples.update(fp32=16, own=64)
+    speedup, _ = targets.judge_arms(found, ["own"], "fp32")
+    assert speedup.reason.endswith("64 samples against 16: losses are not compared")
 
 
 def test_more_comparisons_widen_every_interval():

@@ -85,6 +85,7 @@ def test_an_arm_that_does_not_arrive_takes_the_upper_end_away():
     assert ratio.low == pytest.approx(until.MOST)
     assert ratio.text(".2f", "x") == "> 2.00x"
     assert until._compare(seeds[:1], "never", "base", 2.3, confidence=0.95) is None
+    assert seeds[0]["never"].cross(2.3) is None
     # Seeds in which the base itself does not arrive say nothing.
     assert until._compare(seeds, "base", "never", 2.3, confidence=0.95) is None
 
@@ -163,7 +164,7 @@ def test_a_loss_that_nobody_reaches_ends_with_no_figure():
     Linear.calls = 0
     report = until.run(job, 10, range(2), -1.0)
     assert {each.verdict for each in report.measurements} == {"n/a"}
-    assert "2 seeds are left out: fp32 itself did not reach the loss" in report.notes
+    assert report.notes[-1].startswith("2 seeds are left out: fp32 itself does not reach the loss")
     assert Linear.calls < 2 * 9 * 90  # all arms stop after about twice the horizon
 
 
@@ -177,3 +178,71 @@ def test_a_task_without_a_held_out_loss_is_refused():
     )
     with pytest.raises(BrokenTask, match=r"options\['evaluate'\]: expected a dict with \"loss\""):
         until.run(job, 10, range(2), None)
+
+
+@pytest.mark.parametrize("steps", [30, 79, 80])
+def test_the_target_is_the_bases_loss_at_90_percent_of_its_steps(steps):
+    job = measure.Job(
+        device="cpu", precision="bf16", seed=0, steps=None, make=make, memory_make=make
+    )
+    (base,) = (config for config in job.list_arms() if config.name == "fp32")
+    curve = until._train(job, [base], "fp32", 0, steps, -math.inf)["fp32"]
+    assert steps <= curve.steps[-1] <= steps + 2
+    wanted = np.interp(0.9 * steps, curve.steps, curve.smooth())
+    assert until._loss_at(job, base, 0, steps) == pytest.approx(wanted)
+
+
+def make_with(**changed):
+    """Return `make` with changed options."""
+
+    def made(device, seed):
+        model, data, loss, options = make(device, seed)
+        own = {name: value for name, value in changed.items() if name != "model"}
+        return changed.get("model", model), data, loss, options | own
+
+    return made
+
+
+def test_a_schedule_ends_with_its_horizon():
+    rates = []
+
+    class Falling(torch.optim.lr_scheduler.LambdaLR):
+        def step(self, *args):
+            super().step(*args)
+            rates.extend(self.get_last_lr())
+
+    task = make_with(schedule=lambda o, n: Falling(o, lambda step: 1 - step / n), arms={})
+    job = measure.Job(
+        device="cpu", precision="bf16", seed=0, steps=None, make=task, memory_make=task
+    )
+    (base,) = (config for config in job.list_arms() if config.name == "fp32")
+    curve = until._train(job, [base], "fp32", 0, 20, -1.0)["fp32"]
+    assert curve.steps[-1] == 40
+    assert min(rates) == pytest.approx(0.0)
+    assert len(rates) == 20 + 1  # and the one when it is made
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"schedule": lambda o, n: None}, "options['schedule']: expected a scheduler of torch's"),
+        ({"schedule": lambda o, n: 1 / 0}, "options['schedule']: its call or its step raised"),
+        ({"model": nn.LazyLinear(2)}, "model: expected no lazy modules, for --until"),
+        (
+            {"arms": {"own": lambda m: m.register_buffer("n", torch.zeros(1)) or m}},
+            "model: expected the parameters and buffers of the task's model in every arm",
+        ),
+    ],
+)
+def test_what_cannot_be_raced_to_a_loss_is_refused(changed, said):
+    task = make_with(**changed)
+    job = measure.Job(
+        device="cpu", precision="bf16", seed=0, steps=None, make=task, memory_make=task
+    )
+    with pytest.raises(BrokenTask) as error:
+        until.run(job, 10, range(2), 0.5)
+    assert said in error.value.line
+
+
+def test_a_loss_that_is_no_number_is_never_reached():
+    assert make_curve([4.0, math.inf, 0.9, math.inf, 4.0]).cross(1.5) is None
