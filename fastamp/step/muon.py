@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastamp import _ops
 from fastamp._ops import ANOTHER_TYPE, NO_STATE, PLAIN_TYPES, fallback, kept
 
 RULE = "Muon"
@@ -16,6 +17,7 @@ MODULE = "torch.optim._muon"
 """Where the class is; its `__module__` says torch.optim."""
 STATES = (("momentum_buffer", ""),), False, "zeros of the gradient"
 """As the core declares those of other rules: names, whether steps are counted, how they begin."""
+_PASSES = "Muon, momentum", "Muon, write"  # declarations in csrc/step/rules.h
 OPTIONS = {"lr", "weight_decay", "momentum", "nesterov"}
 OPTIONS |= {"ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"}
 OPTIONS |= {"differentiable"}  # False: a loaded optimizer has it
@@ -25,7 +27,7 @@ _ROUND = 64 << 20
 # Bytes of matrices that are multiplied together. On the CPU more of them would leave the caches
 # between two products: there a stack of 3 with 384 rows is faster than one of 12, or a loop.
 _CPU_STACK = 1 << 20
-_ALIGNED = 64  # elements: stacks start at whole cache lines
+_LINE = 128  # bytes: where a stack starts, so that vectors are aligned
 
 
 class _Matrix(NamedTuple):
@@ -39,6 +41,10 @@ class _Matrix(NamedTuple):
         own = self.group
         return self.param.shape, tuple(own["ns_coefficients"]), own["ns_steps"], own["eps"]
 
+    def lr_ratio(self) -> float:
+        """Return what multiplies the learning rate of this shape."""
+        return _RATIOS[self.group["adjust_lr_fn"]](*self.param.shape)
+
 
 class _Round(NamedTuple):
     """Matrices whose directions are held at a time."""
@@ -49,12 +55,61 @@ class _Round(NamedTuple):
     stacks: list[tuple[Tensor, tuple[Any, ...]]]
     """Each with its kind."""
 
+    def read_passes(self, core: Any, momentum: Any, write: Any) -> list[Any]:
+        """Read the core's two passes; a reason in place of one says why torch has to step.
+
+        In the first one the directions stand for parameters, in the second one for gradients.
+        """
+        alike: dict[tuple[int, torch.Size], list[int]] = {}
+        for place, matrix in enumerate(self.matrices):
+            alike.setdefault((id(matrix.group), matrix.param.shape), []).append(place)
+        order = [place for places in alike.values() for place in places]
+        params = [matrix.param for matrix in self.matrices]
+        groups: list[list[dict[str, Any]]] = [[], []]
+        for places in alike.values():
+            first = self.matrices[places[0]]
+            options = {**first.group, "lr_ratio": first.lr_ratio()}
+            for found, own in zip(groups, (self.directions, params), strict=True):
+                found.append({**options, "params": [own[place] for place in places]})
+        states = {
+            direction: {"momentum_buffer": matrix.buffer}
+            for matrix, direction in zip(self.matrices, self.directions, strict=True)
+        }
+        grads = [self.matrices[place].grad for place in order]
+        directions = [self.directions[place] for place in order]
+        return [
+            core.read(momentum, groups[0], states, grads),
+            core.read(write, groups[1], {}, directions),
+        ]
+
+    def add_momentum(self, factor: float) -> None:
+        """Make the core's first pass in torch's operators, each rounded by itself."""
+        for (group, _, grad, buffer), direction in zip(self.matrices, self.directions, strict=True):
+            momentum = group["momentum"]
+            values = grad.float() * factor
+            mean = _interpolated(buffer.float(), values, 1 - momentum)
+            buffer.copy_(mean)
+            direction.copy_(_interpolated(values, mean, momentum) if group["nesterov"] else mean)
+
+    def write(self) -> None:
+        """Make the core's second pass in torch's operators."""
+        for matrix, direction in zip(self.matrices, self.directions, strict=True):
+            lr = float(matrix.group["lr"])
+            kept_ = matrix.param.float() * (1 - lr * matrix.group["weight_decay"])
+            matrix.param.copy_(kept_ - direction.float() * (lr * matrix.lr_ratio()))
+
 
 class MuonBackend:
-    """Steps of Muon on one device; see `Backend` in _native.pyi."""
+    """Steps of Muon on one device; see `Backend` in _native.pyi.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    Args:
+        device: of the matrices.
+        core: the core's backend of the device; None makes all passes in torch's operators.
+    """
+
+    def __init__(self, device: torch.device, core: Any) -> None:
+        self.device, self.core = device, core
+        self._updates = [] if core is None else [_ops.core().Update(name) for name in _PASSES]
 
     def read(
         self,
@@ -62,69 +117,61 @@ class MuonBackend:
         groups: list[dict[str, Any]],
         states: dict[Tensor, Any],
         grads: list[Tensor] | None,
-    ) -> list[_Round] | str:
+    ) -> list[tuple[_Round, list[Any]]] | str:
         """Find what a step reads and writes, or say why it cannot be made here."""
         if grads is not None:
             return "a matrix is sharded"
-        by_kind: dict[tuple[Any, ...], list[_Matrix]] = {}
-        for group in groups:
-            for param in group["params"]:
-                if (grad := param.grad) is None:
-                    continue
-                if why := _refusal(group, param, grad, self.device):
-                    return why
-                state = states.get(param) or {}
-                if "momentum_buffer" not in state:
-                    return NO_STATE
-                matrix = _Matrix(group, param, grad, state["momentum_buffer"])
-                by_kind.setdefault(matrix.kind(), []).append(matrix)
-        found = [matrix for matrices in by_kind.values() for matrix in matrices]
-        if len({id(matrix.param) for matrix in found}) < len(found):
-            return "a parameter is twice in a group"
-        return self._rounds(by_kind) if found else "no parameter has a gradient"
-
-    def _rounds(self, by_kind: dict[tuple[Any, ...], list[_Matrix]]) -> list[_Round]:
-        most = _CPU_STACK if self.device.type == "cpu" else _ROUND
-        planned: list[list[tuple[list[_Matrix], int]]] = [[]]
-        sizes = [0]
-        for matrices in by_kind.values():
-            numel = matrices[0].param.numel()
-            count = max(1, most // (2 * numel))
-            for some in (matrices[i : i + count] for i in range(0, len(matrices), count)):
-                size = -(-len(some) * numel // _ALIGNED) * _ALIGNED
-                if planned[-1] and 2 * (sizes[-1] + size) > _ROUND:
-                    planned.append([])
-                    sizes.append(0)
-                planned[-1].append((some, sizes[-1]))
-                sizes[-1] += size
-        # One memory for all rounds: a round is written before the next one is read.
-        memory = torch.empty(max(sizes), dtype=torch.bfloat16, device=self.device)
-        return [_round_of(plan, memory) for plan in planned]
+        by_kind: dict[tuple[Any, ...], dict[int, _Matrix]] = {}
+        for group, param in ((own, param) for own in groups for param in own["params"]):
+            if param.grad is None:
+                continue
+            state = states.get(param) or {}
+            if why := _refusal(group, param, state, self.device):
+                return why
+            matrix = _Matrix(group, param, param.grad, state["momentum_buffer"])
+            if by_kind.setdefault(matrix.kind(), {}).setdefault(id(param), matrix) is not matrix:
+                return "a parameter is twice in a group"
+        reads = []
+        for each in _rounds([[*found.values()] for found in by_kind.values()], self.device):
+            passes = each.read_passes(self.core, *self._updates) if self._updates else []
+            for found in passes:
+                if isinstance(found, str):
+                    return found
+            reads.append((each, passes))
+        return reads or "no parameter has a gradient"
 
     @torch.no_grad()
     def apply(
         self,
         _update: object,
-        read: list[_Round],
+        read: list[tuple[_Round, list[Any]]],
         factor: Tensor | None,
         found_inf: Tensor | None,
         drops: bool,  # noqa: FBT001 - the core's signature
     ) -> None:
-        """Multiply the gradients and update, unless `found_inf` is 1.0."""
-        matrices = [matrix for each in read for matrix in each.matrices]
-        if found_inf is None or not found_inf.item():
-            number = 1.0 if factor is None else factor.item()
-            for matrices_, directions, stacks in read:
-                for matrix, direction in zip(matrices_, directions, strict=True):
-                    _add_momentum(matrix, direction, number)
-                for stack, kind in stacks:
-                    orthogonalize_(stack, *kind[1:])
-                for matrix, direction in zip(matrices_, directions, strict=True):
-                    _write(matrix, direction)
+        """Multiply the gradients and update, unless `found_inf` is 1.0.
+
+        On a device the core's kernels look at the flag, and the products are made in any case.
+        """
+        is_skipped = False
+        if found_inf is not None and (self.core is None or not self.core.is_apart):
+            is_skipped = bool(found_inf.item())
+        for each, passes in () if is_skipped else read:
+            if passes:
+                self.core.apply(self._updates[0], passes[0], factor, found_inf, drops)
+            else:
+                each.add_momentum(1.0 if factor is None else factor.item())
+            for stack, kind in each.stacks:
+                orthogonalize_(stack, *kind[1:])
+            if passes:
+                self.core.apply(self._updates[1], passes[1], None, found_inf, True)
+                continue
+            each.write()
             if factor is not None and not drops:
-                fallback.rescale_([matrix.grad for matrix in matrices], factor)
-        for matrix in matrices if drops else ():
-            matrix.param.grad = None
+                fallback.rescale_([matrix.grad for matrix in each.matrices], factor)
+        for each, _ in read if drops else ():
+            for matrix in each.matrices:
+                matrix.param.grad = None
 
     def step(self, *_: object) -> str:
         """Ask for a step in halves, the only one that is made here."""
@@ -132,27 +179,25 @@ class MuonBackend:
 
 
 def _refusal(  # noqa: PLR0911 - one row a reason
-    group: dict[str, Any], param: Tensor, grad: Tensor, device: torch.device
+    group: dict[str, Any], param: Tensor, state: dict[str, Any], device: torch.device
 ) -> str:
     """Say why a matrix is left to torch's step, which may raise its own error; "" if it is not."""
+    grad: Any = param.grad
     if type(param) not in PLAIN_TYPES or type(grad) not in PLAIN_TYPES or device.type == "meta":
         return "a parameter is of another type"
     if param.dim() != 2 or param.numel() == 0:
         return "a parameter is no matrix"
     if {param.dtype, grad.dtype} - {*kept.DTYPES}:
         return f"a parameter or gradient is neither of {kept.DTYPES}"
-    if (grad.layout, grad.device, param.device, grad.shape) != (
-        torch.strided,
-        device,
-        device,
-        param.shape,
-    ):
-        return "a gradient's shape, layout or device"
+    if grad.layout is not torch.strided or grad.shape != param.shape:
+        return "a gradient's shape or layout"
+    if not grad.device == param.device == device:
+        return "parameters on several devices"
     if group["adjust_lr_fn"] not in _RATIOS:
         return f"adjust_lr_fn={group['adjust_lr_fn']!r}"
     if len(group["ns_coefficients"]) != 3 or group["ns_steps"] >= 100:
         return "ns_coefficients or ns_steps"
-    return ""
+    return "" if "momentum_buffer" in state else NO_STATE
 
 
 def _original(rows: int, columns: int) -> float:
@@ -167,12 +212,33 @@ _RATIOS = {None: _original, "original": _original, "match_rms_adamw": _match_rms
 """What multiplies the learning rate of a matrix, by `adjust_lr_fn`."""
 
 
-def _round_of(plan: list[tuple[list[_Matrix], int]], memory: Tensor) -> _Round:
+def _rounds(of_kinds: list[list[_Matrix]], device: torch.device) -> list[_Round]:
+    """Stack matrices of each kind, and lay the stacks out in memory that all rounds share.
+
+    A round is written before the next one is read.
+    """
+    most = _CPU_STACK if device.type == "cpu" else _ROUND
+    planned: list[list[tuple[int, list[_Matrix]]]] = []
+    end = largest = 0
+    for matrices in of_kinds:
+        nbytes = 2 * matrices[0].param.numel()
+        count = max(1, most // nbytes)
+        for some in (matrices[i : i + count] for i in range(0, len(matrices), count)):
+            if not planned or end + len(some) * nbytes > _ROUND:
+                planned.append([])
+                end = 0
+            planned[-1].append((end // 2, some))
+            end = -(-(end + len(some) * nbytes) // _LINE) * _LINE
+            largest = max(largest, end)
+    memory = torch.empty(largest // 2, dtype=torch.bfloat16, device=device)
+    return [_round_of(plan, memory) for plan in planned]
+
+
+def _round_of(plan: list[tuple[int, list[_Matrix]]], memory: Tensor) -> _Round:
     found = _Round([], [], [])
-    for matrices, start in plan:
-        param = matrices[0].param
-        numel = len(matrices) * param.numel()
-        stack = memory[start : start + numel].view(len(matrices), *param.shape)
+    for start, matrices in plan:
+        shape = (len(matrices), *matrices[0].param.shape)
+        stack = memory[start : start + math.prod(shape)].view(shape)
         found.matrices.extend(matrices)
         found.directions.extend(stack.unbind())
         found.stacks.append((stack, matrices[0].kind()))
@@ -191,26 +257,14 @@ def orthogonalize_(
         eps: least norm that a matrix is divided by.
     """
     a, b, c = coefficients
-    found = stack.mT if stack.size(1) > stack.size(2) else stack
-    norms = torch.linalg.vector_norm(found, dim=(1, 2), keepdim=True)
-    found = found / norms.clamp(min=eps)
+    wide = stack.mT if stack.size(1) > stack.size(2) else stack
+    norms = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
+    found = wide.div_(norms.clamp(min=eps))
     for _ in range(steps):
         gram = torch.bmm(found, found.mT)
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         found = torch.baddbmm(found, gram, found, beta=a)
-    stack.copy_(found.mT if stack.size(1) > stack.size(2) else found)
-
-
-# The two other passes in torch's operators, each of them rounded by itself.
-
-
-def _add_momentum(matrix: _Matrix, direction: Tensor, factor: float) -> None:
-    momentum = matrix.group["momentum"]
-    grad = matrix.grad.float() * factor
-    buffer = _interpolated(matrix.buffer.float(), grad, 1 - momentum)
-    matrix.buffer.copy_(buffer)
-    has_nesterov = matrix.group["nesterov"]
-    direction.copy_(_interpolated(grad, buffer, momentum) if has_nesterov else buffer)
+    wide.copy_(found)
 
 
 def _interpolated(start: Tensor, end: Tensor, weight: float) -> Tensor:
@@ -218,10 +272,3 @@ def _interpolated(start: Tensor, end: Tensor, weight: float) -> Tensor:
     if abs(weight) < 0.5:
         return start + (end - start) * weight
     return end + (end - start) * (weight - 1)
-
-
-def _write(matrix: _Matrix, direction: Tensor) -> None:
-    group, lr = matrix.group, float(matrix.group["lr"])
-    step_size = lr * _RATIOS[group["adjust_lr_fn"]](*matrix.param.shape)
-    weights = matrix.param.float() * (1 - lr * group["weight_decay"])
-    matrix.param.copy_(weights - direction.float() * step_size)

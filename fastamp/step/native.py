@@ -72,7 +72,7 @@ def prepare(optimizer: Optimizer) -> tuple[Any, Any] | str:  # noqa: C901, PLR09
         if unknown := optimizer.defaults.keys() - muon.OPTIONS:
             return f"fastamp does not know Muon's {', '.join(sorted(unknown))}"
         _updates[optimizer] = rule, None
-        return muon.MuonBackend(device), None
+        return muon.MuonBackend(device, backend), None
     return backend, _update_of(optimizer, rule)
 
 

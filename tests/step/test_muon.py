@@ -11,6 +11,7 @@ from support.gradients import random
 from support.training import make_scaler
 
 import fastamp
+from fastamp import _ops
 from fastamp.step import muon
 from fastamp.step.split import SplitStep
 from fastamp.step.unscaled import optimizer_step
@@ -59,11 +60,11 @@ def everything(parameters, optimizer):
     return [t.detach().clone() for t in [*parameters, *states]]
 
 
-def train(step, steps, device="cpu", **options):
+def train(step, steps, device="cpu", *, max_norm=None, **options):
     parameters, optimizer = make(device, **options)
     for i in steps:
         give(parameters, i)
-        step(optimizer)
+        step(optimizer, **({} if max_norm is None else {"max_norm": max_norm}))
     return everything(parameters, optimizer)
 
 
@@ -95,6 +96,19 @@ def test_steps_are_torchs_but_for_roundings(options, steps, bound, backend, devi
     assert error(ours, theirs) < bound
     buffers = len(SHAPES)
     assert error(ours[buffers:], theirs[buffers:]) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.pairwise
+def test_all_backends_get_the_same_bits(options, dtype, compiled, device):
+    """The products are torch's on the same matrices, and the two passes are the same rule's."""
+    steps = range(2 if compiled == "emulated" else 4)
+    options = {**OPTIONS[options], "dtype": dtype}
+    ours = train(own_step, steps, device, max_norm=5.0, **options)
+    with _ops.use_only("fallback"):
+        right = train(own_step, steps, device, max_norm=5.0, **options)
+    assert same_bits(ours, right)
 
 
 def test_bfloat16_is_float32_rounded_once(backend, device):
@@ -153,6 +167,31 @@ def test_overflows_leave_no_trace(zero_grad, backend, device):
     ours = everything(parameters, optimizer)
     assert same_bits(ours, train(own_step, taken, device))
     assert error(ours, train(torchs_step, taken, device)) < 1e-3
+
+
+@pytest.mark.parametrize("value", [1.0, math.inf])
+def test_nothing_waits_for_a_device(value, apart, device, monkeypatch):
+    parameters, optimizer = make(device)
+    adamw = torch.optim.AdamW(parameters[-1:])
+    optimizer.param_groups[1]["params"].pop()
+    scaler = make_scaler(fastamp.GradScaler, device)
+    scaler.scale(torch.ones((), device=device))
+    give(parameters, 0, value)
+    for name in ("item", "__bool__", "__float__", "tolist"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("it waits"))
+    scaler.step([optimizer, adamw], max_norm=1.0, zero_grad=True)
+    monkeypatch.undo()
+    assert scaler.last_step.way == "native"
+    assert scaler.last_step.skipped == math.isinf(value)
+
+
+def test_a_step_in_inference_mode(backend, device):
+    parameters, optimizer = make(device)
+    give(parameters, 0)
+    with torch.inference_mode():
+        own_step(optimizer, max_norm=5.0)
+    right = train(own_step, range(1), device, max_norm=5.0)
+    assert same_bits(everything(parameters, optimizer), right)
 
 
 @pytest.mark.parametrize("bad", [0.0, math.nan])
