@@ -183,16 +183,16 @@ def _refusal(  # noqa: PLR0911 - one row a reason
 ) -> str:
     """Say why a matrix is left to torch's step, which may raise its own error; "" if it is not."""
     grad: Any = param.grad
-    if type(param) not in PLAIN_TYPES or type(grad) not in PLAIN_TYPES or device.type == "meta":
+    if type(param) not in PLAIN_TYPES or type(grad) not in PLAIN_TYPES or param.is_meta:
         return "a parameter is of another type"
+    if not grad.device == param.device == device:
+        return "parameters on several devices"
     if param.dim() != 2 or param.numel() == 0:
         return "a parameter is no matrix"
     if {param.dtype, grad.dtype} - {*kept.DTYPES}:
         return f"a parameter or gradient is neither of {kept.DTYPES}"
     if grad.layout is not torch.strided or grad.shape != param.shape:
         return "a gradient's shape or layout"
-    if not grad.device == param.device == device:
-        return "parameters on several devices"
     if group["adjust_lr_fn"] not in _RATIOS:
         return f"adjust_lr_fn={group['adjust_lr_fn']!r}"
     if len(group["ns_coefficients"]) != 3 or group["ns_steps"] >= 100:

@@ -281,6 +281,8 @@ def test_a_clip_in_a_call_of_its_own_is_folded(backend, device):
     torch.nn.utils.clip_grad_norm_(theirs, 0.5)
     stock.step()
     assert error(everything(ours, own), everything(theirs, stock)) < 1e-4
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("by_state", [True, False])
@@ -376,6 +378,41 @@ def test_what_fastamp_does_not_know_is_torchs(change, reason, backend, device):
             optimizer.step()
         found.append(everything(parameters, optimizer))
     assert error(*found) < 1e-4
+
+
+def empty(device):
+    return [torch.nn.Parameter(torch.zeros(0, 4, device=device))]
+
+
+def on_two_devices(device):
+    return [torch.nn.Parameter(torch.zeros(2, 4, device=where)) for where in (device, "meta")]
+
+
+def without_values(_):
+    return [torch.nn.Parameter(torch.zeros(2, 4, device="meta"))]
+
+
+def twice(device):
+    return [torch.nn.Parameter(torch.zeros(2, 4, device=device))] * 2
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (empty, "a parameter is no matrix"),
+        (on_two_devices, "a parameter is of another type"),
+        (without_values, "a parameter is of another type"),
+        (twice, "a parameter is twice in a group"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_odd_parameters_are_left_to_torch(make, reason, backend, device):
+    parameters = make(device)
+    optimizer = torch.optim.Muon(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    for _ in range(2):  # the second one finds the states that torch has made
+        assert fastamp.optimizer_step(optimizer).way == f"torch's: {reason}"
 
 
 @pytest.mark.parametrize(
