@@ -6,13 +6,14 @@ import warnings
 
 import pytest
 import torch
+from support import muon_ranks, ranks
 from support.bits import bits
 from support.gradients import random
 from support.training import make_scaler
 
 import fastamp
 from fastamp import _ops
-from fastamp.step import muon
+from fastamp.step import stacks
 from fastamp.step.split import SplitStep
 from fastamp.step.unscaled import optimizer_step
 
@@ -322,14 +323,34 @@ def test_schedulers_set_the_rate_without_a_warning(as_tensor, backend, device):
 @pytest.mark.parametrize("place", ["rounds", "stacks"])
 def test_bits_do_not_depend_on_what_is_held_at_a_time(place, backend, device, monkeypatch):
     whole = train(own_step, range(2), device)
-    name, size = {"rounds": ("_ROUND", 8192), "stacks": ("_CPU_STACK", 1)}[place]
-    monkeypatch.setattr(muon, name, size)
-    allocated = []
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: allocated.append(a[0]) or empty(*a, **k))
+    name, size = {"rounds": ("ROUND", 8192), "stacks": ("CPU_STACK", 1)}[place]
+    monkeypatch.setattr(stacks, name, size)
+    made = []
+    init = stacks.Stacks.__init__
+    monkeypatch.setattr(stacks.Stacks, "__init__", lambda *a: made.append(a[0]) or init(*a))
     assert same_bits(train(own_step, range(2), device), whole)
+    held = [sum(matrix.nbytes() for matrix in each.matrices) for each in made]
     if place == "rounds":  # a matrix larger than a round has one of its own
-        assert max(allocated) == 128 * 64
+        assert max(held) == 2 * 128 * 64
+        assert sum(size > 8192 for size in held) == 2
+    else:
+        assert len(held) == 2
+
+
+@pytest.mark.parametrize("value", [1.0, math.inf])
+def test_gradients_in_another_order_get_the_same_bits(value, backend, device):
+    """The core does not read them: both passes are torch's operators."""
+    found = []
+    for is_other in (False, True):
+        parameters, optimizer = make(device)
+        for step, size in enumerate((1.0, value)):
+            give(parameters, step, size)
+            for p in parameters[1:3] if is_other else ():
+                p.grad = p.grad.t().contiguous().t()
+            report = own_step(optimizer, max_norm=5.0)
+        assert report.skipped == math.isinf(value)
+        found.append([*everything(parameters, optimizer), *(p.grad for p in parameters)])
+    assert same_bits(*found)
 
 
 def with_option(name, value):
@@ -443,3 +464,45 @@ def test_a_subclass_with_a_step_of_its_own_makes_it(backend, device):
     give(parameters, 0)
     report = fastamp.optimizer_step(Own(parameters))
     assert report.way == "torch's: Own.step is patched, or its own"
+
+
+@pytest.fixture(scope="module")
+def four():
+    if not torch.distributed.is_available():
+        pytest.skip("no torch.distributed")
+    with ranks.start(4) as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("count", "layout", "options", "room"),
+    [
+        (2, "rows", {}, 1 << 20),
+        (4, "rows", {}, 1 << 20),
+        (4, "hsdp", {}, 1 << 20),
+        (4, "rows", {"shapes": [(48, 32)]}, 1 << 20),  # three ranks multiply nothing
+        (4, "rows", {"shapes": [(1, 5), (2, 3)]}, 1 << 20),  # ranks without rows
+        (4, "rows", {"plain": (1, 3)}, 1 << 20),
+        (4, "rows", {"enabled": False}, 1 << 20),
+        (2, "rows", {}, 2048),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", fastamp.backends())
+def test_sharded_matrices_get_the_bits_of_whole_ones(name, count, layout, options, room, four):
+    given = (name, layout, options, room)
+    for (ways, ours), (_, alone) in four.run(count, muon_ranks.in_backend, *given):
+        assert ways == {"native"}
+        assert ours == alone
+
+
+def test_matrices_sharded_by_columns_are_torchs(four):
+    reason = "torch's: a matrix is sharded by more than its rows"
+    for ways, _ in four.run(2, muon_ranks.steps, "columns", [(32, 48)]):
+        assert ways == {reason}
+
+
+def test_fsdp2_trains_as_one_process(four):
+    for (way, ours), (_, alone) in four.run(4, muon_ranks.trained_by_both):
+        assert way == "native" or "cpu" not in fastamp.backends()
+        torch.testing.assert_close(ours, alone, rtol=0, atol=1e-3)
