@@ -96,10 +96,10 @@ def _refusal(matrix: Matrix, device: torch.device) -> str:  # noqa: PLR0911 - on
     spread = [place for place in getattr(whole, "placements", ()) if not place.is_replicate()]
     if len(spread) > 1 or any(hasattr(p, "split_factor") or not p.is_shard(0) for p in spread):
         return "a matrix is sharded by more than its rows"
-    if not {type(param), type(grad)}.issubset(PLAIN_TYPES) or param.is_meta:
-        return "a parameter is of another type"
     if not grad.device == param.device == device:
         return "parameters on several devices"
+    if not {type(param), type(grad)}.issubset(PLAIN_TYPES) or param.is_meta:
+        return "a parameter is of another type"
     if whole.dim() != 2 or whole.numel() == 0:
         return "a parameter is no matrix"
     if {param.dtype, grad.dtype} - {*kept.DTYPES}:

@@ -186,6 +186,15 @@ def test_nothing_waits_for_a_device(value, apart, device, monkeypatch):
     assert scaler.last_step.skipped == math.isinf(value)
 
 
+@pytest.mark.parametrize("name", fastamp.backends())
+def test_a_skipped_step_on_the_cpu_multiplies_nothing(name, monkeypatch):
+    parameters, optimizer = make()
+    give(parameters, 0, math.inf)
+    monkeypatch.setattr(stacks, "orthogonalize_", lambda *_: pytest.fail("it multiplies"))
+    with _ops.use_only(name):
+        assert own_step(optimizer, max_norm=1.0).skipped
+
+
 def test_a_step_in_inference_mode(backend, device):
     parameters, optimizer = make(device)
     give(parameters, 0)
@@ -421,7 +430,7 @@ def twice(device):
     ("make", "reason"),
     [
         (empty, "a parameter is no matrix"),
-        (on_two_devices, "a parameter is of another type"),
+        (on_two_devices, "parameters on several devices"),
         (without_values, "a parameter is of another type"),
         (twice, "a parameter is twice in a group"),
     ],
@@ -494,6 +503,11 @@ def test_sharded_matrices_get_the_bits_of_whole_ones(name, count, layout, option
     for (ways, ours), (_, alone) in four.run(count, muon_ranks.in_backend, *given):
         assert ways == {"native"}
         assert ours == alone
+
+
+def test_ranks_share_the_products(four):
+    for count, shares in ((8, [2, 2, 2, 2]), (3, [1, 1, 1, 0])):
+        assert four.run(4, muon_ranks.multiplied, count) == shares
 
 
 def test_matrices_sharded_by_columns_are_torchs(four):

@@ -63,6 +63,22 @@ def in_backend(name, layout, options, room=stacks.ROUND):
         return steps(layout, **options), steps("alone", **options)
 
 
+def multiplied(count):
+    """Return how many matrices this rank multiplies, of some that all ranks hold."""
+    found = []
+
+    def note(stack, *_):
+        found.append(len(stack))
+
+    place = placed("rows")
+    parameters = [torch.nn.Parameter(place(torch.ones(8, 4))) for _ in range(count)]
+    for p in parameters:
+        p.grad = place(torch.ones(8, 4))
+    with mock.patch.object(stacks, "orthogonalize_", note):
+        fastamp.optimizer_step(torch.optim.Muon(parameters))
+    return sum(found)
+
+
 def trained(spreads):
     """Train a model by Muon and AdamW, under FSDP2 or alone; return the way and the parameters."""
     torch.manual_seed(0)
