@@ -506,7 +506,7 @@ def test_sharded_matrices_get_the_bits_of_whole_ones(name, count, layout, option
 
 
 def test_ranks_share_the_products(four):
-    for count, shares in ((8, [2, 2, 2, 2]), (3, [1, 1, 1, 0])):
+    for count, shares in ((8, [[2], [2], [2], [2]]), (3, [[1], [1], [1], []])):
         assert four.run(4, muon_ranks.multiplied, count) == shares
 
 
