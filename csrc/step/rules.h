@@ -13,7 +13,7 @@
 namespace fastamp {
 
 /// The optimizers whose update the core makes. AdamW is Adam with decoupled decay.
-enum class Rule : std::uint8_t { kAdam, kSgd, kAdagrad };
+enum class Rule : std::uint8_t { kAdam, kSgd, kAdagrad, kMuonMomentum, kMuonWrite };
 
 /// Squares repeatedly: `pow` differs between C libraries.
 FASTAMP_HD inline double power(double base, std::uint64_t exponent) {
@@ -165,6 +165,69 @@ struct Adagrad {
   }
 };
 
+/// Interpolates from the nearer end, as torch.lerp does.
+struct Interpolation {
+  bool from_end;
+  float weight;
+
+  FASTAMP_HD static Interpolation by(double to_end) {
+    const bool is_far = !(to_end < 0.5 && to_end > -0.5);
+    return {is_far, static_cast<float>(is_far ? to_end - 1 : to_end)};
+  }
+
+  FASTAMP_HD float operator()(float start, float end) const {
+    return (from_end ? end : start) + product(weight, end - start);
+  }
+};
+
+/// torch.optim.Muon before its products: momentum_buffer. The parameter is what will be multiplied,
+/// and is only written.
+struct MuonMomentum {
+  static constexpr Rule kRule = Rule::kMuonMomentum;
+  static constexpr int kStates = 1;
+
+  static bool serves(const GroupOptions&) { return true; }
+
+  struct Terms {
+    Interpolation to_grad;
+    Interpolation to_buffer;
+    bool nesterov;
+  };
+
+  FASTAMP_HD static Terms terms(const GroupOptions& group, float) {
+    return {Interpolation::by(1 - group.momentum), Interpolation::by(group.momentum),
+            group.nesterov};
+  }
+
+  FASTAMP_HD static void apply(const Terms& terms, float grad, float& direction, float* states) {
+    float& buffer = states[0];
+    buffer = terms.to_grad(buffer, grad);
+    direction = terms.nesterov ? terms.to_buffer(grad, buffer) : buffer;
+  }
+};
+
+/// torch.optim.Muon after its products, of which the gradient is the result.
+struct MuonWrite {
+  static constexpr Rule kRule = Rule::kMuonWrite;
+  static constexpr int kStates = 0;
+
+  static bool serves(const GroupOptions&) { return true; }
+
+  struct Terms {
+    float step_size;
+    float keep;  ///< multiplies the parameter: 1 - lr * weight_decay
+  };
+
+  FASTAMP_HD static Terms terms(const GroupOptions& group, float) {
+    return {static_cast<float>(product(group.lr, group.lr_ratio)),
+            static_cast<float>(1 - product(group.lr, group.weight_decay))};
+  }
+
+  FASTAMP_HD static void apply(const Terms& terms, float direction, float& param, float*) {
+    param = product(param, terms.keep) - product(terms.step_size, direction);
+  }
+};
+
 constexpr int kMaxOptions = 3;
 
 /// A number among a group's options, and its place; a pair, as betas, has two.
@@ -240,6 +303,14 @@ inline const Declaration kDeclarations[] = {
      {{"sum"}},
      kByItsClass,
      true},
+    {Rule::kMuonMomentum,
+     "Muon, momentum",
+     {{"momentum", &G::momentum}},
+     {{"nesterov", &G::nesterov}},
+     {{"momentum_buffer"}},
+     kZerosOfGradient,
+     false},
+    {Rule::kMuonWrite, "Muon, write", {kDecay, {"lr_ratio", &G::lr_ratio}}, {}, {}, kZeros, false},
 };
 
 /// Every kind of rule; a new one is added here.
@@ -250,6 +321,8 @@ FASTAMP_INLINE void for_each_kind(Fn fn) {
   fn(Sgd<false>{});
   fn(Sgd<true>{});
   fn(Adagrad{});
+  fn(MuonMomentum{});
+  fn(MuonWrite{});
 }
 
 /// Calls fn(kind) with the kind that updates a group.

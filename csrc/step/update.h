@@ -21,7 +21,8 @@ struct GroupOptions {
   double momentum;
   double dampening;
   double lr_decay;
-  bool decoupled;  ///< weight decay shrinks the parameter, rather than adding to the gradient
+  double lr_ratio;  ///< multiplies the learning rate, but not the weight decay
+  bool decoupled;   ///< weight decay shrinks the parameter, rather than adding to the gradient
   bool maximize;
   bool amsgrad;
   bool nesterov;

@@ -13,13 +13,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fastamp import _ops
+from fastamp.step import muon
 from fastamp.step.shards import Shards, shards_of
 
-# The class of an optimizer, and its declaration in csrc/step/rules.h. AdamW is an Adam.
+# The class of an optimizer, and its declaration in csrc/step/rules.h. AdamW is an Adam, and Muon's
+# arithmetic is in `muon`.
 RULES = {
     "torch.optim.adam.Adam": "Adam",
     "torch.optim.sgd.SGD": "SGD",
     "torch.optim.adagrad.Adagrad": "Adagrad",
+    "torch.optim.Muon": muon.RULE,
     "fastamp.step.adamw.AdamW": "fastamp.AdamW",
 }
 OWN = "fastamp.AdamW"
@@ -33,7 +36,7 @@ def parameters_of(optimizers: Any) -> list[Tensor]:
     return [*found.values()]
 
 
-def prepare(optimizer: Optimizer) -> tuple[Any, Any] | str:  # noqa: PLR0911 - one row a reason
+def prepare(optimizer: Optimizer) -> tuple[Any, Any] | str:  # noqa: C901, PLR0911 - one row a reason
     """Return the core's backend and update for an optimizer; or say why torch has to step."""
     cls: Any = type(optimizer)
     own = vars(optimizer)
@@ -54,9 +57,9 @@ def prepare(optimizer: Optimizer) -> tuple[Any, Any] | str:  # noqa: PLR0911 - o
     params = groups[0]["params"] if groups else ()
     device = params[0].device if type(params) is list and params else _device_of(params)
     backend = _ops.backend_for(device)
-    if backend is None:
-        if rule == OWN:
-            return _ops.TorchBackend(device), None
+    if backend is None and rule == OWN:
+        return _ops.TorchBackend(device), None
+    if backend is None and rule != muon.RULE:
         # An update in Python would take longer than torch's kernels.
         return f"no compiled code for {device.type}"
     if (
@@ -65,6 +68,11 @@ def prepare(optimizer: Optimizer) -> tuple[Any, Any] | str:  # noqa: PLR0911 - o
         and not all(group.get("fused") or group.get("capturable") for group in groups)
     ):
         return "a graph captures the step of a group that is neither fused nor capturable"
+    if rule == muon.RULE:
+        if unknown := optimizer.defaults.keys() - muon.OPTIONS:
+            return f"fastamp does not know Muon's {', '.join(sorted(unknown))}"
+        _updates[optimizer] = rule, None
+        return muon.MuonBackend(device, backend), None
     return backend, _update_of(optimizer, rule)
 
 
@@ -173,7 +181,7 @@ def make_state(optimizer: Optimizer) -> str | None:  # noqa: C901, PLR0911 - as 
     if rule == OWN:
         why: str | None = cast(Any, optimizer).make_states()
         return why
-    states, counts, first = _ops.core().rules[rule]
+    states, counts, first = muon.STATES if rule == muon.RULE else _ops.core().rules[rule]
     for group in optimizer.param_groups:
         on_device = group.get("fused") or group.get("capturable")
         names = [name for name, option in states if not option or group.get(option)]
@@ -220,17 +228,18 @@ def _rule_of(cls: Any, step: Any, init_group: Any) -> tuple[str, str]:
             "",
             f"fastamp has no update for {name}" if is_torchs else f"{name} is not torch's own",
         )
+    module = muon.MODULE if rule == muon.RULE else base.__module__
     theirs = getattr(base, "_init_group", None)
     if (
-        _inside(init_group, base.__module__) is not _inside(theirs, base.__module__)
-        or (theirs is not None and _inside(init_group, base.__module__) is None)
+        _inside(init_group, module) is not _inside(theirs, module)
+        or (theirs is not None and _inside(init_group, module) is None)
         or cls.__getattribute__ is not object.__getattribute__
         or hasattr(cls, "state")
         or hasattr(cls, "param_groups")
     ):
         return "", f"{name} overrides what torch's step calls"
-    inside = _inside(step, base.__module__)
-    if inside is None or inside is not _inside(base.step, base.__module__):
+    inside = _inside(step, module)
+    if inside is None or inside is not _inside(base.step, module):
         return "", f"{name}.step is patched, or its own"
     return rule, ""
 

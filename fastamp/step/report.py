@@ -27,8 +27,8 @@ class StepReport:
     def __init__(self, stats: _ops.GradStats | Tensor | None, way: str) -> None:
         self._stats = stats  # most programs never ask a step that read nothing
         self.way = way
-        """How the step was made: "native", in one call of the core; or "torch's: " and the reason,
-        by the optimizer's own `step`."""
+        """How the step was made: "native", by fastamp, in one call of the core or, of Muon, in
+        three passes; or "torch's: " and the reason, by the optimizer's own `step`."""
 
     @property
     def stats(self) -> _ops.GradStats:

@@ -39,9 +39,10 @@ class GradScaler(torch.amp.GradScaler):
 
     On the CPU and CUDA, one call of fastamp's core makes the whole step of torch's Adam, AdamW, SGD
     and Adagrad, if the optimizer is fused or was given neither `fused` nor `foreach`; the optimizer
-    state stays torch's, and nothing waits for the device. Any other optimizer costs one in-place
-    multiply, left out when the factor is 1, and one read of a flag, before its own `step`. So does
-    an optimizer with something that only Python would respect, such as a step hook.
+    state stays torch's, and nothing waits for the device. The step of torch's Muon is fastamp's,
+    too, with products of stacked matrices. Any other optimizer costs one in-place multiply, left
+    out when the factor is 1, and one read of a flag, before its own `step`. So does an optimizer
+    with something that only Python would respect, such as a step hook.
 
     DTensors may have any meshes and placements. They cost one all-reduce for each process group;
     all ranks get the same norm, found_inf and scale, and each updates the shards that it holds. The

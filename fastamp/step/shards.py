@@ -13,8 +13,9 @@ from fastamp._ops import local_of
 class Shards(NamedTuple):
     """Groups, states and gradients with DTensors replaced by this rank's shards.
 
-    Kernels work element by element, so the result is that of the whole tensors. It is made anew for
-    each step, so that nothing can be stale, and changes nothing of the optimizer.
+    Kernels work element by element, so the result is that of the whole tensors; Muon finds these in
+    "wholes" of the groups. It is made anew for each step, so that nothing can be stale, and changes
+    nothing of the optimizer.
     """
 
     groups: list[dict[str, Any]]
@@ -49,6 +50,7 @@ def shards_of(optimizer: Optimizer) -> Shards | str | None:  # noqa: C901 - one 
     found = Shards([], {}, [], [])
     for group in optimizer.param_groups:
         held: list[Tensor] = []
+        wholes: list[Tensor] = []
         for param in group["params"]:
             if param.grad is None:
                 continue
@@ -62,11 +64,12 @@ def shards_of(optimizer: Optimizer) -> Shards | str | None:  # noqa: C901 - one 
             if is_spread(param) and not _is_alike(param.grad, param):
                 return "a gradient has another mesh or other placements than its parameter"
             held.append(local)
+            wholes.append(param)
             found.grads.append(local_of(param.grad))
             found.parameters.append(param)
             if state:
                 found.states[local] = state
-        found.groups.append({**group, "params": held})
+        found.groups.append({**group, "params": held, "wholes": wholes})
     return found
 
 

@@ -1,0 +1,522 @@
+"""torch's Muon, stepped by fastamp: alone, in groups, and beside AdamW."""
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+from support import muon_ranks, ranks
+from support.bits import bits
+from support.gradients import random
+from support.training import make_scaler
+
+import fastamp
+from fastamp import _ops
+from fastamp.step import stacks
+from fastamp.step.split import SplitStep
+from fastamp.step.unscaled import optimizer_step
+
+if not hasattr(torch.optim, "Muon"):
+    pytest.skip("this torch has no Muon", allow_module_level=True)
+
+SHAPES = [(48, 32), (32, 48), (1, 40), (32, 32), (48, 32), (40, 1), (128, 64), (32, 48), (1, 1)]
+OPTIONS = {
+    "default": {},
+    "no nesterov": {"nesterov": False},
+    "near end": {"momentum": 0.3, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.5},
+    "other products": {"ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3},
+}
+
+
+def make(device="cpu", dtype=torch.float32, shapes=SHAPES, **options):
+    """Return matrices, the same each time, and torch's Muon with two groups that differ."""
+    made = [
+        torch.nn.Parameter(random(shape, dtype, device, seed=i)) for i, shape in enumerate(shapes)
+    ]
+    groups = [{"params": made[:3]}, {"params": made[3:], "lr": 0.05, "momentum": 0.8}]
+    return made, torch.optim.Muon(
+        [group for group in groups if group["params"]], **{"lr": 0.02, **options}
+    )
+
+
+def give(parameters, step, scale=1.0):
+    for i, p in enumerate(parameters):
+        p.grad = (random(p.shape, torch.float32, "cpu", seed=1000 * step + i) * scale).to(p)
+
+
+def own_step(optimizer, **given):
+    report = optimizer_step(optimizer, **given)
+    assert report.way == "native"
+    return report
+
+
+def torchs_step(optimizer):
+    optimizer.step()
+
+
+def everything(parameters, optimizer):
+    """Return copies of all weights and states."""
+    states = [optimizer.state[p]["momentum_buffer"] for p in parameters]
+    return [t.detach().clone() for t in [*parameters, *states]]
+
+
+def train(step, steps, device="cpu", *, max_norm=None, **options):
+    parameters, optimizer = make(device, **options)
+    for i in steps:
+        give(parameters, i)
+        step(optimizer, **({} if max_norm is None else {"max_norm": max_norm}))
+    return everything(parameters, optimizer)
+
+
+def error(ours, theirs):
+    """Return the largest error of a matrix, as a part of its norm."""
+    return max(
+        ((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)).item()
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def same_bits(ours, theirs):
+    return all((bits(a) == bits(b)).all() for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(("steps", "bound"), [(1, 1e-4), (50, 1e-3)])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_steps_are_torchs_but_for_roundings(options, steps, bound, backend, device):
+    """The products are torch's operations, on the CPU with the same bits; its lerp_ has an FMA.
+
+    So the momentum differs in its last bit, and now and then a direction in the last of bfloat16's
+    8 bits. Measured: of a matrix's norm at most 1e-5 after 1 step, and 3.4e-4 after 50.
+    """
+    if (steps, backend) == (50, "emulated"):
+        steps = 2
+    ours, theirs = (
+        train(step, range(steps), device, **OPTIONS[options]) for step in (own_step, torchs_step)
+    )
+    assert error(ours, theirs) < bound
+    buffers = len(SHAPES)
+    assert error(ours[buffers:], theirs[buffers:]) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.pairwise
+def test_all_backends_get_the_same_bits(options, dtype, compiled, device):
+    """The products are torch's on the same matrices, and the two passes are the same rule's."""
+    steps = range(2 if compiled == "emulated" else 4)
+    options = {**OPTIONS[options], "dtype": dtype}
+    ours = train(own_step, steps, device, max_norm=5.0, **options)
+    with _ops.use_only("fallback"):
+        right = train(own_step, steps, device, max_norm=5.0, **options)
+    assert same_bits(ours, right)
+
+
+def test_bfloat16_is_float32_rounded_once(backend, device):
+    made, optimizer = make(device, torch.bfloat16)
+    wide, reference = make(device, torch.bfloat16)
+    for p in wide:
+        p.data = p.data.float()
+    for parameters, each in ((made, optimizer), (wide, reference)):
+        for i, p in enumerate(parameters):
+            p.grad = random(p.shape, torch.bfloat16, device, seed=i).to(p.dtype)
+        own_step(each)
+    expected = [tensor.bfloat16() for tensor in everything(wide, reference)]
+    assert same_bits(everything(made, optimizer), expected)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_torchs_fault_in_place_is_absent(steps, backend, device):
+    """torch 2.13 divides a bfloat16 momentum by its norm where nesterov is False."""
+
+    def momentum_after(step):
+        p = torch.nn.Parameter(torch.ones(4, 8, dtype=torch.bfloat16, device=device))
+        optimizer = torch.optim.Muon([p], momentum=0.5, nesterov=False)
+        for _ in range(steps):
+            p.grad = torch.ones_like(p)
+            step(optimizer)
+        return optimizer.state[p]["momentum_buffer"].float().unique().tolist()
+
+    if torch.__version__.startswith("2.13"):
+        assert momentum_after(torchs_step) == [pytest.approx(1 / math.sqrt(32), rel=1e-2)]
+    assert momentum_after(own_step) == [1 - 0.5**steps]
+
+
+@pytest.mark.parametrize("zero_grad", [False, True])
+def test_overflows_leave_no_trace(zero_grad, backend, device):
+    overflows, last = {1, 2, 20}, 4 if backend == "emulated" else 22
+    parameters, optimizer = make(device)
+    scaler = make_scaler(fastamp.GradScaler, device)
+    for step in range(1, last + 1):
+        scaler.scale(torch.ones((), device=device))
+        give(parameters, step, scaler.get_scale())
+        before = [p.detach().clone() for p in parameters]
+        if step in overflows:
+            parameters[step % len(parameters)].grad[0, 0] = math.inf
+        grads = [p.grad for p in parameters]
+        values = [grad.clone() for grad in grads]
+        scaler.step(optimizer, zero_grad=zero_grad)
+        assert scaler.last_step.way == "native"
+        assert scaler.last_step.skipped == (step in overflows)
+        if step in overflows:
+            assert same_bits(parameters, before)
+            assert same_bits(grads, values)
+        assert all((p.grad is None) == zero_grad for p in parameters)
+        scaler.update()
+    taken = [step for step in range(1, last + 1) if step not in overflows]
+    assert scaler.skipped_steps == last - len(taken)
+    ours = everything(parameters, optimizer)
+    assert same_bits(ours, train(own_step, taken, device))
+    assert error(ours, train(torchs_step, taken, device)) < 1e-3
+
+
+@pytest.mark.parametrize("value", [1.0, math.inf])
+def test_nothing_waits_for_a_device(value, apart, device, monkeypatch):
+    parameters, optimizer = make(device)
+    adamw = torch.optim.AdamW(parameters[-1:])
+    optimizer.param_groups[1]["params"].pop()
+    scaler = make_scaler(fastamp.GradScaler, device)
+    scaler.scale(torch.ones((), device=device))
+    give(parameters, 0, value)
+    for name in ("item", "__bool__", "__float__", "tolist"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("it waits"))
+    scaler.step([optimizer, adamw], max_norm=1.0, zero_grad=True)
+    monkeypatch.undo()
+    assert scaler.last_step.way == "native"
+    assert scaler.last_step.skipped == math.isinf(value)
+
+
+@pytest.mark.parametrize("name", fastamp.backends())
+def test_a_skipped_step_on_the_cpu_multiplies_nothing(name, monkeypatch):
+    parameters, optimizer = make()
+    give(parameters, 0, math.inf)
+    monkeypatch.setattr(stacks, "orthogonalize_", lambda *_: pytest.fail("it multiplies"))
+    with _ops.use_only(name):
+        assert own_step(optimizer, max_norm=1.0).skipped
+
+
+def test_a_step_in_inference_mode(backend, device):
+    parameters, optimizer = make(device)
+    give(parameters, 0)
+    with torch.inference_mode():
+        own_step(optimizer, max_norm=5.0)
+    right = train(own_step, range(1), device, max_norm=5.0)
+    assert same_bits(everything(parameters, optimizer), right)
+
+
+@pytest.mark.parametrize("bad", [0.0, math.nan])
+def test_a_gradient_of_zeros_or_nan_is_its_own_matrixs(bad, backend, device):
+    """Without a scaler and a bound nothing is checked, as in torch."""
+    found = {}
+    for step in (own_step, torchs_step):
+        parameters, optimizer = make(device)
+        give(parameters, 0)
+        parameters[1].grad.fill_(bad)
+        step(optimizer)
+        found[step] = everything(parameters, optimizer)
+    for ours, theirs in zip(*found.values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3, equal_nan=True)
+    assert found[own_step][1].isnan().all() == math.isnan(bad)
+    assert not any(p.isnan().any() for i, p in enumerate(found[own_step]) if i % len(SHAPES) != 1)
+
+
+def test_parameters_without_a_gradient_are_left_alone(backend, device):
+    parameters, optimizer = make(device)
+    give(parameters, 0)
+    parameters[1].grad = None
+    before = parameters[1].detach().clone()
+    own_step(optimizer, max_norm=1.0)
+    assert same_bits([parameters[1]], [before])
+    assert parameters[1] not in optimizer.state
+    assert parameters[0] in optimizer.state
+
+
+def both(parameters, device, *, fused=None):
+    """Return a Muon of all parameters but the last two, and an AdamW of these."""
+    return [
+        torch.optim.Muon(parameters[:-2], lr=0.02),
+        torch.optim.AdamW(parameters[-2:], lr=1e-2, fused=fused),
+    ]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("zero_grad", [False, True])
+@pytest.mark.parametrize("max_norm", [0.5, 1e9])
+def test_muon_and_adamw_are_one_step(max_norm, zero_grad, scaled, backend, device):
+    ours, _ = make(device)
+    theirs, _ = make(device)
+    own, stock = both(ours, device), both(theirs, device)
+    scaler = fastamp.GradScaler(device, init_scale=2.0**16, enabled=scaled)
+    compiled = backend != "fallback"
+    for step in range(3):
+        scaler.scale(torch.ones((), device=device))
+        for parameters in (ours, theirs):
+            give(parameters, step, 2.0**16 if scaled and parameters is ours else 1.0)
+        scaler.step(own, max_norm=max_norm, zero_grad=zero_grad)
+        scaler.update()
+        way = "native" if compiled else f"torch's: no compiled code for {device}"
+        assert scaler.last_step.way == way
+        norm = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
+        for optimizer in stock:
+            optimizer.step()
+        torch.testing.assert_close(scaler.last_step.norm, norm, rtol=1e-6, atol=0)
+        if zero_grad:
+            assert all(p.grad is None for p in ours)
+        else:
+            grads = [[p.grad for p in parameters] for parameters in (ours, theirs)]
+            torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-7)
+    assert error(ours, theirs) < 1e-4
+
+
+def test_one_bad_gradient_skips_both(backend, device):
+    parameters, _ = make(device)
+    optimizers = both(parameters, device)
+    give(parameters, 0)
+    parameters[-1].grad[0, 0] = math.nan
+    before = [p.detach().clone() for p in parameters]
+    report = fastamp.optimizer_step(optimizers, max_norm=1.0)
+    assert report.skipped
+    assert same_bits(parameters, before)
+
+
+def test_a_clip_in_a_call_of_its_own_is_folded(backend, device):
+    ours, own = make(device)
+    theirs, stock = make(device)
+    split = SplitStep(fastamp.GradScaler(device, enabled=False))
+    for parameters in (ours, theirs):
+        give(parameters, 0)
+    split.clip_grad_norm_([own], 0.5)
+    split.step(own)
+    assert split.scaler.last_step.way == "native"
+    torch.nn.utils.clip_grad_norm_(theirs, 0.5)
+    stock.step()
+    assert error(everything(ours, own), everything(theirs, stock)) < 1e-4
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("by_state", [True, False])
+def test_torchs_own_step_may_come_between(by_state, backend, device):
+    """The state is torch's: `optimizer.step()` goes on with it, and so does another optimizer."""
+    parameters, optimizer = make(device)
+    for step in range(6):
+        if by_state:
+            state = copy.deepcopy(optimizer.state_dict())
+            groups = [{**group} for group in optimizer.param_groups]
+            optimizer = torch.optim.Muon([{"params": group["params"]} for group in groups])
+            optimizer.load_state_dict(state)
+        give(parameters, step)
+        (own_step, torchs_step)[step % 2](optimizer)
+    ours = everything(parameters, optimizer)
+    assert error(ours, train(torchs_step, range(6), device)) < 1e-4
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_schedulers_set_the_rate_without_a_warning(as_tensor, backend, device):
+    found = []
+    for step in (own_step, torchs_step):
+        parameters, optimizer = make(device)
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(group["lr"]) if as_tensor else group["lr"]
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for i in range(4):
+                give(parameters, i)
+                step(optimizer)
+                schedule.step()
+        found.append(everything(parameters, optimizer))
+    assert error(*found) < 1e-4
+
+
+@pytest.mark.parametrize("place", ["rounds", "stacks"])
+def test_bits_do_not_depend_on_what_is_held_at_a_time(place, backend, device, monkeypatch):
+    whole = train(own_step, range(2), device)
+    name, size = {"rounds": ("ROUND", 8192), "stacks": ("CPU_STACK", 1)}[place]
+    monkeypatch.setattr(stacks, name, size)
+    made = []
+    init = stacks.Stacks.__init__
+    monkeypatch.setattr(stacks.Stacks, "__init__", lambda *a: made.append(a[0]) or init(*a))
+    assert same_bits(train(own_step, range(2), device), whole)
+    held = [sum(matrix.nbytes() for matrix in each.matrices) for each in made]
+    if place == "rounds":  # a matrix larger than a round has one of its own
+        assert max(held) == 2 * 128 * 64
+        assert sum(size > 8192 for size in held) == 2
+    else:
+        assert len(held) == 2
+
+
+@pytest.mark.parametrize("value", [1.0, math.inf])
+def test_gradients_in_another_order_get_the_same_bits(value, backend, device):
+    """The core does not read them: both passes are torch's operators."""
+    found = []
+    for is_other in (False, True):
+        parameters, optimizer = make(device)
+        for step, size in enumerate((1.0, value)):
+            give(parameters, step, size)
+            for p in parameters[1:3] if is_other else ():
+                p.grad = p.grad.t().contiguous().t()
+            report = own_step(optimizer, max_norm=5.0)
+        assert report.skipped == math.isinf(value)
+        found.append([*everything(parameters, optimizer), *(p.grad for p in parameters)])
+    assert same_bits(*found)
+
+
+def with_option(name, value):
+    def change(_, optimizer):
+        optimizer.param_groups[1][name] = value
+
+    return change
+
+
+def with_hook(_, optimizer):
+    optimizer.register_step_pre_hook(lambda *_: None)
+
+
+def with_patch(_, optimizer):
+    optimizer.step = lambda: type(optimizer).step(optimizer)
+
+
+def with_newer_option(_, optimizer):
+    optimizer.defaults["maximize"] = False
+
+
+def with_float64(parameters, _):
+    parameters[0].data = parameters[0].data.double()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (with_hook, "there is a step hook"),
+        (with_patch, "optimizer.step is patched"),
+        (with_newer_option, "fastamp does not know Muon's maximize"),
+        (with_float64, "a parameter or gradient is neither"),
+        (with_option("adjust_lr_fn", "none of these"), "adjust_lr_fn='none of these'"),
+    ],
+)
+def test_what_fastamp_does_not_know_is_torchs(change, reason, backend, device):
+    found = []
+    for is_ours in (True, False):
+        parameters, optimizer = make(device)
+        change(parameters, optimizer)
+        give(parameters, 0)
+        if is_ours:
+            assert fastamp.optimizer_step(optimizer, 1.0).way.startswith(f"torch's: {reason}")
+        else:
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+        found.append(everything(parameters, optimizer))
+    assert error(*found) < 1e-4
+
+
+def empty(device):
+    return [torch.nn.Parameter(torch.zeros(0, 4, device=device))]
+
+
+def on_two_devices(device):
+    return [torch.nn.Parameter(torch.zeros(2, 4, device=where)) for where in (device, "meta")]
+
+
+def without_values(_):
+    return [torch.nn.Parameter(torch.zeros(2, 4, device="meta"))]
+
+
+def twice(device):
+    return [torch.nn.Parameter(torch.zeros(2, 4, device=device))] * 2
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (empty, "a parameter is no matrix"),
+        (on_two_devices, "parameters on several devices"),
+        (without_values, "a parameter is of another type"),
+        (twice, "a parameter is twice in a group"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_odd_parameters_are_left_to_torch(make, reason, backend, device):
+    parameters = make(device)
+    optimizer = torch.optim.Muon(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    for _ in range(2):  # the second one finds the states that torch has made
+        assert fastamp.optimizer_step(optimizer).way == f"torch's: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [("ns_steps", 100, "steps must be less"), ("ns_coefficients", (1.0, 2.0), "exactly 3")],
+)
+def test_torch_raises_its_own_errors(option, value, message, backend, device):
+    parameters, optimizer = make(device, **{option: value})
+    give(parameters, 0)
+    with pytest.raises(ValueError, match=message):
+        fastamp.optimizer_step(optimizer)
+
+
+def test_sparse_gradients_are_refused_by_torch(backend, device):
+    parameters, optimizer = make(device)
+    give(parameters, 0)
+    parameters[0].grad = parameters[0].grad.to_sparse()
+    with pytest.raises(RuntimeError, match="Muon does not support sparse gradients"):
+        fastamp.optimizer_step(optimizer)
+
+
+def test_a_subclass_with_a_step_of_its_own_makes_it(backend, device):
+    class Own(torch.optim.Muon):
+        def step(self, closure=None):
+            super().step(closure)
+
+    parameters, _ = make(device)
+    give(parameters, 0)
+    report = fastamp.optimizer_step(Own(parameters))
+    assert report.way == "torch's: Own.step is patched, or its own"
+
+
+@pytest.fixture(scope="module")
+def four():
+    if not torch.distributed.is_available():
+        pytest.skip("no torch.distributed")
+    with ranks.start(4) as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("count", "layout", "options", "room"),
+    [
+        (2, "rows", {}, 1 << 20),
+        (4, "rows", {}, 1 << 20),
+        (4, "hsdp", {}, 1 << 20),
+        (4, "rows", {"shapes": [(48, 32)]}, 1 << 20),  # three ranks multiply nothing
+        (4, "rows", {"shapes": [(1, 5), (2, 3)]}, 1 << 20),  # ranks without rows
+        (4, "rows", {"plain": (1, 3)}, 1 << 20),
+        (4, "rows", {"enabled": False}, 1 << 20),
+        (2, "rows", {}, 2048),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", fastamp.backends())
+def test_sharded_matrices_get_the_bits_of_whole_ones(name, count, layout, options, room, four):
+    given = (name, layout, options, room)
+    for (ways, ours), (_, alone) in four.run(count, muon_ranks.in_backend, *given):
+        assert ways == {"native"}
+        assert ours == alone
+
+
+def test_ranks_share_the_products(four):
+    for count, shares in ((8, [[2], [2], [2], [2]]), (3, [[1], [1], [1], []])):
+        assert four.run(4, muon_ranks.multiplied, count) == shares
+
+
+def test_matrices_sharded_by_columns_are_torchs(four):
+    reason = "torch's: a matrix is sharded by more than its rows"
+    for ways, _ in four.run(2, muon_ranks.steps, "columns", [(32, 48)]):
+        assert ways == {reason}
+
+
+def test_fsdp2_trains_as_one_process(four):
+    for (way, ours), (_, alone) in four.run(4, muon_ranks.trained_by_both):
+        assert way == "native" or "cpu" not in fastamp.backends()
+        torch.testing.assert_close(ours, alone, rtol=0, atol=1e-3)

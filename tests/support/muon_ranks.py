@@ -1,0 +1,103 @@
+"""What the ranks of step/test_muon.py run: Muon's steps of sharded matrices beside whole ones."""
+
+from __future__ import annotations
+
+import math
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from support.bits import bits
+from support.gradients import random
+from support.shard_cases import mesh_of, spread, whole
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+
+import fastamp
+from fastamp import _ops
+from fastamp.step import stacks
+
+SHAPES = [(48, 32), (32, 48), (1, 40), (6, 5), (48, 32), (40, 1), (48, 32), (7, 64)]
+
+
+def placed(layout):
+    """Return a function that makes a DTensor, or leaves a tensor as it is."""
+    if layout == "alone":
+        return torch.clone
+    count = dist.get_world_size()
+    if layout == "hsdp":
+        mesh, places = mesh_of(2, count // 2), [Replicate(), Shard(0)]
+    else:
+        mesh, places = mesh_of(count), [Shard(1 if layout == "columns" else 0)]
+    return lambda tensor: spread(tensor, mesh, *places)
+
+
+def steps(layout, shapes=SHAPES, *, plain=(), enabled=True):
+    """Step with an overflow on the first rank; return the ways, and the bits of all."""
+    place = placed(layout)
+    values = [random(shape, torch.float32, "cpu", seed=i) for i, shape in enumerate(shapes)]
+    places = [torch.clone if i in plain else place for i in range(len(shapes))]
+    parameters = [torch.nn.Parameter(put(v)) for put, v in zip(places, values, strict=True)]
+    groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.05}]
+    optimizer = torch.optim.Muon([group for group in groups if group["params"]], lr=0.02)
+    scaler = fastamp.GradScaler("cpu", init_scale=8.0, enabled=enabled)
+    scaler.scale(torch.ones(()))
+    ways = set()
+    for step in range(4):
+        for i, (p, put) in enumerate(zip(parameters, places, strict=True)):
+            p.grad = put(random(shapes[i], torch.float32, "cpu", seed=100 * step + i))
+        if step == 1 and (layout == "alone" or dist.get_rank() == 0):
+            _ops.local_of(parameters[0].grad)[0, 0] = math.inf
+        scaler.step(optimizer, max_norm=2.0, zero_grad=step == 2)
+        ways.add(scaler.last_step.way)
+        assert scaler.last_step.skipped == (step == 1)
+        assert all((p.grad is None) == (step == 2) for p in parameters)
+        scaler.update()
+    states = [optimizer.state[p]["momentum_buffer"] for p in parameters]
+    return ways, [bits(whole(t)).tobytes() for t in [*parameters, *states]]
+
+
+def in_backend(name, layout, options, room=stacks.ROUND):
+    """Return what steps of sharded matrices and of whole ones leave."""
+    with _ops.use_only(name), mock.patch.object(stacks, "ROUND", room):
+        return steps(layout, **options), steps("alone", **options)
+
+
+def multiplied(count):
+    """Return how many matrices each stack of this rank has, of some that all ranks hold."""
+    found = []
+
+    def note(stack, *_):
+        found.append(len(stack))
+
+    place = placed("rows")
+    parameters = [torch.nn.Parameter(place(torch.ones(8, 4))) for _ in range(count)]
+    for p in parameters:
+        p.grad = place(torch.ones(8, 4))
+    with mock.patch.object(stacks, "orthogonalize_", note):
+        fastamp.optimizer_step(torch.optim.Muon(parameters))
+    return found
+
+
+def trained(spreads):
+    """Train a model by Muon and AdamW, under FSDP2 or alone; return the way and the parameters."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(6, 10), torch.nn.Tanh(), torch.nn.Linear(10, 3)]
+    model = torch.nn.Sequential(*layers)
+    if spreads:
+        fully_shard(model)
+    optimizers = [
+        torch.optim.Muon([model[0].weight], lr=0.02),
+        torch.optim.AdamW([p for p in model.parameters() if p is not model[0].weight]),
+    ]
+    count, rank = (dist.get_world_size(), dist.get_rank()) if spreads else (1, 0)
+    for step in range(3):
+        batch = random((8, 6), torch.float32, "cpu", seed=step)
+        model(batch[rank * 8 // count : (rank + 1) * 8 // count]).square().mean().backward()
+        report = fastamp.optimizer_step(optimizers, 0.5, zero_grad=True)
+    return report.way, [whole(p).detach() for p in model.parameters()]
+
+
+def trained_by_both():
+    """Train under FSDP2, and alone."""
+    return trained(spreads=True), trained(spreads=False)
