@@ -43,7 +43,7 @@ class MuonBackend:
     ) -> list[list[list[Matrix]]] | str:
         """Find what a step reads and writes, in rounds, or say why it cannot be made here."""
         by_kind: dict[tuple[Any, ...], dict[int, Matrix]] = {}
-        given = iter(grads or ())
+        given, places = iter(grads or ()), list[int]()
         for group in groups:
             wholes = group["params"] if grads is None else group["wholes"]
             for param, whole in zip(group["params"], wholes, strict=True):
@@ -57,6 +57,9 @@ class MuonBackend:
                 known = by_kind.setdefault(matrix.kind(), {}).setdefault(id(param), matrix)
                 if known is not matrix:
                     return "a parameter is twice in a group"
+                places += (each.data_ptr() for each in (param, grad, matrix.buffer) if each.numel())
+        if len({*places}) < len(places):
+            return "tensors share their memory"
         found = in_rounds([[*matrices.values()] for matrices in by_kind.values()])
         return found or "no parameter has a gradient"
 
@@ -110,7 +113,11 @@ def _refusal(matrix: Matrix, device: torch.device) -> str:  # noqa: PLR0911 - on
         return f"adjust_lr_fn={group['adjust_lr_fn']!r}"
     if len(group["ns_coefficients"]) != 3 or group["ns_steps"] >= 100:
         return "ns_coefficients or ns_steps"
-    return NO_STATE if buffer is None else ""
+    if buffer is None:
+        return NO_STATE
+    known = (type(buffer) in PLAIN_TYPES, buffer.shape, buffer.dtype, buffer.device)
+    fits = known == (True, grad.shape, grad.dtype, grad.device)
+    return "" if fits else "a momentum that is not like the gradient"
 
 
 def _lr_ratio(adjust_lr_fn: str | None, rows: int, columns: int) -> float:

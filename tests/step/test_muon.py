@@ -25,6 +25,7 @@ OPTIONS = {
     "default": {},
     "no nesterov": {"nesterov": False},
     "near end": {"momentum": 0.3, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.5},
+    "cubic": {"ns_coefficients": (1.5, -0.5, 0.0)},
     "other products": {"ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3},
 }
 
@@ -332,7 +333,7 @@ def test_schedulers_set_the_rate_without_a_warning(as_tensor, backend, device):
 @pytest.mark.parametrize("place", ["rounds", "stacks"])
 def test_bits_do_not_depend_on_what_is_held_at_a_time(place, backend, device, monkeypatch):
     whole = train(own_step, range(2), device)
-    name, size = {"rounds": ("ROUND", 8192), "stacks": ("CPU_STACK", 1)}[place]
+    name, size = {"rounds": ("CPU_ROUND", 8192), "stacks": ("CPU_STACK", 1)}[place]
     monkeypatch.setattr(stacks, name, size)
     made = []
     init = stacks.Stacks.__init__
@@ -426,9 +427,15 @@ def twice(device):
     return [torch.nn.Parameter(torch.zeros(2, 4, device=device))] * 2
 
 
+def of_one_memory(device):
+    values = torch.zeros(2, 4, device=device)
+    return [torch.nn.Parameter(values), torch.nn.Parameter(values)]
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
+        (of_one_memory, "tensors share their memory"),
         (empty, "a parameter is no matrix"),
         (on_two_devices, "parameters on several devices"),
         (without_values, "a parameter is of another type"),
@@ -454,6 +461,20 @@ def test_torch_raises_its_own_errors(option, value, message, backend, device):
     give(parameters, 0)
     with pytest.raises(ValueError, match=message):
         fastamp.optimizer_step(optimizer)
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.double, lambda buffer: buffer[:1]])
+def test_a_momentum_that_is_not_like_the_gradient_is_torchs(change, backend, device):
+    parameters, optimizer = make(device, shapes=[(4, 4), (2, 4)])
+    give(parameters, 0)
+    own_step(optimizer)
+    state = optimizer.state[parameters[0]]
+    state["momentum_buffer"] = change(state["momentum_buffer"])
+    give(parameters, 1)
+    before = [parameter.detach().clone() for parameter in parameters]
+    with pytest.raises(RuntimeError):
+        fastamp.optimizer_step(optimizer)
+    assert all(map(torch.equal, parameters, before))
 
 
 def test_sparse_gradients_are_refused_by_torch(backend, device):

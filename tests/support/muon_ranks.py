@@ -57,9 +57,9 @@ def steps(layout, shapes=SHAPES, *, plain=(), enabled=True):
     return ways, [bits(whole(t)).tobytes() for t in [*parameters, *states]]
 
 
-def in_backend(name, layout, options, room=stacks.ROUND):
+def in_backend(name, layout, options, room=stacks.CPU_ROUND):
     """Return what steps of sharded matrices and of whole ones leave."""
-    with _ops.use_only(name), mock.patch.object(stacks, "ROUND", room):
+    with _ops.use_only(name), mock.patch.object(stacks, "CPU_ROUND", room):
         return steps(layout, **options), steps("alone", **options)
 
 
