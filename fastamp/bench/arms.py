@@ -196,8 +196,8 @@ def _compile(_: Training) -> Change:
 
 def _muon(training: Training) -> Change:
     """Return torch's Muon for the matrices of hidden layers, the task's AdamW for the rest."""
-    problem = f"Muon comes with torch 2.9, this is {torch.__version__}"
-    expect(hasattr(torch.optim, "Muon"), "torch", problem, "none")
+    has_muon = hasattr(torch.optim, "Muon")
+    expect(has_muon, "torch", "2.9 or later, which has Muon", torch.__version__)
     return {"optimizer": partial(_split, training)}
 
 
