@@ -36,10 +36,10 @@ def fine_tune(
 
     With a checkpoint folder, after SIGTERM or Ctrl-C the current step and its evaluation finish,
     and a checkpoint is written. A second signal acts at once, for a step that never ends, as when
-    the data hang. If the same signal ends worker processes while some of a step's batches, or the
-    first ones of a pass, are missing, the last checkpoint stands. A damaged checkpoint is passed
-    over with one warning. On a CPU a run that is interrupted or killed, and resumed, is
-    bit-identical, except for random numbers that worker processes draw within an epoch.
+    the data hang. If the same signal ends worker processes before it comes here, or while some of a
+    step's batches, or the first ones of a pass, are missing, the last checkpoint stands. A damaged
+    checkpoint is passed over with one warning. On a CPU a run that is interrupted or killed, and
+    resumed, is bit-identical, except for random numbers that worker processes draw within an epoch.
 
     Under torchrun, or where torch.distributed is initialized, every rank calls this with the same
     arguments, and trains on its part of a Dataset or tensors, with DDP or FSDP2. A loader or an

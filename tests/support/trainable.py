@@ -188,17 +188,18 @@ def train_to_the_end(folder, report, fields, stall_at):
 
 class Slow(torch.utils.data.Dataset):
     def __len__(self):
-        return 160
+        return 1600
 
     def __getitem__(self, i):
         time.sleep(0.005)
-        return torch.full((8,), i / 160), i % 2
+        return torch.full((8,), i / 1600), i % 2
 
 
 def train_until_all_are_signalled(folder, accumulate, sender):
     """Train with workers, and end them and this process by one signal, as a batch system does.
 
-    Workers that another process ends exit with an error, of which torch tells at once.
+    Workers that another process ends exit with an error, of which torch tells at once. This process
+    is signalled first: told of a worker before its own signal, it keeps the last checkpoint.
     """
     multiprocessing.set_start_method(None, force=True)  # Python's own, not how this one started
     os.setsid()
@@ -206,13 +207,17 @@ def train_until_all_are_signalled(folder, accumulate, sender):
 
     def loss_fn(output, target):
         if next(calls) == 9:
+            workers = [worker.pid for worker in multiprocessing.active_children()]
             if sender == "itself":
                 os.killpg(0, signal.SIGTERM)
             else:
                 wait_s = 0.05 * (sender == "later")  # then the loop waits for a worker
-                command = ["sh", "-c", f"sleep {wait_s}; kill -TERM -{os.getpgid(0)}"]
+                pids = " ".join(map(str, [os.getpid(), *workers]))
+                command = ["sh", "-c", f"sleep {wait_s}; kill -TERM {pids}"]
                 subprocess.Popen(command, start_new_session=True)
-                time.sleep(1.0 * (sender == "another"))  # the workers have ended
+            if sender == "another":
+                for pid in workers:
+                    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         return torch.nn.functional.cross_entropy(output, target)
 
     fields = {"max_steps": 400, "batch_size": 4, "num_workers": 2, "checkpoint_dir": folder}
