@@ -5,14 +5,19 @@ have yet.
 """
 
 import math
+import zlib
+from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fastamp import _ops
-from fastamp._ops import ANOTHER_TYPE, NO_STATE, PLAIN_TYPES, fallback, kept
-from fastamp.step.stacks import Matrix, Stacks, in_rounds
+from fastamp._ops import ANOTHER_TYPE, NO_STATE, PLAIN_TYPES, fallback, kept, local_of
+from fastamp.step.stacks import Matrix, Stacks, in_rounds, ranks_of
 
 RULE = "Muon"
 MODULE = "torch.optim._muon"
@@ -21,6 +26,49 @@ STATES = (("momentum_buffer", ""),), False, "zeros of the gradient"
 """As the core declares those of other rules: names, whether steps are counted, how they begin."""
 OPTIONS = {"lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps"}
 OPTIONS |= {"adjust_lr_fn", "differentiable"}  # the last one is False: a loaded optimizer has it
+_compared: "WeakKeyDictionary[Optimizer, list[list[int]]]" = WeakKeyDictionary()
+
+
+@torch.no_grad()
+def compare_ranks(optimizers: Sequence[Optimizer], why: str) -> None:
+    """Raise one error on all ranks that share matrices, unless they are about to step alike.
+
+    Else some would wait for others, which step without them. On the CPU all ranks look at what the
+    others say; on a device those whose own part has changed, so that nothing waits in later steps.
+
+    Args:
+        optimizers: to be stepped together; only Muon's sharded matrices count.
+        why: torch has to step; "" if fastamp does.
+    """
+    for optimizer in optimizers:
+        if not isinstance(optimizer, getattr(torch.optim, "Muon", ())):
+            continue
+        groups: dict[Any, list[Tensor]] = {}
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                groups.setdefault(ranks_of(param), []).append(param)
+        groups.pop(None, None)
+        mine, found = [], []
+        for ranks, params in groups.items():
+            has = [param.grad is not None for param in params]
+            mine.append([bool(why), sum(has), zlib.crc32(bytes(has))])
+            own = torch.tensor(mine[-1], device=local_of(params[0]).device)
+            found.append(own.new_empty(ranks.size() * 3))
+            dist.all_gather_into_tensor(found[-1], own, group=ranks)
+        for (ranks, params), of_ranks in zip(groups.items(), found, strict=True):
+            if of_ranks.device.type != "cpu" and _compared.get(optimizer) == mine:
+                continue
+            rows = of_ranks.view(-1, 3).tolist()
+            if any(row != rows[0] for row in rows):
+                ways = ("fastamp steps", "torch steps")
+                said = "; ".join(
+                    f"on rank {rank} {ways[row[0]]}, with gradients of {row[1]} of {len(params)}"
+                    for rank, row in zip(dist.get_process_group_ranks(ranks), rows, strict=True)
+                )
+                here = f"; here torch has to: {why}" if why else ""
+                msg = f"Muon's sharded matrices need the same step on all ranks: {said}{here}"
+                raise RuntimeError(msg)
+        _compared[optimizer] = mine
 
 
 class MuonBackend:

@@ -23,6 +23,7 @@ from fastamp.step.arguments import (
     check_optimizer,
     refuse_scheduler,
 )
+from fastamp.step.muon import compare_ranks
 from fastamp.step.native import parameters_of
 from fastamp.step.report import NonFinite, StepReport, has_value, nonfinite_parameters, unread
 from fastamp.step.unfused import is_torchs, right_kernels
@@ -424,6 +425,7 @@ class GradScaler(torch.amp.GradScaler):
             if isinstance(step, str):
                 return grads, step
             steps.append(step)
+        compare_ranks(optimizers, "")
         factor = None
         stats: GradStats | None
         if measures:
@@ -462,6 +464,7 @@ class GradScaler(torch.amp.GradScaler):
         measures = is_ready or max_norm is not None
         if measures and grads is None:
             grads = self._hold(optimizers)
+        compare_ranks(optimizers, why)
         overridden = why == "a method of the scaler is overridden"
         told = self._enabled and any(map(is_told, optimizers))
         if (measures and grads is None) or overridden or told:

@@ -537,6 +537,27 @@ def test_matrices_sharded_by_columns_are_torchs(four):
         assert ways == {reason}
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    ("unlike", "last"),
+    [
+        ("muon", "torch steps, with gradients of 2"),
+        ("adamw", "torch steps, with gradients of 2"),
+        ("gradient", "fastamp steps, with gradients of 1"),
+    ],
+)
+def test_a_rank_that_is_unlike_the_others_is_an_error_on_all(unlike, last, scaled, four):
+    """They would wait for it, in a collective that it does not make."""
+    if unlike == "adamw" and "cpu" not in fastamp.backends():
+        pytest.skip("needs the compiled core")
+    ways = ["fastamp steps, with gradients of 2"] * 3 + [last]
+    expected = "Muon's sharded matrices need the same step on all ranks: "
+    expected += "; ".join(f"on rank {rank} {way} of 2" for rank, way in enumerate(ways))
+    here = "; here torch has to: there is a step hook" * (unlike != "gradient")
+    for rank, found in enumerate(four.run(4, muon_ranks.unlike, unlike, scaled)):
+        assert found == (expected + here * (rank == 3), True, "native")
+
+
 def test_fsdp2_trains_as_one_process(four):
     for (way, ours), (_, alone) in four.run(4, muon_ranks.trained_by_both):
         assert way == "native" or "cpu" not in fastamp.backends()

@@ -101,3 +101,40 @@ def trained(spreads):
 def trained_by_both():
     """Train under FSDP2, and alone."""
     return trained(spreads=True), trained(spreads=False)
+
+
+def unlike(unlike, scaled):
+    """Step three times; in the second one the last rank alone has a hook, or lacks a gradient.
+
+    Returns:
+        The error of the second step, whether it changed nothing, and the way of the third.
+    """
+    place, is_last = placed("rows"), dist.get_rank() == dist.get_world_size() - 1
+    parameters = [torch.nn.Parameter(place(torch.ones(8, 4))) for _ in range(3)]
+    muon = torch.optim.Muon(parameters[:2], lr=0.02)
+    optimizers = {"muon": muon, "adamw": torch.optim.AdamW(parameters[2:])}
+    stepped = [*optimizers.values()] if unlike == "adamw" else [muon]
+    scaler = fastamp.GradScaler("cpu", init_scale=4.0, enabled=scaled)
+    scaler.scale(torch.ones(()))
+    said = None
+    for step in range(3):
+        for p in parameters:
+            p.grad = place(torch.full((8, 4), 4.0))
+        before = [bits(whole(p)).tobytes() for p in parameters]
+        if step != 1:
+            scaler.step(stepped, max_norm=1.0)
+            scaler.update()
+            continue
+        hook = None
+        if is_last and unlike == "gradient":
+            parameters[1].grad = None
+        elif is_last:
+            hook = optimizers[unlike].register_step_post_hook(lambda *_: None)
+        try:
+            scaler.step(stepped, max_norm=1.0)
+        except RuntimeError as error:
+            said = str(error)
+        is_unchanged = [bits(whole(p)).tobytes() for p in parameters] == before
+        if hook is not None:
+            hook.remove()
+    return said, is_unchanged, scaler.last_step.way
