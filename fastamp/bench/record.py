@@ -179,7 +179,10 @@ def _row(name: str, arm: str, race: Race, details: Details) -> dict[str, str]:
         "race": name,
         "arm": arm,
         "blocks": str(len(race.blocks())),
-        **{key: show(value, ".0f" if value >= 1000 else ".3f") for key, value in figures.items()},
+        **{
+            key: show(value, ".0f" if value >= 1000 or isinstance(value, int) else ".3f")
+            for key, value in figures.items()
+        },
         "speed-up [95 %]": race.ratio(arm).text(".3f", "x"),
     }
     if PLAIN in race.arms:

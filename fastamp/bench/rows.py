@@ -3,9 +3,9 @@
 import math
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,21 +17,36 @@ class Shapes(NamedTuple):
     """The gradients of a row."""
 
     text: str
-    sizes: list[tuple[int, ...]]
+    sizes: Sequence[tuple[int, ...]]
     grouped: bool = False  # each parameter is a group of its own
     dtype: torch.dtype = torch.float32
+    tables: int = 0  # how many of the first ones are embeddings, or heads
 
 
-_BLOCK = [(768,)] * 6 + [(2304, 768), (2304,), (768, 768), (3072, 768), (3072,), (768, 3072)]
-_GPT2 = [(50257, 768), (1024, 768), *_BLOCK * 12, (768,), (768,)]
+def _transformer(text: str, width: int, tables: list[int], qkv: int = 1) -> Shapes:
+    """Return 12 layers, whose MLPs have four times the width, with `qkv` matrices for all three."""
+    block: list[tuple[int, ...]] = [(width,)] * 6 + [(3 * width // qkv, width)] * qkv
+    block += [(3 * width,), (width, width), (4 * width, width), (4 * width,), (width, 4 * width)]
+    sizes = [*((rows, width) for rows in tables), *block * 12, (width,), (width,)]
+    return Shapes(text, sizes, tables=len(tables))
+
+
+_VIT = _transformer("ViT-tiny, 5.7 M with 48 matrices", 192, [768, 197, 1000])
 _NETWORK = [(64, 4), (64,), (64, 64), (64,), (2, 64), (2,)]
 NAMED = {
-    "gpt2": Shapes("GPT-2, 124 M in 148 tensors", _GPT2),
+    "gpt2": _transformer("GPT-2, 124 M in 148 tensors", 768, [50257, 1024]),
+    "width128": _transformer("12 layers of width 128 with 72 matrices", 128, [256, 128], qkv=3),
+    "width384": _transformer("12 layers of width 384 with 72 matrices", 384, [256, 128], qkv=3),
+    "vit-tiny": _VIT._replace(sizes=[*_VIT.sizes, (192,), (1, 1, 192), (1000,)]),
     "network": Shapes("6 tensors, a 4-64-64-2 network", _NETWORK),
     "lora": Shapes("32 LoRA matrices, 10,000 in all", [(5, 50), (75, 5)] * 16),
 }
 ROWS = {  # the work for these shapes without --work
-    "gpt2": "norm clip adamw adamw-zero-grad adamw-open adamw-open-zero-grad adamw-bf16 adamw-8bit",
+    "gpt2": "norm clip adamw adamw-zero-grad adamw-open adamw-open-zero-grad adamw-bf16 adamw-8bit"
+    " muon",
+    "width128": "muon muon-open",
+    "width384": "muon",
+    "vit-tiny": "muon",
     "192x130208": "adamw adamw-open",
     "192x130208-bf16": "adamw adamw-open",
     "465gx60000": "adamw adamw-open",
@@ -42,6 +57,7 @@ ROWS = {  # the work for these shapes without --work
     "lora": "adamw-no-scaler adamw-open-no-scaler",
 }
 RATE = 1e-4
+MUON_RATE = 0.02
 MOST_NUMEL = 2**36
 MOST_TENSORS = 2**20
 
@@ -85,6 +101,26 @@ def _sgd(start: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     return start - RATE * grad, grad
 
 
+def _muon(start: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what Muon's first step leaves; its Newton-Schulz steps in full precision."""
+    wide = grad.mT if grad.size(0) > grad.size(1) else grad
+    found = wide / wide.norm()
+    for _ in range(5):
+        gram = found @ found.mT
+        found = 3.4445 * found + (-4.775 * gram + 2.0315 * gram @ gram) @ found
+    step = found if wide is grad else found.mT
+    rate = MUON_RATE * math.sqrt(max(1, grad.size(0) / grad.size(1)))
+    return start * (1 - MUON_RATE * 0.1) - rate * step, 0.05 * grad
+
+
+def _make_muon(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+    """Return torch's Muon, which came with torch 2.9; of AdamW's rate its steps would be noise."""
+    del lr
+    cls: Any = torch.optim.Muon
+    made: torch.optim.Optimizer = cls(groups, lr=MUON_RATE)
+    return made
+
+
 class Work(NamedTuple):
     """What is timed, and how often it has to pass over as many bytes as the gradients have."""
 
@@ -99,6 +135,8 @@ class Work(NamedTuple):
     scaler: bool = True
     lean: Callable[..., torch.optim.Optimizer] | None = None
     """fastamp's optimizer, if not the same as torch's: its parameters are bfloat16."""
+    matrices: "Work | None" = None
+    """Another optimizer for matrices of hidden layers, and what its first step leaves."""
 
 
 SGD = partial(torch.optim.SGD, momentum=0.9)
@@ -125,3 +163,9 @@ for _name, _kind, _updates in (("adamw-bf16", "bfloat16", 4), ("adamw-8bit", "8b
     _work = Work(_text, 2, _updates, partial(torch.optim.AdamW, fused=True), "exp_avg", _adamw)
     _lean = partial(fastamp.AdamW, moments=_kind)
     WORK[_name] = _work._replace(zero_grad=True, scaler=False, lean=_lean)
+for _name, _of_others in (("muon", "adamw"), ("muon-open", "adamw-open")):
+    _others = WORK[f"{_of_others}-zero-grad"]
+    _matrices = Work("", 0, 0, _make_muon, "momentum_buffer", _muon)
+    _text = _others.text.replace("whole step,", "whole step, Muon for matrices,")
+    _text += ", no scaler; plain is its products alone, in stacks"
+    WORK[_name] = _others._replace(text=_text, scaler=False, matrices=_matrices)

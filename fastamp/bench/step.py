@@ -1,11 +1,12 @@
 """The step alone: torch's norm, clip and optimizer step against fastamp's, on random gradients.
 
-All rows take about nine minutes on two CPU cores; gpt2 needs 10 GB of memory.
+All rows take about twelve minutes on two CPU cores; gpt2 needs 10 GB of memory.
 """
 
 import argparse
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,14 +15,18 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import fastamp
+from fastamp.bench.options import refuse
 from fastamp.bench.race import Plan
 from fastamp.bench.record import PLAIN, Case, Report, Task, run_cases
 from fastamp.bench.rows import NAMED, RATE, ROWS, WORK, Shapes, Work, parse_shapes
 
 MAX_NORM = 1.0  # less than the norm of the gradients: every step clips
 PLAN = Plan(rounds=2000, half_width=0.01, limit_s=10.0)
+MUON_PLAN = replace(PLAN, limit_s=100.0)  # a step of GPT-2 takes seconds
 STOCK_RTOL = 1e-3  # torch's float32 norm is off in the fourth digit
 CODES_RTOL = 0.04  # 8-bit codes of large first moments are 1/16 apart, and the nearest is taken
+PRODUCTS_RTOL = 0.05  # of the norm of Muon's step: fifteen products in bfloat16
+PRODUCTS_NBYTES = 2**19  # of matrices multiplied at once, which stay in a CPU's caches
 SMALL = 50_000  # elements: a step over fewer takes microseconds, and a visit has many calls
 CALLS = 50
 METRICS = "speedup/ or of_plain/, the shape and the work, as in speedup/gpt2/adamw"
@@ -45,7 +50,23 @@ def prepare(args: argparse.Namespace) -> Task:
     args.shapes = args.shapes or parse_shapes(",".join(ROWS))
     work = {name: args.work or ROWS.get(name, " ".join(WORK)).split() for name in args.shapes}
     names = [f"{shape}/{each}" for shape in args.shapes for each in dict.fromkeys(work[shape])]
+    for name in names if args.work else ():
+        if problem := _lacks(args, name):
+            refuse("--work", name, problem)
+    names = [name for name in names if not _lacks(args, name)]
     return {"races": names, "seed": args.seed}, partial(_run, args, names)
+
+
+def _lacks(args: argparse.Namespace, name: str) -> str:
+    """Say what is missing for Muon's rows, "" if nothing is."""
+    shape, work = name.split("/")
+    if WORK[work].matrices is None:
+        return ""
+    if not hasattr(torch.optim, "Muon"):
+        return f"needs torch 2.9, this is {torch.__version__}"
+    found = args.shapes[shape]
+    has_matrices = any(len(size) == 2 for size in found.sizes[found.tables :])
+    return "" if has_matrices else "needs matrices, as in 2000x64x64"
 
 
 def _run(args: argparse.Namespace, names: list[str]) -> Report:
@@ -63,22 +84,68 @@ def _make_case(args: argparse.Namespace, name: str) -> Case:
     """Return a race of both sides, after a check of each against plain float64 arithmetic."""
     first, _, second = name.partition("/")
     shape, work = args.shapes[first], WORK[second]
+    how: dict[str, Any] = {"grouped": shape.grouped, "tables": shape.tables}
     grads, norm = draw_grads(shape.sizes, args.device, args.seed, shape.dtype)
-    theirs = Side(work, grads, grouped=shape.grouped)
+    theirs = Side(work, grads, **how)
     theirs.check(theirs.torch, norm, rtol=STOCK_RTOL)
     if work.lean is not None:
         work = work._replace(optimizer=work.lean)
         grads, norm = draw_grads(shape.sizes, args.device, args.seed, torch.bfloat16)
-    ours = Side(work, grads, grouped=shape.grouped)
+    ours = Side(work, grads, **how)
     ours.check(ours.fastamp, norm, rtol=1e-5)
-    plain, restore_plain, nbytes = _make_plain(ours)
+    if work.matrices is None:
+        plain, restore_plain, nbytes = _make_plain(ours)
+        more: dict[str, Any] = {"amounts": {"GB/s": nbytes / 1e9}}
+    else:
+        plain, restore_plain = make_products(ours), bool
+        sides = {"torch": (theirs, theirs.torch), "fastamp": (ours, ours.fastamp)}
+        calls = {arm: {"calls": count_operators(*side)} for arm, side in sides.items()}
+        more = {"details": lambda _: calls, "plan": MUON_PLAN}
     restore = {"torch": theirs.restore, PLAIN: restore_plain, "fastamp": ours.restore}
     return Case(
         arms={"torch": theirs.torch, PLAIN: plain, "fastamp": ours.fastamp},
         before=lambda arm: restore[arm](),
         calls=count_calls(shape),
-        amounts={"GB/s": nbytes / 1e9},
+        **more,
     )
+
+
+def make_products(side: "Side") -> Callable[[], object]:
+    """Return Muon's products alone: five rounds of three, of stacked matrices in bfloat16."""
+    by_size: dict[torch.Size, list[Tensor]] = {}
+    for grad, work in zip(side.drawn, side.works, strict=True):
+        if work is not side.work:
+            wide = grad if grad.size(0) <= grad.size(1) else grad.mT
+            by_size.setdefault(grad.shape, []).append((wide / wide.norm()).bfloat16())
+    stacks: list[Tensor] = []
+    for matrices in by_size.values():
+        is_cpu, size = matrices[0].device.type == "cpu", 2 * matrices[0].numel()
+        count = max(1, PRODUCTS_NBYTES // size) if is_cpu else len(matrices)
+        stacks += torch.split(torch.stack(matrices), count)
+
+    def multiply() -> None:
+        for stack in stacks:
+            for _ in range(5):
+                gram = torch.bmm(stack, stack.mT)
+                torch.bmm(torch.bmm(gram, gram), stack)
+
+    return multiply
+
+
+def count_operators(side: "Side", step: Callable[[], object]) -> int:
+    """Count the calls of torch's operators that a step makes, but not those of other operators."""
+    side.restore()
+    with torch.autograd.profiler.profile(use_kineto=False) as found:  # Kineto prints
+        step()
+    side.restore()
+    events = [event for event in found.function_events or () if event.name.startswith("aten::")]
+    return sum(not _is_inside(event) for event in events)
+
+
+def _is_inside(event: Any) -> bool:
+    """Say whether an operator was called by another one."""
+    parent = event.cpu_parent
+    return parent is not None and (parent.name.startswith("aten::") or _is_inside(parent))
 
 
 def count_calls(shape: Shapes) -> int:
@@ -113,19 +180,41 @@ def _make_plain(side: "Side") -> tuple[Callable[[], object], Callable[[], object
 
 
 class Side:
-    """The parameters, gradients, optimizer and scalers of one side of a race."""
+    """The parameters, gradients, optimizers and scalers of one side of a race.
+
+    Args:
+        work: what is timed.
+        drawn: the gradients, before each call.
+        grouped: each parameter is a group of its own.
+        tables: how many of the first parameters are no matrices of hidden layers.
+    """
 
     zero = 0.0  # the largest kept moment that may stand for 0
 
-    def __init__(self, work: Work, drawn: list[Tensor], *, grouped: bool = False) -> None:
+    def __init__(
+        self, work: Work, drawn: list[Tensor], *, grouped: bool = False, tables: int = 0
+    ) -> None:
         self.work = work
         self.drawn = drawn
         self.parameters = [torch.nn.Parameter(grad + 1) for grad in drawn]
         self.grads = [torch.empty_like(grad) for grad in drawn]
         for parameter, grad in zip(self.parameters, self.grads, strict=True):
             parameter.grad = grad
-        groups = [[each] for each in self.parameters] if grouped else [self.parameters]
-        self.optimizer = work.optimizer([{"params": group} for group in groups], lr=RATE)
+        has_own = work.matrices is not None
+        self.works = [
+            work.matrices or work if has_own and i >= tables and grad.dim() == 2 else work
+            for i, grad in enumerate(drawn)
+        ]
+        """What each parameter's optimizer does, which is another one for matrices."""
+        self.optimizers = []
+        for each in (work.matrices, work):
+            held = zip(self.parameters, self.works, strict=True)
+            own = [parameter for parameter, its in held if its is each]
+            groups = [[parameter] for parameter in own] if grouped else [own]
+            if own and each is not None:
+                made = each.optimizer([{"params": group} for group in groups], lr=RATE)
+                self.optimizers.append(made)
+        self.optimizer = self.optimizers[-1]
         # Not 1 or another power of two, for which multiplies are exact. It never grows.
         device = self.drawn[0].device.type
         self.torch_scaler = torch.amp.GradScaler(device, init_scale=1.01, growth_interval=2**30)
@@ -148,13 +237,14 @@ class Side:
             self.torch_scaler.unscale_(self.optimizer)
         clip_grad_norm_(self.parameters, MAX_NORM)
         if not self.work.scaler:
-            self.optimizer.step()
+            for each in self.optimizers:
+                each.step()
         elif self.work.moment:
             self.torch_scaler.step(self.optimizer)
         if self.work.scaler:
             self.torch_scaler.update()
-        if self.work.zero_grad:
-            self.optimizer.zero_grad()
+        for each in self.optimizers if self.work.zero_grad else ():
+            each.zero_grad()
         return None
 
     def fastamp(self) -> Tensor | None:
@@ -162,7 +252,8 @@ class Side:
         if not self.work.updates:
             return fastamp.get_total_norm(self.grads)
         if not self.work.scaler:
-            fastamp.optimizer_step(self.optimizer, MAX_NORM, self.work.zero_grad)
+            several = self.optimizers if len(self.optimizers) > 1 else self.optimizer
+            fastamp.optimizer_step(several, MAX_NORM, self.work.zero_grad)
             return None
         if self.work.moment:
             self.scaler.step(self.optimizer, max_norm=MAX_NORM, zero_grad=self.work.zero_grad)
@@ -187,13 +278,18 @@ class Side:
         for place, (parameter, grad) in enumerate(zip(self.parameters, self.grads, strict=True)):
             drawn = self.drawn[place]
             clipped = drawn.double() * (MAX_NORM / norm)
-            if self.work.first_step is not None:
-                stepped, moment = self.work.first_step((drawn + 1).double(), clipped)
+            work, start = self.works[place], (drawn + 1).double()
+            if work.first_step is not None:
+                stepped, moment = work.first_step(start, clipped)
                 state = states.get(place, {})
-                assert self.work.moment in state, "no state: there was no step"  # noqa: S101
+                assert work.moment in state, "no state: there was no step"  # noqa: S101
                 of_moment = CODES_RTOL if is_lean else coarse
-                close(state[self.work.moment], moment, rtol=of_moment, atol=self.zero)
-                close(weights[place], stepped, rtol=rtol if is_lean else coarse, atol=1e-7)
+                close(state[work.moment], moment, rtol=of_moment, atol=self.zero)
+                if work is not self.work:  # a step of Muon
+                    error, size = (weights[place] - stepped).norm(), (stepped - start).norm()
+                    assert error < PRODUCTS_RTOL * size, "products are not close"  # noqa: S101
+                else:
+                    close(weights[place], stepped, rtol=rtol if is_lean else coarse, atol=1e-7)
             if self.work.zero_grad:
                 assert parameter.grad is None, "a gradient is left"  # noqa: S101
             elif self.work.updates:
@@ -202,7 +298,9 @@ class Side:
 
     def read(self) -> tuple[dict[int, dict[str, Any]], list[Tensor]]:
         """Return the states by place, and the weights; those of fastamp.AdamW in float32."""
-        kept: Any = self.optimizer.state_dict()
-        if not isinstance(self.optimizer, fastamp.AdamW):
-            return kept["state"], [parameter.detach() for parameter in self.parameters]
-        return fastamp.to_torch(kept)["state"], self.optimizer.master_weights()
+        if isinstance(self.optimizer, fastamp.AdamW):
+            kept: Any = fastamp.to_torch(self.optimizer.state_dict())
+            return kept["state"], self.optimizer.master_weights()
+        known = {p: state for each in self.optimizers for p, state in each.state.items()}
+        states = {place: known.get(p, {}) for place, p in enumerate(self.parameters)}
+        return states, [parameter.detach() for parameter in self.parameters]

@@ -26,7 +26,8 @@ STATES = (("momentum_buffer", ""),), False, "zeros of the gradient"
 """As the core declares those of other rules: names, whether steps are counted, how they begin."""
 OPTIONS = {"lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps"}
 OPTIONS |= {"adjust_lr_fn", "differentiable"}  # the last one is False: a loaded optimizer has it
-_compared: "WeakKeyDictionary[Optimizer, list[list[int]]]" = WeakKeyDictionary()
+_compared: "WeakKeyDictionary[Optimizer, tuple[list[list[int]], list[Tensor]]]"
+_compared = WeakKeyDictionary()  # what this rank has said last, also on the device
 
 
 @torch.no_grad()
@@ -43,32 +44,41 @@ def compare_ranks(optimizers: Sequence[Optimizer], why: str) -> None:
     for optimizer in optimizers:
         if not isinstance(optimizer, getattr(torch.optim, "Muon", ())):
             continue
-        groups: dict[Any, list[Tensor]] = {}
+        shared: dict[Any, list[Tensor]] = {}
         for group in optimizer.param_groups:
             for param in group["params"]:
-                groups.setdefault(ranks_of(param), []).append(param)
-        groups.pop(None, None)
-        mine, found = [], []
-        for ranks, params in groups.items():
-            has = [param.grad is not None for param in params]
-            mine.append([bool(why), sum(has), zlib.crc32(bytes(has))])
-            own = torch.tensor(mine[-1], device=local_of(params[0]).device)
-            found.append(own.new_empty(ranks.size() * 3))
-            dist.all_gather_into_tensor(found[-1], own, group=ranks)
-        for (ranks, params), of_ranks in zip(groups.items(), found, strict=True):
-            if of_ranks.device.type != "cpu" and _compared.get(optimizer) == mine:
-                continue
-            rows = of_ranks.view(-1, 3).tolist()
-            if any(row != rows[0] for row in rows):
-                ways = ("fastamp steps", "torch steps")
-                said = "; ".join(
-                    f"on rank {rank} {ways[row[0]]}, with gradients of {row[1]} of {len(params)}"
-                    for rank, row in zip(dist.get_process_group_ranks(ranks), rows, strict=True)
-                )
-                here = f"; here torch has to: {why}" if why else ""
-                msg = f"Muon's sharded matrices need the same step on all ranks: {said}{here}"
-                raise RuntimeError(msg)
-        _compared[optimizer] = mine
+                shared.setdefault(ranks_of(param), []).append(param)
+        shared.pop(None, None)
+        has = [[param.grad is not None for param in params] for params in shared.values()]
+        mine = [[bool(why), sum(some), zlib.crc32(bytes(some))] for some in has]
+        before, own = _compared.get(optimizer, ([], []))
+        if mine != before:
+            devices = [local_of(params[0]).device for params in shared.values()]
+            own = [torch.tensor(row, device=at) for row, at in zip(mine, devices, strict=True)]
+        said = []
+        for ranks, row in zip(shared, own, strict=True):
+            said.append([torch.empty_like(row) for _ in range(ranks.size())])
+            dist.all_gather(said[-1], row, group=ranks)
+        for ranks, rows, some in zip(shared, said, has, strict=True):
+            if mine != before or rows[0].device.type == "cpu":
+                _refuse_unlike(ranks, torch.stack(rows).tolist(), len(some), why)
+        _compared[optimizer] = mine, own
+
+
+def _refuse_unlike(ranks: Any, rows: list[list[int]], count: int, why: str) -> None:
+    """Raise an error unless the rows of all ranks are equal."""
+    if all(row == rows[0] for row in rows):
+        return
+    by = ("fastamp", "torch")
+    said = "; ".join(
+        f"on rank {rank} {by[row[0]]} steps, with gradients of {row[1]} of {count}"
+        for rank, row in zip(dist.get_process_group_ranks(ranks), rows, strict=True)
+    )
+    msg = (
+        "Muon's sharded matrices need the same step hooks, and gradients of the same matrices, on "
+    )
+    msg += f"all ranks: {said}" + (f"; here torch has to: {why}" if why else "")
+    raise RuntimeError(msg)
 
 
 class MuonBackend:

@@ -110,27 +110,6 @@ def test_8_bit_optimizers_race_where_they_are_installed(script, monkeypatch, cap
         step_peers.main(words)
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-@pytest.mark.skipif("cpu" not in fastamp.backends(), reason="needs the compiled core")
-def test_muon_and_adamw_race_on_each_model(script, monkeypatch, capsys):
-    muon_step = script("muon_step")
-    tiny = muon_step.transformer("tiny", 8, [16], layers=2)
-    monkeypatch.setattr(muon_step, "MODELS", {"tiny": tiny})
-    muon_step.main(["tiny", *QUICK])
-    printed = capsys.readouterr().out
-    assert read_table(printed) == ["tiny"]
-    head, row = (re.split(r"  +", line.strip()) for line in printed.splitlines())
-    found = dict(zip(head, row, strict=True))
-    assert found["matrices"] == "8"
-    assert int(found["fastamp calls"]) < int(found["torch calls"]) / 2
-    monkeypatch.setattr(muon_step, "RTOL", 0.0)
-    with pytest.raises(RuntimeError, match="differs by"):
-        muon_step.main(["tiny", *QUICK])
-    with pytest.raises(SystemExit):
-        muon_step.main(["none"])
-    assert "none: none of tiny" in capsys.readouterr().err
-
-
 def test_a_loss_in_less_memory_is_held_to_the_spread_of_seeds(
     script, monkeypatch, tmp_path, capsys
 ):

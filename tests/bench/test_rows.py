@@ -18,6 +18,9 @@ from fastamp.bench.race import Plan
 from fastamp.bench.rows import NAMED, ROWS, WORK, parse_shapes
 
 LEAN = {"adamw-bf16": "bfloat16", "adamw-8bit": "8bit"}
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="no Muon in this torch")
+WITHOUT_MUON = [name for name in WORK if not name.startswith("muon")]
+EACH = [*WITHOUT_MUON, *(pytest.param(n, marks=needs_muon) for n in WORK if n.startswith("muon"))]
 COLUMNS = ["race", "arm", "blocks", "median ms", "GB/s", "speed-up [95 %]", "of plain [95 %]"]
 
 
@@ -38,7 +41,7 @@ def run(monkeypatch, tmp_path):
 def make_side(work, **options):
     """Return a side, and the norm of its gradients."""
     generator = torch.Generator().manual_seed(0)
-    grads = [torch.randn(1000, generator=generator) for _ in range(3)]
+    grads = [torch.randn(25, 40, generator=generator) for _ in range(3)]
     return step.Side(work, grads, **options), torch.cat(grads).double().norm().item()
 
 
@@ -56,6 +59,9 @@ def test_the_rows_that_the_readme_shows_are_raced_unless_others_are_asked_for():
         found = {race for race in job["races"] if race.startswith(f"{shape}/adamw")}
         lean = {f"{shape}/{work}" for work in LEAN}
         assert found == {*names, *(lean if shape == "gpt2" else ())}
+    muon = {f"{shape}/muon" for shape in ("gpt2", "width128", "width384", "vit-tiny")}
+    muon = muon | {"width128/muon-open"} if hasattr(torch.optim, "Muon") else set()
+    assert {race for race in job["races"] if "/muon" in race} == muon
     lean = {f"2000x64x64/{work}" for work in LEAN}
     assert set(job["races"]) > {"gpt2/norm", "gpt2/clip", "2000x1000/norm", *lean}
 
@@ -70,6 +76,9 @@ def test_the_rows_that_the_readme_shows_are_raced_unless_others_are_asked_for():
         ("2000x1000", 2000, 2_000_000, "2,000 tensors of 1,000"),
         ("2000x64x64", 2000, 8_192_000, "2,000 tensors of 64 x 64"),
         ("465gx1000", 465, 465_000, "465 groups of 1,000"),
+        ("width128", 172, 2_428_672, "12 layers of width 128 with 72 matrices"),
+        ("width384", 172, 21_441_792, "12 layers of width 384 with 72 matrices"),
+        ("vit-tiny", 152, 5_717_416, "ViT-tiny, 5.7 M with 48 matrices"),
         ("network", 6, 4610, "6 tensors, a 4-64-64-2 network"),
         ("lora", 32, 10_000, "32 LoRA matrices, 10,000 in all"),
     ],
@@ -107,19 +116,22 @@ def test_groups_have_one_parameter_each():
     assert len(make_side(WORK["adamw"])[0].optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize("name", WORK)
+@pytest.mark.parametrize("name", EACH)
 def test_a_name_says_which_optimizer_steps_with_what(name):
-    work, (side, _) = WORK[name], make_side(WORK[name])
-    is_lean = name in LEAN
-    assert side.optimizer.defaults["fused"] is (True if "fused" in work.text else None)
-    assert side.optimizer.defaults["foreach"] is None
-    assert ("fused" in work.text) == (name.startswith("adamw") and "open" not in name)
-    assert work.zero_grad == ("zero_grad" in work.text) == (name.endswith("zero-grad") or is_lean)
+    work, parameter = WORK[name], torch.nn.Parameter(torch.ones(2))
+    defaults = work.optimizer([{"params": [parameter]}], lr=1e-4).defaults
+    ends = name in LEAN or name.startswith("muon")  # in zero_grad, and without a scaler
+    assert defaults["fused"] is (True if "fused" in work.text else None)
+    assert defaults["foreach"] is None
+    assert ("fused" in work.text) == (name.startswith(("adamw", "muon")) and "open" not in name)
+    assert work.zero_grad == ("zero_grad" in work.text) == (name.endswith("zero-grad") or ends)
     assert work.scaler != ("no scaler" in work.text)
-    assert work.scaler != (name.endswith("no-scaler") or is_lean)
+    assert work.scaler != (name.endswith("no-scaler") or ends)
+    kind = "Muon" if name.startswith("muon") else "SGD" if defaults.get("momentum") else "AdamW"
+    assert [type(each).__name__ for each in make_side(work)[0].optimizers] == [kind]
 
 
-@pytest.mark.parametrize("name", WORK)
+@pytest.mark.parametrize("name", WITHOUT_MUON)
 def test_the_plain_pass_moves_what_the_work_has_to_move(name):
     least = {"norm": 4, "clip": 12, "sgd": 28, "adamw-bf16": 20, "adamw-8bit": 16}
     least = least.get(name, 32 if name.endswith("zero-grad") else 36)
@@ -132,16 +144,16 @@ def test_the_plain_pass_moves_what_the_work_has_to_move(name):
 # The oracle
 
 
-@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("work", EACH)
 @pytest.mark.parametrize("side", ["torch", "fastamp"])
 def test_work_that_is_not_done_is_not_timed(work, side, monkeypatch):
     monkeypatch.setattr(step.Side, side, lambda _self: torch.zeros(()))
     with pytest.raises(AssertionError, match=r"not close|no state"):
-        main(["step", "--shapes", "3x1000", "--device", "cpu", "--work", work])
+        main(["step", "--shapes", "3x25x40", "--device", "cpu", "--work", work])
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("work", EACH)
 def test_both_sides_of_a_step_agree_with_plain_arithmetic_and_not_with_another_norm(work, grouped):
     for way, factor in itertools.product(("torch", "fastamp"), (1.0, 1.01)):
         side, norm = make_side(WORK[work], grouped=grouped)
@@ -149,7 +161,7 @@ def test_both_sides_of_a_step_agree_with_plain_arithmetic_and_not_with_another_n
             side.check(getattr(side, way), norm * factor, rtol=1e-4)
 
 
-@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("work", WITHOUT_MUON)
 def test_gradients_of_one_small_element_are_clipped_too(work, monkeypatch):
     monkeypatch.setattr(torch, "randn", lambda *_, **__: torch.tensor([-0.1]))
     args = argparse.Namespace(shapes=parse_shapes("1x1"), device="cpu", seed=0)
@@ -233,3 +245,69 @@ def test_every_arm_has_its_time_and_its_ratio_to_torch_and_the_plain_pass(run):
         f"{kind}/3gx10/{w}" for kind in ("speedup", "of_plain") for w in ("adamw", "adamw-open")
     }
     assert metrics <= {each["name"] for each in found["measurements"]}
+
+
+# Muon
+
+
+@needs_muon
+@pytest.mark.parametrize(
+    ("name", "tables", "matrices"),
+    [
+        ("gpt2", [50257, 1024], 48),
+        ("width128", [256, 128], 72),
+        ("width384", [256, 128], 72),
+        ("vit-tiny", [768, 197, 1000], 48),
+    ],
+)
+def test_hidden_matrices_are_muons_and_all_else_is_adamws(name, tables, matrices):
+    shape = NAMED[name]
+    grads = [torch.ones([min(length, 2) for length in size]) for size in shape.sizes]
+    muon, adamw = step.Side(WORK["muon"], grads, tables=shape.tables).optimizers
+    held = [[p.dim() for p in each.param_groups[0]["params"]] for each in (muon, adamw)]
+    assert held[0] == [2] * matrices
+    assert held[1].count(2) == len(tables)
+    assert [size[0] for size in shape.sizes[: shape.tables]] == tables
+
+
+@needs_muon
+@pytest.mark.parametrize("way", ["torch", "fastamp"])
+def test_muons_step_is_held_to_products_in_full_precision(way, monkeypatch):
+    grads, norm = step.draw_grads([(16, 8), (16, 8), (8, 24), (8,)], "cpu", 0)
+    side = step.Side(WORK["muon"], grads, tables=1)
+    side.check(getattr(side, way), norm, rtol=1e-3)
+    monkeypatch.setattr(step, "PRODUCTS_RTOL", 1e-4)
+    side = step.Side(WORK["muon"], grads, tables=1)
+    with pytest.raises(AssertionError, match="products are not close"):
+        side.check(getattr(side, way), norm, rtol=1e-3)
+
+
+@needs_muon
+@pytest.mark.skipif("cpu" not in fastamp.backends(), reason="needs the compiled core")
+def test_muons_rows_say_what_the_products_take_and_how_many_calls_there_are(run):
+    first, plain, last = run("--shapes", "8x16x8", "--work", "muon")["table"]
+    assert [row["arm"] for row in (first, plain, last)] == ["torch", "plain", "fastamp"]
+    assert int(last["calls"]) < int(first["calls"]) / 4
+    assert last["of plain [95 %]"].endswith("]")
+    side = step.Side(WORK["muon"], step.draw_grads([(16, 8)] * 3 + [(8, 24)], "cpu", 0)[0])
+    with torch.autograd.profiler.profile(use_kineto=False) as found:
+        step.make_products(side)()
+    assert [e.name for e in found.function_events].count("aten::bmm") == 2 * 15
+
+
+def test_muon_needs_matrices_and_a_torch_that_has_it(monkeypatch, capsys):
+    def said(shapes):
+        with pytest.raises(SystemExit) as ended:
+            main(["step", "--device", "cpu", "--shapes", shapes, "--work", "muon"])
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    monkeypatch.setattr(torch.optim, "Muon", object, raising=False)
+    assert "argument --work: '3x10/muon' needs matrices, as in 2000x64x64" in said("3x10")
+    args = argparse.Namespace(shapes=parse_shapes("3x10,3x4x4"), work=None, seed=0)
+    races = step.prepare(args)[0]["races"]
+    assert [race for race in races if "muon" in race] == ["3x4x4/muon", "3x4x4/muon-open"]
+    monkeypatch.delattr(torch.optim, "Muon")
+    assert "argument --work: '3x4x4/muon' needs torch 2.9" in said("3x4x4")
+    args = argparse.Namespace(shapes=None, work=None, seed=0)
+    assert not any("muon" in race for race in step.prepare(args)[0]["races"])

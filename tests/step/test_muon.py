@@ -551,11 +551,17 @@ def test_a_rank_that_is_unlike_the_others_is_an_error_on_all(unlike, last, scale
     if unlike == "adamw" and "cpu" not in fastamp.backends():
         pytest.skip("needs the compiled core")
     ways = ["fastamp steps, with gradients of 2"] * 3 + [last]
-    expected = "Muon's sharded matrices need the same step on all ranks: "
+    expected = "Muon's sharded matrices need the same step hooks, and gradients of the same "
+    expected += "matrices, on all ranks: "
     expected += "; ".join(f"on rank {rank} {way} of 2" for rank, way in enumerate(ways))
     here = "; here torch has to: there is a step hook" * (unlike != "gradient")
     for rank, found in enumerate(four.run(4, muon_ranks.unlike, unlike, scaled)):
         assert found == (expected + here * (rank == 3), True, "native")
+
+
+def test_ranks_make_new_values_only_where_something_has_changed(four):
+    """A copy to a device would wait for it."""
+    assert four.run(2, muon_ranks.said_again) == [2, 2]
 
 
 def test_fsdp2_trains_as_one_process(four):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import fastamp
 from fastamp import _ops
-from fastamp.step import stacks
+from fastamp.step import muon, stacks
 
 SHAPES = [(48, 32), (32, 48), (1, 40), (6, 5), (48, 32), (40, 1), (48, 32), (7, 64)]
 
@@ -79,6 +79,19 @@ def multiplied(count):
     return found
 
 
+def said_again():
+    """Return how many of three steps have sent new values to the device; the last one has less."""
+    place = placed("rows")
+    parameters = [torch.nn.Parameter(place(torch.ones(8, 4))) for _ in range(2)]
+    optimizer, kept = torch.optim.Muon(parameters), []
+    for step in range(3):
+        for p in parameters[step // 2 :]:
+            p.grad = place(torch.ones(8, 4))
+        fastamp.optimizer_step(optimizer, zero_grad=True)
+        kept.append(muon._compared[optimizer][1])
+    return len({*map(id, kept)})
+
+
 def trained(spreads):
     """Train a model by Muon and AdamW, under FSDP2 or alone; return the way and the parameters."""
     torch.manual_seed(0)
@@ -111,9 +124,9 @@ def unlike(unlike, scaled):
     """
     place, is_last = placed("rows"), dist.get_rank() == dist.get_world_size() - 1
     parameters = [torch.nn.Parameter(place(torch.ones(8, 4))) for _ in range(3)]
-    muon = torch.optim.Muon(parameters[:2], lr=0.02)
-    optimizers = {"muon": muon, "adamw": torch.optim.AdamW(parameters[2:])}
-    stepped = [*optimizers.values()] if unlike == "adamw" else [muon]
+    of_matrices = torch.optim.Muon(parameters[:2], lr=0.02)
+    optimizers = {"muon": of_matrices, "adamw": torch.optim.AdamW(parameters[2:])}
+    stepped = [*optimizers.values()] if unlike == "adamw" else [of_matrices]
     scaler = fastamp.GradScaler("cpu", init_scale=4.0, enabled=scaled)
     scaler.scale(torch.ones(()))
     said = None

@@ -99,8 +99,10 @@ def test_a_second_sigterm_ends_a_run_that_hangs(tmp_path):
     process.terminate()
     process.join(1)
     assert process.is_alive()
-    process.terminate()
-    process.join(60)
+    deadline_s = time.monotonic() + 60
+    while process.is_alive() and time.monotonic() < deadline_s:  # two may have come as one
+        process.terminate()
+        process.join(0.25)
     assert process.exitcode == -signal.SIGTERM
     assert names(tmp_path) == ["hangs"]
 
