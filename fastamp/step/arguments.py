@@ -51,19 +51,6 @@ def above_zero(name: str, value: Any) -> float:
     return number
 
 
-def refuse_scheduler(scheduler: Any, report: str) -> None:
-    """Raise a TypeError that says what to write in place of `scheduler=`."""
-    if scheduler is None:
-        return
-    msg = (
-        "scheduler: not an argument any more. After the step write: "
-        f"if not {report}.skipped: scheduler.step(). On CUDA `skipped` waits for the device; the "
-        "guide on fp16 (docs/guides/fp16.md) asks one step later, without a wait. In bf16 most "
-        "programs step the scheduler each time and do not ask."
-    )
-    raise TypeError(msg)
-
-
 def check_group(group: Any) -> None:
     """Raise a TypeError if `process_group` is neither None nor a group that this rank is in."""
     if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):

@@ -21,7 +21,6 @@ from fastamp.step.arguments import (
     as_state,
     check_group,
     check_optimizer,
-    refuse_scheduler,
 )
 from fastamp.step.muon import compare_ranks
 from fastamp.step.native import parameters_of
@@ -302,7 +301,6 @@ class GradScaler(torch.amp.GradScaler):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], max_norm: float | None
     ) -> str:
         """Refuse arguments of `step`, or say why they need torch's step: "" if they do not."""
-        refuse_scheduler(kwargs.pop("scheduler", None), "scaler.last_step")
         if self._enabled and "closure" in kwargs:
             msg = "Closure use is not currently supported if GradScaler is enabled."
             raise RuntimeError(msg)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from fastamp._ops import untraced
-from fastamp.step.arguments import refuse_scheduler
 from fastamp.step.report import StepReport
 from fastamp.step.scaler import GradScaler
 
@@ -18,7 +17,6 @@ def optimizer_step(
     optimizer: Optimizer | Sequence[Optimizer],
     max_norm: float | None = None,
     zero_grad: bool = False,  # noqa: FBT001, FBT002 - read as optimizer_step(optimizer, 1.0, True)
-    scheduler: None = None,
 ) -> StepReport:
     """Clip the gradients to `max_norm`, check them, and step if all are finite, in one call.
 
@@ -34,7 +32,6 @@ def optimizer_step(
             does into a critic, call `optimizer.zero_grad()` before that pass all the same. A loop
             that catches an error of the backward pass, as out of memory, and tries again calls it
             in the handler: half a gradient is left.
-        scheduler: not an argument any more; the error says what to write.
 
     Returns:
         What the step found and did; a value that is read on the host waits for the device.
@@ -51,7 +48,6 @@ def optimizer_step(
         >>> report.norm
         tensor(4.4721)
     """
-    refuse_scheduler(scheduler, "report")
     try:
         scaler: GradScaler = _own.scaler
     except AttributeError:

@@ -117,22 +117,6 @@ def test_a_disabled_scaler_without_clipping_reads_nothing_of_the_device(kind):
     assert scheduler.last_epoch == 2
 
 
-def test_a_scheduler_is_refused_with_the_lines_to_write():
-    (parameter,) = parameters_with(torch.ones(2))
-    before = parameter.detach().clone()
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    scaler = fastamp.GradScaler("cpu", enabled=False)
-    for step, report in ((scaler.step, r"scaler\.last_step"), (fastamp.optimizer_step, "report")):
-        text = rf"^scheduler: not an argument .*: if not {report}\.skipped: scheduler\.step\(\)"
-        with pytest.raises(TypeError, match=text):
-            step(optimizer, max_norm=1.0, scheduler=scheduler)
-        assert torch.equal(parameter, before)
-    for step in (scaler.step, fastamp.optimizer_step):
-        step(optimizer, scheduler=None)  # as a program without a schedule writes it
-    assert torch.equal(parameter, before - 2)
-
-
 @pytest.mark.parametrize("rule", ["AdamW", "Adam", "SGD", "Adagrad"])
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_native_step_reads_nothing_on_the_host(compiled, device, enabled, rule):
