@@ -4,7 +4,7 @@ from fastamp._ops.captures import apart_from_captures
 from fastamp._ops.choose import backend_for, backends, core, core_for, use_only
 from fastamp._ops.grads import Grads
 from fastamp._ops.held import gather, hold, index_in_whole, replicated
-from fastamp._ops.kept import ANOTHER_TYPE, NO_STATE, TorchBackend
+from fastamp._ops.kept import ANOTHER_TYPE, NO_GRADIENT, NO_STATE, TorchBackend
 from fastamp._ops.private import (
     count_writes,
     has_step_hook,

@@ -23,6 +23,9 @@ SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 NO_STATE = "no state"
 """Returned where a state is missing, as by the core: the optimizer makes it, and asks again."""
 
+NO_GRADIENT = "no parameter has a gradient"
+"""Returned where a step has nothing to do, as by the core."""
+
 ANOTHER_TYPE = "a parameter is of another type"
 """Returned where a step has to be made in halves, as by the core for DTensors."""
 
@@ -64,7 +67,7 @@ class TorchBackend:
             if why := _refusal(group, param, states.get(param) or {}):
                 return why
             entries.append((group, param, grad, states[param]))
-        return ReadStep(entries, grads is None) if entries else "no parameter has a gradient"
+        return ReadStep(entries, grads is None) if entries else NO_GRADIENT
 
     @torch.no_grad()
     def apply(

@@ -68,7 +68,7 @@ def parse_shapes(text: str) -> dict[str, Shapes]:
     for item in text.split(","):
         match = re.fullmatch(r"([1-9]\d*)(g?)x([1-9]\d*(?:x[1-9]\d*)?)(-bf16)?", item)
         if match is None and item not in NAMED:
-            message = f"{item!r} is not a number of tensors and of elements, as in 2000x1000"
+            message = f"{item!r} is neither tensors and elements, as in 2000x1000, nor 2000x64x64"
             raise ArgumentTypeError(message)
         if match is not None and int(match[1]) > MOST_TENSORS:
             message = f"{item!r} has more than {MOST_TENSORS:,} tensors"

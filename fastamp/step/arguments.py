@@ -31,7 +31,9 @@ def as_bound(name: str, value: float) -> float:
     try:
         bound = float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        msg = f"{name}: expected a number, got {value!r:.200}"
+        several = hasattr(value, "param_groups")
+        got = "an optimizer: several go into a list" if several else f"{value!r:.200}"
+        msg = f"{name}: expected a number, got {got}"
         raise TypeError(msg) from error
     if not bound >= 0:
         msg = f"{name}: expected a number of at least 0, got {value!r}"

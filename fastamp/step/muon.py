@@ -5,19 +5,15 @@ have yet.
 """
 
 import math
-import zlib
-from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from fastamp import _ops
-from fastamp._ops import ANOTHER_TYPE, NO_STATE, PLAIN_TYPES, fallback, kept, local_of
-from fastamp.step.stacks import Matrix, Stacks, in_rounds, ranks_of
+from fastamp._ops import ANOTHER_TYPE, NO_GRADIENT, NO_STATE, PLAIN_TYPES, fallback, kept
+from fastamp.step.stacks import Matrix, Stacks, in_rounds
 
 RULE = "Muon"
 MODULE = "torch.optim._muon"
@@ -26,59 +22,6 @@ STATES = (("momentum_buffer", ""),), False, "zeros of the gradient"
 """As the core declares those of other rules: names, whether steps are counted, how they begin."""
 OPTIONS = {"lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps"}
 OPTIONS |= {"adjust_lr_fn", "differentiable"}  # the last one is False: a loaded optimizer has it
-_compared: "WeakKeyDictionary[Optimizer, tuple[list[list[int]], list[Tensor]]]"
-_compared = WeakKeyDictionary()  # what this rank has said last, also on the device
-
-
-@torch.no_grad()
-def compare_ranks(optimizers: Sequence[Optimizer], why: str) -> None:
-    """Raise one error on all ranks that share matrices, unless they are about to step alike.
-
-    Else some would wait for others, which step without them. On the CPU all ranks look at what the
-    others say; on a device those whose own part has changed, so that nothing waits in later steps.
-
-    Args:
-        optimizers: to be stepped together; only Muon's sharded matrices count.
-        why: torch has to step; "" if fastamp does.
-    """
-    for optimizer in optimizers:
-        if not isinstance(optimizer, getattr(torch.optim, "Muon", ())):
-            continue
-        shared: dict[Any, list[Tensor]] = {}
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                shared.setdefault(ranks_of(param), []).append(param)
-        shared.pop(None, None)
-        has = [[param.grad is not None for param in params] for params in shared.values()]
-        mine = [[bool(why), sum(some), zlib.crc32(bytes(some))] for some in has]
-        before, own = _compared.get(optimizer, ([], []))
-        if mine != before:
-            devices = [local_of(params[0]).device for params in shared.values()]
-            own = [torch.tensor(row, device=at) for row, at in zip(mine, devices, strict=True)]
-        said = []
-        for ranks, row in zip(shared, own, strict=True):
-            said.append([torch.empty_like(row) for _ in range(ranks.size())])
-            dist.all_gather(said[-1], row, group=ranks)
-        for ranks, rows, some in zip(shared, said, has, strict=True):
-            if mine != before or rows[0].device.type == "cpu":
-                _refuse_unlike(ranks, torch.stack(rows).tolist(), len(some), why)
-        _compared[optimizer] = mine, own
-
-
-def _refuse_unlike(ranks: Any, rows: list[list[int]], count: int, why: str) -> None:
-    """Raise an error unless the rows of all ranks are equal."""
-    if all(row == rows[0] for row in rows):
-        return
-    by = ("fastamp", "torch")
-    said = "; ".join(
-        f"on rank {rank} {by[row[0]]} steps, with gradients of {row[1]} of {count}"
-        for rank, row in zip(dist.get_process_group_ranks(ranks), rows, strict=True)
-    )
-    msg = (
-        "Muon's sharded matrices need the same step hooks, and gradients of the same matrices, on "
-    )
-    msg += f"all ranks: {said}" + (f"; here torch has to: {why}" if why else "")
-    raise RuntimeError(msg)
 
 
 class MuonBackend:
@@ -101,7 +44,7 @@ class MuonBackend:
     ) -> list[list[list[Matrix]]] | str:
         """Find what a step reads and writes, in rounds, or say why it cannot be made here."""
         by_kind: dict[tuple[Any, ...], dict[int, Matrix]] = {}
-        given, places = iter(grads or ()), list[int]()
+        given, places = iter(grads or ()), list[tuple[int, int]]()
         for group in groups:
             wholes = group["params"] if grads is None else group["wholes"]
             for param, whole in zip(group["params"], wholes, strict=True):
@@ -115,11 +58,14 @@ class MuonBackend:
                 known = by_kind.setdefault(matrix.kind(), {}).setdefault(id(param), matrix)
                 if known is not matrix:
                     return "a parameter is twice in a group"
-                places += (each.data_ptr() for each in (param, grad, matrix.buffer) if each.numel())
-        if len({*places}) < len(places):
+                for each in (param, grad, matrix.buffer):
+                    begin = each.data_ptr()
+                    places += [(begin, begin + each.nbytes)] if begin else []
+        places.sort()
+        if any(end > begin for (_, end), (begin, _) in pairwise(places)):
             return "tensors share their memory"
         found = in_rounds([[*matrices.values()] for matrices in by_kind.values()])
-        return found or "no parameter has a gradient"
+        return found or NO_GRADIENT
 
     @torch.no_grad()
     def apply(

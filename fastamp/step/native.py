@@ -4,6 +4,7 @@ The optimizer's state stays torch's own, so that anyone can call `optimizer.step
 """
 
 import inspect
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
@@ -138,6 +139,20 @@ def read(optimizer: Optimizer) -> NativeStep | str:
     """Read an optimizer, of DTensors this rank's shards; or say why torch has to step."""
     prepared = prepare(optimizer)
     return prepared if isinstance(prepared, str) else _read(optimizer, *prepared)
+
+
+def read_all(optimizers: Sequence[Optimizer]) -> list[NativeStep] | str:
+    """Read those of several optimizers that have a gradient; or say why torch has to step."""
+    found = [read(each) for each in optimizers]
+    reasons = [step for step in found if isinstance(step, str)]
+    steps = [step for step in found if not isinstance(step, str)]
+    others = [why for why in reasons if why != _ops.NO_GRADIENT or not steps]
+    if others:
+        return others[0]
+    for each, step in zip(optimizers, found, strict=True):
+        if isinstance(step, str):
+            note_step(each)  # which does nothing
+    return steps
 
 
 def read_own(optimizer: Optimizer) -> NativeStep | str:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from fastamp import _ops
 from fastamp._ops import ANOTHER_TYPE, Clip, Grads, GradStats
 from fastamp.step import native
+from fastamp.step.alike import compare_ranks
 from fastamp.step.arguments import (
     above_zero,
     as_bound,
@@ -22,7 +23,6 @@ from fastamp.step.arguments import (
     check_group,
     check_optimizer,
 )
-from fastamp.step.muon import compare_ranks
 from fastamp.step.native import parameters_of
 from fastamp.step.report import NonFinite, StepReport, has_value, nonfinite_parameters, unread
 from fastamp.step.unfused import is_torchs, right_kernels
@@ -417,12 +417,9 @@ class GradScaler(torch.amp.GradScaler):
         is_ready = states[0]["stage"] is OptState.READY
         measures = is_ready or max_norm is not None
         grads = self._hold(optimizers)
-        steps = []
-        for each in optimizers:
-            step = native.read(each)
-            if isinstance(step, str):
-                return grads, step
-            steps.append(step)
+        steps = native.read_all(optimizers)
+        if isinstance(steps, str):
+            return grads, steps
         compare_ranks(optimizers, "")
         factor = None
         stats: GradStats | None
@@ -441,10 +438,11 @@ class GradScaler(torch.amp.GradScaler):
             if self._enabled:
                 self._counter(found_inf.device).add_(found_inf)
         self.last_step = StepReport(stats, "native")
-        for place, (step, state) in enumerate(zip(steps, states, strict=True)):
+        for step in steps:
+            place = optimizers.index(step.optimizer)
             with _said(place):
                 step.apply(factor, found_inf, zero_grad=zero_grad)
-            state["stage"] = OptState.STEPPED
+            states[place]["stage"] = OptState.STEPPED
         return grads, ""
 
     def _step_by_torch(

@@ -50,18 +50,23 @@ def ranks_of(whole: Any) -> Any:
 
 
 def in_rounds(of_kinds: list[list[Matrix]]) -> list[list[list[Matrix]]]:
-    """Return the matrices in rounds: those of one are held at a time, and have the same ranks."""
-    rounds: list[list[list[Matrix]]] = []
-    before, room = None, 0
+    """Return the matrices in rounds: those of one are held at a time, and have the same ranks.
+
+    The ranks of a process group get the same rounds, whatever else each of them has.
+    """
+    shared: dict[Any, list[list[Matrix]]] = {}
     for matrices in of_kinds:
-        ranks = ranks_of(matrices[0].whole)
-        is_cpu = matrices[0].param.device.type == "cpu"
+        shared.setdefault(ranks_of(matrices[0].whole), []).append(matrices)
+    rounds: list[list[list[Matrix]]] = []
+    for ranks, its_kinds in shared.items():
+        is_cpu = its_kinds[0][0].param.device.type == "cpu"
         most = (CPU_ROUND if is_cpu else ROUND) * _size_of(ranks)
-        for some in _cut(matrices, most):
+        room = -1
+        for some in (part for matrices in its_kinds for part in _cut(matrices, most)):
             nbytes = len(some) * some[0].nbytes()
-            if not rounds or ranks is not before or nbytes > room:
+            if nbytes > room:
                 rounds.append([])
-                before, room = ranks, most
+                room = most
             rounds[-1].append(some)
             room -= nbytes
     return rounds

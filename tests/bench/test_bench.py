@@ -457,7 +457,7 @@ def test_a_file_gets_whole_lines_and_no_progress_bar(finished):
             "step --shapes 2000000x1",
             "argument --shapes: '2000000x1' has more than 1,048,576 tensors",
         ),
-        ("step --shapes 3x", "argument --shapes: '3x' is not a number of tensors"),
+        ("step --shapes 3x", "argument --shapes: '3x' is neither tensors and elements"),
         (
             "latency --batch-sizes 1,0",
             "argument --batch-sizes: '0' is not an integer of at least 1",

@@ -269,6 +269,37 @@ def test_muon_and_adamw_are_one_step(max_norm, zero_grad, scaled, backend, devic
     assert error(ours, theirs) < 1e-4
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("without", ["muon", "adamw", "both"])
+def test_an_optimizer_without_a_gradient_leaves_the_step_to_the_other(
+    without, scaled, compiled, device
+):
+    parameters, _ = make(device)
+    optimizers = both(parameters, device)
+    scaler = fastamp.GradScaler(device, enabled=scaled)
+    scaler.scale(torch.ones((), device=device))
+    give(parameters, 0)
+    for p in {"muon": parameters[:-2], "adamw": parameters[-2:], "both": parameters}[without]:
+        p.grad = None
+    before = [p.detach().clone() for p in parameters]
+    schedules = [torch.optim.lr_scheduler.ConstantLR(each) for each in optimizers]
+    if without == "both" and scaled:
+        with pytest.raises(AssertionError, match="No inf checks"):
+            scaler.step(optimizers)
+        return
+    scaler.step(optimizers)
+    way = "torch's: no parameter has a gradient" if without == "both" else "native"
+    assert scaler.last_step.way == way
+    moved = [not same_bits([p], [old]) for p, old in zip(parameters, before, strict=True)]
+    matrices, others = moved[:-2], moved[-2:]
+    assert (all(matrices), any(matrices)) == (without == "adamw",) * 2
+    assert (all(others), any(others)) == (without == "muon",) * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a schedule that steps before its optimizer
+        for schedule in schedules:
+            schedule.step()
+
+
 def test_one_bad_gradient_skips_both(backend, device):
     parameters, _ = make(device)
     optimizers = both(parameters, device)
@@ -432,10 +463,16 @@ def of_one_memory(device):
     return [torch.nn.Parameter(values), torch.nn.Parameter(values)]
 
 
+def that_overlap(device):
+    values = torch.zeros(12, device=device)
+    return [torch.nn.Parameter(values[at : at + 8].view(2, 4)) for at in (0, 4)]
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (of_one_memory, "tensors share their memory"),
+        (that_overlap, "tensors share their memory"),
         (empty, "a parameter is no matrix"),
         (on_two_devices, "parameters on several devices"),
         (without_values, "a parameter is of another type"),
@@ -538,25 +575,36 @@ def test_matrices_sharded_by_columns_are_torchs(four):
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize(
-    ("unlike", "last"),
-    [
-        ("muon", "torch steps, with gradients of 2"),
-        ("adamw", "torch steps, with gradients of 2"),
-        ("gradient", "fastamp steps, with gradients of 1"),
-    ],
-)
-def test_a_rank_that_is_unlike_the_others_is_an_error_on_all(unlike, last, scaled, four):
-    """They would wait for it, in a collective that it does not make."""
+@pytest.mark.parametrize("unlike", ["muon", "adamw", "gradient"])
+@pytest.mark.parametrize(("layout", "ranks"), [("rows", [3]), ("hsdp", [0]), ("hsdp", [0, 1])])
+def test_ranks_that_are_unlike_the_others_are_an_error_on_all(layout, ranks, unlike, scaled, four):
+    """They would wait for them, in a collective that these do not make."""
     if unlike == "adamw" and "cpu" not in fastamp.backends():
         pytest.skip("needs the compiled core")
-    ways = ["fastamp steps, with gradients of 2"] * 3 + [last]
+    own = ("fastamp", 1) if unlike == "gradient" else ("torch", 2)
+    rows = [(rank, *(own if rank in ranks else ("fastamp", 2))) for rank in range(4)]
     expected = "Muon's sharded matrices need the same step hooks, and gradients of the same "
     expected += "matrices, on all ranks: "
-    expected += "; ".join(f"on rank {rank} {way} of 2" for rank, way in enumerate(ways))
+    text = "on rank {} {} steps, with gradients of {} of 2"
+    expected += "; ".join(text.format(*row) for row in rows)
     here = "; here torch has to: there is a step hook" * (unlike != "gradient")
-    for rank, found in enumerate(four.run(4, muon_ranks.unlike, unlike, scaled)):
-        assert found == (expected + here * (rank == 3), True, "native")
+    found = four.run(4, muon_ranks.unlike, layout, unlike, ranks, scaled)
+    for rank, one in enumerate(found):
+        assert one == (expected + here * (rank in ranks), True, "native")
+
+
+def test_what_some_ranks_lack_together_does_not_disturb_the_others(four):
+    """As an expert's matrix on the ranks of the other experts."""
+    everyone = four.run(4, muon_ranks.with_experts, [])
+    assert four.run(4, muon_ranks.with_experts, [2, 3]) == everyone
+    assert len({str(one) for one in everyone}) == 1
+
+
+def test_what_one_of_the_ranks_that_share_it_lacks_is_an_error_on_all(four):
+    found = four.run(4, muon_ranks.with_experts, [0])
+    assert "on rank 0 fastamp steps, with gradients of 0 of 1; on rank 1" in found[0]
+    assert "rank 0, 1 and others that share some of them differ" in found[3]
+    assert (found[1], found[2]) == (found[0], found[3])
 
 
 def test_ranks_make_new_values_only_where_something_has_changed(four):

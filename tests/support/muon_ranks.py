@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import fastamp
 from fastamp import _ops
-from fastamp.step import muon, stacks
+from fastamp.step import alike, stacks
 
 SHAPES = [(48, 32), (32, 48), (1, 40), (6, 5), (48, 32), (40, 1), (48, 32), (7, 64)]
 
@@ -88,7 +88,7 @@ def said_again():
         for p in parameters[step // 2 :]:
             p.grad = place(torch.ones(8, 4))
         fastamp.optimizer_step(optimizer, zero_grad=True)
-        kept.append(muon._compared[optimizer][1])
+        kept.append(alike._said[optimizer][1])
     return len({*map(id, kept)})
 
 
@@ -116,17 +116,17 @@ def trained_by_both():
     return trained(spreads=True), trained(spreads=False)
 
 
-def unlike(unlike, scaled):
-    """Step three times; in the second one the last rank alone has a hook, or lacks a gradient.
+def unlike(layout, unlike, ranks, scaled):
+    """Step three times; in the second one some ranks alone have a hook, or lack a gradient.
 
     Returns:
         The error of the second step, whether it changed nothing, and the way of the third.
     """
-    place, is_last = placed("rows"), dist.get_rank() == dist.get_world_size() - 1
+    place, is_unlike = placed(layout), dist.get_rank() in ranks
     parameters = [torch.nn.Parameter(place(torch.ones(8, 4))) for _ in range(3)]
-    of_matrices = torch.optim.Muon(parameters[:2], lr=0.02)
-    optimizers = {"muon": of_matrices, "adamw": torch.optim.AdamW(parameters[2:])}
-    stepped = [*optimizers.values()] if unlike == "adamw" else [of_matrices]
+    muon = torch.optim.Muon(parameters[:2], lr=0.02)
+    optimizers = {"muon": muon, "adamw": torch.optim.AdamW(parameters[2:])}
+    stepped = [*optimizers.values()] if unlike == "adamw" else [muon]
     scaler = fastamp.GradScaler("cpu", init_scale=4.0, enabled=scaled)
     scaler.scale(torch.ones(()))
     said = None
@@ -139,9 +139,9 @@ def unlike(unlike, scaled):
             scaler.update()
             continue
         hook = None
-        if is_last and unlike == "gradient":
+        if is_unlike and unlike == "gradient":
             parameters[1].grad = None
-        elif is_last:
+        elif is_unlike:
             hook = optimizers[unlike].register_step_post_hook(lambda *_: None)
         try:
             scaler.step(stepped, max_norm=1.0)
@@ -151,3 +151,29 @@ def unlike(unlike, scaled):
         if hook is not None:
             hook.remove()
     return said, is_unchanged, scaler.last_step.way
+
+
+def with_experts(lacking):
+    """Step matrices of four ranks, and between them one of each pair, that some ranks lack.
+
+    Returns:
+        The error, or the bits of the two matrices that all ranks share.
+    """
+    mesh = mesh_of(2, 2)
+    places = [
+        placed("rows"),
+        lambda tensor: spread(tensor, mesh["inner"], Shard(0)),
+        placed("rows"),
+    ]
+    values = [random((8, 6), torch.float32, "cpu", seed=i) for i in range(3)]
+    parameters = [torch.nn.Parameter(put(v)) for put, v in zip(places, values, strict=True)]
+    optimizer = torch.optim.Muon(parameters, lr=0.02)
+    for p, put, value in zip(parameters, places, values, strict=True):
+        p.grad = put(value + 1)
+    if dist.get_rank() in lacking:
+        parameters[1].grad = None
+    try:
+        fastamp.optimizer_step(optimizer)
+    except RuntimeError as error:
+        return str(error)
+    return [bits(whole(p)).tobytes() for p in parameters[::2]]
