@@ -33,6 +33,7 @@ from fastamp.bench.targets import (
 from fastamp.bench.tasks import (
     CONTRACT,
     EXAMPLE,
+    Make,
     Training,
     call_make,
     find_make,
@@ -99,59 +100,60 @@ def add_options(add: Callable[..., object]) -> None:
 
 def prepare(args: argparse.Namespace) -> Task:
     """Return the job and the function that runs it."""
+    facts: dict[str, Any] = {"steps": args.steps}
     if args.task == "gpt":
-        return _prepare_gpt(args)
-    if args.data is not None:
+        args.precision = args.precision or "bf16"
+        make, memory_make, facts = _make_gpt_job(args)
+    elif args.data is not None:
         refuse("--data", args.data, "is for --task gpt alone")
-    task = with_absolute_path(args.task)  # it may change the folder
-    find_make(task)  # fails at once if there is no such function
-    make = partial(call_make, task)
-    shared = {"device": args.device, "seed": args.seed, "steps": args.steps}
-    precision = args.precision or "bf16"
-    options = {"precision": precision, "batch_size": args.batch_size, **shared}
-    job = Job(make=make, memory_make=make, **options, **_read_arms(args))
+    else:
+        task = with_absolute_path(args.task)  # it may change the folder
+        find_make(task)  # fails at once if there is no such function
+        make = memory_make = partial(call_make, task)
+    job = Job(
+        make=make,
+        memory_make=memory_make,
+        device=args.device,
+        precision=args.precision or "bf16",
+        seed=args.seed,
+        steps=facts["steps"],
+        batch_size=args.batch_size,
+        **_read_arms(args),
+    )
     training = job.make_training(args.seed)
     if training.has_loader and args.batch_size is not None:
         refuse("--batch-size", args.batch_size, "cannot be set: the task has a loader of its own")
     if args.precision is None and training.dtype is not None:
-        precision = next(name for name, dtype in DTYPES.items() if dtype is training.dtype)
-    shared |= {"task": args.task, "precision": precision}
+        known = {dtype: name for name, dtype in DTYPES.items()}
+        job = replace(job, precision=known[training.dtype])
+    shared = {"task": args.task, "device": args.device, "precision": job.precision}
     shared["batch_size"] = None if training.has_loader else training.batch_size
-    shared["seeds"] = args.seeds
-    return shared, _runner(args, replace(job, precision=precision), training, shared)
+    shared |= {"seed": args.seed, "seeds": args.seeds, **facts}
+    if training.arms or job.against:
+        shared |= {"arms": sorted(training.arms), "against": job.against}
+    if args.until is None and args.until_loss is None:
+        return shared, partial(_run, args, job, training, shared)
+    steps, seeds = args.steps or until.STEPS, max(args.seeds, until.SEEDS)
+    shared |= {"steps": steps, "seeds": seeds, "until": args.until or args.until_loss}
+    each = range(job.seed, job.seed + seeds)
+    return shared, partial(until.run, job, steps, each, args.until_loss)
 
 
-def _prepare_gpt(args: argparse.Namespace) -> Task:
-    """Return the job of the GPT; prints on which text."""
-    args.precision = args.precision or "bf16"
+def _make_gpt_job(args: argparse.Namespace) -> tuple[Make, Make, dict[str, Any]]:
+    """Return the GPT to time, with a larger batch that to take memory of, and its facts.
+
+    Prints on which text it is trained.
+    """
     shape, sizes = _sizes(args)
-    steps, batch_size = (getattr(args, n) or sizes[n] for n in ("steps", "batch_size"))
-    memory = args.batch_size or sizes.get("memory_batch_size", batch_size)
     corpus = load_corpus(args.data, block_size=shape.block_size)
     train, held_out = len(corpus.train), len(corpus.validation)
     source = f"{corpus.source}: {train} bytes to train on, the last {held_out} to validate on"
     say(source)  # flushed: a pipe gets it before the work that follows
-    shared = {"device": args.device, "precision": args.precision, "seed": args.seed}
-    make = partial(make_gpt, shape=shape, corpus=corpus, batch_size=batch_size)
-    memory_make = partial(make, batch_size=memory)
-    job = Job(make=make, memory_make=memory_make, steps=steps, **shared, **_read_arms(args))
-    shared |= {"task": args.task, "steps": steps, "shape": asdict(shape), "data": corpus.sha256}
-    shared |= {"batch_size": batch_size, "memory_batch_size": memory, "seeds": args.seeds}
-    return shared, _runner(args, job, None, shared)
-
-
-def _runner(
-    args: argparse.Namespace, job: Job, training: Training | None, shared: dict[str, Any]
-) -> Callable[[], Report]:
-    """Return the race of the arms, or with --until the one to equal loss."""
-    names = [*training.arms] if training else [name for name, _ in args.arm]
-    if names or job.against:
-        shared |= {"arms": sorted(names), "against": job.against}
-    if args.until is None and args.until_loss is None:
-        return partial(_run, args, job, training, shared)
-    steps, seeds = args.steps or until.STEPS, max(args.seeds, until.SEEDS)
-    shared |= {"steps": steps, "seeds": seeds, "until": args.until or args.until_loss}
-    return partial(until.run, job, steps, range(job.seed, job.seed + seeds), args.until_loss)
+    make = partial(make_gpt, shape=shape, corpus=corpus, batch_size=sizes["batch_size"])
+    memory = sizes.get("memory_batch_size", sizes["batch_size"])
+    facts = {"steps": args.steps or sizes["steps"], "shape": asdict(shape), "data": corpus.sha256}
+    facts["memory_batch_size"] = args.batch_size or memory
+    return make, partial(make, batch_size=memory), facts
 
 
 def _read_arms(args: argparse.Namespace) -> dict[str, Any]:
@@ -177,10 +179,7 @@ def _sizes(args: argparse.Namespace) -> tuple[Shape, dict[str, int]]:
     return CPU_SHAPE, CPU_STEPS if has_units else CPU_CUT
 
 
-def _run(
-    args: argparse.Namespace, job: Job, training: Training | None, shared: dict[str, Any]
-) -> Report:
-    training = training or job.make_training(job.seed)
+def _run(args: argparse.Namespace, job: Job, training: Training, shared: dict[str, Any]) -> Report:
     found = train_arms(job, training, seeds=shared["seeds"])
     race, judged = found.race, found.race.arms[-1]
     own = [arm for arm in race.arms if arm in training.arms]
