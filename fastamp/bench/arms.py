@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader, Dataset
 
@@ -144,7 +143,7 @@ def _change_model(model: nn.Module, change: Callable[[nn.Module], Any]) -> nn.Mo
 
     Global switches, which would change all arms, are as they were.
     """
-    own = _parameters_of(model)
+    own = [*model.parameters()]
     trained, switches = [p.requires_grad for p in own], _switches()
     values = [p.detach().clone() for p in own]
     with Part("the change", "its call on the model"):
@@ -153,7 +152,7 @@ def _change_model(model: nn.Module, change: Callable[[nn.Module], Any]) -> nn.Mo
     for name, value in _switches().items():
         expect(value == switches[name], "the change", f"{name} as it was, for all arms", str(value))
     with Part("the change", "the look at its parameters"):
-        now = {*map(id, _parameters_of(changed))}
+        now = {*map(id, changed.parameters())}
         same = now == {*map(id, own)} and trained == [p.requires_grad for p in own]
         pairs = zip(own, values, strict=True)
         same = same and all(torch.allclose(p.float(), v.float(), RTOL, ATOL) for p, v in pairs)
@@ -162,12 +161,6 @@ def _change_model(model: nn.Module, change: Callable[[nn.Module], Any]) -> nn.Mo
     )
     expect(same, "the change", wanted, "others")
     return changed  # type: ignore[no-any-return]
-
-
-def _parameters_of(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that have values."""
-    every: list[Any] = [*model.parameters()]
-    return [parameter for parameter in every if not is_lazy(parameter)]
 
 
 def _switches() -> dict[str, object]:

@@ -220,8 +220,7 @@ def _train(
     profiled = [name for name in trainers if profiles and name not in training.arms]
     loader = make_loader(training, job.seed, device=job.device)
     return Results(
-        # Not those of the task, whose lazy modules have none yet.
-        parameters=sum(p.numel() for p in next(iter(trainers.values())).model.parameters()),
+        parameters=sum(p.numel() for p in training.model.parameters()),
         batch_sizes=[*base.sizes],
         worth={name: amount / batches[name].steps for name, amount in amounts.items()},
         samples={name: sum(each.sizes) for name, each in batches.items()},

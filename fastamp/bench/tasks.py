@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -207,7 +208,9 @@ def make_training(make: Make, device: str, seed: int) -> Training:
     model, data, loss, *rest = made
     options = rest[0] if rest else {}
     expect(isinstance(model, nn.Module), "model", "an nn.Module", short(model))
-    trains = any(parameter.requires_grad for parameter in model.parameters())
+    parameters = [*model.parameters()]
+    expect(not any(map(is_lazy, parameters)), "model", "no lazy modules: call it in make", "some")
+    trains = any(parameter.requires_grad for parameter in parameters)
     expect(trains, "model", "a parameter that requires a gradient", f"{type(model).__name__}")
     is_fine = loss is None or callable(loss)
     expect(is_fine, "loss", "None or a function of output and target", short(loss))

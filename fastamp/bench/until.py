@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from fastamp._progress import progress
@@ -129,8 +128,6 @@ def _train(
     training = job.make_training(seed)
     trainers = {c.name: Trainer(c, with_copy(training), job.device) for c in configs}
     judge = Trainer(Config(name="fp32"), with_copy(training), job.device)
-    lazy = any(map(is_lazy, judge.model.parameters()))
-    expect(not lazy, "model", "no lazy modules, for --until: call it once in make", "some")
     curves = {name: Curve(losses=[_score(judge, each)]) for name, each in trainers.items()}
     batches = open_batches(trainers, seed)
     schedules = {name: _make_schedule(each, training, steps) for name, each in trainers.items()}
