@@ -47,7 +47,7 @@ CLEARLY = 0.95  # workers or a lower precision have to take less than this share
 
 METRICS = """speedup/JOB/ARM, of fastamp and naive over the stock loop, as in speedup/mlp/fastamp;
 over_naive/JOB/ARM, of stock and fastamp over the naive loop; over_naive/JOB/PART/ARM, of the naive
-loop with that part alone (loader, step, timing, precision), as in over_naive/mlp/loader/fastamp"""
+loop with that part alone (loader, step, precision), as in over_naive/mlp/loader/fastamp"""
 
 
 def add_options(add: Callable[..., object]) -> None:
