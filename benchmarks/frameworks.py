@@ -22,7 +22,7 @@ from peer_loaders import LOADERS
 
 from fastamp.bench.environment import DTYPES
 from fastamp.bench.feeds import find_data
-from fastamp.bench.job_loops import AGREE_STEPS, check_losses, make_loop
+from fastamp.bench.job_table import AGREE_STEPS, check_losses, make_loop
 from fastamp.bench.options import DEFAULT, number
 from fastamp.bench.race import Plan, run_race, show
 from fastamp.bench.tasks import find_make, make_training

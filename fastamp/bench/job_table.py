@@ -13,28 +13,35 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from fastamp._progress import progress
 from fastamp.bench import photos
 from fastamp.bench.environment import DTYPES, no_speed_reason
-from fastamp.bench.feeds import Data, find_data, list_ways
-from fastamp.bench.job_loops import (
-    AGREE_STEPS,
-    ARMS,
-    PARTS,
-    check_losses,
-    list_loops,
-    list_repairs,
-    make_loop,
-)
+from fastamp.bench.feeds import Data, find_data, list_ways, make_feed
 from fastamp.bench.jobs import JOBS
 from fastamp.bench.options import refuse
 from fastamp.bench.race import Interval, Plan, Race, run_race, show
 from fastamp.bench.record import Measurement, Report, Task, judge
-from fastamp.bench.tasks import find_make, make_training
+from fastamp.bench.tasks import (
+    Training,
+    expect,
+    find_make,
+    make_optimizers,
+    make_training,
+    with_copy,
+    with_fused,
+)
 from fastamp.bench.trainer import Config, Trainer
 from fastamp.train.random_state import seed_all
 
+AGREE_STEPS = 4  # the first losses, before small differences grow
+# Tolerances of losses: same samples, one precision; two precisions; other crops or filters.
+SAME, PRECISE, ALIKE = 1e-3, 3e-2, 0.1
+ARMS = ("naive", "stock", "fastamp")
+PARTS = ("loader", "step", "precision")
+NAIVE = Config(name="naive", loader="naive", step="naive")
 MAIN = Plan(rounds=4000, warmup=2, half_width=0.01, limit_s=20.0)
 REPAIRS = Plan(rounds=4000, warmup=1, half_width=0.02, limit_s=10.0)
 VISIT_S = 0.15  # of a visit of the stock loop, about
@@ -253,3 +260,55 @@ def _describe(found: Found) -> str:
     low, steps = found.details["dtype"] != "None", f"{found.details['steps']} steps in a visit"
     texts += [f"stock and fastamp in {found.details['dtype'].removeprefix('torch.')}"] * low
     return f"({'; '.join([*texts, steps])})"
+
+
+def list_loops(base: str, precision: str) -> list[Config]:
+    """Return the good loop of torch alone, by its loader, the naive loop, and fastamp's."""
+    stock = Config(name="stock", loader=base, precision=precision)
+    return [stock, NAIVE, replace(stock, name="fastamp", loader="fastamp", step="fastamp")]
+
+
+def list_repairs(loops: list[Config], *, has_own: bool) -> list[Config]:
+    """Return the naive loops in which one part is replaced by that of the stock loop, or ours."""
+    stock, naive, ours = loops
+    both = [(part, config) for part in PARTS for config in (stock, ours)]
+    return [
+        replace(naive, name=f"{part}: {config.name}", **{part: getattr(config, part)})
+        for part, config in both[0 if has_own else 2 : -1]  # both have one precision
+        if getattr(config, part) != getattr(naive, part)
+    ]
+
+
+def check_losses(
+    losses: dict[str, list[float]], precisions: dict[str, str], *, is_same: bool
+) -> None:
+    """Compare the first losses of all loops with those of the first loop.
+
+    Raises:
+        BrokenTask: they differ by more than rounding, or, where loops read other crops of the same
+            images, their means differ by more than a tenth.
+    """
+    base = next(iter(losses))
+    for arm, values in losses.items():
+        pair = [torch.tensor(values), torch.tensor(losses[base])]
+        rtol = SAME if precisions[arm] == precisions[base] else PRECISE
+        if not is_same:
+            pair, rtol = [losses.mean() for losses in pair], ALIKE
+        wanted = f"the first losses of the {base} loop in all loops, such as {losses[base]}"
+        got = f"{values} in the {arm} loop: does the task draw random numbers?"
+        expect(torch.allclose(pair[0], pair[1], rtol, rtol), "loss", wanted, got)
+
+
+def make_loop(config: Config, training: Training, device: str, **options: Any) -> Trainer:
+    """Return a trainer whose visits are short epochs; the options are those of `make_feed`.
+
+    It has the optimizer that people give it: torch's default in a naive step, else fused where
+    torch can.
+    """
+    fused = None if config.step == "naive" else True
+
+    def optimizer(model: nn.Module) -> list[Optimizer]:
+        return [with_fused(each, fused) for each in make_optimizers(training, model)]
+
+    feed = make_feed(config.loader, training, device, **options)
+    return Trainer(config, replace(with_copy(training), optimizer=optimizer), device, feed)
