@@ -7,10 +7,10 @@ checked as far as is possible before anything is timed; every error names the ar
 import argparse
 import importlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
@@ -89,19 +89,14 @@ def _check(name: str, change: Any) -> None:
         expect(value in PRECISIONS, f"{part}['precision']", wanted, short(value))
 
 
-class Named:
-    """A context in which every BrokenTask names an arm of one's own; "" is another arm."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
-        if self.name and isinstance(error, BrokenTask):
-            msg = f"arms[{self.name!r}]: {error.line}"
-            raise BrokenTask(msg, error.trace) from None
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """Let every BrokenTask name an arm of one's own; "" is another arm."""
+    try:
+        yield
+    except BrokenTask as error:
+        msg = f"arms[{name!r}]: {error.line}" if name else error.line
+        raise BrokenTask(msg, error.trace) from None
 
 
 def is_built_in(name: str, training: Training) -> bool:

@@ -85,11 +85,11 @@ class Trainer:
         self.device, self.feed = device, feed
         with _MOVE:
             training.model.to(device)
-        self.named = arms.Named(config.name if config.is_own else "")
-        with self.named:
+        self.own = config.name if config.is_own else ""  # its name, in errors
+        with arms.named(self.own):
             missing = config.is_own and config.name not in training.arms
             expect(not missing, "make", "the arms of its first call, in every call", "others")
-            self.training, precision = arms.apply(config.name if config.is_own else "", training)
+            self.training, precision = arms.apply(self.own, training)
             self.config = config = replace(config, precision=precision or config.precision)
             self.model = self.training.model
             if config.precision == LEAN:
@@ -111,7 +111,7 @@ class Trainer:
 
     def train(self, batches: Iterable[Any], region: Region = lambda _: _NOT_TIMED) -> None:
         """Take a step on each batch; `region` names its parts: "forward", "backward", "step"."""
-        with self.named, tf32(self.config.precision):
+        with arms.named(self.own), tf32(self.config.precision):
             for batch in batches:
                 self.train_step(batch, region)
 
@@ -159,8 +159,8 @@ class Trainer:
         score = self.training.evaluate
         if score is None:
             return []
-        switched = tf32(self.config.precision)
-        with self.named, torch.no_grad(), modes_kept(self.model), _EVALUATE, switched:
+        switched, named = tf32(self.config.precision), arms.named(self.own)
+        with named, torch.no_grad(), modes_kept(self.model), _EVALUATE, switched:
             self.model.eval()
             with self.autocast():
                 found: Any = score(self.model)
