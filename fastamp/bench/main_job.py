@@ -110,16 +110,7 @@ def prepare(args: argparse.Namespace) -> Task:
         task = with_absolute_path(args.task)  # it may change the folder
         find_make(task)  # fails at once if there is no such function
         make = memory_make = partial(call_make, task)
-    job = Job(
-        make=make,
-        memory_make=memory_make,
-        device=args.device,
-        precision=args.precision or "bf16",
-        seed=args.seed,
-        steps=facts["steps"],
-        batch_size=args.batch_size,
-        **_read_arms(args),
-    )
+    job = _make_job(args, make, memory_make, facts["steps"])
     training = job.make_training(args.seed)
     if training.has_loader and args.batch_size is not None:
         refuse("--batch-size", args.batch_size, "cannot be set: the task has a loader of its own")
@@ -156,16 +147,23 @@ def _make_gpt_job(args: argparse.Namespace) -> tuple[Make, Make, dict[str, Any]]
     return make, partial(make, batch_size=memory), facts
 
 
-def _read_arms(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what --arm and --against say, for a Job."""
-    full = ("fp32-strict", "fp32-tf32") if args.device == "cuda" else ("fp32",)
-    known = (*full, LEAN, STOCK, "amp+fastamp")
-    if args.against not in {None, *known}:
-        refuse("--against", args.against, f"is none of {', '.join(known)}")
+def _make_job(args: argparse.Namespace, make: Make, memory_make: Make, steps: int | None) -> Job:
     if args.until and args.until_loss is not None:
         refuse("--until-loss", args.until_loss, "cannot be used with --until")
-    against = None if args.against == known[0] else args.against
-    return {"added": tuple(args.arm), "against": against}
+    job = Job(
+        make=make,
+        memory_make=memory_make,
+        device=args.device,
+        precision=args.precision or "bf16",
+        seed=args.seed,
+        steps=steps,
+        batch_size=args.batch_size,
+        added=tuple(args.arm),
+    )
+    names = [config.name for config in job.list_arms()]
+    if args.against not in {None, *names}:
+        refuse("--against", args.against, f"is none of {', '.join(names)}")
+    return replace(job, against=None if args.against == names[0] else args.against)
 
 
 def _sizes(args: argparse.Namespace) -> tuple[Shape, dict[str, int]]:
