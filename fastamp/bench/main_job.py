@@ -20,14 +20,14 @@ from fastamp.bench.jobs.language import make_gpt
 from fastamp.bench.measure import Job, Results, train_arms
 from fastamp.bench.options import DEFAULT, number, refuse, say
 from fastamp.bench.peaks import MEMORY_KINDS, MEMORY_STEPS
-from fastamp.bench.race import Interval, show
+from fastamp.bench.race import show
 from fastamp.bench.record import Measurement, Report, Task, compare
 from fastamp.bench.targets import (
     STOCK,
     judge_arms,
     judge_targets,
     last_losses,
-    mean_accuracy,
+    measure_arm,
     say_in_words,
 )
 from fastamp.bench.tasks import (
@@ -182,16 +182,8 @@ def _run(args: argparse.Namespace, job: Job, training: Training, shared: dict[st
     race, judged = found.race, found.race.arms[-1]
     own = [arm for arm in race.arms if arm in training.arms]
     speedup, *judged_too = judge_targets(args, found, excused=_excused(args, job))
-    figures = {"step_time": (race.time_s(judged), " s")}
-    if found.scores[judged]:
-        figures["accuracy"] = (mean_accuracy(found, judged), "")
-    peak = found.peaks[judged]
-    if peak is not None:
-        figures["peak_memory"] = (Interval.exact(peak), " bytes")
-    more = [
-        Measurement(name=name, interval=interval, arm=judged, unit=unit)
-        for name, (interval, unit) in figures.items()
-    ]
+    time_s = race.time_s(judged)
+    step_time = Measurement(name="step_time", interval=time_s, arm=judged, unit=" s")
     block_size = shared.get("shape", {}).get("block_size")
     unit, each = ("samples", 1) if block_size is None else ("tokens", block_size)
     size = statistics.fmean(found.batch_sizes) * each
@@ -208,7 +200,7 @@ def _run(args: argparse.Namespace, job: Job, training: Training, shared: dict[st
         races={"training": race},
         measurements=[
             *(each for each in compare("speedup", race)[:-1] if each.arm not in own),
-            *(speedup, added, *more, *judged_too),
+            *(speedup, added, step_time, *measure_arm(found, judged), *judged_too),
             *judge_arms(found, own, job.against or race.arms[0]),
         ],
         notes=_notes(job, found, shared),

@@ -68,13 +68,20 @@ def judge_arms(found: Results, own: list[str], against: str) -> list[Measurement
         measured.append(
             Measurement(name=name, interval=ratio, unit=unit, verdict=said, reason=reason, **about)
         )
-        if (peak := found.peaks[arm]) is not None:
-            figure = Interval.exact(peak)
-            name = f"peak_memory/{arm}"
-            measured.append(Measurement(name=name, interval=figure, unit=" bytes", arm=arm))
-        if found.scores[arm]:
-            figure = mean_accuracy(found, arm)
-            measured.append(Measurement(name=f"accuracy/{arm}", interval=figure, arm=arm))
+        measured += measure_arm(found, arm, f"/{arm}")
+    return measured
+
+
+def measure_arm(found: Results, arm: str, ending: str = "") -> list[Measurement]:
+    """Return an arm's peak of memory and its accuracy, where they are known."""
+    measured = []
+    if (peak := found.peaks[arm]) is not None:
+        figure = Interval.exact(peak)
+        name = f"peak_memory{ending}"
+        measured.append(Measurement(name=name, interval=figure, unit=" bytes", arm=arm))
+    if found.scores[arm]:
+        figure = mean_accuracy(found, arm)
+        measured.append(Measurement(name=f"accuracy{ending}", interval=figure, arm=arm))
     return measured
 
 
