@@ -17,7 +17,6 @@ LEAST_NBYTES = 2**25  # of FP32's peak: beside less, memory that kernels keep wo
 SAMPLES = 1.1  # times as many are too many to compare losses
 # What to mend next, by `Advice.part`; without "step", which the judged arm has from fastamp.
 NEXT = {
-    "fused": "the optimizer, which is not fused, is",
     "loader": "your loader is",
     "resident": "data that stay on the GPU are",
     "precision": "the precision is",
