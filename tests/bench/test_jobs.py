@@ -280,7 +280,6 @@ def test_the_table_has_a_row_for_each_job_and_each_repair(small, quick, tmp_path
         for name in names
         for key in (
             f"speedup/{name}/fastamp",
-            f"speedup/{name}/naive",
             *(f"over_naive/{name}/{arm}" for arm in {"stock", "fastamp"} | repairs),
             f"placebo/{name}",
             f"placebo/{name}, repairs",
