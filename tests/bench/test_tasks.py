@@ -212,14 +212,17 @@ def test_a_task_that_cannot_be_found_is_a_bad_argument(tmp_path, capsys):
     (tmp_path / "json.py").write_text("")
     (tmp_path / "right.py").write_text("make = 5\n")
     (tmp_path / "quits.py").write_text("import sys\nsys.exit('no')\n")
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "right.py").touch()
     for task, wanted in {
         "mpl": "argument task: 'mpl' is none of gpt",
-        f"{tmp_path}/missing.py:make": "missing.py: its import raised FileNotFoundError",
+        f"{tmp_path}/missing.py:make": "missing.py: its import raised ModuleNotFoundError",
         f"{tmp_path}/wrong.py:make": "wrong.py: its import raised NameError: name 'fail'",
         f"{tmp_path}/quits.py:make": "quits.py: its import raised SystemExit: no",
         f"{tmp_path}/json.py:make": "another module is called 'json'",
         f"{tmp_path}/right.py:make": "has a int there",
         f"{tmp_path}/right.py:made": "has no such function",
+        f"{tmp_path}/inner/right.py:make": "another module is called 'right'",
         "no.such.module:make": "its import raised ModuleNotFoundError: No module named 'no'",
     }.items():
         with pytest.raises(SystemExit) as ended:
@@ -322,10 +325,12 @@ def test_a_task_that(quick, head, body, tmp_path, monkeypatch):
     def elsewhere(*args):
         if head != ONCE:
             tasks.find_make.cache_clear()  # as in another process
+            sys.modules.pop("moves")
         return peaks.measure_peak(*args)
 
     monkeypatch.setattr(measure, "peak_memory", elsewhere)
     monkeypatch.setattr(sys, "imported", [], raising=False)
+    monkeypatch.delitem(sys.modules, "moves", raising=False)
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "moves.py").write_text(f"{head}{HEAD}\ndef make(*_):\n    {body}\n")
     monkeypatch.chdir(tmp_path)
