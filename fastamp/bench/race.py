@@ -52,7 +52,7 @@ class Interval:
     def text(self, spec: str, unit: str = "", factor: float = 1) -> str:
         """Return the figure and, where it was estimated, its ends."""
         value, low, high = (show(each * factor, spec) for each in (self.value, self.low, self.high))
-        if math.isfinite(self.low) and self.high == math.inf:  # as of a time that did not end
+        if 0 < self.low < self.high == math.inf:  # as of a time that did not end
             return f"> {low}{unit}"
         return value + unit + ("" if self.low == self.high else f" [{low}, {high}]")
 
