@@ -22,7 +22,7 @@ from peer_loaders import LOADERS
 
 from fastamp.bench.environment import DTYPES
 from fastamp.bench.feeds import find_data
-from fastamp.bench.job_loops import AGREE_STEPS, check_losses, make_loop
+from fastamp.bench.job_table import AGREE_STEPS, check_losses, make_loop
 from fastamp.bench.options import DEFAULT, number
 from fastamp.bench.race import Plan, run_race, show
 from fastamp.bench.tasks import find_make, make_training
@@ -59,7 +59,7 @@ def begin(
 ) -> tuple[Callable[[], object], list[float]]:
     """Train one epoch of an arm; return the function that trains the next ones, and its losses."""
     workers = {"num_workers": args.workers, "persistent_workers": True} if args.workers else {}
-    config = Config(name="stock", precision=args.precision, timing="stock")
+    config = Config(name="stock", precision=args.precision)
     options: dict[str, Any] = {"steps": args.steps, "seed": args.seed, "workers": workers}
     loop = make_loop(config, training, args.device, **options)
     seed_all(args.seed, 0)  # of dropout

@@ -3,13 +3,11 @@
 A gain is how many times as fast the whole step becomes, as an interval. What a race has measured
 (`gains`) is given as it is. Otherwise a part of the step can at most vanish: in a step of t seconds
 a part of p seconds then gains from 1 to t / (t - p), and the value, for sorting alone, is the
-geometric mean of these ends. A GPU's loop that makes its own batches can make them in parallel: the
-step takes the longer of the two at most, which raises the lower end.
+geometric mean of these ends.
 """
 
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,19 +19,11 @@ from fastamp.bench.race import Interval
 from fastamp.timer import RegionStats
 from fastamp.timer.timer import middles_ns
 
+NAMED = ("data", "forward", "backward", "step", "waits")  # what a region is called, of a step
 BETWEEN = "outside of regions"
-# The parts of a step, and the words in a region's name that stand for each.
-PARTS = {
-    "data": {"data", "dataloader", "load", "loader", "loading", "batch", "fetch", "copy", "input"},
-    "forward": {"forward", "fwd", "loss", "model"},
-    "backward": {"backward", "bwd"},
-    "step": {"step", "optimizer", "optim", "opt", "update", "clip", "unscale", "scaler", "zero"},
-    "waits": {"wait", "waits", "sync", "synchronize", "item"},
-    "other": set(),
-    BETWEEN: set(),
-}
-# Regions that are no part of a step.
-APART = {"eval", "evaluate", "evaluation", "val", "validate", "validation", "test", "checkpoint"}
+PARTS = (*NAMED, "other", BETWEEN)
+# Regions that are no part of a step, like all that lies inside them.
+APART = {"eval", "evaluate", "val", "validate", "validation", "test", "checkpoint"}
 LEAST_GAIN = 1.02  # smaller gains are left out
 RACED = "raced on this job"
 NATIVE = {"Adam", "AdamW", "SGD", "Adagrad"}  # torch's optimizers that fastamp updates itself
@@ -105,63 +95,49 @@ def read_profile(
 ) -> Profile:
     """Sort the regions of a `Timer.summary()`, and the time between them, into a step's parts.
 
-    A word of PARTS in a region's name tells its part, as in "forward" or "optimizer step"; any
-    other region has the part of the region around it. A region's time excludes the regions inside
-    it. A "step" that encloses data, a forward or a backward pass is the whole step, and so is one
-    without any forward or backward region. Evaluation and checkpoints are left out, and so is the
-    longest visit of each region, which is mostly the first. What no region has of `elapsed_s`, the
-    time of all steps, is the part BETWEEN.
+    A region is the part that it is called, and any other belongs to the region around it. Its time
+    excludes the regions inside it. Without a forward or backward pass "step" may be the whole step,
+    and counts as "other". Evaluation and checkpoints are left out, and so is the longest visit of
+    each region, which is mostly the first. What no region has of `elapsed_s`, the time of all
+    steps, is the part BETWEEN.
 
     Raises:
-        ValueError: no region is named after a part of a step.
+        ValueError: no region is called as a part of a step.
     """
-    kinds = _kinds_of(regions)
-    if {*kinds.values()} <= {"other"}:
-        known = ", ".join(map(repr, filter(PARTS.get, PARTS)))
-        msg = f"no region is named after a part of a step: {known}"
+    kinds = {path: _part_of(path) for path in regions}
+    named = {p: kind for p, kind in kinds.items() if kind and p.rpartition("/")[2] in NAMED}
+    if not named:
+        msg = f"no region is named after a part of a step: {', '.join(map(repr, NAMED))}"
         raise ValueError(msg)
-    found = {k: [path for path in kinds if kinds[path] == k] for k in ("step", "whole", *PARTS)}
     counts = {path: s.count + s.dropped + s.captured for path, s in regions.items()}
-    steps = max(counts[path] for path in next(filter(None, found.values())))
-    found["other"] += found.pop("whole")
+    steps = max(counts[p] for p in [p for p in named if named[p] == "step"] or named)
     times_s = {path: _ends_s(stats) * counts[path] / steps for path, stats in regions.items()}
     own_s = times_s.copy()
     for path in regions:
         around = path.rpartition("/")[0]
         if around in own_s:
             own_s[around] = own_s[around] - times_s[path][::-1]
-    parts = {}
-    for part in PARTS:
-        low, value, high = sum((own_s[path].clip(0.0) for path in found[part]), np.zeros(3))
-        parts[part] = Interval(low=float(low), value=float(value), high=float(high))
+    is_whole = not {"forward", "backward"} & {*named.values()}
+    sums_s = {part: np.zeros(3) for part in PARTS}
+    for path, kind in kinds.items():
+        if kind:
+            sums_s["other" if is_whole and kind == "step" else kind] += own_s[path].clip(0.0)
     outermost = [path for path in regions if path.rpartition("/")[0] not in regions]
     totals_s = [regions[p].total * counts[p] / max(regions[p].count, 1) for p in outermost]
-    parts[BETWEEN] = Interval.exact(max(elapsed_s - math.fsum(totals_s), 0.0) / steps)
-    parts = {part: time_s for part, time_s in parts.items() if time_s.high > 0}
+    sums_s[BETWEEN] += max(elapsed_s - math.fsum(totals_s), 0.0) / steps
+    ends = {part: map(float, sum_s) for part, sum_s in sums_s.items() if sum_s[2] > 0}
+    parts = {
+        part: Interval(low=low, value=value, high=high) for part, (low, value, high) in ends.items()
+    }
     return Profile(device=device, steps=steps, parts=parts, facts=facts or Facts())
 
 
-def _word_of(path: str) -> str | None:
-    """Return the part in a region's own name; "" outside of a step, None if there is none."""
-    words = {*re.split(r"[^a-z]+", path.rpartition("/")[2].lower())}
-    if words & APART:
+def _part_of(path: str) -> str:
+    """Return the part that a region belongs to; "" outside of a step."""
+    names = path.split("/")
+    if APART & {*names}:
         return ""
-    return next((part for part, known in PARTS.items() if words & known), None)
-
-
-def _kinds_of(paths: Iterable[str]) -> dict[str, str]:
-    """Return the part of each region that belongs to a step; "whole" for all of a step."""
-    own = {path: _word_of(path) for path in paths}
-    passes = {"forward", "backward"}
-    kinds: dict[str, str] = {}
-    for path, word in sorted(own.items()):  # enclosing regions come first
-        around = kinds.get(path.rpartition("/")[0], "other")
-        kind = word if word is not None else "other" if around == "whole" else around
-        inside = {own[other] for other in own if other.startswith(f"{path}/")}
-        if kind == "step" and (inside & (passes | {"data"}) or not passes & {*own.values()}):
-            kind = "whole"
-        kinds[path] = kind if around else ""
-    return {path: kind for path, kind in kinds.items() if kind}
+    return next((name for name in reversed(names) if name in NAMED), "other")
 
 
 def _ends_s(stats: RegionStats) -> NDArray[np.float64]:
@@ -210,10 +186,6 @@ def _about_data(profile: Profile) -> Iterator[Advice]:
     on_gpu, gathered = profile.device.startswith("cuda"), path.startswith("gathered")
     why = f"the loop waits for data in {share:.0%} of its time, and no more can be saved"
     gain = profile.gain(VANISHES, "data")
-    if facts.workers == 0 and on_gpu:
-        low = 1 / max(share, 1 - share)
-        gain = Interval(value=math.sqrt(low * gain.high), low=low, high=gain.high)
-        why += "; made in parallel, batches overlap with the rest"
     what = f"num_workers={count_cores()} (try worker='thread', too)"
     if not facts.iterable and "collate_fn" not in path:  # arrays, which need no workers
         arrays = "fastamp.in_memory(dataset) or another ArrayDataset, "

@@ -7,15 +7,14 @@ checked as far as is possible before anything is timed; every error names the ar
 import argparse
 import importlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader, Dataset
 
@@ -90,19 +89,14 @@ def _check(name: str, change: Any) -> None:
         expect(value in PRECISIONS, f"{part}['precision']", wanted, short(value))
 
 
-class Named:
-    """A context in which every BrokenTask names an arm of one's own; "" is another arm."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
-        if self.name and isinstance(error, BrokenTask):
-            msg = f"arms[{self.name!r}]: {error.line}"
-            raise BrokenTask(msg, error.trace) from None
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """Let every BrokenTask name an arm of one's own; "" is another arm."""
+    try:
+        yield
+    except BrokenTask as error:
+        msg = f"arms[{name!r}]: {error.line}" if name else error.line
+        raise BrokenTask(msg, error.trace) from None
 
 
 def is_built_in(name: str, training: Training) -> bool:
@@ -144,7 +138,7 @@ def _change_model(model: nn.Module, change: Callable[[nn.Module], Any]) -> nn.Mo
 
     Global switches, which would change all arms, are as they were.
     """
-    own = _parameters_of(model)
+    own = [*model.parameters()]
     trained, switches = [p.requires_grad for p in own], _switches()
     values = [p.detach().clone() for p in own]
     with Part("the change", "its call on the model"):
@@ -153,7 +147,7 @@ def _change_model(model: nn.Module, change: Callable[[nn.Module], Any]) -> nn.Mo
     for name, value in _switches().items():
         expect(value == switches[name], "the change", f"{name} as it was, for all arms", str(value))
     with Part("the change", "the look at its parameters"):
-        now = {*map(id, _parameters_of(changed))}
+        now = {*map(id, changed.parameters())}
         same = now == {*map(id, own)} and trained == [p.requires_grad for p in own]
         pairs = zip(own, values, strict=True)
         same = same and all(torch.allclose(p.float(), v.float(), RTOL, ATOL) for p, v in pairs)
@@ -162,12 +156,6 @@ def _change_model(model: nn.Module, change: Callable[[nn.Module], Any]) -> nn.Mo
     )
     expect(same, "the change", wanted, "others")
     return changed  # type: ignore[no-any-return]
-
-
-def _parameters_of(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that have values."""
-    every: list[Any] = [*model.parameters()]
-    return [parameter for parameter in every if not is_lazy(parameter)]
 
 
 def _switches() -> dict[str, object]:

@@ -16,8 +16,7 @@ import torch
 from fastamp._ops.choose import why_fallback
 from fastamp.bench.environment import count_cores, no_speed_reason
 
-# Extras whose absence is not an error but slower, or noticed late, and a module of each.
-EXTRAS = {"images": "simplejpeg", "plot": "matplotlib"}
+EXTRAS = ("simplejpeg", "matplotlib")  # whose absence is no error but slower, or noticed late
 NVCC = Path("/usr/local/cuda/bin/nvcc")  # where it is if not on the PATH
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -77,8 +76,8 @@ def _mend(device: torch.device, why: str) -> str:
         variables = "FASTAMP_CUDA=ON "
         if shutil.which(os.environ.get("CUDACXX") or "nvcc") is None and NVCC.exists():
             variables += f"CUDACXX={NVCC} "
-    options = "--force-reinstall --no-deps --no-cache-dir"
-    return f"{variables}{_pip()} {options} {shlex.join(_source())}"
+    source = shlex.join(_source()) or "FOLDER_OF_ITS_SOURCES"
+    return f"{variables}{_pip()} --force-reinstall --no-deps --no-cache-dir {source}"
 
 
 def _pip() -> str:
@@ -86,19 +85,17 @@ def _pip() -> str:
 
 
 def _source() -> list[str]:
-    """Return what pip installed fastamp from, as its arguments."""
+    """Return the sources here that pip built fastamp from, as its arguments, if it did."""
     try:
         text = importlib.metadata.distribution("fastamp").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
         text = None
-    saved = json.loads(text or '{"url": "x.whl"}')  # without a URL: from an index
+    saved = json.loads(text or '{"url": ""}')
     url = urlsplit(saved["url"])
-    if url.path.endswith(".whl"):  # a wheel may hold no compiled code
-        return ["--no-binary", "fastamp", "fastamp"]
-    if "vcs_info" in saved:
-        return [f"{saved['vcs_info']['vcs']}+{saved['url']}"]
+    if url.scheme != "file" or url.path.endswith(".whl"):
+        return []
     editable = ["-e"] if saved.get("dir_info", {}).get("editable") else []
-    return [*editable, url2pathname(url.path) if url.scheme == "file" else saved["url"]]
+    return [*editable, url2pathname(url.path)]
 
 
 def _about_torch() -> list[str]:
@@ -116,9 +113,6 @@ def _about_torch() -> list[str]:
 
 
 def _about_extras() -> list[str]:
-    missing = {e: name for e, name in EXTRAS.items() if importlib.util.find_spec(name) is None}
-    if not missing:
-        return []
-    wanted = shlex.quote(f"{_source()[-1]}[{','.join(missing)}]")
-    why = f"{', '.join(missing.values())}, if you need it"
-    return [_finding("not installed", why, f"{_pip()} {wanted}")]
+    missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
+    why, mend = f"{', '.join(missing)}, if you need it", f"{_pip()} {' '.join(missing)}"
+    return [_finding("not installed", why, mend)] if missing else []

@@ -13,28 +13,35 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from fastamp._progress import progress
 from fastamp.bench import photos
 from fastamp.bench.environment import DTYPES, no_speed_reason
-from fastamp.bench.feeds import Data, find_data, list_ways
-from fastamp.bench.job_loops import (
-    AGREE_STEPS,
-    ARMS,
-    PARTS,
-    check_losses,
-    list_loops,
-    list_repairs,
-    make_loop,
-)
+from fastamp.bench.feeds import Data, find_data, list_ways, make_feed
 from fastamp.bench.jobs import JOBS
 from fastamp.bench.options import refuse
 from fastamp.bench.race import Interval, Plan, Race, run_race, show
 from fastamp.bench.record import Measurement, Report, Task, judge
-from fastamp.bench.tasks import find_make, make_training
+from fastamp.bench.tasks import (
+    Training,
+    expect,
+    find_make,
+    make_optimizers,
+    make_training,
+    with_copy,
+    with_fused,
+)
 from fastamp.bench.trainer import Config, Trainer
 from fastamp.train.random_state import seed_all
 
+AGREE_STEPS = 4  # the first losses, before small differences grow
+# Tolerances of losses: same samples, one precision; two precisions; other crops or filters.
+SAME, PRECISE, ALIKE = 1e-3, 3e-2, 0.1
+ARMS = ("naive", "stock", "fastamp")
+PARTS = ("loader", "step", "precision")
+NAIVE = Config(name="naive", loader="naive", step="naive")
 MAIN = Plan(rounds=4000, warmup=2, half_width=0.01, limit_s=20.0)
 REPAIRS = Plan(rounds=4000, warmup=1, half_width=0.02, limit_s=10.0)
 VISIT_S = 0.15  # of a visit of the stock loop, about
@@ -45,9 +52,9 @@ EPOCHS = 4  # times as many steps in the main race, where a visit has only WORKE
 TRIALS = Plan(rounds=5, warmup=1)
 CLEARLY = 0.95  # workers or a lower precision have to take less than this share of the time
 
-METRICS = """speedup/JOB/ARM, of fastamp and naive over the stock loop, as in speedup/mlp/fastamp;
+METRICS = """speedup/JOB/fastamp, over the stock loop, as in speedup/mlp/fastamp;
 over_naive/JOB/ARM, of stock and fastamp over the naive loop; over_naive/JOB/PART/ARM, of the naive
-loop with that part alone (loader, step, timing, precision), as in over_naive/mlp/loader/fastamp"""
+loop with that part alone (loader, step, precision), as in over_naive/mlp/loader/fastamp"""
 
 
 def add_options(add: Callable[..., object]) -> None:
@@ -205,24 +212,20 @@ def _choose(
 
 
 def _judge(device: str, name: str, found: Found) -> Iterator[Measurement]:
-    """Yield each ratio, and hold a built-in job's to its targets; no job may become slower."""
-    main, repairs = found.main, found.repairs
+    """Yield each ratio, and hold a built-in job's to its target; no job may become slower."""
+    main, repairs, row = found.main, found.repairs, JOBS.get(name)
+    about: dict[str, Any] = {"arm": "fastamp", "base": "stock"}
+    key, ratio = f"speedup/{name}/fastamp", main.ratio("fastamp")
+    if row is None:
+        yield Measurement(name=key, interval=ratio, unit="x", **about)
+    else:
+        least = row.on_cpu if device == "cpu" else row.on_cuda
+        yield judge(key, ratio, (least, math.inf), "x", "fastamp over the stock loop", **about)
     naive = {arm: main.ratio(arm, "naive") for arm in ("stock", "fastamp")}
     naive |= {arm: repairs.ratio(arm) for arm in repairs.arms[1:]}
-    ratios = [(f"speedup/{name}/{a}", a, "stock", main.ratio(a)) for a in ("fastamp", "naive")]
     for arm, ratio in naive.items():
-        ratios.append((f"over_naive/{name}/{arm.replace(': ', '/')}", arm, "naive", ratio))
-    row, least = JOBS.get(name), {}
-    if row is not None:
-        least[f"speedup/{name}/fastamp"] = row.on_cpu if device == "cpu" else row.on_cuda
-        if row.over_naive is not None and device == "cpu":
-            least[f"over_naive/{name}/fastamp"] = row.over_naive
-    for key, arm, base, ratio in ratios:
-        if key in least:
-            why = f"{arm} over the {base} loop"
-            yield judge(key, ratio, (least[key], math.inf), "x", why, arm=arm, base=base)
-        else:
-            yield Measurement(name=key, arm=arm, base=base, interval=ratio, unit="x")
+        key = f"over_naive/{name}/{arm.replace(': ', '/')}"
+        yield Measurement(name=key, arm=arm, base="naive", interval=ratio, unit="x")
 
 
 def _row(name: str, found: Found, metrics: dict[str, Interval]) -> dict[str, str]:
@@ -253,3 +256,55 @@ def _describe(found: Found) -> str:
     low, steps = found.details["dtype"] != "None", f"{found.details['steps']} steps in a visit"
     texts += [f"stock and fastamp in {found.details['dtype'].removeprefix('torch.')}"] * low
     return f"({'; '.join([*texts, steps])})"
+
+
+def list_loops(base: str, precision: str) -> list[Config]:
+    """Return the good loop of torch alone, by its loader, the naive loop, and fastamp's."""
+    stock = Config(name="stock", loader=base, precision=precision)
+    return [stock, NAIVE, replace(stock, name="fastamp", loader="fastamp", step="fastamp")]
+
+
+def list_repairs(loops: list[Config], *, has_own: bool) -> list[Config]:
+    """Return the naive loops in which one part is replaced by that of the stock loop, or ours."""
+    stock, naive, ours = loops
+    both = [(part, config) for part in PARTS for config in (stock, ours)]
+    return [
+        replace(naive, name=f"{part}: {config.name}", **{part: getattr(config, part)})
+        for part, config in both[0 if has_own else 2 : -1]  # both have one precision
+        if getattr(config, part) != getattr(naive, part)
+    ]
+
+
+def check_losses(
+    losses: dict[str, list[float]], precisions: dict[str, str], *, is_same: bool
+) -> None:
+    """Compare the first losses of all loops with those of the first loop.
+
+    Raises:
+        BrokenTask: they differ by more than rounding, or, where loops read other crops of the same
+            images, their means differ by more than a tenth.
+    """
+    base = next(iter(losses))
+    for arm, values in losses.items():
+        pair = [torch.tensor(values), torch.tensor(losses[base])]
+        rtol = SAME if precisions[arm] == precisions[base] else PRECISE
+        if not is_same:
+            pair, rtol = [losses.mean() for losses in pair], ALIKE
+        wanted = f"the first losses of the {base} loop in all loops, such as {losses[base]}"
+        got = f"{values} in the {arm} loop: does the task draw random numbers?"
+        expect(torch.allclose(pair[0], pair[1], rtol, rtol), "loss", wanted, got)
+
+
+def make_loop(config: Config, training: Training, device: str, **options: Any) -> Trainer:
+    """Return a trainer whose visits are short epochs; the options are those of `make_feed`.
+
+    It has the optimizer that people give it: torch's default in a naive step, else fused where
+    torch can.
+    """
+    fused = None if config.step == "naive" else True
+
+    def optimizer(model: nn.Module) -> list[Optimizer]:
+        return [with_fused(each, fused) for each in make_optimizers(training, model)]
+
+    feed = make_feed(config.loader, training, device, **options)
+    return Trainer(config, replace(with_copy(training), optimizer=optimizer), device, feed)

@@ -20,19 +20,20 @@ from fastamp.bench.jobs.language import make_gpt
 from fastamp.bench.measure import Job, Results, train_arms
 from fastamp.bench.options import DEFAULT, number, refuse, say
 from fastamp.bench.peaks import MEMORY_KINDS, MEMORY_STEPS
-from fastamp.bench.race import Interval, show
+from fastamp.bench.race import show
 from fastamp.bench.record import Measurement, Report, Task, compare
 from fastamp.bench.targets import (
     STOCK,
     judge_arms,
     judge_targets,
     last_losses,
-    mean_accuracy,
+    measure_arm,
     say_in_words,
 )
 from fastamp.bench.tasks import (
     CONTRACT,
     EXAMPLE,
+    Make,
     Training,
     call_make,
     find_make,
@@ -99,71 +100,70 @@ def add_options(add: Callable[..., object]) -> None:
 
 def prepare(args: argparse.Namespace) -> Task:
     """Return the job and the function that runs it."""
+    facts: dict[str, Any] = {"steps": args.steps}
     if args.task == "gpt":
-        return _prepare_gpt(args)
-    if args.data is not None:
+        args.precision = args.precision or "bf16"
+        make, memory_make, facts = _make_gpt_job(args)
+    elif args.data is not None:
         refuse("--data", args.data, "is for --task gpt alone")
-    task = with_absolute_path(args.task)  # it may change the folder
-    find_make(task)  # fails at once if there is no such function
-    make = partial(call_make, task)
-    shared = {"device": args.device, "seed": args.seed, "steps": args.steps}
-    precision = args.precision or "bf16"
-    options = {"precision": precision, "batch_size": args.batch_size, **shared}
-    job = Job(make=make, memory_make=make, **options, **_read_arms(args))
+    else:
+        task = with_absolute_path(args.task)  # it may change the folder
+        find_make(task)  # fails at once if there is no such function
+        make = memory_make = partial(call_make, task)
+    job = _make_job(args, make, memory_make, facts["steps"])
     training = job.make_training(args.seed)
     if training.has_loader and args.batch_size is not None:
         refuse("--batch-size", args.batch_size, "cannot be set: the task has a loader of its own")
     if args.precision is None and training.dtype is not None:
-        precision = next(name for name, dtype in DTYPES.items() if dtype is training.dtype)
-    shared |= {"task": args.task, "precision": precision}
+        known = {dtype: name for name, dtype in DTYPES.items()}
+        job = replace(job, precision=known[training.dtype])
+    shared = {"task": args.task, "device": args.device, "precision": job.precision}
     shared["batch_size"] = None if training.has_loader else training.batch_size
-    shared["seeds"] = args.seeds
-    return shared, _runner(args, replace(job, precision=precision), training, shared)
+    shared |= {"seed": args.seed, "seeds": args.seeds, **facts}
+    if training.arms or job.against:
+        shared |= {"arms": sorted(training.arms), "against": job.against}
+    if args.until is None and args.until_loss is None:
+        return shared, partial(_run, args, job, training, shared)
+    steps, seeds = args.steps or until.STEPS, max(args.seeds, until.SEEDS)
+    shared |= {"steps": steps, "seeds": seeds, "until": args.until or args.until_loss}
+    each = range(job.seed, job.seed + seeds)
+    return shared, partial(until.run, job, steps, each, args.until_loss)
 
 
-def _prepare_gpt(args: argparse.Namespace) -> Task:
-    """Return the job of the GPT; prints on which text."""
-    args.precision = args.precision or "bf16"
+def _make_gpt_job(args: argparse.Namespace) -> tuple[Make, Make, dict[str, Any]]:
+    """Return the GPT to time, with a larger batch that to take memory of, and its facts.
+
+    Prints on which text it is trained.
+    """
     shape, sizes = _sizes(args)
-    steps, batch_size = (getattr(args, n) or sizes[n] for n in ("steps", "batch_size"))
-    memory = args.batch_size or sizes.get("memory_batch_size", batch_size)
     corpus = load_corpus(args.data, block_size=shape.block_size)
     train, held_out = len(corpus.train), len(corpus.validation)
     source = f"{corpus.source}: {train} bytes to train on, the last {held_out} to validate on"
     say(source)  # flushed: a pipe gets it before the work that follows
-    shared = {"device": args.device, "precision": args.precision, "seed": args.seed}
-    make = partial(make_gpt, shape=shape, corpus=corpus, batch_size=batch_size)
-    memory_make = partial(make, batch_size=memory)
-    job = Job(make=make, memory_make=memory_make, steps=steps, **shared, **_read_arms(args))
-    shared |= {"task": args.task, "steps": steps, "shape": asdict(shape), "data": corpus.sha256}
-    shared |= {"batch_size": batch_size, "memory_batch_size": memory, "seeds": args.seeds}
-    return shared, _runner(args, job, None, shared)
+    make = partial(make_gpt, shape=shape, corpus=corpus, batch_size=sizes["batch_size"])
+    memory = sizes.get("memory_batch_size", sizes["batch_size"])
+    facts = {"steps": args.steps or sizes["steps"], "shape": asdict(shape), "data": corpus.sha256}
+    facts["memory_batch_size"] = args.batch_size or memory
+    return make, partial(make, batch_size=memory), facts
 
 
-def _runner(
-    args: argparse.Namespace, job: Job, training: Training | None, shared: dict[str, Any]
-) -> Callable[[], Report]:
-    """Return the race of the arms, or with --until the one to equal loss."""
-    names = [*training.arms] if training else [name for name, _ in args.arm]
-    if names or job.against:
-        shared |= {"arms": sorted(names), "against": job.against}
-    if args.until is None and args.until_loss is None:
-        return partial(_run, args, job, training, shared)
-    steps, seeds = args.steps or until.STEPS, max(args.seeds, until.SEEDS)
-    shared |= {"steps": steps, "seeds": seeds, "until": args.until or args.until_loss}
-    return partial(until.run, job, steps, range(job.seed, job.seed + seeds), args.until_loss)
-
-
-def _read_arms(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what --arm and --against say, for a Job."""
-    full = ("fp32-strict", "fp32-tf32") if args.device == "cuda" else ("fp32",)
-    known = (*full, LEAN, STOCK, "amp+fastamp")
-    if args.against not in {None, *known}:
-        refuse("--against", args.against, f"is none of {', '.join(known)}")
+def _make_job(args: argparse.Namespace, make: Make, memory_make: Make, steps: int | None) -> Job:
     if args.until and args.until_loss is not None:
         refuse("--until-loss", args.until_loss, "cannot be used with --until")
-    against = None if args.against == known[0] else args.against
-    return {"added": tuple(args.arm), "against": against}
+    job = Job(
+        make=make,
+        memory_make=memory_make,
+        device=args.device,
+        precision=args.precision or "bf16",
+        seed=args.seed,
+        steps=steps,
+        batch_size=args.batch_size,
+        added=tuple(args.arm),
+    )
+    names = [config.name for config in job.list_arms()]
+    if args.against not in {None, *names}:
+        refuse("--against", args.against, f"is none of {', '.join(names)}")
+    return replace(job, against=None if args.against == names[0] else args.against)
 
 
 def _sizes(args: argparse.Namespace) -> tuple[Shape, dict[str, int]]:
@@ -177,24 +177,13 @@ def _sizes(args: argparse.Namespace) -> tuple[Shape, dict[str, int]]:
     return CPU_SHAPE, CPU_STEPS if has_units else CPU_CUT
 
 
-def _run(
-    args: argparse.Namespace, job: Job, training: Training | None, shared: dict[str, Any]
-) -> Report:
-    training = training or job.make_training(job.seed)
+def _run(args: argparse.Namespace, job: Job, training: Training, shared: dict[str, Any]) -> Report:
     found = train_arms(job, training, seeds=shared["seeds"])
     race, judged = found.race, found.race.arms[-1]
     own = [arm for arm in race.arms if arm in training.arms]
     speedup, *judged_too = judge_targets(args, found, excused=_excused(args, job))
-    figures = {"step_time": (race.time_s(judged), " s")}
-    if found.scores[judged]:
-        figures["accuracy"] = (mean_accuracy(found, judged), "")
-    peak = found.peaks[judged]
-    if peak is not None:
-        figures["peak_memory"] = (Interval.exact(peak), " bytes")
-    more = [
-        Measurement(name=name, interval=interval, arm=judged, unit=unit)
-        for name, (interval, unit) in figures.items()
-    ]
+    time_s = race.time_s(judged)
+    step_time = Measurement(name="step_time", interval=time_s, arm=judged, unit=" s")
     block_size = shared.get("shape", {}).get("block_size")
     unit, each = ("samples", 1) if block_size is None else ("tokens", block_size)
     size = statistics.fmean(found.batch_sizes) * each
@@ -211,7 +200,7 @@ def _run(
         races={"training": race},
         measurements=[
             *(each for each in compare("speedup", race)[:-1] if each.arm not in own),
-            *(speedup, added, *more, *judged_too),
+            *(speedup, added, step_time, *measure_arm(found, judged), *judged_too),
             *judge_arms(found, own, job.against or race.arms[0]),
         ],
         notes=_notes(job, found, shared),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ MOST_STEPS = 40  # of a visit: by then one wait for the device no longer counts
 # Without --steps: as many steps as narrow intervals take, warm-up aside.
 OPEN_STEPS = 2000
 OPEN = Plan(rounds=OPEN_STEPS, warmup=0, half_width=0.005, least_blocks=24, limit_s=60.0)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +76,24 @@ class Job:
         like = known[self.against or full[0]]
         return [*fp32, lean, *(replace(like, name=name, is_own=True) for name in own), stock, ours]
 
-    def leave_out(self, name: str, training: Training, error: BrokenTask) -> None:
-        """Raise an error again, unless its arm is built in and others do without it."""
-        if name == self.against or (name != LEAN and not arms.is_built_in(name, training)):
-            raise error
+    def try_arms(
+        self, training: Training, attempt: Callable[[Config], _T]
+    ) -> tuple[dict[Config, _T], dict[str, str]]:
+        """Return what an attempt gives for each arm, and why built-in arms are left out, by name.
+
+        Raises:
+            BrokenTask: of any other arm, or of the one that others change.
+        """
+        found, left_out = {}, {}
+        for arm in self.list_arms(training.arms):
+            try:
+                found[arm] = attempt(arm)
+            except BrokenTask as error:  # noqa: PERF203 - an arm takes seconds
+                is_ours = arm.name == LEAN or arms.is_built_in(arm.name, training)
+                if arm.name == self.against or not is_ours:
+                    raise
+                left_out[arm.name] = error.line
+        return found, left_out
 
 
 class Batches:
@@ -162,19 +177,10 @@ class Results:
 
 def train_arms(job: Job, training: Training, *, seeds: int) -> Results:
     """Measure every arm with the job's seed; with the seeds after it, train and score only."""
-    configs, left_out = job.list_arms(training.arms), {}
-    total = None if job.steps is None else len(configs) + seeds * job.steps
     make = partial(job.make_training, job.seed, job.memory_make)
-    with progress(total) as tick:
-        peaks = {}
-        for arm in configs:
-            try:
-                peaks[arm.name] = peak_memory(make, arm, job.device)
-            except BrokenTask as error:  # the others are measured without a built-in one
-                job.leave_out(arm.name, training, error)
-                left_out[arm.name] = error.line
-            tick()
-        configs = [arm for arm in configs if arm.name in peaks]
+    with progress(None if job.steps is None else seeds * job.steps) as tick:
+        found, left_out = job.try_arms(training, lambda arm: peak_memory(make, arm, job.device))
+        configs, peaks = [*found], {arm.name: nbytes for arm, nbytes in found.items()}
         trained = [_train(job, configs, training, tick, profiles=True)]
         for seed in range(job.seed + 1, job.seed + seeds):
             again = replace(job, seed=seed, steps=len(trained[0].batch_sizes))
@@ -220,8 +226,7 @@ def _train(
     profiled = [name for name in trainers if profiles and name not in training.arms]
     loader = make_loader(training, job.seed, device=job.device)
     return Results(
-        # Not those of the task, whose lazy modules have none yet.
-        parameters=sum(p.numel() for p in next(iter(trainers.values())).model.parameters()),
+        parameters=sum(p.numel() for p in training.model.parameters()),
         batch_sizes=[*base.sizes],
         worth={name: amount / batches[name].steps for name, amount in amounts.items()},
         samples={name: sum(each.sizes) for name, each in batches.items()},

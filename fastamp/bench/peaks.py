@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn.parameter import is_lazy
 
 from fastamp.bench.environment import find
 from fastamp.bench.gpt import Shape
@@ -73,7 +72,7 @@ def measure_peak(make: Callable[[], Training], arm: Config, device: str) -> int 
         _check(trainer)
         return peak
     tensors = (*training.model.parameters(), *training.model.buffers())
-    weights = sum(tensor.nbytes for tensor in tensors if not is_lazy(tensor))  # resident before
+    weights = sum(tensor.nbytes for tensor in tensors)  # resident before
     with suppress(AttributeError, OSError, TypeError):  # otherwise freed memory would be reused
         ctypes.CDLL(None).malloc_trim(0)
     before = _resident_nbytes("VmRSS")

@@ -79,9 +79,8 @@ def draw_all(record: dict[str, Any]) -> Iterator[str]:
         arm: {part: 1e3 * each["value"] for part, each in profile["parts"].items()}
         for arm, profile in profiles.items()
     }
-    waits = {arm: f", {p['syncs']:g} waits" for arm, p in profiles.items() if p["syncs"]}
     memory = record["details"].get("memory") or {}
-    time, parts = _shares(shares, TIME, "ms", waits), _shares(memory, MEMORY, "MiB", {})
+    time, parts = _shares(shares, TIME, "ms"), _shares(memory, MEMORY, "MiB")
     for title, legend, panel in (
         ("Comparisons", COMPARED, _comparisons(record["measurements"])),
         ("Where the time of a step goes", f"In milliseconds: {_key(TIME)}", time),
@@ -196,13 +195,8 @@ def _key(inks: Mapping[str, str]) -> str:
     return " ".join(key.format(ink, part) for part, ink in inks.items())
 
 
-def _shares(
-    stacks: Mapping[str, Mapping[str, float]],
-    inks: Mapping[str, str],
-    unit: str,
-    more: Mapping[str, str],
-) -> Panel:
-    """Show a bar for each arm, made of its parts, with their sum and `more` words."""
+def _shares(stacks: Mapping[str, Mapping[str, float]], inks: Mapping[str, str], unit: str) -> Panel:
+    """Show a bar for each arm, made of its parts, with their sum."""
 
     def draw(axes: Any) -> None:
         for y, parts in enumerate(stacks.values()):
@@ -217,7 +211,7 @@ def _shares(
     for arm, parts in stacks.items():
         each = ", ".join(f"{part} {_show(value)}" for part, value in parts.items())
         total = _show(math.fsum(parts.values()))
-        rows.append((arm, f"{total} {unit} ({each}){more.get(arm, '')}"))
+        rows.append((arm, f"{total} {unit} ({each})"))
     return Panel(rows, draw)
 
 

@@ -52,7 +52,7 @@ class Interval:
     def text(self, spec: str, unit: str = "", factor: float = 1) -> str:
         """Return the figure and, where it was estimated, its ends."""
         value, low, high = (show(each * factor, spec) for each in (self.value, self.low, self.high))
-        if math.isfinite(self.low) and self.high == math.inf:  # as of a time that did not end
+        if 0 < self.low < self.high == math.inf:  # as of a time that did not end
             return f"> {low}{unit}"
         return value + unit + ("" if self.low == self.high else f" [{low}, {high}]")
 
@@ -172,7 +172,7 @@ class Race:
 
     def time_s(self, arm: str) -> Interval:
         """Return the typical time of a visit."""
-        return _typical([[r[arm].elapsed_s for r in block] for block in self.blocks(arm)])
+        return typical([[r[arm].elapsed_s for r in block] for block in self.blocks(arm)])
 
     @property
     def confidence(self) -> float:
@@ -184,7 +184,7 @@ class Race:
         base, confidence = base or self.arms[0], confidence or self.confidence
         blocks = self.blocks(base, arm)
         ratios = [[r[base].elapsed_s / r[arm].elapsed_s for r in b] for b in blocks]
-        return _typical(ratios, confidence)
+        return typical(ratios, confidence)
 
     def placebo(self, confidence: float = CONFIDENCE) -> Interval:
         """Return the ratio of the base to itself: smaller differences cannot be told apart here.
@@ -196,10 +196,11 @@ class Race:
         pairs = [[r[self.arms[0]].elapsed_s for r in block] for block in self.blocks(self.arms[0])]
         # The first over the second, then the second over the first: drift cancels.
         swapped = [[(a / b) ** (-1) ** i] for i, (a, b) in enumerate(pairs)]
-        return _typical(swapped, confidence)
+        return typical(swapped, confidence)
 
 
-def _typical(blocks: list[list[float]], confidence: float = CONFIDENCE) -> Interval:
+def typical(blocks: list[list[float]], confidence: float = CONFIDENCE) -> Interval:
+    """Return the median over blocks of the geometric means of their values, with its interval."""
     logs = [float(np.mean(np.log(block))) for block in blocks]
     return bootstrap(logs, confidence=confidence).scaled(math.exp)
 

@@ -17,7 +17,6 @@ LEAST_NBYTES = 2**25  # of FP32's peak: beside less, memory that kernels keep wo
 SAMPLES = 1.1  # times as many are too many to compare losses
 # What to mend next, by `Advice.part`; without "step", which the judged arm has from fastamp.
 NEXT = {
-    "fused": "the optimizer, which is not fused, is",
     "loader": "your loader is",
     "resident": "data that stay on the GPU are",
     "precision": "the precision is",
@@ -68,13 +67,20 @@ def judge_arms(found: Results, own: list[str], against: str) -> list[Measurement
         measured.append(
             Measurement(name=name, interval=ratio, unit=unit, verdict=said, reason=reason, **about)
         )
-        if (peak := found.peaks[arm]) is not None:
-            figure = Interval.exact(peak)
-            name = f"peak_memory/{arm}"
-            measured.append(Measurement(name=name, interval=figure, unit=" bytes", arm=arm))
-        if found.scores[arm]:
-            figure = mean_accuracy(found, arm)
-            measured.append(Measurement(name=f"accuracy/{arm}", interval=figure, arm=arm))
+        measured += measure_arm(found, arm, f"/{arm}")
+    return measured
+
+
+def measure_arm(found: Results, arm: str, ending: str = "") -> list[Measurement]:
+    """Return an arm's peak of memory and its accuracy, where they are known."""
+    measured = []
+    if (peak := found.peaks[arm]) is not None:
+        figure = Interval.exact(peak)
+        name = f"peak_memory{ending}"
+        measured.append(Measurement(name=name, interval=figure, unit=" bytes", arm=arm))
+    if found.scores[arm]:
+        figure = mean_accuracy(found, arm)
+        measured.append(Measurement(name=f"accuracy{ending}", interval=figure, arm=arm))
     return measured
 
 
@@ -92,11 +98,10 @@ def _compare_quality(found: Results, arm: str, base: str) -> list[str]:
 
 
 def _compare_peaks(found: Results, arm: str, base: str) -> str:
-    theirs, ours = found.peaks[base], found.peaks[arm]
-    if not theirs or theirs < LEAST_NBYTES or ours is None:
+    saving, _ = _memory_saving(found, base, arm)
+    if saving is None:
         return ""
-    change = 100 * (ours / theirs - 1)
-    return f"{abs(change):.0f} % {'more' if change > 0 else 'less'} memory"
+    return f"{abs(saving.value) * 100:.0f} % {'less' if saving.value > 0 else 'more'} memory"
 
 
 def _memory_saving(found: Results, base: str, judged: str) -> tuple[Interval | None, str]:
@@ -112,20 +117,17 @@ def _memory_saving(found: Results, base: str, judged: str) -> tuple[Interval | N
 
 
 def _accuracy_gap(found: Results, base: str, judged: str) -> tuple[Interval | None, str]:
-    losses = zip(last_losses(found, judged), last_losses(found, base), strict=True)
-    for ours, theirs in losses:
-        if not math.isfinite(theirs):
-            return None, f"the task itself diverges: a loss of {theirs} in {base} too"
-        if not math.isfinite(ours - theirs):
-            return Interval.exact(-math.inf), f"a loss of {ours} against {theirs}"
     pairs = list(zip(found.scores[judged], found.scores[base], strict=True))
+    losses = zip(last_losses(found, judged), last_losses(found, base), strict=True)
+    accuracies = ((ours.accuracy, theirs.accuracy) for ours, theirs in pairs)
+    for name, figures in (("a loss", losses), ("an accuracy", accuracies)):
+        for mine, other in figures:
+            if not math.isfinite(other):
+                return None, f"the task itself has {name} of {other} in {base}"
+            if not math.isfinite(mine):
+                return Interval.exact(-math.inf), f"{name} of {mine} against {other}"
     if not pairs:
         return None, "the task has no function that evaluates"
-    for mine, other in pairs:
-        if not math.isfinite(other.accuracy):
-            return None, f"the task itself has an accuracy of {other.accuracy} in {base}"
-        if not math.isfinite(mine.accuracy):
-            return Interval.exact(-math.inf), f"{mine.accuracy} against {other.accuracy}"
     counts = [len(_windows(found, arm)) for arm in (judged, base)]
     wanted = f"as many numbers for each arm, {counts[1]} as for {base}"
     expect(counts[0] == counts[1], "options['evaluate']", wanted, f"{counts[0]} for {judged}")
@@ -187,14 +189,12 @@ def _speed(ratio: Interval) -> str:
 
 
 def _memory(found: Results) -> str:
-    theirs, ours = found.peaks[found.race.arms[0]], found.peaks[STOCK]
-    if not theirs or theirs < LEAST_NBYTES or ours is None:
-        return ""
-    saving = 1 - ours / theirs
-    if 0.45 < saving < 0.55:
+    base = found.race.arms[0]
+    saving, _ = _memory_saving(found, base, STOCK)
+    if saving is not None and 0.45 < saving.value < 0.55:
         return " and halves its memory"
-    percent, more = f"{abs(saving) * 100:.0f}", "less" if saving > 0 else "more"
-    return f" and takes {percent} % {more} memory" if percent != "0" else ""
+    change = _compare_peaks(found, STOCK, base)
+    return f" and takes {change}" if change and not change.startswith("0 ") else ""
 
 
 def _share(ratio: Interval) -> str:

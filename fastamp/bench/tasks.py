@@ -5,7 +5,6 @@ A function that breaks the contract raises a BrokenTask, which names the part.
 
 import copy
 import importlib
-import importlib.util
 import itertools
 import math
 import sys
@@ -19,6 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -151,8 +151,7 @@ def find_make(text: str) -> Make:
         if text not in JOBS:
             refuse("task", text, f"is none of {', '.join(JOBS)}, nor FILE.py:make")
         return JOBS[text].make
-    module = _load(Path(place)) if place.endswith(".py") else _import(place)
-    found = getattr(module, name, None)
+    found = getattr(_import(place), name, None)
     if not callable(found):
         problem = "has no such function" if found is None else f"has a {type(found).__name__} there"
         refuse("task", text, problem)
@@ -170,30 +169,21 @@ def call_make(text: str, device: str, seed: int) -> Any:
     return find_make(text)(device, seed)
 
 
-_loaded: dict[str, ModuleType] = {}  # files, by the name that they are imported as
+def _import(place: str) -> ModuleType:
+    """Import a module, or a file as Python runs a script: it can import what lies beside it.
 
-
-def _load(path: Path) -> ModuleType:
-    """Import a file as Python runs a script: it and its workers can import what lies beside it.
-
-    The module is in sys.modules, so that its classes can be pickled.
+    A worker finds it by its name, too, so its classes can be pickled.
     """
-    path, name = path.absolute(), path.stem
-    if sys.modules.get(name) is not _loaded.get(name):
-        refuse("task", str(path), f"cannot be imported: another module is called {name!r}")
-    if str(path.parent) not in sys.path:
+    path = Path(place).absolute() if place.endswith(".py") else None
+    if path is not None and str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    spec: Any = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = _loaded[name] = module
-    with Part(path.name, "its import"):
-        spec.loader.exec_module(module)
+    importlib.invalidate_caches()  # the file may be new
+    with Part(place if path is None else path.name, "its import"):
+        module = importlib.import_module(place if path is None else path.stem)
+    found = Path(getattr(module, "__file__", None) or "").resolve()
+    if path is not None and path.resolve() != found:
+        refuse("task", str(path), f"cannot be imported: another module is called {path.stem!r}")
     return module
-
-
-def _import(name: str) -> ModuleType:
-    with Part(name, "its import"):
-        return importlib.import_module(name)
 
 
 def make_training(make: Make, device: str, seed: int) -> Training:
@@ -207,7 +197,9 @@ def make_training(make: Make, device: str, seed: int) -> Training:
     model, data, loss, *rest = made
     options = rest[0] if rest else {}
     expect(isinstance(model, nn.Module), "model", "an nn.Module", short(model))
-    trains = any(parameter.requires_grad for parameter in model.parameters())
+    parameters = [*model.parameters()]
+    expect(not any(map(is_lazy, parameters)), "model", "no lazy modules: call it in make", "some")
+    trains = any(parameter.requires_grad for parameter in parameters)
     expect(trains, "model", "a parameter that requires a gradient", f"{type(model).__name__}")
     is_fine = loss is None or callable(loss)
     expect(is_fine, "loss", "None or a function of output and target", short(loss))

@@ -47,14 +47,9 @@ def load_corpus(path: str | None, *, block_size: int) -> Corpus:
         source, root, ending, excluded = path, Path(path), "", set()
     try:
         files = [root] if root.is_file() else _find(root, ending, excluded)
+        text = b"".join(file.read_bytes() for file in files)
     except OSError as error:  # the name may be too long
         refuse("--data", str(error.filename or root), f"cannot be read: {error.strerror}")
-    if not files:
-        refuse("--data", str(root), "is no file, and no folder that holds one")
-    try:
-        text = b"".join(file.read_bytes() for file in files)
-    except OSError as error:
-        refuse("--data", error.filename, f"cannot be read: {error}")
     tail = len(text) // VALIDATION_PART
     if tail <= block_size:
         least = (block_size + 1) * VALIDATION_PART
@@ -69,8 +64,7 @@ def _find(root: Path, ending: str, excluded: set[str]) -> list[Path]:
     """Return the files in a folder, in the order of their paths."""
 
     def fail(error: OSError) -> None:
-        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
-            raise error
+        raise error
 
     found = []
     for folder, folders, names in os.walk(root, onerror=fail):

@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from fastamp._progress import progress
 from fastamp.bench.measure import Batches, Job, open_batches, set_steps
 from fastamp.bench.race import CONFIDENCE, Interval, show, student
 from fastamp.bench.record import SAID, Measurement, Report
-from fastamp.bench.tasks import BrokenTask, Part, Training, expect, short, with_copy
+from fastamp.bench.tasks import Part, Training, expect, short, with_copy
 from fastamp.bench.trainer import Config, Trainer
 
 SEEDS = 5  # at least
@@ -83,34 +82,26 @@ _SCHEDULE = Part("options['schedule']", "its call or its step")
 def run(job: Job, steps: int, seeds: range, target: float | None) -> Report:
     """Train every seed's arms until they reach a loss; None is the reference's own at EQUAL."""
     training = job.make_training(job.seed)
-    configs = job.list_arms(training.arms)
-    reference = next(c for c in configs if c.name == (job.against or configs[0].name))
-    left_out: dict[str, str] = {}
-    configs = [c for c in configs if _can_train(c, training, job, left_out)]
+
+    def make(config: Config) -> None:
+        Trainer(config, with_copy(training), job.device)
+
+    found, left_out = job.try_arms(training, make)
+    configs = [*found]
+    reference = next(config for config in configs if job.against in {None, config.name})
     with progress(len(seeds) * (1 + (target is None))) as tick:
         if target is None:
             target = fmean(_loss_at(job, reference, seed, steps) for seed in _each(seeds, tick))
-        found = [
+        curves = [
             _train(job, configs, reference.name, seed, steps, target) for seed in _each(seeds, tick)
         ]
-    return _report(found, reference.name, target, left_out)
+    return _report(curves, reference.name, target, left_out)
 
 
 def _each(seeds: range, tick: Callable[[], object]) -> Iterator[int]:
     for seed in seeds:
         yield seed
         tick()
-
-
-def _can_train(config: Config, training: Training, job: Job, left_out: dict[str, str]) -> bool:
-    """Say whether an arm can be made; one of the task's own that cannot is an error."""
-    try:
-        Trainer(config, with_copy(training), job.device)
-    except BrokenTask as error:
-        job.leave_out(config.name, training, error)
-        left_out[config.name] = error.line
-        return False
-    return True
 
 
 def _loss_at(job: Job, config: Config, seed: int, steps: int) -> float:
@@ -129,8 +120,6 @@ def _train(
     training = job.make_training(seed)
     trainers = {c.name: Trainer(c, with_copy(training), job.device) for c in configs}
     judge = Trainer(Config(name="fp32"), with_copy(training), job.device)
-    lazy = any(map(is_lazy, judge.model.parameters()))
-    expect(not lazy, "model", "no lazy modules, for --until: call it once in make", "some")
     curves = {name: Curve(losses=[_score(judge, each)]) for name, each in trainers.items()}
     batches = open_batches(trainers, seed)
     schedules = {name: _make_schedule(each, training, steps) for name, each in trainers.items()}

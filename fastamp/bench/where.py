@@ -19,7 +19,7 @@ import torch
 import fastamp
 from fastamp.bench.advice import Profile
 from fastamp.bench.facts import describe
-from fastamp.bench.race import Interval, Race, bootstrap
+from fastamp.bench.race import Interval, Race, typical
 from fastamp.bench.trainer import Trainer
 
 BLOCKS = 6  # of every arm, in turn
@@ -62,20 +62,15 @@ def profile_trainers(
 def split_step(blocks: list[dict[str, float]], step_s: float, device: str) -> dict[str, Interval]:
     """Return the parts of a median step of `step_s`, from each block's shares of "all" its time."""
     rest = "waits" if device == "cuda" else "other"
-    shares: dict[str, list[float]] = {part: [] for part in (*REGIONS, rest)}
+    shares: dict[str, list[list[float]]] = {part: [] for part in (*REGIONS, rest)}
     for block in blocks:
         found = {part: block[part] / block["all"] for part in REGIONS}
         for part, share in (found | {rest: 1 - math.fsum(found.values())}).items():
-            shares[part].append(share)
-    medians = {part: _typical(values) for part, values in shares.items()}
+            shares[part].append([max(share, 1e-9)])
+    medians = {part: typical(values) for part, values in shares.items()}
     factor = step_s / math.fsum(share.value for share in medians.values())
     parts = {part: share.scaled(lambda value: value * factor) for part, share in medians.items()}
-    return {"data": _typical([block["data"] for block in blocks])} | parts
-
-
-def _typical(values: list[float]) -> Interval:
-    """Return the median of values, with an interval that holds nothing below 0."""
-    return bootstrap([math.log(max(each, 1e-9)) for each in values]).scaled(math.exp)
+    return {"data": typical([[max(block["data"], 1e-9)] for block in blocks])} | parts
 
 
 def _time_block(trainer: Trainer, batches: Iterator[Any], steps: int) -> dict[str, float]:

@@ -48,6 +48,7 @@ def bench(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(where, "BLOCKS", 3)
 
     def run(own, *options, name="task"):
+        monkeypatch.delitem(sys.modules, name, raising=False)  # of another test
         path = tmp_path / f"{name}.py"
         path.write_text(HEAD.replace("ARMS", own))
         words = ["--task", f"{path}:make", "--device", "cpu", *options]

@@ -108,8 +108,7 @@ def test_a_cpu_without_bf16_units_is_named_with_its_remedy(look, monkeypatch, wi
 def test_what_else_is_in_the_way_is_named(look, monkeypatch, tmp_path, with_units):
     monkeypatch.setattr(choose, "_only", "fallback")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
-    extras = {"plot": "json", "images": "fastamp_no_such_module"}
-    monkeypatch.setattr(installation, "EXTRAS", extras)
+    monkeypatch.setattr(installation, "EXTRAS", ("json", "fastamp_no_such_module"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(installation, "DRIVER", tmp_path)
@@ -118,7 +117,7 @@ def test_what_else_is_in_the_way_is_named(look, monkeypatch, tmp_path, with_unit
         "FASTAMP_BACKEND=fallback is set. Fix it: unset FASTAMP_BACKEND",
         "cores may be used. Fix it: export OMP_NUM_THREADS=",
         "not installed: fastamp_no_such_module, if you need it. Fix it: ",
-        "pip install '/src/fast amp[images]'",
+        "pip install fastamp_no_such_module",
         "has an NVIDIA driver, and torch finds no GPU: torch",
         "is built without CUDA. Fix it: install torch as",
     ):
@@ -128,7 +127,7 @@ def test_what_else_is_in_the_way_is_named(look, monkeypatch, tmp_path, with_unit
     assert "CUDA_VISIBLE_DEVICES='' is set. Fix it: unset CUDA_VISIBLE_DEVICES" in look()
 
 
-def test_what_is_installed_comes_again_from_where_it_came(monkeypatch):
+def test_what_was_built_here_comes_again_from_where_it_came(monkeypatch):
     saved = {}
 
     class Distribution:
@@ -140,12 +139,15 @@ def test_what_is_installed_comes_again_from_where_it_came(monkeypatch):
     for url, source in (
         ({"url": "file:///a%20b", "dir_info": {"editable": True}}, ["-e", "/a b"]),
         ({"url": "file:///a.tar.gz", "archive_info": {}}, ["/a.tar.gz"]),
-        ({"url": "file:///a.whl", "archive_info": {}}, ["--no-binary", "fastamp", "fastamp"]),
-        ({"url": "https://h/r.git", "vcs_info": {"vcs": "git"}}, ["git+https://h/r.git"]),
-        (None, ["--no-binary", "fastamp", "fastamp"]),
+        ({"url": "file:///a.whl", "archive_info": {}}, []),
+        ({"url": "https://h/r.git", "vcs_info": {"vcs": "git"}}, []),
+        (None, []),
     ):
         saved["text"] = url and json.dumps(url)
         assert installation._source() == source
+    monkeypatch.setattr(torch.version, "hip", None)
+    mend = installation._mend(torch.device("cpu"), "built without its compiled code")
+    assert mend.endswith("--no-cache-dir FOLDER_OF_ITS_SOURCES")
 
 
 def fill(timer, **regions_ms):

@@ -18,14 +18,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import fastamp
-from fastamp.bench import feeds, job_loops, job_table, tasks, text
+from fastamp.bench import feeds, job_table, tasks, text
 from fastamp.bench.__main__ import main
 from fastamp.bench.jobs import JOBS, JobRow, language, networks, vision
 from fastamp.bench.race import Plan
 from fastamp.bench.tasks import BrokenTask, make_training
 
-LOOPS = {config.name: config for config in job_loops.list_loops("stock", "fp32")}
-LOOPS["indexed"] = job_loops.list_loops("indexed", "fp32")[0]
+LOOPS = {config.name: config for config in job_table.list_loops("stock", "fp32")}
+LOOPS["indexed"] = job_table.list_loops("indexed", "fp32")[0]
 
 
 @pytest.fixture
@@ -66,14 +66,14 @@ def make_rows(_device, _seed):
 
 
 def train(arm, training):
-    loop = job_loops.make_loop(LOOPS[arm], training, "cpu", steps=2, seed=0)
+    loop = job_table.make_loop(LOOPS[arm], training, "cpu", steps=2, seed=0)
     loop.visit()
     return loop
 
 
 def agree(losses, *, is_same=True):
     precisions = dict.fromkeys(losses, "fp32")
-    job_loops.check_losses(losses, precisions, is_same=is_same)
+    job_table.check_losses(losses, precisions, is_same=is_same)
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -138,7 +138,7 @@ def test_the_good_loop_is_the_faster_one_of_torch_alone(monkeypatch, times_ms, b
     data = feeds.find_data(make_training(make_rows, "cpu", 0))
     chosen = job_table._choose(make, data, "cpu", None)
     assert (chosen["base"], bool(chosen["workers"]["stock"])) == (base, has_workers)
-    stock, _, ours = job_loops.list_loops(chosen["base"], chosen["precision"])
+    stock, _, ours = job_table.list_loops(chosen["base"], chosen["precision"])
     assert (stock.name, stock.loader, ours.loader) == ("stock", base, "fastamp")
 
 
@@ -148,7 +148,7 @@ def test_losses_that_differ_break_the_contract_in_one_line():
     with pytest.raises(BrokenTask, match=wanted) as error:
         agree({"stock": [2.0, 1.0], "fastamp": [2.0, 1.01]})
     assert "\n" not in str(error.value)
-    mixed = partial(job_loops.check_losses, precisions={"stock": "bf16", "naive": "fp32"})
+    mixed = partial(job_table.check_losses, precisions={"stock": "bf16", "naive": "fp32"})
     mixed({"stock": [2.0, 1.0], "naive": [2.0, 1.01]}, is_same=True)
     for other, is_same in (([2.0, 1.2], True), ([2.0, 2.0], False)):
         with pytest.raises(BrokenTask, match="in the naive loop"):
@@ -163,7 +163,7 @@ def test_all_loops_draw_the_same_numbers_of_pythons_generator(quick, monkeypatch
 
     monkeypatch.setitem(JOBS, "drawing", JobRow(lambda *_: (model, data, loss, options)))
     found = job_table._measure("drawing", "cpu", 0)
-    assert set(found.details["losses"]) > set(job_loops.ARMS)
+    assert set(found.details["losses"]) > set(job_table.ARMS)
 
 
 def test_samples_that_are_no_numbers_need_only_a_collate_fn():
@@ -208,23 +208,23 @@ def make(device, seed):
 @pytest.mark.parametrize("has_own", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_every_repair_is_a_naive_loop_that_differs_in_one_part_alone(precision, has_own):
-    loops = job_loops.list_loops("indexed", precision)
+    loops = job_table.list_loops("indexed", precision)
     stock, naive, ours = loops
     assert (stock.step, ours.step, naive.step) == ("stock", "fastamp", "naive")
     names = []
-    for repair in job_loops.list_repairs(loops, has_own=has_own):
+    for repair in job_table.list_repairs(loops, has_own=has_own):
         part, _, arm = repair.name.partition(": ")
         good = {"stock": stock, "fastamp": ours}[arm]
         assert repair == replace(naive, name=repair.name, **{part: getattr(good, part)})
         names.append(repair.name)
-    arms = [f"{part}: {arm}" for part in job_loops.PARTS[:3] for arm in ("stock", "fastamp")]
+    arms = [f"{part}: {arm}" for part in job_table.PARTS[:2] for arm in ("stock", "fastamp")]
     assert names == arms[0 if has_own else 2 :] + ["precision: stock"] * (precision == "bf16")
 
 
 def test_each_loop_has_the_optimizer_that_people_give_it():
     training = make_training(make_rows, "cpu", 0)
     made = {
-        arm: train(arm, training).optimizers[0].param_groups[0]["fused"] for arm in job_loops.ARMS
+        arm: train(arm, training).optimizers[0].param_groups[0]["fused"] for arm in job_table.ARMS
     }
     assert made == {"naive": None, "stock": True, "fastamp": True}
     rates = [0.1, 0.2]
@@ -246,7 +246,7 @@ def test_a_loader_of_the_users_is_read_by_all_loops(quick, monkeypatch):
     model, data, loss, options = make_rows("cpu", 0)
     loader = DataLoader(data, 8, collate_fn=collate)
     training = make_training(lambda *_: (model, loader, loss, options), "cpu", 0)
-    found = {arm: list(map(float, train(arm, training).losses)) for arm in job_loops.ARMS}
+    found = {arm: list(map(float, train(arm, training).losses)) for arm in job_table.ARMS}
     assert set(seen) == {8}
     assert len(seen) >= 6
     agree(found)
@@ -273,14 +273,13 @@ def test_the_table_has_a_row_for_each_job_and_each_repair(small, quick, tmp_path
     found = json.loads(path.read_text())
     rows = [row["job"] for row in found["table"]]
     names = ["rl", "mlp"]
-    assert rows == [*names, *(f"{name}: {part}" for name in names for part in job_loops.PARTS)]
-    repairs = {f"{part}/{arm}" for part in job_loops.PARTS[:3] for arm in job_loops.ARMS[1:]}
+    assert rows == [*names, *(f"{name}: {part}" for name in names for part in job_table.PARTS)]
+    repairs = {f"{part}/{arm}" for part in job_table.PARTS[:2] for arm in job_table.ARMS[1:]}
     assert {each["name"] for each in found["measurements"]} == {
         key
         for name in names
         for key in (
             f"speedup/{name}/fastamp",
-            f"speedup/{name}/naive",
             *(f"over_naive/{name}/{arm}" for arm in {"stock", "fastamp"} | repairs),
             f"placebo/{name}",
             f"placebo/{name}, repairs",

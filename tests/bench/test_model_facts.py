@@ -237,6 +237,7 @@ def broken(device, seed):
 @pytest.fixture
 def task(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "examined_task", raising=False)
     path = tmp_path / "examined_task.py"
     path.write_text(TASK)
     return path

@@ -227,7 +227,6 @@ def test_a_schedule_ends_with_its_horizon():
     [
         ({"schedule": lambda o, n: None}, "options['schedule']: expected a scheduler of torch's"),
         ({"schedule": lambda o, n: 1 / 0}, "options['schedule']: its call or its step raised"),
-        ({"model": nn.LazyLinear(2)}, "model: expected no lazy modules, for --until"),
         (
             {"arms": {"own": lambda m: m.register_buffer("n", torch.zeros(1)) or m}},
             "model: expected the parameters and buffers of the task's model in every arm",

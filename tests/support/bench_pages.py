@@ -18,7 +18,6 @@ from torch.utils.data import TensorDataset
 
 from fastamp.bench import (
     advice,
-    job_loops,
     job_table,
     latency,
     loader,
@@ -116,8 +115,8 @@ def make_found(name, _device, _seed):
     times_s = dict(zip(("naive", "stock", "fastamp"), JOBS[name], strict=True))
     times_s = {arm: steps * time_ms / 1e3 for arm, time_ms in times_s.items()}
     main_ = make_race({"stock": times_s["stock"], **times_s}, blocks=20, noise=0.03)
-    loops = job_loops.list_loops("stock", "bf16")
-    repairs = [config.name for config in job_loops.list_repairs(loops, has_own=True)]
+    loops = job_table.list_loops("stock", "bf16")
+    repairs = [config.name for config in job_table.list_repairs(loops, has_own=True)]
     rates = np.linspace(0.6, 1.01, len(repairs))
     mended = {arm: times_s["naive"] * rate for arm, rate in zip(repairs, rates, strict=True)}
     raced = make_race({"naive": times_s["naive"], **mended}, blocks=12, noise=0.05)

@@ -18,6 +18,7 @@ from support.fuzz_values import PLAIN, damage, mutate
 from fastamp.bench import __main__ as bench
 from fastamp.bench import latency, main_job
 from fastamp.bench import step as bench_step
+from fastamp.bench.gpt import Shape
 from fastamp.bench.race import Interval
 from fastamp.bench.record import Measurement, Report, make_record
 from fastamp.bench.text import load_corpus
@@ -100,6 +101,8 @@ class BenchOptions(Target):
             corpus if path is None else load_corpus(path, block_size=block_size)
         )
         patch(mock.patch.object(main_job, "load_corpus", quick))
+        tiny = Shape(layers=1, heads=1, width=8, block_size=16)
+        patch(mock.patch.object(main_job, "CPU_SHAPE", tiny))
         patch(mock.patch.object(latency, "GPT", return_value=torch.nn.Linear(1, 1)))
 
     def find_options(self, words: list[str]) -> list[str]:
