@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from torch.utils.data import IterableDataset, RandomSampler, TensorDataset, default_collate
 
 import fastamp
@@ -119,13 +118,9 @@ def list_ways(data: Data, loader: str) -> list[Way]:
     return alone if is_gathered else [*alone, threads, processes]
 
 
-def _stack(*values: Any) -> Any:
-    return torch.stack(values) if isinstance(values[0], Tensor) else default_collate([*values])
-
-
 def _naive_batches(data: Data, device: str, sampler: RandomSampler) -> Batches:
     move = partial(map_tensors, partial(Tensor.to, device=device))
-    join = data.collate_fn or (lambda samples: tree_map(_stack, *samples))
+    join = data.collate_fn or default_collate
     dataset = data.by_torch()
 
     def begin() -> Iterator[Any]:

@@ -40,8 +40,8 @@ AGREE_STEPS = 4  # the first losses, before small differences grow
 # Tolerances of losses: same samples, one precision; two precisions; other crops or filters.
 SAME, PRECISE, ALIKE = 1e-3, 3e-2, 0.1
 ARMS = ("naive", "stock", "fastamp")
-PARTS = ("loader", "step", "precision")
-NAIVE = Config(name="naive", loader="naive", step="naive")
+PARTS = ("loader", "step", "timing", "precision")
+NAIVE = Config(name="naive", loader="naive", step="naive", timing="naive")
 MAIN = Plan(rounds=4000, warmup=2, half_width=0.01, limit_s=20.0)
 REPAIRS = Plan(rounds=4000, warmup=1, half_width=0.02, limit_s=10.0)
 VISIT_S = 0.15  # of a visit of the stock loop, about
@@ -54,7 +54,7 @@ CLEARLY = 0.95  # workers or a lower precision have to take less than this share
 
 METRICS = """speedup/JOB/fastamp, over the stock loop, as in speedup/mlp/fastamp;
 over_naive/JOB/ARM, of stock and fastamp over the naive loop; over_naive/JOB/PART/ARM, of the naive
-loop with that part alone (loader, step, precision), as in over_naive/mlp/loader/fastamp"""
+loop with that part alone (loader, step, timing, precision), as in over_naive/mlp/loader/fastamp"""
 
 
 def add_options(add: Callable[..., object]) -> None:
@@ -260,8 +260,9 @@ def _describe(found: Found) -> str:
 
 def list_loops(base: str, precision: str) -> list[Config]:
     """Return the good loop of torch alone, by its loader, the naive loop, and fastamp's."""
-    stock = Config(name="stock", loader=base, precision=precision)
-    return [stock, NAIVE, replace(stock, name="fastamp", loader="fastamp", step="fastamp")]
+    stock = Config(name="stock", loader=base, precision=precision, timing="stock")
+    parts: dict[str, Any] = dict.fromkeys(PARTS[:3], "fastamp")
+    return [stock, NAIVE, replace(stock, name="fastamp", **parts)]
 
 
 def list_repairs(loops: list[Config], *, has_own: bool) -> list[Config]:

@@ -137,6 +137,7 @@ class Case:
     arms: Mapping[str, Callable[[], object]]
     before: Callable[[str], object] = lambda _: None  # prepares an arm for a call
     calls: int = 1  # in a visit
+    plan: Plan | None = None  # of this case alone
     amounts: Mapping[str, float] = field(default_factory=dict)  # of a visit, by name of the rate
     details: Callable[[Race], Details] = lambda _: {}
 
@@ -154,7 +155,8 @@ def run_cases(
         for name in names:
             case = make(name)
             shared = {"device": args.device, "seed": args.seed}
-            race = run_race(case.arms, plan, calls=case.calls, before=case.before, **shared)
+            how = case.plan or plan
+            race = run_race(case.arms, how, calls=case.calls, before=case.before, **shared)
             races[name], details[name] = race, case.details(race)
             for arm in race.arms if case.amounts else ():
                 time_s = race.quartiles_s(arm)[1]

@@ -390,6 +390,7 @@ def test_every_part_of_a_step_is_timed_once_a_step_on_batches_of_its_own(
     monkeypatch.setattr(where.fastamp, "Timer", Timer)
     saved = run(path, "--steps", "64")
     counts = [{name: s.count for name, s in timer.summary().items()} for timer in timers]
+    counts = [count for count in counts if count]  # those of trainers time nothing
     assert sorted(count.pop("step") for count in counts) == [5] * 6 + [10] * 6  # zero_grad inside
     assert counts == [{"data": 5, "forward": 5, "backward": 5}] * 12
     drawn = [batch for is_timed, batch in seen if is_timed]
