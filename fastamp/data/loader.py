@@ -38,14 +38,7 @@ from fastamp.data.passes import LoaderPass
 from fastamp.data.plan import Plan, find_generator, find_samplers
 from fastamp.data.position import VERSION, Position, decode, encode, find_save
 from fastamp.data.resident import move
-from fastamp.data.sample_rng import (
-    Batch,
-    Order,
-    current,
-    draw_seed,
-    find_pass_key,
-    generators_kept,
-)
+from fastamp.data.sample_rng import Batch, current, draw_seed, generators_kept
 from fastamp.data.shard import ShardSampler, check_shardable, find_ranks
 from fastamp.data.shuffle import FeistelSampler, is_long
 from fastamp.data.slots import Slots, can_pin
@@ -59,8 +52,8 @@ from fastamp.data.sources import (
     why_not,
 )
 from fastamp.data.stats import LoaderStats
-from fastamp.data.thread_tasks import StreamReader, find_maker
-from fastamp.data.threads import Room, StreamBatches, ThreadBatches, copy_stream
+from fastamp.data.thread_tasks import find_maker
+from fastamp.data.threads import Room, ThreadBatches
 from fastamp.data.workers import Team, WorkerInfo
 
 T = TypeVar("T")
@@ -117,9 +110,9 @@ class DataLoader(TorchDataLoader[T_co]):
             one sample after the other, of the oldest batch first, and copies large ones into their
             row of the batch; `collate_fn` runs in a thread. The number of threads changes no result
             if random numbers come from `fastamp.sample_rng()`; draws from global generators are not
-            repeatable. `fastamp.get_worker_info()` and `worker_init_fn` work in threads; each gets
-            a copy of an iterable dataset. Batches are made ahead as by processes, but no more than
-            `max_bytes`. A `__getitem__` that computes in Python needs processes.
+            repeatable. `fastamp.get_worker_info()` and `worker_init_fn` work in threads. Batches
+            are made ahead as by processes, but no more than `max_bytes`. An iterable dataset, and a
+            `__getitem__` that computes in Python, need processes.
         resident: keep the dataset, which must be one that is gathered, on the device: the first
             pass moves all of it. Batches are gathered there, so only row numbers are copied, and
             nothing waits for them. Batches and states are the same as without it. Later writes into
@@ -135,7 +128,7 @@ class DataLoader(TorchDataLoader[T_co]):
             gathered, or does not fit there; the arrays of a dict differ in length; a sharded loader
             has a sampler of the user's; only one of `rank` and `world_size` is given, or `rank` is
             too large.
-        TypeError: a sharded loader has an iterable dataset.
+        TypeError: a sharded loader, or one of threads, has an iterable dataset.
         RuntimeError: `shard` is set and a launcher has set WORLD_SIZE, but torch.distributed is not
             initialized.
 
@@ -241,7 +234,7 @@ class DataLoader(TorchDataLoader[T_co]):
         self._stats, self._path = LoaderStats(), ""
         self._room = Room(self.max_bytes)
         self._inner: tuple[Any, Any, Plan] | None = None  # torch's loader, its dataset, its plan
-        self._team: list[Team] | None = None  # whose threads persist
+        self._team: Team | None = None  # whose threads persist
         self._times: Tensor | None = None  # seconds of each worker process, shared with it
 
     @untraced
@@ -451,52 +444,31 @@ class DataLoader(TorchDataLoader[T_co]):
     def _find_make(self) -> Callable[[Tensor, Tensor], Any] | None:
         return find_make(self.dataset, self.collate_fn) if self._auto_collation else None
 
-    def _in_thread_workers(self, plan: Plan, slots: Slots) -> Iterator[Any]:
+    def _in_thread_workers(self, plan: Plan, slots: Slots) -> ThreadBatches:
         """Return batches that threads make."""
         pins = self._pins()
         self._lease_from(slots)
-        count, dataset, stream = self.num_workers, self.dataset, self._is_stream
-        batches = self._begin_plan(plan, (lambda: iter(())) if stream else plan.begin)
-        order, key = plan.order, find_pass_key(plan.position.sample_seed or 0, plan.position.epoch)
+        count = self.num_workers
+        batches = self._begin_plan(plan, plan.begin)
         ahead = workers_ahead(self.max_bytes, count, self.prefetch_factor or 2)
         maker = partial(
             find_maker,
             self.dataset,
             self.collate_fn,
-            order,
+            plan.order,
             make=self._find_make(),
             single=not self._auto_collation,
             pins=pins,
             slots=slots if is_default(self.collate_fn) else None,
         )
+        team = self._team
+        if team is None or not (team.is_here and self.persistent_workers):
+            seed = self._base_seed or 0
+            infos = [WorkerInfo(i, count, seed + i, self.dataset) for i in range(count)]
+            team = Team(infos, self.worker_init_fn)
+        self._team = team if self.persistent_workers else None
         shared = self._stats, self._room, ahead, self.timeout
-        is_here = self._team is not None and self._team[0].is_here
-        if not (is_here and self.persistent_workers):
-            datasets = [copy_stream(dataset) if stream else dataset for _ in range(count)]
-            infos = [
-                WorkerInfo(i, count, (self._base_seed or 0) + i, one)
-                for i, one in enumerate(datasets)
-            ]
-            # A stream is read by one thread alone.
-            groups = [[info] for info in infos] if stream else [infos]
-            self._team = [Team(group, self.worker_init_fn) for group in groups]
-        teams = self._team or []
-        self._team = teams if self.persistent_workers else None
-        if not stream:
-            return ThreadBatches(batches, teams[0], maker, *shared, in_order=self.in_order)
-        readers = [
-            StreamReader(
-                team.infos[0].dataset,
-                Order(key, worker, count - 1),
-                self.batch_size,
-                cuts=self.drop_last,
-            )
-            for worker, team in enumerate(teams)
-        ]
-        length, name = self._IterableDataset_len_called, repr(dataset)
-        return StreamBatches(
-            readers, teams, maker, *shared, in_order=self.in_order, length=length, name=name
-        )
+        return ThreadBatches(batches, team, maker, *shared, in_order=self.in_order)
 
     def _through_torch(self, plan: Plan) -> tuple[Iterator[Any], Plan]:
         """Return the batches of torch's iterator over processes or a stream, and their plan."""
@@ -623,8 +595,8 @@ class DataLoader(TorchDataLoader[T_co]):
 
         Raises:
             ImportError: the dataset has a state, and torchdata is not installed.
-            TypeError: threads read an iterable dataset or one with a state; its `state_dict` needs
-                arguments; or `in_order` is False with workers.
+            TypeError: threads read a dataset with a state; its `state_dict` needs arguments; or
+                `in_order` is False with workers.
             RuntimeError: the dataset has a state, and Ctrl-C interrupted reading it.
         """
         self._check_state()
@@ -652,9 +624,8 @@ class DataLoader(TorchDataLoader[T_co]):
             )
             raise TypeError(msg)
         if self._has_state and self._in_threads:
-            what = "is iterable" if self._is_stream else "has a state_dict"
             msg = (
-                f"worker='thread': {name} {what}, and threads read ahead of it; use "
+                f"worker='thread': {name} has a state_dict, and threads read ahead of it; use "
                 "worker='process' to save and load its position"
             )
             raise TypeError(msg)

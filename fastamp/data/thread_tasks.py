@@ -1,9 +1,9 @@
-"""The tasks of thread workers: the samples of a batch, or the next batch of a stream."""
+"""The tasks of thread workers: the samples of a batch."""
 
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from operator import getitem
 from queue import SimpleQueue
@@ -76,28 +76,16 @@ def find_maker(
     )
 
 
-class Task:
-    """What thread workers do for one batch, and the batch or the error in its place."""
-
-    def __init__(self, number: int, count: int, maker: Maker) -> None:
-        self.number, self.count, self._maker = number, count, maker
-        self.getitem_s = self.collate_s = 0.0
-        self.batch: Any = None
-        self.error: BaseException | None = None
-        self.nbytes = 0
-
-    def _deliver(self, batch: Any) -> None:
-        """Pin and measure the batch."""
-        self.batch = pin_memory(batch) if self._maker.pins else batch  # type: ignore[no-untyped-call]
-        self.nbytes = count_nbytes(batch)
-
-
-class BatchTask(Task):
+class BatchTask:
     """One batch: several threads make its samples, and the one that makes the last collates."""
 
     def __init__(self, number: int, indices: Any, first: int, maker: Maker) -> None:
         self._indices = [indices] if maker.whole else indices
-        super().__init__(number, len(self._indices), maker)
+        self.number, self.count, self._maker = number, len(self._indices), maker
+        self.getitem_s = self.collate_s = 0.0
+        self.batch: Any = None
+        self.error: BaseException | None = None
+        self.nbytes = 0
         self._first = first
         self._claimed, self._left = 0, self.count
         self._samples: list[Any] = [None] * self.count
@@ -167,78 +155,10 @@ class BatchTask(Task):
         self._maker.ready.put(self.number)
 
     def _collate(self, maker: Maker) -> None:
+        """Make, pin and measure the batch."""
         if self._rows is not None:
-            self._deliver(self._rows.collate(self._samples, maker.collate_fn))
+            batch = self._rows.collate(self._samples, maker.collate_fn)
         else:
-            self._deliver(maker.collate_fn(self._samples[0] if maker.whole else self._samples))
-
-
-class StreamTask(Task):
-    """The next batch of one worker's stream."""
-
-    def __init__(self, number: int, reader: "StreamReader", maker: Maker) -> None:
-        super().__init__(number, 1, maker)
-        self._reader = reader
-
-    def __call__(self, failed: BaseException | None) -> bool:
-        """Read the batch; a StopIteration as its error is the end of the stream."""
-        maker = self._maker
-        if maker.dropped:
-            return False
-        torch.set_grad_enabled(maker.grad)
-        start_s = time.thread_time()
-        try:
-            if failed is not None:
-                raise failed  # noqa: TRY301 - delivered in the batch's place
-            samples, self.getitem_s, cell = self._reader.read()
-            collate_s = time.perf_counter()
-            self._deliver(maker.collate_fn(samples))
-            cell.number += 1
-            self.collate_s = time.perf_counter() - collate_s
-        except BaseException as error:  # noqa: BLE001 - raised where the consumer is
-            self.error = error
-        current.sample = None
-        maker.used_s.append(time.thread_time() - start_s)
-        maker.ready.put(self.number)
-        return failed is not None
-
-
-class StreamReader:
-    """The samples of one worker's copy of an iterable dataset, in batches, as torch takes them."""
-
-    def __init__(self, dataset: Any, order: Order, batch_size: int | None, *, cuts: bool) -> None:
-        """`cuts` drops a last batch that is too short."""
-        self._dataset, self._size, self._cuts = dataset, batch_size, cuts
-        self._cell = Batch(order)
-        self._iterator: Iterator[Any] | None = None  # begun in the worker's thread
-        self._ended = False
-
-    def read(self) -> tuple[Any, float, Batch]:
-        """Return the samples of the next batch, the seconds that they took, and their numbers.
-
-        Raises:
-            StopIteration: there are no more.
-        """
-        start_s = time.perf_counter()
-        current.sample = self._cell
-        if self._iterator is None:
-            self._iterator = iter(self._dataset)
-        if self._ended:
-            raise StopIteration
-        if self._size is None:
-            return next(self._iterator), time.perf_counter() - start_s, self._cell
-        samples = [*_take(self._iterator, self._size)]
-        self._ended = len(samples) < self._size
-        if not samples or (self._ended and self._cuts):
-            raise StopIteration
-        return samples, time.perf_counter() - start_s, self._cell
-
-
-def _take(iterator: Iterator[Any], count: int) -> Iterator[Any]:
-    """Yield at most `count` items. `islice` would call `iter` again, which may begin anew."""
-    end = object()
-    for _ in range(count):
-        item = next(iterator, end)
-        if item is end:
-            return
-        yield item
+            batch = maker.collate_fn(self._samples[0] if maker.whole else self._samples)
+        self.batch = pin_memory(batch) if maker.pins else batch  # type: ignore[no-untyped-call]
+        self.nbytes = count_nbytes(batch)

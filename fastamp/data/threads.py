@@ -1,11 +1,9 @@
 """Batches made by threads of this process, in place of torch's worker processes."""
 
-import copy
 import os
 import traceback
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import islice
 from queue import Empty
 from typing import Any
@@ -17,7 +15,7 @@ from fastamp.data.ahead import Ahead, too_large
 from fastamp.data.position import mark_undelivered
 from fastamp.data.prefetch import FORKED, is_last
 from fastamp.data.stats import LoaderStats
-from fastamp.data.thread_tasks import BatchTask, Maker, StreamReader, StreamTask, Task
+from fastamp.data.thread_tasks import BatchTask, Maker
 from fastamp.data.workers import Team
 
 _COPY: dict[type, Callable[[Any], Any]] = {
@@ -55,56 +53,7 @@ class Room:
         return None
 
 
-def copy_stream(dataset: Any) -> Any:
-    """Return a copy of an iterable dataset for a thread, as a process has it."""
-    try:
-        return copy.deepcopy(dataset)
-    except Exception as error:
-        msg = (
-            "dataset: each thread reads a copy of an iterable dataset, and "
-            f"copy.deepcopy of this {type(dataset).__name__} fails: {error}"
-        )
-        raise TypeError(msg) from error
-
-
-class _TaskBatches(Iterator[Any]):
-    """The batches that tasks of threads make: what passes of both kinds of datasets share."""
-
-    def __init__(
-        self, maker: Maker, stats: LoaderStats, room: Room, timeout_s: float, *, in_order: bool
-    ) -> None:
-        self._stats, self._room = stats, room
-        self._timeout_s, self._in_order, self._owner_pid = timeout_s, in_order, os.getpid()
-        self._maker = maker
-        self._done: set[int] = set()
-        self._under_way: dict[int, Task | Exception] = {}
-        self._number = 0  # of the next task
-
-    def _wait(self, number: int) -> int:
-        """Wait for a task, or with `in_order=False` for any; return the number of it."""
-        done, maker = self._done, self._maker
-        while number not in done:
-            try:
-                done.add(maker.ready.get(timeout=self._timeout_s or None))
-            except Empty:
-                msg = f"DataLoader timed out after {self._timeout_s} seconds"  # as torch's
-                raise mark_undelivered(RuntimeError(msg)) from None
-            number = number if self._in_order else next(iter(done))
-        done.remove(number)
-        while maker.used_s:
-            self._stats.thread_cpu_s += maker.used_s.popleft()
-        return number
-
-    def _check(self, task: Task) -> BaseException | None:
-        """Count a batch; return its error or None."""
-        stats, error, task.error = self._stats, task.error, None
-        stats.getitem_s += task.getitem_s
-        stats.collate_s += task.collate_s
-        stats.nbytes += task.nbytes
-        return error or self._room.check(task.nbytes)
-
-
-class ThreadBatches(_TaskBatches):
+class ThreadBatches(Iterator[Any]):
     """The batches of one pass over a map-style dataset."""
 
     def __init__(
@@ -120,8 +69,12 @@ class ThreadBatches(_TaskBatches):
         in_order: bool,
     ) -> None:
         """`batches` are indices, with the number of the first sample."""
-        super().__init__(find_maker(self), stats, room, timeout_s, in_order=in_order)
-        self._batches, self._ahead = batches, ahead
+        self._maker = find_maker(self)
+        self._batches, self._ahead, self._stats, self._room = batches, ahead, stats, room
+        self._timeout_s, self._in_order, self._owner_pid = timeout_s, in_order, os.getpid()
+        self._done: set[int] = set()
+        self._under_way: dict[int, BatchTask | Exception] = {}
+        self._number = 0  # of the next task
         self._team: Team | None = team
         self._drawn: deque[_Drawn] = deque()
         for _ in range(ahead.batches):  # as far ahead as torch's
@@ -160,8 +113,31 @@ class ThreadBatches(_TaskBatches):
         """Say whether the first batches have too few samples to keep all threads busy."""
         if self._room.is_known or self._room.max_bytes is not None:
             return False
-        counts = (task.count for task in self._under_way.values() if isinstance(task, Task))
+        counts = (task.count for task in self._under_way.values() if isinstance(task, BatchTask))
         return sum(counts) < self._ahead.threads
+
+    def _wait(self, number: int) -> int:
+        """Wait for a task, or with `in_order=False` for any; return the number of it."""
+        done, maker = self._done, self._maker
+        while number not in done:
+            try:
+                done.add(maker.ready.get(timeout=self._timeout_s or None))
+            except Empty:
+                msg = f"DataLoader timed out after {self._timeout_s} seconds"  # as torch's
+                raise mark_undelivered(RuntimeError(msg)) from None
+            number = number if self._in_order else next(iter(done))
+        done.remove(number)
+        while maker.used_s:
+            self._stats.thread_cpu_s += maker.used_s.popleft()
+        return number
+
+    def _check(self, task: BatchTask) -> BaseException | None:
+        """Count a batch; return its error or None."""
+        stats, error, task.error = self._stats, task.error, None
+        stats.getitem_s += task.getitem_s
+        stats.collate_s += task.collate_s
+        stats.nbytes += task.nbytes
+        return error or self._room.check(task.nbytes)
 
     def __next__(self) -> Any:
         if self._owner_pid != os.getpid():
@@ -187,85 +163,3 @@ class ThreadBatches(_TaskBatches):
         """Drop the batches under way."""
         self._maker.dropped.append(True)
         self._under_way, self._drawn, self._team = {}, deque(), None
-
-
-class StreamBatches(_TaskBatches):
-    """The batches of one pass over an iterable dataset: of each worker in turn, or as they come."""
-
-    def __init__(
-        self,
-        readers: Sequence[StreamReader],
-        teams: Sequence[Team],
-        find_maker: Callable[[Any], Maker],
-        stats: LoaderStats,
-        room: Room,
-        ahead: Ahead,
-        timeout_s: float,
-        *,
-        in_order: bool,
-        length: int | None,
-        name: str,
-    ) -> None:
-        """Each reader has a team of one thread. `length` is the number of batches to expect."""
-        super().__init__(find_maker(self), stats, room, timeout_s, in_order=in_order)
-        self._ahead, self._length, self._name, self._count = ahead, length, name, 0
-        self._workers = deque(zip(readers, teams, strict=True))
-        self._turns: dict[int, Any] = {}  # the worker of each task under way
-        self._submit()
-
-    def _submit(self) -> None:
-        """Let each worker in turn read its next batch, as far as there is room."""
-        while self._workers and len(self._under_way) < self._ahead.batches:
-            # Until the size of a batch is known each worker reads one.
-            is_first = not self._room.is_known and self._number < len(self._workers)
-            is_first = is_first and self._room.max_bytes is None
-            if not (is_first or self._room.has(self._ahead, len(self._under_way))):
-                return
-            for _ in range(len(self._workers)):
-                worker = self._workers[0]
-                self._workers.rotate(-1)
-                share = self._ahead.batches // len(self._workers)
-                if self._in_order or [*self._turns.values()].count(worker) < share:
-                    break
-            number = self._number
-            self._number += 1
-            reader, team = self._turns[number] = worker
-            task = self._under_way[number] = StreamTask(number, reader, self._maker)
-            team.submit(task, 1)
-
-    def __next__(self) -> Any:
-        if self._owner_pid != os.getpid():
-            raise RuntimeError(FORKED)
-        self._submit()
-        while self._under_way:
-            number = self._wait(next(iter(self._under_way)))
-            task: Any = self._under_way.pop(number)
-            worker, error = self._turns.pop(number), self._check(task)
-            if isinstance(error, StopIteration):
-                if worker in self._workers:
-                    self._workers.remove(worker)
-                self._submit()
-                continue
-            self._submit()
-            try:
-                if error is not None:
-                    raise error
-                self._count_batch()
-                return task.batch
-            finally:
-                del error, task  # whose traceback refers to this frame
-        raise StopIteration
-
-    def _count_batch(self) -> None:
-        """Warn, as torch does, of more batches than `len(loader)` has said."""
-        self._count += 1
-        if self._length is not None and self._count > self._length:
-            warnings.warn(
-                f"Length of IterableDataset {self._name} was reported to be {self._length}(when "
-                f"accessing len(dataloader)), but {self._count} samples have been fetched. For "
-                "multiprocessing data-loading, this could be caused by not properly configuring "
-                "the IterableDataset replica at each worker. Please see "
-                "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for "
-                "examples.",
-                stacklevel=4,
-            )
