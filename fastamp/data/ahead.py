@@ -43,11 +43,6 @@ def gather_ahead(max_bytes: int | None, *, pinned: bool, is_computed: bool) -> A
     return Ahead(batches, max_bytes or DEFAULT_MAX_BYTES, max(1, threads - 1))
 
 
-def workers_ahead(max_bytes: int | None, num_workers: int, prefetch_factor: int) -> Ahead:
-    """Return how far threads make batches ahead: as many as torch's processes."""
-    return Ahead(prefetch_factor * num_workers, max_bytes or DEFAULT_MAX_BYTES, num_workers)
-
-
 def read_ahead(batches: Iterator[T], count: int) -> Iterator[T]:
     """Read a sampler as far ahead as torch's iterators do for workers, which begin at once."""
     read = deque(islice(batches, count))

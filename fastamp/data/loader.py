@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, Sampler, SequentialSampler
 
 from fastamp._ops import untraced
-from fastamp.data.ahead import DEFAULT_MAX_BYTES, gather_ahead, read_ahead, workers_ahead
+from fastamp.data.ahead import DEFAULT_MAX_BYTES, gather_ahead, read_ahead
 from fastamp.data.checks import as_integer, check_device, check_generator, check_worker
 from fastamp.data.collate import BatchCollator
 from fastamp.data.columns import Column, find_core
@@ -52,8 +52,7 @@ from fastamp.data.sources import (
     why_not,
 )
 from fastamp.data.stats import LoaderStats
-from fastamp.data.thread_tasks import find_maker
-from fastamp.data.threads import Room, ThreadBatches
+from fastamp.data.threads import ThreadBatches, find_maker
 from fastamp.data.workers import Team, WorkerInfo
 
 T = TypeVar("T")
@@ -110,17 +109,16 @@ class DataLoader(TorchDataLoader[T_co]):
             one sample after the other, of the oldest batch first, and copies large ones into their
             row of the batch; `collate_fn` runs in a thread. The number of threads changes no result
             if random numbers come from `fastamp.sample_rng()`; draws from global generators are not
-            repeatable. `fastamp.get_worker_info()` and `worker_init_fn` work in threads. Batches
-            are made ahead as by processes, but no more than `max_bytes`. An iterable dataset, and a
-            `__getitem__` that computes in Python, need processes.
+            repeatable. `fastamp.get_worker_info()` and `worker_init_fn` work in threads. An
+            iterable dataset, and a `__getitem__` that computes in Python, need processes.
         resident: keep the dataset, which must be one that is gathered, on the device: the first
             pass moves all of it. Batches are gathered there, so only row numbers are copied, and
             nothing waits for them. Batches and states are the same as without it. Later writes into
             the dataset are not seen. Tensors that are on the device already are gathered there
             anyway. Images cannot be augmented there.
         max_bytes: the most memory that the loader itself holds: batches gathered ahead, and slots
-            for large ones. None is 1 GiB, or one batch if that is larger. torch's workers hold as
-            many batches as `prefetch_factor` says.
+            for large ones. None is 1 GiB, or one batch if that is larger. Workers, of both kinds,
+            make as many batches ahead as `prefetch_factor` says.
 
     Raises:
         ValueError: as torch's; `max_bytes` is not positive, or, when a pass begins, less than one
@@ -232,7 +230,6 @@ class DataLoader(TorchDataLoader[T_co]):
         self._moved: list[Column] | None = None  # to the device, if `resident`
         self._slots: Slots | None = None
         self._stats, self._path = LoaderStats(), ""
-        self._room = Room(self.max_bytes)
         self._inner: tuple[Any, Any, Plan] | None = None  # torch's loader, its dataset, its plan
         self._team: Team | None = None  # whose threads persist
         self._times: Tensor | None = None  # seconds of each worker process, shared with it
@@ -450,9 +447,7 @@ class DataLoader(TorchDataLoader[T_co]):
         self._lease_from(slots)
         count = self.num_workers
         batches = self._begin_plan(plan, plan.begin)
-        ahead = workers_ahead(self.max_bytes, count, self.prefetch_factor or 2)
-        maker = partial(
-            find_maker,
+        maker = find_maker(
             self.dataset,
             self.collate_fn,
             plan.order,
@@ -467,8 +462,15 @@ class DataLoader(TorchDataLoader[T_co]):
             infos = [WorkerInfo(i, count, seed + i, self.dataset) for i in range(count)]
             team = Team(infos, self.worker_init_fn)
         self._team = team if self.persistent_workers else None
-        shared = self._stats, self._room, ahead, self.timeout
-        return ThreadBatches(batches, team, maker, *shared, in_order=self.in_order)
+        return ThreadBatches(
+            batches,
+            team,
+            maker,
+            self._stats,
+            self.timeout,
+            ahead=(self.prefetch_factor or 2) * count,
+            in_order=self.in_order,
+        )
 
     def _through_torch(self, plan: Plan) -> tuple[Iterator[Any], Plan]:
         """Return the batches of torch's iterator over processes or a stream, and their plan."""

@@ -1,21 +1,30 @@
 """Batches made by threads of this process, in place of torch's worker processes."""
 
 import os
+import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
-from queue import Empty
-from typing import Any
+from operator import getitem
+from queue import Empty, SimpleQueue
+from threading import Lock
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.data._utils.pin_memory import pin_memory
 
-from fastamp.data.ahead import Ahead, too_large
+from fastamp.data.items import Make, find_together, hand_on, make_rows, note_index
 from fastamp.data.position import mark_undelivered
 from fastamp.data.prefetch import FORKED, is_last
+from fastamp.data.row_writer import Rows, find_get
+from fastamp.data.sample_rng import Batch, Order, current
+from fastamp.data.slots import Slots
 from fastamp.data.stats import LoaderStats
-from fastamp.data.thread_tasks import BatchTask, Maker
+from fastamp.data.structure import count_nbytes
 from fastamp.data.workers import Team
 
 _COPY: dict[type, Callable[[Any], Any]] = {
@@ -23,34 +32,147 @@ _COPY: dict[type, Callable[[Any], Any]] = {
     torch.Tensor: torch.Tensor.clone,
     np.ndarray: np.ndarray.copy,
 }
-_Drawn = tuple[Any, int] | Exception
 
 
-class Room:
-    """Says how many batches threads may have under way, by the largest one so far."""
+class Maker(NamedTuple):
+    """What the threads of a pass share. It holds no reference to the pass, whose end stops them."""
 
-    def __init__(self, max_bytes: int | None) -> None:
-        """`max_bytes` is the user's limit, which a single batch may not exceed."""
-        self.max_bytes, self._largest = max_bytes, 0
+    get: Callable[[Any], Any]
+    whole: bool
+    """Whether `get` makes all samples of a batch at once."""
+    rows: Callable[[int], Rows] | None
+    collate_fn: Callable[[Any], Any]
+    order: Order
+    grad: bool
+    pins: bool
+    lock: Lock
+    ready: SimpleQueue[int]
+    """Receives the numbers of tasks that are done."""
+    used_s: deque[float]
+    """Receives the processor time of each thread's part of a batch."""
+    dropped: list[Any]
+    """Not empty once no more batches are wanted."""
+    ended: "weakref.ref[Any] | None" = None
+    """Refers to the pass. At its end `dropped.append` is called: no Python code, which Ctrl-C
+    could interrupt."""
 
-    def has(self, ahead: Ahead, under_way: int) -> bool:
-        """Say whether there is room for another batch."""
-        if under_way == 0 or not self._largest:
-            # The size of a batch is known after the first one, on which all threads work.
-            return under_way == 0
-        return under_way < ahead.batches and (under_way + 1) * self._largest <= ahead.nbytes
 
-    @property
-    def is_known(self) -> bool:
-        """Whether a batch has been measured."""
-        return bool(self._largest)
+def find_maker(
+    dataset: Any,
+    collate_fn: Callable[[Any], Any],
+    order: Order,
+    *,
+    make: Make | None,
+    single: bool,
+    pins: bool,
+    slots: Slots | None,
+) -> Maker:
+    """Return what the threads of a pass need; large leaves are written into rows of `slots`."""
+    together = None if single else find_together(dataset)
+    if make is not None:
+        together, collate_fn = partial(make_rows, make), hand_on
+    whole = single or together is not None
+    return Maker(
+        get=together or partial(getitem, dataset),
+        whole=whole,
+        rows=None if whole or slots is None else partial(Rows, find_get(dataset), slots),
+        collate_fn=collate_fn,
+        order=order,
+        grad=torch.is_grad_enabled(),
+        pins=pins,
+        lock=Lock(),
+        ready=SimpleQueue(),
+        used_s=deque(),
+        dropped=[],
+    )
 
-    def check(self, nbytes: int) -> Exception | None:
-        """Note how large a batch is; return an error if it is larger than the user's limit."""
-        self._largest = max(self._largest, nbytes, 1)
-        if self.max_bytes is not None and nbytes > self.max_bytes:
-            return too_large(self.max_bytes, nbytes)
-        return None
+
+class BatchTask:
+    """One batch: several threads make its samples, and the one that makes the last collates."""
+
+    def __init__(self, number: int, indices: Any, first: int, maker: Maker) -> None:
+        self._indices = [indices] if maker.whole else indices
+        self.number, self.count, self._maker = number, len(self._indices), maker
+        self.getitem_s = self.collate_s = 0.0
+        self.batch: Any = None
+        self.error: BaseException | None = None
+        self.nbytes = 0
+        self._first = first
+        self._claimed, self._left = 0, self.count
+        self._samples: list[Any] = [None] * self.count
+        self._rows = None if maker.rows is None else maker.rows(self.count)
+        self._failed_at = self.count
+
+    def __call__(self, failed: BaseException | None) -> bool:
+        """Make samples until all are begun; say whether the thread's own error was handed on."""
+        maker = self._maker
+        torch.set_grad_enabled(maker.grad)  # for this thread
+        place, start_s = self.count, time.thread_time()
+        cell = current.sample = Batch(maker.order)
+        while not maker.dropped:
+            with maker.lock:
+                place = self._claimed
+                self._claimed += 1
+            if place < self.count:
+                cell.number = self._first + place
+                is_last = self._note(place, *self._make(place, failed))
+            else:
+                is_last = place == self.count == 0  # a batch of no samples
+            if is_last:
+                cell.number = ~self._first
+                self._finish()
+            if place >= self.count or failed is not None:
+                break
+        current.sample = None
+        maker.used_s.append(time.thread_time() - start_s)
+        return failed is not None and place < self.count
+
+    def _make(self, place: int, failed: BaseException | None) -> tuple[BaseException | None, float]:
+        """Make one sample; return its error or None, and the seconds that it took."""
+        index, start_s = self._indices[place], time.perf_counter()
+        if failed is not None:
+            return failed, 0.0
+        try:
+            if self._rows is None:
+                self._samples[place] = self._maker.get(index)
+            else:
+                self._samples[place] = self._rows.make(place, index, self._maker.lock)
+        except BaseException as error:  # noqa: BLE001 - raised where the consumer is
+            return note_index(error, index), time.perf_counter() - start_s
+        return None, time.perf_counter() - start_s
+
+    def _note(self, place: int, error: BaseException | None, elapsed_s: float) -> bool:
+        """Note that a sample is done; say whether it was the last one of the batch."""
+        with self._maker.lock:
+            self.getitem_s += elapsed_s
+            self._left -= 1
+            if error is not None:
+                if place < self._failed_at:
+                    self._failed_at, self.error = place, error
+                # As in a loop, no sample after the failed one is made.
+                self._left -= self.count - min(self._claimed, self.count)
+                self._claimed = max(self._claimed, self.count)
+            return self._left == 0
+
+    def _finish(self) -> None:
+        start_s = time.perf_counter()
+        try:
+            if self.error is None:
+                self._collate(self._maker)
+        except BaseException as error:  # noqa: BLE001 - raised where the consumer is
+            self.error = error
+        self.collate_s = time.perf_counter() - start_s
+        self._samples, self._rows = [], None
+        self._maker.ready.put(self.number)
+
+    def _collate(self, maker: Maker) -> None:
+        """Make, pin and measure the batch."""
+        if self._rows is not None:
+            batch = self._rows.collate(self._samples, maker.collate_fn)
+        else:
+            batch = maker.collate_fn(self._samples[0] if maker.whole else self._samples)
+        self.batch = pin_memory(batch) if maker.pins else batch  # type: ignore[no-untyped-call]
+        self.nbytes = count_nbytes(batch)
 
 
 class ThreadBatches(Iterator[Any]):
@@ -60,61 +182,44 @@ class ThreadBatches(Iterator[Any]):
         self,
         batches: Iterator[tuple[Any, int]],
         team: Team,
-        find_maker: Callable[[Any], Maker],
+        maker: Maker,
         stats: LoaderStats,
-        room: Room,
-        ahead: Ahead,
         timeout_s: float,
         *,
+        ahead: int,
         in_order: bool,
     ) -> None:
-        """`batches` are indices, with the number of the first sample."""
-        self._maker = find_maker(self)
-        self._batches, self._ahead, self._stats, self._room = batches, ahead, stats, room
+        """`batches` are indices, with the number of the first sample; `ahead` are made ahead."""
+        self._maker = maker._replace(ended=weakref.ref(self, maker.dropped.append))
+        self._batches, self._stats = batches, stats
         self._timeout_s, self._in_order, self._owner_pid = timeout_s, in_order, os.getpid()
         self._done: set[int] = set()
         self._under_way: dict[int, BatchTask | Exception] = {}
         self._number = 0  # of the next task
         self._team: Team | None = team
-        self._drawn: deque[_Drawn] = deque()
-        for _ in range(ahead.batches):  # as far ahead as torch's
-            self._draw()
-        self._submit()
+        for _ in range(ahead):
+            self._submit()
 
-    def _draw(self) -> None:
+    def _submit(self) -> None:
+        """Let threads make the next batch of the sampler."""
+        team, number = self._team, self._number
+        if team is None:
+            return
         try:
             for indices, first in islice(self._batches, 1):
                 # A sampler may yield the same list, tensor or array again and again.
                 copied = _COPY.get(type(indices))
                 kept = copied(indices) if copied else indices
-                self._drawn.append((kept if self._maker.whole else list(kept), first))
+                rows = kept if self._maker.whole else list(kept)
+                task = self._under_way[number] = BatchTask(number, rows, first, self._maker)
+                team.submit(task, min(max(task.count, 1), len(team.infos)))
         except Exception as error:  # noqa: BLE001 - raised where the batch would come
             # Its traceback refers to this pass, and would keep it alive until the error is raised.
             told = "".join(traceback.format_exception(error))
             error.__cause__ = RuntimeError(f"raised by the sampler, ahead of the loop:\n\n{told}")
-            self._drawn.append(error.with_traceback(None))
-
-    def _submit(self) -> None:
-        """Let threads make the batches that were drawn, as far as there is room for them."""
-        under_way = self._under_way
-        while self._team and self._drawn:
-            if not (self._room.has(self._ahead, len(under_way)) or self._leaves_idle()):
-                return
-            drawn, number = self._drawn.popleft(), self._number
-            self._number += 1
-            if isinstance(drawn, Exception):
-                under_way[number] = drawn
-                self._maker.ready.put(number)
-                continue
-            task = under_way[number] = BatchTask(number, *drawn, self._maker)
-            self._team.submit(task, min(max(task.count, 1), self._ahead.threads))
-
-    def _leaves_idle(self) -> bool:
-        """Say whether the first batches have too few samples to keep all threads busy."""
-        if self._room.is_known or self._room.max_bytes is not None:
-            return False
-        counts = (task.count for task in self._under_way.values() if isinstance(task, BatchTask))
-        return sum(counts) < self._ahead.threads
+            self._under_way[number] = error.with_traceback(None)
+            self._maker.ready.put(number)
+        self._number += 1
 
     def _wait(self, number: int) -> int:
         """Wait for a task, or with `in_order=False` for any; return the number of it."""
@@ -137,7 +242,7 @@ class ThreadBatches(Iterator[Any]):
         stats.getitem_s += task.getitem_s
         stats.collate_s += task.collate_s
         stats.nbytes += task.nbytes
-        return error or self._room.check(task.nbytes)
+        return error
 
     def __next__(self) -> Any:
         if self._owner_pid != os.getpid():
@@ -146,7 +251,6 @@ class ThreadBatches(Iterator[Any]):
             self.close()
             raise StopIteration
         number = self._wait(next(iter(self._under_way)))
-        self._draw()
         task: Any = self._under_way.pop(number)
         error = task if isinstance(task, Exception) else self._check(task)
         if error is not None and is_last(error):
@@ -162,4 +266,4 @@ class ThreadBatches(Iterator[Any]):
     def close(self) -> None:
         """Drop the batches under way."""
         self._maker.dropped.append(True)
-        self._under_way, self._drawn, self._team = {}, deque(), None
+        self._under_way, self._team = {}, None

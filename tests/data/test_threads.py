@@ -95,28 +95,14 @@ def test_batches_are_made_ahead_as_far_as_asked():
         done.append(index)
         return X[index]
 
-    for max_bytes, ahead in ((None, 6), (3 * 4 * X[0].nbytes, 3)):
-        asked.clear()
-        done.clear()
-        options = {"sampler": Counting(), "prefetch_factor": 2, "max_bytes": max_bytes}
-        iterator = iter(in_threads(Rows(80, get), 4, **options))
-        assert len(asked) == 6 * 4  # as torch's loader asks
-        for delivered in range(1, 8):
-            next(iterator)
-            assert ends(lambda: len(done) >= 4 * (delivered + ahead))  # noqa: B023 - called at once
-            assert len(done) == 4 * (delivered + ahead)
-        assert len(asked) == (7 + 6) * 4
-        del iterator
-    with pytest.raises(ValueError, match=r"max_bytes=31999: one batch takes 32000 bytes"):
-        next(iter(in_threads(Rows(80, get), 4, max_bytes=31999)))
-
-
-def test_threads_that_the_first_batch_leaves_idle_begin_others():
-    for batch_size in (1, 2, None):
-        barrier = threading.Barrier(3)
-        rows = Rows(6, lambda index, barrier=barrier: (barrier.wait(20), index)[1])
-        batches = [torch.as_tensor(batch).reshape(-1) for batch in in_threads(rows, batch_size)]
-        assert torch.cat(batches).tolist() == [*range(6)]
+    options = {"sampler": Counting(), "prefetch_factor": 2}
+    iterator = iter(in_threads(Rows(80, get), 4, **options))
+    assert len(asked) == 6 * 4  # as torch's loader asks
+    for delivered in range(1, 8):
+        next(iterator)
+        assert ends(lambda: len(done) >= 4 * (delivered + 6))  # noqa: B023 - called at once
+        assert len(done) == 4 * (delivered + 6)
+    assert len(asked) == (7 + 6) * 4
 
 
 def test_large_samples_are_copied_into_the_batch_by_the_threads(monkeypatch):

@@ -63,7 +63,6 @@ def make_loader(rng):
         "worker": "thread",
         "persistent_workers": rng.random() < 0.3,
         "device": rng.choice([None, None, "meta"]),
-        "max_bytes": rng.choice([None, 1 << 23]),
     }
     options["in_order"] = rng.random() < 0.8
     failing = rng.choice([None, None, None, "worker_init_fn", "collate_fn", "sampler"])
