@@ -1,5 +1,5 @@
 // All augmentations of an image become one map from the result's pixels to the image's, and
-// rectangles to paint over it. The pass goes plane by plane, so that pixels to paint over are still
+// rectangles of zeros over it. The pass goes plane by plane, so that pixels to paint over are still
 // in the cache.
 #include "data/augment.h"
 
@@ -19,11 +19,10 @@ struct Rect {
   std::int64_t right;
 };
 
-/// Fills the inside of a rectangle, or all of the image outside of it.
+/// Zeros inside of a rectangle, or in all of the image outside of it.
 struct Paint {
   Rect rect;
   bool outside;
-  int step;
 };
 
 /// Pixel (y, x) of the result is (top + y, left + x) of the image, or (top + y, left - x) where it
@@ -92,7 +91,6 @@ Placement place(const Images& images, std::uint64_t key) {
     const std::int64_t y = draw_below(key, 2 * s + 1, step.y_bound) - step.top;
     const std::int64_t x = draw_below(key, 2 * s + 2, step.x_bound) - step.left;
     Paint& paint = placed.paints[placed.num_paints];
-    paint.step = s;
     paint.outside = step.kind == StepKind::kCrop;
     if (step.kind == StepKind::kCutout) {
       paint.rect = {y, x, y + step.height, x + step.width};
@@ -114,11 +112,11 @@ Placement place(const Images& images, std::uint64_t key) {
 
 constexpr std::uint64_t kOddBytes = 0xFF00FF00FF00FF00;
 
-/// Pixels of 1, 2 or 4 bytes, as many at a time as 8 bytes have; of 3 bytes, or of any size if
-/// kSize is 0, one at a time.
+/// Pixels of 1, 2 or 4 bytes, as many at a time as 8 bytes have; of any size if kSize is 0, one at
+/// a time.
 template <int kSize>
 struct Pixels {
-  static constexpr std::int64_t kBlock = kSize == 0 || kSize == 3 ? 1 : 8 / kSize;
+  static constexpr std::int64_t kBlock = kSize == 0 ? 1 : 8 / kSize;
 
   explicit Pixels(std::int64_t size_) : any_size(size_) {}
 
@@ -137,17 +135,6 @@ struct Pixels {
     block = kSize == 4 ? block >> 32 | block << 32 : __builtin_bswap64(block);
     if (kSize == 2) block = (block & kOddBytes) >> 8 | (block & ~kOddBytes) << 8;
     std::memcpy(to, &block, sizeof block);
-  }
-
-  /// Repeats a pixel, of which `block` holds kBlock.
-  FASTAMP_INLINE void fill(char* to, std::int64_t count, const char* block) const {
-    for (; count >= kBlock; count -= kBlock, to += nbytes(kBlock))
-      std::memcpy(to, block, nbytes(kBlock));
-    for (std::size_t part = 4; part > 0; part /= 2) {
-      if ((nbytes(count) & part) == 0) continue;  // always, if blocks are single pixels
-      std::memcpy(to, block, part);
-      to += part;
-    }
   }
 
   std::int64_t any_size;
@@ -198,24 +185,19 @@ struct Plane {
       std::memcpy(to + pixels.nbytes(i), end - pixels.nbytes(i + 1), pixels.nbytes(1));
   }
 
-  /// Fills a rectangle with a block of equal pixels.
-  void fill(const Rect& rect, const char* block) const {
+  void clear(const Rect& rect) const {
     if (rect.left == rect.right) return;
     for (std::int64_t y = rect.top; y < rect.bottom; ++y)
-      pixels.fill(at(y, rect.left), rect.right - rect.left, block);
+      std::memset(at(y, rect.left), 0, pixels.nbytes(rect.right - rect.left));
   }
 
-  FASTAMP_INLINE void paint(const Paint& paint, const char* pixel) const {
+  void paint(const Paint& paint) const {
     const auto& [top, left, bottom, right] = paint.rect;
-    char equal[8];
-    for (std::int64_t i = 0; i < kBlock && kBlock > 1; ++i)
-      std::memcpy(equal + pixels.nbytes(i), pixel, pixels.nbytes(1));
-    const char* block = kBlock > 1 ? equal : pixel;
-    if (!paint.outside) return fill(paint.rect, block);
-    fill({0, 0, top, placed.width}, block);
-    fill({top, 0, bottom, left}, block);
-    fill({top, right, bottom, placed.width}, block);
-    fill({bottom, 0, placed.height, placed.width}, block);
+    if (!paint.outside) return clear(paint.rect);
+    clear({0, 0, top, placed.width});
+    clear({top, 0, bottom, left});
+    clear({top, right, bottom, placed.width});
+    clear({bottom, 0, placed.height, placed.width});
   }
 };
 
@@ -226,10 +208,7 @@ void augment_planes(const Images& images, const Placement& placed, const char* s
   for (std::int64_t p = 0; p < images.planes; ++p) {
     const Plane<kSize> plane{pixels, images, placed, source, output};
     plane.copy();
-    for (int k = 0; k < placed.num_paints; ++k) {
-      const Paint& paint = placed.paints[k];
-      plane.paint(paint, images.fills + pixels.nbytes(paint.step * images.planes + p));
-    }
+    for (int k = 0; k < placed.num_paints; ++k) plane.paint(placed.paints[k]);
     source += pixels.nbytes(images.height * images.width);
     output += pixels.nbytes(placed.height * placed.width);
   }
@@ -257,8 +236,6 @@ void augment(const Images& images, std::uint64_t key, const char* source, char* 
       return augment_planes<1>(images, placed, source, output);
     case 2:
       return augment_planes<2>(images, placed, source, output);
-    case 3:
-      return augment_planes<3>(images, placed, source, output);
     case 4:
       return augment_planes<4>(images, placed, source, output);
     default:

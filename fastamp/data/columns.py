@@ -218,7 +218,7 @@ def augment_image(images: Images, row: Any, key: int) -> Any:
         source = plain.ctypes.data if is_array else plain.data_ptr()
         nbytes = math.prod(images.row_shape) * row.dtype.itemsize
         made = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        core.augment_image(_describe(images), key, source, made.data_ptr())
+        core.augment_image(images[:5], key, source, made.data_ptr())
     if is_array:
         return made.numpy().view(row.dtype).reshape(images.row_shape)
     return made.view(row.dtype).view(images.row_shape)
@@ -254,12 +254,7 @@ def _memory(column: Column) -> tuple[list[tuple[int, int]], int, int, int, int, 
         parts, stride = [(part.ctypes.data, part.nbytes) for part in arrays], array.strides[0]
     row_nbytes = math.prod(array.shape[1:]) * itemsize
     widened = 0 if dtype == column.dtype else -itemsize if dtype.is_signed else itemsize
-    how = images and _describe(images)
-    return parts, array.shape[0], stride, row_nbytes, widened, how
-
-
-def _describe(images: Images) -> tuple[Any, ...]:
-    return (*images[:4], images.steps, images.zeros.ctypes.data)
+    return parts, array.shape[0], stride, row_nbytes, widened, images and images[:5]
 
 
 class TorchGatherer:
