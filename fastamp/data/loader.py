@@ -14,7 +14,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, Sampler, SequentialSampler
+from torch.utils.data import IterableDataset, IterDataPipe, Sampler, SequentialSampler
 
 from fastamp._ops import untraced
 from fastamp.data.ahead import DEFAULT_MAX_BYTES, gather_ahead, read_ahead
@@ -316,15 +316,14 @@ class DataLoader(TorchDataLoader[T_co]):
         generator = find_generator(samplers)
         seed = self.seed if generator is not None and generator is self.generator else None
         sampler = self.batch_sampler if self._auto_collation else self.sampler
-        is_pipe = isinstance(self.dataset, MapDataPipe)
-        plan = Plan(sampler, generator, seed, position, not self._auto_collation, is_pipe)
+        plan = Plan(sampler, generator, seed, position, not self._auto_collation)
         batches: Iterator[Any]
         if columns is not None:
             batches = self._gather(columns, plan, self._slots)
             to_device = to_device and find_device(columns.columns).type == "cpu"
         elif self._in_threads:
             batches = self._in_thread_workers(plan, self._slots)
-        elif self.num_workers or self._has_state or is_pipe:
+        elif self.num_workers or self._has_state:
             if not self.num_workers:
                 self._lease_from(self._slots)
             batches, plan = self._through_torch(plan)
@@ -520,7 +519,7 @@ class DataLoader(TorchDataLoader[T_co]):
                 self._times.share_memory_()  # type: ignore[no-untyped-call]
         items: Any
         own: dict[str, Any]
-        if isinstance(self.dataset, IterDataPipe | MapDataPipe):
+        if isinstance(self.dataset, IterDataPipe):
             items = self.dataset
             own = {"collate_fn": self.collate_fn, "worker_init_fn": self.worker_init_fn}
         elif self._is_stream:
