@@ -5,12 +5,10 @@ The compiled core gathers them ahead of the consumer; without it `TorchGatherer`
 
 import functools
 import math
-import mmap
 import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -137,18 +135,6 @@ def index_error(index: int, num_rows: int) -> IndexError:
     return IndexError(msg)
 
 
-@dataclass(frozen=True)
-class _MappedFile:
-    """The part of a file that an array maps. A call says whether the file has become too short."""
-
-    memory: mmap.mmap
-    end: int
-    path: str
-
-    def __call__(self) -> bool:
-        return self.memory.size() < self.end
-
-
 class Kept(NamedTuple):
     """The memory that an array had when a pass began."""
 
@@ -156,32 +142,14 @@ class Kept(NamedTuple):
     """A view of the same rows, which keeps their memory alive whatever is done to the array."""
     has_moved: Callable[[], bool] | None = None
     """Says whether a tensor has other memory or another shape now."""
-    files: tuple[_MappedFile, ...] = ()
-
-    def changes(self) -> list[Callable[[], bool]]:
-        """Return the functions that say whether any of it has changed; two that agree are equal."""
-        return list(self.files) if self.has_moved is None else [self.has_moved]
-
-    def check_file(self) -> None:
-        """Raise an error if the file has become too short."""
-        for file in self.files:
-            if file():
-                msg = f"dataset: {file.path} was truncated while it is mapped: rows are lost"
-                raise RuntimeError(msg)
 
 
 def keep(array: Tensor | npt.NDArray[Any] | Windows) -> Kept:
     """Keep the memory of a column for as long as the result lives."""
-    if isinstance(array, Tensor):
-        return _keep_tensor(array)
-    if isinstance(array, Windows):  # of arrays that nobody else has
-        return Kept(array, files=_files_of(array.parts))
-    return Kept(array.view(), files=_files_of([array]))
-
-
-def _keep_tensor(tensor: Tensor) -> Kept:
-    alias, storage = tensor.detach(), tensor.untyped_storage()
-    address_of, nbytes_of, looks_into = storage.data_ptr, storage.nbytes, tensor.is_set_to
+    if not isinstance(array, Tensor):
+        return Kept(array if isinstance(array, Windows) else array.view())
+    alias, storage = array.detach(), array.untyped_storage()
+    address_of, nbytes_of, looks_into = storage.data_ptr, storage.nbytes, array.is_set_to
     address, nbytes = address_of(), nbytes_of()
 
     def has_moved() -> bool:
@@ -189,17 +157,6 @@ def _keep_tensor(tensor: Tensor) -> Kept:
         return address_of() != address or nbytes_of() != nbytes or not looks_into(alias)
 
     return Kept(alias, has_moved)
-
-
-def _files_of(arrays: Sequence[npt.NDArray[Any]]) -> tuple[_MappedFile, ...]:
-    found = []
-    for array in arrays:
-        owner: Any = array
-        while isinstance(owner.base, np.ndarray):
-            owner = owner.base
-        if isinstance(owner, np.memmap) and isinstance(owner.base, mmap.mmap):
-            found.append(_MappedFile(owner.base, owner.offset + owner.nbytes, str(owner.filename)))
-    return tuple(found)
 
 
 def find_core() -> ModuleType | None:

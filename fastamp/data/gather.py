@@ -68,12 +68,12 @@ class GatherSource(Iterator[Any]):
         columns = [column.in_row_order() for column in columns]
         self._rows = [(column.row_shape, column.dtype) for column in columns]
         self._row_nbytes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._rows]
-        self._kept = [keep(column.array) for column in columns]
-        pairs = zip(self._kept, columns, strict=True)
-        self._aliases = [column._replace(array=kept.alias) for kept, column in pairs]
-        self._changes = {change for kept in self._kept for change in kept.changes()}
-        self._changes |= {partial(_was_written, tensor, tensor._version) for tensor in originals}
-        tensors = [kept.alias for kept in self._kept if isinstance(kept.alias, Tensor)]
+        kept = [keep(column.array) for column in columns]
+        pairs = zip(kept, columns, strict=True)
+        self._aliases = [column._replace(array=each.alias) for each, column in pairs]
+        self._changes = [each.has_moved for each in kept if each.has_moved is not None]
+        self._changes += [partial(_was_written, tensor, tensor._version) for tensor in originals]
+        tensors = [each.alias for each in kept if isinstance(each.alias, Tensor)]
         self._counting = [tensor for tensor in tensors if not tensor.is_inference()]
         if len(self._counting) < len(tensors):  # nobody can tell what is written into the others
             ahead = ahead._replace(batches=1)
@@ -124,8 +124,6 @@ class GatherSource(Iterator[Any]):
         if is_gathered:
             self._stats.nbytes += sum(output.nbytes for output in job.outputs)
             return self._build([*job.outputs])
-        for kept in self._kept:
-            kept.check_file()
         return self._make(indices, job.number)
 
     @property
@@ -140,7 +138,7 @@ class GatherSource(Iterator[Any]):
         return bool(is_gathered) and bool(self._gatherer.is_ready())
 
     def _look_for_moves(self) -> None:
-        """Leave the rest to Python if the dataset has other memory, or its file was cut short."""
+        """Leave the rest to Python if the dataset has other memory."""
         for has_changed in self._changes:
             if has_changed():
                 self._gatherer = None  # its end waits for copies that run

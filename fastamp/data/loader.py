@@ -76,10 +76,10 @@ class DataLoader(TorchDataLoader[T_co]):
 
     If a tensor of the dataset is resized, shared or given other memory during a pass, the rest of
     the pass is read item by item, as in torch; NumPy refuses to resize an array during a pass. A
-    mapped file that is cut short raises a RuntimeError (Arrow's, a BufferError). Three things
-    go unnoticed: a file that another process changes in place, or cuts short while a batch is
-    copied out of its last page; what is written into a NumPy array, or through `tensor.data`, after
-    a batch was begun; and memory that is freed and used again while a batch is copied from it. With
+    mapped file that is cut short raises a BufferError, where the core gathers it. Three things go
+    unnoticed: a file that another process changes in place, or cuts short within the page that is
+    read; what is written into a NumPy array, or through `tensor.data`, after a batch was begun; and
+    memory that is freed and used again while a batch is copied from it. With
     `device=`, what the loop writes into a dataset that is gathered may be missing from the next two
     batches, whose copies have begun.
 
