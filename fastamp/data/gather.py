@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastamp.data.ahead import Ahead, too_large
 from fastamp.data.columns import find_core, keep, make_gatherer
 from fastamp.data.resident import DeviceGatherer
-from fastamp.data.slots import Slots
+from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
 from fastamp.data.sources import Columns, find_device
 from fastamp.data.stats import LoaderStats
 
@@ -51,17 +50,22 @@ class GatherSource(Iterator[Any]):
         batches: Iterator[tuple[Any, int]],
         slots: Slots,
         stats: LoaderStats,
-        ahead: Ahead,
         make: Callable[[list[Any], int], Any],
         *,
+        is_computed: bool,
         find_keys: Callable[[int, int], Tensor] | None = None,
         num_full: float = math.inf,
         max_bytes: int | None = None,
     ) -> None:
-        """`find_keys` returns the keys of so many samples from a number on, where rows need them.
+        """Gather further ahead if the order is computed: a user's sampler is read batch by batch.
 
+        `find_keys` returns the keys of so many samples from a number on, where rows need them.
         Batches larger than the user's `max_bytes` are refused.
         """
+        threads = torch.get_num_threads()
+        # Pinning takes time, and other batches are being copied to the device.
+        ahead = 1 if not is_computed else 2 if slots.pinned else threads + 1
+        self._threads = max(1, threads - 1)  # the consumer copies, too, while it waits
         columns, self._build, self._subset, self._find = source
         scattered = [c.array for c in columns if c.is_scattered and isinstance(c.array, Tensor)]
         originals = [tensor for tensor in scattered if not tensor.is_inference()]
@@ -76,7 +80,7 @@ class GatherSource(Iterator[Any]):
         tensors = [each.alias for each in kept if isinstance(each.alias, Tensor)]
         self._counting = [tensor for tensor in tensors if not tensor.is_inference()]
         if len(self._counting) < len(tensors):  # nobody can tell what is written into the others
-            ahead = ahead._replace(batches=1)
+            ahead = 1
         self._owner = get_ident()
         self._gatherer: Any  # None: item by item
         self._slots: Slots | DeviceGatherer = slots
@@ -85,7 +89,7 @@ class GatherSource(Iterator[Any]):
             self._gatherer = self._make_gatherer()
         else:
             self._gatherer = self._slots = DeviceGatherer(self._aliases)
-            self._ahead, self._counting = ahead._replace(batches=1), []  # nothing is made ahead
+            self._ahead, self._counting = 1, []  # nothing is made ahead
         self._versions = [tensor._version for tensor in self._counting]
         self._batches, self._stats, self._make, self._find_keys = batches, stats, make, find_keys
         self._max_bytes, self._num_left = max_bytes, num_full
@@ -94,7 +98,7 @@ class GatherSource(Iterator[Any]):
         self._held_nbytes = 0
 
     def _make_gatherer(self) -> Any:
-        return make_gatherer(self._aliases, self._ahead.batches, self._ahead.threads)
+        return make_gatherer(self._aliases, self._ahead, self._threads)
 
     def __next__(self) -> Any:
         self._look_for_moves()
@@ -159,13 +163,13 @@ class GatherSource(Iterator[Any]):
 
     def _submit_ahead(self) -> None:
         """Start as many batches as may be under way."""
-        under_way, ahead = self._under_way, self._ahead
-        while len(under_way) < ahead.batches and (self._num_left > 0 or not under_way):
+        under_way, most_nbytes = self._under_way, self._max_bytes or DEFAULT_MAX_BYTES
+        while len(under_way) < self._ahead and (self._num_left > 0 or not under_way):
             job, self._drawn = self._drawn or self._draw(), None
             if job is None:
                 return
             if job.rows is not None:
-                if under_way and self._held_nbytes + job.nbytes > ahead.nbytes:
+                if under_way and self._held_nbytes + job.nbytes > most_nbytes:
                     self._drawn = job
                     return
                 count, allocate = job.rows.numel(), self._slots.allocate
@@ -184,9 +188,10 @@ class GatherSource(Iterator[Any]):
                 return _Job(indices, number)
             count = indices.numel()
             nbytes = sum(self._slots.size(count * row_nbytes) for row_nbytes in self._row_nbytes)
-            if self._max_bytes is not None and count * sum(self._row_nbytes) > self._max_bytes:
-                error = too_large(self._max_bytes, count * sum(self._row_nbytes))
-                return _Job(error, number)
+            needed = count * sum(self._row_nbytes)
+            if self._max_bytes is not None and needed > self._max_bytes:
+                msg = f"max_bytes={self._max_bytes}: one batch takes {needed} bytes"
+                return _Job(ValueError(msg), number)
             keys = self._find_keys(count, number) if self._find_keys else None
             try:
                 rows = indices if self._subset is None else self._subset[indices]

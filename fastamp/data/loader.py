@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, IterDataPipe, Sampler, SequentialSampler
 
 from fastamp._ops import untraced
-from fastamp.data.ahead import DEFAULT_MAX_BYTES, gather_ahead, read_ahead
 from fastamp.data.checks import as_integer, check_device, check_generator, check_worker
 from fastamp.data.collate import BatchCollator
 from fastamp.data.columns import Column, find_core
@@ -41,7 +40,7 @@ from fastamp.data.resident import move
 from fastamp.data.sample_rng import Batch, current, draw_seed, generators_kept
 from fastamp.data.shard import ShardSampler, check_shardable, find_ranks
 from fastamp.data.shuffle import FeistelSampler, is_long
-from fastamp.data.slots import Slots, can_pin
+from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots, can_pin
 from fastamp.data.sources import (
     Columns,
     count_scattered,
@@ -394,10 +393,8 @@ class DataLoader(TorchDataLoader[T_co]):
         """Return the batches that the core gathers."""
         self._pins()
         batches = self._begin_plan(plan, plan.begin_rows)
-        if self.num_workers and plan.is_computed:  # torch's draw before the consumer asks
+        if self.num_workers:  # torch's draw before the consumer asks
             batches = chain([*islice(batches, 1)], batches)
-        elif self.num_workers:
-            batches = read_ahead(batches, self.num_workers * (self.prefetch_factor or 2))
         order = plan.order
         items = Items(self.dataset, self.collate_fn, None, single=False)
         keyed = columns.find is not None or any(column.images for column in columns.columns)
@@ -412,8 +409,8 @@ class DataLoader(TorchDataLoader[T_co]):
             batches,
             slots,
             self._stats,
-            gather_ahead(self.max_bytes, pinned=slots.pinned, is_computed=plan.is_computed),
             lambda rows, number: items.make(rows, cell, number),
+            is_computed=plan.is_computed,
             find_keys=find_keys if keyed else None,
             num_full=math.inf if self.num_workers else plan.num_full,
             max_bytes=self.max_bytes,

@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import get_worker_info
 
 from fastamp._ops import apart_from_captures
-from fastamp.data.ahead import DEFAULT_MAX_BYTES
 
+DEFAULT_MAX_BYTES = 1 << 30
 # From this size on fresh memory costs more than a lease: the C library gives freed pages back to
 # the system, and the next batch faults them in again, as the images of `bench loader` show.
 _REUSE_NBYTES = 1 << 20
