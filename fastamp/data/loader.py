@@ -339,19 +339,6 @@ class DataLoader(TorchDataLoader[T_co]):
         if type(self.collate_fn) is BatchCollator:
             self.collate_fn.lease_from(slots)
 
-    def _pins(self, stacklevel: int = 6) -> bool:
-        """Say whether batches are pinned; warn as torch's iterators do where they cannot be."""
-        if self.pin_memory and not can_pin():
-            why = "no accelerator is found, then"
-            if torch.accelerator.is_available():
-                why = "not supported on MPS now,"
-            warnings.warn(
-                f"'pin_memory' argument is set as true but {why} device pinned memory won't be "
-                "used.",
-                stacklevel=stacklevel,
-            )
-        return self.pin_memory and can_pin()
-
     def _begin_plan(self, plan: Plan, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
         """Begin a sampler and draw the seed of workers, in the order of torch's iterators."""
         again = self.persistent_workers and self.num_workers > 0 and self._base_seed is not None
@@ -391,7 +378,6 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def _gather(self, columns: Columns, plan: Plan, slots: Slots) -> GatherSource:
         """Return the batches that the core gathers."""
-        self._pins()
         batches = self._begin_plan(plan, plan.begin_rows)
         if self.num_workers:  # torch's draw before the consumer asks
             batches = chain([*islice(batches, 1)], batches)
@@ -418,11 +404,12 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def _in_this_thread(self, plan: Plan, slots: Slots) -> CallerBatches:
         """Return batches that are made item by item, when they are asked for."""
-        pins = self._pins()
         self._lease_from(slots)
         batches = self._begin_plan(plan, plan.begin)
         items = self._items(Items)
-        return CallerBatches(batches, plan.order, items, self._stats, pins=pins)
+        return CallerBatches(
+            batches, plan.order, items, self._stats, pins=self.pin_memory and can_pin()
+        )
 
     def _items(self, kind: type[Items]) -> Items:
         return kind(
@@ -439,7 +426,6 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def _in_thread_workers(self, plan: Plan, slots: Slots) -> ThreadBatches:
         """Return batches that threads make."""
-        pins = self._pins()
         self._lease_from(slots)
         count = self.num_workers
         batches = self._begin_plan(plan, plan.begin)
@@ -449,7 +435,7 @@ class DataLoader(TorchDataLoader[T_co]):
             plan.order,
             make=self._find_make(),
             single=not self._auto_collation,
-            pins=pins,
+            pins=self.pin_memory and can_pin(),
             slots=slots if is_default(self.collate_fn) else None,
         )
         team = self._team

@@ -254,22 +254,6 @@ def test_an_iterable_dataset_is_read_as_torch_reads_it(num_workers, backend):
         assert_as_torch(str(options), Stream(range(100)), lambda o=options: o)
 
 
-def test_the_warning_about_pinning_without_an_accelerator_is_torchs(backend):
-    if torch.accelerator.is_available():
-        pytest.skip("there is an accelerator")
-    for dataset in (X, Squares()):
-        texts = []
-        for loader_class in (TorchDataLoader, fastamp.DataLoader):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                list(loader_class(dataset, 300, pin_memory=True))
-            texts.append([str(warning.message) for warning in caught])
-        if not texts[0]:
-            pytest.skip("torch 2.6 does not warn")
-        assert texts[0] == texts[1]
-        assert len(texts[0]) == 1
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 def test_any_number_of_threads_gives_the_same_batches(threads, backend):
     before = torch.get_num_threads()
