@@ -56,8 +56,6 @@ def check_worker(worker: str | None, dataset: Any, context: Any) -> str | None:
     """Raise an error for an unknown kind of workers, and for what threads cannot load."""
     if worker not in (None, "process", "thread"):
         msg = f"worker: expected None, 'process' or 'thread', got {worker!r}"
-        if worker == "auto":
-            msg += "; python -m fastamp.bench loader and the doctor say which is faster"
         raise ValueError(msg)
     if worker == "thread" and context is not None:
         msg = f"multiprocessing_context: expected None with worker='thread', got {context!r}"

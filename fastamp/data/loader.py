@@ -21,7 +21,7 @@ from fastamp.data.checks import as_integer, check_device, check_generator, check
 from fastamp.data.collate import BatchCollator
 from fastamp.data.columns import Column, find_core
 from fastamp.data.copied import CopiedBatches
-from fastamp.data.datasets import ArrayDataset, count_rows, is_arrays
+from fastamp.data.datasets import by_name
 from fastamp.data.gather import GatherSource
 from fastamp.data.items import (
     CallerBatches,
@@ -175,10 +175,7 @@ class DataLoader(TorchDataLoader[T_co]):
         self.worker = check_worker(worker, dataset, multiprocessing_context)
         check_generator(generator)
         check_device(device, resident=resident)
-        by_name = type(dataset) is dict and all(type(key) is str for key in dataset)
-        if by_name and is_arrays(dataset):
-            count_rows(dataset, "dataset")  # raises an error with this argument's name
-            dataset = ArrayDataset(dataset)
+        dataset = by_name(dataset)
         if shard or rank is not None or world_size is not None:
             if type(sampler) is SequentialSampler:  # Lightning's, to overfit
                 sampler, shuffle = None, False

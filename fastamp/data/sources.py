@@ -121,22 +121,18 @@ class Columns(NamedTuple):
 
 
 def is_default(collate_fn: Any) -> bool:
-    """Say whether batches are those of `default_collate`."""
-    plain = type(collate_fn) is BatchCollator and collate_fn.pad is None
-    return plain or collate_fn is default_collate
+    """Say whether batches are those of torch's own `default_collate`."""
+    return not why_not(collate_fn)
 
 
-def why_not(collate_fn: Any, worker_init_fn: Any) -> str:
+def why_not(collate_fn: Any, worker_init_fn: Any = None) -> str:
     """Return why a loader cannot gather any dataset; an empty string if it can."""
-    if not is_default(collate_fn):
-        pads = type(collate_fn) is BatchCollator
-        return "collate_fn pads" if pads else "collate_fn is the user's"
-    registered = torch_collate.default_collate_fn_map
-    if registered == _TORCHS:
-        return "" if worker_init_fn is None else "worker_init_fn is given"
-    added = tuple(kind for kind in registered if kind not in _TORCHS)
-    changed = any(registered.get(kind) is not function for kind, function in _TORCHS.items())
-    if changed or isinstance((), added) or isinstance({}, added):  # the samples of rows
+    if type(collate_fn) is BatchCollator:
+        if collate_fn.pad is not None:
+            return "collate_fn pads"
+    elif collate_fn is not default_collate:
+        return "collate_fn is the user's"
+    if torch_collate.default_collate_fn_map != _TORCHS:
         return "default_collate_fn_map has functions of the user's"
     return "" if worker_init_fn is None else "worker_init_fn is given"
 
