@@ -1,20 +1,16 @@
 """`fastamp.DataLoader`: torch's, with native gathering, exact resume and statistics."""
 
-import importlib
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import cache, partial
 from itertools import chain, islice
 from typing import Any, TypeVar
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset, IterDataPipe, Sampler, SequentialSampler
+from torch.utils.data import IterableDataset, Sampler, SequentialSampler
 
 from fastamp._ops import untraced
 from fastamp.data.checks import as_integer, check_device, check_generator, check_worker
@@ -26,18 +22,12 @@ from fastamp.data.gather import GatherSource
 from fastamp.data.items import (
     CallerBatches,
     Items,
-    StatefulItems,
-    StatefulStream,
-    Stream,
-    TorchBatches,
-    hand_on,
-    read_again,
 )
 from fastamp.data.passes import LoaderPass
 from fastamp.data.plan import Plan, find_generator, find_samplers
 from fastamp.data.position import VERSION, Position, decode, encode, find_save
 from fastamp.data.resident import move
-from fastamp.data.sample_rng import Batch, current, draw_seed, generators_kept
+from fastamp.data.sample_rng import Batch, draw_seed
 from fastamp.data.shard import ShardSampler, check_shardable, find_ranks
 from fastamp.data.shuffle import FeistelSampler, is_long
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots, can_pin
@@ -52,6 +42,7 @@ from fastamp.data.sources import (
 )
 from fastamp.data.stats import LoaderStats
 from fastamp.data.threads import ThreadBatches, find_maker
+from fastamp.data.torch_loader import OPTIONS, TorchLoader, stateful_loader
 from fastamp.data.workers import Team, WorkerInfo
 
 T = TypeVar("T")
@@ -226,7 +217,7 @@ class DataLoader(TorchDataLoader[T_co]):
         self._moved: list[Column] | None = None  # to the device, if `resident`
         self._slots: Slots | None = None
         self._stats, self._path = LoaderStats(), ""
-        self._inner: tuple[Any, Any, Plan] | None = None  # torch's loader, its dataset, its plan
+        self._inner: TorchLoader | None = None  # whose workers persist
         self._team: Team | None = None  # whose threads persist
         self._times: Tensor | None = None  # seconds of each worker process, shared with it
 
@@ -320,9 +311,7 @@ class DataLoader(TorchDataLoader[T_co]):
         elif self._in_threads:
             batches = self._in_thread_workers(plan, self._slots)
         elif self.num_workers or self._has_state:
-            if not self.num_workers:
-                self._lease_from(self._slots)
-            batches, plan = self._through_torch(plan)
+            batches, plan = self._through_torch(plan, self._slots)
         else:
             batches = self._in_this_thread(plan, self._slots)
         position.begun = True
@@ -451,88 +440,27 @@ class DataLoader(TorchDataLoader[T_co]):
             in_order=self.in_order,
         )
 
-    def _through_torch(self, plan: Plan) -> tuple[Iterator[Any], Plan]:
+    def _through_torch(self, plan: Plan, slots: Slots) -> tuple[Iterator[Any], Plan]:
         """Return the batches of torch's iterator over processes or a stream, and their plan."""
         position, count = plan.position, self.num_workers
-        stateful, source = find_save(self.dataset) is not None, self._seed_source(position)
+        if not count:
+            self._lease_from(slots)
+        source = self._seed_source(position)
         apart = torch.Generator()
         apart.set_state(source.get_state())
         if self._base_seed is None or not (self.persistent_workers and count):
-            self._base_seed = draw_seed(apart)  # torch's iterator draws the same one below
+            self._base_seed = draw_seed(apart)  # torch's iterator draws the same one
         self._note_seed(position, self._base_seed, apart)
-        if self._inner is None or not self.persistent_workers:
-            self._inner = self._make_inner(plan)
-        inner, items, plan = self._inner
-        plan.move_to(position)
-        inner.generator = None if source is torch.default_generator else source
-        if isinstance(items, Stream):
-            items.begin(position.epoch, position.batch if stateful else 0)
-        # At the start of an epoch, workers that do not persist have the dataset as it is here.
-        is_kept = position.batch > 0 or not count or self.persistent_workers
-        if position.dataset_state is not None and is_kept:
-            inner.load_state_dict(position.dataset_state)
-            if not position.batch:  # torchdata ends the pass before, and draws a seed for it
-                inner.generator = torch.Generator()
-                inner.generator.set_state(source.get_state())
-                draw_seed(source)
-        # torch's iterator warns when more samples come than len(loader) said.
-        inner._IterableDataset_len_called = self._IterableDataset_len_called
-        before = current.sample
-        try:
-            iterator = iter(inner)
-            if self._is_stream and not stateful and position.batch:
-                with generators_kept():
-                    read_again(iterator, position.batch, goes_on=not count)
-        finally:
-            current.sample = before
-        if stateful and hasattr(inner, "state_dict"):
-            position.ask = partial(_ask, WeakMethod(inner.state_dict))
-        cell = items.cell if isinstance(items, Stream) and not count else None
-        return TorchBatches(iterator, self._stats, cell), plan
-
-    def _make_inner(self, plan: Plan) -> tuple[Any, Any, Plan]:
-        """Return torch's loader, or torchdata's for a dataset with a state."""
-        count, stateful = self.num_workers, find_save(self.dataset) is not None
         if self._times is None:
             self._times = torch.zeros(max(count, 1), 2, dtype=torch.float64, device="cpu")
             if count:
                 self._times.share_memory_()  # type: ignore[no-untyped-call]
-        items: Any
-        own: dict[str, Any]
-        if isinstance(self.dataset, IterDataPipe):
-            items = self.dataset
-            own = {"collate_fn": self.collate_fn, "worker_init_fn": self.worker_init_fn}
-        elif self._is_stream:
-            kind: Any = StatefulStream if stateful else Stream
-            seed = plan.position.sample_seed or 0
-            items = kind(self.dataset, self.collate_fn, seed, count, self.worker_init_fn)
-            own = {"collate_fn": items.collate, "worker_init_fn": items.init_worker}
-        else:
-            items = self._items(StatefulItems if stateful else Items)
-            own = {"collate_fn": hand_on, "worker_init_fn": items.init_worker}
-        if self._is_stream:
-            own |= {"batch_size": self.batch_size, "drop_last": self.drop_last}
-        elif self._auto_collation:
-            own["batch_sampler"] = plan
-        else:
-            own |= {"batch_size": None, "sampler": plan}
-        kind = stateful_loader() if stateful else None
-        with warnings.catch_warnings():
-            # torchdata 0.11 calls a function that torch 2.13 deprecates.
-            warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
-            inner = (kind or TorchDataLoader)(
-                items,
-                num_workers=count,
-                pin_memory=self.pin_memory,
-                timeout=self.timeout,
-                multiprocessing_context=self.multiprocessing_context,
-                prefetch_factor=self.prefetch_factor if count else None,
-                persistent_workers=self.persistent_workers,
-                pin_memory_device=self.pin_memory_device,
-                in_order=self.in_order,
-                **own,
-            )
-        return inner, items, plan
+        if self._inner is None or not self.persistent_workers:
+            items = None if self._is_stream else self._items
+            options = {name: getattr(self, name) for name in OPTIONS}
+            self._inner = TorchLoader(self.dataset, items, plan, options)
+        length = self._IterableDataset_len_called
+        return self._inner.begin(position, source, length, self._stats), self._inner.plan
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass, for `seed`, and for samplers that have `set_epoch`.
@@ -707,22 +635,3 @@ class DataLoader(TorchDataLoader[T_co]):
         """Warn as torch does of more processes than cores, but not of threads, which may wait."""
         if not self._in_threads:
             super().check_worker_number_rationality()
-
-
-def _ask(state_dict: WeakMethod[Callable[[], Any]]) -> Any:
-    """Return the state of torchdata's loader; None once that is gone, and so is its pass.
-
-    The loader refers to the position that asks it. In a cycle its workers would be left to the
-    garbage collector, which closes their queues first: torch then waits 5 s for each.
-    """
-    save = state_dict()
-    return save and save()
-
-
-@cache
-def stateful_loader() -> Any:
-    """Return torchdata's loader where it is installed, else None."""
-    try:
-        return importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader
-    except ImportError:
-        return None

@@ -286,7 +286,8 @@ def test_the_state_of_a_dataset_that_cannot_load_one_is_refused():
 def test_without_torchdata_a_dataset_with_a_state_is_read_and_its_state_names_the_extra(
     monkeypatch,
 ):
-    monkeypatch.setattr("fastamp.data.loader.stateful_loader", lambda: None)
+    for module in ("loader", "torch_loader"):
+        monkeypatch.setattr(f"fastamp.data.{module}.stateful_loader", lambda: None)
     for dataset in (Resumable(), Drawing(100)):
         loader = fastamp.DataLoader(dataset, 4)
         iterator = iter(loader)
