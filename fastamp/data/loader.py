@@ -41,7 +41,7 @@ from fastamp.data.sources import (
     why_not,
 )
 from fastamp.data.stats import LoaderStats
-from fastamp.data.threads import ThreadBatches, find_maker
+from fastamp.data.threads import Maker, ThreadBatches
 from fastamp.data.torch_loader import OPTIONS, TorchLoader, stateful_loader
 from fastamp.data.workers import Team, WorkerInfo
 
@@ -415,7 +415,7 @@ class DataLoader(TorchDataLoader[T_co]):
         self._lease_from(slots)
         count = self.num_workers
         batches = self._begin_plan(plan, plan.begin)
-        maker = find_maker(
+        maker = Maker(
             self.dataset,
             self.collate_fn,
             plan.order,

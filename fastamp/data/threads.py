@@ -11,7 +11,7 @@ from itertools import islice
 from operator import getitem
 from queue import Empty, SimpleQueue
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,57 +34,38 @@ _COPY: dict[type, Callable[[Any], Any]] = {
 }
 
 
-class Maker(NamedTuple):
+class Maker:
     """What the threads of a pass share. It holds no reference to the pass, whose end stops them."""
 
-    get: Callable[[Any], Any]
-    whole: bool
-    """Whether `get` makes all samples of a batch at once."""
-    rows: Callable[[int], Rows] | None
-    collate_fn: Callable[[Any], Any]
-    order: Order
-    grad: bool
-    pins: bool
-    lock: Lock
-    ready: SimpleQueue[int]
-    """Receives the numbers of tasks that are done."""
-    used_s: deque[float]
-    """Receives the processor time of each thread's part of a batch."""
-    dropped: list[Any]
-    """Not empty once no more batches are wanted."""
-    ended: "weakref.ref[Any] | None" = None
-    """Refers to the pass. At its end `dropped.append` is called: no Python code, which Ctrl-C
-    could interrupt."""
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Callable[[Any], Any],
+        order: Order,
+        *,
+        make: Make | None,
+        single: bool,
+        pins: bool,
+        slots: Slots | None,
+    ) -> None:
+        """Take what `Items` takes; large leaves are written into rows of `slots`."""
+        together = None if single else find_together(dataset)
+        if make is not None:
+            together, collate_fn = partial(make_rows, make), hand_on
+        self.get: Callable[[Any], Any] = together or partial(getitem, dataset)
+        self.whole = single or together is not None  # `get` makes all samples of a batch at once
+        rows = None if self.whole or slots is None else partial(Rows, find_get(dataset), slots)
+        self.rows = rows
+        self.collate_fn, self.order, self.pins = collate_fn, order, pins
+        self.grad = torch.is_grad_enabled()
+        self.lock = Lock()
+        self.ready: SimpleQueue[int] = SimpleQueue()  # receives the numbers of tasks that are done
+        self.used_s: deque[float] = deque()  # processor time of each thread's part of a batch
+        self.dropped: list[Any] = []  # not empty once no more batches are wanted
 
-
-def find_maker(
-    dataset: Any,
-    collate_fn: Callable[[Any], Any],
-    order: Order,
-    *,
-    make: Make | None,
-    single: bool,
-    pins: bool,
-    slots: Slots | None,
-) -> Maker:
-    """Return what the threads of a pass need; large leaves are written into rows of `slots`."""
-    together = None if single else find_together(dataset)
-    if make is not None:
-        together, collate_fn = partial(make_rows, make), hand_on
-    whole = single or together is not None
-    return Maker(
-        get=together or partial(getitem, dataset),
-        whole=whole,
-        rows=None if whole or slots is None else partial(Rows, find_get(dataset), slots),
-        collate_fn=collate_fn,
-        order=order,
-        grad=torch.is_grad_enabled(),
-        pins=pins,
-        lock=Lock(),
-        ready=SimpleQueue(),
-        used_s=deque(),
-        dropped=[],
-    )
+    def end_with(self, batches: Any) -> None:
+        """Drop what is under way when a pass dies, by no Python code: Ctrl-C could interrupt it."""
+        self._ended = weakref.ref(batches, self.dropped.append)
 
 
 class BatchTask:
@@ -190,7 +171,8 @@ class ThreadBatches(Iterator[Any]):
         in_order: bool,
     ) -> None:
         """`batches` are indices, with the number of the first sample; `ahead` are made ahead."""
-        self._maker = maker._replace(ended=weakref.ref(self, maker.dropped.append))
+        self._maker = maker
+        maker.end_with(self)
         self._batches, self._stats = batches, stats
         self._timeout_s, self._in_order, self._owner_pid = timeout_s, in_order, os.getpid()
         self._done: set[int] = set()
@@ -221,6 +203,33 @@ class ThreadBatches(Iterator[Any]):
             self._maker.ready.put(number)
         self._number += 1
 
+    def __next__(self) -> Any:
+        if self._owner_pid != os.getpid():
+            raise RuntimeError(FORKED)
+        if not self._under_way:
+            self.close()
+            raise StopIteration
+        number = self._wait(next(iter(self._under_way)))
+        task, stats = self._under_way.pop(number), self._stats
+        error: BaseException | None
+        batch: Any = None
+        if isinstance(task, Exception):
+            error = task
+        else:
+            error, batch, task.error = task.error, task.batch, None
+            stats.getitem_s += task.getitem_s
+            stats.collate_s += task.collate_s
+            stats.nbytes += task.nbytes
+        if error is not None and is_last(error):
+            self.close()
+        self._submit()
+        try:
+            if error is not None:
+                raise error
+            return batch
+        finally:
+            del error, task  # whose traceback refers to this frame
+
     def _wait(self, number: int) -> int:
         """Wait for a task, or with `in_order=False` for any; return the number of it."""
         done, maker = self._done, self._maker
@@ -235,33 +244,6 @@ class ThreadBatches(Iterator[Any]):
         while maker.used_s:
             self._stats.thread_cpu_s += maker.used_s.popleft()
         return number
-
-    def _check(self, task: BatchTask) -> BaseException | None:
-        """Count a batch; return its error or None."""
-        stats, error, task.error = self._stats, task.error, None
-        stats.getitem_s += task.getitem_s
-        stats.collate_s += task.collate_s
-        stats.nbytes += task.nbytes
-        return error
-
-    def __next__(self) -> Any:
-        if self._owner_pid != os.getpid():
-            raise RuntimeError(FORKED)
-        if not self._under_way:
-            self.close()
-            raise StopIteration
-        number = self._wait(next(iter(self._under_way)))
-        task: Any = self._under_way.pop(number)
-        error = task if isinstance(task, Exception) else self._check(task)
-        if error is not None and is_last(error):
-            self.close()
-        self._submit()
-        try:
-            if error is not None:
-                raise error
-            return task.batch
-        finally:
-            del error, task  # whose traceback refers to this frame
 
     def close(self) -> None:
         """Drop the batches under way."""
