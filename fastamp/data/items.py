@@ -15,7 +15,6 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from fastamp.data.sample_rng import Batch, Order, Placed, current
 from fastamp.data.stats import LoaderStats
-from fastamp.data.structure import count_nbytes
 
 Collate = Callable[[Any], Any]
 Make = Callable[[Tensor, Tensor], Any]
@@ -179,5 +178,4 @@ class CallerBatches(Iterator[Any]):
             stats.getitem_s += items.getitem_s
             stats.collate_s += items.collate_s
             items.getitem_s = items.collate_s = 0.0
-        stats.nbytes += count_nbytes(batch)
         return pin_memory(batch) if self._pins else batch  # type: ignore[no-untyped-call]

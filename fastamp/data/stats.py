@@ -25,7 +25,7 @@ class LoaderStats:
     batches: int = 0
     """Batches delivered to the consumer."""
     nbytes: int = 0
-    """Bytes of the tensors in them."""
+    """Bytes of those that are gathered; what is made item by item is not measured."""
     elapsed_s: float = 0.0
     """Time in the consumer's loop: waiting for a batch and working on it."""
     wait_s: float = 0.0

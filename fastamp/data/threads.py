@@ -24,7 +24,6 @@ from fastamp.data.row_writer import Rows, find_get
 from fastamp.data.sample_rng import Batch, Order, current
 from fastamp.data.slots import Slots
 from fastamp.data.stats import LoaderStats
-from fastamp.data.structure import count_nbytes
 from fastamp.data.workers import Team
 
 _COPY: dict[type, Callable[[Any], Any]] = {
@@ -77,7 +76,6 @@ class BatchTask:
         self.getitem_s = self.collate_s = 0.0
         self.batch: Any = None
         self.error: BaseException | None = None
-        self.nbytes = 0
         self._first = first
         self._claimed, self._left = 0, self.count
         self._samples: list[Any] = [None] * self.count
@@ -147,13 +145,12 @@ class BatchTask:
         self._maker.ready.put(self.number)
 
     def _collate(self, maker: Maker) -> None:
-        """Make, pin and measure the batch."""
+        """Make and pin the batch."""
         if self._rows is not None:
             batch = self._rows.collate(self._samples, maker.collate_fn)
         else:
             batch = maker.collate_fn(self._samples[0] if maker.whole else self._samples)
         self.batch = pin_memory(batch) if maker.pins else batch  # type: ignore[no-untyped-call]
-        self.nbytes = count_nbytes(batch)
 
 
 class ThreadBatches(Iterator[Any]):
@@ -219,7 +216,6 @@ class ThreadBatches(Iterator[Any]):
             error, batch, task.error = task.error, task.batch, None
             stats.getitem_s += task.getitem_s
             stats.collate_s += task.collate_s
-            stats.nbytes += task.nbytes
         if error is not None and is_last(error):
             self.close()
         self._submit()

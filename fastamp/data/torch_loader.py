@@ -29,7 +29,6 @@ from fastamp.data.sample_rng import (
     generators_kept,
 )
 from fastamp.data.stats import LoaderStats
-from fastamp.data.structure import count_nbytes
 
 OPTIONS = (
     "batch_size",
@@ -278,7 +277,6 @@ class TorchBatches(Iterator[Any]):
                 raise error.with_traceback(None)  # noqa: B904 - the same error
             finally:
                 del failed
-        self._stats.nbytes += count_nbytes(batch)
         return batch
 
     def _explain(self, error: Exception) -> Exception:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import functools
-import typing
 import warnings
 
 import numpy as np
@@ -298,28 +295,6 @@ def test_a_function_that_somebody_has_registered_is_called_where_rows_would_be_g
     dataset = TensorDataset(X)
     monkeypatch.setitem(registered, kind, lambda samples, **_: len(samples))
     assert [*fastamp.DataLoader(dataset, 2)] == [*TorchDataLoader(dataset, 2)]
-
-
-@dataclasses.dataclass
-class Node:
-    parent: typing.Any
-    children: typing.Any = dataclasses.field(init=False)
-
-
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "worker": "thread"}], ids=str)
-def test_a_batch_of_any_kind_is_handed_on(options):
-    def make(samples):
-        node = Node(None)
-        node.parent = node
-        return node
-
-    class Lazy(dict, collections.abc.Mapping):
-        def __getitem__(self, key):
-            raise KeyError(key)
-
-    for collate_fn in (make, lambda samples: Lazy(x=1)):
-        batches = [*fastamp.DataLoader(range(4), 2, collate_fn=collate_fn, **options)]
-        assert len(batches) == 2
 
 
 def test_indices_that_are_no_integers_give_what_torch_gives(backend):
