@@ -592,8 +592,7 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def stats(self) -> LoaderStats:
         """Return counts and times since the loader was made; `str` of them is the verdict."""
-        slot_wait_s = self._slots.wait_s if self._slots else 0.0
-        stats = replace(self._stats, slot_wait_s=slot_wait_s, path=self._how())
+        stats = replace(self._stats, path=self._how())
         if self._times is not None:
             getitem_s, collate_s = self._times.sum(0).tolist()
             stats.getitem_s += getitem_s
