@@ -24,7 +24,7 @@ class CopiedBatches(Iterator[Any]):
     def __init__(self, source: Iterator[Any], device: torch.device, *, keeps: bool) -> None:
         """`keeps`: the source may fill the memory of a batch again once it is asked for another."""
         ahead = 0
-        if isinstance(source, GatherSource) and source.has_threads:
+        if isinstance(source, GatherSource):
             ahead, self._is_next_ready = _AHEAD, source.is_next_ready
         self._source = source
         self._copies = make_copies(device, ahead, keeps=keeps)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastamp.data.columns import find_core, keep, make_gatherer
+from fastamp.data.columns import keep, make_gatherer
 from fastamp.data.resident import DeviceGatherer
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
 from fastamp.data.sources import Columns, find_device
@@ -41,8 +41,6 @@ class GatherSource(Iterator[Any]):
     3. After `num_full` batches no other is drawn until the consumer asks for it: the generator of a
        sampler moves on then, as torch's.
     """
-
-    makes_fresh = True  # nothing writes into the memory of a batch after it is delivered
 
     def __init__(
         self,
@@ -129,11 +127,6 @@ class GatherSource(Iterator[Any]):
             self._stats.nbytes += sum(output.nbytes for output in job.outputs)
             return self._build([*job.outputs])
         return self._make(indices, job.number)
-
-    @property
-    def has_threads(self) -> bool:
-        """Whether threads gather batches while the consumer does other work."""
-        return find_core() is not None
 
     def is_next_ready(self) -> bool:
         """Say whether the next batch is gathered, or will be in no time."""

@@ -246,7 +246,6 @@ def run(
         _ops.use_only("fallback"),
     ):
         patch.setattr(trackers, "QUEUE", 4)
-        patch.setattr(GatherSource, "has_threads", model.rng.random() < 0.5)
         patch.setattr(GatherSource, "is_next_ready", lambda source: is_next_ready(model, source))
         patch.setattr(module, "_LATE", model.rng.choice((1, 32)), raising=False)
         try:
