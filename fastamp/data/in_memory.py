@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset
 
 from fastamp._progress import progress
 from fastamp.data.checks import as_integer, check_worker
 from fastamp.data.datasets import by_name
-from fastamp.data.item_folder import describe, locked, map_columns, write
+from fastamp.data.item_folder import describe, map_columns, write
 from fastamp.data.item_layout import Chunk, Layout, assemble, hash_rows, read_layout
 from fastamp.data.items import find_together, hand_on, note_index
 from fastamp.data.loader import DataLoader
@@ -145,7 +146,8 @@ def _make(
         record = describe(dataset, layout, known, key)
         if not is_made:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with locked(folder.with_name(f".{folder.name}.lock")):
+            lock = folder.with_name(f".{folder.name}.lock")
+            with FileLock(lock, preserve_lock_file=True):  # one that goes could be locked twice
                 if not folder.exists():
                     write(folder, record, layout, chunks)
     return assemble(map_columns(folder, record, layout, known), layout.like)
