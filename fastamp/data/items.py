@@ -74,12 +74,7 @@ class Items(Dataset[Any]):
         self._together = None if single else find_together(dataset)
         self._worker_init_fn, self._times = worker_init_fn, times
         self._tell: Any = np.zeros(2) if times is None else times[0].numpy()
-        self.getitem_s: float
-        self.collate_s: float
-        self.getitem_s, self.collate_s = self._tell.tolist()  # of the passes before
-
-    def __len__(self) -> int:
-        return len(self.dataset)
+        self.getitem_s = self.collate_s = 0.0
 
     def make(self, rows: Any, cell: Batch, number: int) -> Any:
         """Return the batch of some rows, whose first sample has a number in the pass.
@@ -123,7 +118,8 @@ class Items(Dataset[Any]):
         except Exception as error:  # noqa: BLE001 - raised where the batch would come
             where = f"in DataLoader worker process {info and info.id}"
             batch = Failed(ExceptionWrapper(where=where) if info else error)  # type: ignore[no-untyped-call]
-        self._tell[:] = self.getitem_s, self.collate_s
+        self._tell += self.getitem_s, self.collate_s
+        self.getitem_s = self.collate_s = 0.0
         return batch
 
     __getitem__ = __getitems__
@@ -133,7 +129,6 @@ class Items(Dataset[Any]):
         begin_worker(self.dataset, worker_id, self._worker_init_fn)
         if self._times is not None:
             self._tell = self._times[worker_id].numpy()
-        self.getitem_s, self.collate_s = self._tell.tolist()  # of the passes before
 
 
 def begin_worker(

@@ -82,9 +82,6 @@ class Plan:
         """Let the next pass begin at a position."""
         self.position, self._resumed, self._noted = position, position.batch > 0, position.rng
 
-    def __len__(self) -> int:
-        return len(self.sampler)
-
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches as a sampler does, for torch's iterators."""
         order, batches = self.order, self.begin()
