@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from fastamp.data.columns import keep, make_gatherer
+from fastamp.data.items import Items
 from fastamp.data.resident import DeviceGatherer
+from fastamp.data.sample_rng import Batch, Order
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
 from fastamp.data.sources import Columns, find_device
 from fastamp.data.stats import LoaderStats
@@ -36,7 +38,7 @@ class GatherSource(Iterator[Any]):
 
     1. `batches` yields pairs: the indices of a batch, as an int64 tensor, or as a list where Python
        has to find the rows; and the number of its first sample.
-    2. `make` makes the batch of a list. It also makes the rest of the batches if the dataset gets
+    2. `items` make the batch of a list. They also make the rest of the batches if the dataset gets
        other memory in the middle of the pass.
     3. After `num_full` batches no other is drawn until the consumer asks for it: the generator of a
        sampler moves on then, as torch's.
@@ -48,16 +50,15 @@ class GatherSource(Iterator[Any]):
         batches: Iterator[tuple[Any, int]],
         slots: Slots,
         stats: LoaderStats,
-        make: Callable[[list[Any], int], Any],
+        items: Items,
+        order: Order,
         *,
         is_computed: bool,
-        find_keys: Callable[[int, int], Tensor] | None = None,
         num_full: float = math.inf,
         max_bytes: int | None = None,
     ) -> None:
         """Gather further ahead if the order is computed: a user's sampler is read batch by batch.
 
-        `find_keys` returns the keys of so many samples from a number on, where rows need them.
         Batches larger than the user's `max_bytes` are refused.
         """
         threads = torch.get_num_threads()
@@ -89,7 +90,8 @@ class GatherSource(Iterator[Any]):
             self._gatherer = self._slots = DeviceGatherer(self._aliases)
             self._ahead, self._counting = 1, []  # nothing is made ahead
         self._versions = [tensor._version for tensor in self._counting]
-        self._batches, self._stats, self._make, self._find_keys = batches, stats, make, find_keys
+        self._batches, self._stats, self._items, self._cell = batches, stats, items, Batch(order)
+        self._has_draws = self._find is not None or any(column.images for column in columns)
         self._max_bytes, self._num_left = max_bytes, num_full
         self._drawn: _Job | None = None  # the next one, while there is no room for it
         self._under_way: deque[_Job] = deque()
@@ -126,7 +128,7 @@ class GatherSource(Iterator[Any]):
         if is_gathered:
             self._stats.nbytes += sum(output.nbytes for output in job.outputs)
             return self._build([*job.outputs])
-        return self._make(indices, job.number)
+        return self._items.make(indices, self._cell, job.number)
 
     def is_next_ready(self) -> bool:
         """Say whether the next batch is gathered, or will be in no time."""
@@ -185,7 +187,7 @@ class GatherSource(Iterator[Any]):
             if self._max_bytes is not None and needed > self._max_bytes:
                 msg = f"max_bytes={self._max_bytes}: one batch takes {needed} bytes"
                 return _Job(ValueError(msg), number)
-            keys = self._find_keys(count, number) if self._find_keys else None
+            keys = self._cell.order.find_keys(number, count) if self._has_draws else None
             try:
                 rows = indices if self._subset is None else self._subset[indices]
                 rows = rows if self._find is None else self._find(rows, keys)

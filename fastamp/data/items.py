@@ -47,8 +47,7 @@ def note_index(
 def make_rows(make: Make, rows: list[int]) -> Any:
     """Return the batch that a source makes of rows, with the keys of their samples."""
     cell: Any = current.sample
-    numbers = torch.arange(cell.number, cell.number + len(rows), device="cpu")
-    keys = cell.order.find_keys(cell.order.places(numbers))
+    keys = cell.order.find_keys(cell.number, len(rows))
     return make(torch.tensor(rows, dtype=torch.int64, device="cpu"), keys)
 
 

@@ -27,7 +27,7 @@ from fastamp.data.passes import LoaderPass
 from fastamp.data.plan import Plan, find_generator, find_samplers
 from fastamp.data.position import VERSION, Position, decode, encode, find_save
 from fastamp.data.resident import move
-from fastamp.data.sample_rng import Batch, draw_seed
+from fastamp.data.sample_rng import draw_seed
 from fastamp.data.shard import ShardSampler, check_shardable, find_ranks
 from fastamp.data.shuffle import FeistelSampler, is_long
 from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots, can_pin
@@ -367,23 +367,14 @@ class DataLoader(TorchDataLoader[T_co]):
         batches = self._begin_plan(plan, plan.begin_rows)
         if self.num_workers:  # torch's draw before the consumer asks
             batches = chain([*islice(batches, 1)], batches)
-        order = plan.order
-        items = Items(self.dataset, self.collate_fn, None, single=False)
-        keyed = columns.find is not None or any(column.images for column in columns.columns)
-
-        def find_keys(count: int, number: int) -> Tensor:
-            numbers = torch.arange(number, number + count, device="cpu")
-            return order.find_keys(order.places(numbers))
-
-        cell = Batch(order)
         return GatherSource(
             columns,
             batches,
             slots,
             self._stats,
-            lambda rows, number: items.make(rows, cell, number),
+            Items(self.dataset, self.collate_fn, None, single=False),
+            plan.order,
             is_computed=plan.is_computed,
-            find_keys=find_keys if keyed else None,
             num_full=math.inf if self.num_workers else plan.num_full,
             max_bytes=self.max_bytes,
         )
