@@ -98,8 +98,14 @@ class Column(NamedTuple):
     """Of the batch: the array's own, or int64 for unsigned and 32-bit integers."""
     images: Images | None = None
     """How its rows are augmented; None copies them."""
-    is_scattered: bool = False
-    """Whether the numbers of a row lie apart, as in a table that is stored column by column."""
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether the numbers of a row lie apart, as in a table stored column by column."""
+        array: Any = self.array
+        if isinstance(array, Tensor):
+            return not (array.is_contiguous() or array[:1].is_contiguous())
+        return isinstance(array, np.ndarray) and not array[:1].flags.c_contiguous
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -112,12 +118,12 @@ class Column(NamedTuple):
             return self
         array: Any = self.array
         if not isinstance(array, torch.Tensor):
-            return self._replace(array=np.ascontiguousarray(array), is_scattered=False)
+            return self._replace(array=np.ascontiguousarray(array))
         try:  # NumPy's copy takes a third of the time of torch's
             made = torch.from_numpy(np.ascontiguousarray(array.numpy()))
         except TypeError:  # a dtype that NumPy does not have
             made = array.contiguous()
-        return self._replace(array=made, is_scattered=False)
+        return self._replace(array=made)
 
 
 def check_rows(indices: Tensor, num_rows: int) -> Tensor:
@@ -135,19 +141,13 @@ def index_error(index: int, num_rows: int) -> IndexError:
     return IndexError(msg)
 
 
-class Kept(NamedTuple):
-    """The memory that an array had when a pass began."""
+def keep(array: Any) -> tuple[Any, Callable[[], bool] | None]:
+    """Return a view of a column's rows, which keeps their memory alive whatever is done to it.
 
-    alias: Tensor | npt.NDArray[Any] | Windows
-    """A view of the same rows, which keeps their memory alive whatever is done to the array."""
-    has_moved: Callable[[], bool] | None = None
-    """Says whether a tensor has other memory or another shape now."""
-
-
-def keep(array: Tensor | npt.NDArray[Any] | Windows) -> Kept:
-    """Keep the memory of a column for as long as the result lives."""
+    The second value says of a tensor whether it has other memory or another shape now.
+    """
     if not isinstance(array, Tensor):
-        return Kept(array if isinstance(array, Windows) else array.view())
+        return (array if isinstance(array, Windows) else array.view()), None
     alias, storage = array.detach(), array.untyped_storage()
     address_of, nbytes_of, looks_into = storage.data_ptr, storage.nbytes, array.is_set_to
     address, nbytes = address_of(), nbytes_of()
@@ -156,7 +156,7 @@ def keep(array: Tensor | npt.NDArray[Any] | Windows) -> Kept:
         # A storage is resized and shared in place; `set_` gives the tensor another storage.
         return address_of() != address or nbytes_of() != nbytes or not looks_into(alias)
 
-    return Kept(alias, has_moved)
+    return alias, has_moved
 
 
 def find_core() -> ModuleType | None:

@@ -71,12 +71,12 @@ class GatherSource(Iterator[Any]):
         columns = [column.in_row_order() for column in columns]
         self._rows = [(column.row_shape, column.dtype) for column in columns]
         self._row_nbytes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._rows]
-        kept = [keep(column.array) for column in columns]
-        pairs = zip(kept, columns, strict=True)
-        self._aliases = [column._replace(array=each.alias) for each, column in pairs]
-        self._changes = [each.has_moved for each in kept if each.has_moved is not None]
+        aliases, moves = zip(*(keep(column.array) for column in columns), strict=True)
+        pairs = zip(aliases, columns, strict=True)
+        self._aliases = [column._replace(array=alias) for alias, column in pairs]
+        self._changes = [has_moved for has_moved in moves if has_moved is not None]
         self._changes += [partial(_was_written, tensor, tensor._version) for tensor in originals]
-        tensors = [each.alias for each in kept if isinstance(each.alias, Tensor)]
+        tensors = [alias for alias in aliases if isinstance(alias, Tensor)]
         self._counting = [tensor for tensor in tensors if not tensor.is_inference()]
         if len(self._counting) < len(tensors):  # nobody can tell what is written into the others
             ahead = 1

@@ -222,19 +222,15 @@ def _column(array: Any) -> Column | None:
     if dtype is None or array.ndim == 0 or type(array) not in _ARRAYS:
         return None
     if isinstance(array, Tensor):
-        is_plain = array.is_contiguous() or array[:1].is_contiguous()
-        return Column(array, dtype, None, not is_plain) if is_plain or _on_host(array) else None
+        column = Column(array, dtype)
+        return None if column.is_scattered and array.device.type != "cpu" else column
     try:  # whether default_collate gives rows this dtype
         fits = default_collate([np.ones((1, *array.shape[1:]), array.dtype)[0]]).dtype == dtype
     except TypeError:  # a dtype that torch does not have
         return None
     if not fits or min(array.strides[1:], default=0) < 0:  # torch's error
         return None
-    return Column(array, dtype, None, not array[:1].flags.c_contiguous)
-
-
-def _on_host(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
+    return Column(array, dtype)
 
 
 def count_scattered(source: Columns) -> int:
