@@ -1,6 +1,6 @@
 // All augmentations of an image become one map from the result's pixels to the image's, and
-// rectangles of zeros over it. The pass goes plane by plane, so that pixels to paint over are still
-// in the cache.
+// rectangles of zeros over it. The pass goes plane by plane, so that pixels to clear are still in
+// the cache.
 #include "data/augment.h"
 
 #include <cstddef>
@@ -19,14 +19,8 @@ struct Rect {
   std::int64_t right;
 };
 
-/// Zeros inside of a rectangle, or in all of the image outside of it.
-struct Paint {
-  Rect rect;
-  bool outside;
-};
-
 /// Pixel (y, x) of the result is (top + y, left + x) of the image, or (top + y, left - x) where it
-/// is flipped, if it lies in `valid`. Then the paints are applied, one after the other.
+/// is flipped, if it lies in `valid` and in no hole; all others are 0.
 struct Placement {
   std::int64_t height;
   std::int64_t width;
@@ -34,8 +28,8 @@ struct Placement {
   std::int64_t left;
   bool flipped;
   Rect valid;
-  int num_paints;
-  Paint paints[kMaxSteps];
+  int num_holes;
+  Rect holes[kMaxSteps];
 };
 
 /// One step of splitmix64: a permutation of the 64-bit numbers that looks random.
@@ -55,58 +49,43 @@ void clip(Rect& rect, std::int64_t height, std::int64_t width) {
           clamp(rect.right, width)};
 }
 
-/// Moves the upper left corner of the result to its pixel (y, x).
-void shift(Placement& placed, std::int64_t y, std::int64_t x) {
-  placed.top += y;
-  placed.left += placed.flipped ? -x : x;
-  for (int p = 0; p < placed.num_paints; ++p) {
-    Rect& rect = placed.paints[p].rect;
-    rect = {rect.top - y, rect.left - x, rect.bottom - y, rect.right - x};
-  }
-}
-
-void flip(Placement& placed) {
-  placed.left += placed.flipped ? 1 - placed.width : placed.width - 1;
-  placed.flipped = !placed.flipped;
-  for (int p = 0; p < placed.num_paints; ++p) {
-    Rect& rect = placed.paints[p].rect;
-    rect = {rect.top, placed.width - rect.right, rect.bottom, placed.width - rect.left};
-  }
+template <typename Change>
+void change_rects(Placement& placed, const Change& change) {
+  change(placed.valid);
+  for (int h = 0; h < placed.num_holes; ++h) change(placed.holes[h]);
 }
 
 /// Draws the augmentations of a sample's image.
 Placement place(const Images& images, std::uint64_t key) {
-  Placement placed;
-  placed.height = images.height;
-  placed.width = images.width;
-  placed.top = placed.left = 0;
-  placed.flipped = false;
-  placed.num_paints = 0;
+  Placement placed{
+      images.height, images.width, 0, 0, false, {0, 0, images.height, images.width}, 0, {}};
   for (int s = 0; s < images.num_steps; ++s) {
     const AugmentStep& step = images.steps[s];
     if (step.kind == StepKind::kFlip) {
-      if (draw(key, 2 * s + 1) < step.y_bound) flip(placed);
+      if (draw(key, 2 * s + 1) >= step.y_bound) continue;
+      placed.left += placed.flipped ? 1 - placed.width : placed.width - 1;
+      placed.flipped = !placed.flipped;
+      change_rects(placed, [&placed](Rect& rect) {
+        rect = {rect.top, placed.width - rect.right, rect.bottom, placed.width - rect.left};
+      });
       continue;
     }
     const std::int64_t y = draw_below(key, 2 * s + 1, step.y_bound) - step.top;
     const std::int64_t x = draw_below(key, 2 * s + 2, step.x_bound) - step.left;
-    Paint& paint = placed.paints[placed.num_paints];
-    paint.outside = step.kind == StepKind::kCrop;
     if (step.kind == StepKind::kCutout) {
-      paint.rect = {y, x, y + step.height, x + step.width};
-    } else {
-      shift(placed, y, x);
-      paint.rect = {-y, -x, placed.height - y, placed.width - x};
-      placed.height = step.height;
-      placed.width = step.width;
+      placed.holes[placed.num_holes++] = {y, x, y + step.height, x + step.width};
+      continue;
     }
-    ++placed.num_paints;
+    placed.top += y;
+    placed.left += placed.flipped ? -x : x;
+    change_rects(placed, [y, x](Rect& rect) {
+      rect = {rect.top - y, rect.left - x, rect.bottom - y, rect.right - x};
+    });
+    placed.height = step.height;
+    placed.width = step.width;
+    clip(placed.valid, placed.height, placed.width);
   }
-  const std::int64_t begin = placed.flipped ? placed.left + 1 - images.width : -placed.left;
-  placed.valid = {-placed.top, begin, images.height - placed.top, begin + images.width};
-  clip(placed.valid, placed.height, placed.width);
-  for (int p = 0; p < placed.num_paints; ++p)
-    clip(placed.paints[p].rect, placed.height, placed.width);
+  for (int h = 0; h < placed.num_holes; ++h) clip(placed.holes[h], placed.height, placed.width);
   return placed;
 }
 
@@ -154,7 +133,7 @@ struct Plane {
     return output + pixels.nbytes(y * placed.width + x);
   }
 
-  /// Copies the valid pixels, and perhaps others, which will be painted over.
+  /// Copies the valid pixels, and perhaps others, which will be cleared.
   FASTAMP_INLINE void copy() const {
     const auto& [top, left, bottom, right] = placed.valid;
     const std::int64_t count = right - left;
@@ -191,9 +170,9 @@ struct Plane {
       std::memset(at(y, rect.left), 0, pixels.nbytes(rect.right - rect.left));
   }
 
-  void paint(const Paint& paint) const {
-    const auto& [top, left, bottom, right] = paint.rect;
-    if (!paint.outside) return clear(paint.rect);
+  /// Clears what lies outside of the image.
+  void clear_borders() const {
+    const auto& [top, left, bottom, right] = placed.valid;
     clear({0, 0, top, placed.width});
     clear({top, 0, bottom, left});
     clear({top, right, bottom, placed.width});
@@ -208,7 +187,8 @@ void augment_planes(const Images& images, const Placement& placed, const char* s
   for (std::int64_t p = 0; p < images.planes; ++p) {
     const Plane<kSize> plane{pixels, images, placed, source, output};
     plane.copy();
-    for (int k = 0; k < placed.num_paints; ++k) plane.paint(placed.paints[k]);
+    plane.clear_borders();
+    for (int h = 0; h < placed.num_holes; ++h) plane.clear(placed.holes[h]);
     source += pixels.nbytes(images.height * images.width);
     output += pixels.nbytes(placed.height * placed.width);
   }
