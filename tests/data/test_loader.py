@@ -23,6 +23,8 @@ from torch.utils.data import (
     default_collate,
 )
 from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data.datapipes.iter import IterableWrapper
+from torch.utils.data.datapipes.map import SequenceWrapper
 
 import fastamp
 
@@ -249,6 +251,14 @@ def test_an_iterable_dataset_is_read_as_torch_reads_it(num_workers, backend):
     for options in ({"batch_size": 7}, {"batch_size": None}, {"batch_size": 7, "drop_last": True}):
         options |= {"num_workers": num_workers}
         assert_as_torch(str(options), Stream(range(100)), lambda o=options: o)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_data_pipes_are_read_as_torch_reads_them(num_workers):
+    options = {"batch_size": 7, "shuffle": True, "num_workers": num_workers}
+    shards = IterableWrapper(range(50)).shuffle().sharding_filter()
+    for name, pipe in (("map", SequenceWrapper(range(50))), ("iter", shards)):
+        assert_as_torch((name, num_workers), pipe, lambda: options)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -152,6 +152,15 @@ def test_a_stopped_pass_resumes_with_any_number_of_threads(seed):
         assert_same([*resumed], rest)
 
 
+def test_batches_may_pass_a_slow_one():
+    go_on = threading.Event()
+    rows = Rows(12, lambda index: index if index or go_on.wait(60) else None)
+    batches = iter(in_threads(rows, num_workers=2, in_order=False, timeout=20))
+    assert [next(batches).tolist() for _ in range(2)] == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    go_on.set()
+    assert [batch.tolist() for batch in batches] == [[0, 1, 2, 3]]
+
+
 def test_a_dataset_with_a_state_is_refused_a_state_by_name():
     loader = in_threads(Stateful(9))
     assert len([*loader]) == 3
