@@ -1,6 +1,6 @@
 // All augmentations of an image become one map from the result's pixels to the image's, and
-// rectangles to paint over it. The pass goes plane by plane, so that pixels to paint over are still
-// in the cache.
+// rectangles of zeros over it. The pass goes plane by plane, so that pixels to clear are still in
+// the cache.
 #include "data/augment.h"
 
 #include <cstddef>
@@ -19,15 +19,8 @@ struct Rect {
   std::int64_t right;
 };
 
-/// Fills the inside of a rectangle, or all of the image outside of it.
-struct Paint {
-  Rect rect;
-  bool outside;
-  int step;
-};
-
 /// Pixel (y, x) of the result is (top + y, left + x) of the image, or (top + y, left - x) where it
-/// is flipped, if it lies in `valid`. Then the paints are applied, one after the other.
+/// is flipped, if it lies in `valid` and in no hole; all others are 0.
 struct Placement {
   std::int64_t height;
   std::int64_t width;
@@ -35,8 +28,8 @@ struct Placement {
   std::int64_t left;
   bool flipped;
   Rect valid;
-  int num_paints;
-  Paint paints[kMaxSteps];
+  int num_holes;
+  Rect holes[kMaxSteps];
 };
 
 /// One step of splitmix64: a permutation of the 64-bit numbers that looks random.
@@ -56,69 +49,53 @@ void clip(Rect& rect, std::int64_t height, std::int64_t width) {
           clamp(rect.right, width)};
 }
 
-/// Moves the upper left corner of the result to its pixel (y, x).
-void shift(Placement& placed, std::int64_t y, std::int64_t x) {
-  placed.top += y;
-  placed.left += placed.flipped ? -x : x;
-  for (int p = 0; p < placed.num_paints; ++p) {
-    Rect& rect = placed.paints[p].rect;
-    rect = {rect.top - y, rect.left - x, rect.bottom - y, rect.right - x};
-  }
-}
-
-void flip(Placement& placed) {
-  placed.left += placed.flipped ? 1 - placed.width : placed.width - 1;
-  placed.flipped = !placed.flipped;
-  for (int p = 0; p < placed.num_paints; ++p) {
-    Rect& rect = placed.paints[p].rect;
-    rect = {rect.top, placed.width - rect.right, rect.bottom, placed.width - rect.left};
-  }
+template <typename Change>
+void change_rects(Placement& placed, const Change& change) {
+  change(placed.valid);
+  for (int h = 0; h < placed.num_holes; ++h) change(placed.holes[h]);
 }
 
 /// Draws the augmentations of a sample's image.
 Placement place(const Images& images, std::uint64_t key) {
-  Placement placed;
-  placed.height = images.height;
-  placed.width = images.width;
-  placed.top = placed.left = 0;
-  placed.flipped = false;
-  placed.num_paints = 0;
+  Placement placed{
+      images.height, images.width, 0, 0, false, {0, 0, images.height, images.width}, 0, {}};
   for (int s = 0; s < images.num_steps; ++s) {
     const AugmentStep& step = images.steps[s];
     if (step.kind == StepKind::kFlip) {
-      if (draw(key, 2 * s + 1) < step.y_bound) flip(placed);
+      if (draw(key, 2 * s + 1) >= step.y_bound) continue;
+      placed.left += placed.flipped ? 1 - placed.width : placed.width - 1;
+      placed.flipped = !placed.flipped;
+      change_rects(placed, [&placed](Rect& rect) {
+        rect = {rect.top, placed.width - rect.right, rect.bottom, placed.width - rect.left};
+      });
       continue;
     }
     const std::int64_t y = draw_below(key, 2 * s + 1, step.y_bound) - step.top;
     const std::int64_t x = draw_below(key, 2 * s + 2, step.x_bound) - step.left;
-    Paint& paint = placed.paints[placed.num_paints];
-    paint.step = s;
-    paint.outside = step.kind == StepKind::kCrop;
     if (step.kind == StepKind::kCutout) {
-      paint.rect = {y, x, y + step.height, x + step.width};
-    } else {
-      shift(placed, y, x);
-      paint.rect = {-y, -x, placed.height - y, placed.width - x};
-      placed.height = step.height;
-      placed.width = step.width;
+      placed.holes[placed.num_holes++] = {y, x, y + step.height, x + step.width};
+      continue;
     }
-    ++placed.num_paints;
+    placed.top += y;
+    placed.left += placed.flipped ? -x : x;
+    change_rects(placed, [y, x](Rect& rect) {
+      rect = {rect.top - y, rect.left - x, rect.bottom - y, rect.right - x};
+    });
+    placed.height = step.height;
+    placed.width = step.width;
+    clip(placed.valid, placed.height, placed.width);
   }
-  const std::int64_t begin = placed.flipped ? placed.left + 1 - images.width : -placed.left;
-  placed.valid = {-placed.top, begin, images.height - placed.top, begin + images.width};
-  clip(placed.valid, placed.height, placed.width);
-  for (int p = 0; p < placed.num_paints; ++p)
-    clip(placed.paints[p].rect, placed.height, placed.width);
+  for (int h = 0; h < placed.num_holes; ++h) clip(placed.holes[h], placed.height, placed.width);
   return placed;
 }
 
 constexpr std::uint64_t kOddBytes = 0xFF00FF00FF00FF00;
 
-/// Pixels of 1, 2 or 4 bytes, as many at a time as 8 bytes have; of 3 bytes, or of any size if
-/// kSize is 0, one at a time.
+/// Pixels of 1, 2 or 4 bytes, as many at a time as 8 bytes have; of any size if kSize is 0, one at
+/// a time.
 template <int kSize>
 struct Pixels {
-  static constexpr std::int64_t kBlock = kSize == 0 || kSize == 3 ? 1 : 8 / kSize;
+  static constexpr std::int64_t kBlock = kSize == 0 ? 1 : 8 / kSize;
 
   explicit Pixels(std::int64_t size_) : any_size(size_) {}
 
@@ -139,17 +116,6 @@ struct Pixels {
     std::memcpy(to, &block, sizeof block);
   }
 
-  /// Repeats a pixel, of which `block` holds kBlock.
-  FASTAMP_INLINE void fill(char* to, std::int64_t count, const char* block) const {
-    for (; count >= kBlock; count -= kBlock, to += nbytes(kBlock))
-      std::memcpy(to, block, nbytes(kBlock));
-    for (std::size_t part = 4; part > 0; part /= 2) {
-      if ((nbytes(count) & part) == 0) continue;  // always, if blocks are single pixels
-      std::memcpy(to, block, part);
-      to += part;
-    }
-  }
-
   std::int64_t any_size;
 };
 
@@ -167,7 +133,7 @@ struct Plane {
     return output + pixels.nbytes(y * placed.width + x);
   }
 
-  /// Copies the valid pixels, and perhaps others, which will be painted over.
+  /// Copies the valid pixels, and perhaps others, which will be cleared.
   FASTAMP_INLINE void copy() const {
     const auto& [top, left, bottom, right] = placed.valid;
     const std::int64_t count = right - left;
@@ -198,24 +164,19 @@ struct Plane {
       std::memcpy(to + pixels.nbytes(i), end - pixels.nbytes(i + 1), pixels.nbytes(1));
   }
 
-  /// Fills a rectangle with a block of equal pixels.
-  void fill(const Rect& rect, const char* block) const {
+  void clear(const Rect& rect) const {
     if (rect.left == rect.right) return;
     for (std::int64_t y = rect.top; y < rect.bottom; ++y)
-      pixels.fill(at(y, rect.left), rect.right - rect.left, block);
+      std::memset(at(y, rect.left), 0, pixels.nbytes(rect.right - rect.left));
   }
 
-  FASTAMP_INLINE void paint(const Paint& paint, const char* pixel) const {
-    const auto& [top, left, bottom, right] = paint.rect;
-    char equal[8];
-    for (std::int64_t i = 0; i < kBlock && kBlock > 1; ++i)
-      std::memcpy(equal + pixels.nbytes(i), pixel, pixels.nbytes(1));
-    const char* block = kBlock > 1 ? equal : pixel;
-    if (!paint.outside) return fill(paint.rect, block);
-    fill({0, 0, top, placed.width}, block);
-    fill({top, 0, bottom, left}, block);
-    fill({top, right, bottom, placed.width}, block);
-    fill({bottom, 0, placed.height, placed.width}, block);
+  /// Clears what lies outside of the image.
+  void clear_borders() const {
+    const auto& [top, left, bottom, right] = placed.valid;
+    clear({0, 0, top, placed.width});
+    clear({top, 0, bottom, left});
+    clear({top, right, bottom, placed.width});
+    clear({bottom, 0, placed.height, placed.width});
   }
 };
 
@@ -226,10 +187,8 @@ void augment_planes(const Images& images, const Placement& placed, const char* s
   for (std::int64_t p = 0; p < images.planes; ++p) {
     const Plane<kSize> plane{pixels, images, placed, source, output};
     plane.copy();
-    for (int k = 0; k < placed.num_paints; ++k) {
-      const Paint& paint = placed.paints[k];
-      plane.paint(paint, images.fills + pixels.nbytes(paint.step * images.planes + p));
-    }
+    plane.clear_borders();
+    for (int h = 0; h < placed.num_holes; ++h) plane.clear(placed.holes[h]);
     source += pixels.nbytes(images.height * images.width);
     output += pixels.nbytes(placed.height * placed.width);
   }
@@ -257,8 +216,6 @@ void augment(const Images& images, std::uint64_t key, const char* source, char* 
       return augment_planes<1>(images, placed, source, output);
     case 2:
       return augment_planes<2>(images, placed, source, output);
-    case 3:
-      return augment_planes<3>(images, placed, source, output);
     case 4:
       return augment_planes<4>(images, placed, source, output);
     default:

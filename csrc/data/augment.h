@@ -30,7 +30,6 @@ struct Images {
   std::int64_t pixel_nbytes;
   int num_steps;
   AugmentStep steps[kMaxSteps];
-  const char* fills;  ///< a pixel for each step and plane
 };
 
 /// Random number `n` of a sample, of 32 bits.

@@ -165,9 +165,9 @@ constexpr double kSignalCheck_s = 0.1;
 /// Kind, y_bound, x_bound, top, left, height and width of a step.
 using StepArguments = std::array<std::int64_t, 7>;
 
-/// Planes, height, width and pixel_nbytes of images, their steps and the address of the fills.
-using ImageArguments = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t,
-                                  std::vector<StepArguments>, std::uintptr_t>;
+/// Planes, height, width and pixel_nbytes of images, and their steps.
+using ImageArguments =
+    std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::vector<StepArguments>>;
 
 /// Address and bytes of each part of a column; its num_rows, row_stride, row_nbytes, widened and
 /// images.
@@ -176,9 +176,9 @@ using ColumnArguments =
                std::int64_t, int, std::optional<ImageArguments>>;
 
 Images unpack(const ImageArguments& arguments) {
-  const auto& [planes, height, width, pixel_nbytes, steps, fills] = arguments;
+  const auto& [planes, height, width, pixel_nbytes, steps] = arguments;
   if (steps.size() > kMaxSteps) throw std::invalid_argument("columns: too many steps");
-  Images images{planes, height, width, pixel_nbytes, 0, {}, reinterpret_cast<const char*>(fills)};
+  Images images{planes, height, width, pixel_nbytes, 0, {}};
   for (const auto& [kind, y_bound, x_bound, top, left, result_height, result_width] : steps)
     images.steps[images.num_steps++] = {
         static_cast<StepKind>(kind), y_bound, x_bound, top, left, result_height, result_width};

@@ -60,8 +60,6 @@ class Images(NamedTuple):
     pixel_nbytes: int
     steps: tuple[AugmentStep, ...]
     """At most 8."""
-    zeros: npt.NDArray[np.uint8]
-    """The pixel that each step fills each plane with: (steps, planes, pixel_nbytes)."""
     row_shape: tuple[int, ...]
     """Of the augmented images."""
 
@@ -210,8 +208,7 @@ def plan_images(
             raise ValueError(msg) from None
         if isinstance(each, RandomCrop):
             size = steps[-1].height, steps[-1].width
-    zeros = np.zeros((len(steps), planes, itemsize), np.uint8)
-    return Images(planes, height, width, itemsize, tuple(steps), zeros, (*lead, *size))
+    return Images(planes, height, width, itemsize, tuple(steps), (*lead, *size))
 
 
 def paint_image(images: Images, row: Tensor | npt.NDArray[np.generic], key: int) -> Tensor:

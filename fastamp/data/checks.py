@@ -4,7 +4,7 @@ from numbers import Integral
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, IterDataPipe
+from torch.utils.data import IterableDataset
 
 
 def as_integer(name: str, value: Any, *, least: int, optional: bool = True) -> Any:
@@ -56,17 +56,12 @@ def check_worker(worker: str | None, dataset: Any, context: Any) -> str | None:
     """Raise an error for an unknown kind of workers, and for what threads cannot load."""
     if worker not in (None, "process", "thread"):
         msg = f"worker: expected None, 'process' or 'thread', got {worker!r}"
-        if worker == "auto":
-            msg += "; python -m fastamp.bench loader and the doctor say which is faster"
         raise ValueError(msg)
     if worker == "thread" and context is not None:
         msg = f"multiprocessing_context: expected None with worker='thread', got {context!r}"
         raise ValueError(msg)
-    if worker == "thread" and isinstance(dataset, IterDataPipe):
-        msg = f"worker='thread': {type(dataset).__name__} is a data pipe, which needs processes"
-        raise TypeError(msg)
-    of_hugging_face = type(dataset).__module__.startswith("datasets.")
-    if worker == "thread" and of_hugging_face and isinstance(dataset, IterableDataset):
-        msg = "worker='thread': a Hugging Face stream can be shared out among processes only"
+    if worker == "thread" and isinstance(dataset, IterableDataset):
+        name = type(dataset).__name__
+        msg = f"worker='thread': {name} is iterable, and threads call `__getitem__`: use processes"
         raise TypeError(msg)
     return worker

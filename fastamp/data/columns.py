@@ -5,12 +5,10 @@ The compiled core gathers them ahead of the consumer; without it `TorchGatherer`
 
 import functools
 import math
-import mmap
 import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -100,8 +98,14 @@ class Column(NamedTuple):
     """Of the batch: the array's own, or int64 for unsigned and 32-bit integers."""
     images: Images | None = None
     """How its rows are augmented; None copies them."""
-    is_scattered: bool = False
-    """Whether the numbers of a row lie apart, as in a table that is stored column by column."""
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether the numbers of a row lie apart, as in a table stored column by column."""
+        array: Any = self.array
+        if isinstance(array, Tensor):
+            return not (array.is_contiguous() or array[:1].is_contiguous())
+        return isinstance(array, np.ndarray) and not array[:1].flags.c_contiguous
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -114,12 +118,12 @@ class Column(NamedTuple):
             return self
         array: Any = self.array
         if not isinstance(array, torch.Tensor):
-            return self._replace(array=np.ascontiguousarray(array), is_scattered=False)
+            return self._replace(array=np.ascontiguousarray(array))
         try:  # NumPy's copy takes a third of the time of torch's
             made = torch.from_numpy(np.ascontiguousarray(array.numpy()))
         except TypeError:  # a dtype that NumPy does not have
             made = array.contiguous()
-        return self._replace(array=made, is_scattered=False)
+        return self._replace(array=made)
 
 
 def check_rows(indices: Tensor, num_rows: int) -> Tensor:
@@ -137,69 +141,22 @@ def index_error(index: int, num_rows: int) -> IndexError:
     return IndexError(msg)
 
 
-@dataclass(frozen=True)
-class _MappedFile:
-    """The part of a file that an array maps. A call says whether the file has become too short."""
+def keep(array: Any) -> tuple[Any, Callable[[], bool] | None]:
+    """Return a view of a column's rows, which keeps their memory alive whatever is done to it.
 
-    memory: mmap.mmap
-    end: int
-    path: str
-
-    def __call__(self) -> bool:
-        return self.memory.size() < self.end
-
-
-class Kept(NamedTuple):
-    """The memory that an array had when a pass began."""
-
-    alias: Tensor | npt.NDArray[Any] | Windows
-    """A view of the same rows, which keeps their memory alive whatever is done to the array."""
-    has_moved: Callable[[], bool] | None = None
-    """Says whether a tensor has other memory or another shape now."""
-    files: tuple[_MappedFile, ...] = ()
-
-    def changes(self) -> list[Callable[[], bool]]:
-        """Return the functions that say whether any of it has changed; two that agree are equal."""
-        return list(self.files) if self.has_moved is None else [self.has_moved]
-
-    def check_file(self) -> None:
-        """Raise an error if the file has become too short."""
-        for file in self.files:
-            if file():
-                msg = f"dataset: {file.path} was truncated while it is mapped: rows are lost"
-                raise RuntimeError(msg)
-
-
-def keep(array: Tensor | npt.NDArray[Any] | Windows) -> Kept:
-    """Keep the memory of a column for as long as the result lives."""
-    if isinstance(array, Tensor):
-        return _keep_tensor(array)
-    if isinstance(array, Windows):  # of arrays that nobody else has
-        return Kept(array, files=_files_of(array.parts))
-    return Kept(array.view(), files=_files_of([array]))
-
-
-def _keep_tensor(tensor: Tensor) -> Kept:
-    alias, storage = tensor.detach(), tensor.untyped_storage()
-    address_of, nbytes_of, looks_into = storage.data_ptr, storage.nbytes, tensor.is_set_to
+    The second value says of a tensor whether it has other memory or another shape now.
+    """
+    if not isinstance(array, Tensor):
+        return (array if isinstance(array, Windows) else array.view()), None
+    alias, storage = array.detach(), array.untyped_storage()
+    address_of, nbytes_of, looks_into = storage.data_ptr, storage.nbytes, array.is_set_to
     address, nbytes = address_of(), nbytes_of()
 
     def has_moved() -> bool:
         # A storage is resized and shared in place; `set_` gives the tensor another storage.
         return address_of() != address or nbytes_of() != nbytes or not looks_into(alias)
 
-    return Kept(alias, has_moved)
-
-
-def _files_of(arrays: Sequence[npt.NDArray[Any]]) -> tuple[_MappedFile, ...]:
-    found = []
-    for array in arrays:
-        owner: Any = array
-        while isinstance(owner.base, np.ndarray):
-            owner = owner.base
-        if isinstance(owner, np.memmap) and isinstance(owner.base, mmap.mmap):
-            found.append(_MappedFile(owner.base, owner.offset + owner.nbytes, str(owner.filename)))
-    return tuple(found)
+    return alias, has_moved
 
 
 def find_core() -> ModuleType | None:
@@ -218,7 +175,7 @@ def augment_image(images: Images, row: Any, key: int) -> Any:
         source = plain.ctypes.data if is_array else plain.data_ptr()
         nbytes = math.prod(images.row_shape) * row.dtype.itemsize
         made = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        core.augment_image(_describe(images), key, source, made.data_ptr())
+        core.augment_image(images[:5], key, source, made.data_ptr())
     if is_array:
         return made.numpy().view(row.dtype).reshape(images.row_shape)
     return made.view(row.dtype).view(images.row_shape)
@@ -254,12 +211,7 @@ def _memory(column: Column) -> tuple[list[tuple[int, int]], int, int, int, int, 
         parts, stride = [(part.ctypes.data, part.nbytes) for part in arrays], array.strides[0]
     row_nbytes = math.prod(array.shape[1:]) * itemsize
     widened = 0 if dtype == column.dtype else -itemsize if dtype.is_signed else itemsize
-    how = images and _describe(images)
-    return parts, array.shape[0], stride, row_nbytes, widened, how
-
-
-def _describe(images: Images) -> tuple[Any, ...]:
-    return (*images[:4], images.steps, images.zeros.ctypes.data)
+    return parts, array.shape[0], stride, row_nbytes, widened, images and images[:5]
 
 
 class TorchGatherer:

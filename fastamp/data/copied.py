@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from fastamp.data.ahead import COPIES
 from fastamp.data.gather import GatherSource
 from fastamp.data.prefetch import CudaCopies, make_copies
+
+_AHEAD = 2  # gathered batches whose copy begins before the consumer asks for them
 
 
 class CopiedBatches(Iterator[Any]):
@@ -23,8 +24,8 @@ class CopiedBatches(Iterator[Any]):
     def __init__(self, source: Iterator[Any], device: torch.device, *, keeps: bool) -> None:
         """`keeps`: the source may fill the memory of a batch again once it is asked for another."""
         ahead = 0
-        if isinstance(source, GatherSource) and source.has_threads:
-            ahead, self._is_next_ready = COPIES, source.is_next_ready
+        if isinstance(source, GatherSource):
+            ahead, self._is_next_ready = _AHEAD, source.is_next_ready
         self._source = source
         self._copies = make_copies(device, ahead, keeps=keeps)
         is_cuda = isinstance(self._copies, CudaCopies)

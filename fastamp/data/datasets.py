@@ -85,10 +85,15 @@ class ArrayDataset(Dataset[Any]):
         return plan_images(self._augment, tuple(array.shape), dtype.itemsize)
 
 
-def is_arrays(tree: object) -> bool:
-    """Say whether a container holds arrays only, and at least one."""
-    leaves = tree_leaves(tree)
-    return bool(leaves) and all(map(_has_rows, leaves))
+def by_name(dataset: Any) -> Any:
+    """Return a dict of arrays, with strings as keys, as an ArrayDataset; any other as it is."""
+    if type(dataset) is not dict or not all(type(key) is str for key in dataset):
+        return dataset
+    leaves = tree_leaves(dataset)
+    if not leaves or not all(map(_has_rows, leaves)):
+        return dataset
+    count_rows(dataset, "dataset")  # raises an error with the caller's name of it
+    return ArrayDataset(dataset)
 
 
 def count_rows(tree: Any, name: str) -> int:

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastamp.data.ahead import Ahead, too_large
-from fastamp.data.columns import find_core, keep, make_gatherer
+from fastamp.data.columns import keep, make_gatherer
+from fastamp.data.items import Items
 from fastamp.data.resident import DeviceGatherer
-from fastamp.data.slots import Slots
+from fastamp.data.sample_rng import Batch, Order
+from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots
 from fastamp.data.sources import Columns, find_device
 from fastamp.data.stats import LoaderStats
 
@@ -37,13 +38,11 @@ class GatherSource(Iterator[Any]):
 
     1. `batches` yields pairs: the indices of a batch, as an int64 tensor, or as a list where Python
        has to find the rows; and the number of its first sample.
-    2. `make` makes the batch of a list. It also makes the rest of the batches if the dataset gets
+    2. `items` make the batch of a list. They also make the rest of the batches if the dataset gets
        other memory in the middle of the pass.
     3. After `num_full` batches no other is drawn until the consumer asks for it: the generator of a
        sampler moves on then, as torch's.
     """
-
-    makes_fresh = True  # nothing writes into the memory of a batch after it is delivered
 
     def __init__(
         self,
@@ -51,32 +50,36 @@ class GatherSource(Iterator[Any]):
         batches: Iterator[tuple[Any, int]],
         slots: Slots,
         stats: LoaderStats,
-        ahead: Ahead,
-        make: Callable[[list[Any], int], Any],
+        items: Items,
+        order: Order,
         *,
-        find_keys: Callable[[int, int], Tensor] | None = None,
+        is_computed: bool,
         num_full: float = math.inf,
         max_bytes: int | None = None,
     ) -> None:
-        """`find_keys` returns the keys of so many samples from a number on, where rows need them.
+        """Gather further ahead if the order is computed: a user's sampler is read batch by batch.
 
         Batches larger than the user's `max_bytes` are refused.
         """
+        threads = torch.get_num_threads()
+        # Pinning takes time, and other batches are being copied to the device.
+        ahead = 1 if not is_computed else 2 if slots.pinned else threads + 1
+        self._threads = max(1, threads - 1)  # the consumer copies, too, while it waits
         columns, self._build, self._subset, self._find = source
         scattered = [c.array for c in columns if c.is_scattered and isinstance(c.array, Tensor)]
         originals = [tensor for tensor in scattered if not tensor.is_inference()]
         columns = [column.in_row_order() for column in columns]
         self._rows = [(column.row_shape, column.dtype) for column in columns]
         self._row_nbytes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._rows]
-        self._kept = [keep(column.array) for column in columns]
-        pairs = zip(self._kept, columns, strict=True)
-        self._aliases = [column._replace(array=kept.alias) for kept, column in pairs]
-        self._changes = {change for kept in self._kept for change in kept.changes()}
-        self._changes |= {partial(_was_written, tensor, tensor._version) for tensor in originals}
-        tensors = [kept.alias for kept in self._kept if isinstance(kept.alias, Tensor)]
+        aliases, moves = zip(*(keep(column.array) for column in columns), strict=True)
+        pairs = zip(aliases, columns, strict=True)
+        self._aliases = [column._replace(array=alias) for alias, column in pairs]
+        self._changes = [has_moved for has_moved in moves if has_moved is not None]
+        self._changes += [partial(_was_written, tensor, tensor._version) for tensor in originals]
+        tensors = [alias for alias in aliases if isinstance(alias, Tensor)]
         self._counting = [tensor for tensor in tensors if not tensor.is_inference()]
         if len(self._counting) < len(tensors):  # nobody can tell what is written into the others
-            ahead = ahead._replace(batches=1)
+            ahead = 1
         self._owner = get_ident()
         self._gatherer: Any  # None: item by item
         self._slots: Slots | DeviceGatherer = slots
@@ -85,16 +88,17 @@ class GatherSource(Iterator[Any]):
             self._gatherer = self._make_gatherer()
         else:
             self._gatherer = self._slots = DeviceGatherer(self._aliases)
-            self._ahead, self._counting = ahead._replace(batches=1), []  # nothing is made ahead
+            self._ahead, self._counting = 1, []  # nothing is made ahead
         self._versions = [tensor._version for tensor in self._counting]
-        self._batches, self._stats, self._make, self._find_keys = batches, stats, make, find_keys
+        self._batches, self._stats, self._items, self._cell = batches, stats, items, Batch(order)
+        self._has_draws = self._find is not None or any(column.images for column in columns)
         self._max_bytes, self._num_left = max_bytes, num_full
         self._drawn: _Job | None = None  # the next one, while there is no room for it
         self._under_way: deque[_Job] = deque()
         self._held_nbytes = 0
 
     def _make_gatherer(self) -> Any:
-        return make_gatherer(self._aliases, self._ahead.batches, self._ahead.threads)
+        return make_gatherer(self._aliases, self._ahead, self._threads)
 
     def __next__(self) -> Any:
         self._look_for_moves()
@@ -124,14 +128,7 @@ class GatherSource(Iterator[Any]):
         if is_gathered:
             self._stats.nbytes += sum(output.nbytes for output in job.outputs)
             return self._build([*job.outputs])
-        for kept in self._kept:
-            kept.check_file()
-        return self._make(indices, job.number)
-
-    @property
-    def has_threads(self) -> bool:
-        """Whether threads gather batches while the consumer does other work."""
-        return find_core() is not None
+        return self._items.make(indices, self._cell, job.number)
 
     def is_next_ready(self) -> bool:
         """Say whether the next batch is gathered, or will be in no time."""
@@ -140,7 +137,7 @@ class GatherSource(Iterator[Any]):
         return bool(is_gathered) and bool(self._gatherer.is_ready())
 
     def _look_for_moves(self) -> None:
-        """Leave the rest to Python if the dataset has other memory, or its file was cut short."""
+        """Leave the rest to Python if the dataset has other memory."""
         for has_changed in self._changes:
             if has_changed():
                 self._gatherer = None  # its end waits for copies that run
@@ -161,13 +158,13 @@ class GatherSource(Iterator[Any]):
 
     def _submit_ahead(self) -> None:
         """Start as many batches as may be under way."""
-        under_way, ahead = self._under_way, self._ahead
-        while len(under_way) < ahead.batches and (self._num_left > 0 or not under_way):
+        under_way, most_nbytes = self._under_way, self._max_bytes or DEFAULT_MAX_BYTES
+        while len(under_way) < self._ahead and (self._num_left > 0 or not under_way):
             job, self._drawn = self._drawn or self._draw(), None
             if job is None:
                 return
             if job.rows is not None:
-                if under_way and self._held_nbytes + job.nbytes > ahead.nbytes:
+                if under_way and self._held_nbytes + job.nbytes > most_nbytes:
                     self._drawn = job
                     return
                 count, allocate = job.rows.numel(), self._slots.allocate
@@ -186,10 +183,11 @@ class GatherSource(Iterator[Any]):
                 return _Job(indices, number)
             count = indices.numel()
             nbytes = sum(self._slots.size(count * row_nbytes) for row_nbytes in self._row_nbytes)
-            if self._max_bytes is not None and count * sum(self._row_nbytes) > self._max_bytes:
-                error = too_large(self._max_bytes, count * sum(self._row_nbytes))
-                return _Job(error, number)
-            keys = self._find_keys(count, number) if self._find_keys else None
+            needed = count * sum(self._row_nbytes)
+            if self._max_bytes is not None and needed > self._max_bytes:
+                msg = f"max_bytes={self._max_bytes}: one batch takes {needed} bytes"
+                return _Job(ValueError(msg), number)
+            keys = self._cell.order.find_keys(number, count) if self._has_draws else None
             try:
                 rows = indices if self._subset is None else self._subset[indices]
                 rows = rows if self._find is None else self._find(rows, keys)

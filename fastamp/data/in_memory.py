@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset
 
 from fastamp._progress import progress
 from fastamp.data.checks import as_integer, check_worker
-from fastamp.data.datasets import ArrayDataset, is_arrays
-from fastamp.data.item_folder import describe, locked, map_columns, write
+from fastamp.data.datasets import by_name
+from fastamp.data.item_folder import describe, map_columns, write
 from fastamp.data.item_layout import Chunk, Layout, assemble, hash_rows, read_layout
-from fastamp.data.items import find_together, note_index
+from fastamp.data.items import find_together, hand_on, note_index
 from fastamp.data.loader import DataLoader
 from fastamp.data.sample_rng import generators_kept
 from fastamp.data.sources import find_columns
@@ -104,9 +105,7 @@ def in_memory(
     if type(key) not in (str, type(None)):
         msg = f"key: expected a string or None, got {key!r}"
         raise TypeError(msg)
-    by_name = type(dataset) is dict and all(type(name) is str for name in dataset)
-    if by_name and is_arrays(dataset):  # as fastamp.DataLoader
-        dataset = ArrayDataset(dataset)
+    dataset = by_name(dataset)
     folder = None if path is None else Path(path).absolute()
     if folder is None and find_columns(dataset) is not None:
         return dataset
@@ -147,7 +146,8 @@ def _make(
         record = describe(dataset, layout, known, key)
         if not is_made:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with locked(folder.with_name(f".{folder.name}.lock")):
+            lock = folder.with_name(f".{folder.name}.lock")
+            with FileLock(lock, preserve_lock_file=True):  # one that goes could be locked twice
                 if not folder.exists():
                     write(folder, record, layout, chunks)
     return assemble(map_columns(folder, record, layout, known), layout.like)
@@ -225,10 +225,6 @@ class _Chunks(Dataset[Any]):
         return rows.start, self._layout.collate(rows, _read_items(self._dataset, rows))
 
 
-def _as_it_is(chunk: Any) -> Any:
-    return chunk
-
-
 def _read(
     chunks: _Chunks, length: int, workers: tuple[int, str | None]
 ) -> Generator[Chunk, None, None]:
@@ -237,7 +233,7 @@ def _read(
     size = chunks.size
     ranges = [range(begin, min(begin + size, length)) for begin in range(0, length, size)]
     kind: Any = partial(DataLoader, worker="thread") if worker == "thread" else TorchDataLoader
-    yield from kind(chunks, None, sampler=ranges, num_workers=num_workers, collate_fn=_as_it_is)
+    yield from kind(chunks, None, sampler=ranges, num_workers=num_workers, collate_fn=hand_on)
 
 
 def _follow(

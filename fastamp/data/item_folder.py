@@ -5,11 +5,10 @@ it is whole or not there. Nothing here writes into one again: only the user know
 items are still wanted.
 """
 
-import fcntl
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -36,17 +35,6 @@ def describe(
     named = {"version": _VERSION, "class": type(dataset).__qualname__, "key": key}
     hashes = {str(row): found for row, found in known.items()}
     return {**named, "length": len(dataset), "leaves": leaves, "items": hashes}
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which stays: a file that is removed could be locked twice."""
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # also of the copies that workers have
 
 
 def _stored(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], np.dtype[Any]]:

@@ -1,54 +1,36 @@
 """`fastamp.DataLoader`: torch's, with native gathering, exact resume and statistics."""
 
-import importlib
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import cache, partial
 from itertools import chain, islice
 from typing import Any, TypeVar
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, Sampler, SequentialSampler
+from torch.utils.data import IterableDataset, Sampler, SequentialSampler
 
 from fastamp._ops import untraced
-from fastamp.data.ahead import DEFAULT_MAX_BYTES, gather_ahead, read_ahead, workers_ahead
 from fastamp.data.checks import as_integer, check_device, check_generator, check_worker
 from fastamp.data.collate import BatchCollator
 from fastamp.data.columns import Column, find_core
 from fastamp.data.copied import CopiedBatches
-from fastamp.data.datasets import ArrayDataset, count_rows, is_arrays
+from fastamp.data.datasets import by_name
 from fastamp.data.gather import GatherSource
 from fastamp.data.items import (
     CallerBatches,
     Items,
-    StatefulItems,
-    StatefulStream,
-    Stream,
-    TorchBatches,
-    hand_on,
-    read_again,
 )
 from fastamp.data.passes import LoaderPass
 from fastamp.data.plan import Plan, find_generator, find_samplers
 from fastamp.data.position import VERSION, Position, decode, encode, find_save
 from fastamp.data.resident import move
-from fastamp.data.sample_rng import (
-    Batch,
-    Order,
-    current,
-    draw_seed,
-    find_pass_key,
-    generators_kept,
-)
+from fastamp.data.sample_rng import draw_seed
 from fastamp.data.shard import ShardSampler, check_shardable, find_ranks
 from fastamp.data.shuffle import FeistelSampler, is_long
-from fastamp.data.slots import Slots, can_pin
+from fastamp.data.slots import DEFAULT_MAX_BYTES, Slots, can_pin
 from fastamp.data.sources import (
     Columns,
     count_scattered,
@@ -59,8 +41,8 @@ from fastamp.data.sources import (
     why_not,
 )
 from fastamp.data.stats import LoaderStats
-from fastamp.data.thread_tasks import StreamReader, find_maker
-from fastamp.data.threads import Room, StreamBatches, ThreadBatches, copy_stream
+from fastamp.data.threads import Maker, ThreadBatches
+from fastamp.data.torch_loader import OPTIONS, TorchLoader, stateful_loader
 from fastamp.data.workers import Team, WorkerInfo
 
 T = TypeVar("T")
@@ -84,10 +66,10 @@ class DataLoader(TorchDataLoader[T_co]):
 
     If a tensor of the dataset is resized, shared or given other memory during a pass, the rest of
     the pass is read item by item, as in torch; NumPy refuses to resize an array during a pass. A
-    mapped file that is cut short raises a RuntimeError (Arrow's, a BufferError). Three things
-    go unnoticed: a file that another process changes in place, or cuts short while a batch is
-    copied out of its last page; what is written into a NumPy array, or through `tensor.data`, after
-    a batch was begun; and memory that is freed and used again while a batch is copied from it. With
+    mapped file that is cut short raises a BufferError, where the core gathers it. Three things go
+    unnoticed: a file that another process changes in place, or cuts short within the page that is
+    read; what is written into a NumPy array, or through `tensor.data`, after a batch was begun; and
+    memory that is freed and used again while a batch is copied from it. With
     `device=`, what the loop writes into a dataset that is gathered may be missing from the next two
     batches, whose copies have begun.
 
@@ -117,17 +99,16 @@ class DataLoader(TorchDataLoader[T_co]):
             one sample after the other, of the oldest batch first, and copies large ones into their
             row of the batch; `collate_fn` runs in a thread. The number of threads changes no result
             if random numbers come from `fastamp.sample_rng()`; draws from global generators are not
-            repeatable. `fastamp.get_worker_info()` and `worker_init_fn` work in threads; each gets
-            a copy of an iterable dataset. Batches are made ahead as by processes, but no more than
-            `max_bytes`. A `__getitem__` that computes in Python needs processes.
+            repeatable. `fastamp.get_worker_info()` and `worker_init_fn` work in threads. An
+            iterable dataset, and a `__getitem__` that computes in Python, need processes.
         resident: keep the dataset, which must be one that is gathered, on the device: the first
             pass moves all of it. Batches are gathered there, so only row numbers are copied, and
             nothing waits for them. Batches and states are the same as without it. Later writes into
             the dataset are not seen. Tensors that are on the device already are gathered there
             anyway. Images cannot be augmented there.
         max_bytes: the most memory that the loader itself holds: batches gathered ahead, and slots
-            for large ones. None is 1 GiB, or one batch if that is larger. torch's workers hold as
-            many batches as `prefetch_factor` says.
+            for large ones. None is 1 GiB, or one batch if that is larger. Workers, of both kinds,
+            make as many batches ahead as `prefetch_factor` says.
 
     Raises:
         ValueError: as torch's; `max_bytes` is not positive, or, when a pass begins, less than one
@@ -135,7 +116,7 @@ class DataLoader(TorchDataLoader[T_co]):
             gathered, or does not fit there; the arrays of a dict differ in length; a sharded loader
             has a sampler of the user's; only one of `rank` and `world_size` is given, or `rank` is
             too large.
-        TypeError: a sharded loader has an iterable dataset.
+        TypeError: a sharded loader, or one of threads, has an iterable dataset.
         RuntimeError: `shard` is set and a launcher has set WORLD_SIZE, but torch.distributed is not
             initialized.
 
@@ -185,10 +166,7 @@ class DataLoader(TorchDataLoader[T_co]):
         self.worker = check_worker(worker, dataset, multiprocessing_context)
         check_generator(generator)
         check_device(device, resident=resident)
-        by_name = type(dataset) is dict and all(type(key) is str for key in dataset)
-        if by_name and is_arrays(dataset):
-            count_rows(dataset, "dataset")  # raises an error with this argument's name
-            dataset = ArrayDataset(dataset)
+        dataset = by_name(dataset)
         if shard or rank is not None or world_size is not None:
             if type(sampler) is SequentialSampler:  # Lightning's, to overfit
                 sampler, shuffle = None, False
@@ -239,9 +217,8 @@ class DataLoader(TorchDataLoader[T_co]):
         self._moved: list[Column] | None = None  # to the device, if `resident`
         self._slots: Slots | None = None
         self._stats, self._path = LoaderStats(), ""
-        self._room = Room(self.max_bytes)
-        self._inner: tuple[Any, Any, Plan] | None = None  # torch's loader, its dataset, its plan
-        self._team: list[Team] | None = None  # whose threads persist
+        self._inner: TorchLoader | None = None  # whose workers persist
+        self._team: Team | None = None  # whose threads persist
         self._times: Tensor | None = None  # seconds of each worker process, shared with it
 
     @untraced
@@ -326,18 +303,15 @@ class DataLoader(TorchDataLoader[T_co]):
         generator = find_generator(samplers)
         seed = self.seed if generator is not None and generator is self.generator else None
         sampler = self.batch_sampler if self._auto_collation else self.sampler
-        is_pipe = isinstance(self.dataset, MapDataPipe)
-        plan = Plan(sampler, generator, seed, position, not self._auto_collation, is_pipe)
+        plan = Plan(sampler, generator, seed, position, not self._auto_collation)
         batches: Iterator[Any]
         if columns is not None:
             batches = self._gather(columns, plan, self._slots)
             to_device = to_device and find_device(columns.columns).type == "cpu"
         elif self._in_threads:
             batches = self._in_thread_workers(plan, self._slots)
-        elif self.num_workers or self._has_state or is_pipe:
-            if not self.num_workers:
-                self._lease_from(self._slots)
-            batches, plan = self._through_torch(plan)
+        elif self.num_workers or self._has_state:
+            batches, plan = self._through_torch(plan, self._slots)
         else:
             batches = self._in_this_thread(plan, self._slots)
         position.begun = True
@@ -350,19 +324,6 @@ class DataLoader(TorchDataLoader[T_co]):
     def _lease_from(self, slots: Slots) -> None:
         if type(self.collate_fn) is BatchCollator:
             self.collate_fn.lease_from(slots)
-
-    def _pins(self, stacklevel: int = 6) -> bool:
-        """Say whether batches are pinned; warn as torch's iterators do where they cannot be."""
-        if self.pin_memory and not can_pin():
-            why = "no accelerator is found, then"
-            if torch.accelerator.is_available():
-                why = "not supported on MPS now,"
-            warnings.warn(
-                f"'pin_memory' argument is set as true but {why} device pinned memory won't be "
-                "used.",
-                stacklevel=stacklevel,
-            )
-        return self.pin_memory and can_pin()
 
     def _begin_plan(self, plan: Plan, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
         """Begin a sampler and draw the seed of workers, in the order of torch's iterators."""
@@ -403,40 +364,29 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def _gather(self, columns: Columns, plan: Plan, slots: Slots) -> GatherSource:
         """Return the batches that the core gathers."""
-        self._pins()
         batches = self._begin_plan(plan, plan.begin_rows)
-        if self.num_workers and plan.is_computed:  # torch's draw before the consumer asks
+        if self.num_workers:  # torch's draw before the consumer asks
             batches = chain([*islice(batches, 1)], batches)
-        elif self.num_workers:
-            batches = read_ahead(batches, self.num_workers * (self.prefetch_factor or 2))
-        order = plan.order
-        items = Items(self.dataset, self.collate_fn, None, single=False)
-        keyed = columns.find is not None or any(column.images for column in columns.columns)
-
-        def find_keys(count: int, number: int) -> Tensor:
-            numbers = torch.arange(number, number + count, device="cpu")
-            return order.find_keys(order.places(numbers))
-
-        cell = Batch(order)
         return GatherSource(
             columns,
             batches,
             slots,
             self._stats,
-            gather_ahead(self.max_bytes, pinned=slots.pinned, is_computed=plan.is_computed),
-            lambda rows, number: items.make(rows, cell, number),
-            find_keys=find_keys if keyed else None,
+            Items(self.dataset, self.collate_fn, None, single=False),
+            plan.order,
+            is_computed=plan.is_computed,
             num_full=math.inf if self.num_workers else plan.num_full,
             max_bytes=self.max_bytes,
         )
 
     def _in_this_thread(self, plan: Plan, slots: Slots) -> CallerBatches:
         """Return batches that are made item by item, when they are asked for."""
-        pins = self._pins()
         self._lease_from(slots)
         batches = self._begin_plan(plan, plan.begin)
         items = self._items(Items)
-        return CallerBatches(batches, plan.order, items, self._stats, pins=pins)
+        return CallerBatches(
+            batches, plan.order, items, self._stats, pins=self.pin_memory and can_pin()
+        )
 
     def _items(self, kind: type[Items]) -> Items:
         return kind(
@@ -451,135 +401,57 @@ class DataLoader(TorchDataLoader[T_co]):
     def _find_make(self) -> Callable[[Tensor, Tensor], Any] | None:
         return find_make(self.dataset, self.collate_fn) if self._auto_collation else None
 
-    def _in_thread_workers(self, plan: Plan, slots: Slots) -> Iterator[Any]:
+    def _in_thread_workers(self, plan: Plan, slots: Slots) -> ThreadBatches:
         """Return batches that threads make."""
-        pins = self._pins()
         self._lease_from(slots)
-        count, dataset, stream = self.num_workers, self.dataset, self._is_stream
-        batches = self._begin_plan(plan, (lambda: iter(())) if stream else plan.begin)
-        order, key = plan.order, find_pass_key(plan.position.sample_seed or 0, plan.position.epoch)
-        ahead = workers_ahead(self.max_bytes, count, self.prefetch_factor or 2)
-        maker = partial(
-            find_maker,
+        count = self.num_workers
+        batches = self._begin_plan(plan, plan.begin)
+        maker = Maker(
             self.dataset,
             self.collate_fn,
-            order,
+            plan.order,
             make=self._find_make(),
             single=not self._auto_collation,
-            pins=pins,
+            pins=self.pin_memory and can_pin(),
             slots=slots if is_default(self.collate_fn) else None,
         )
-        shared = self._stats, self._room, ahead, self.timeout
-        is_here = self._team is not None and self._team[0].is_here
-        if not (is_here and self.persistent_workers):
-            datasets = [copy_stream(dataset) if stream else dataset for _ in range(count)]
-            infos = [
-                WorkerInfo(i, count, (self._base_seed or 0) + i, one)
-                for i, one in enumerate(datasets)
-            ]
-            # A stream is read by one thread alone.
-            groups = [[info] for info in infos] if stream else [infos]
-            self._team = [Team(group, self.worker_init_fn) for group in groups]
-        teams = self._team or []
-        self._team = teams if self.persistent_workers else None
-        if not stream:
-            return ThreadBatches(batches, teams[0], maker, *shared, in_order=self.in_order)
-        readers = [
-            StreamReader(
-                team.infos[0].dataset,
-                Order(key, worker, count - 1),
-                self.batch_size,
-                cuts=self.drop_last,
-            )
-            for worker, team in enumerate(teams)
-        ]
-        length, name = self._IterableDataset_len_called, repr(dataset)
-        return StreamBatches(
-            readers, teams, maker, *shared, in_order=self.in_order, length=length, name=name
+        team = self._team
+        if team is None or not (team.is_here and self.persistent_workers):
+            seed = self._base_seed or 0
+            infos = [WorkerInfo(i, count, seed + i, self.dataset) for i in range(count)]
+            team = Team(infos, self.worker_init_fn)
+        self._team = team if self.persistent_workers else None
+        return ThreadBatches(
+            batches,
+            team,
+            maker,
+            self._stats,
+            self.timeout,
+            ahead=(self.prefetch_factor or 2) * count,
+            in_order=self.in_order,
         )
 
-    def _through_torch(self, plan: Plan) -> tuple[Iterator[Any], Plan]:
+    def _through_torch(self, plan: Plan, slots: Slots) -> tuple[Iterator[Any], Plan]:
         """Return the batches of torch's iterator over processes or a stream, and their plan."""
         position, count = plan.position, self.num_workers
-        stateful, source = find_save(self.dataset) is not None, self._seed_source(position)
+        if not count:
+            self._lease_from(slots)
+        source = self._seed_source(position)
         apart = torch.Generator()
         apart.set_state(source.get_state())
         if self._base_seed is None or not (self.persistent_workers and count):
-            self._base_seed = draw_seed(apart)  # torch's iterator draws the same one below
+            self._base_seed = draw_seed(apart)  # torch's iterator draws the same one
         self._note_seed(position, self._base_seed, apart)
-        if self._inner is None or not self.persistent_workers:
-            self._inner = self._make_inner(plan)
-        inner, items, plan = self._inner
-        plan.move_to(position)
-        inner.generator = None if source is torch.default_generator else source
-        if isinstance(items, Stream):
-            items.begin(position.epoch, position.batch if stateful else 0)
-        # At the start of an epoch, workers that do not persist have the dataset as it is here.
-        is_kept = position.batch > 0 or not count or self.persistent_workers
-        if position.dataset_state is not None and is_kept:
-            inner.load_state_dict(position.dataset_state)
-            if not position.batch:  # torchdata ends the pass before, and draws a seed for it
-                inner.generator = torch.Generator()
-                inner.generator.set_state(source.get_state())
-                draw_seed(source)
-        # torch's iterator warns when more samples come than len(loader) said.
-        inner._IterableDataset_len_called = self._IterableDataset_len_called
-        before = current.sample
-        try:
-            iterator = iter(inner)
-            if self._is_stream and not stateful and position.batch:
-                with generators_kept():
-                    read_again(iterator, position.batch, goes_on=not count)
-        finally:
-            current.sample = before
-        if stateful and hasattr(inner, "state_dict"):
-            position.ask = partial(_ask, WeakMethod(inner.state_dict))
-        cell = items.cell if isinstance(items, Stream) and not count else None
-        return TorchBatches(iterator, self._stats, cell), plan
-
-    def _make_inner(self, plan: Plan) -> tuple[Any, Any, Plan]:
-        """Return torch's loader, or torchdata's for a dataset with a state."""
-        count, stateful = self.num_workers, find_save(self.dataset) is not None
         if self._times is None:
             self._times = torch.zeros(max(count, 1), 2, dtype=torch.float64, device="cpu")
             if count:
                 self._times.share_memory_()  # type: ignore[no-untyped-call]
-        items: Any
-        own: dict[str, Any]
-        if isinstance(self.dataset, IterDataPipe | MapDataPipe):
-            items = self.dataset
-            own = {"collate_fn": self.collate_fn, "worker_init_fn": self.worker_init_fn}
-        elif self._is_stream:
-            kind: Any = StatefulStream if stateful else Stream
-            seed = plan.position.sample_seed or 0
-            items = kind(self.dataset, self.collate_fn, seed, count, self.worker_init_fn)
-            own = {"collate_fn": items.collate, "worker_init_fn": items.init_worker}
-        else:
-            items = self._items(StatefulItems if stateful else Items)
-            own = {"collate_fn": hand_on, "worker_init_fn": items.init_worker}
-        if self._is_stream:
-            own |= {"batch_size": self.batch_size, "drop_last": self.drop_last}
-        elif self._auto_collation:
-            own["batch_sampler"] = plan
-        else:
-            own |= {"batch_size": None, "sampler": plan}
-        kind = stateful_loader() if stateful else None
-        with warnings.catch_warnings():
-            # torchdata 0.11 calls a function that torch 2.13 deprecates.
-            warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
-            inner = (kind or TorchDataLoader)(
-                items,
-                num_workers=count,
-                pin_memory=self.pin_memory,
-                timeout=self.timeout,
-                multiprocessing_context=self.multiprocessing_context,
-                prefetch_factor=self.prefetch_factor if count else None,
-                persistent_workers=self.persistent_workers,
-                pin_memory_device=self.pin_memory_device,
-                in_order=self.in_order,
-                **own,
-            )
-        return inner, items, plan
+        if self._inner is None or not self.persistent_workers:
+            items = None if self._is_stream else self._items
+            options = {name: getattr(self, name) for name in OPTIONS}
+            self._inner = TorchLoader(self.dataset, items, plan, options)
+        length = self._IterableDataset_len_called
+        return self._inner.begin(position, source, length, self._stats), self._inner.plan
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass, for `seed`, and for samplers that have `set_epoch`.
@@ -623,8 +495,8 @@ class DataLoader(TorchDataLoader[T_co]):
 
         Raises:
             ImportError: the dataset has a state, and torchdata is not installed.
-            TypeError: threads read an iterable dataset or one with a state; its `state_dict` needs
-                arguments; or `in_order` is False with workers.
+            TypeError: threads read a dataset with a state; its `state_dict` needs arguments; or
+                `in_order` is False with workers.
             RuntimeError: the dataset has a state, and Ctrl-C interrupted reading it.
         """
         self._check_state()
@@ -652,9 +524,8 @@ class DataLoader(TorchDataLoader[T_co]):
             )
             raise TypeError(msg)
         if self._has_state and self._in_threads:
-            what = "is iterable" if self._is_stream else "has a state_dict"
             msg = (
-                f"worker='thread': {name} {what}, and threads read ahead of it; use "
+                f"worker='thread': {name} has a state_dict, and threads read ahead of it; use "
                 "worker='process' to save and load its position"
             )
             raise TypeError(msg)
@@ -712,8 +583,7 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def stats(self) -> LoaderStats:
         """Return counts and times since the loader was made; `str` of them is the verdict."""
-        slot_wait_s = self._slots.wait_s if self._slots else 0.0
-        stats = replace(self._stats, slot_wait_s=slot_wait_s, path=self._how())
+        stats = replace(self._stats, path=self._how())
         if self._times is not None:
             getitem_s, collate_s = self._times.sum(0).tolist()
             stats.getitem_s += getitem_s
@@ -755,22 +625,3 @@ class DataLoader(TorchDataLoader[T_co]):
         """Warn as torch does of more processes than cores, but not of threads, which may wait."""
         if not self._in_threads:
             super().check_worker_number_rationality()
-
-
-def _ask(state_dict: WeakMethod[Callable[[], Any]]) -> Any:
-    """Return the state of torchdata's loader; None once that is gone, and so is its pass.
-
-    The loader refers to the position that asks it. In a cycle its workers would be left to the
-    garbage collector, which closes their queues first: torch then waits 5 s for each.
-    """
-    save = state_dict()
-    return save and save()
-
-
-@cache
-def stateful_loader() -> Any:
-    """Return torchdata's loader where it is installed, else None."""
-    try:
-        return importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader
-    except ImportError:
-        return None

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from operator import itemgetter
 from typing import Any, cast
 
 import numpy as np
@@ -73,8 +72,6 @@ class Plan:
     """Where to begin. The state of the generator before the sampler's draws is noted in it."""
     single: bool = False
     """Whether the sampler yields single indices."""
-    plain: bool = False
-    """Whether torch's iterators get the indices alone, as for data pipes."""
     states: deque[Any] = field(default_factory=deque)
     """The state of a sampler that has one, after each batch that it has yielded."""
 
@@ -85,14 +82,9 @@ class Plan:
         """Let the next pass begin at a position."""
         self.position, self._resumed, self._noted = position, position.batch > 0, position.rng
 
-    def __len__(self) -> int:
-        return len(self.sampler)
-
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches as a sampler does, for torch's iterators."""
         order, batches = self.order, self.begin()
-        if self.plain:
-            return map(itemgetter(0), batches)
         return (Placed(rows, order, number) for rows, number in batches)
 
     def state_dict(self) -> dict[str, Any]:

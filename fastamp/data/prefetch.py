@@ -101,8 +101,7 @@ class Pass(Iterator[T], Generic[T]):
         source = iter(iterable)
         # A loader's own pass says when its position moves: when a batch is delivered.
         take = source.take_ahead() if hasattr(source, "take_ahead") else partial(_take, source)
-        keeps = not getattr(source, "makes_fresh", False)
-        self._copies = make_copies(device, depth, keeps=keeps)
+        self._copies = make_copies(device, depth, keeps=True)
         # Batches with their copies, or errors, and what to call at the delivery.
         self._ready: SimpleQueue[Taken] = SimpleQueue()
         # None for each batch that there is room for, and anything else at the end.

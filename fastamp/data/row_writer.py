@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Subset
-from torch.utils.data._utils.collate import default_collate_fn_map
 
 from fastamp.data.columns import plain_dtype
 from fastamp.data.images import ImageFolder
@@ -16,7 +15,6 @@ from fastamp.data.slots import Slots
 
 _LEAST_NBYTES = 4096  # of a row that is worth a copy of its own
 _WHOLE = object()  # the key of a sample that is itself a leaf
-_FUNCTIONS = dict(default_collate_fn_map)  # torch's own
 Get = Callable[[Any, Tensor | None], Any]
 _Spec = tuple[type, tuple[int, ...], torch.dtype]
 
@@ -67,8 +65,6 @@ class Rows:
 
     def _plan(self, items: dict[Any, Any]) -> dict[Any, _Spec]:
         """Find the large leaves, and allocate memory for all rows."""
-        if default_collate_fn_map != _FUNCTIONS:  # somebody collates tensors in another way
-            return {}
         specs = {}
         for key, value in items.items():
             spec = _spec(value)

@@ -57,9 +57,10 @@ class Order(NamedTuple):
         place = self.places(number) if number >= 0 else ~self.places(~number)
         return mix(self.key ^ (place & _MASK))
 
-    def find_keys(self, places: Tensor) -> Tensor:
-        """Return the keys of the samples at int64 places, as int64 of the same bits."""
-        return mix_all(places ^ _signed(self.key))
+    def find_keys(self, number: int, count: int) -> Tensor:
+        """Return the keys of so many samples from a number on, as int64 of the same bits."""
+        numbers = torch.arange(number, number + count, device="cpu")
+        return mix_all(self.places(numbers) ^ _signed(self.key))
 
 
 def find_pass_key(seed: int, epoch: int) -> int:

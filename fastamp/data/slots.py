@@ -3,7 +3,6 @@
 import ctypes
 import math
 import os
-import time
 import weakref
 from collections import deque
 from contextlib import nullcontext
@@ -14,8 +13,8 @@ import torch
 from torch.utils.data import get_worker_info
 
 from fastamp._ops import apart_from_captures
-from fastamp.data.ahead import DEFAULT_MAX_BYTES
 
+DEFAULT_MAX_BYTES = 1 << 30
 # From this size on fresh memory costs more than a lease: the C library gives freed pages back to
 # the system, and the next batch faults them in again, as the images of `bench loader` show.
 _REUSE_NBYTES = 1 << 20
@@ -54,7 +53,6 @@ class Slots:
         # By size: the slots that came back, and weak references to the memory of all slots.
         self._rings: dict[int, tuple[deque[_Lease], list[weakref.ref[torch.Tensor]]]] = {}
         self._small: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
-        self.wait_s = 0.0
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised, contiguous tensor on the CPU."""
@@ -66,12 +64,6 @@ class Slots:
         if nbytes < _REUSE_NBYTES and not self.pinned and len(self._small) < _KNOWN_SHAPES:
             like = self._small[shape, dtype] = torch.empty(shape, dtype=dtype, device=_CPU)
             like.untyped_storage().resize_(0)
-        start_s = time.perf_counter()
-        tensor = self._allocate(shape, dtype, nbytes)
-        self.wait_s += time.perf_counter() - start_s
-        return tensor
-
-    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor:
         if nbytes and get_worker_info() is not None:
             storage = torch.UntypedStorage._new_shared(nbytes)  # type: ignore[no-untyped-call]
             flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)

@@ -121,22 +121,18 @@ class Columns(NamedTuple):
 
 
 def is_default(collate_fn: Any) -> bool:
-    """Say whether batches are those of `default_collate`."""
-    plain = type(collate_fn) is BatchCollator and collate_fn.pad is None
-    return plain or collate_fn is default_collate
+    """Say whether batches are those of torch's own `default_collate`."""
+    return not why_not(collate_fn)
 
 
-def why_not(collate_fn: Any, worker_init_fn: Any) -> str:
+def why_not(collate_fn: Any, worker_init_fn: Any = None) -> str:
     """Return why a loader cannot gather any dataset; an empty string if it can."""
-    if not is_default(collate_fn):
-        pads = type(collate_fn) is BatchCollator
-        return "collate_fn pads" if pads else "collate_fn is the user's"
-    registered = torch_collate.default_collate_fn_map
-    if registered == _TORCHS:
-        return "" if worker_init_fn is None else "worker_init_fn is given"
-    added = tuple(kind for kind in registered if kind not in _TORCHS)
-    changed = any(registered.get(kind) is not function for kind, function in _TORCHS.items())
-    if changed or isinstance((), added) or isinstance({}, added):  # the samples of rows
+    if type(collate_fn) is BatchCollator:
+        if collate_fn.pad is not None:
+            return "collate_fn pads"
+    elif collate_fn is not default_collate:
+        return "collate_fn is the user's"
+    if torch_collate.default_collate_fn_map != _TORCHS:
         return "default_collate_fn_map has functions of the user's"
     return "" if worker_init_fn is None else "worker_init_fn is given"
 
@@ -226,19 +222,15 @@ def _column(array: Any) -> Column | None:
     if dtype is None or array.ndim == 0 or type(array) not in _ARRAYS:
         return None
     if isinstance(array, Tensor):
-        is_plain = array.is_contiguous() or array[:1].is_contiguous()
-        return Column(array, dtype, None, not is_plain) if is_plain or _on_host(array) else None
+        column = Column(array, dtype)
+        return None if column.is_scattered and array.device.type != "cpu" else column
     try:  # whether default_collate gives rows this dtype
         fits = default_collate([np.ones((1, *array.shape[1:]), array.dtype)[0]]).dtype == dtype
     except TypeError:  # a dtype that torch does not have
         return None
     if not fits or min(array.strides[1:], default=0) < 0:  # torch's error
         return None
-    return Column(array, dtype, None, not array[:1].flags.c_contiguous)
-
-
-def _on_host(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
+    return Column(array, dtype)
 
 
 def count_scattered(source: Columns) -> int:

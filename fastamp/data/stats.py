@@ -25,7 +25,7 @@ class LoaderStats:
     batches: int = 0
     """Batches delivered to the consumer."""
     nbytes: int = 0
-    """Bytes of the tensors in them."""
+    """Bytes of those that are gathered; what is made item by item is not measured."""
     elapsed_s: float = 0.0
     """Time in the consumer's loop: waiting for a batch and working on it."""
     wait_s: float = 0.0
@@ -35,9 +35,7 @@ class LoaderStats:
     collate_s: float = 0.0
     """Time in the collate function: making batches of them."""
     copy_s: float = 0.0
-    """Time gathering rows, and starting copies to the device."""
-    slot_wait_s: float = 0.0
-    """Time getting memory for batches."""
+    """Time gathering rows."""
     thread_cpu_s: float = 0.0
     """Processor time of thread workers, most of which holds the GIL if they run Python."""
     path: str = ""
@@ -56,9 +54,9 @@ class LoaderStats:
         "compute-bound": the loop waits for less than 5 % of its time. With thread workers it is not
         said: the loop's own Python waits for the GIL while theirs holds it, and that is no waiting
         for a batch; the verdict then gives their processor time. Otherwise the cause is the
-        largest of the times above, "getitem", "collate", "copy" or "slot-wait". It is named only if
-        it is at least three quarters of the waiting, and so explains it; else: "starved 18 %".
-        Before the first batch: "nothing measured yet".
+        largest of the times above, "getitem", "collate" or "copy". It is named only if it is at
+        least three quarters of the waiting, and so explains it; else: "starved 18 %". Before the
+        first batch: "nothing measured yet".
         """
         if not self.batches:
             return "nothing measured yet"
@@ -70,12 +68,7 @@ class LoaderStats:
                 f"waits {100 * self.wait_share:.0f} %; threads compute for {100 * busy:.0f} % of "
                 "the time and may hold the GIL: time some steps with worker='process' too"
             )
-        causes = {
-            "getitem": self.getitem_s,
-            "collate": self.collate_s,
-            "copy": self.copy_s,
-            "slot-wait": self.slot_wait_s,
-        }
+        causes = {"getitem": self.getitem_s, "collate": self.collate_s, "copy": self.copy_s}
         cause = max(causes, key=lambda name: causes[name])
         share = f"starved {100 * self.wait_share:.0f} %"
         return f"{share}: {cause}" if causes[cause] >= _EXPLAINED_SHARE * self.wait_s else share

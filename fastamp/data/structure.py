@@ -6,16 +6,11 @@ times as long for a small batch.
 
 import copy
 import dataclasses
-from collections import UserDict
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-
-_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
-_FEW = 16
 
 
 def contents_of(value: Any) -> dict[Any, Any] | None:
@@ -64,27 +59,3 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     return rebuild(
         batch, {k: v if k == stays else map_tensors(function, v) for k, v in contents.items()}
     )
-
-
-def count_nbytes(batch: Any) -> int:
-    """Return the bytes of all tensors in dicts, lists, tuples and dataclasses; 0 if it fails."""
-    try:
-        return _count_nbytes(batch)
-    except Exception:  # noqa: BLE001 - of a container of the user's: nobody has asked for its bytes
-        return 0
-
-
-def _count_nbytes(batch: Any) -> int:
-    if isinstance(batch, Tensor):
-        return batch.nbytes if batch.layout is torch.strided else 0
-    if isinstance(batch, list | tuple):
-        # In a long list, such as one entry for each sample or token, all entries are alike.
-        many_plain = len(batch) > _FEW and {type(batch[0]), type(batch[-1])} <= _PLAIN
-        return 0 if many_plain else sum(map(_count_nbytes, batch))
-    if type(batch) is dict:
-        return sum(map(_count_nbytes, batch.values()))
-    if isinstance(batch, UserDict):
-        return _count_nbytes(batch.data)
-    if type(batch) in _PLAIN or not dataclasses.is_dataclass(batch):
-        return 0  # also of other mappings, which may compute their values when they are read
-    return sum(_count_nbytes(getattr(batch, f.name, None)) for f in dataclasses.fields(batch))

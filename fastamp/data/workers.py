@@ -39,7 +39,7 @@ class WorkerInfo:
     seed: int
     """The pass's base seed plus the id, as in torch's workers; nothing is seeded with it."""
     dataset: Any
-    """The loader's dataset; an iterable one is copied for each worker."""
+    """The loader's dataset."""
     rng: None = None
     """As in torch's workers; `fastamp.sample_rng()` has generators."""
     worker_method: str = "thread"

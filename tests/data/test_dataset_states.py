@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import multiprocessing
 import pickle
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -284,7 +286,8 @@ def test_the_state_of_a_dataset_that_cannot_load_one_is_refused():
 def test_without_torchdata_a_dataset_with_a_state_is_read_and_its_state_names_the_extra(
     monkeypatch,
 ):
-    monkeypatch.setattr("fastamp.data.loader.stateful_loader", lambda: None)
+    for module in ("loader", "torch_loader"):
+        monkeypatch.setattr(f"fastamp.data.{module}.stateful_loader", lambda: None)
     for dataset in (Resumable(), Drawing(100)):
         loader = fastamp.DataLoader(dataset, 4)
         iterator = iter(loader)
@@ -368,3 +371,61 @@ def test_a_state_at_the_last_short_batch_knows_that_the_dataset_has_ended_its_pa
         again.load_state_dict(state)
         resumed = [b.tolist() for _ in range(state["epoch"], 3) for b in again]
         assert whole[:count] + resumed == whole
+
+
+class Told(IterableDataset):
+    def __iter__(self):
+        info = fastamp.get_worker_info()
+        return iter(range(10 + 7 * info.id))
+
+    def __len__(self):
+        return 20
+
+
+def test_workers_that_persist_warn_of_a_length_that_is_told_between_passes():
+    loader = fastamp.DataLoader(Told(), 1, num_workers=2, persistent_workers=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len([*loader]) == 27
+    assert len(loader) == 20
+    with pytest.warns(UserWarning, match="was reported to be 20"):
+        assert len([*loader]) == 27
+
+
+class Fails(IterableDataset):
+    """An iterator that fails once and goes on, with a random number beside each sample."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def __iter__(self):
+        self.number = 0
+        return self
+
+    def __next__(self):
+        self.number += 1
+        if self.number == self.at:
+            raise ValueError(self.number)
+        if self.number > 8:
+            raise StopIteration
+        return self.number, fastamp.sample_rng().python.random()
+
+
+@pytest.mark.parametrize("at", [0, 4])
+def test_a_stream_goes_on_after_an_error_and_draws_as_without_workers(at):
+    def read(**options):
+        batches, found = iter(fastamp.DataLoader(Fails(at), 2, seed=3, **options)), []
+        for _ in range(9):
+            with contextlib.suppress(StopIteration):
+                try:
+                    found.append(next(batches))
+                except ValueError:
+                    found.append("error")
+        return found
+
+    expected, found = read(), read(num_workers=1)
+    assert [type(each) for each in found] == [type(each) for each in expected]
+    for one, other in zip(found, expected, strict=True):
+        if type(other) is not str:
+            assert torch.equal(one[0], other[0])
+            assert at or torch.equal(one[1], other[1])

@@ -107,13 +107,13 @@ def test_any_number_of_helpers_gathers_in_order(native, depth, num_threads):
 
 def test_images_are_not_augmented_without_keys(native):
     images = np.zeros((5, 4, 4), np.uint8)
-    how = (1, 4, 4, 1, [(1, 0, 1, 0, 0, 0, 0)], images.ctypes.data)  # a flip that never happens
+    how = (1, 4, 4, 1, [(1, 0, 1, 0, 0, 0, 0)])  # a flip that never happens
     column = ([(images.ctypes.data, 80)], 5, 16, 16, 0, how)
     queue = native.Gatherer([column], 1, 0, images)
     with pytest.raises(ValueError, match="there are no keys"):
         Job([images], [1]).submit_to(queue)
     with pytest.raises(ValueError, match="too many steps"):
-        native.Gatherer([(*column[:5], (*how[:4], how[4] * 9, how[5]))], 1, 0, images)
+        native.Gatherer([(*column[:5], (*how[:4], how[4] * 9))], 1, 0, images)
 
 
 def test_more_jobs_than_the_depth_are_refused(native):

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from support import kept_sets
 from support.kept_sets import LENGTH, assert_loads_as, batches, fail_on, keep_over_ranks
 from support.loading import Point, Rows, Squares, assert_same, ends, make_array
@@ -23,7 +24,6 @@ from support.ranks import start
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 import fastamp
-from fastamp.data.item_folder import locked
 from fastamp.data.item_layout import read_layout
 
 module = import_module("fastamp.data.in_memory")  # its name is the function's, too
@@ -460,7 +460,7 @@ def test_processes_that_make_one_folder_wait_and_one_of_them_reads(folder):
         threading.Thread(target=lambda: made.append(fastamp.in_memory(dataset, folder)))
         for _ in range(3)
     ]
-    with locked(folder.with_name(".cache.lock")):
+    with FileLock(folder.with_name(".cache.lock"), preserve_lock_file=True):
         for call in calls:
             call.start()
             assert ends(lambda: dataset.reads[LENGTH - 1] % 2 == 0)  # probed, twice

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import functools
-import typing
 import warnings
 
 import numpy as np
@@ -26,6 +23,8 @@ from torch.utils.data import (
     default_collate,
 )
 from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data.datapipes.iter import IterableWrapper
+from torch.utils.data.datapipes.map import SequenceWrapper
 
 import fastamp
 
@@ -254,20 +253,12 @@ def test_an_iterable_dataset_is_read_as_torch_reads_it(num_workers, backend):
         assert_as_torch(str(options), Stream(range(100)), lambda o=options: o)
 
 
-def test_the_warning_about_pinning_without_an_accelerator_is_torchs(backend):
-    if torch.accelerator.is_available():
-        pytest.skip("there is an accelerator")
-    for dataset in (X, Squares()):
-        texts = []
-        for loader_class in (TorchDataLoader, fastamp.DataLoader):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                list(loader_class(dataset, 300, pin_memory=True))
-            texts.append([str(warning.message) for warning in caught])
-        if not texts[0]:
-            pytest.skip("torch 2.6 does not warn")
-        assert texts[0] == texts[1]
-        assert len(texts[0]) == 1
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_data_pipes_are_read_as_torch_reads_them(num_workers):
+    options = {"batch_size": 7, "shuffle": True, "num_workers": num_workers}
+    shards = IterableWrapper(range(50)).shuffle().sharding_filter()
+    for name, pipe in (("map", SequenceWrapper(range(50))), ("iter", shards)):
+        assert_as_torch((name, num_workers), pipe, lambda: options)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -314,28 +305,6 @@ def test_a_function_that_somebody_has_registered_is_called_where_rows_would_be_g
     dataset = TensorDataset(X)
     monkeypatch.setitem(registered, kind, lambda samples, **_: len(samples))
     assert [*fastamp.DataLoader(dataset, 2)] == [*TorchDataLoader(dataset, 2)]
-
-
-@dataclasses.dataclass
-class Node:
-    parent: typing.Any
-    children: typing.Any = dataclasses.field(init=False)
-
-
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "worker": "thread"}], ids=str)
-def test_a_batch_of_any_kind_is_handed_on(options):
-    def make(samples):
-        node = Node(None)
-        node.parent = node
-        return node
-
-    class Lazy(dict, collections.abc.Mapping):
-        def __getitem__(self, key):
-            raise KeyError(key)
-
-    for collate_fn in (make, lambda samples: Lazy(x=1)):
-        batches = [*fastamp.DataLoader(range(4), 2, collate_fn=collate_fn, **options)]
-        assert len(batches) == 2
 
 
 def test_indices_that_are_no_integers_give_what_torch_gives(backend):

@@ -183,29 +183,6 @@ def test_a_generator_that_the_sampler_ignores_gives_later_epochs_their_seeds(dat
     assert states[0]["generator"] == states[1]["generator"] == states[2]["generator"]
 
 
-def test_threads_that_read_streams_hold_no_more_than_max_bytes():
-    class Large(IterableDataset):
-        def __iter__(self):
-            for _ in range(20):
-                made.append(1)
-                yield torch.zeros(1000, dtype=torch.uint8)
-
-        def __deepcopy__(self, _):
-            return self
-
-    made = []
-    loader = fastamp.DataLoader(
-        Large(), 2, num_workers=2, worker="thread", prefetch_factor=8, max_bytes=4000
-    )
-    for count, batch in enumerate(loader, 1):
-        assert batch.nbytes == 2000
-        assert len(made) <= 2 * (count + 2)  # two batches under way, and the one delivered
-    assert count == 20
-    small = fastamp.DataLoader(Large(), 2, num_workers=2, worker="thread", max_bytes=1999)
-    with pytest.raises(ValueError, match="max_bytes=1999: one batch takes 2000 bytes"):
-        next(iter(small))
-
-
 def test_a_subset_converts_its_indices_once_for_a_pass():
     class Indices(list):
         read = 0

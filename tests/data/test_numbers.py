@@ -8,7 +8,6 @@ from support.loading import assert_same
 from torch.utils.data import default_collate
 
 import fastamp
-from fastamp.data import structure
 
 COLUMNS = {
     "integers": [3, -1, 2**62],
@@ -45,13 +44,3 @@ def test_a_column_of_numbers_is_converted_at_once(monkeypatch):
     expected = default_collate(samples)
     monkeypatch.setattr(torch, "tensor", None)
     assert_same(fastamp.BatchCollator()(samples), expected)
-
-
-def test_the_tokens_and_strings_of_a_batch_are_not_looked_at_one_by_one(monkeypatch):
-    calls = []
-    count = structure._count_nbytes
-    monkeypatch.setattr(structure, "_count_nbytes", lambda v: calls.append(v) or count(v))
-    batch = [{"ids": [*range(512)], "text": "a"} for _ in range(64)]
-    batch += [(torch.zeros(2), 1), {"names": ["a", "b"] * 50}]
-    assert structure.count_nbytes([batch, (1, torch.zeros(3)), tuple(range(99))]) == 20
-    assert len(calls) < 64 * 3 + 15

@@ -180,7 +180,6 @@ def test_an_index_that_is_out_of_bounds_is_told_where_its_batch_would_come(resid
 def test_the_consumer_begins_the_copies_of_what_is_gathered(model, monkeypatch):
     """And no thread of Python runs beside it."""
     done = []
-    monkeypatch.setattr(GatherSource, "has_threads", True)
     monkeypatch.setattr(GatherSource, "is_next_ready", lambda source: done and done.pop())
     begun, start = [], prefetching.CudaCopies.start
     monkeypatch.setattr(

@@ -37,9 +37,6 @@ class LateStream(IterableDataset):
         self.rows = Late(act)
         self.event = self.rows.event
 
-    def __deepcopy__(self, _):
-        return self
-
     def __iter__(self):
         return map(self.rows.find, range(12))
 
@@ -59,10 +56,10 @@ def wait_for(batches):
             return next(batches)
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("make", [Late, LateStream])
-@pytest.mark.parametrize("worker", ["thread", "process"])
 @pytest.mark.parametrize("device", [None, "meta"])
+@pytest.mark.parametrize(
+    ("make", "worker"), [(Late, "thread"), (Late, "process"), (LateStream, "process")]
+)
 def test_a_timeout_is_not_counted_as_a_batch(make, worker, device):
     dataset = make()
     options = {"worker": worker, "device": device}
@@ -73,10 +70,6 @@ def test_a_timeout_is_not_counted_as_a_batch(make, worker, device):
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.2 seconds"):
             next(batches)
-    if worker == "thread" and make is LateStream:  # has no state
-        dataset.event.set()
-        assert len(wait_for(batches)) == 2
-        return
     assert loader.state_dict()["batch"] == 2
     dataset.event.set()
     wait_for(batches)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.loading import Rows, Squares, Stateful, assert_same, ends, make_array
+from support.streams import Stream
 from support.thread_workers import in_threads, workers
 from support.torchs_datasets import KINDS, Augmented
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -94,28 +95,14 @@ def test_batches_are_made_ahead_as_far_as_asked():
         done.append(index)
         return X[index]
 
-    for max_bytes, ahead in ((None, 6), (3 * 4 * X[0].nbytes, 3)):
-        asked.clear()
-        done.clear()
-        options = {"sampler": Counting(), "prefetch_factor": 2, "max_bytes": max_bytes}
-        iterator = iter(in_threads(Rows(80, get), 4, **options))
-        assert len(asked) == 6 * 4  # as torch's loader asks
-        for delivered in range(1, 8):
-            next(iterator)
-            assert ends(lambda: len(done) >= 4 * (delivered + ahead))  # noqa: B023 - called at once
-            assert len(done) == 4 * (delivered + ahead)
-        assert len(asked) == (7 + 6) * 4
-        del iterator
-    with pytest.raises(ValueError, match=r"max_bytes=31999: one batch takes 32000 bytes"):
-        next(iter(in_threads(Rows(80, get), 4, max_bytes=31999)))
-
-
-def test_threads_that_the_first_batch_leaves_idle_begin_others():
-    for batch_size in (1, 2, None):
-        barrier = threading.Barrier(3)
-        rows = Rows(6, lambda index, barrier=barrier: (barrier.wait(20), index)[1])
-        batches = [torch.as_tensor(batch).reshape(-1) for batch in in_threads(rows, batch_size)]
-        assert torch.cat(batches).tolist() == [*range(6)]
+    options = {"sampler": Counting(), "prefetch_factor": 2}
+    iterator = iter(in_threads(Rows(80, get), 4, **options))
+    assert len(asked) == 6 * 4  # as torch's loader asks
+    for delivered in range(1, 8):
+        next(iterator)
+        assert ends(lambda: len(done) >= 4 * (delivered + 6))  # noqa: B023 - called at once
+        assert len(done) == 4 * (delivered + 6)
+    assert len(asked) == (7 + 6) * 4
 
 
 def test_large_samples_are_copied_into_the_batch_by_the_threads(monkeypatch):
@@ -165,6 +152,15 @@ def test_a_stopped_pass_resumes_with_any_number_of_threads(seed):
         assert_same([*resumed], rest)
 
 
+def test_batches_may_pass_a_slow_one():
+    go_on = threading.Event()
+    rows = Rows(12, lambda index: index if index or go_on.wait(60) else None)
+    batches = iter(in_threads(rows, num_workers=2, in_order=False, timeout=20))
+    assert [next(batches).tolist() for _ in range(2)] == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    go_on.set()
+    assert [batch.tolist() for batch in batches] == [[0, 1, 2, 3]]
+
+
 def test_a_dataset_with_a_state_is_refused_a_state_by_name():
     loader = in_threads(Stateful(9))
     assert len([*loader]) == 3
@@ -178,10 +174,8 @@ def test_what_threads_cannot_do_is_refused():
             fastamp.DataLoader(Squares(3), worker=worker)
     with pytest.raises(ValueError, match="multiprocessing_context: expected None"):
         in_threads(Squares(3), multiprocessing_context="fork")
-    datasets = pytest.importorskip("datasets")
-    stream = datasets.Dataset.from_dict({"x": [1, 2]}).to_iterable_dataset()
-    with pytest.raises(TypeError, match="worker='thread': a Hugging Face stream"):
-        in_threads(stream)
+    with pytest.raises(TypeError, match="worker='thread': Stream is iterable, and threads call"):
+        in_threads(Stream(range(3)))
 
 
 def test_a_prefetch_factor_of_zero_is_refused_as_by_torch():

@@ -134,9 +134,7 @@ def test_nothing_is_pinned_on_apples_gpus_as_by_torch(options, gathered, monkeyp
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
     dataset = torch.arange(6) if gathered else range(6)
     loader = fastamp.DataLoader(dataset, 3, pin_memory=True, **options)
-    said = "set as true but not supported on MPS now, device pinned memory won't be used"
-    with pytest.warns(UserWarning, match=said):
-        assert [batch.tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5]]
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_an_init_function_that_asks_torch_in_a_thread_is_told_whom_to_ask():

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import fastamp
 from fastamp import _ops
-from fastamp.data import thread_tasks, threads, workers
+from fastamp.data import threads, workers
 from fastamp.data.gather import GatherSource
 from fastamp.metrics import tracker as trackers
 from fastamp.timer import events
@@ -242,11 +242,10 @@ def run(
     if features is None:
         features = tuple(feature for feature in ALL if model.rng.random() < 0.5)
     with (
-        model.installed(module, threads, thread_tasks, workers, trackers, events) as patch,
+        model.installed(module, threads, workers, trackers, events) as patch,
         _ops.use_only("fallback"),
     ):
         patch.setattr(trackers, "QUEUE", 4)
-        patch.setattr(GatherSource, "has_threads", model.rng.random() < 0.5)
         patch.setattr(GatherSource, "is_next_ready", lambda source: is_next_ready(model, source))
         patch.setattr(module, "_LATE", model.rng.choice((1, 32)), raising=False)
         try:

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 import fastamp
 
@@ -42,17 +42,6 @@ class Rows(Dataset):
         return torch.full((self.size,), float(index)), index
 
 
-class Part(IterableDataset):
-    def __init__(self, rng):
-        self.broken = rng.choice([-1, rng.randrange(20)])
-
-    def __iter__(self):
-        for index in range(20):
-            if index == self.broken:
-                raise LookupError(index)
-            yield torch.full((2000,), float(index))
-
-
 def init_fails(_worker):
     raise LookupError
 
@@ -74,10 +63,7 @@ def make_loader(rng):
         "worker": "thread",
         "persistent_workers": rng.random() < 0.3,
         "device": rng.choice([None, None, "meta"]),
-        "max_bytes": rng.choice([None, 1 << 23]),
     }
-    if rng.random() < 0.2:
-        return fastamp.DataLoader(Part(rng), **options)
     options["in_order"] = rng.random() < 0.8
     failing = rng.choice([None, None, None, "worker_init_fn", "collate_fn", "sampler"])
     if failing == "sampler":
