@@ -246,12 +246,14 @@ class _Loop(Run):
         loader = self.held_out.loader
         if isinstance(loader, DataLoader) and loader is not self.data.loader:
             loader.set_epoch(0)  # the same order each time, wherever the run was resumed
-        total, n_samples = torch.zeros((2,), dtype=torch.float64, device=self.device)
+        # Metal has no float64.
+        device = torch.device("cpu") if self.device.type == "mps" else self.device
+        total, n_samples = torch.zeros((2,), dtype=torch.float64, device=device)
         with self.timer("evaluate"), modes_kept(self.model):
             self.model.eval()
             for batch, n in self.held_out:
                 with self.autocast:
-                    loss = self.model_call(self.evaluated, batch).double()
+                    loss = self.model_call(self.evaluated, batch).to(device).double()
                 if n:
                     total += loss * n
                 n_samples += n

@@ -65,7 +65,7 @@ class Run:
         self.schedule = Schedule(
             self.optimizer, self.scaler, lambda n: config.lr_factor(n, self.total)
         )
-        self.timer = Timer(self.device)
+        self.timer = Timer(self.device if self.device.type == "cuda" else "cpu")
         self.tracker = MetricsTracker(sinks=[] if config.tracker is None else [self._hand_on])
         self.step = self.epoch = self.evaluated_at = 0
         self.has_ended = False  # no batch is left in the pass; its last step may not be done yet

@@ -13,12 +13,14 @@ import torch
 from support.stream_model import Model
 from support.trainable import make_data, make_model, run
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import fastamp
 from fastamp import ModelCall, TrainConfig, fine_tune
 from fastamp.bench.gpt import GPT, Shape
 from fastamp.bench.text import load_corpus
+from fastamp.train import random_state
 from fastamp.train.batches import Batches
 from fastamp.train.ranks import Ranks
 from fastamp.train.result import compare_ranks
@@ -432,3 +434,43 @@ def test_a_batch_from_a_gpu_has_arrived_when_it_is_trained_on_the_cpu():
         ((moved, n),) = Batches("train_data", [batch], config, Ranks(), shuffle=False)
         assert (moved.sum().item(), n) == (8.0, 4)
     assert model.found == []
+
+
+CPU, MPS = torch.device("cpu"), torch.device("mps")
+
+
+class OnMetal(torch.Tensor):
+    """A loss that lies on MPS."""
+
+
+class Metal(TorchFunctionMode):
+    """Takes the CPU for MPS, and has no float64 there."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.device:
+            return func(*args, **(kwargs or {}))
+        devices = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.device)]
+        is_far = MPS in devices or (OnMetal in types and not devices)
+        near = [CPU if isinstance(x, torch.device) else x for x in args]
+        named = {k: CPU if isinstance(x, torch.device) else x for k, x in (kwargs or {}).items()}
+        result = func(*near, **named)
+        if not isinstance(result, torch.Tensor):
+            return result
+        assert not (is_far and result.dtype == torch.float64), func
+        return result if is_far else result.as_subclass(torch.Tensor)
+
+
+def test_a_device_without_float64_and_without_a_clock_trains_and_evaluates(monkeypatch):
+    generator = torch.Generator()
+    expected = fine_tune(make_model(), [make_data()], [make_data(20)], TrainConfig(device="cpu"))
+
+    class Far(ModelCall):
+        def loss(self, output, target):
+            return super().loss(output, target).as_subclass(OnMetal)
+
+    monkeypatch.setattr(TrainConfig, "_has_device", lambda _: True)
+    monkeypatch.setattr(random_state, "_generator", lambda _: generator)
+    with Metal():
+        config = TrainConfig(device=MPS, model_call=Far())
+        result = fine_tune(make_model(), [make_data()], [make_data(20)], config)
+    assert result.val_loss.values.tolist() == expected.val_loss.values.tolist()
