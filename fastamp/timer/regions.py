@@ -4,7 +4,6 @@ In Python a region appends its duration to a list, which needs no lock; the list
 batches.
 """
 
-import contextlib
 import functools
 import os
 import threading
@@ -102,13 +101,14 @@ class Region:
             region, end, start_ns, outer = stack[0]
         except (AttributeError, TypeError):  # nothing was or is open
             return
-        if region is self:
-            stack[0] = outer
-        else:
-            found = self._take(stack)
-            if found is None:
-                return
-            _, end, start_ns, _ = found
+        if region is not self:
+            if self._is_open(stack):
+                try:
+                    region.__exit__(None, None, None)
+                finally:
+                    self.__exit__(None, None, None)
+            return
+        stack[0] = outer
         pending = self._pending
         pending.append(end_ns - start_ns)
         if len(pending) > _MAX_PENDING:
@@ -116,20 +116,12 @@ class Region:
         if end is not None:
             end(start_ns, end_ns)
 
-    def _take(self, stack: list[Any]) -> _Frame | None:
-        """Remove this region from the stack, and close the regions inside it."""
-        inner: list[_Frame] = []  # from the innermost one
+    def _is_open(self, stack: list[Any]) -> bool:
+        """Return whether this region is open; it may have been closed with one around it."""
         frame: _Frame | None = stack[0]
         while frame and frame[0] is not self:
-            inner.append(frame)
             frame = frame[3]
-        if frame is None:  # closed with a region around it
-            return None
-        with contextlib.ExitStack() as closing:  # all of them, also if the end of one raises
-            closing.callback(stack.__setitem__, 0, frame[3])
-            for region, *_ in reversed(inner):
-                closing.callback(region.__exit__, None, None, None)
-        return frame
+        return frame is not None
 
     def add(self, duration_ns: int) -> None:
         """Count a duration that was measured elsewhere."""

@@ -24,9 +24,6 @@ from fastamp._files import write
 from fastamp.timer.events import DeviceClock, Extras, Span
 from fastamp.timer.regions import Region, region_maker
 
-Histogram = tuple[tuple[int, int], ...]
-Times = tuple[float, float, float]
-
 _F = TypeVar("_F", bound="Callable[..., Any]")
 _T = TypeVar("_T")
 
@@ -245,9 +242,13 @@ class Timer:
             others = (device.gap_ns / 1e9, device.dropped, device.captured)
         count, sum_ns, min_ns, max_ns, buffer = figures
         hits = np.frombuffer(buffer, np.int64)
+        ranks = np.ceil(np.multiply((0.5, 0.9, 0.99), count))
+        found = middles_ns(np.searchsorted(hits.cumsum(), ranks))
+        p50, p90, p99 = (np.clip(found, min_ns, max_ns) / 1e9).tolist()
+        total, low, high = sum_ns / 1e9, min_ns / 1e9, max_ns / 1e9
+        mean = total / max(count, 1)
         histogram = tuple((bucket, int(hits[bucket])) for bucket in hits.nonzero()[0].tolist())
-        times = (sum_ns / 1e9, min_ns / 1e9, max_ns / 1e9)
-        return _region_stats(count, times, (host_s, *others), histogram)
+        return RegionStats(count, total, mean, low, high, p50, p90, p99, host_s, *others, histogram)
 
     def table(self) -> str:
         """Return `summary()` as text: a line for each region, then what was not timed and why."""
@@ -336,19 +337,6 @@ def _device(device: str | torch.device | None) -> torch.device:
         msg = f"device={str(chosen)!r}: no CUDA device is available here"
         raise RuntimeError(msg)
     return torch.device("cuda", torch._utils._get_device_index(chosen, optional=True))
-
-
-def _region_stats(
-    count: int, times: Times, others: tuple[float, float, int, int], histogram: Histogram
-) -> RegionStats:
-    """Add mean and percentiles, the middles of their buckets, to (total, min, max) in seconds."""
-    total, low, high = times
-    buckets, hits = np.array(histogram or [(0, 0)]).T
-    ranks = np.ceil(np.multiply((0.5, 0.9, 0.99), count))
-    found = buckets[np.searchsorted(hits.cumsum(), ranks)]
-    p50, p90, p99 = np.clip(middles_ns(found) / 1e9, low, high).tolist()
-    mean = total / max(count, 1)
-    return RegionStats(count, total, mean, low, high, p50, p90, p99, *others, histogram)
 
 
 def middles_ns(buckets: NDArray[np.int64]) -> NDArray[np.float64]:
