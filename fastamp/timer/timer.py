@@ -87,7 +87,7 @@ class Timer:
 
     Raises:
         ValueError: the device is neither "cpu" nor a CUDA device.
-        RuntimeError: the device is not available.
+        RuntimeError: the device is not available, or torch knows none of this name.
 
     Example:
         >>> timer = fastamp.Timer("cpu")
@@ -324,15 +324,13 @@ def _check_name(name: object) -> str:
 
 def _device(device: str | torch.device | None) -> torch.device:
     """Return the device to time, with its index."""
-    has_cuda, kind = torch.cuda.is_available(), None
-    with contextlib.suppress(RuntimeError, TypeError):  # those of a name or type that torch refuses
-        chosen = torch.device(device or ("cuda" if has_cuda else "cpu"))
-        kind = chosen.type
-    if kind not in ("cpu", "cuda"):
+    has_cuda = torch.cuda.is_available()
+    chosen = torch.device(device or ("cuda" if has_cuda else "cpu"))
+    if chosen.type == "cpu":
+        return chosen
+    if chosen.type != "cuda":
         msg = f"device: expected 'cpu' or a CUDA device, got {str(device)!r}"
         raise ValueError(msg)
-    if kind == "cpu":
-        return chosen
     if not has_cuda:
         msg = f"device={str(chosen)!r}: no CUDA device is available here"
         raise RuntimeError(msg)
