@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from fastamp.integrations.lightning_callbacks import AmpCallback
-from fastamp.integrations.lightning_package import pl
+from fastamp.integrations.lightning_callbacks import AmpCallback, pl
 from fastamp.step import GradScaler, StepReport, clip_grad_norm_
 from fastamp.step.native import parameters_of
 from fastamp.train import ModelCall

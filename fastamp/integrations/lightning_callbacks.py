@@ -1,4 +1,8 @@
-"""Callbacks for Lightning's Trainer that log what the steps found, and the precision to W&B."""
+"""Callbacks for Lightning's Trainer that log what the steps found, and the precision to W&B.
+
+Lightning's package is `lightning.pytorch`, or `pytorch_lightning`, its older name. Both have the
+same names and unrelated classes, so a process works with one of them.
+"""
 
 import math
 import sys
@@ -6,21 +10,32 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from fastamp.data.structure import contents_of
-from fastamp.integrations.lightning_package import pl
 from fastamp.metrics import MetricsTracker
-from fastamp.metrics.sinks import Scalar
+from fastamp.metrics.sinks import Scalar, require
 from fastamp.metrics.watch import ScalerWatch
 from fastamp.step import GradScaler
 
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 EVENTS = ("train/loss_scale", "train/gradient_overflow", "train/skipped_steps")
 
 
-class AmpCallback(pl.Callback):  # type: ignore[misc]
+def _import_lightning() -> Any:
+    """Import the package that the program imported first, else the one that is installed."""
+    imported = [name for name in list(sys.modules) if name in PACKAGES]
+    installed = [name for name in PACKAGES if find_spec(name.partition(".")[0])]
+    return require([*imported, *installed, *PACKAGES][0], "lightning")
+
+
+pl = _import_lightning()
+
+
+class AmpCallback(pl.Callback):  # type: ignore[misc, name-defined]
     """Log overflows, the loss scale, norms and the throughput to the loggers of a Trainer.
 
     - When it changes: "train/loss_scale".
@@ -116,7 +131,7 @@ def _log(loggers: Iterable[Any], scalars: list[Scalar]) -> None:
             logger.log_metrics(row, step=step)
 
 
-class AmpWandbCallback(pl.Callback):  # type: ignore[misc]
+class AmpWandbCallback(pl.Callback):  # type: ignore[misc, name-defined]
     """Log a Trainer's precision to W&B at the end of every training epoch.
 
     "amp/precision" is its name, as "16-mixed"; "amp/enabled" whether it is mixed; "amp/loss_scale"
