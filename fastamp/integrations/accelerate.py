@@ -1,6 +1,7 @@
 """Accelerate: after one call its `clip_grad_norm_` and `optimizer.step()` are one fused step."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def prepare(accelerator: Any, *, fold: bool = True) -> GradScaler:
     The loop stays as it is. `accelerator.clip_grad_norm_(parameters, max_norm)` reads the gradients
     once and returns their norm, a tensor, without a wait for the device. The `optimizer.step()`
     that follows unscales, clips and updates in one pass. Call it once, before
-    `accelerator.prepare`.
+    `accelerator.prepare`, or at least before schedulers are made on prepared optimizers.
 
     `accelerator.prepare(loader)` keeps a `fastamp.DataLoader`: over several processes it is that of
     `shard=True`, with the loader's `seed` or the first process's `torch.initial_seed()`. With a
@@ -57,7 +58,7 @@ def prepare(accelerator: Any, *, fold: bool = True) -> GradScaler:
         scaler that is not enabled.
 
     Raises:
-        RuntimeError: the Accelerator has prepared an optimizer before.
+        RuntimeError: a scheduler was made on a prepared optimizer before.
         TypeError: the scaler is not torch's own.
         ValueError: FSDP1, DeepSpeed, Megatron-LM or XLA clip and step by themselves.
 
@@ -72,14 +73,22 @@ def prepare(accelerator: Any, *, fold: bool = True) -> GradScaler:
         msg = f"accelerator: its distributed_type {kind} clips and steps by itself"
         raise ValueError(msg + " (FSDP2 does not: fsdp_version=2)" * (kind == "FSDP"))
     if not has_methods_of(accelerator, _Accelerator):
-        if accelerator._optimizers:
-            msg = "accelerator: it has prepared an optimizer already; call this before"
-            raise RuntimeError(msg)
+        for optimizer in accelerator._optimizers:
+            _check(optimizer)
         split = SplitStep(replace_scaler(accelerator, "accelerator"))
         put_before(accelerator, _Accelerator)
         accelerator._split = split
-    accelerator._may_fold = lambda: fold
+        for optimizer in accelerator._optimizers:
+            accelerator._adopt(optimizer)
+    accelerator._may_fold = partial(bool, fold)
     return accelerator._split.scaler  # type: ignore[no-any-return]
+
+
+def _check(optimizer: Any) -> None:
+    """Refuse an optimizer whose `step` a scheduler has replaced on the instance."""
+    if "step" in vars(optimizer) and not has_methods_of(optimizer, _Optimizer):
+        msg = "prepare: call it before a scheduler is made on a prepared optimizer"
+        raise RuntimeError(msg)
 
 
 class _Accelerator:
@@ -96,11 +105,7 @@ class _Accelerator:
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
         """Prepare an optimizer, whose steps fastamp makes."""
         made = stock(self).prepare_optimizer(optimizer, device_placement)
-        if not type(made.optimizer).__module__.startswith("lomo_optim"):  # it steps in backward
-            put_before(made, _Optimizer)
-            made._split = self._split
-            if made.scaler is not None:
-                made.scaler = self.scaler
+        self._adopt(made)
         return made
 
     def prepare_data_loader(
@@ -115,6 +120,15 @@ class _Accelerator:
             )
         self._dataloaders.append(made)
         return made
+
+    def _adopt(self, optimizer: Any) -> None:
+        if type(optimizer.optimizer).__module__.startswith("lomo_optim"):
+            return  # it steps in the backward pass
+        _check(optimizer)
+        put_before(optimizer, _Optimizer)
+        optimizer._split = self._split
+        if optimizer.scaler is not None:
+            optimizer.scaler = self.scaler
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Scale the loss if there is a scaler, and compute gradients; see Accelerate."""

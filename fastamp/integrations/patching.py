@@ -49,8 +49,18 @@ def stock(instance: Any) -> Any:
 
 @cache
 def _subclass(ours: Any, cls: Any) -> Any:
+    def reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:
+        """Pickle and copy the object; unpickling makes the class again."""
+        reduced: Any = stock(self).__reduce_ex__(protocol)
+        return (_make, (ours, cls), *reduced[2:])
+
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "ours": ours}
     own = {name: value for name, value in vars(ours).items() if name not in ("__dict__", *names)}
-    made: Any = type(cls.__name__, (cls,), own | names)
+    made: Any = type(cls.__name__, (cls,), own | names | {"__reduce_ex__": reduce_ex})
     made.made = made
     return made
+
+
+def _make(ours: Any, cls: Any) -> Any:
+    made = _subclass(ours, cls)
+    return made.__new__(made)

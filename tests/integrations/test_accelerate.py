@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -36,13 +37,14 @@ def make_accelerator(precision="no", accumulate=1):
     return use_fp16(own) if precision == "fp16" else own
 
 
-def train(accelerator, batches, make_optimizer, **options):
+def train(accelerator, batches, make_optimizer, *, late=False, **options):
     """Train as Accelerate's documentation has it; return all that can be seen."""
     model = make_model()
     optimizer = make_optimizer(model.parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    scaler = prepare(accelerator, **options)
+    scaler = None if late else prepare(accelerator, **options)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    scaler = scaler or prepare(accelerator, **options)
     seen = []
     for x, y in batches:
         with accelerator.accumulate(model):
@@ -92,7 +94,7 @@ def test_clip_and_step_are_fastamps_one_step(batches, precision, name, accumulat
     expected, schedule, stock, seen = train_by_hand(
         batches, OPTIMIZERS[name], precision, accumulate
     )
-    for options in ({}, {"fold": False}):
+    for options in ({}, {"fold": False}, {"late": True}):
         own = make_accelerator(precision, accumulate)
         model, ours, scaler, found = train(own, batches, OPTIMIZERS[name], **options)
         assert scaler is (own.scaler if precision == "fp16" else prepare(own))
@@ -314,32 +316,33 @@ def test_a_program_may_hold_a_schedule_as_accelerates_own_tests_do():
     assert schedule.get_last_lr() == [1.0]
 
 
-def test_a_prepared_optimizer_is_copied():
+def test_a_prepared_optimizer_is_pickled_and_copied():
     for precision in ("fp16", "no"):
         own = make_accelerator(precision)
         prepare(own)
         optimizer = own.prepare(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=1.0))
-        again = copy.deepcopy(optimizer)
-        assert type(again) is type(optimizer)
-        parameter = again.param_groups[0]["params"][0]
-        loss = parameter.sum()
-        (loss if again.scaler is None else again.scaler.scale(loss)).backward()
-        again.step()
-        assert parameter.tolist() == [0, 0, 0]
+        for again in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
+            assert type(again) is type(optimizer)
+            assert isinstance(again, accelerate.optimizer.AcceleratedOptimizer)
+            parameter = again.param_groups[0]["params"][0]
+            loss = parameter.sum()
+            (loss if again.scaler is None else again.scaler.scale(loss)).backward()
+            again.step()
+            assert parameter.tolist() == [0, 0, 0]
 
 
-def test_a_prepared_accelerator_is_copied():
+def test_a_prepared_accelerator_is_pickled_and_copied():
     for precision in ("fp16", "no"):
         own = make_accelerator(precision)
         prepare(own)
         own.prepare(torch.optim.SGD([torch.nn.Parameter(torch.full((4,), 2.0))], lr=1.0))
-        again = copy.deepcopy(own)
-        (optimizer,) = again._optimizers
-        (parameter,) = optimizer.param_groups[0]["params"]
-        again.backward((parameter * parameter).sum() / 2)
-        assert again.clip_grad_norm_([parameter], 2.0).item() == 4.0
-        optimizer.step()
-        assert parameter.tolist() == pytest.approx([1, 1, 1, 1])
+        for again in (pickle.loads(pickle.dumps(own)), copy.deepcopy(own)):
+            (optimizer,) = again._optimizers
+            (parameter,) = optimizer.param_groups[0]["params"]
+            again.backward((parameter * parameter).sum() / 2)
+            assert again.clip_grad_norm_([parameter], 2.0).item() == 4.0
+            optimizer.step()
+            assert parameter.tolist() == pytest.approx([1, 1, 1, 1])
 
 
 def test_the_scalers_state_is_taken_over_and_saved(tmp_path):
@@ -377,7 +380,8 @@ def test_what_cannot_be_prepared_is_refused_before_anything_is_touched():
             prepare(SimpleNamespace(distributed_type=SimpleNamespace(value=kind)))
     own = make_accelerator()
     optimizer = own.prepare(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=1.0))
-    with pytest.raises(RuntimeError, match="it has prepared an optimizer already; call this bef"):
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    with pytest.raises(RuntimeError, match="before a scheduler is made on a prepared optimizer"):
         prepare(own)
     assert type(own) is accelerate.Accelerator
     assert type(optimizer) is accelerate.optimizer.AcceleratedOptimizer
