@@ -18,10 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Self
 
-from fastamp._files import write
 from fastamp.data.checks import as_integer
 from fastamp.data.own_threads import start
-from fastamp.metrics.sinks import require
 from fastamp.train.check import (
     ANY,
     attempt,
@@ -34,8 +32,9 @@ from fastamp.train.check import (
 from fastamp.train.random_state import all_devices, check_rng_state, rng_state, set_rng_state
 from fastamp.train.ranks import Ranks
 from fastamp.train.signals import Signals
-from fastamp.train.state_file import CheckpointError, as_plain, copied, read_file, write_file
+from fastamp.train.state_file import CheckpointError, as_plain, read_file, write_file
 from fastamp.train.store import Store
+from fastamp.train.weights import copied, save_weights
 
 _EXCHANGE_EVERY = 10  # steps, after which ranks tell each other of a signal
 _SIGNS = {None: 0, "min": 1, "max": -1}  # of a metric that is better when it is lower
@@ -267,17 +266,7 @@ class Checkpointer:
             ImportError: safetensors is not installed; it comes with the extra `safetensors`.
             OSError: it cannot be written.
         """
-        safetensors = require("safetensors.torch", "safetensors")
-        named = self._model.named_parameters, self._model.named_buffers
-        again = {name for each in named for name, _ in each(remove_duplicate=False)}  # if tied
-        again -= {name for each in named for name, _ in each()}
-        tensors = {}
-        for name, value in self._model.state_dict().items():
-            if isinstance(value, Tensor) and name not in again:
-                whole = value.full_tensor() if hasattr(value, "full_tensor") else value.detach()
-                if self._ranks.rank == 0:  # a copy: safetensors refuses tensors that share memory
-                    tensors[name] = whole.to("cpu", copy=True).contiguous()
-        self._ranks.first(lambda: write(Path(path), safetensors.save(tensors)))
+        save_weights(self._model, Path(path), self._ranks)
 
     def _received(self, step: int, *, is_due: bool) -> int | None:
         """Return a signal that this or another rank has received."""

@@ -1,6 +1,5 @@
 """A checkpoint's file: a state of tensors and plain values, with sums; reading it runs no code."""
 
-import copy
 import errno
 import io
 import os
@@ -16,7 +15,7 @@ from typing import Any, BinaryIO, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from fastamp._files import create, open_regular
 
@@ -101,21 +100,6 @@ def as_plain(entry: Any, *, may_be_sharded: bool = False) -> Any:
 def _left_out(tensor: Tensor) -> Tensor | None:
     """Return None in place of a tensor that can be read; those of other classes are tried."""
     return None if type(tensor) in _PLAIN or hasattr(tensor, "full_tensor") else tensor
-
-
-def copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy on the host, in which tensors that are the same memory still are."""
-    copies: dict[Any, Tensor] = {}
-    memo: dict[int, Any] = {}
-    for leaf in tree_leaves(state):
-        if isinstance(leaf, Tensor):
-            key: Any = id(leaf)
-            if leaf.layout is torch.strided:
-                key = leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype
-            if key not in copies:
-                copies[key] = leaf.detach().to("cpu", copy=True)
-            memo[id(leaf)] = copies[key]
-    return copy.deepcopy(state, memo)
 
 
 def _find_kinds(state: Any) -> set[type]:
