@@ -186,7 +186,8 @@ def _about_data(profile: Profile) -> Iterator[Advice]:
     on_gpu, gathered = profile.device.startswith("cuda"), path.startswith("gathered")
     why = f"the loop waits for data in {share:.0%} of its time, and no more can be saved"
     gain = profile.gain(VANISHES, "data")
-    what = f"num_workers={count_cores()} (try worker='thread', too)"
+    what = f"num_workers={count_cores()}"
+    what += "" if facts.iterable else " (try worker='thread', too)"
     if not facts.iterable and "collate_fn" not in path:  # arrays, which need no workers
         arrays = "fastamp.in_memory(dataset) or another ArrayDataset, "
         what = f"{arrays}if its items never change and fit in memory; else {what}"

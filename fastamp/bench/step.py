@@ -52,10 +52,10 @@ def prepare(args: argparse.Namespace) -> Task:
     args.shapes = args.shapes or parse_shapes(",".join(ROWS))
     work = {name: args.work or ROWS.get(name, " ".join(WORK)).split() for name in args.shapes}
     names = [f"{shape}/{each}" for shape in args.shapes for each in dict.fromkeys(work[shape])]
-    for name in names if args.work else ():
-        if problem := _lacks(args, name):
-            refuse("--work", name, problem)
-    names = [name for name in names if not _lacks(args, name)]
+    lacking = {name: problem for name in names if (problem := _lacks(args, name))}
+    for name, problem in lacking.items() if args.work or len(lacking) == len(names) else ():
+        refuse("--work", name, problem)
+    names = [name for name in names if name not in lacking]
     return {"races": names, "seed": args.seed}, partial(_run, args, names)
 
 

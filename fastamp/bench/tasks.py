@@ -175,7 +175,9 @@ def _import(place: str) -> ModuleType:
     A worker finds it by its name, too, so its classes can be pickled.
     """
     path = Path(place).absolute() if place.endswith(".py") else None
-    if path is not None and str(path.parent) not in sys.path:
+    if path is not None and "." in path.stem:
+        refuse("task", str(path), "cannot be imported: a module has no dot in its name")
+    if path is not None and str(path.parent) != sys.path[0]:
         sys.path.insert(0, str(path.parent))
     importlib.invalidate_caches()  # the file may be new
     with Part(place if path is None else path.name, "its import"):

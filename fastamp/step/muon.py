@@ -60,7 +60,10 @@ class MuonBackend:
                     return "a parameter is twice in a group"
                 for each in (param, grad, matrix.buffer):
                     begin = each.data_ptr()
-                    places += [(begin, begin + each.nbytes)] if begin else []
+                    size = (
+                        each.nbytes if each.is_contiguous() else 1
+                    )  # columns may lie side by side
+                    places += [(begin, begin + size)] if begin else []
         places.sort()
         if any(end > begin for (_, end), (begin, _) in pairwise(places)):
             return "tensors share their memory"

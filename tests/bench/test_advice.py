@@ -225,6 +225,7 @@ def test_arrays_are_advised_before_workers_where_they_can_be_made(make):
         said = say(dataset, **options)
         assert "in_memory" not in said  # is not for these
         assert "num_workers=" in said
+        assert ("worker='thread'" in said) == isinstance(dataset, Rows)  # threads refuse streams
     for dataset in (TensorDataset(torch.ones(8, 2)), Subset(Rows().x, [3, 1]), torch.ones(8, 2)):
         assert "workers" not in say(dataset)
 

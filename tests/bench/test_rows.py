@@ -311,3 +311,6 @@ def test_muon_needs_matrices_and_a_torch_that_has_it(monkeypatch, capsys):
     assert "argument --work: '3x4x4/muon' needs torch 2.9" in said("3x4x4")
     args = argparse.Namespace(shapes=None, work=None, seed=0)
     assert not any("muon" in race for race in step.prepare(args)[0]["races"])
+    with pytest.raises(SystemExit):
+        main(["step", "--device", "cpu", "--shapes", "width128"])
+    assert "argument --work: 'width128/muon' needs torch 2.9" in capsys.readouterr().err

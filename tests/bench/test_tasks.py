@@ -219,6 +219,7 @@ def test_a_task_that_cannot_be_found_is_a_bad_argument(tmp_path, capsys):
         f"{tmp_path}/missing.py:make": "missing.py: its import raised ModuleNotFoundError",
         f"{tmp_path}/wrong.py:make": "wrong.py: its import raised NameError: name 'fail'",
         f"{tmp_path}/quits.py:make": "quits.py: its import raised SystemExit: no",
+        f"{tmp_path}/run.v2.py:make": "cannot be imported: a module has no dot in its name",
         f"{tmp_path}/json.py:make": "another module is called 'json'",
         f"{tmp_path}/right.py:make": "has a int there",
         f"{tmp_path}/right.py:made": "has no such function",

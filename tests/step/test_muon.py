@@ -394,6 +394,14 @@ def test_gradients_in_another_order_get_the_same_bits(value, backend, device):
     assert same_bits(*found)
 
 
+def test_columns_of_one_tensor_share_no_memory(backend, device):
+    values = random((16, 24), torch.float32, device)
+    parts = [torch.nn.Parameter(values[:, at : at + 8]) for at in (0, 8, 16)]
+    for p in parts:
+        p.grad = torch.ones_like(p)
+    own_step(torch.optim.Muon(parts))
+
+
 def with_option(name, value):
     def change(_, optimizer):
         optimizer.param_groups[1][name] = value
