@@ -59,10 +59,8 @@ class MuonBackend:
                 if known is not matrix:
                     return "a parameter is twice in a group"
                 for each in (param, grad, matrix.buffer):
-                    begin = each.data_ptr()
-                    size = (
-                        each.nbytes if each.is_contiguous() else 1
-                    )  # columns may lie side by side
+                    # Between the rows of one with gaps there may be another's.
+                    size, begin = each.nbytes if each.is_contiguous() else 1, each.data_ptr()
                     places += [(begin, begin + size)] if begin else []
         places.sort()
         if any(end > begin for (_, end), (begin, _) in pairwise(places)):

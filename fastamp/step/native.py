@@ -143,15 +143,19 @@ def read(optimizer: Optimizer) -> NativeStep | str:
 
 def read_all(optimizers: Sequence[Optimizer]) -> list[NativeStep] | str:
     """Read those of several optimizers that have a gradient; or say why torch has to step."""
-    found = [read(each) for each in optimizers]
-    reasons = [step for step in found if isinstance(step, str)]
-    steps = [step for step in found if not isinstance(step, str)]
-    others = [why for why in reasons if why != _ops.NO_GRADIENT or not steps]
-    if others:
-        return others[0]
-    for each, step in zip(optimizers, found, strict=True):
-        if isinstance(step, str):
-            note_step(each)  # which does nothing
+    steps, idle = [], []
+    for each in optimizers:
+        step = read(each)
+        if not isinstance(step, str):
+            steps.append(step)
+        elif step == _ops.NO_GRADIENT:
+            idle.append(each)
+        else:
+            return step
+    if not steps:
+        return _ops.NO_GRADIENT
+    for each in idle:
+        note_step(each)  # which does nothing
     return steps
 
 
