@@ -1,6 +1,5 @@
 // The GPU's passes over the gradients. Launches on the caller's stream only, allocates nothing, and
-// reads nothing back; the order of addition is that of step/math.h. Where float64 is slow, pairs of
-// float32 are summed instead, and again in that order if the norm's last bit may depend on it.
+// reads nothing back; the order of addition is that of step/math.h.
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -17,8 +16,10 @@ namespace {
 
 constexpr int kThreads = kWarp * static_cast<int>(kStripsPerChunk);  // one warp for each strip
 
-/// How a kernel adds: in order; in pairs of float32; in order after pairs were not enough.
-enum class Sums { kInOrder, kInPairs, kAgain };
+// 768 threads with kRows vectors each have 96 KB in flight; memory that gives 5 TB/s after 0.7 us
+// to 132 multiprocessors needs 27 KB on each, and 8 TB/s to 148 need 38. Three blocks leave a
+// thread 80 registers, of which the vectors take 32.
+constexpr int kBlocksPerProcessor = 3;
 
 struct Entry {
   void* data;
@@ -38,9 +39,9 @@ __device__ TensorView find_chunk(const GradTable& table, std::uint32_t index) {
   return {static_cast<char*>(entry.data) + place.start * size_of(dtype), place.numel, dtype};
 }
 
-/// Reduces one chunk with one block. The result is thread 0's.
-template <Sums kSums>
-__device__ double reduce_chunk(const GradTable& table) {
+/// One block reduces one chunk into partial[blockIdx.x].
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
+    reduce_kernel(const GradTable __grid_constant__ table, double* partial) {
   __shared__ double strips[kStripsPerChunk];
   const TensorView chunk = find_chunk(table, blockIdx.x);
   const int strip = static_cast<int>(threadIdx.x) / kWarp;
@@ -49,13 +50,11 @@ __device__ double reduce_chunk(const GradTable& table) {
   const double sum = visit_dtype(chunk.dtype, [&](auto tag) {
     const auto* data = static_cast<const decltype(tag)*>(chunk.data) + start;
     const int numel = left < kStrip ? left : static_cast<int>(kStrip);
-    if (left <= 0) return 0.0;
-    if constexpr (kSums == Sums::kInPairs) return reduce_in_pairs(data, numel);
-    return reduce_in_order<kSums == Sums::kAgain ? 1 : kUnroll>(data, numel);
+    return left > 0 ? reduce_strip(data, numel) : 0.0;
   });
   if (threadIdx.x % kWarp == 0) strips[strip] = sum;
   __syncthreads();
-  return threadIdx.x == 0 ? join_lanes<kStripsPerChunk>(strips) : 0;
+  if (threadIdx.x == 0) partial[blockIdx.x] = join_lanes<kStripsPerChunk>(strips);
 }
 
 /// Joins the chunks with one block. The result is thread 0's.
@@ -75,46 +74,9 @@ __device__ double join_chunks(const double* partial, std::int64_t num_chunks) {
   return thread == 0 ? lanes[0] : 0;
 }
 
-/// One block reduces one chunk into partial[blockIdx.x].
-template <Sums kSums>
-__global__ void __launch_bounds__(kThreads)
-    reduce_kernel(const GradTable __grid_constant__ table, double* partial) {
-  const double sum = reduce_chunk<kSums>(table);
-  if (threadIdx.x == 0) partial[blockIdx.x] = sum;
-}
-
-/// One block of kFinalLanes threads joins the chunks and computes what the step needs. If chunks in
-/// pairs leave the norm uncertain, it sets work[0] to -1, which requests them again.
-template <Sums kSums>
+/// One block of kFinalLanes threads joins the chunks and computes what the step needs.
 __global__ void __launch_bounds__(kFinalLanes)
     finish_kernel(double* work, std::int64_t num_chunks, ClipSpec clip, GradStats* stats) {
-  const double reduced = join_chunks(work + 1, num_chunks);
-  if (threadIdx.x != 0) return;
-  if constexpr (kSums == Sums::kInPairs)
-    if (num_chunks > 0 && !is_certain(reduced, clip)) {
-      work[0] = -1;
-      return;
-    }
-  work[0] = reduced;
-  *stats = finish(reduced, clip);
-}
-
-/// Does nothing unless finish_kernel requests it. Then each block reduces one chunk in order and
-/// counts work[0] down, from -1; the last block of all tables finishes.
-__global__ void __launch_bounds__(kThreads)
-    again_kernel(const GradTable __grid_constant__ table, std::int64_t first, double* work,
-                 std::int64_t num_chunks, ClipSpec clip, GradStats* stats) {
-  __shared__ bool is_last;
-  if (!(work[0] < 0)) return;
-  const double sum = reduce_chunk<Sums::kAgain>(table);
-  if (threadIdx.x == 0) {
-    work[1 + first + blockIdx.x] = sum;
-    __threadfence();  // whoever sees the count sees the sum
-    is_last = atomicAdd(work, -1.0) == static_cast<double>(-num_chunks);
-  }
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
   const double reduced = join_chunks(work + 1, num_chunks);
   if (threadIdx.x != 0) return;
   work[0] = reduced;
@@ -166,43 +128,19 @@ void for_each_table(const TensorList& tensors, const Use& use) {
   });
 }
 
-/// Says whether a device has few float64 units: 2 for each multiprocessor in place of 32 or 64.
-bool has_slow_float64(int device_index) {
-  int ratio = 0;
-  check_cuda(
-      cudaDeviceGetAttribute(&ratio, cudaDevAttrSingleToDoublePrecisionPerfRatio, device_index),
-      "cudaDeviceGetAttribute");
-  return ratio > 4;
-}
-
-template <Sums kSums>
-void launch_stats(const TensorList& tensors, const ClipSpec& clip, double* work, GradStats* stats,
-                  cudaStream_t stream) {
+void grad_stats(const TensorList& tensors, const ClipSpec& clip, double* work, GradStats* stats,
+                const Launch& where) {
+  const DeviceGuard guard(where.device_index);
+  const auto stream = static_cast<cudaStream_t>(where.stream);
   // One block per chunk: a chunk is 128 or 256 KiB, so large gradients fill the device many times
   // over and small tensors cost one block each.
   std::int64_t chunks = 0;
   for_each_table(tensors, [&](const GradTable& table) {
-    launch("reduce_kernel", reduce_kernel<kSums>, table.num_chunks, kThreads, stream, table,
+    launch("reduce_kernel", reduce_kernel, table.num_chunks, kThreads, stream, table,
            work + 1 + chunks);
     chunks += table.num_chunks;
   });
-  launch("finish_kernel", finish_kernel<kSums>, 1, kFinalLanes, stream, work, chunks, clip, stats);
-  if constexpr (kSums == Sums::kInPairs) {
-    std::int64_t first = 0;
-    for_each_table(tensors, [&](const auto& table) {
-      launch("again_kernel", again_kernel, table.num_chunks, kThreads, stream, table, first, work,
-             chunks, clip, stats);
-      first += table.num_chunks;
-    });
-  }
-}
-
-void grad_stats(const TensorList& tensors, const ClipSpec& clip, double* work, GradStats* stats,
-                const Launch& where) {
-  const DeviceGuard guard(where.device_index);
-  const bool slow = has_slow_float64(where.device_index);
-  const auto launch_all = slow ? launch_stats<Sums::kInPairs> : launch_stats<Sums::kInOrder>;
-  launch_all(tensors, clip, work, stats, static_cast<cudaStream_t>(where.stream));
+  launch("finish_kernel", finish_kernel, 1, kFinalLanes, stream, work, chunks, clip, stats);
 }
 
 void rescale(const TensorList& tensors, const float* factor, const Launch& where) {
@@ -224,11 +162,8 @@ void check_device(int device_index) {
                              ", and the kernels need one for 12.1 or later; update the driver");
   try {
     const DeviceGuard guard(device_index);
-    check_kernel("reduce_kernel", reduce_kernel<Sums::kInOrder>);
-    check_kernel("finish_kernel", finish_kernel<Sums::kInOrder>);
-    check_kernel("reduce_kernel", reduce_kernel<Sums::kInPairs>);
-    check_kernel("finish_kernel", finish_kernel<Sums::kInPairs>);
-    check_kernel("again_kernel", again_kernel);
+    check_kernel("reduce_kernel", reduce_kernel);
+    check_kernel("finish_kernel", finish_kernel);
     check_kernel("rescale_kernel", rescale_kernel);
     check_update_kernels();
   } catch (const std::runtime_error& error) {

@@ -8,8 +8,7 @@ namespace fastamp {
 
 struct OpTable {
   /// Reads every element once. `work` has 1 + (chunks of all tensors) slots on the tensors' device;
-  /// work[0] becomes the float64 sum of squares in the order of step/math.h (on GPUs with slow
-  /// float64, within kPairsError of it, and the norm the same); the rest is scratch.
+  /// work[0] becomes the float64 sum of squares in the order of step/math.h; the rest is scratch.
   void (*grad_stats)(const TensorList& tensors, const ClipSpec& clip, double* work,
                      GradStats* stats, const Launch& launch);
 

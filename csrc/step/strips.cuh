@@ -1,5 +1,5 @@
 // How a warp reduces a strip: in the order of step/math.h, with aligned vectors wherever the strip
-// begins; or in pairs of float32, in the order that is fastest.
+// begins.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace fastamp {
 constexpr int kWarp = 32;
 constexpr unsigned kWholeWarp = 0xffffffffU;
 constexpr int kVectorBytes = 16;  // of one load or store
-constexpr int kUnroll = 8;        // loads in flight per thread
+constexpr int kRows = 8;          // vectors that a thread loads before it adds the first
 
 template <typename T>
 struct alignas(kVectorBytes) Vector {
@@ -27,32 +27,6 @@ __device__ int count_head(const T* data, int numel) {
   const auto past = reinterpret_cast<std::uintptr_t>(data) % kVectorBytes / sizeof(T);
   const int head = (kSize - static_cast<int>(past)) % kSize;
   return head < numel ? head : numel;
-}
-
-/// Calls add(i, x) for the part of a strip that is this thread's, with kRows loads in flight; x is
-/// the i-th of its vector. Vectors begin `head` elements into the strip; the elements before them
-/// are the last thread's.
-template <int kRows, typename T, typename Add>
-FASTAMP_INLINE __device__ void visit_strip(const T* data, int numel, int head, const Add& add) {
-  constexpr int kSize = Vector<T>::kSize;
-  constexpr int kLanes = kWarp * kSize;
-  const int thread = static_cast<int>(threadIdx.x) % kWarp;
-  if (thread == kWarp - 1)
-#pragma unroll
-    for (int i = 0; i < kSize; ++i)
-      if (i >= kSize - head) add(i, to_float(data[i - (kSize - head)]));
-  const int first = thread * kSize;
-  int start = head;
-#pragma unroll kRows
-  for (; start + kLanes <= numel; start += kLanes) {
-    const auto row = *reinterpret_cast<const Vector<T>*>(data + start + first);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) add(i, to_float(row.values[i]));
-  }
-  if (start < numel)
-#pragma unroll
-    for (int i = 0; i < kSize; ++i)
-      if (start + first + i < numel) add(i, to_float(data[start + first + i]));
 }
 
 /// Rotates the lanes of a warp, kSize in each thread, up by `count` < kSize.
@@ -73,43 +47,49 @@ __device__ void rotate(double* lanes, int count) {
 }
 
 /// Reduces one strip with one warp. Where vectors begin `head` elements into the strip, thread t
-/// adds to the lanes from t * kSize + head on; then the lanes are rotated, and it holds those from
-/// t * kSize to (t + 1) * kSize - 1. The result is thread 0's. This function and the next are not
-/// inlined, so that they are compiled once for all kernels: a call costs nothing beside a strip.
-template <int kRows, typename T>
-__device__ __attribute__((noinline)) double reduce_in_order(const T* data, int numel) {
+/// adds to the lanes from t * kSize + head on, and the last thread has the elements before them.
+/// Then the lanes are rotated, so that thread t has those from t * kSize on. The result is thread
+/// 0's. It is not inlined, so that it is compiled once for all kernels: a call costs nothing beside
+/// a strip.
+template <typename T>
+__device__ __attribute__((noinline)) double reduce_strip(const T* data, int numel) {
   constexpr int kSize = Vector<T>::kSize;
+  constexpr int kLanes = kWarp * kSize;
   const int head = count_head(data, numel);
+  const int thread = static_cast<int>(threadIdx.x) % kWarp;
   double lanes[kSize] = {};
-  visit_strip<kRows>(data, numel, head, [&](int lane, float x) { lanes[lane] += square(x); });
+  const auto add = [&](int lane, T x) { lanes[lane] += square(to_float(x)); };
+  if (thread == kWarp - 1)
+#pragma unroll
+    for (int i = 0; i < kSize; ++i)
+      if (i >= kSize - head) add(i, data[i - (kSize - head)]);
+  const T* from = data + head + thread * kSize;
+  int left = numel - head;
+  const auto add_rows = [&](auto has_row) FASTAMP_INLINE_LAMBDA {
+    Vector<T> rows[kRows] = {};  // where there is no row, zeros, which change no sum
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+      if (has_row(r)) rows[r] = *reinterpret_cast<const Vector<T>*>(from + r * kLanes);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) add(i, rows[r].values[i]);
+    from += kRows * kLanes;
+    left -= kRows * kLanes;
+  };
+  while (left >= kRows * kLanes) add_rows([](int) { return true; });
+  if (left >= kLanes) add_rows([&](int r) { return left >= (r + 1) * kLanes; });
+  const int rest = (numel - head) % kLanes;
+  from = data + numel - rest + thread * kSize;
+#pragma unroll
+  for (int i = 0; i < kSize; ++i)
+    if (thread * kSize + i < rest) add(i, from[i]);
   rotate<kSize>(lanes, head);
 #pragma unroll 1  // once a strip
   for (int offset = kWarp / 2; offset > 0; offset /= 2)
 #pragma unroll
     for (int i = 0; i < kSize; ++i) lanes[i] += __shfl_down_sync(kWholeWarp, lanes[i], offset);
   return join_lanes<kSize>(lanes);
-}
-
-/// Reduces one strip with one warp in pairs of float32; where they are not accurate, as above.
-template <typename T>
-__device__ __attribute__((noinline)) double reduce_in_pairs(const T* data, int numel) {
-  constexpr int kSize = Vector<T>::kSize;
-  Pair lanes[kSize] = {};
-  float largest = 0;
-  visit_strip<kUnroll>(data, numel, count_head(data, numel), [&](int lane, float x) {
-    lanes[lane] = lanes[lane] + Pair::square(x);
-    largest = fmaxf(largest, fabsf(x));
-  });
-  Pair sum = join_lanes<kSize>(lanes);
-#pragma unroll 1  // once a strip
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    sum = sum + Pair{__shfl_down_sync(kWholeWarp, sum.high, offset),
-                     __shfl_down_sync(kWholeWarp, sum.low, offset)};
-    largest = fmaxf(largest, __shfl_down_sync(kWholeWarp, largest, offset));
-  }
-  const int accurate = is_accurate(sum, largest) ? 1 : 0;
-  if (__shfl_sync(kWholeWarp, accurate, 0) == 0) return reduce_in_order<1>(data, numel);
-  return static_cast<double>(sum.high) + static_cast<double>(sum.low);
 }
 
 }  // namespace fastamp

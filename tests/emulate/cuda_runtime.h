@@ -37,14 +37,6 @@ T __shfl_down_sync(unsigned mask, T value, int offset) {
   return __shfl_sync(mask, value, lane + offset < 32 ? lane + offset : lane);
 }
 
-/// Not atomic: blocks run one after the other, and one thread of a block calls it.
-inline double atomicAdd(double* address, double value) {
-  const double old = *address;
-  *address += value;
-  return old;
-}
-inline void __threadfence() {}
-
 enum cudaError_t {
   cudaSuccess,
   cudaErrorInvalidConfiguration,
@@ -76,13 +68,6 @@ inline cudaError_t cudaSetDevice(int device) {
 
 inline cudaError_t cudaDriverGetVersion(int* version) {
   *version = 13000;
-  return cudaSuccess;
-}
-
-enum cudaDeviceAttr { cudaDevAttrSingleToDoublePrecisionPerfRatio };
-
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = fastamp::emulate::float64_ratio;
   return cudaSuccess;
 }
 

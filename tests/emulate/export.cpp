@@ -12,10 +12,5 @@ extern "C" const fastamp::OpTable* fastamp_emulated_ops(std::size_t* size) {
   return &fastamp::cuda_ops();
 }
 
-/// Sets how many times faster float32 is than float64: 2 in data centers' GPUs, 64 in most others.
-extern "C" void fastamp_emulated_float64_ratio(int ratio) {
-  fastamp::emulate::float64_ratio = ratio;
-}
-
 /// Returns how many kernels were launched so far.
 extern "C" unsigned fastamp_emulated_launches() { return emulated_launches; }

@@ -10,9 +10,6 @@ namespace fastamp::emulate {
 constexpr unsigned kWarp = 32;
 constexpr unsigned kMaxThreads = 1024;  // of a block
 
-/// How many times faster float32 is than float64; tests set it. Most GPUs have 32 or 64.
-inline int float64_ratio = 64;
-
 struct Index {
   unsigned x = 1, y = 1, z = 1;
 };

@@ -1,4 +1,4 @@
-// Gradients read and rescaled, and sums in pairs.
+// Gradients read and rescaled.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -92,27 +92,6 @@ void fuzz_step(Input& input) {
       const bool is_exact = view.dtype == DType::kFloat32 || factor == 1.0F;
       if (is_exact) require(same(element(view, i), product), "a rescaled gradient");
     }
-}
-
-/// Sums in pairs, as a lane of a strip is, to the bound that step/math.h proves for a strip.
-void fuzz_pairs(Input& input) {
-  const bool is_tame = input.take<std::uint8_t>() % 2 == 0;
-  fastamp::Pair sum{};
-  float largest = 0;
-  long double expected = 0;  // of 64 bits at least
-  for (int64_t n = input.number(64); n > 0; --n) {
-    std::uint32_t bits = input.take<std::uint32_t>();
-    if (is_tame) bits = (bits & 0x81ffffffU) | 0x3e000000U;  // from 2^-3 to 2
-    const float x = fastamp::float_of(bits);
-    sum = sum + fastamp::Pair::square(x);
-    largest = std::fmax(largest, std::fabs(x));
-    expected += static_cast<long double>(fastamp::square(static_cast<double>(x)));
-  }
-  const bool is_accurate = fastamp::is_accurate(sum, largest);
-  const bool must_be = expected == 0 || (expected > 0x1p-95L && expected < 0x1p126L);
-  require(is_accurate || !must_be, "whether a sum in pairs is accurate");
-  const long double found = static_cast<long double>(sum.high) + static_cast<long double>(sum.low);
-  if (is_accurate) require(std::fabs(found - expected) <= 0x1p-36L * expected, "the sum in pairs");
 }
 
 }  // namespace fuzz

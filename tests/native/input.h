@@ -79,7 +79,6 @@ void fuzz_stack(Input& input);
 void fuzz_augment(Input& input);
 void fuzz_gather(Input& input);
 void fuzz_step(Input& input);
-void fuzz_pairs(Input& input);
 void fuzz_clock(Input& input);
 
 }  // namespace fuzz

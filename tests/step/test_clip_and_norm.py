@@ -9,7 +9,6 @@ import pytest
 import torch
 from support import reference
 from support.bits import bits
-from support.emulated import fast_float64
 from support.gradients import KINDS, odd_gradients, parameters_with, random, values_of
 
 import fastamp
@@ -17,7 +16,6 @@ from fastamp import _ops
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NO_CLIP = _ops.Clip()
-FAST_FLOAT64 = [(7, 0), (8, 0), (9, 0), (10, 0)]
 # 0, 1, odd, around a row, a strip, a chunk and several chunks.
 SIZES = [0, 1, 7, 127, 129, 257, 8191, 8193, 65535, 65537, 3 * 65536 + 1003]
 
@@ -56,34 +54,22 @@ def test_the_norm_is_right_to_the_last_float32_bit(backend, device, dtype, sizes
     assert norm.item() == exact_norm((*sizes,), dtype, device)
 
 
-@pytest.fixture
-def ordered(compiled):
-    """Run the test on a compiled backend that adds all in float64."""
-    if compiled == "emulated":
-        with fast_float64():
-            yield compiled
-        return
-    if compiled == "cuda" and torch.cuda.get_device_capability() not in FAST_FLOAT64:
-        pytest.skip("this GPU adds pairs of float32 numbers")
-    yield compiled
-
-
 def assert_ordered(tensors):
     itemsizes = [t.element_size() for t in tensors]
     assert total_of(tensors) == reference.ordered_sum([values_of(t) for t in tensors], itemsizes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_compiled_code_adds_in_the_promised_order(ordered, device, dtype):
+def test_compiled_code_adds_in_the_promised_order(compiled, device, dtype):
     assert_ordered([random(size, dtype, device, seed=size) for size in SIZES])
 
 
-def test_many_small_tensors_add_in_the_promised_order(ordered, device, small):
+def test_many_small_tensors_add_in_the_promised_order(compiled, device, small):
     count = 2100 if small else 5000
     assert_ordered([random(1 + i % 300, DTYPES[i % 3], device, seed=i) for i in range(count)])
 
 
-def test_short_lists_add_in_the_promised_order(ordered, device):
+def test_short_lists_add_in_the_promised_order(compiled, device):
     # A long sum hides the last bits of its terms, a short one shows a contracted product.
     for seed in range(300):
         assert_ordered([random(300, torch.float32, device, seed=seed)])

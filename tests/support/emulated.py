@@ -104,15 +104,3 @@ def use_emulated(table: choose.Table) -> Iterator[None]:
     """Let the emulated kernels, and else the fallback, serve the CPU's tensors."""
     with mock.patch.object(choose, "_tables", return_value={"cpu": table}), _ops.use_only("cpu"):
         yield
-
-
-@contextmanager
-def fast_float64() -> Iterator[None]:
-    """Let the kernels add as on a data center's GPU; otherwise they add as on all other GPUs."""
-    loaded = _loaded()
-    assert loaded is not None
-    loaded.fastamp_emulated_float64_ratio(2)
-    try:
-        yield
-    finally:
-        loaded.fastamp_emulated_float64_ratio(64)
