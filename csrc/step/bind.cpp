@@ -55,7 +55,7 @@ OpTable table_at(std::uintptr_t address, std::size_t size) {
 }  // namespace
 
 Measured measure(const Backend& backend, const PackedTensors& tensors, const ClipSpec& clip,
-                 bool keeps_sum) {
+                 bool keeps_sum, const UpdateList* counted) {
   const std::int64_t size = 1 + tensors.num_chunks;
   Measured found{new_tensor(kNumStats, kFloat32, backend.torch_device), py::none()};
   std::vector<double> on_host;
@@ -71,7 +71,7 @@ Measured measure(const Backend& backend, const PackedTensors& tensors, const Cli
       static_cast<GradStats*>(data_of(found.stats, kFloat32, kNumStats, backend.device, "stats"));
   const Launch launch = backend.launch();
   const py::gil_scoped_release no_gil;
-  backend.ops.grad_stats(tensors.views, clip, work, stats, launch);
+  backend.ops.grad_stats(tensors.views, clip, work, stats, counted, launch);
   return found;
 }
 

@@ -79,8 +79,9 @@ struct Measured {
 };
 
 /// Reads every element once. The sum is kept in a tensor if `keeps_sum`, or if the device is apart.
+/// Counts the step of the update that follows, if there is one.
 Measured measure(const Backend& backend, const PackedTensors& tensors, const ClipSpec& clip,
-                 bool keeps_sum);
+                 bool keeps_sum, const UpdateList* counted = nullptr);
 
 /// Returns how to clip, from the arguments of a call.
 ClipSpec clip_of(const Backend& backend, const py::object& scale, const py::object& max_norm,

@@ -344,7 +344,7 @@ py::object read_step(const Backend& backend, Update& update, const py::object& g
 void apply_step(const Backend& backend, Update& update, ReadStep& step, const py::object& factor,
                 const py::object& found_inf, bool zero_grad) {
   const UpdateSpec spec{backend.optional_float(factor, "factor"),
-                        backend.optional_float(found_inf, "found_inf"), !zero_grad};
+                        backend.optional_float(found_inf, "found_inf"), !zero_grad, true};
   update.apply(backend, step, spec);
 }
 
@@ -357,10 +357,10 @@ py::object make_step(const Backend& backend, Update& update, const py::object& g
   const ClipSpec clip = clip_of(backend, scale, max_norm, true, before, skipped);
   try {
     ReadStep found = update.read(backend, groups, states, py::none());
-    UpdateSpec spec{nullptr, clip.before, !zero_grad};
+    UpdateSpec spec{nullptr, clip.before, !zero_grad, !measures};
     Measured measured{py::none(), py::none()};
     if (measures) {
-      measured = measure(backend, found, clip, false);
+      measured = measure(backend, found, clip, false, &found.list);
       const auto* stats = static_cast<GradStats*>(
           data_of(measured.stats, kFloat32, kNumStats, backend.device, "stats"));
       spec.factor = &stats->factor;

@@ -72,13 +72,14 @@ double join_chunks(const double* chunks, std::size_t count) {
 }
 
 void grad_stats(const TensorList& tensors, const ClipSpec& clip, double* work, GradStats* stats,
-                const Launch& launch) {
+                const UpdateList* counted, const Launch& launch) {
   const Chunks chunks(tensors);
   double* partial = work + 1;
   for_each_chunk(chunks, tensors, launch.num_threads,
                  [&](std::size_t i, const TensorView& chunk) { partial[i] = reduce(chunk); });
   work[0] = join_chunks(partial, chunks.all.size());
   *stats = finish(work[0], clip);
+  if (counted != nullptr && stats->found_inf == 0) counted->count_step();
 }
 
 void rescale_all(const TensorList& tensors, const float* factor, const Launch& launch) {

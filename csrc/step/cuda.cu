@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "step/convert.cuh"
 #include "step/device.h"
@@ -27,19 +28,21 @@ struct Entry {
   std::uint32_t tail_numel : 24;  // elements of the last chunk
   std::uint32_t dtype : 8;
 };
-constexpr int kMaxEntries = 2000;
-constexpr int kOldestDriver = 12010;  // the first for more than 4 KiB of arguments
-using GradTable = Table<Entry, kMaxEntries>;
-static_assert(sizeof(GradTable) + 64 <= kMaxArguments);
+// The first driver that reads compressed code: of CUDA 12.4. One of 12.x runs nothing of 13.x.
+constexpr int kOldestDriver = CUDART_VERSION < 13000 ? 12040 : 13000;
+static_assert(Table<Entry, kLongTable>::kMax > 2000);
+static_assert(sizeof(Table<Entry, kLongTable>) + sizeof(double*) <= kMaxArguments);
 
+template <typename GradTable>
 __device__ TensorView find_chunk(const GradTable& table, std::uint32_t index) {
-  const Place place = find_place(table.entries, table.count, table.num_chunks, index);
+  const Place place = find_place(table.entries, table.count, table.num_chunks, index, kChunk);
   const Entry& entry = table.entries[place.entry];
   const auto dtype = static_cast<DType>(entry.dtype);
   return {static_cast<char*>(entry.data) + place.start * size_of(dtype), place.numel, dtype};
 }
 
 /// One block reduces one chunk into partial[blockIdx.x].
+template <typename GradTable>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     reduce_kernel(const GradTable __grid_constant__ table, double* partial) {
   __shared__ double strips[kStripsPerChunk];
@@ -58,13 +61,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
 }
 
 /// Joins the chunks with one block. The result is thread 0's.
-__device__ double join_chunks(const double* partial, std::int64_t num_chunks) {
+__device__ double join_chunks(const double* work, std::int64_t num_chunks) {
   __shared__ double lanes[kFinalLanes];
   const auto threads = static_cast<int>(blockDim.x);
   const auto thread = static_cast<int>(threadIdx.x);
   for (int lane = thread; lane < kFinalLanes; lane += threads) {
     double sum = 0;
-    for (std::int64_t i = lane; i < num_chunks; i += kFinalLanes) sum += partial[i];
+    for (std::int64_t i = lane; i < num_chunks; i += kFinalLanes) sum += work[1 + i];
     lanes[lane] = sum;
   }
   for (int half = kFinalLanes / 2; half > 0; half /= 2) {
@@ -74,13 +77,25 @@ __device__ double join_chunks(const double* partial, std::int64_t num_chunks) {
   return thread == 0 ? lanes[0] : 0;
 }
 
-/// One block of kFinalLanes threads joins the chunks and computes what the step needs.
+/// One block of kFinalLanes threads joins the chunks, computes what the step needs, and counts the
+/// step for the update that follows, unless it is skipped. Without `work` it only counts.
+template <typename CountTable>
 __global__ void __launch_bounds__(kFinalLanes)
-    finish_kernel(double* work, std::int64_t num_chunks, ClipSpec clip, GradStats* stats) {
-  const double reduced = join_chunks(work + 1, num_chunks);
-  if (threadIdx.x != 0) return;
-  work[0] = reduced;
-  *stats = finish(reduced, clip);
+    finish_kernel(const CountTable __grid_constant__ counts, double* work, std::int64_t num_chunks,
+                  ClipSpec clip, GradStats* stats) {
+  __shared__ bool is_skipped;
+  const double reduced = join_chunks(work, num_chunks);
+  if (threadIdx.x == 0) {
+    const GradStats found = finish(reduced, clip);
+    is_skipped = found.found_inf != 0;
+    if (work != nullptr) {
+      work[0] = reduced;
+      *stats = found;
+    }
+  }
+  __syncthreads();
+  if (is_skipped) return;
+  for (std::uint32_t i = threadIdx.x; i < counts.count; i += kFinalLanes) *counts.entries[i] += 1;
 }
 
 template <typename T>
@@ -103,6 +118,7 @@ __device__ __attribute__((noinline)) void rescale_chunk(T* data, int numel, floa
 }
 
 /// One block rescales one chunk.
+template <typename GradTable>
 __global__ void __launch_bounds__(kThreads)
     rescale_kernel(const GradTable __grid_constant__ table, const float* factor) {
   const float value = *factor;
@@ -113,58 +129,98 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-/// Calls use(table) for tables that hold all tensors, up to kMaxEntries each.
+/// Calls use(table) for tables that hold all tensors.
 template <typename Use>
-void for_each_table(const TensorList& tensors, const Use& use) {
-  const auto add = [&](std::size_t i, GradTable& table) {
+void for_each_grad_table(const TensorList& tensors, const Use& use) {
+  const auto add = [&](std::size_t i, auto& table) {
     if (tensors[i].numel == 0) return;
     Entry& entry = table.entries[table.count++];
     entry.data = tensors[i].data;
     entry.dtype = static_cast<std::uint32_t>(tensors[i].dtype);
-    place_entry(entry, tensors[i].numel, chunks_of(tensors[i].numel), table.num_chunks);
+    place_entry(entry, tensors[i].numel, kChunk, table.num_chunks);
   };
-  fastamp::for_each_table<Entry, kMaxEntries>(tensors.size(), add, [&](const GradTable& table) {
+  for_each_table<Entry>(tensors.size(), add, [&](const auto& table) {
     if (table.num_chunks > 0) use(table);
   });
 }
 
+/// Launches finish_kernel, and once more for each further table of counts.
+void launch_finish(const UpdateList* counted, double* work, std::int64_t num_chunks, ClipSpec clip,
+                   GradStats* stats, cudaStream_t stream) {
+  const auto add = [&](std::size_t i, auto& table) {
+    if (float* step = counted->parameters[i].step) table.entries[table.count++] = step;
+  };
+  const std::size_t size = counted == nullptr ? 0 : counted->parameters.size();
+  for_each_table<float*>(size, add, [&](const auto& table) {
+    using CountTable = std::decay_t<decltype(table)>;
+    launch("finish_kernel", finish_kernel<CountTable>, 1, kFinalLanes, stream, table, work,
+           num_chunks, clip, stats);
+    if (work != nullptr) {
+      clip = ClipSpec{};
+      clip.before = &stats->found_inf;
+      work = nullptr;
+      num_chunks = 0;
+    }
+  });
+}
+
 void grad_stats(const TensorList& tensors, const ClipSpec& clip, double* work, GradStats* stats,
-                const Launch& where) {
+                const UpdateList* counted, const Launch& where) {
   const DeviceGuard guard(where.device_index);
   const auto stream = static_cast<cudaStream_t>(where.stream);
   // One block per chunk: a chunk is 128 or 256 KiB, so large gradients fill the device many times
   // over and small tensors cost one block each.
   std::int64_t chunks = 0;
-  for_each_table(tensors, [&](const GradTable& table) {
-    launch("reduce_kernel", reduce_kernel, table.num_chunks, kThreads, stream, table,
+  for_each_grad_table(tensors, [&](const auto& table) {
+    using GradTable = std::decay_t<decltype(table)>;
+    launch("reduce_kernel", reduce_kernel<GradTable>, table.num_chunks, kThreads, stream, table,
            work + 1 + chunks);
     chunks += table.num_chunks;
   });
-  launch("finish_kernel", finish_kernel, 1, kFinalLanes, stream, work, chunks, clip, stats);
+  launch_finish(counted, work, chunks, clip, stats, stream);
 }
 
 void rescale(const TensorList& tensors, const float* factor, const Launch& where) {
   const DeviceGuard guard(where.device_index);
-  for_each_table(tensors, [&](const GradTable& table) {
-    launch("rescale_kernel", rescale_kernel, table.num_chunks, kThreads,
+  for_each_grad_table(tensors, [&](const auto& table) {
+    using GradTable = std::decay_t<decltype(table)>;
+    launch("rescale_kernel", rescale_kernel<GradTable>, table.num_chunks, kThreads,
            static_cast<cudaStream_t>(where.stream), table, factor);
   });
 }
 
+/// Returns a version as "12.4".
+std::string text_of(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+template <std::size_t kTable>
+void check_grad_kernels() {
+  check_kernel("reduce_kernel", reduce_kernel<Table<Entry, kTable>>);
+  check_kernel("finish_kernel", finish_kernel<Table<float*, kTable>>);
+  check_kernel("rescale_kernel", rescale_kernel<Table<Entry, kTable>>);
+}
+
 }  // namespace
+
+void launch_count(const UpdateList& list, const float* found_inf, cudaStream_t stream) {
+  ClipSpec clip{};
+  clip.before = found_inf;
+  if (list.parameters.front().step != nullptr)  // else none has a count
+    launch_finish(&list, nullptr, 0, clip, nullptr, stream);
+}
 
 void check_device(int device_index) {
   int driver = 0;
   check_cuda(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
   if (driver < kOldestDriver)
-    throw std::runtime_error("the NVIDIA driver is for CUDA " + std::to_string(driver / 1000) +
-                             "." + std::to_string(driver % 1000 / 10) +
-                             ", and the kernels need one for 12.1 or later; update the driver");
+    throw std::runtime_error("the NVIDIA driver is for CUDA " + text_of(driver) +
+                             ", and the kernels need one for " + text_of(kOldestDriver) +
+                             " or later; update the driver");
   try {
     const DeviceGuard guard(device_index);
-    check_kernel("reduce_kernel", reduce_kernel);
-    check_kernel("finish_kernel", finish_kernel);
-    check_kernel("rescale_kernel", rescale_kernel);
+    check_grad_kernels<kLongTable>();
+    check_grad_kernels<kShortTable>();
     check_update_kernels();
   } catch (const std::runtime_error& error) {
     throw std::runtime_error(std::string(error.what()) +

@@ -36,27 +36,50 @@ void check_kernel(const char* name, void (*kernel)(Params...)) {
   check_cuda(cudaFuncGetAttributes(&attributes, kernel), name);
 }
 
+struct UpdateList;
+
+/// Counts the step of all parameters, unless *found_inf is 1; null is 0. In cuda.cu.
+void launch_count(const UpdateList& list, const float* found_inf, cudaStream_t stream);
+
 /// Throws unless the current device has code for all of update.cu.
 void check_update_kernels();
 
-/// Makes a device current, and the former one again at the end of the scope.
+/// Whether a device has the context that the runtime makes of it, which takes hundreds of
+/// megabytes.
+inline bool has_context(int device) {
+  using GetState = int(int device, unsigned* flags, int* is_active);  // returns 0 if it succeeds
+  static GetState* const get_state = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    check_cuda(cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &found, 12000,
+                                                cudaEnableDefault, &result),
+               "cudaGetDriverEntryPointByVersion");
+    return reinterpret_cast<GetState*>(found);
+  }();
+  unsigned flags = 0;
+  int is_active = 0;
+  return get_state != nullptr && get_state(device, &flags, &is_active) == 0 && is_active != 0;
+}
+
+/// Makes a device current, and the former one again at the end of the scope, as torch does: not
+/// where that would make a context on it. In a new thread the former one is device 0.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
     check_cuda(cudaGetDevice(&former_), "cudaGetDevice");
     if (device == former_) return;
+    restores_ = has_context(former_);
     check_cuda(cudaSetDevice(device), "cudaSetDevice");
-    changed_ = true;
   }
   ~DeviceGuard() {
-    if (changed_) static_cast<void>(cudaSetDevice(former_));  // a destructor must not throw
+    if (restores_) static_cast<void>(cudaSetDevice(former_));  // a destructor must not throw
   }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 
  private:
   int former_ = 0;
-  bool changed_ = false;
+  bool restores_ = false;
 };
 
 }  // namespace fastamp

@@ -18,7 +18,7 @@ constexpr int kVectors = static_cast<int>(kBlockSize) / (kWarp * kVector);  // o
 struct KeptEntry : Entry<2> {
   Kept kept;
 };
-static_assert(300 * sizeof(KeptEntry) + 40 * sizeof(GroupOptions) <= kTableBytes);
+static_assert(300 * sizeof(KeptEntry) + 40 * sizeof(GroupOptions) <= kLongTable);
 
 /// A thread's elements of a block, four neighboring ones in each vector.
 struct Elements {
@@ -193,17 +193,18 @@ struct KeptBlock {
 // registers.
 constexpr int kKeptBlocksPerProcessor = 2;
 
-/// One block of threads updates one chunk of 256 blocks of elements.
+/// One block of threads updates one chunk of whole blocks of elements.
+template <std::size_t kBytes>
 __global__ void __launch_bounds__(kThreads, kKeptBlocksPerProcessor)
-    kept_kernel(const UpdateTable<KeptEntry> __grid_constant__ table, UpdateSpec spec) {
+    kept_kernel(const UpdateTable<KeptEntry, kBytes> __grid_constant__ table, UpdateSpec spec) {
   __shared__ Kind::Terms terms;
   if (is_skipped(spec)) return;
-  const Place place = find_place(table.entries(), table.count, table.num_chunks, blockIdx.x);
+  const Place place = table.place(blockIdx.x);
   const KeptEntry& entry = table.entries()[place.entry];
   if (threadIdx.x == 0) terms = terms_of<Kind>(table, entry);
   __syncthreads();
   const Kind::Terms own = terms;  // in registers
-  const std::uint32_t key = key_of(entry.kept.seed, step_after(entry.step));
+  const std::uint32_t key = key_of(entry.kept.seed, step_of(entry.step));
   const float factor = factor_of(spec);
   const Blocks blocks(entry.kept.row);
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
@@ -229,14 +230,18 @@ __global__ void __launch_bounds__(kThreads, kKeptBlocksPerProcessor)
 
 }  // namespace
 
-void check_kept_kernel() { check_kernel("kept_kernel", kept_kernel); }
+void check_kept_kernel() {
+  check_kernel("kept_kernel", kept_kernel<kLongTable>);
+  check_kernel("kept_kernel", kept_kernel<kShortTable>);
+}
 
 void launch_kept(const UpdateList& list, const UpdateSpec& spec, cudaStream_t stream) {
-  Launcher<KeptEntry> launcher("kept_kernel", kept_kernel, spec, stream);
+  Launcher<KeptEntry> launcher("kept_kernel", kept_kernel<kLongTable>, kept_kernel<kShortTable>,
+                               list, spec, stream);
   for (std::size_t i = 0; i < list.parameters.size(); ++i) {
     const ParameterView& view = list.parameters[i];
     const std::int64_t blocks = Blocks(list.kept[i].row).count(view.numel);
-    launcher.add({{}, list.kept[i]}, list, view, blocks * kBlockSize);
+    launcher.add({{}, list.kept[i]}, view, blocks * kBlockSize);
   }
   launcher.flush();
 }

@@ -16,8 +16,6 @@ namespace fastamp {
 constexpr int kThreads = 256;
 constexpr int kBlocksPerProcessor = 4;  // 1,024 threads; see vectors.cuh
 
-constexpr std::size_t kTableBytes = 32720;
-
 /// One parameter. Its gradient is the last tensor, behind the states.
 template <int kCount>
 struct Entry {
@@ -33,44 +31,66 @@ struct Entry {
 };
 
 /// Entries, and behind them their groups' options: many parameters of few groups, or fewer of many.
-template <typename Entry>
+template <typename Entry, std::size_t kBytes>
 struct UpdateTable {
-  alignas(8) unsigned char room[kTableBytes];
+  alignas(8) unsigned char room[kBytes];
   std::uint32_t count;
   std::uint32_t num_chunks;
+  std::uint32_t chunk;  // elements of a chunk
 
   __device__ const Entry* entries() const { return reinterpret_cast<const Entry*>(room); }
+  __device__ Place place(std::uint32_t index) const {
+    return find_place(entries(), count, num_chunks, index, chunk);
+  }
   __device__ const GroupOptions& group(std::uint32_t i) const {
     return reinterpret_cast<const GroupOptions*>(room + count * sizeof(Entry))[i];
   }
 };
-static_assert(kTableBytes / sizeof(GroupOptions) < 1U << 9);
+static_assert(kLongTable / sizeof(GroupOptions) < 1U << 9);
 
 /// Returns the terms of an entry's group, for its next step. One thread calls it.
-template <typename Kind, typename Entry>
-__device__ typename Kind::Terms terms_of(const UpdateTable<Entry>& table, const Entry& entry) {
+template <typename Kind, typename Table, typename Entry>
+__device__ typename Kind::Terms terms_of(const Table& table, const Entry& entry) {
   GroupOptions options = table.group(entry.group);
   if (options.lr_on_device != nullptr) options.lr = *options.lr_on_device;
-  return Kind::terms(options, step_after(entry.step));
+  return Kind::terms(options, step_of(entry.step));
 }
 
-/// Packs parameters into launches of one kernel.
+/// Returns the elements of a chunk, which a block of threads updates: of short lists fewer, so that
+/// they fill the device, too. Each block computes its terms, which takes as long as 4,096 elements.
+inline std::uint32_t chunk_of(const UpdateList& list) {
+  constexpr std::int64_t kManyBlocks = 1024;  // twice as many as run at once on an H200
+  constexpr std::int64_t kSmallest = 4096;
+  std::int64_t numel = 0;
+  for (const ParameterView& view : list.parameters) numel += view.numel;
+  std::int64_t chunk = kChunk;
+  while (chunk > kSmallest && numel < kManyBlocks * chunk) chunk /= 2;
+  return static_cast<std::uint32_t>(chunk);
+}
+
+/// Packs parameters into launches of one kernel, which has an instance for each size of table.
 template <typename Item>
 class Launcher {
  public:
-  using Kernel = void (*)(const UpdateTable<Item> __grid_constant__, UpdateSpec);
-  static_assert(sizeof(UpdateTable<Item>) + sizeof(UpdateSpec) <= kMaxArguments);
+  template <std::size_t kBytes>
+  using Kernel = void (*)(const UpdateTable<Item, kBytes> __grid_constant__, UpdateSpec);
+  static_assert(sizeof(UpdateTable<Item, kLongTable>) + sizeof(UpdateSpec) <= kMaxArguments);
 
-  Launcher(const char* name, Kernel kernel, const UpdateSpec& spec, cudaStream_t stream)
-      : name_(name), kernel_(kernel), spec_(spec), stream_(stream) {}
+  Launcher(const char* name, Kernel<kLongTable> kernel, Kernel<kShortTable> for_short_tables,
+           const UpdateList& list, const UpdateSpec& spec, cudaStream_t stream)
+      : name_(name),
+        kernel_(kernel),
+        for_short_tables_(for_short_tables),
+        list_(list),
+        chunk_(chunk_of(list)),
+        spec_(spec),
+        stream_(stream) {}
 
   /// Adds a parameter, with chunks for `numel` elements; fills in all that an Entry has.
-  void add(Item item, const UpdateList& list, const ParameterView& view, std::int64_t numel) {
-    if (nbytes() + sizeof(Item) + sizeof(GroupOptions) > kTableBytes) flush();
-    if (groups_.empty() || group_ != view.group) groups_.push_back(list.groups[view.group]);
+  void add(Item item, const ParameterView& view, std::int64_t numel) {
+    if (nbytes() + sizeof(Item) + sizeof(GroupOptions) > kLongTable) flush();
+    if (groups_.empty() || group_ != view.group) groups_.push_back(list_.groups[view.group]);
     group_ = view.group;
-    // An empty parameter has a block, too.
-    const std::int64_t chunks = numel > 0 ? chunks_of(numel) : 1;
     item.tensors[0] = view.param;
     std::copy_n(view.states, Item::kStates, item.tensors + 1);
     item.tensors[1 + Item::kStates] = view.grad;
@@ -79,19 +99,16 @@ class Launcher {
     item.param_dtype = static_cast<std::uint32_t>(view.param_dtype) & 3U;
     item.grad_dtype = static_cast<std::uint32_t>(view.grad_dtype) & 3U;
     item.state_dtype = static_cast<std::uint32_t>(view.state_dtype) & 3U;
-    place_entry(item, numel, chunks, num_chunks_);
+    place_entry(item, numel, chunk_, num_chunks_);
     items_.push_back(item);
   }
 
   void flush() {
     if (items_.empty()) return;
-    UpdateTable<Item> table;
-    const std::size_t groups_at = items_.size() * sizeof(Item);
-    std::memcpy(table.room, items_.data(), groups_at);
-    std::memcpy(table.room + groups_at, groups_.data(), nbytes() - groups_at);
-    table.count = static_cast<std::uint32_t>(items_.size());
-    table.num_chunks = num_chunks_;
-    launch(name_, kernel_, num_chunks_, kThreads, stream_, table, spec_);
+    if (nbytes() <= kShortTable)
+      launch_with(for_short_tables_);
+    else
+      launch_with(kernel_);
     items_.clear();
     groups_.clear();
     num_chunks_ = 0;
@@ -102,8 +119,23 @@ class Launcher {
     return items_.size() * sizeof(Item) + groups_.size() * sizeof(GroupOptions);
   }
 
+  template <std::size_t kBytes>
+  void launch_with(Kernel<kBytes> kernel) const {
+    UpdateTable<Item, kBytes> table;
+    const std::size_t groups_at = items_.size() * sizeof(Item);
+    std::memcpy(table.room, items_.data(), groups_at);
+    std::memcpy(table.room + groups_at, groups_.data(), nbytes() - groups_at);
+    table.count = static_cast<std::uint32_t>(items_.size());
+    table.num_chunks = num_chunks_;
+    table.chunk = chunk_;
+    launch(name_, kernel, num_chunks_, kThreads, stream_, table, spec_);
+  }
+
   const char* name_;
-  Kernel kernel_;
+  Kernel<kLongTable> kernel_;
+  Kernel<kShortTable> for_short_tables_;
+  const UpdateList& list_;
+  std::uint32_t chunk_;
   std::vector<Item> items_;
   std::vector<GroupOptions> groups_;  // of the items, in their order
   std::uint32_t num_chunks_ = 0;

@@ -11,7 +11,8 @@ namespace {
       "fastamp was built without CUDA; rebuild it with nvcc on the PATH and FASTAMP_CUDA=ON");
 }
 
-void grad_stats(const TensorList&, const ClipSpec&, double*, GradStats*, const Launch&) {
+void grad_stats(const TensorList&, const ClipSpec&, double*, GradStats*, const UpdateList*,
+                const Launch&) {
   refuse();
 }
 

@@ -9,13 +9,14 @@ namespace fastamp {
 struct OpTable {
   /// Reads every element once. `work` has 1 + (chunks of all tensors) slots on the tensors' device;
   /// work[0] becomes the float64 sum of squares in the order of step/math.h; the rest is scratch.
+  /// Unless found_inf becomes 1, counts the step of the update that follows, if there is one.
   void (*grad_stats)(const TensorList& tensors, const ClipSpec& clip, double* work,
-                     GradStats* stats, const Launch& launch);
+                     GradStats* stats, const UpdateList* counted, const Launch& launch);
 
   /// Multiplies every element by *factor, rounded once to its dtype; *factor == 1 writes nothing.
   void (*rescale)(const TensorList& tensors, const float* factor, const Launch& launch);
 
-  /// Updates parameters and states in place, in one pass, and counts the step; see step/rules.h.
+  /// Updates parameters and states in place, in one pass; see step/rules.h.
   void (*update)(const UpdateList& list, const UpdateSpec& spec, const Launch& launch);
 };
 

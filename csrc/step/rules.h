@@ -33,10 +33,8 @@ FASTAMP_HD inline float factor_of(const UpdateSpec& spec) {
   return spec.factor == nullptr ? 1.0F : *spec.factor;
 }
 
-/// Returns the number of a step, from the count of those taken; 0 where the optimizer keeps none.
-FASTAMP_HD inline float step_after(const float* count) {
-  return count == nullptr ? 0.0F : *count + 1;
-}
+/// Returns the number of a step, which is counted before the update; 0 where nothing is counted.
+FASTAMP_HD inline float step_of(const float* count) { return count == nullptr ? 0.0F : *count; }
 
 /// Adds coupled weight decay to a gradient; `sign` is -1 with `maximize`.
 FASTAMP_HD inline float decayed(float grad, float param, float sign, float decay) {

@@ -12,11 +12,7 @@ namespace fastamp {
 namespace {
 
 // 600 parameters of Adam fit in a launch.
-static_assert(600 * sizeof(Entry<2>) + 40 * sizeof(GroupOptions) <= kTableBytes);
-
-constexpr int kMaxCounts = 4000;
-using CountTable = Table<float*, kMaxCounts>;
-static_assert(sizeof(CountTable) + sizeof(UpdateSpec) <= kMaxArguments);
+static_assert(600 * sizeof(Entry<2>) + 40 * sizeof(GroupOptions) <= kLongTable);
 
 /// Updates one chunk. Neighboring threads have neighboring vectors.
 template <typename Kind>
@@ -60,58 +56,46 @@ __device__ void update_chunk(const Entry<Kind::kStates>& entry, std::int64_t sta
 }
 
 /// One block updates one chunk.
-template <typename Kind>
+template <typename Kind, std::size_t kBytes>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
-    update_kernel(const UpdateTable<Entry<Kind::kStates>> __grid_constant__ table,
+    update_kernel(const UpdateTable<Entry<Kind::kStates>, kBytes> __grid_constant__ table,
                   UpdateSpec spec) {
   __shared__ typename Kind::Terms terms;
   if (is_skipped(spec)) return;
-  const auto* entries = table.entries();
-  const Place place = find_place(entries, table.count, table.num_chunks, blockIdx.x);
-  const auto& entry = entries[place.entry];
+  const Place place = table.place(blockIdx.x);
+  const auto& entry = table.entries()[place.entry];
   if (threadIdx.x == 0) terms = terms_of<Kind>(table, entry);
   __syncthreads();
   const typename Kind::Terms own = terms;  // in registers
   update_chunk<Kind>(entry, place.start, place.numel, own, spec);
 }
 
-/// Counts the step, after all chunks have read the old count: one launch for up to 4,000 parameters
-/// costs less than an atomic counter for each block.
-__global__ void __launch_bounds__(kThreads)
-    count_kernel(const CountTable __grid_constant__ table, UpdateSpec spec) {
-  const std::uint32_t i = blockIdx.x * kThreads + threadIdx.x;
-  if (i < table.count && !is_skipped(spec)) *table.entries[i] += 1;
-}
-
 }  // namespace
 
 void check_update_kernels() {
-  for_each_kind([](auto kind) { check_kernel("update_kernel", update_kernel<decltype(kind)>); });
-  check_kernel("count_kernel", count_kernel);
+  for_each_kind([](auto kind) {
+    check_kernel("update_kernel", update_kernel<decltype(kind), kLongTable>);
+    check_kernel("update_kernel", update_kernel<decltype(kind), kShortTable>);
+  });
   check_kept_kernel();
 }
 
 void update_on_cuda(const UpdateList& list, const UpdateSpec& spec, const Launch& where) {
   const DeviceGuard guard(where.device_index);
   const auto stream = static_cast<cudaStream_t>(where.stream);
+  if (spec.counts) launch_count(list, spec.found_inf, stream);
   if (!list.kept.empty())
     launch_kept(list, spec, stream);
   else
     for_each_kind([&](auto kind) {
       using Kind = decltype(kind);
       if (Kind::kRule != list.rule) return;
-      Launcher<Entry<Kind::kStates>> launcher("update_kernel", update_kernel<Kind>, spec, stream);
+      Launcher<Entry<Kind::kStates>> launcher("update_kernel", update_kernel<Kind, kLongTable>,
+                                              update_kernel<Kind, kShortTable>, list, spec, stream);
       for (const ParameterView& view : list.parameters)
-        if (Kind::serves(list.groups[view.group])) launcher.add({}, list, view, view.numel);
+        if (Kind::serves(list.groups[view.group])) launcher.add({}, view, view.numel);
       launcher.flush();
     });
-  const auto add = [&](std::size_t i, CountTable& table) {
-    if (float* step = list.parameters[i].step) table.entries[table.count++] = step;
-  };
-  for_each_table<float*, kMaxCounts>(list.parameters.size(), add, [&](const CountTable& table) {
-    const std::uint32_t blocks = (table.count + kThreads - 1) / kThreads;
-    if (blocks > 0) launch("count_kernel", count_kernel, blocks, kThreads, stream, table, spec);
-  });
 }
 
 }  // namespace fastamp

@@ -36,7 +36,7 @@ struct ParameterView {
   void* param;
   void* grad;
   void* states[kMaxStates];  ///< those that the optimizer has, then null
-  float* step;               ///< the count of steps taken; null where the optimizer keeps none
+  float* step;               ///< the count of steps; null where the optimizer keeps none
   std::uint32_t group;
   DType param_dtype;
   DType grad_dtype;
@@ -57,6 +57,12 @@ struct UpdateList {
   std::vector<GroupOptions> groups;
   std::vector<ParameterView> parameters;
   std::vector<Kept> kept;  ///< of all parameters, or of none
+
+  /// Counts a step, on the host.
+  void count_step() const {
+    for (const ParameterView& view : parameters)
+      if (view.step != nullptr) *view.step += 1;
+  }
 };
 
 /// How one update is made. The pointers are on the tensors' device.
@@ -64,6 +70,7 @@ struct UpdateSpec {
   const float* factor;     ///< multiplies the gradients first; null is 1
   const float* found_inf;  ///< 1 writes nothing at all; null is 0
   bool write_grads;        ///< whether the multiplied gradients are written back
+  bool counts;             ///< whether to count the step first: grad_stats has not
 };
 
 }  // namespace fastamp

@@ -218,7 +218,7 @@ FASTAMP_SIMD_CLONES void update(const UpdateList& list, const Chunks& chunks, st
   const GroupOptions& group = list.groups[first.group];
   visit_rule(list.rule, group, [&](auto kind) FASTAMP_INLINE_LAMBDA {
     using Kind = decltype(kind);
-    const auto terms = Kind::terms(group, step_after(first.step));
+    const auto terms = Kind::terms(group, step_of(first.step));
     for (std::size_t i = begin; i < end; ++i) {
       prefetch(list.parameters[chunks.at_most(i + kPrefetchChunks).tensor]);
       const Chunk& chunk = chunks.all[i];
@@ -258,7 +258,7 @@ FASTAMP_SIMD_CLONES void update_kept(const UpdateList& list, const Chunks& chunk
                                      bool write_grads) {
   using Kind = Adam<false>;
   const ParameterView& first = list.parameters[chunks.all[begin].tensor];
-  const float step = step_after(first.step);
+  const float step = step_of(first.step);
   const auto terms = Kind::terms(list.groups[first.group], step);
   alignas(64) float buffers[4][kBlockSize];
   for (std::size_t i = begin; i < end; ++i) {
@@ -300,6 +300,7 @@ Chunks cut(const UpdateList& list) {
 
 void update_on_cpu(const UpdateList& list, const UpdateSpec& spec, const Launch& launch) {
   if (is_skipped(spec)) return;
+  if (spec.counts) list.count_step();
   const float factor = factor_of(spec);
   const bool write_grads = spec.write_grads && factor != 1.0F;
   const Chunks chunks = cut(list);
@@ -311,14 +312,12 @@ void update_on_cpu(const UpdateList& list, const UpdateSpec& spec, const Launch&
     for (std::size_t i = begin + 1; begin < end; ++i) {
       const ParameterView& first = view_of(begin);
       if (i < end && view_of(i).group == first.group &&
-          step_after(view_of(i).step) == step_after(first.step))
+          step_of(view_of(i).step) == step_of(first.step))
         continue;
       run(list, chunks, begin, i, factor, write_grads);
       begin = i;
     }
   });
-  for (const ParameterView& view : list.parameters)
-    if (view.step != nullptr) *view.step += 1;
 }
 
 }  // namespace fastamp

@@ -57,23 +57,53 @@ inline const char* cudaGetErrorString(cudaError_t error) {
 
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }  // errors are returned
 
+namespace fastamp::emulate {
+inline thread_local int device = 0;  // of a new thread, without a context
+inline bool has_context[2] = {};     // of each device
+inline int driver_version = 13000;
+
+inline int get_context_state(int of_device, unsigned*, int* is_active) {
+  *is_active = has_context[of_device] ? 1 : 0;
+  return 0;
+}
+}  // namespace fastamp::emulate
+
+#define CUDART_VERSION 13000
+
 inline cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = fastamp::emulate::device;
   return cudaSuccess;
 }
 
 inline cudaError_t cudaSetDevice(int device) {
-  return device == 0 ? cudaSuccess : cudaErrorInvalidDevice;
+  if (device < 0 || device > 1) return cudaErrorInvalidDevice;
+  fastamp::emulate::device = device;
+  fastamp::emulate::has_context[device] = true;
+  return cudaSuccess;
 }
 
 inline cudaError_t cudaDriverGetVersion(int* version) {
-  *version = 13000;
+  *version = fastamp::emulate::driver_version;
+  return cudaSuccess;
+}
+
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
+constexpr unsigned long long cudaEnableDefault = 0;
+
+/// The one function of the driver that is asked for.
+inline cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned,
+                                                    unsigned long long,
+                                                    cudaDriverEntryPointQueryResult* result) {
+  *function = reinterpret_cast<void*>(&fastamp::emulate::get_context_state);
+  *result = cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
 
 struct cudaFuncAttributes {};
 
-inline std::atomic<unsigned> emulated_launches{0};  // grids so far
+inline std::atomic<unsigned> emulated_launches{0};   // grids so far
+inline std::atomic<unsigned> emulated_blocks{0};     // of them all
+inline std::atomic<unsigned> emulated_arguments{0};  // bytes of the last one's
 
 template <typename... Params>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, void (*)(Params...)) {
@@ -99,6 +129,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   if (blocks == 0 || blocks > INT32_MAX || threads == 0 || threads > fastamp::emulate::kMaxThreads)
     return cudaErrorInvalidConfiguration;
   ++emulated_launches;
+  emulated_blocks += blocks;
+  emulated_arguments = (sizeof(std::remove_reference_t<Params>) + ... + 0);
   const auto thread = [&] { kernel(static_cast<Params>(args)...); };
   const auto call = [](const void* data) { (*static_cast<const decltype(thread)*>(data))(); };
   return fastamp::emulate::run_grid(blocks, threads, call, &thread) ? cudaSuccess

@@ -154,34 +154,60 @@ def test_learning_rates_on_the_device_are_read_there(cls, apart, device):
     assert_as_python(script, device, cls=cls)
 
 
-def launches_of(parameters, groups):
-    """Return how many kernels a step launches beside those that read the gradients."""
+def launches_of(parameters, groups=1, cls=ADAMW, **options):
+    """Return what a step launches."""
     made = [{"params": parameters[i::groups], "lr": 1e-3 / (1 + i)} for i in range(groups)]
-    optimizer = ADAMW(made, fused=True)
+    optimizer = cls(made, fused=True)
     for p in parameters:
         p.grad = torch.ones_like(p)
 
     def step():
-        return fastamp.optimizer_step(optimizer, max_norm=1.0)
+        return fastamp.optimizer_step(optimizer, **{"max_norm": 1.0, **options})
 
     assert step().way == "native"
-    grads = [p.grad for p in parameters]
-    return count_launches(step) - count_launches(lambda: fastamp.get_total_norm(grads))
+    return count_launches(step)
+
+
+def many(count):
+    return [torch.nn.Parameter(torch.ones(1 + i % 7)) for i in range(count)]
 
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("apart", ["emulated"], indirect=True)
-def test_launches_are_one_for_600_parameters_and_never_one_per_group(apart):
+def test_a_step_is_three_launches_read_finish_and_update_whatever_its_groups(apart):
     for parameters, groups, expected in (
-        (4, 2, 1),
-        (148, 2, 1),
-        (600, 2, 1),
-        (600, 40, 1),
-        (465, 465, 2),
-        (2300, 1, 4),
+        (4, 2, 3),
+        (148, 2, 3),
+        (600, 2, 3),
+        (600, 40, 3),
+        (465, 465, 4),  # two tables of groups
+        (2300, 1, 7),  # two tables of gradients, four of parameters
     ):
-        made = [torch.nn.Parameter(torch.ones(1 + i % 7)) for i in range(parameters)]
-        assert launches_of(made, groups) == expected + 1  # which counts the step
+        assert launches_of(many(parameters), groups).kernels == expected
+    assert launches_of(many(4), cls=torch.optim.SGD).kernels == 3  # counts no steps
+    assert launches_of(many(4), max_norm=None).kernels == 2  # reads no norm: count and update
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("apart", ["emulated"], indirect=True)
+def test_more_counts_than_a_table_holds_are_all_counted(apart):
+    parameters = many(4100)
+    optimizer = ADAMW(parameters, fused=True)
+    for bad in (False, True, False):
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        if bad:
+            parameters[0].grad[0] = math.inf
+        fastamp.optimizer_step(optimizer, max_norm=1.0)
+    assert {optimizer.state[p]["step"].item() for p in parameters} == {2.0}
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("apart", ["emulated"], indirect=True)
+def test_a_short_list_has_short_arguments_and_fills_the_device(apart):
+    assert launches_of(many(60)).nbytes < 4096 < launches_of(many(200)).nbytes
+    of_read = (10**6 + 65535) // 65536 + 1
+    assert launches_of(parameters_with(torch.ones(10**6))).blocks - of_read >= 132
 
 
 @pytest.mark.parametrize("fused", [True, None])

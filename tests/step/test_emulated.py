@@ -1,5 +1,6 @@
 """The CUDA kernels, run on the CPU, against the CPU's own passes: every bit is the same."""
 
+import ctypes
 import math
 import random
 import shutil
@@ -11,7 +12,7 @@ import pytest
 import torch
 from support import lean
 from support.bits import bits
-from support.emulated import emulated_table, use_emulated
+from support.emulated import emulated_table, library, use_emulated
 from support.python_update import python_step
 from support.updates import everything
 
@@ -159,6 +160,26 @@ def test_a_package_cannot_hold_the_emulated_kernels(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "FASTAMP_CUDA=EMULATE is for tests: no package holds" in done.stderr
+
+
+@pytest.mark.emulated
+def test_a_device_without_a_context_gets_none_when_the_guard_ends():
+    emulated = ctypes.CDLL(str(library()))
+    contexts = (ctypes.c_bool * 2)()
+    for own, device, expected in ((-1, 1, [1, False, True]), (0, 1, [0, True, True])):
+        after = emulated.fastamp_emulated_device(own, device, contexts)
+        assert [after, *contexts] == expected
+    assert [emulated.fastamp_emulated_device(-1, 0, contexts), *contexts] == [0, False, False]
+
+
+@pytest.mark.emulated
+def test_a_driver_that_is_too_old_is_named_with_the_oldest_that_serves():
+    refusal = ctypes.CDLL(str(library())).fastamp_emulated_refusal
+    refusal.restype = ctypes.c_char_p
+    assert refusal(13000) == b""
+    assert refusal(12080).startswith(
+        b"the NVIDIA driver is for CUDA 12.8, and the kernels need one for 13.0 or later; update"
+    )
 
 
 def test_they_are_no_backend_of_a_user(compiled):

@@ -18,7 +18,7 @@ import tempfile
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from unittest import mock
 
 from fastamp import _ops
@@ -91,12 +91,25 @@ def emulated_table() -> choose.Table | None:
     return _ops.core().OpTable(address, size.value), True
 
 
-def count_launches(call: Callable[[], object]) -> int:
-    """Return how many kernels a call launches."""
-    launches = ctypes.CDLL(str(library())).fastamp_emulated_launches
-    before = launches()
-    call()
-    return int(launches() - before)
+class Launches(NamedTuple):
+    """What a call launches."""
+
+    kernels: int
+    blocks: int
+    nbytes: int
+    """Of the arguments of the last kernel."""
+
+
+def count_launches(call: Callable[[], object]) -> Launches:
+    """Return what a call launches."""
+    found = []
+    for each in (lambda: None, call):
+        each()
+        numbers = (ctypes.c_uint * 3)()
+        ctypes.CDLL(str(library())).fastamp_emulated_launches(numbers)
+        found.append([*numbers])
+    (kernels, blocks, _), after = found
+    return Launches(after[0] - kernels, after[1] - blocks, after[2])
 
 
 @contextmanager
