@@ -109,6 +109,16 @@ def cuda(session: nox.Session) -> None:
     session.run("python", "-c", check, env={"PYTHONPATH": folder, "PYTHONSAFEPATH": "1"})
 
 
+@nox.session(venv_backend="venv")
+def sass(session: nox.Session) -> None:
+    """Read compiled kernels: none spills, loads of the norm go out together. It needs nvcc.
+
+    Options go to benchmarks/sass.py: `-- --csrc FOLDER` reads another checkout's.
+    """
+    session.install("nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
+    session.run("python", "benchmarks/sass.py", *session.posargs)
+
+
 @nox.session
 def pure(session: nox.Session) -> None:
     """Install without a C++ compiler, see what `doctor` says of it, and test the fallback."""
