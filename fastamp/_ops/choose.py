@@ -14,13 +14,31 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+
+from fastamp._ops.reinstall import install_again, pip_install
+
+try:
+    from fastamp._build import NO_CUDA
+except ImportError:  # the folder of the sources, which nothing was built from
+    NO_CUDA = "nothing was built"
 
 _KNOWN = ("cuda", "cpu", "fallback")  # best first
 Table: TypeAlias = tuple[Any, bool]
 """The ops of the core for a type of device, and whether that device is apart from the host."""
+
+
+class Reason(NamedTuple):
+    """Why the fallback serves a device, and the command that changes it; "" if none does."""
+
+    text: str
+    mend: str = ""
+
+    def __str__(self) -> str:
+        """Return both as one sentence."""
+        return self.text + f". Fix it: {self.mend}" * bool(self.mend)
 
 
 def _is_installed() -> bool:
@@ -28,16 +46,18 @@ def _is_installed() -> bool:
 
 
 @cache
-def _core() -> ModuleType | str:
+def _core() -> ModuleType | Reason:
     """Return the extension, or say why it cannot be used."""
     if not _is_installed():
-        return "fastamp was installed without its compiled code"
+        text = f"fastamp was installed without its compiled code: {NO_CUDA}"
+        return Reason(text, install_again())
     try:
         from fastamp import _native  # noqa: PLC0415 - it may be missing
     except ImportError as error:
-        return f"fastamp's compiled code cannot be loaded ({error})"
+        return Reason(f"fastamp's compiled code cannot be loaded ({error})", install_again())
     if not _native.has_exchange_table:
-        return f"fastamp's compiled code needs torch 2.10 or later, this is {torch.__version__}"
+        text = f"fastamp's compiled code needs torch 2.10 or later, this is {torch.__version__}"
+        return Reason(text, f"{pip_install()} --upgrade 'torch>=2.10'")
     return _native
 
 
@@ -45,9 +65,9 @@ def _core() -> ModuleType | str:
 def _tables() -> Mapping[str, Table]:
     """Return the core's tables that can be used here, best first."""
     core = _core()
-    if isinstance(core, str):
+    if isinstance(core, Reason):
         if _is_installed() and os.environ.get("FASTAMP_BACKEND") != "fallback":
-            message = f"{core}: the slower pure-Python fallback is used"
+            message = f"the slower pure-Python fallback is used: {core}"
             warnings.warn(message, stacklevel=2)
         return {}
     found = {"cpu": (core.cpu_ops, False)}
@@ -95,34 +115,59 @@ def backends() -> list[str]:
 
     Returns:
         A list out of "cuda", "cpu" and "fallback". "fallback" is pure Python and always there. With
-        the environment variable FASTAMP_BACKEND set, only that backend and the fallback.
+        the environment variable FASTAMP_BACKEND set, only that backend and the fallback. Beside
+        a GPU, a fastamp that was built without CUDA code warns once, with the reason.
 
     Example:
         >>> "fallback" in fastamp.backends()
         True
     """
-    return [*(name for name in _tables() if _only in (None, name)), "fallback"]
+    found = [*(name for name in _tables() if _only in (None, name)), "fallback"]
+    if _only is None and torch.cuda.is_available() and (why := _why_no_cuda_code()):
+        _warn_of(why)
+    return found
 
 
-def why_fallback(device: torch.device) -> str | None:  # noqa: PLR0911 - one row a reason
-    """Say why the fallback serves a device, and how to change that; None if compiled code does."""
-    if _only not in (None, device.type):
-        return f"FASTAMP_BACKEND={_only} is set"
-    if device.type not in {"cpu", "cuda"}:
-        return "compiled code is for the CPU and for CUDA"
+def _why_no_cuda_code() -> Reason | None:
+    """Say why this installation holds no CUDA code, with the build's own reason; None if it does.
+
+    Of an extension that cannot be loaded `_tables` warns.
+    """
     core = _core()
-    if isinstance(core, str):
-        needed = "a C++ compiler" + " and nvcc" * (device.type == "cuda")
-        again = "" if _is_installed() else f"; install it again with {needed} on the PATH"
-        return core + again
+    if isinstance(core, Reason):
+        return None if _is_installed() else core
+    if torch.version.hip is not None:
+        return Reason("the compiled code is for NVIDIA GPUs")
+    if core.built_with_cuda:
+        return None
+    return Reason(f"fastamp was built without CUDA code: {NO_CUDA}", install_again())
+
+
+@cache
+def _warn_of(why: Reason, tensors: str = "CUDA tensors") -> None:
+    """Warn once that the fallback serves these tensors."""
+    message = f"{tensors} get the slower pure-Python fallback: {why}"
+    message += " (FASTAMP_BACKEND=fallback chooses it without this warning.)"
+    warnings.warn(message, stacklevel=3)
+
+
+def why_fallback(device: torch.device) -> Reason | None:  # noqa: PLR0911 - one row a reason
+    """Say why the fallback serves a device, or return None if compiled code does."""
+    if _only not in (None, device.type):
+        return Reason(f"FASTAMP_BACKEND={_only} is set", "unset FASTAMP_BACKEND")
+    if device.type not in {"cpu", "cuda"}:
+        return Reason("compiled code is for the CPU and for CUDA")
+    core = _core()
+    if isinstance(core, Reason):
+        return core
     if device.type == "cpu":
         return None
-    if torch.version.hip is not None:
-        return "the compiled code is for NVIDIA GPUs"
+    if (why := _why_no_cuda_code()) is not None:
+        return why
     try:
         core.check_device(device.index or 0)
     except RuntimeError as error:
-        return str(error)
+        return Reason(str(error), install_again())
     return None
 
 
@@ -140,17 +185,18 @@ def backend_for(device: torch.device) -> Any:
 
 def _make_handle(device: torch.device) -> Any:
     table = _tables().get(device.type) if _only in (None, device.type) else None
-    on_cuda = device.type == "cuda" and _only in (None, "cuda")
-    if on_cuda and (why := why_fallback(device)) is not None:
-        if not isinstance(_core(), str) or not _is_installed():  # else `_tables` has warned
-            message = (
-                f"gradients on {device} get the slower pure-Python fallback: {why}. "
-                "(FASTAMP_BACKEND=fallback chooses it without this warning.)"
-            )
-            warnings.warn(message, stacklevel=2)
-        return None
     core = _core()
-    if table is None or isinstance(core, str):
+    on_cuda = device.type == "cuda" and _only in (None, "cuda")
+    if on_cuda and (why := _why_no_cuda_code()) is not None:
+        _warn_of(why)
+        return None
+    if isinstance(core, Reason):
+        return None
+    if on_cuda:
+        if (why := why_fallback(device)) is not None:
+            _warn_of(why, f"tensors on {device}")
+            return None
+    if table is None:
         return None
     ops, is_apart = table
     return core.Backend(ops, is_apart, device, device.index if on_cuda else None)
@@ -164,4 +210,4 @@ def core_for(device: torch.device) -> Any:
 def core() -> Any:
     """Return the extension module, or None where it cannot be used."""
     found = _core()
-    return None if isinstance(found, str) else found
+    return None if isinstance(found, Reason) else found

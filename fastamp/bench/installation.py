@@ -1,23 +1,16 @@
 """What this installation does and what it lacks: which backend serves which device, and why."""
 
-import importlib.metadata
 import importlib.util
-import json
 import os
-import shlex
-import shutil
-import sys
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 import torch
 
 from fastamp._ops.choose import why_fallback
+from fastamp._ops.reinstall import pip_install
 from fastamp.bench.environment import count_cores, no_speed_reason
 
 EXTRAS = ("simplejpeg", "matplotlib")  # whose absence is no error but slower, or noticed late
-NVCC = Path("/usr/local/cuda/bin/nvcc")  # where it is if not on the PATH
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -43,10 +36,10 @@ def examine() -> list[str]:
     """Return all findings, the worst first."""
     found = []
     for device in devices():
-        why = why_fallback(device)
-        if why is not None:
+        lack = why_fallback(device)
+        if lack is not None:
             text = f"{device} is served by pure Python, which is slower"
-            found.append(_finding(text, why, _mend(device, why)))
+            found.append(_finding(text, lack.text, lack.mend))
     found += _about_torch()
     for kind in dict.fromkeys(device.type for device in devices() if device.type != "mps"):
         reason = no_speed_reason(kind, "bf16")
@@ -58,44 +51,6 @@ def examine() -> list[str]:
         why = f"torch computes on {torch.get_num_threads()} threads, and {cores} cores may be used"
         found.append(_finding("threads", why, f"export OMP_NUM_THREADS={cores}"))
     return found + _about_extras()
-
-
-def _mend(device: torch.device, why: str) -> str:
-    """Return the command that lets compiled code serve a device; "" if there is none.
-
-    The reason names the compilers that it needs.
-    """
-    if why.startswith("FASTAMP_BACKEND"):
-        return "unset FASTAMP_BACKEND"
-    if device.type not in {"cpu", "cuda"} or torch.version.hip is not None or "driver" in why:
-        return ""
-    if "needs torch" in why:
-        return f"{_pip()} --upgrade 'torch>=2.10'"
-    variables = ""
-    if device.type == "cuda":
-        variables = "FASTAMP_CUDA=ON "
-        if shutil.which(os.environ.get("CUDACXX") or "nvcc") is None and NVCC.exists():
-            variables += f"CUDACXX={NVCC} "
-    source = shlex.join(_source()) or "FOLDER_OF_ITS_SOURCES"
-    return f"{variables}{_pip()} --force-reinstall --no-deps --no-cache-dir {source}"
-
-
-def _pip() -> str:
-    return f"{shlex.quote(sys.executable)} -m pip install"
-
-
-def _source() -> list[str]:
-    """Return the sources here that pip built fastamp from, as its arguments, if it did."""
-    try:
-        text = importlib.metadata.distribution("fastamp").read_text("direct_url.json")
-    except importlib.metadata.PackageNotFoundError:
-        text = None
-    saved = json.loads(text or '{"url": ""}')
-    url = urlsplit(saved["url"])
-    if url.scheme != "file" or url.path.endswith(".whl"):
-        return []
-    editable = ["-e"] if saved.get("dir_info", {}).get("editable") else []
-    return [*editable, url2pathname(url.path)]
 
 
 def _about_torch() -> list[str]:
@@ -114,5 +69,5 @@ def _about_torch() -> list[str]:
 
 def _about_extras() -> list[str]:
     missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
-    why, mend = f"{', '.join(missing)}, if you need it", f"{_pip()} {' '.join(missing)}"
+    why, mend = f"{', '.join(missing)}, if you need it", f"{pip_install()} {' '.join(missing)}"
     return [_finding("not installed", why, mend)] if missing else []

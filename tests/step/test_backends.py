@@ -10,6 +10,7 @@ from support.processes import run_python
 import fastamp
 from fastamp import _ops
 from fastamp._ops import choose
+from fastamp._ops.reinstall import install_again
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 HAS_CORE = "cpu" in fastamp.backends()
@@ -83,7 +84,7 @@ def test_use_only_restores_the_choice():
 @pytest.fixture
 def chosen_anew(monkeypatch):
     """Forget the choice, before and after."""
-    caches = choose._core, choose._tables
+    caches = choose._core, choose._tables, choose._warn_of
 
     def forget():
         choose._handles.clear()
@@ -113,7 +114,8 @@ def test_a_torch_without_the_exchange_table_gets_the_fallback_and_is_told_once(
     is_served, (said,) = served_with_warnings(CPU)
     assert not is_served
     assert "needs torch 2.10 or later" in said
-    assert "needs torch 2.10 or later" in choose.why_fallback(GPU)
+    assert "--upgrade 'torch>=2.10'" in said
+    assert "needs torch 2.10 or later" in choose.why_fallback(GPU).text
     assert served_with_warnings(GPU) == (False, [])
     assert (fastamp.backends(), _ops.core()) == (["fallback"], None)
 
@@ -125,7 +127,7 @@ def test_who_asks_for_the_fallback_is_not_told(chosen_anew, monkeypatch):
     monkeypatch.setenv("FASTAMP_BACKEND", "fallback")
     for device in (CPU, GPU):
         assert served_with_warnings(device) == (False, [])
-        assert choose.why_fallback(device) == "FASTAMP_BACKEND=fallback is set"
+        assert choose.why_fallback(device).text == "FASTAMP_BACKEND=fallback is set"
 
 
 @needs_core
@@ -133,9 +135,12 @@ def test_who_asks_for_the_fallback_is_not_told(chosen_anew, monkeypatch):
 def test_a_cuda_device_that_the_kernels_cannot_run_on_is_named_once(chosen_anew):
     is_served, (said,) = served_with_warnings(GPU)
     assert not is_served
-    assert "gradients on cuda:0 get the slower pure-Python fallback: " in said
-    remedy = "update the" if _ops.core().built_with_cuda else "rebuild it with nvcc on the PATH"
-    assert remedy in said
+    is_built = _ops.core().built_with_cuda
+    who = "tensors on cuda:0" if is_built else "CUDA tensors"
+    why = "update the" if is_built else f"fastamp was built without CUDA code: {choose.NO_CUDA}"
+    assert f"{who} get the slower pure-Python fallback: " in said
+    assert why in said
+    assert f"Fix it: {install_again()} (FASTAMP_BACKEND" in said
     with _ops.use_only("fallback"):  # who asks for it need not be told
         assert served_with_warnings(GPU) == (False, [])
 
@@ -158,6 +163,7 @@ def test_a_cuda_device_is_probed_before_the_first_launch(chosen_anew, monkeypatc
             raise RuntimeError(error)
 
     monkeypatch.setattr(core, "check_device", check_device)
+    monkeypatch.setattr(core, "built_with_cuda", True)
     monkeypatch.setattr(choose, "_tables", lambda: {"cuda": (core.cuda_ops, True)})
     for index in range(2):
         is_served, said = served_with_warnings(torch.device("cuda", index))
@@ -167,14 +173,36 @@ def test_a_cuda_device_is_probed_before_the_first_launch(chosen_anew, monkeypatc
 
 
 @pytest.mark.parametrize("device", [CPU, GPU])
-def test_a_pure_python_install_says_what_is_needed(chosen_anew, monkeypatch, device):
+def test_a_pure_python_install_says_what_was_missing(chosen_anew, monkeypatch, device):
     monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(choose, "NO_CUDA", "no C++ compiler was found")
     assert (fastamp.backends(), _ops.core()) == (["fallback"], None)
     is_served, said = served_with_warnings(device)
-    needed = "a C++ compiler" + " and nvcc" * (device == GPU) + " on the PATH"
-    assert choose.why_fallback(device).endswith(f"install it again with {needed}")
+    why = "installed without its compiled code: no C++ compiler was found"
+    assert choose.why_fallback(device).text.endswith(why)
     assert not is_served
-    assert [needed in message for message in said] == [True] * (device == GPU)
+    assert [f"{why}. Fix it: " in message for message in said] == [True] * (device == GPU)
+
+
+@pytest.mark.parametrize("is_pure", [False, pytest.param(True, marks=needs_core)])
+def test_beside_a_gpu_a_build_without_cuda_code_says_so_once(chosen_anew, monkeypatch, is_pure):
+    if is_pure:
+        monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: None)
+    else:
+        native = pytest.importorskip("fastamp._native")
+        monkeypatch.setattr(native, "built_with_cuda", False)
+    monkeypatch.setattr(choose, "NO_CUDA", "no nvcc that works was found; there is no driver")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fastamp.backends()  # no GPU
+    choose._core.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.warns(UserWarning, match="pure-Python fallback") as caught:
+        assert fastamp.backends() == fastamp.backends()
+    (said,) = (str(warning.message) for warning in caught)
+    assert "no nvcc that works was found; there is no driver. Fix it: FASTAMP_CUDA=ON " in said
+    for index in range(2):  # said already
+        assert served_with_warnings(torch.device("cuda", index)) == (False, [])
 
 
 @needs_core

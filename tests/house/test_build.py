@@ -1,0 +1,147 @@
+"""What the build decides: nvcc from PyPI or not, for which cards, and the reason that it keeps."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STUB = """
+int cuInit(unsigned flags) { return STATUS; }
+int cuDriverGetVersion(int* version) { *version = 12060; return 0; }
+int cuDeviceGetCount(int* count) { *count = 2; return 0; }
+int cuDeviceGet(int* device, int index) { *device = index; return 0; }
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  *value = attribute == 75 ? 8 : attribute == 76 ? 6 + 3 * device : -1;
+  return 0;
+}
+"""
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """Return the build backend, on a machine without nvcc and without a driver."""
+    pytest.importorskip("scikit_build_core")
+    spec = importlib.util.spec_from_file_location(
+        "fastamp_build", ROOT / "build_backend/fastamp_build.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "fastamp_build", module)
+    spec.loader.exec_module(module)
+    for name in ("FASTAMP_CUDA", "CUDACXX", "CUDAARCHS", "LIBRARY_PATH", "FASTAMP_NOTE"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    monkeypatch.setattr(module, "read_driver", lambda: None)
+    monkeypatch.setattr(module, "packaged_nvcc", lambda: None)
+    monkeypatch.setattr(module.build, "get_requires_for_build_wheel", lambda _: ["ninja"])
+    return module
+
+
+def fake_nvcc(folder, release, known="compute_75 compute_86"):
+    """Write an nvcc that tells its release and what it knows."""
+    folder.mkdir(parents=True)
+    text = f'#!/bin/sh\ncase "$*" in *--version) echo release {release};; *) echo {known};; esac\n'
+    (folder / "nvcc").write_text(text)
+    (folder / "nvcc").chmod(0o755)
+    return folder / "nvcc"
+
+
+@pytest.mark.parametrize(
+    ("setting", "driver", "nvcc", "archs", "gets_nvcc", "built_for", "note"),
+    [
+        # no nvcc
+        ("AUTO", None, None, "", False, "", "there is no NVIDIA driver"),
+        ("ON", None, None, "90", False, "90", "there is no NVIDIA driver"),
+        ("AUTO", ((13, 0), [(8, 6)]), None, "", True, "86-real", "could not install nvidia-cuda-n"),
+        ("ON", ((13, 1), [(9, 0), (9, 0), (7, 5)]), None, "", True, "75-real;90-real", "could not"),
+        ("AUTO", ((13, 0), [(8, 6)]), None, "80;90", True, "80;90", "could not install"),
+        ("AUTO", ((13, 0), [(7, 0), (8, 6)]), None, "", True, "86-real", "could not install"),
+        ("AUTO", ((13, 0), []), None, "", False, "", "the NVIDIA driver finds no GPU"),
+        ("AUTO", ((13, 0), [(7, 0)]), None, "", False, "", "is 7.0, and the kernels need 7.5"),
+        ("AUTO", ((12, 9), [(8, 6)]), None, "", False, "86-real", "for CUDA 12.9, and .* for 13.0"),
+        ("OFF", ((13, 0), [(8, 6)]), None, "", False, "", ""),
+        # an nvcc, which may yet fail
+        ("AUTO", None, (12, 8), "", False, "", "nvcc fails"),
+        ("AUTO", ((12, 4), [(8, 6)]), (12, 8), "", False, "86-real", "nvcc fails"),
+        ("ON", ((13, 0), [(8, 6)]), (13, 0), "75", False, "75", "nvcc fails"),
+        ("AUTO", ((13, 0), [(8, 6), (10, 3)]), (12, 8), "", False, "", "nvcc fails"),
+    ],
+)
+def test_the_decision(backend, setting, driver, nvcc, archs, gets_nvcc, built_for, note):
+    driver = driver and backend.Driver(*driver)
+    nvcc = nvcc and backend.Nvcc("nvcc", nvcc, ["75", "86", "100"])
+    plan = backend.decide(setting, driver, nvcc, archs)
+    assert plan.packages == backend.PACKAGES * gets_nvcc
+    assert plan.archs == built_for
+    assert re.search(note, plan.note)
+    assert bool(note) == bool(plan.note)
+
+
+def test_only_the_build_for_a_gpu_asks_for_nvcc(backend, monkeypatch):
+    requires = backend.get_requires_for_build_wheel
+    assert requires() == requires({}) == ["ninja"]
+    monkeypatch.setattr(backend, "read_driver", lambda: backend.Driver((13, 0), [(8, 6)]))
+    assert requires() == backend.get_requires_for_build_editable() == ["ninja", *backend.PACKAGES]
+    assert requires({"cmake.define.FASTAMP_CUDA": "off"}) == ["ninja"]
+    monkeypatch.setenv("FASTAMP_CUDA", "OFF")
+    assert requires() == ["ninja"]
+    assert requires({"cmake.define.FASTAMP_CUDA": "ON"}) == ["ninja", *backend.PACKAGES]
+
+
+@pytest.mark.parametrize("name", ["build_wheel", "build_editable"])
+def test_cmake_reads_the_decision_in_the_environment(backend, monkeypatch, tmp_path, name):
+    seen = []
+    monkeypatch.setattr(backend.build, name, lambda *given: seen.append(given) or "x.whl")
+    hook = backend._with_nvcc(getattr(backend.build, name))
+    driver = backend.Driver((13, 0), [(8, 6)])
+    monkeypatch.setattr(backend, "read_driver", lambda: driver)
+    environ = backend.os.environ
+    assert hook("out", {"a": "b"}) == "x.whl"
+    assert seen == [("out", {"a": "b"}, None)]
+    assert (environ["CUDAARCHS"], environ["CUDACXX"]) == ("86-real", "")
+    assert environ["FASTAMP_NOTE"].startswith("the build could not install nvidia-cuda-nvcc==13")
+
+    nvcc = str(fake_nvcc(tmp_path / "a folder/bin", "13.0"))
+    monkeypatch.setattr(backend, "packaged_nvcc", lambda: nvcc)
+    monkeypatch.setenv("LIBRARY_PATH", "/mine")
+    hook("out")
+    assert environ["CUDACXX"] == nvcc
+    assert environ["LIBRARY_PATH"] == f"{tmp_path}/a folder/lib:/mine"
+
+
+def test_the_first_nvcc_that_is_new_enough_is_used(backend, monkeypatch, tmp_path):
+    assert backend.find_nvcc(has_driver=True) is None
+    packaged = fake_nvcc(tmp_path / "packaged", "13.0", "compute_75 compute_120")
+    monkeypatch.setattr(backend, "packaged_nvcc", lambda: str(packaged))
+    usual = fake_nvcc(tmp_path / "cuda/bin", "12.8")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.setenv("PATH", str(fake_nvcc(tmp_path / "old", "12.6").parent))
+    assert backend.find_nvcc(has_driver=True) == (str(usual), (12, 8), ["75", "86"])
+    # Without a driver the folder off the PATH is left alone, as CMake does.
+    assert backend.find_nvcc(has_driver=False) == (str(packaged), (13, 0), ["75", "120"])
+    given = f"{fake_nvcc(tmp_path / 'given', '13.1')} -ccbin g++"
+    monkeypatch.setenv("CUDACXX", given)
+    assert backend.find_nvcc(has_driver=True) == (given, (13, 1), ["75", "86"])
+
+
+@pytest.mark.parametrize(("status", "cards"), [(0, [(8, 6), (8, 9)]), (100, [])])
+def test_the_driver_tells_its_version_and_its_cards(monkeypatch, tmp_path, status, cards):
+    compiler = shutil.which("cc")
+    if compiler is None or sys.platform != "linux":
+        pytest.skip("needs a C compiler and Linux")
+    source, library = tmp_path / "stub.c", tmp_path / "libcuda.so.1"
+    source.write_text(STUB.replace("STATUS", str(status)))
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    pytest.importorskip("scikit_build_core")
+    code = "import fastamp_build; print(fastamp_build.read_driver())"
+    env = {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(ROOT / "build_backend")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"Driver(cuda=(12, 6), cards={cards})"
