@@ -211,3 +211,8 @@ def core() -> Any:
     """Return the extension module, or None where it cannot be used."""
     found = _core()
     return None if isinstance(found, Reason) else found
+
+
+def host_core() -> Any:
+    """Return the extension module for work on the host beside any device, or None."""
+    return core() if _only != "fallback" and _tables() else None

@@ -12,7 +12,6 @@ from time import perf_counter_ns
 from typing import Any, TypeAlias
 
 import numpy as np
-import torch
 from torch.autograd import profiler
 from typing_extensions import Self
 
@@ -32,14 +31,14 @@ os.register_at_fork(
 )
 
 
-def region_maker(device: torch.device) -> RegionMaker:
+def region_maker() -> RegionMaker:
     """Return the function that makes a timer's regions from path, `begin` and `always`.
 
     `begin`, the same for all regions, is called with a region that opens, if `always` is set or
     torch's profiler is on. It returns a function that is called when the region closes, with the
     start and the end in nanoseconds.
     """
-    core = _ops.core_for(device)
+    core = _ops.host_core()
     if core is None:
         return functools.partial(Region, threading.local())
     make_region: RegionMaker = core.make_region

@@ -114,7 +114,7 @@ class Timer:
     def __init__(self, device: str | torch.device | None = None, trace: bool = False) -> None:  # noqa: FBT001, FBT002
         self._device = _device(device)
         self._spans: deque[Span] = deque(maxlen=_MAX_SPANS if trace else 0)
-        make_region = region_maker(self._device)
+        make_region = region_maker()
         self._clock: DeviceClock | None = None
         if self._device.type == "cuda":
             self._clock = DeviceClock(self._device, make_region, self._spans)

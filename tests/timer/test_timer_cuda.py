@@ -12,6 +12,7 @@ from support.waits import sync_refused
 
 import fastamp
 from fastamp import _ops
+from fastamp.timer.regions import Region
 
 MAX_EVENTS = 4096  # fastamp/timer/events.py
 
@@ -22,9 +23,18 @@ def gpu(request, monkeypatch):
         pytest.skip(f"backend {request.param} is not available")
     gpu = FakeGpu()
     install(gpu, monkeypatch)
-    core = _ops.core_for(torch.device("cpu")) if request.param == "cpu" else None
-    monkeypatch.setattr(_ops, "core_for", lambda _: core)
-    return gpu
+    with _ops.use_only(request.param):
+        yield gpu
+
+
+def test_a_timer_of_a_gpu_without_kernels_has_the_cores_regions_and_no_warning(gpu, monkeypatch):
+    def refuse(device):
+        msg = f"no kernels for {device}"
+        raise AssertionError(msg)
+
+    monkeypatch.setattr(_ops.choose, "_make_handle", refuse)
+    region = fastamp.Timer("cuda:0")("x")
+    assert (type(region) is Region) == (_ops.host_core() is None)
 
 
 def test_a_region_takes_what_its_work_takes_on_the_device(gpu):
