@@ -193,6 +193,7 @@ def _make_handle(device: torch.device) -> Any:
     if isinstance(core, Reason):
         return None
     if on_cuda:
+        _refuse_capture(device)
         if (why := why_fallback(device)) is not None:
             _warn_of(why, f"tensors on {device}")
             return None
@@ -200,6 +201,16 @@ def _make_handle(device: torch.device) -> Any:
         return None
     ops, is_apart = table
     return core.Backend(ops, is_apart, device, device.index if on_cuda else None)
+
+
+def _refuse_capture(device: torch.device) -> None:
+    """Raise an error if a graph is being captured: loading the kernels would break the capture."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        msg = (
+            f"the first use of fastamp on {device} is in the capture of a CUDA graph, and kernels "
+            "cannot be loaded in one: make one step before the capture"
+        )
+        raise RuntimeError(msg)
 
 
 def core_for(device: torch.device) -> Any:

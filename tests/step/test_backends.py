@@ -172,6 +172,24 @@ def test_a_cuda_device_is_probed_before_the_first_launch(chosen_anew, monkeypatc
     assert probed == [0, 1]
 
 
+@needs_core
+def test_the_first_use_of_a_gpu_in_a_capture_is_refused_and_forgotten(chosen_anew, monkeypatch):
+    core, probed = _ops.core(), []
+    monkeypatch.setattr(core, "check_device", probed.append)
+    monkeypatch.setattr(core, "built_with_cuda", True)
+    monkeypatch.setattr(choose, "_tables", lambda: {"cuda": (core.cuda_ops, True)})
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"first use .* on cuda:0 .*: make one step before"):
+        _ops.backend_for(GPU)
+    assert probed == []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    backend = _ops.backend_for(GPU)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert _ops.backend_for(GPU) is backend is not None
+    assert probed == [0]
+
+
 @pytest.mark.parametrize("device", [CPU, GPU])
 def test_a_pure_python_install_says_what_was_missing(chosen_anew, monkeypatch, device):
     monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: None)

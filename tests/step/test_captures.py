@@ -15,6 +15,14 @@ import torch, fastamp
 parameter = torch.nn.Parameter(torch.zeros(1000, device="cuda"))
 parameter.grad = torch.ones(1000, device="cuda")
 torch.cuda.synchronize()
+try:
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        fastamp.clip_grad_norm_(parameter, 1.0)
+except RuntimeError as error:
+    assert "make one step before the capture" in str(error)
+else:
+    raise AssertionError("not refused")
+fastamp.clip_grad_norm_(parameter, 1.0)
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
     norm = fastamp.clip_grad_norm_(parameter, 1.0)
@@ -106,7 +114,7 @@ def test_a_count_of_skipped_steps_is_made_before_a_capture(monkeypatch):
 
 
 @pytest.mark.cuda
-def test_the_first_call_of_a_process_may_be_captured():
+def test_the_first_call_of_a_process_is_refused_in_a_capture_and_later_ones_replay():
     done = run_python(FIRST_CALL)
     assert done.returncode == 0, done.stderr
 
