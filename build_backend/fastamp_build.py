@@ -72,7 +72,7 @@ def decide(setting: str, driver: Driver | None, nvcc: Nvcc | None, archs: str = 
     if nvcc is None or set(names) <= set(nvcc.known):
         archs = archs or ";".join(f"{name}-real" for name in names)
     if nvcc is not None:
-        return Plan([], archs, f"{nvcc.command} fails: `pip install -v` shows why")
+        return Plan([], archs, f"{nvcc.command} failed: `pip install -v` shows why")
     note = _why_not_from_pypi(driver, cards)
     if note:
         return Plan([], archs, note)
@@ -81,15 +81,18 @@ def decide(setting: str, driver: Driver | None, nvcc: Nvcc | None, archs: str = 
 
 def _why_not_from_pypi(driver: Driver | None, cards: list[Version]) -> str:
     if driver is None:
-        return "there is no NVIDIA driver"
+        return "there was no NVIDIA driver"
     if not driver.cards:
-        return "the NVIDIA driver finds no GPU"
+        return "the NVIDIA driver found no GPU"
     if not cards:
         needed, capability = _dotted(OLDEST_CARD), _dotted(max(driver.cards))
         return f"the GPU's compute capability is {capability}, and the kernels need {needed}"
     if driver.cuda < OLDEST_DRIVER:
         needed, cuda = _dotted(OLDEST_DRIVER), _dotted(driver.cuda)
-        return f"the NVIDIA driver is for CUDA {cuda}, and nvcc from PyPI needs one for {needed}"
+        return (
+            f"the NVIDIA driver was for CUDA {cuda}, and nvcc from PyPI needs one for {needed}: "
+            "update the driver, or install nvcc 12.8 or 12.9"
+        )
     return ""
 
 

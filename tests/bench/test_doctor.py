@@ -79,7 +79,7 @@ def test_a_build_without_cuda_code_is_named_with_its_remedy_beside_a_gpu(look, m
     from fastamp import _native
 
     monkeypatch.setattr(_native, "built_with_cuda", False)
-    monkeypatch.setattr(choose, "NO_CUDA", "no nvcc that works was found; there is no driver")
+    monkeypatch.setattr(choose, "NO_CUDA", "no nvcc that works was found; there was no driver")
     monkeypatch.setattr(choose, "_warn_of", lambda _: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -87,7 +87,7 @@ def test_a_build_without_cuda_code_is_named_with_its_remedy_beside_a_gpu(look, m
     said = look()
     assert "cpu     compiled code" in said
     assert said.count("pure Python, which is slower: fastamp was built without CUDA") == 2
-    assert f"there is no driver. Fix it: FASTAMP_CUDA=ON {PYTHON} -m pip install" in said
+    assert f"there was no driver. Fix it: FASTAMP_CUDA=ON {PYTHON} -m pip install" in said
     assert "bf16 on cuda: this GPU has no bf16 units. Fix it: train in FP32" in said
 
 

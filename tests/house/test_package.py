@@ -17,6 +17,7 @@ import pytest
 from support.processes import run_python
 
 import fastamp
+from fastamp._build import NO_CUDA
 
 ROOT = Path(__file__).parents[2]
 native = pytest.importorskip("fastamp._native") if "cpu" in fastamp.backends() else None
@@ -68,6 +69,10 @@ def test_what_is_installed_holds_no_sources_of_the_extension():
     files = [path for path in Path(fastamp.__file__).parent.rglob("*") if path.is_file()]
     kinds = {path.suffix for path in files if "__pycache__" not in path.parts}
     assert kinds - {".so", ".dylib", ".pyd"} == {".py", ".pyi", ".typed"}
+
+
+def test_the_package_says_why_it_holds_no_cuda_code():
+    assert (NO_CUDA == "") == (native is not None and native.built_with_cuda)
 
 
 def stub_names() -> dict[str, set[str]]:

@@ -209,7 +209,7 @@ def test_beside_a_gpu_a_build_without_cuda_code_says_so_once(chosen_anew, monkey
     else:
         native = pytest.importorskip("fastamp._native")
         monkeypatch.setattr(native, "built_with_cuda", False)
-    monkeypatch.setattr(choose, "NO_CUDA", "no nvcc that works was found; there is no driver")
+    monkeypatch.setattr(choose, "NO_CUDA", "no nvcc that works was found; there was no driver")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fastamp.backends()  # no GPU
@@ -218,7 +218,7 @@ def test_beside_a_gpu_a_build_without_cuda_code_says_so_once(chosen_anew, monkey
     with pytest.warns(UserWarning, match="pure-Python fallback") as caught:
         assert fastamp.backends() == fastamp.backends()
     (said,) = (str(warning.message) for warning in caught)
-    assert "no nvcc that works was found; there is no driver. Fix it: FASTAMP_CUDA=ON " in said
+    assert "no nvcc that works was found; there was no driver. Fix it: FASTAMP_CUDA=ON " in said
     for index in range(2):  # said already
         assert served_with_warnings(torch.device("cuda", index)) == (False, [])
 
