@@ -146,8 +146,10 @@ def _why_no_cuda_code() -> Reason | None:
 @cache
 def _warn_of(why: Reason, tensors: str = "CUDA tensors") -> None:
     """Warn once that the fallback serves these tensors."""
-    message = f"{tensors} get the slower pure-Python fallback: {why}"
-    message += " (FASTAMP_BACKEND=fallback chooses it without this warning.)"
+    message = (
+        f"{tensors} get the slower pure-Python fallback "
+        f"(FASTAMP_BACKEND=fallback chooses it without this warning): {why}"
+    )
     warnings.warn(message, stacklevel=3)
 
 
