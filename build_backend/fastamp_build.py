@@ -29,7 +29,13 @@ from scikit_build_core.build import (  # noqa: F401 - the hooks that need nothin
 NAMES = "cuda-nvcc nvvm cuda-crt cuda-runtime cuda-cccl"
 PACKAGES = [f"nvidia-{name}==13.0.*" for name in NAMES.split()]
 """nvcc and the static runtime: 100 MB to download, 270 MB unpacked."""
-PARTS = ("bin/nvcc", "nvvm/bin/cicc", "include/crt", "lib/libcudart_static.a", "include/cccl")
+PARTS = (
+    "bin/nvcc",
+    "nvvm/bin/cicc",
+    "include/crt/host_config.h",
+    "lib/libcudart_static.a",
+    "include/cccl/nv/target",
+)
 """What one folder holds when all of them are installed."""
 OLDEST_NVCC, OLDEST_CARD, OLDEST_DRIVER = (12, 8), (7, 5), (13, 0)  # the driver: for PACKAGES
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import re
 import shutil
@@ -24,6 +25,10 @@ int cuDeviceGetAttribute(int* value, int attribute, int device) {
 """
 
 
+def not_installed(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+
+
 @pytest.fixture
 def backend(monkeypatch):
     """Return the build backend, on a machine without nvcc and without a driver."""
@@ -39,7 +44,7 @@ def backend(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
     monkeypatch.setattr(module, "read_driver", lambda: None)
-    monkeypatch.setattr(module, "packaged_nvcc", lambda: None)
+    monkeypatch.setattr(module, "distribution", not_installed)
     monkeypatch.setattr(module.build, "get_requires_for_build_wheel", lambda _: ["ninja"])
     return module
 
@@ -129,6 +134,21 @@ def test_the_first_nvcc_that_is_new_enough_is_used(backend, monkeypatch, tmp_pat
     given = f"{fake_nvcc(tmp_path / 'given', '13.1')} -ccbin g++"
     monkeypatch.setenv("CUDACXX", given)
     assert backend.find_nvcc(has_driver=True) == (given, (13, 1), ["75", "86"])
+
+
+def test_nvcc_of_pypi_is_used_when_all_of_its_packages_are_there(backend, monkeypatch, tmp_path):
+    class Installed:
+        def locate_file(self, name):
+            return tmp_path / name
+
+    assert backend.packaged_nvcc() is None
+    monkeypatch.setattr(backend, "distribution", lambda _: Installed())
+    for part in backend.PARTS:
+        assert backend.packaged_nvcc() is None
+        file = tmp_path / "nvidia/cu13" / part
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    assert backend.packaged_nvcc() == f"{tmp_path}/nvidia/cu13/bin/nvcc"
 
 
 @pytest.mark.parametrize(("status", "cards"), [(0, [(8, 6), (8, 9)]), (100, [])])
