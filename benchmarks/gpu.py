@@ -2,7 +2,8 @@
 
 `python benchmarks/gpu.py --json gpu.json`. The times are the device's own, means of 20 calls: they
 include neither Python nor launches. `reduce` and `finish` read the gradients, `rescale` clips them
-in place, `update` is AdamW's step; each is compared with a copy of as many bytes in the same call.
+in place, `update` is AdamW's step, and the rows of fastamp.AdamW are its own update of bfloat16
+weights; each is compared with a copy of as many bytes in the same call.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ KINDS = {"float32": (torch.float32, 0), "bfloat16": (torch.bfloat16, 0), "odd": 
 # Launches of a kernel in a call, and how many elements a launch reads or writes for each element of
 # the gradients: the update reads and writes parameter, gradient and two moments.
 MOVED = {"reduce": (2, 1), "finish": (2, 0), "rescale": (1, 2), "update": (1, 8)}
+LEAN = {"float32": 28, "bfloat16": 20, "8bit": 16 + 4 * 4 / 256}
+"""Bytes that an update of fastamp.AdamW moves for an element, by how moments are kept: a bfloat16
+weight and gradient, the weight's lower half and both moments, each read and written.
+"""
 CALLS = 20
 STEPS = 60  # batches in a trace
 SLEEPS = (0.0, 1.0, 2.0)  # of the producer, in steps of the consumer
@@ -77,6 +82,28 @@ def time_kernels(
     for kernel, (calls, moved) in MOVED.items():
         each_s = totals[kernel] / (CALLS * calls)
         yield kernel, each_s, moved * source.nbytes / each_s / copy_rate
+
+
+def time_lean(device: str, sizes: list[tuple[int, ...]], moments: str) -> tuple[float, float]:
+    """Return the same of the update of fastamp.AdamW, and of its kernels, whatever their names."""
+    parameters = make_tensors(sizes, device, 0, torch.bfloat16)
+    drawn = [torch.randn_like(parameter) for parameter in parameters]
+    grads = [torch.empty_like(parameter) for parameter in parameters]
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.requires_grad_()
+        parameter.grad = grad
+    optimizer = fastamp.AdamW(parameters, lr=1e-4, moments=moments)
+    copied, source = torch.ones(2, sum(map(math.prod, sizes)), dtype=torch.bfloat16, device=device)
+
+    def call() -> None:
+        torch._foreach_copy_(grads, drawn)
+        assert fastamp.optimizer_step(optimizer, 1.0).way == "native"  # noqa: S101
+        copied.copy_(source)
+
+    totals = count_s(trace(call, CALLS))
+    copy_rate = 2 * source.nbytes * CALLS / totals.pop("copy")
+    each_s = sum(s for name, s in totals.items() if name not in {"reduce", "finish"}) / CALLS
+    return each_s, LEAN[moments] * source.numel() / each_s / copy_rate
 
 
 def make_tensors(
@@ -159,29 +186,39 @@ def find_share(events: Iterable[Event]) -> float:
     return covered / total if total else math.nan
 
 
-def measure(device: str) -> list[dict[str, str]]:
-    """Return the rows of the table."""
-    rows = []
+def measure(device: str) -> Iterator[dict[str, str]]:
+    """Yield the rows of the table."""
     for name, kind in ((name, kind) for name in GRADS for kind in KINDS):
         for kernel, time_s, share in time_kernels(device, GRADS[name], *KINDS[kind]):
-            row = {"what": f"{name}, {kind}", "kernel": kernel, "us": f"{time_s * 1e6:.1f}"}
-            rows.append(row | {"of a copy's speed": f"{share:.0%}"})
+            yield _row(f"{name}, {kind}", kernel, time_s, share)
+    for name, moments in ((name, moments) for name in ("one", "gpt2") for moments in LEAN):
+        yield _row(f"{name}, fastamp.AdamW", moments, *time_lean(device, GRADS[name], moments))
     for sleep in SLEEPS:
         what = f"copies, the producer sleeps {sleep:g} steps"
-        rows.append({"what": what, "under kernels": f"{find_overlap(device, sleep):.0%}"})
-    return rows
+        yield {"what": what, "under kernels": f"{find_overlap(device, sleep):.0%}"}
+
+
+def _row(what: str, kernel: str, time_s: float, share: float) -> dict[str, str]:
+    row = {"what": what, "kernel": kernel, "us": f"{time_s * 1e6:.1f}"}
+    return row | {"of a copy's speed": f"{share:.0%}"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the table, and write it as JSON."""
+    """Print the table, and write it as JSON; or print each row as JSON when it is known."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table to FILE")
+    parser.add_argument("--lines", action="store_true", help="print rows as JSON, one by one")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("it needs a GPU, and torch finds none")
-    rows = measure("cuda")
+    rows = []
+    for row in measure("cuda"):
+        rows.append(row)
+        if args.lines:
+            print(json.dumps(row), flush=True)
     columns = ["what", "kernel", "us", "of a copy's speed", "under kernels"]
-    print("\n".join(align([columns, *([row.get(c, "") for c in columns] for row in rows)])))
+    if not args.lines:
+        print("\n".join(align([columns, *([row.get(c, "") for c in columns] for row in rows)])))
     if args.json:
         args.json.write_text(json.dumps({"table": rows}, indent=1) + "\n")
 

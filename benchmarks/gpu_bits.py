@@ -166,7 +166,7 @@ def list_steps(*, small: bool) -> Iterator[Case]:
                     said = "".join(f", {name}={value}" for name, value in options.items())
                     name = f"{own}{cls.__name__}{said}, {str(dtype).removeprefix('torch.')}"
                     yield name, partial(_step, cls, options, dtype, sizes)
-        if sizes is SIZES:
+        if sizes is SIZES and not small:
             many = [(1 + place % 50,) for place in range(2300)]
             name = f"{own}{cls.__name__}, 2,300 tensors"
             yield name, partial(_step, cls, {}, torch.float32, many)

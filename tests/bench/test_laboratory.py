@@ -265,7 +265,8 @@ def test_the_table_of_a_gpu_has_its_kernels_or_the_script_needs_a_gpu(
     assert "it needs a GPU, and torch finds none" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu, "time_kernels", lambda *_: [("reduce", 4e-6, 0.5)])
+    monkeypatch.setattr(gpu, "time_lean", lambda *_: (4e-6, 0.5))
     monkeypatch.setattr(gpu, "find_overlap", lambda *_: 1.0)
     gpu.main(["--json", str(tmp_path / "gpu.json")])
-    assert len(read_table(capsys.readouterr().out)) == 9 + 3
+    assert len(read_table(capsys.readouterr().out)) == 9 + 6 + 3
     assert '"kernel": "reduce"' in (tmp_path / "gpu.json").read_text()

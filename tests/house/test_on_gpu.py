@@ -1,19 +1,53 @@
-"""The command for a machine with a GPU, on one that has none: what it tells, and how it ends."""
+"""The command for a machine with a GPU, on one that has none: what it tells, and what it leaves.
+
+Whole runs have stubs of nvidia-smi, compute-sanitizer and Python; the record is made by Python.
+"""
 
 from __future__ import annotations
 
+import importlib
+import json
+import os
 import re
+import signal
 import subprocess
+import sys
+import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from support.emulated import count_launches, emulated_table, use_emulated
 from support.gpu_soak import main as soak
 
+import fastamp
+from fastamp.step import native
+
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "benchmarks" / "on_gpu.sh"
+SCRIPTS = ROOT / "benchmarks"
+SCRIPT = SCRIPTS / "on_gpu.sh"
 # bash is all that it finds: neither nvidia-smi nor Python
 ALONE = {"PATH": "/usr/bin:/bin", "PYTHON": "/no/python"}
+NAME = "nvidia_stub.json"
+AT_LARGE = "FASTAMP_AT_LARGE" in os.environ
+# A stub of Python: the record is real, and each program leaves a line. $BREAKS fails, $HANGS hangs.
+PYTHON = f"""#!/bin/bash
+case "$*" in
+*gpu_record.py*) exec {sys.executable} "$@" ;;
+*"gpu_parts.py check"*) echo NVIDIA Stub; exit ;;
+*device_count*) echo 1; exit ;;
+esac
+case "$*" in
+*gpu_tests.py*) echo '{{"file": "tests/a.py", "test": "test_one", "outcome": "passed"}}' ;;
+*gpu_bits.py*) echo '{{"case": "a step", "ok": true}}' ;;
+*) echo '{{"row": 1}}' ;;
+esac
+echo "the log of $*" >&2
+[[ $BREAKS && "$*" == *$BREAKS* ]] && exit 3
+[[ $HANGS && "$*" == *$HANGS* ]] && echo $$ >"$RESULTS/pid" && printf '{{"half": ' && sleep 60
+exit 0
+"""
 
 
 def run(*words):
@@ -24,21 +58,64 @@ def run(*words):
 def parts():
     status, out, err = run("--list")
     assert (status, err) == (0, "")
-    return [
-        re.fullmatch(r"(\w+) +(\d) +(.+?) *\|.*", line).groups() for line in out.splitlines()[1:]
-    ]
+    lines = out.splitlines()[1:]
+    return [re.fullmatch(r"(\w+) +(\w+) +([\d.]+) +(.+?) *\|.*", line).groups() for line in lines]
 
 
-def test_the_list_needs_nothing_and_tells_parts_of_less_than_eight_minutes():
+@pytest.fixture
+def script(monkeypatch):
+    """Return a function that imports a script, as `python benchmarks/NAME.py` does."""
+    monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
+    return importlib.import_module
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Return the environment of a machine with stubs, whose results are in `results`."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    stubs = {"python": PYTHON, "nvidia-smi": "", "compute-sanitizer": 'exec "${@: -3}"\n'}
+    for name, text in stubs.items():
+        (tools / name).write_text(text if name == "python" else f"#!/bin/bash\n{text}")
+        (tools / name).chmod(0o755)
+    return {
+        "PATH": f"{tools}:/usr/bin:/bin",
+        "PYTHON": str(tools / "python"),
+        "RESULTS": str(tmp_path / "results"),
+        "COMMIT": "c0ffee",
+    }
+
+
+def start(machine, *words, **more):
+    command = ["bash", SCRIPT, *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env={**machine, **more}, start_new_session=True, **pipes)
+
+
+def finish(process):
+    out = process.communicate(timeout=60)[0]
+    return process.returncode, out
+
+
+def record_of(machine):
+    return json.loads(Path(machine["RESULTS"], NAME).read_text())
+
+
+def statuses(machine):
+    return {name: part["status"] for name, part in record_of(machine)["parts"].items()}
+
+
+def test_the_list_needs_nothing_and_tells_parts_of_two_calls():
     found = parts()
-    assert [name for name, _, _ in found][:2] == ["tests", "captures"]
-    assert all(int(minutes) < 8 for _, minutes, _ in found)
-    assert all(len(risk) > 10 for _, _, risk in found)
+    names = [name for name, *_ in found]
+    assert names[:4] == ["build", "facts", "bits", "launches"]
+    assert {call for _, call, _, _ in found} == {"first", "second"}
+    assert all(float(minutes) < 9.5 for _, _, minutes, _ in found)
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or Path("/dev/nvidia0").exists(), reason="a GPU")
 def test_every_part_says_that_it_needs_a_gpu_before_it_builds_anything():
-    for words in [[name] for name, _, _ in parts()] + [[]]:
+    for words in [[name] for name, *_ in parts()] + [["first"], ["second"], []]:
         assert run(*words) == (2, "", "on_gpu.sh: needs a GPU, and finds none\n")
 
 
@@ -46,9 +123,217 @@ def test_a_part_that_is_not_known_is_refused():
     assert run("tests", "nothing") == (2, "", "on_gpu.sh: nothing is no part; --list tells them\n")
 
 
+def test_both_calls_leave_the_lines_of_every_part_in_one_record(machine):
+    assert finish(start(machine, "first"))[0] == 0
+    assert finish(start(machine, "second"))[0] == 0
+    found = statuses(machine)
+    renamed = {"nccl": {"nccl-ddp", "nccl-fsdp"}, "shipped": {"shipped", "shipped-bits"}}
+    for name, *_ in parts():
+        assert renamed.get(name, {name}) <= found.keys()
+    assert {*found.values()} == {"passed"}
+    record = record_of(machine)
+    assert record["device"] == "NVIDIA Stub"
+    assert {part["commit"] for part in record["parts"].values()} == {"c0ffee"}
+    assert record["parts"]["facts"]["rows"] == [{"row": 1}]
+    assert record["parts"]["bits"]["cases"] == {"count": 1, "wrong": []}
+    assert "the log of" in Path(machine["RESULTS"], "on_gpu.log").read_text()
+
+
+@pytest.mark.parametrize("part", ["facts", "gpu_bits", "launches", "captures", "gpu.py", "bench step"])
+def test_a_part_that_fails_leaves_the_results_of_the_others(part, machine):
+    status, out = finish(start(machine, "first", BREAKS=part))
+    found = statuses(machine)
+    assert status == 1
+    failed = {name for name, said in found.items() if said != "passed"}
+    assert 1 <= len(failed) <= 2
+    assert failed < found.keys() == {*(name for name, call, *_ in parts() if call == "first")} | {
+        "build-works"
+    }
+    assert all(f"\n{name} " in f"\n{out}" for name in found)
+    assert "the log of" in out  # the end of the log, of that part
+
+
+def test_a_part_that_is_cut_short_names_the_tests_that_had_run(machine):
+    status, _ = finish(start(machine, "first", HANGS="gpu_tests.py", PART_S="1"))
+    assert status == 1
+    parts = record_of(machine)["parts"]
+    assert parts["tests"]["status"] == "cut short"
+    assert parts["tests"]["files"]["tests/a.py"]["ran"] == ["test_one"]
+    assert parts["memcheck"]["status"] == "passed"
+
+
+def test_a_script_that_is_stopped_leaves_the_record_of_what_had_run(machine):
+    process = start(machine, "first", HANGS="captures")
+    lines = Path(machine["RESULTS"], "on_gpu.jsonl")
+    while not lines.exists() or '"captures"' not in lines.read_text():
+        time.sleep(0.02)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == 143
+    found = statuses(machine)
+    assert found.pop("captures") == "cut short"
+    assert found.keys() >= {"build", "facts", "bits", "launches"}
+    assert {*found.values()} == {"passed"}
+
+
+def test_what_a_killed_script_has_left_is_in_the_next_ones_record(machine):
+    process = start(machine, "facts", HANGS="facts")
+    lines = Path(machine["RESULTS"], "on_gpu.jsonl")
+    while not lines.exists() or '"half"' not in lines.read_text():
+        time.sleep(0.02)
+    process.kill()
+    os.killpg(os.getpgid(int(Path(machine["RESULTS"], "pid").read_text())), signal.SIGKILL)
+    process.communicate()
+    assert not Path(machine["RESULTS"], NAME).exists()
+    finish(start(machine, "nvml"))
+    assert statuses(machine)["facts"] == "cut short"
+    assert statuses(machine)["nvml"] == "passed"
+
+
+def test_a_build_that_fails_leaves_its_log_and_a_record(machine):
+    status, out = finish(start(machine, "first", BREAKS="pip install"))
+    assert status == 1
+    assert statuses(machine) == {"build": "failed"}
+    assert "pip install" in Path(machine["RESULTS"], "on_gpu.log").read_text()
+    assert "pip install" in out
+
+
+def test_a_call_leaves_out_what_it_has_no_time_for_and_says_so(machine):
+    finish(start(machine, "first", LIMIT_S="60"))  # 75 seconds are kept behind the tests
+    assert statuses(machine)["tests"] == "left out: no time"
+    assert statuses(machine)["memcheck"] == "passed"
+
+
+def test_a_tool_that_is_missing_is_named(machine):
+    Path(machine["PATH"].partition(":")[0], "compute-sanitizer").unlink()
+    finish(start(machine, "memcheck"))
+    assert statuses(machine)["memcheck"] == "left out: there is no compute-sanitizer here"
+
+
+def test_git_is_not_needed(machine):
+    tools = Path(machine["PATH"].partition(":")[0])
+    (tools / "git").write_text("#!/bin/bash\necho 'git: none' >&2\nexit 127\n")
+    (tools / "git").chmod(0o755)
+    assert finish(start(machine, "facts", COMMIT=""))[0] == 0
+    assert record_of(machine)["parts"]["facts"]["commit"] == ""
+
+
+# The programs that it runs
+
+TESTS = """
+import time, warnings
+import pytest
+pytestmark = pytest.mark.cuda
+def test_first(): warnings.warn("another package's")
+def test_wrong(): assert [1] == [2]
+def test_endless(): time.sleep(60)
+def test_last(): pass
+@pytest.mark.skip(reason="no such thing")
+def test_skipped(): pass
+"""
+
+
+def run_tests(*words):
+    command = [sys.executable, SCRIPTS / "gpu_tests.py", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return done.returncode, lines, done.stderr
+
+
+def test_a_file_that_takes_too_long_is_stopped_after_a_line_for_each_test(tmp_path, script):
+    for name in ("test_one.py", "test_two.py"):
+        (tmp_path / name).write_text(TESTS if name == "test_one.py" else "def test_other(): pass")
+    files = [str(tmp_path / "test_one.py"), str(tmp_path / "test_two.py")]
+    status, lines, log = run_tests("--each", "6", *files)
+    assert status == 1
+    outcomes = {line["test"]: line["outcome"] for line in lines if "test" in line}
+    assert outcomes == {"test_first": "passed", "test_wrong": "failed"}
+    ends = {Path(line["file"]).name: line["end"] for line in lines if "end" in line}
+    assert ends == {"test_one.py": "cut short", "test_two.py": "no tests"}
+    assert "assert [1] == [2]" in next(line["why"] for line in lines if "why" in line)
+    assert "KeyboardInterrupt" in log  # which tells where it was
+    text = "\n".join(json.dumps(line) for line in [{"part": "tests", "device": "D"}, *lines])
+    part = script("gpu_record").shorten(script("gpu_record").read(text)["tests"])
+    found = next(its for name, its in part["files"].items() if name.endswith("test_one.py"))
+    assert found["ran"] == ["test_first", "test_wrong"]
+    assert [each["test"] for each in found["failures"]] == ["test_wrong"]
+
+
+def test_files_for_which_there_is_no_time_are_named(tmp_path):
+    (tmp_path / "test_one.py").write_text("")
+    status, lines, _ = run_tests("--limit", "0", str(tmp_path / "test_one.py"))
+    assert (status, [line["end"] for line in lines]) == (1, ["left out: no time"])
+
+
+@pytest.fixture
+def emulated():
+    table = emulated_table()
+    if table is None:
+        pytest.skip("no compiled core, no C++ compiler or no glibc")
+    return lambda: use_emulated(table)
+
+
+def test_the_limits_of_launches_are_those_of_the_emulated_kernels(script, emulated):
+    parts = script("gpu_parts")
+    for tensors, groups, fused, least in parts.LAUNCHES:
+        with emulated():
+            step = parts.make_step(tensors, groups, fused, "cpu")
+            assert count_launches(step) == least + parts.ONE_MORE
+
+
+def test_the_emulated_kernels_have_the_bits_of_the_cpu_in_every_case(script, emulated):
+    first, *lines = script("gpu_bits").run("cpu", small=not AT_LARGE, using=emulated)
+    assert not [line for line in lines if not line["ok"]]
+    declared = {name.rpartition(".")[2] for name in native.RULES}
+    if not hasattr(torch.optim, "Muon"):
+        declared.discard("Muon")
+    assert {*first["rules"]} == declared | {"AdamW"}
+    names = " ".join(line["case"] for line in lines)
+    assert all(f"moments={each}" in names for each in ("float32", "bfloat16", "8bit"))
+
+
+@pytest.mark.skipif("cpu" not in fastamp.backends(), reason="needs the compiled core")
+def test_a_wrong_bit_and_an_error_are_lines_and_the_next_case_runs(script, monkeypatch):
+    bits = script("gpu_bits")
+    real, on_device = bits.draw, []
+
+    @contextmanager
+    def using():
+        on_device.append(True)
+        yield
+        on_device.clear()
+
+    def draw(sizes, dtype, device, seed, **options):
+        made = real(sizes, dtype, device, seed, **options)
+        if on_device and dtype is torch.bfloat16:
+            made[-1].view(-1)[:1].view(torch.int16).bitwise_xor_(1)
+        if on_device and dtype is torch.float16:
+            raise RuntimeError("an illegal memory access")
+        return made
+
+    monkeypatch.setattr(bits, "draw", draw)
+    _, *found = bits.run("cpu", using=using, only="aligned")
+    lines = {line["case"]: line for line in found}
+    assert lines["norm, float32, aligned"]["ok"]
+    assert "1 of 140000 elements, from 0" in " ".join(lines["norm, bfloat16, aligned"]["wrong"])
+    wrong = lines["norm, float16, misaligned"]["wrong"]
+    assert wrong == ["RuntimeError: an illegal memory access"]
+
+
 def test_the_soak_runs_on_a_cpu_and_finds_a_wrong_batch(monkeypatch, capsys):
-    assert soak(["--device", "cpu", "--batches", "30", "--minutes", "0"]) == 0
-    assert "30 batches, 0 wrong" in capsys.readouterr().out
+    def run():
+        status = soak(["--device", "cpu", "--batches", "30", "--minutes", "0", "--rows", "256"])
+        return status, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    status, lines = run()
+    assert status == 0
+    assert {line["case"]: line["ok"] for line in lines if "case" in line} == {
+        "30 batches": True,
+        "memory is flat": True,
+    }
+    assert [line["passes"] for line in lines if "memory" in line] == [40]
+    monkeypatch.setattr("support.gpu_soak.PASSES", 4)
     monkeypatch.setattr("fastamp.prefetch", lambda batches, _: (batch + 1 for batch in batches))
-    assert soak(["--device", "cpu", "--batches", "30", "--minutes", "0"]) == 1
-    assert "batch 0: the sum is" in capsys.readouterr().out
+    status, lines = run()
+    assert status == 1
+    assert "batch 0: the sum is" in lines[0]["wrong"][0]
