@@ -1,4 +1,4 @@
-"""The small parts of `on_gpu.sh`: what the machine is, launches, NVML, a kernel that fails, the bench.
+"""The small parts of `on_gpu.sh`: facts of the machine, launches, NVML, a failed kernel, the bench.
 
     python benchmarks/gpu_parts.py facts       # or check, launches, nvml, failed-kernel
     python benchmarks/gpu_parts.py bench step --shapes gpt2/adamw
@@ -37,6 +37,7 @@ PTX = """.version 8.1
 .visible .entry large(.param .align 8 .b8 table[32000]) { ret; }
 """
 ARGUMENTS = {"none": 0, "small": 4000, "large": 32000}  # bytes
+GRID = (1, 1, 1, 32, 1, 1, 0)  # one warp, without shared memory
 RATIO_ATTRIBUTE = 87  # cudaDevAttrSingleToDoublePrecisionPerfRatio
 CALLS = 300
 ONE_MORE = 2  # launches: the kernel that counts steps, and the one that adds again
@@ -46,9 +47,9 @@ ROWS = [
     *product(["gpt2"], ["adamw", "norm", "adamw-8bit", "adamw-bf16", "clip", "adamw-zero-grad"]),
     ("2000x1000", "adamw"),
     ("network", "adamw-no-scaler"),
-    ("gpt2", "muon"),
     *product(["465gx1000", "192x130208-bf16", "2000x1000"], ["adamw-open"]),
-    *product(["2000x64x64"], ["adamw-8bit"]),
+    ("2000x64x64", "adamw-8bit"),
+    ("gpt2", "muon"),
 ]
 """Shapes and work of `bench step`, those that tell most first."""
 
@@ -153,10 +154,9 @@ def find_launches(driver: ctypes.CDLL) -> dict[str, Callable[[], object]]:
             continue
         table = ctypes.create_string_buffer(max(size, 1))
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(table))
-        grid = (1, 1, 1, 32, 1, 1, 0)  # and no stream but the default one
 
         def launch(kernel: Any = kernel, arguments: Any = arguments, _held: Any = table) -> int:
-            return int(driver.cuLaunchKernel(kernel, *grid, None, arguments, None))
+            return int(driver.cuLaunchKernel(kernel, *GRID, None, arguments, None))
 
         if launch() == 0:
             found[name] = launch
@@ -262,12 +262,16 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("rows", nargs="*", help="SHAPE/WORK of step, names of jobs")
     parser.add_argument("--first", type=int, help="take so many of the default rows of step")
     parser.add_argument("--skip", type=int, default=0, help="but not so many of them")
-    parser.add_argument("--limit", type=float, default=3600.0, metavar="S", help="begin no row then")
+    parser.add_argument(
+        "--limit", type=float, default=3600.0, metavar="S", help="begin no row then"
+    )
     args = parser.parse_args(words)
     if args.part != "bench":
         return parts[args.part]() or 0
     default = ["/".join(row) for row in ROWS][args.skip : args.first]
-    return bench(args.command, args.rows or (default if args.command == "step" else [""]), args.limit)
+    return bench(
+        args.command, args.rows or (default if args.command == "step" else [""]), args.limit
+    )
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def read(text: str) -> dict[str, dict[str, Any]]:
 
 
 def shorten(part: dict[str, Any]) -> dict[str, Any]:
-    """Return a part as the record has it: cases that are right, and tests that passed, as counts."""
+    """Return a part as the record has it: right cases, and tests that passed, as counts."""
     lines = part.pop("lines")
     cases = [line for line in lines if "case" in line]
     tests = [line for line in lines if "test" in line]

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 OPTIONS = ["-c", str(ROOT / "pyproject.toml"), "-q", "-m", "cuda", "-p", "no:cacheprovider"]
 # Those of pyproject.toml, but not those of pytest-xdist, which need not be installed.
-OPTIONS += ["--continue-on-collection-errors", "-o", "addopts=-rfE --strict-markers --strict-config --import-mode=importlib"]
+OPTIONS += ["-o", "addopts=-rfE --strict-markers --strict-config --import-mode=importlib"]
+OPTIONS += ["--continue-on-collection-errors"]
 ENDS = {0: "passed", 1: "failed", 5: "no tests"}  # by pytest's exit status
 FIRST = ["step", "timer", "data", "train"]  # folders, in the order of what they tell
 PATIENCE_S = 8  # from Ctrl-C to the end

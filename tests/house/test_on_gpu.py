@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import gpu_soak
 from support.emulated import count_launches, emulated_table, use_emulated
-from support.gpu_soak import main as soak
 
 import fastamp
 from fastamp.step import native
@@ -139,16 +139,20 @@ def test_both_calls_leave_the_lines_of_every_part_in_one_record(machine):
     assert "the log of" in Path(machine["RESULTS"], "on_gpu.log").read_text()
 
 
-@pytest.mark.parametrize("part", ["facts", "gpu_bits", "launches", "captures", "gpu.py", "bench step"])
+@pytest.mark.parametrize(
+    "part", ["facts", "gpu_bits", "launches", "captures", "gpu.py", "bench step"]
+)
 def test_a_part_that_fails_leaves_the_results_of_the_others(part, machine):
     status, out = finish(start(machine, "first", BREAKS=part))
     found = statuses(machine)
     assert status == 1
     failed = {name for name, said in found.items() if said != "passed"}
     assert 1 <= len(failed) <= 2
-    assert failed < found.keys() == {*(name for name, call, *_ in parts() if call == "first")} | {
-        "build-works"
-    }
+    assert (
+        failed
+        < found.keys()
+        == {*(name for name, call, *_ in parts() if call == "first")} | {"build-works"}
+    )
     assert all(f"\n{name} " in f"\n{out}" for name in found)
     assert "the log of" in out  # the end of the log, of that part
 
@@ -233,6 +237,9 @@ def test_skipped(): pass
 """
 
 
+ILLEGAL = ("an illegal memory access",)
+
+
 def run_tests(*words):
     command = [sys.executable, SCRIPTS / "gpu_tests.py", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -308,7 +315,7 @@ def test_a_wrong_bit_and_an_error_are_lines_and_the_next_case_runs(script, monke
         if on_device and dtype is torch.bfloat16:
             made[-1].view(-1)[:1].view(torch.int16).bitwise_xor_(1)
         if on_device and dtype is torch.float16:
-            raise RuntimeError("an illegal memory access")
+            raise RuntimeError(*ILLEGAL)
         return made
 
     monkeypatch.setattr(bits, "draw", draw)
@@ -317,12 +324,17 @@ def test_a_wrong_bit_and_an_error_are_lines_and_the_next_case_runs(script, monke
     assert lines["norm, float32, aligned"]["ok"]
     assert "1 of 140000 elements, from 0" in " ".join(lines["norm, bfloat16, aligned"]["wrong"])
     wrong = lines["norm, float16, misaligned"]["wrong"]
-    assert wrong == ["RuntimeError: an illegal memory access"]
+    assert wrong == [f"RuntimeError: {ILLEGAL[0]}"]
 
 
 def test_the_soak_runs_on_a_cpu_and_finds_a_wrong_batch(monkeypatch, capsys):
+    assert gpu_soak.PASSES >= 40
+    monkeypatch.setattr(gpu_soak, "PASSES", 8)
+
+    words = ["--device", "cpu", "--batches", "30", "--minutes", "0", "--rows", "256"]
+
     def run():
-        status = soak(["--device", "cpu", "--batches", "30", "--minutes", "0", "--rows", "256"])
+        status = gpu_soak.main(words)
         return status, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
     status, lines = run()
@@ -331,8 +343,7 @@ def test_the_soak_runs_on_a_cpu_and_finds_a_wrong_batch(monkeypatch, capsys):
         "30 batches": True,
         "memory is flat": True,
     }
-    assert [line["passes"] for line in lines if "memory" in line] == [40]
-    monkeypatch.setattr("support.gpu_soak.PASSES", 4)
+    assert [line["passes"] for line in lines if "memory" in line] == [8]
     monkeypatch.setattr("fastamp.prefetch", lambda batches, _: (batch + 1 for batch in batches))
     status, lines = run()
     assert status == 1
