@@ -66,7 +66,7 @@ fi
 device=${device##*$'\n'}
 
 commit=${COMMIT:-$(git describe --always --dirty --abbrev=40 --exclude='*' 2>/dev/null)}
-end_s=$((SECONDS + ${LIMIT_S:-86400}))
+end_s=$((${LIMIT_S:-86400} - 15))  # a piece that is stopped may take so long to end
 mkdir -p "$results"
 results=$(cd "$results" && pwd)
 lines=$results/on_gpu.jsonl

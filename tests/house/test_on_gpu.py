@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import re
 import signal
@@ -161,7 +162,7 @@ def test_a_part_that_is_cut_short_names_the_tests_that_had_run(machine):
     status, _ = finish(start(machine, "first", HANGS="gpu_tests.py", PART_S="1"))
     assert status == 1
     parts = record_of(machine)["parts"]
-    assert parts["tests"]["status"] == "cut short"
+    assert (parts["tests"]["status"], parts["tests"]["rc"]) == ("cut short", 124)
     assert parts["tests"]["files"]["tests/a.py"]["ran"] == ["test_one"]
     assert parts["memcheck"]["status"] == "passed"
 
@@ -325,6 +326,15 @@ def test_a_wrong_bit_and_an_error_are_lines_and_the_next_case_runs(script, monke
     assert "1 of 140000 elements, from 0" in " ".join(lines["norm, bfloat16, aligned"]["wrong"])
     wrong = lines["norm, float16, misaligned"]["wrong"]
     assert wrong == [f"RuntimeError: {ILLEGAL[0]}"]
+
+
+def test_all_nans_are_one_number(script):
+    bits = script("gpu_bits")
+    other = torch.tensor([0x7FFFFFFF, 0]).int().view(torch.float32)
+    ours, theirs = bits.take({"norm": other}), bits.take({"norm": torch.tensor([math.nan, 0.0])})
+    assert bits.compare(ours, theirs) == []
+    zeros = bits.take({"norm": torch.tensor([math.nan, -0.0])})
+    assert bits.compare(zeros, theirs) == ["norm: 1 of 2 elements, from 1"]
 
 
 def test_the_soak_runs_on_a_cpu_and_finds_a_wrong_batch(monkeypatch, capsys):
