@@ -127,14 +127,14 @@ piece() {
 # What a program prints belongs to the log: quiet COMMAND.
 quiet=(bash -c 'exec "$@" >&2' quiet)
 
-# build PART ARCHITECTURES: installs into a folder of its own; without architectures, for all GPUs.
+# build PART SECONDS [ARCHITECTURES]: installs into a folder of its own; by default for all GPUs.
 given=${PYTHONPATH:+:$PYTHONPATH}
 built=
 build() {
   local flags=(--config-settings=cmake.define.FASTAMP_CUDA=ON) target=$site/$1
-  [[ -n $2 ]] && flags+=("--config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES=$2")
+  (($# > 2)) && flags+=("--config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES=$3")
   export PYTHONPATH=$target$given PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
-  piece "$1" 420 "${quiet[@]}" "$python" -m pip install -v --no-index --no-deps \
+  piece "$1" "$2" "${quiet[@]}" "$python" -m pip install -v --no-index --no-deps \
     --no-build-isolation --target "$target" "${flags[@]}" . && parts "$1-works" 60 built && built=$1
 }
 
@@ -160,11 +160,11 @@ ranks() {
 
 for part in "${wanted[@]}"; do
   if [[ $part == shipped ]]; then
-    build shipped '' && bits shipped-bits 90
+    build shipped 330 && bits shipped-bits 90
     continue
   fi
   if [[ -z $built || $part == build ]]; then
-    build build native || break
+    build build 240 native || break
     [[ $part == build ]] && continue
   fi
   case $part in
