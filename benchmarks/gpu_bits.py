@@ -49,8 +49,8 @@ NUMBERS = {
 }
 """Options of optimizers, and values that are not their defaults."""
 OF_TORCH = {"foreach", "capturable", "differentiable", "fused"}  # flags that choose torch's kernels
-# Of the norm of Muon's steps: fifteen products in bfloat16. A step moves 16-bit weights by less than
-# their last bit, so that a product's last bit decides whether they move.
+# Of the norm of Muon's steps: fifteen products in bfloat16. A step moves weights of 16 bits by less
+# than their last bit, so that a product's last bit decides whether they move.
 PRODUCTS_RTOL = {torch.float32: 0.1, torch.bfloat16: 0.4, torch.float16: 0.4}
 
 

@@ -36,8 +36,6 @@ OPTIONS += ["-o", "addopts=-rfE --strict-markers --strict-config --import-mode=i
 OPTIONS += ["--continue-on-collection-errors"]
 ENDS = {0: "passed", 1: "failed", 5: "no tests"}  # by pytest's exit status
 FIRST = ["step", "timer", "data", "train"]  # folders, in the order of what they tell
-PATIENCE_S = 8  # from Ctrl-C to the end
-COLLECT_S = 90
 
 
 class Lines:
@@ -100,8 +98,9 @@ def collect() -> list[str]:
 class Runner:
     """Runs files in processes of their own until its time is up."""
 
-    def __init__(self, limit_s: float, each_s: float) -> None:
+    def __init__(self, limit_s: float, each_s: float, patience_s: float) -> None:
         self.end_s, self.each_s = time.monotonic() + limit_s, each_s
+        self.patience_s = patience_s
 
     def stop(self, *_: object) -> None:
         """Let what runs end now; a handler of signals."""
@@ -121,7 +120,7 @@ class Runner:
         if is_cut:
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(PATIENCE_S)
+                process.wait(self.patience_s)
         with contextlib.suppress(ProcessLookupError):  # and what its tests have started
             os.killpg(process.pid, signal.SIGKILL)
         status = process.wait()
@@ -137,6 +136,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="*", metavar="FILE")
     parser.add_argument("--limit", type=float, default=3600.0, metavar="S", help="of all files")
     parser.add_argument("--each", type=float, default=90.0, metavar="S", help="of a file")
+    parser.add_argument("--patience", type=float, default=8.0, metavar="S", help="after Ctrl-C")
     parser.add_argument("--at-once", type=int, default=4, metavar="N", help="processes")
     parser.add_argument("--one", metavar="FILE", help="run a file in this process")
     args = parser.parse_args(words)
@@ -145,7 +145,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return run_one(args.one)
     # A shell's background job ignores Ctrl-C, and so would its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    runner = Runner(args.limit, args.each)
+    runner = Runner(args.limit, args.each, args.patience)
     signal.signal(signal.SIGTERM, runner.stop)
     with ThreadPoolExecutor(args.at_once) as pool:
         passed = [*pool.map(runner.run, args.files or collect())]

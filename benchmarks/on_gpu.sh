@@ -120,7 +120,7 @@ piece() {
   printf '%-16s %4d s  %s\n' "$name" $((SECONDS - begin)) "$said"
   [[ $said == passed ]] && return
   failed+=("$name")
-  [[ $said == left* ]] || tail -n "+$((from + 1))" "$log" | tail -n 12
+  [[ $said == left* ]] || tail -n "+$((from + 1))" "$log" | tail -n 12 | awk '{ print "  " $0 }'
   return 1
 }
 

@@ -32,12 +32,14 @@ SCRIPT = SCRIPTS / "on_gpu.sh"
 ALONE = {"PATH": "/usr/bin:/bin", "PYTHON": "/no/python"}
 NAME = "nvidia_stub.json"
 AT_LARGE = "FASTAMP_AT_LARGE" in os.environ
-# A stub of Python: the record is real, and each program leaves a line. $BREAKS fails, $HANGS hangs.
+# A stub of Python: the record is real, and each program leaves a line. What $BREAKS matches fails,
+# what $HANGS matches hangs.
 PYTHON = f"""#!/bin/bash
 case "$*" in
 *gpu_record.py*) exec {sys.executable} "$@" ;;
 *"gpu_parts.py check"*) echo NVIDIA Stub; exit ;;
 *device_count*) echo 1; exit ;;
+*"gpu_parts.py built"*) exit ;;
 esac
 case "$*" in
 *gpu_tests.py*) echo '{{"file": "tests/a.py", "test": "test_one", "outcome": "passed"}}' ;;
@@ -45,8 +47,8 @@ case "$*" in
 *) echo '{{"row": 1}}' ;;
 esac
 echo "the log of $*" >&2
-[[ $BREAKS && "$*" == *$BREAKS* ]] && exit 3
-[[ $HANGS && "$*" == *$HANGS* ]] && echo $$ >"$RESULTS/pid" && printf '{{"half": ' && sleep 60
+[[ $BREAKS && "$*" =~ $BREAKS ]] && exit 3
+[[ $HANGS && "$*" =~ $HANGS ]] && echo $$ >"$RESULTS/pid" && printf '{{"half": ' && sleep 60
 exit 0
 """
 
@@ -140,22 +142,29 @@ def test_both_calls_leave_the_lines_of_every_part_in_one_record(machine):
     assert "the log of" in Path(machine["RESULTS"], "on_gpu.log").read_text()
 
 
-@pytest.mark.parametrize(
-    "part", ["facts", "gpu_bits", "launches", "captures", "gpu.py", "bench step"]
-)
-def test_a_part_that_fails_leaves_the_results_of_the_others(part, machine):
-    status, out = finish(start(machine, "first", BREAKS=part))
-    found = statuses(machine)
+@pytest.mark.parametrize("call", ["first", "second"])
+@pytest.mark.parametrize("how", ["BREAKS", "HANGS"])
+def test_every_part_that_fails_or_is_cut_short_leaves_its_lines(call, how, machine):
+    words = {how: "gpu[_.]|distributed", "PART_S": "1"}  # all but the builds
+    status, out = finish(start(machine, call, **words))
     assert status == 1
-    failed = {name for name, said in found.items() if said != "passed"}
-    assert 1 <= len(failed) <= 2
-    assert (
-        failed
-        < found.keys()
-        == {*(name for name, call, *_ in parts() if call == "first")} | {"build-works"}
-    )
-    assert all(f"\n{name} " in f"\n{out}" for name in found)
-    assert "the log of" in out  # the end of the log, of that part
+    found = record_of(machine)["parts"]
+    built = {"build", "build-works"} if call == "first" else {"shipped", "shipped-works"}
+    assert {each for each, part in found.items() if part["status"] == "passed"} == built
+    said = "failed" if how == "BREAKS" else "cut short"
+    for name in found.keys() - built:
+        assert found[name]["status"] == said
+        assert f"\n{name} " in out
+        assert name.startswith("nccl") or found[name].keys() & {"rows", "cases", "files"}
+    renamed = {"nccl": "nccl-ddp", "shipped": "shipped-bits"}
+    assert {renamed.get(name, name) for name, its, *_ in parts() if its == call} <= found.keys()
+    assert "the log of" in out  # the end of the log, of each part
+
+
+def test_a_part_that_fails_leaves_the_results_of_the_others(machine):
+    status, _ = finish(start(machine, "first", BREAKS="launches"))
+    assert status == 1
+    assert [name for name, said in statuses(machine).items() if said != "passed"] == ["launches"]
 
 
 def test_a_part_that_is_cut_short_names_the_tests_that_had_run(machine):
@@ -196,7 +205,7 @@ def test_what_a_killed_script_has_left_is_in_the_next_ones_record(machine):
 
 
 def test_a_build_that_fails_leaves_its_log_and_a_record(machine):
-    status, out = finish(start(machine, "first", BREAKS="pip install"))
+    status, out = finish(start(machine, "first", BREAKS="pip.install"))
     assert status == 1
     assert statuses(machine) == {"build": "failed"}
     assert "pip install" in Path(machine["RESULTS"], "on_gpu.log").read_text()
@@ -225,13 +234,14 @@ def test_git_is_not_needed(machine):
 
 # The programs that it runs
 
-TESTS = """
-import time, warnings
+STUBBORN = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
+TESTS = f"""
+import signal, time, warnings
 import pytest
 pytestmark = pytest.mark.cuda
 def test_first(): warnings.warn("another package's")
 def test_wrong(): assert [1] == [2]
-def test_endless(): time.sleep(60)
+def test_endless(): {STUBBORN}; time.sleep(60)
 def test_last(): pass
 @pytest.mark.skip(reason="no such thing")
 def test_skipped(): pass
@@ -249,22 +259,27 @@ def run_tests(*words):
 
 
 def test_a_file_that_takes_too_long_is_stopped_after_a_line_for_each_test(tmp_path, script):
-    for name in ("test_one.py", "test_two.py"):
-        (tmp_path / name).write_text(TESTS if name == "test_one.py" else "def test_other(): pass")
-    files = [str(tmp_path / "test_one.py"), str(tmp_path / "test_two.py")]
-    status, lines, log = run_tests("--each", "6", *files)
+    texts = {
+        "one": TESTS,
+        "two": TESTS.replace(STUBBORN, "pass"),
+        "three": "def test_other(): pass",
+    }
+    files = [tmp_path / f"test_{name}.py" for name in texts]
+    for file, text in zip(files, texts.values(), strict=True):
+        file.write_text(text)
+    status, lines, log = run_tests("--each", "8", "--patience", "3", *files)
     assert status == 1
-    outcomes = {line["test"]: line["outcome"] for line in lines if "test" in line}
-    assert outcomes == {"test_first": "passed", "test_wrong": "failed"}
     ends = {Path(line["file"]).name: line["end"] for line in lines if "end" in line}
-    assert ends == {"test_one.py": "cut short", "test_two.py": "no tests"}
-    assert "assert [1] == [2]" in next(line["why"] for line in lines if "why" in line)
-    assert "KeyboardInterrupt" in log  # which tells where it was
+    short = {"test_one.py": "cut short", "test_two.py": "cut short"}
+    assert ends == {**short, "test_three.py": "no tests"}
+    assert log.count("to show a full traceback on KeyboardInterrupt") == 1  # of the other one
     text = "\n".join(json.dumps(line) for line in [{"part": "tests", "device": "D"}, *lines])
     part = script("gpu_record").shorten(script("gpu_record").read(text)["tests"])
-    found = next(its for name, its in part["files"].items() if name.endswith("test_one.py"))
-    assert found["ran"] == ["test_first", "test_wrong"]
-    assert [each["test"] for each in found["failures"]] == ["test_wrong"]
+    for file in files[:2]:
+        found = part["files"][str(file)]
+        assert (found["passed"], found["ran"]) == (1, ["test_first", "test_wrong"])
+        assert [each["test"] for each in found["failures"]] == ["test_wrong"]
+        assert "assert [1] == [2]" in found["failures"][0]["why"]
 
 
 def test_files_for_which_there_is_no_time_are_named(tmp_path):
