@@ -48,8 +48,11 @@ case "$*" in
 esac
 echo "the log of $*" >&2
 [[ $BREAKS && "$*" =~ $BREAKS ]] && exit 3
-[[ $HANGS && "$*" =~ $HANGS ]] && echo $$ >"$RESULTS/pid" && printf '{{"half": ' && sleep 60
-exit 0
+[[ $HANGS && "$*" =~ $HANGS ]] || exit 0
+printf '{{"half": '
+echo $$ >"$RESULTS/pid.new"
+mv "$RESULTS"/pid{{.new,}}
+sleep 60
 """
 
 
@@ -93,6 +96,12 @@ def start(machine, *words, **more):
     command = ["bash", SCRIPT, *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, env={**machine, **more}, start_new_session=True, **pipes)
+
+
+def wait_until(process, is_true):
+    while not is_true():
+        assert process.poll() is None
+        time.sleep(0.02)
 
 
 def finish(process):
@@ -178,10 +187,7 @@ def test_a_part_that_is_cut_short_names_the_tests_that_had_run(machine):
 
 def test_a_script_that_is_stopped_leaves_the_record_of_what_had_run(machine):
     process = start(machine, "first", HANGS="captures")
-    lines = Path(machine["RESULTS"], "on_gpu.jsonl")
-    while not lines.exists() or '"captures"' not in lines.read_text():
-        time.sleep(0.02)
-    time.sleep(0.3)
+    wait_until(process, Path(machine["RESULTS"], "pid").exists)
     process.send_signal(signal.SIGTERM)
     assert finish(process)[0] == 143
     found = statuses(machine)
@@ -192,11 +198,10 @@ def test_a_script_that_is_stopped_leaves_the_record_of_what_had_run(machine):
 
 def test_what_a_killed_script_has_left_is_in_the_next_ones_record(machine):
     process = start(machine, "facts", HANGS="facts")
-    lines = Path(machine["RESULTS"], "on_gpu.jsonl")
-    while not lines.exists() or '"half"' not in lines.read_text():
-        time.sleep(0.02)
+    wait_until(process, Path(machine["RESULTS"], "pid").exists)
     process.kill()
-    os.killpg(os.getpgid(int(Path(machine["RESULTS"], "pid").read_text())), signal.SIGKILL)
+    piece = int(Path(machine["RESULTS"], "pid").read_text())
+    os.killpg(os.getpgid(piece), signal.SIGKILL)
     process.communicate()
     assert not Path(machine["RESULTS"], NAME).exists()
     finish(start(machine, "nvml"))
@@ -236,12 +241,15 @@ def test_git_is_not_needed(machine):
 
 STUBBORN = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
 TESTS = f"""
-import signal, time, warnings
+import pathlib, signal, time, warnings
 import pytest
 pytestmark = pytest.mark.cuda
 def test_first(): warnings.warn("another package's")
 def test_wrong(): assert [1] == [2]
-def test_endless(): {STUBBORN}; time.sleep(60)
+def test_endless():
+    {STUBBORN}
+    pathlib.Path(__file__ + ".begun").touch()
+    time.sleep(60)
 def test_last(): pass
 @pytest.mark.skip(reason="no such thing")
 def test_skipped(): pass
@@ -251,35 +259,48 @@ def test_skipped(): pass
 ILLEGAL = ("an illegal memory access",)
 
 
-def run_tests(*words):
+def run_tests(*words, until=()):
+    """Run gpu_tests.py, to its end or until these files are there; return its status and lines."""
     command = [sys.executable, SCRIPTS / "gpu_tests.py", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    return done.returncode, lines, done.stderr
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, **pipes)
+    if until:
+        wait_until(process, lambda: all(file.exists() for file in until))
+        process.terminate()
+    out, log = process.communicate(timeout=60)
+    return process.returncode, [json.loads(line) for line in out.splitlines()], log
 
 
-def test_a_file_that_takes_too_long_is_stopped_after_a_line_for_each_test(tmp_path, script):
-    texts = {
-        "one": TESTS,
-        "two": TESTS.replace(STUBBORN, "pass"),
-        "three": "def test_other(): pass",
-    }
-    files = [tmp_path / f"test_{name}.py" for name in texts]
-    for file, text in zip(files, texts.values(), strict=True):
+def test_a_file_that_is_stopped_leaves_a_line_for_each_test(tmp_path, script):
+    texts = [TESTS, TESTS.replace(STUBBORN, "pass")]
+    files = [tmp_path / "test_one.py", tmp_path / "test_two.py"]
+    for file, text in zip(files, texts, strict=True):
         file.write_text(text)
-    status, lines, log = run_tests("--each", "8", "--patience", "3", *files)
+    begun = [file.with_name(f"{file.name}.begun") for file in files]
+    status, lines, log = run_tests("--patience", "5", *files, until=begun)
     assert status == 1
     ends = {Path(line["file"]).name: line["end"] for line in lines if "end" in line}
-    short = {"test_one.py": "cut short", "test_two.py": "cut short"}
-    assert ends == {**short, "test_three.py": "no tests"}
+    assert ends == {"test_one.py": "cut short", "test_two.py": "cut short"}
     assert log.count("to show a full traceback on KeyboardInterrupt") == 1  # of the other one
     text = "\n".join(json.dumps(line) for line in [{"part": "tests", "device": "D"}, *lines])
     part = script("gpu_record").shorten(script("gpu_record").read(text)["tests"])
-    for file in files[:2]:
+    for file in files:
         found = part["files"][str(file)]
         assert (found["passed"], found["ran"]) == (1, ["test_first", "test_wrong"])
         assert [each["test"] for each in found["failures"]] == ["test_wrong"]
         assert "assert [1] == [2]" in found["failures"][0]["why"]
+
+
+def test_a_file_that_takes_too_long_is_stopped(tmp_path):
+    (tmp_path / "test_one.py").write_text(TESTS)
+    status, lines, _ = run_tests("--each", "0.1", "--patience", "0", str(tmp_path / "test_one.py"))
+    assert (status, lines[-1]["end"]) == (1, "cut short")
+
+
+def test_a_file_without_such_tests_is_no_failure(tmp_path):
+    (tmp_path / "test_one.py").write_text("def test_other(): pass")
+    status, lines, _ = run_tests(str(tmp_path / "test_one.py"))
+    assert (status, [line["end"] for line in lines]) == (0, ["no tests"])
 
 
 def test_files_for_which_there_is_no_time_are_named(tmp_path):
