@@ -26,13 +26,14 @@ import torch
 if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
     os.environ.setdefault("FASTAMP_BACKEND", "fallback")
 
+from support.devices import asks_for_gpu, check_allocated, count_allocations, runs_for_cuda
 from support.emulated import emulated_table, use_emulated
 
 import fastamp
 from fastamp import _ops
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
 # Started in the background by a shell, the tests would ignore Ctrl-C, and so would fastamp.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -43,7 +44,11 @@ EMULATED = pytest.param("emulated", marks=pytest.mark.emulated)
 COUNTED = {"cuda": "GPU tests", "emulated": "tests of the emulated CUDA kernels"}
 """The marks that are counted, and the names of their tests in the summary."""
 AVAILABLE = fastamp.backends()
+BEFORE = pytest.StashKey[int]()
+"""How many allocations a GPU had made before a test."""
 AT_LARGE = "FASTAMP_AT_LARGE" in os.environ
+PLAYED = os.environ.get("FASTAMP_GPU") == "emulated"
+"""The emulated kernels play the GPU: GPU tests run on them, but for those that need a real one."""
 LONGEST = ["test_parallel.py", "test_shards.py", "test_examples.py", "test_train.py"]
 LONGEST += ["test_resume.py", "test_loader.py", "test_bench.py", "test_slots.py", "test_faults.py"]
 """The files to start with, so that no worker is left with a long one at the end."""
@@ -86,19 +91,20 @@ def _to_emulate(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def _pairs(item: pytest.Item) -> set[tuple[tuple[str, int], ...]]:
-    """Return the pairs of values that the parameters of a test have."""
+    """Return the pairs of values that the parameters of a test have, or its only value."""
     values = sorted((name, id(value)) for name, value in item.callspec.params.items())
-    return {*itertools.combinations(values, 2)}
+    return {*itertools.combinations(values, min(2, len(values)))}
 
 
 def _pairwise(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Keep of pairwise tests enough runs for every pair of values, or all at large.
+    """Keep of pairwise tests, and of all on a GPU, enough runs for every pair of values.
 
-    Runs on a GPU and on the emulated kernels cover all pairs by themselves: they may be skipped.
+    At large all run. Runs on a GPU and on the emulated kernels cover all pairs by themselves: they
+    may be skipped.
     """
     runs: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("pairwise") and not AT_LARGE:
+        if (item.get_closest_marker("pairwise") or runs_for_cuda(item)) and not AT_LARGE:
             counted = [name for name in COUNTED if item.get_closest_marker(name)]
             runs.setdefault(f"{item.nodeid.partition('[')[0]} {counted}", []).append(item)
     left_out = set()
@@ -113,17 +119,30 @@ def _pairwise(items: list[pytest.Item]) -> list[pytest.Item]:
     return [item for item in items if id(item) not in left_out]
 
 
+def _is_used(item: pytest.Item) -> bool:
+    """Leave out what is for large, and runs for the GPU of tests that do not ask for a device."""
+    if item.get_closest_marker("at_large") and not AT_LARGE:
+        return False
+    return asks_for_gpu(item) or not runs_for_cuda(item)
+
+
+def _missing_gpu(item: pytest.Item) -> str | None:
+    """Say why a GPU test cannot run here."""
+    if PLAYED:
+        return None if runs_for_cuda(item) else "only a GPU can run it"
+    return None if torch.cuda.is_available() else "no CUDA device"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the reports that are counted, and skip GPU tests where there is no GPU."""
-    items[:] = [item for item in items if AT_LARGE or not item.get_closest_marker("at_large")]
-    items[:] = _pairwise(_to_emulate(items))
+    items[:] = _pairwise(_to_emulate([item for item in items if _is_used(item)]))
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
     for item in items:
         marks = [name for name in COUNTED if item.get_closest_marker(name)]
         item.user_properties += [("counted", name) for name in marks]
-        if "cuda" in marks and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if "cuda" in marks and (missing := _missing_gpu(item)):
+            item.add_marker(pytest.mark.skip(reason=missing))
 
 
 def pytest_collectreport(report: pytest.CollectReport | pytest.TestReport) -> None:
@@ -152,6 +171,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _use(name: str) -> Iterator[str]:
+    if PLAYED and name == "cuda":
+        name = "emulated"
     if name == "emulated":
         table = emulated_table()
         if table is None:
@@ -204,12 +225,24 @@ def apart(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> str:
-    """Return the device that the test's backend serves."""
-    chosen = [name for name in ("backend", "compiled", "apart") if name in request.fixturenames]
-    return "cuda" if request.getfixturevalue(chosen[0]) == "cuda" else "cpu"
+    """Return the device that the test's backend serves; a GPU test has to make a tensor on it."""
+    if PLAYED or not request.node.get_closest_marker("cuda"):
+        return getattr(request, "param", "cpu")
+    request.node.stash[BEFORE] = count_allocations()
+    return "cuda"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Fail a GPU test that has passed without a tensor on a GPU."""
+    result = yield
+    if BEFORE in pyfuncitem.stash:
+        check_allocated(pyfuncitem.stash[BEFORE])
+    return result
 
 
 @pytest.fixture
 def small(request: pytest.FixtureRequest) -> bool:
     """Return whether the test has to be small: in the suite, on the emulated kernels."""
-    return not AT_LARGE and request.node.get_closest_marker("emulated") is not None
+    is_emulated = PLAYED or request.node.get_closest_marker("emulated") is not None
+    return is_emulated and not AT_LARGE

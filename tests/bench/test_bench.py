@@ -483,6 +483,7 @@ def test_a_gpu_that_is_not_there_is_a_bad_argument(monkeypatch, capsys):
 
 
 @pytest.mark.cuda
+@pytest.mark.usefixtures("device")
 def test_the_main_job_runs_on_a_gpu_with_loss_scaling(monkeypatch, tmp_path, capsys):
     shape = Shape(layers=2, heads=2, width=64, block_size=64)
     monkeypatch.setattr(main_job, "GPT2_SMALL", shape)
@@ -497,6 +498,7 @@ def test_the_main_job_runs_on_a_gpu_with_loss_scaling(monkeypatch, tmp_path, cap
 
 
 @pytest.mark.cuda
+@pytest.mark.usefixtures("device")
 def test_the_other_commands_run_on_a_gpu(tmp_path, capsys):
     for command in ("step --shapes 3x1000", "latency --batch-sizes 1"):
         assert main(command.split()) == 0

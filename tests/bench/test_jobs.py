@@ -324,6 +324,7 @@ def test_a_folder_of_the_users_called_datasets_is_not_hugging_faces(tmp_path):
 
 
 @pytest.mark.cuda
+@pytest.mark.usefixtures("device")
 def test_jobs_run_on_a_gpu(small, quick, tmp_path):
     path = tmp_path / "found.json"
     assert main(["jobs", "groups", "gpt", "--json", str(path)]) == 0

@@ -61,7 +61,7 @@ def to(device, batch):
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device or "cpu"), batch)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
 @pytest.mark.parametrize("depth", [1, 2, 100])
 def test_batches_keep_order_values_and_types(depth, device):
     ahead = fastamp.prefetch(BATCHES, device, depth=depth)
@@ -70,7 +70,7 @@ def test_batches_keep_order_values_and_types(depth, device):
     assert len(ahead) == len(BATCHES)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
 def test_dataclasses_stay_dataclasses(device):
     (batch,) = fastamp.prefetch([Frozen(torch.ones(3), 7)], device)
     assert type(batch) is Frozen
@@ -78,7 +78,7 @@ def test_dataclasses_stay_dataclasses(device):
     assert_same(batch.x, torch.ones(3, device=device or "cpu"))
 
 
-@pytest.mark.parametrize("device", [*DEVICES, "meta"])
+@pytest.mark.parametrize("device", [*DEVICES, "meta"], indirect=True)
 def test_the_sizes_of_a_packed_sequence_stay_on_the_host(device):
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
     (batch,) = fastamp.prefetch([packed], device)
@@ -268,10 +268,10 @@ def test_a_broken_off_loader_can_be_prefetched_anew():
 
 
 @pytest.mark.cuda
-def test_the_device_that_is_current_in_the_caller_is_meant():
+def test_the_device_that_is_current_in_the_caller_is_meant(device):
     last = torch.cuda.device_count() - 1
     with torch.cuda.device(last):
-        ahead = fastamp.prefetch([torch.ones(3)], "cuda")
+        ahead = fastamp.prefetch([torch.ones(3)], device)
         (batch,) = ahead
     assert batch.device.index == last
     (batch,) = ahead  # also after the caller has gone back to another device
@@ -285,7 +285,7 @@ def busy(elapsed_ms=20):
 @pytest.mark.cuda
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("own_stream", [False, True])
-def test_values_are_right_behind_a_long_kernel(pinned, own_stream):
+def test_values_are_right_behind_a_long_kernel(pinned, own_stream, device):
     """Batches are read late, by kernels that wait; later ones are copied into freed memory."""
 
     def produce():
@@ -296,20 +296,20 @@ def test_values_are_right_behind_a_long_kernel(pinned, own_stream):
     stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
     sums = []
     with torch.cuda.stream(stream):
-        for i, batch in enumerate(fastamp.prefetch(produce(), "cuda", depth=3)):
+        for i, batch in enumerate(fastamp.prefetch(produce(), device, depth=3)):
             if i % 20 == 0:
                 busy()
             sums.append(torch.stack([batch.min(), batch.max()]))
             del batch
-        expected = torch.arange(200, dtype=torch.float32, device="cuda")
+        expected = torch.arange(200, dtype=torch.float32, device=device)
         assert torch.equal(torch.stack(sums), expected[:, None].expand(200, 2))
 
 
 @pytest.mark.cuda
-def test_memory_that_the_consumer_overwrites_is_its_own():
+def test_memory_that_the_consumer_overwrites_is_its_own(device):
     x = torch.arange(64_000, dtype=torch.float32).reshape(500, 128)
     kept = []
-    for i, batch in enumerate(fastamp.prefetch(fastamp.DataLoader(x, 5), "cuda")):
+    for i, batch in enumerate(fastamp.prefetch(fastamp.DataLoader(x, 5), device)):
         if i % 10 == 0:
             busy(5)
         scratch = torch.full_like(batch, -1)  # may take the memory of a batch that was dropped
@@ -320,12 +320,12 @@ def test_memory_that_the_consumer_overwrites_is_its_own():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("through", ["prefetch", "DataLoader"])
-def test_the_host_does_not_wait(through):
+def test_the_host_does_not_wait(through, device):
     x = torch.arange(4000, dtype=torch.float32).reshape(1000, 4)
-    device = {"device": "cuda"} if through == "DataLoader" else {}
-    batches = fastamp.DataLoader(x, 10, **device)
-    if through == "prefetch":
-        batches = fastamp.prefetch(batches, "cuda")
+    if through == "DataLoader":
+        batches = fastamp.DataLoader(x, 10, device=device)
+    else:
+        batches = fastamp.prefetch(fastamp.DataLoader(x, 10), device)
     list(batches)  # the first pinned memory is allocated
     torch.cuda.synchronize()
     iterator = iter(batches)

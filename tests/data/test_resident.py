@@ -214,11 +214,11 @@ def test_the_core_says_when_a_batch_is_gathered():
 @pytest.mark.cuda
 @pytest.mark.parametrize("resident", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_on_a_gpu_batches_are_those_of_the_host(name, resident, tmp_path):
+def test_on_a_gpu_batches_are_those_of_the_host(name, resident, device, tmp_path):
     dataset = make_datasets(tmp_path)[name]
     options = {"batch_size": 2, "shuffle": True, "seed": 3}
     host = fastamp.DataLoader(dataset, **options)
-    there = fastamp.DataLoader(dataset, device="cuda", resident=resident, **options)
+    there = fastamp.DataLoader(dataset, device=device, resident=resident, **options)
     for stream in (torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()):
         with torch.cuda.stream(stream):
             found = []

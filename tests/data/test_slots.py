@@ -187,12 +187,12 @@ def test_batches_of_workers_lie_in_shared_memory(backend):
 
 
 @pytest.mark.cuda
-def test_batches_for_cuda_are_gathered_into_pinned_memory(compiled):
+def test_batches_for_cuda_are_gathered_into_pinned_memory(device):
     assert Slots(pinned=True).allocate((3,), torch.float32).is_pinned()
     x = make_array(torch.int32, 100, 3)
     (batch,) = fastamp.DataLoader(x, 100, pin_memory=True)
     assert batch.is_pinned()
-    assert_same(torch.cat(list(fastamp.DataLoader(x, 9, device="cuda"))).cpu(), x)
+    assert_same(torch.cat(list(fastamp.DataLoader(x, 9, device=device))).cpu(), x)
 
 
 @pytest.mark.usefixtures("reused")

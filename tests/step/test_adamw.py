@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import lean, ranks
 from support.bits import bits
+from support.gradients import random
 from support.lean import FORMATS, everything, give, make, train
 
 import fastamp
@@ -36,7 +37,7 @@ def expected():
 
 
 @pytest.mark.parametrize(("dtype", "moments", "exact"), FORMATS)
-def test_all_backends_get_the_same_bits(dtype, moments, exact, compiled, expected):
+def test_all_backends_get_the_same_bits(dtype, moments, exact, compiled, device, expected):
     parameters, optimizer = make(dtype, moments, exact)
     said = train(parameters, optimizer, 5)
     assert [skipped for _, skipped in said] == [False, False, True, False, False]
@@ -62,7 +63,7 @@ def test_all_sizes_get_the_same_bits(matrices, vectors, formats_of, bad):
     assert found[0] == found[-1]
 
 
-def test_float32_is_bit_identical_to_torchs_adamw_in_fastamps_step(compiled):
+def test_float32_is_bit_identical_to_torchs_adamw_in_fastamps_step(compiled, device):
     ours, optimizer = make(torch.float32, "float32", True)
     theirs = [torch.nn.Parameter(each.detach().clone()) for each in ours]
     groups = [
@@ -76,7 +77,7 @@ def test_float32_is_bit_identical_to_torchs_adamw_in_fastamps_step(compiled):
     assert everything(ours, optimizer) == everything(theirs, torchs)
 
 
-def test_exact_weights_are_those_of_float32_over_a_thousand_steps(backend):
+def test_exact_weights_are_those_of_float32_over_a_thousand_steps(backend, device):
     sizes, steps = [(3, 100), (50,)], 1000 if backend != "fallback" else 100
     short, exact = make(torch.bfloat16, "8bit", True, sizes)
     wide, master = make(torch.float32, "8bit", True, sizes)
@@ -90,12 +91,12 @@ def test_exact_weights_are_those_of_float32_over_a_thousand_steps(backend):
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_updates_that_are_smaller_than_a_bfloat16_step_add_up(exact, backend):
-    parameter = torch.nn.Parameter(torch.ones(4, 64, dtype=torch.bfloat16))
+def test_updates_that_are_smaller_than_a_bfloat16_step_add_up(exact, backend, device):
+    parameter = torch.nn.Parameter(torch.ones(4, 64, dtype=torch.bfloat16, device=device))
     optimizer = fastamp.AdamW([parameter], lr=1e-4, weight_decay=0.0, exact=exact)
     for step in range(100):
         noise = torch.randn(4, 64, generator=torch.Generator().manual_seed(step))
-        parameter.grad = (1 + 0.1 * noise).bfloat16()
+        parameter.grad = (1 + 0.1 * noise).to(parameter)
         optimizer.step()
     moved = 1 - optimizer.master_weights()[0].mean().item()
     assert moved == pytest.approx(0.01, rel=0.15)  # plain rounding to nearest moves nothing
@@ -148,38 +149,34 @@ def test_codes_are_within_a_thirty_second_part(backend):
         assert (error <= values / 32 + smallest / 16).all()
 
 
-def test_a_second_moment_that_decays_slowly_is_not_stuck(backend):
+def test_a_second_moment_that_decays_slowly_is_not_stuck(backend, device):
     # A thousandth a step, of codes that are 3 to 6 % apart: one element keeps the block's scale.
-    parameter = torch.nn.Parameter(torch.zeros(2, 256))
+    parameter = torch.nn.Parameter(torch.zeros(2, 256, device=device))
     optimizer = fastamp.AdamW([parameter], moments="8bit", lr=0.0)
-    parameter.grad = torch.ones(2, 256)
+    parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     for step in range(300):
-        parameter.grad = torch.zeros(2, 256)
+        parameter.grad = 0.01 * random((2, 256), torch.float32, device, seed=step)
         parameter.grad[:, 0] = 1.0
-        parameter.grad[:, 1:] = 0.01 * torch.randn(
-            2, 255, generator=torch.Generator().manual_seed(step)
-        )
         optimizer.step()
     state = optimizer.state[parameter]
     moments = formats.decode(state["exp_avg_sq_codes"], state["exp_avg_sq_scale"], signed=False)
     assert moments[:, 1:].mean().item() == pytest.approx(1e-3 * 0.999**300, rel=0.05)
 
 
-def test_zero_grad_hooks_and_scalers_step_alike(backend):
+def test_zero_grad_hooks_and_scalers_step_alike(backend, device):
     found = []
     for how in ("optimizer_step", "scaler", "hooked", "torch's scaler"):
         parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100), (9,)])
-        scaler = fastamp.GradScaler("cpu", init_scale=4.0)
-        if how == "torch's scaler":
-            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        cls = torch.amp.GradScaler if how == "torch's scaler" else fastamp.GradScaler
+        scaler = cls(device, init_scale=4.0)
         called = []
         if how == "hooked":
             optimizer.register_step_post_hook(lambda *_, called=called: called.append(1))
         for step in range(3):
             give(parameters, step)
             if "scaler" in how:
-                scaler.scale(torch.ones(()))
+                scaler.scale(torch.ones((), device=device))
                 for parameter in parameters:
                     parameter.grad *= 4
                 scaler.step(optimizer)
@@ -191,7 +188,7 @@ def test_zero_grad_hooks_and_scalers_step_alike(backend):
     assert found == [found[0]] * 4
 
 
-def test_a_bare_step_is_the_same_step_and_calls_a_closure(backend):
+def test_a_bare_step_is_the_same_step_and_calls_a_closure(backend, device):
     parameters, optimizer = make(torch.bfloat16, "8bit", True)
     others, other = make(torch.bfloat16, "8bit", True)
     for step in range(3):
@@ -201,7 +198,7 @@ def test_a_bare_step_is_the_same_step_and_calls_a_closure(backend):
     assert everything(parameters, optimizer) == everything(others, other)
 
 
-def test_a_gradient_with_gaps_in_its_memory_is_stepped(backend):
+def test_a_gradient_with_gaps_in_its_memory_is_stepped(backend, device):
     parameters, optimizer = make(torch.float32, "8bit", True, [(4, 100)])
     others, other = make(torch.float32, "8bit", True, [(4, 100)])
     give(parameters, 0)
@@ -211,20 +208,21 @@ def test_a_gradient_with_gaps_in_its_memory_is_stepped(backend):
     assert same_bits(parameters[0], others[0])
 
 
-def test_an_expanded_gradient_is_clipped_once(backend):
+def test_an_expanded_gradient_is_clipped_once(backend, device):
     parameters, optimizer = make(torch.float32, "8bit", True, [(4, 100)])
     others, other = make(torch.float32, "8bit", True, [(4, 100)])
-    parameters[0].grad = torch.ones(()).expand(4, 100)  # of a sum: one element in memory
-    others[0].grad = torch.ones(4, 100)
+    # of a sum: one element in memory
+    parameters[0].grad = torch.ones((), device=device).expand(4, 100)
+    others[0].grad = torch.ones(4, 100, device=device)
     for each in (optimizer, other):
         assert fastamp.optimizer_step(each, max_norm=5.0).norm == 20
     assert same_bits(parameters[0], others[0])
     assert torch.equal(parameters[0].grad, others[0].grad)
-    assert parameters[0].grad[0, 0] == pytest.approx(0.25)
+    assert parameters[0].grad[0, 0].item() == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("zero", [0.0, -0.0])
-def test_weights_that_were_set_to_zero_stay_numbers(zero, backend):
+def test_weights_that_were_set_to_zero_stay_numbers(zero, backend, device):
     parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100)])
     train(parameters, optimizer, 2, bad=())
     with torch.no_grad():
@@ -234,19 +232,19 @@ def test_weights_that_were_set_to_zero_stay_numbers(zero, backend):
     assert parameters[0].isfinite().all()
 
 
-def test_a_parameter_with_gaps_in_its_memory_is_refused(backend):
-    whole = torch.ones(4, 100)
+def test_a_parameter_with_gaps_in_its_memory_is_refused(backend, device):
+    whole = torch.ones(4, 100, device=device)
     parameter = torch.nn.Parameter(whole[:, :70])
     optimizer = fastamp.AdamW([parameter])
-    parameter.grad = torch.ones(4, 70)
+    parameter.grad = torch.ones(4, 70, device=device)
     with pytest.raises(RuntimeError, match="a parameter's dtype, layout or device"):
         optimizer.step()
     assert (whole == 1).all()
 
 
 @pytest.mark.parametrize("moments", ["float32", "8bit"])
-def test_another_order_of_memory_in_mid_run_is_refused(moments, backend):
-    model = torch.nn.Conv2d(64, 64, 3)
+def test_another_order_of_memory_in_mid_run_is_refused(moments, backend, device):
+    model = torch.nn.Conv2d(64, 64, 3, device=device)
     optimizer = fastamp.AdamW(model.parameters(), moments=moments)
     give([*model.parameters()], 0)
     optimizer.step()
@@ -259,20 +257,20 @@ def test_another_order_of_memory_in_mid_run_is_refused(moments, backend):
     optimizer.step()
 
 
-def test_another_shape_in_mid_run_is_refused(backend):
+def test_another_shape_in_mid_run_is_refused(backend, device):
     parameters, optimizer = make(torch.float32, "8bit", True, [(4, 100)])
     give(parameters, 0)
     optimizer.step()
     for shape in [(), (4,), (100, 4), (4, 10, 10)]:
         parameters[0].grad = None
-        parameters[0].data = torch.ones(shape)
-        parameters[0].grad = torch.ones(shape)
+        parameters[0].data = torch.ones(shape, device=device)
+        parameters[0].grad = torch.ones(shape, device=device)
         with pytest.raises(RuntimeError, match="exp_avg_codes: its shape or layout"):
             optimizer.step()
         assert (parameters[0] == 1).all()
 
 
-def test_a_learning_rate_may_be_a_tensor(backend):
+def test_a_learning_rate_may_be_a_tensor(backend, device):
     parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100)])
     others, other = make(torch.bfloat16, "8bit", True, [(4, 100)], lr=torch.tensor(1e-2))
     train(parameters, optimizer, 3)
@@ -372,7 +370,7 @@ def test_a_state_of_an_older_torch_is_loaded(backend):
     assert optimizer.state[parameters[0]]["step"] == 4
 
 
-def test_weights_that_became_float32_use_no_lower_half(backend):
+def test_weights_that_became_float32_use_no_lower_half(backend, device):
     parameters, optimizer = make(torch.bfloat16, "float32", True, [(4, 100)])
     train(parameters, optimizer, 2)
     parameters[0].data, parameters[0].grad = parameters[0].detach().float(), None
@@ -384,7 +382,7 @@ def test_weights_that_became_float32_use_no_lower_half(backend):
 
 
 @pytest.mark.parametrize("changed", ["exact=True", "exact=False", "dtype"])
-def test_what_changes_in_mid_run_is_named_and_a_loaded_state_goes_on(changed, backend):
+def test_what_changes_in_mid_run_is_named_and_a_loaded_state_goes_on(changed, backend, device):
     dtype = torch.float32 if changed == "dtype" else torch.bfloat16
     parameters, optimizer = make(dtype, "8bit", changed != "exact=True", [(4, 100)])
     train(parameters, optimizer, 2, bad=())

@@ -37,12 +37,13 @@ def test_the_choice_follows_the_device():
 
 
 @pytest.mark.cuda
-def test_cuda_tensors_go_to_the_cuda_backend():
+def test_cuda_tensors_go_to_the_cuda_backend(device):
     assert fastamp.backends()[0] == "cuda"
-    backend = _ops.backend_for(GPU)
-    assert (backend.device, backend.is_apart) == (GPU, True)
+    there = torch.ones(3, device=device).device
+    backend = _ops.backend_for(there)
+    assert (backend.device, backend.is_apart) == (there, True)
     with _ops.use_only("cpu"):
-        assert _ops.backend_for(GPU) is None
+        assert _ops.backend_for(there) is None
 
 
 @pytest.mark.parametrize("name", fastamp.backends())
@@ -259,8 +260,8 @@ def test_tensors_of_two_devices_are_read_apart():
 
 
 @pytest.mark.cuda
-def test_gradients_on_the_cpu_and_the_gpu_share_one_norm():
-    made = parameters_with(torch.full((1,), 3.0), torch.full((1,), 4.0, device="cuda"))
+def test_gradients_on_the_cpu_and_the_gpu_share_one_norm(device):
+    made = parameters_with(torch.full((1,), 3.0), torch.full((1,), 4.0, device=device))
     norm = fastamp.clip_grad_norm_(made, 1.0)
     assert norm.item() == 5.0
     assert norm.device.type == "cpu"

@@ -252,8 +252,8 @@ def test_an_optimizer_on_several_devices_is_torchs(compiled, device):
 
 
 @pytest.mark.cuda
-def test_optimizers_on_different_devices_share_one_norm():
-    values = [torch.full((1,), v, device=d) for v, d in ((3.0, "cuda"), (4.0, "cpu"))]
+def test_optimizers_on_different_devices_share_one_norm(device):
+    values = [torch.full((1,), v, device=d) for v, d in ((3.0, device), (4.0, "cpu"))]
     made = parameters_with(*values)
     report = fastamp.optimizer_step([torch.optim.SGD([p], lr=1.0) for p in made], max_norm=1.0)
     assert (report.way, report.norm.item()) == ("native", 5.0)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.differences import OPTIMIZERS, TORCHS, differences
+from support.gradients import values_of
 from support.python_update import PythonScaler, python_step
 from support.reference import update
 from support.updates import (
@@ -54,7 +55,7 @@ def random_states(kind, group, size, step, generator):
 
 @pytest.mark.parametrize("step", [1, 2, 1000])
 @pytest.mark.parametrize("name", OF_TORCH)
-def test_one_step_is_the_float64_result_to_a_few_ulp(name, step, compiled):
+def test_one_step_is_the_float64_result_to_a_few_ulp(name, step, compiled, device):
     # Of the largest number that is added on the way: 2 for a parameter of four times the change's
     # size, else 6. A change is made of up to twelve numbers that are rounded, by half an ulp each;
     # torch's own fused kernels, which round some of them together, come as far.
@@ -62,22 +63,23 @@ def test_one_step_is_the_float64_result_to_a_few_ulp(name, step, compiled):
         generator = torch.Generator().manual_seed(seed)
         (parameter,), optimizer = make(name, sizes=[(5000,)], lr=lr, fused=True)
         group, kind = optimizer.param_groups[0], type(optimizer).__name__
-        parameter.data = scale * torch.randn(5000, generator=generator)
+        parameter.data = scale * torch.randn(5000, generator=generator).to(device)
         states = random_states(kind, group, 5000, step, generator)
+        states = {name: state.to(device) for name, state in states.items()}
         give([parameter], seed=10 + seed)
         tensors = [parameter.detach(), parameter.grad, *states.values()]
-        before = [tensor.numpy().copy() for tensor in tensors]
+        before = [tensor.cpu().numpy().copy() for tensor in tensors]
         count = {} if kind == "SGD" else {"step": torch.tensor(step - 1.0)}
         optimizer.state[parameter] = states | count
         (expected, *moments), (change, *sizes) = update(kind, group, step, *before)
         assert is_native(optimizer)
-        error = np.abs(parameter.detach().numpy().astype(np.float64) - expected)
+        error = np.abs(values_of(parameter) - expected)
         size = np.maximum.reduce([np.abs(before[0]), np.abs(expected), change])
         assert (error <= 6 * ulp(size)).all()
         large = np.abs(before[0]) >= 4 * change
         assert (error <= 2 * ulp(size))[large].all()
         for state, moment, size in zip(states.values(), moments, sizes, strict=True):
-            error = np.abs(state.numpy().astype(np.float64) - moment)
+            error = np.abs(values_of(state) - moment)
             assert (error <= 6 * ulp(size)).all()
 
 
@@ -89,10 +91,11 @@ def train(
     Gradients are added up over two halves, learning rates change, and at some steps an optimizer
     is made anew from a checkpoint.
     """
-    parameters, optimizer = make(name, dtype, **options)
+    device = "cpu" if cls is PythonScaler else None
+    parameters, optimizer = make(name, dtype, device=device, **options)
     if options.get("fused"):
         skip_where_torch_refuses(optimizer, dtype)
-    ours, theirs = scaler_of(cls), scaler_of(torch.amp.GradScaler)
+    ours, theirs = scaler_of(cls, device), scaler_of(torch.amp.GradScaler, device)
     ways, states = [], []
     for step in range(steps):
         if step in reload:
@@ -136,7 +139,7 @@ OVERFLOWS = (0, 1, 19)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [name for name in RULES if "dampening" not in name])
-def test_all_backends_get_the_oracles_bits(name, dtype, compiled):
+def test_all_backends_get_the_oracles_bits(name, dtype, compiled, device):
     found = []
     for cls in (fastamp.GradScaler, PythonScaler):
         parameters, optimizer, (ways, _) = train(
@@ -154,11 +157,12 @@ def test_all_backends_get_the_oracles_bits(name, dtype, compiled):
     assert found[0] == found[1]
 
 
-def test_dtypes_of_parameters_may_be_mixed(compiled):
+def test_dtypes_of_parameters_may_be_mixed(compiled, device):
     found = []
     for make_step in (fastamp.optimizer_step, python_step):
+        where = "cpu" if make_step is python_step else device
         parameters = [
-            torch.nn.Parameter(torch.ones(n, dtype=d))
+            torch.nn.Parameter(torch.ones(n, dtype=d, device=where))
             for d, n in itertools.product(DTYPES, (1, 600, 70_001))
         ]
         optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True)
@@ -170,7 +174,7 @@ def test_dtypes_of_parameters_may_be_mixed(compiled):
 
 
 @functools.cache
-def run_of_torch(name, fused):
+def run_of_torch(name, fused, device):
     """Return parameters, optimizer and scales of a run by torch, the same beside each backend."""
     options = {"overflows": OVERFLOWS, "fused": fused, "sizes": SIZES[:4]}
     *trained, (_, scales) = train(name, torch.float32, 22, native=lambda _s: False, **options)
@@ -179,26 +183,27 @@ def run_of_torch(name, fused):
 
 @pytest.mark.parametrize("fused", [True, None])
 @pytest.mark.parametrize("name", RULES)
-def test_a_run_is_torchs_with_overflows_checkpoints_and_steps_by_torch_in_it(name, fused, compiled):
+def test_a_run_is_torchs_with_overflows_checkpoints_and_steps_by_torch_in_it(
+    name, fused, compiled, device
+):
     if fused and name.startswith("sgd,"):
         pytest.skip("torch's fused SGD does not live through a first step that overflows")
     runs = {"all": lambda _s: True, "first": lambda s: s < 6, "in turn": lambda s: s // 3 % 2}
     options = {"overflows": OVERFLOWS, "fused": fused, "sizes": SIZES[:4]}
-    *torchs, scales = run_of_torch(name, fused)
+    *torchs, scales = run_of_torch(name, fused, device)
     for native in runs.values():
         *ours, (ways, found) = train(
             name, torch.float32, 22, native=native, reload=(4, 8, 15), **options
         )
         assert all(way.startswith("native") for way in ways[3 * ("dampening" in name) :])
-        torch.testing.assert_close(
-            left_of(*ours, found), left_of(*torchs, scales), rtol=1e-5, atol=1e-6
-        )
+        found = left_of(*ours, found), left_of(*torchs, scales)  # torch's counts are on the host
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6, check_device=False)
 
 
-def after_50_steps(name, dtype, by, *, start=None, **options):
+def after_50_steps(name, dtype, by, *, start=None, device="cpu", **options):
     """Return all elements of parameters after 50 steps from values of another dtype."""
-    parameters, _ = make(name, start or dtype, sizes=SIZES[:4])
-    trained, optimizer = make(name, dtype, sizes=SIZES[:4], **options)
+    parameters, _ = make(name, start or dtype, sizes=SIZES[:4], device=device)
+    trained, optimizer = make(name, dtype, sizes=SIZES[:4], device=device, **options)
     for p, q in zip(parameters, trained, strict=True):
         q.data = p.to(dtype).data
     for step in range(50):
@@ -206,12 +211,12 @@ def after_50_steps(name, dtype, by, *, start=None, **options):
         for p, q in zip(parameters, trained, strict=True):
             q.grad = p.grad.to(dtype)
         by(optimizer)
-    return torch.cat([p.detach().double().flatten() for p in trained])
+    return torch.cat([p.detach().cpu().double().flatten() for p in trained])
 
 
 @functools.cache
 def of_torch(name, dtype, **options):
-    """Return what steps by torch come to, which is the same beside each backend."""
+    """Return what steps by torch on a CPU come to, which is the same beside each backend."""
     return after_50_steps(name, dtype, lambda optimizer: optimizer.step(), **options)
 
 
@@ -226,9 +231,9 @@ def torchs(name, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OF_TORCH)
-def test_after_50_steps_it_is_as_near_to_float64_as_torchs_own(name, dtype, compiled):
+def test_after_50_steps_it_is_as_near_to_float64_as_torchs_own(name, dtype, compiled, device):
     exact = of_torch(name, torch.float64, start=dtype, foreach=True)
-    ours = (after_50_steps(name, dtype, is_native, fused=True) - exact).abs()
+    ours = (after_50_steps(name, dtype, is_native, device=device, fused=True) - exact).abs()
     for implementation in torchs(name, dtype):
         theirs = (of_torch(name, dtype, **implementation) - exact).abs()
         assert ours.max() <= 1.25 * theirs.max()

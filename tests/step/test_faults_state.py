@@ -117,7 +117,7 @@ def test_parameters_that_share_a_count_step_as_in_torch(cls, fused, backend, dev
             fastamp.optimizer_step(optimizer, max_norm=1e9) if ours else optimizer.step()
         counts = [step_count(optimizer, p) for p in parameters]
         results.append([*counts, *(p.detach() for p in parameters)])
-    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*results, check_device=False)  # of torch's counts
 
 
 # --- the parameters of a group ---

@@ -28,7 +28,7 @@ def torchs_step(optimizer):
 def as_by_torch(train):
     """Make a test of a training: steps that fastamp makes come to what torch's do."""
 
-    def test(compiled):
+    def test(compiled, device):
         ours, expected = ([p.detach() for p in train(s)] for s in (native_step, torchs_step))
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
@@ -63,7 +63,7 @@ def test_two_optimizers_may_take_turns_over_the_same_parameters(step):
 @as_by_torch
 def test_optimizers_that_step_together_may_step_alone(step):
     parameters, one = make("adamw", sizes=SIZES)
-    others = [torch.nn.Parameter(torch.ones(n)) for n in (5, 700)]
+    others, _ = make("sgd", sizes=[(5,), (700,)])
     other = torch.optim.SGD(others, lr=0.1, momentum=0.9)
     for i in range(6):
         give([*parameters, *others], seed=i)
@@ -90,9 +90,9 @@ def test_an_optimizer_may_be_stepped_from_threads_in_turn(step):
 
 @as_by_torch
 def test_optimizers_that_follow_each_other_are_not_mistaken(step):
-    parameters = [torch.nn.Parameter(torch.full((n,), float(n))) for n in (5, 700)]
+    parameters, _ = make("sgd", sizes=[(5,), (700,)])
     for i in range(20):  # one may lie where the one before it did
-        own = [torch.nn.Parameter(torch.ones(10 + i))]
+        own, _ = make("sgd", sizes=[(10 + i,)])
         optimizer = torch.optim.SGD([*own, *parameters[i % 2 :]], lr=0.01 * i, momentum=0.9)
         for seed in (i, i + 1):
             give([*own, *parameters], seed=seed)
@@ -102,7 +102,7 @@ def test_optimizers_that_follow_each_other_are_not_mistaken(step):
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_an_optimizer_dies_with_all_that_it_has(name, compiled):
+def test_an_optimizer_dies_with_all_that_it_has(name, compiled, device):
     parameters, optimizer = make(name, sizes=SIZES)
     for seed in range(3):
         give(parameters, seed=seed)
@@ -113,13 +113,13 @@ def test_an_optimizer_dies_with_all_that_it_has(name, compiled):
     assert_dead(found)
 
 
-def test_what_was_taken_out_of_an_optimizer_dies(compiled):
+def test_what_was_taken_out_of_an_optimizer_dies(compiled, device):
     parameters, optimizer = stepped(count=3)
     parameter = optimizer.param_groups[1]["params"].pop()
     assert parameter is parameters.pop()
     found = [parameter, *optimizer.state.pop(parameter).values(), parameter.grad]
     found += [optimizer.state[parameters[0]].pop("exp_avg")]
-    optimizer.state[parameters[0]]["exp_avg"] = torch.zeros(3)
+    optimizer.state[parameters[0]]["exp_avg"] = torch.zeros_like(parameters[0])
     found = [weakref.ref(each) for each in found]
     del parameter
     give(parameters)
@@ -127,7 +127,7 @@ def test_what_was_taken_out_of_an_optimizer_dies(compiled):
     assert_dead(found)
 
 
-def test_memory_that_was_let_go_is_not_written(compiled):
+def test_memory_that_was_let_go_is_not_written(compiled, device):
     parameters, optimizer = stepped()
     before = [p.data for p in parameters]
     moments = [optimizer.state[p]["exp_avg"].data for p in parameters]
@@ -142,7 +142,7 @@ def test_memory_that_was_let_go_is_not_written(compiled):
     assert not any(torch.equal(p, b) for p, b in zip(parameters, before, strict=True))
 
 
-def test_tensors_can_be_swapped_after_a_step(compiled):
+def test_tensors_can_be_swapped_after_a_step(compiled, device):
     # It needs the only reference to a tensor, and none that is weak: modules are moved so.
     parameters, optimizer = stepped()
     for p in parameters:
@@ -156,7 +156,7 @@ def test_tensors_can_be_swapped_after_a_step(compiled):
     assert {s["step"].item() for s in optimizer.state.values()} == {2.0}
 
 
-def test_memory_can_be_resized_after_a_step(compiled):
+def test_memory_can_be_resized_after_a_step(compiled, device):
     # A storage that somebody else looks into cannot be.
     parameters, optimizer = stepped()
     for p in parameters:
@@ -167,7 +167,7 @@ def test_memory_can_be_resized_after_a_step(compiled):
 
 
 @pytest.mark.parametrize("wrong", ["lr", "grad"])
-def test_a_step_that_fails_leaves_the_next_one_right(wrong, compiled):
+def test_a_step_that_fails_leaves_the_next_one_right(wrong, compiled, device):
     def train(step):
         parameters, optimizer = make("adamw", sizes=SIZES)
         group = optimizer.param_groups[1]
@@ -177,11 +177,11 @@ def test_a_step_that_fails_leaves_the_next_one_right(wrong, compiled):
                 if wrong == "lr":
                     group["lr"] = "fast"
                 else:
-                    parameters[1].data = torch.ones(7)
+                    parameters[1].data = torch.ones(7, device=device)
                 with pytest.raises((TypeError, ValueError, RuntimeError)):
                     fastamp.optimizer_step(optimizer, FAR)
                 group["lr"] = 0.1
-                parameters[1].data = torch.ones(70, 5)
+                parameters[1].data = torch.ones(70, 5, device=device)
                 optimizer.state.clear()
                 for p in parameters:
                     p.data.fill_(1)
@@ -189,7 +189,7 @@ def test_a_step_that_fails_leaves_the_next_one_right(wrong, compiled):
             step(optimizer)
         return parameters
 
-    as_by_torch(train)(compiled)
+    as_by_torch(train)(compiled, device)
 
 
 @as_by_torch

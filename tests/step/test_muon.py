@@ -28,6 +28,8 @@ OPTIONS = {
     "cubic": {"ns_coefficients": (1.5, -0.5, 0.0)},
     "other products": {"ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3},
 }
+NEAR = {"cpu": 1e-4, "cuda": 1e-3}
+"""How far a few steps are from torch's: cuBLAS may add the products of a stack in another order."""
 
 
 def make(device="cpu", dtype=torch.float32, shapes=SHAPES, **options):
@@ -82,20 +84,19 @@ def same_bits(ours, theirs):
     return all((bits(a) == bits(b)).all() for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize(("steps", "bound"), [(1, 1e-4), (50, 1e-3)])
+@pytest.mark.parametrize("steps", [1, 50])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_steps_are_torchs_but_for_roundings(options, steps, bound, backend, device):
+def test_steps_are_torchs_but_for_roundings(options, steps, backend, device):
     """The products are torch's operations, on the CPU with the same bits; its lerp_ has an FMA.
 
     So the momentum differs in its last bit, and now and then a direction in the last of bfloat16's
     8 bits. Measured: of a matrix's norm at most 1e-5 after 1 step, and 3.4e-4 after 50.
     """
-    if (steps, backend) == (50, "emulated"):
-        steps = 2
+    count = 2 if (steps, backend) == (50, "emulated") else steps
     ours, theirs = (
-        train(step, range(steps), device, **OPTIONS[options]) for step in (own_step, torchs_step)
+        train(step, range(count), device, **OPTIONS[options]) for step in (own_step, torchs_step)
     )
-    assert error(ours, theirs) < bound
+    assert error(ours, theirs) < NEAR[device] * (10 if steps == 50 else 1)
     buffers = len(SHAPES)
     assert error(ours[buffers:], theirs[buffers:]) < 1e-6
 
@@ -168,7 +169,7 @@ def test_overflows_leave_no_trace(zero_grad, backend, device):
     assert scaler.skipped_steps == last - len(taken)
     ours = everything(parameters, optimizer)
     assert same_bits(ours, train(own_step, taken, device))
-    assert error(ours, train(torchs_step, taken, device)) < 1e-3
+    assert error(ours, train(torchs_step, taken, device)) < 10 * NEAR[device]
 
 
 @pytest.mark.parametrize("value", [1.0, math.inf])
@@ -266,7 +267,7 @@ def test_muon_and_adamw_are_one_step(max_norm, zero_grad, scaled, backend, devic
         else:
             grads = [[p.grad for p in parameters] for parameters in (ours, theirs)]
             torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-7)
-    assert error(ours, theirs) < 1e-4
+    assert error(ours, theirs) < NEAR[device]
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -322,7 +323,7 @@ def test_a_clip_in_a_call_of_its_own_is_folded(backend, device):
     assert split.scaler.last_step.way == "native"
     torch.nn.utils.clip_grad_norm_(theirs, 0.5)
     stock.step()
-    assert error(everything(ours, own), everything(theirs, stock)) < 1e-4
+    assert error(everything(ours, own), everything(theirs, stock)) < NEAR[device]
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-7)
 
@@ -340,14 +341,14 @@ def test_torchs_own_step_may_come_between(by_state, backend, device):
         give(parameters, step)
         (own_step, torchs_step)[step % 2](optimizer)
     ours = everything(parameters, optimizer)
-    assert error(ours, train(torchs_step, range(6), device)) < 1e-4
+    assert error(ours, train(torchs_step, range(6), device)) < NEAR[device]
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_schedulers_set_the_rate_without_a_warning(as_tensor, backend, device):
+def test_schedulers_set_the_rate_without_a_warning(as_tensor, backend):
     found = []
     for step in (own_step, torchs_step):
-        parameters, optimizer = make(device)
+        parameters, optimizer = make("cpu")
         for group in optimizer.param_groups:
             group["lr"] = torch.tensor(group["lr"]) if as_tensor else group["lr"]
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))
@@ -362,14 +363,14 @@ def test_schedulers_set_the_rate_without_a_warning(as_tensor, backend, device):
 
 
 @pytest.mark.parametrize("place", ["rounds", "stacks"])
-def test_bits_do_not_depend_on_what_is_held_at_a_time(place, backend, device, monkeypatch):
-    whole = train(own_step, range(2), device)
+def test_bits_do_not_depend_on_what_is_held_at_a_time(place, backend, monkeypatch):
+    whole = train(own_step, range(2), "cpu")
     name, size = {"rounds": ("CPU_ROUND", 8192), "stacks": ("CPU_STACK", 1)}[place]
     monkeypatch.setattr(stacks, name, size)
     made = []
     init = stacks.Stacks.__init__
     monkeypatch.setattr(stacks.Stacks, "__init__", lambda *a: made.append(a[0]) or init(*a))
-    assert same_bits(train(own_step, range(2), device), whole)
+    assert same_bits(train(own_step, range(2), "cpu"), whole)
     held = [sum(matrix.nbytes() for matrix in each.matrices) for each in made]
     if place == "rounds":  # a matrix larger than a round has one of its own
         assert max(held) == 2 * 128 * 64
@@ -394,8 +395,8 @@ def test_gradients_in_another_order_get_the_same_bits(value, backend, device):
     assert same_bits(*found)
 
 
-def test_columns_of_one_tensor_share_no_memory(backend, device):
-    values = random((16, 24), torch.float32, device)
+def test_columns_of_one_tensor_share_no_memory(backend):
+    values = random((16, 24), torch.float32, "cpu")
     parts = [torch.nn.Parameter(values[:, at : at + 8]) for at in (0, 8, 16)]
     for p in parts:
         p.grad = torch.ones_like(p)
@@ -435,10 +436,10 @@ def with_float64(parameters, _):
         (with_option("adjust_lr_fn", "none of these"), "adjust_lr_fn='none of these'"),
     ],
 )
-def test_what_fastamp_does_not_know_is_torchs(change, reason, backend, device):
+def test_what_fastamp_does_not_know_is_torchs(change, reason, backend):
     found = []
     for is_ours in (True, False):
-        parameters, optimizer = make(device)
+        parameters, optimizer = make("cpu")
         change(parameters, optimizer)
         give(parameters, 0)
         if is_ours:
@@ -488,8 +489,8 @@ def that_overlap(device):
     ],
 )
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-def test_odd_parameters_are_left_to_torch(make, reason, backend, device):
-    parameters = make(device)
+def test_odd_parameters_are_left_to_torch(make, reason, backend):
+    parameters = make("cpu")
     optimizer = torch.optim.Muon(parameters)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -501,16 +502,16 @@ def test_odd_parameters_are_left_to_torch(make, reason, backend, device):
     ("option", "value", "message"),
     [("ns_steps", 100, "steps must be less"), ("ns_coefficients", (1.0, 2.0), "exactly 3")],
 )
-def test_torch_raises_its_own_errors(option, value, message, backend, device):
-    parameters, optimizer = make(device, **{option: value})
+def test_torch_raises_its_own_errors(option, value, message, backend):
+    parameters, optimizer = make("cpu", **{option: value})
     give(parameters, 0)
     with pytest.raises(ValueError, match=message):
         fastamp.optimizer_step(optimizer)
 
 
 @pytest.mark.parametrize("change", [torch.Tensor.double, lambda buffer: buffer[:1]])
-def test_a_momentum_that_is_not_like_the_gradient_is_torchs(change, backend, device):
-    parameters, optimizer = make(device, shapes=[(4, 4), (2, 4)])
+def test_a_momentum_that_is_not_like_the_gradient_is_torchs(change, backend):
+    parameters, optimizer = make("cpu", shapes=[(4, 4), (2, 4)])
     give(parameters, 0)
     own_step(optimizer)
     state = optimizer.state[parameters[0]]
@@ -522,20 +523,20 @@ def test_a_momentum_that_is_not_like_the_gradient_is_torchs(change, backend, dev
     assert all(map(torch.equal, parameters, before))
 
 
-def test_sparse_gradients_are_refused_by_torch(backend, device):
-    parameters, optimizer = make(device)
+def test_sparse_gradients_are_refused_by_torch(backend):
+    parameters, optimizer = make("cpu")
     give(parameters, 0)
     parameters[0].grad = parameters[0].grad.to_sparse()
     with pytest.raises(RuntimeError, match="Muon does not support sparse gradients"):
         fastamp.optimizer_step(optimizer)
 
 
-def test_a_subclass_with_a_step_of_its_own_makes_it(backend, device):
+def test_a_subclass_with_a_step_of_its_own_makes_it(backend):
     class Own(torch.optim.Muon):
         def step(self, closure=None):
             super().step(closure)
 
-    parameters, _ = make(device)
+    parameters, _ = make("cpu")
     give(parameters, 0)
     report = fastamp.optimizer_step(Own(parameters))
     assert report.way == "torch's: Own.step is patched, or its own"

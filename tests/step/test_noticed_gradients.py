@@ -53,7 +53,9 @@ def hook(optimizer, wanted):
         (hook, "there is a step hook"),
     ],
 )
-def test_what_is_asked_for_in_mid_run_counts_at_once_and_no_longer(change, reason, compiled):
+def test_what_is_asked_for_in_mid_run_counts_at_once_and_no_longer(
+    change, reason, compiled, device
+):
     def prepare(step, parameters, optimizer):
         if step in (2, 4):
             change(optimizer, step == 2)
@@ -100,7 +102,7 @@ def test_what_torch_refuses_in_mid_run_is_refused_as_by_torch(change, compiled):
         ("adam, near end", {"betas": (0.9, 0.5)}),
     ],
 )
-def test_options_of_other_rules_may_change_too(name, change, compiled):
+def test_options_of_other_rules_may_change_too(name, change, compiled, device):
     other = dict(change)
 
     def prepare(step, parameters, optimizer):
@@ -130,7 +132,7 @@ def in_place(parameters, step):
 
 def other_data(parameters, step):
     parameters[1].grad = parameters[1].kept
-    parameters[1].grad.data = torch.full((70, 5), float(step))
+    parameters[1].grad.data = torch.full_like(parameters[1], step)
 
 
 def strided(parameters, step):
@@ -142,7 +144,7 @@ def exchanged(parameters, step):
 
 
 def unaligned(parameters, step):
-    values = torch.empty(1026)
+    values = torch.empty(1026, device=parameters[3].device)
     values[1:] = parameters[3].grad
     parameters[3].grad = values[1:]
 
@@ -168,10 +170,10 @@ NATIVE_GRADS = [none, in_place, other_data, exchanged, unaligned, freed]
 @pytest.mark.parametrize(
     "change", [*NATIVE_GRADS, all_none, strided, shared, own_memory], ids=lambda f: f.__name__
 )
-def test_gradients_may_differ_at_any_step(change, compiled):
+def test_gradients_may_differ_at_any_step(change, compiled, device):
     def prepare(step, parameters, optimizer):
         if step == 0:
-            parameters[1].kept = torch.ones(70, 5)
+            parameters[1].kept = torch.ones_like(parameters[1])
         if hasattr(parameters[1], "back"):
             values = parameters[1].__dict__.pop("back")
             parameters[1].untyped_storage().resize_(values.nbytes)
@@ -186,15 +188,15 @@ def test_gradients_may_differ_at_any_step(change, compiled):
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.10")
-def test_gradients_may_come_in_another_dtype_later(compiled):
+def test_gradients_may_come_in_another_dtype_later(compiled, device):
     found = []
     for dtypes in ([torch.float32] * 4, [torch.float32, torch.bfloat16] * 2):
-        parameters = parameters_with(*[torch.ones(n) for n in (5, 70_000)])
+        parameters = parameters_with(*[torch.ones(n, device=device) for n in (5, 70_000)])
         optimizer = torch.optim.AdamW(parameters, lr=0.1)
         for step, dtype in enumerate(dtypes):
             for p in parameters:
                 p.grad_dtype = None
-                p.grad = torch.full(p.shape, 0.5 + step, dtype=dtype)
+                p.grad = torch.full(p.shape, 0.5 + step, dtype=dtype, device=device)
             assert fastamp.optimizer_step(optimizer, FAR).way.startswith("native")
         found.append(everything(parameters, optimizer)[:2])
     assert found[0] == found[1]

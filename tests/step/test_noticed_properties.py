@@ -55,6 +55,6 @@ def run(steps, ways=()):
 
 @EXAMPLES
 @hypothesis.given(steps=STEPS)
-def test_any_changes_are_noticed(compiled, steps):
+def test_any_changes_are_noticed(compiled, device, steps):
     found, ways = run(steps)
     assert found == run(steps, ways)[0]

@@ -192,7 +192,7 @@ def test_the_norm_is_exact_and_the_rest_follows(
     backend, device, drawn, scale, max_norm, only_finite
 ):
     placed = [place(d, device) for d in drawn]
-    tensors = in_list(placed) or [torch.zeros(0)]
+    tensors = in_list(placed) or [torch.zeros(0, device=device)]
     there = None if scale is None else torch.tensor(scale, device=device)
     clip = _ops.Clip(there, max_norm, only_finite)
     stats = _ops.hold(tensors).measure(clip)
@@ -212,7 +212,7 @@ def test_the_norm_is_exact_and_the_rest_follows(
 @EXAMPLES
 @given(drawn=gradients(DTYPES))
 def test_the_norm_of_any_dtypes(backend, device, drawn):
-    tensors = in_list([place(d, device) for d in drawn]) or [torch.zeros(0)]
+    tensors = in_list([place(d, device) for d in drawn]) or [torch.zeros(0, device=device)]
     norm = fastamp.get_total_norm(tensors).cpu().numpy()
     expected = oracle_norm(tensors)
     assert norm.dtype == expected.dtype

@@ -27,7 +27,8 @@ MARGIN = 17
 
 def put_into(memory, tensor):
     """Move a tensor into memory of its own, between elements that are watched."""
-    block = torch.full((tensor.numel() + 2 * MARGIN,), 3.0, dtype=tensor.dtype)
+    size = (tensor.numel() + 2 * MARGIN,)
+    block = torch.full(size, 3.0, dtype=tensor.dtype, device=tensor.device)
     memory.append(block)
     within = block[MARGIN : MARGIN + tensor.numel()].view(tensor.shape)
     return within.copy_(tensor.detach())
@@ -61,7 +62,7 @@ def with_gradients(parameters, memory, scale, bad=()):
 @pytest.mark.parametrize("zero_grad", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", RULES)
-def test_a_skipped_step_writes_no_byte(name, dtype, zero_grad, compiled):
+def test_a_skipped_step_writes_no_byte(name, dtype, zero_grad, compiled, device):
     for bad, max_norm in ([(0, math.inf)], 1.0), ([(3, math.nan), (1, -math.inf)], None):
         parameters, optimizer, memory = watched(name, dtype, 2, fused=True)
         skip_where_torch_refuses(optimizer, dtype)
@@ -80,7 +81,7 @@ def test_a_skipped_step_writes_no_byte(name, dtype, zero_grad, compiled):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", RULES)
-def test_a_step_writes_nothing_beside_its_tensors(name, dtype, compiled):
+def test_a_step_writes_nothing_beside_its_tensors(name, dtype, compiled, device):
     parameters, optimizer, memory = watched(name, dtype, 2, fused=True)
     skip_where_torch_refuses(optimizer, dtype)
     with_gradients(parameters, memory, 1.0)
@@ -94,7 +95,7 @@ def test_a_step_writes_nothing_beside_its_tensors(name, dtype, compiled):
 
 @pytest.mark.parametrize("options", [{"fused": True}, {}], ids=["fused", "left open"])
 @pytest.mark.parametrize("name", RULES)
-def test_a_first_step_that_is_skipped_leaves_zeros_or_nothing(name, options, backend):
+def test_a_first_step_that_is_skipped_leaves_zeros_or_nothing(name, options, backend, device):
     parameters, optimizer, memory = watched(name, torch.float32, 0, **options)
     if options and "adagrad" not in name:
         assert not optimizer.state
@@ -164,7 +165,9 @@ def test_fused_sgd_leaves_most_short_parameters_as_they_are_in_torch_and_not_her
 
 @pytest.mark.parametrize("zero_grad", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_end_unscaled_and_clipped_or_are_left_as_they_are(dtype, zero_grad, compiled):
+def test_gradients_end_unscaled_and_clipped_or_are_left_as_they_are(
+    dtype, zero_grad, compiled, device
+):
     parameters, optimizer = make("adamw", dtype, sizes=SIZES[:4], fused=True)
     for factor, max_norm in (64.0, 0.5), (64.0, None), (1.0, 1e9):
         give(parameters, factor, seed=1)
@@ -187,7 +190,7 @@ def test_gradients_end_unscaled_and_clipped_or_are_left_as_they_are(dtype, zero_
 
 @pytest.mark.parametrize("skips", [True, False])
 @pytest.mark.parametrize("options", [{"fused": True}, {}, {"foreach": True}], ids=str)
-def test_consumed_gradients_are_none_and_change_no_result(options, skips, backend):
+def test_consumed_gradients_are_none_and_change_no_result(options, skips, backend, device):
     found = []
     for zero_grad in (True, False):
         parameters, optimizer = make("adamw", sizes=SIZES[:4], **options)
@@ -207,7 +210,7 @@ def test_consumed_gradients_are_none_and_change_no_result(options, skips, backen
     assert found[0] == found[1]
 
 
-def test_the_step_holds_no_gradient_afterwards(backend):
+def test_the_step_holds_no_gradient_afterwards(backend, device):
     parameters, optimizer = make("adamw")
     give(parameters)
     grad = parameters[0].grad

@@ -98,19 +98,19 @@ def groups_of(cls):
 CASES = st.one_of(*(st.tuples(st.just(cls), groups_of(cls)) for cls in OPTIONS))
 
 
-def memory(size, dtype, offset, generator):
+def memory(size, dtype, offset, generator, device):
     """Return random values that begin a few elements after a block of memory does."""
-    return torch.randn(size + offset, generator=generator).to(dtype)[offset:]
+    return torch.randn(size + offset, generator=generator).to(device, dtype)[offset:]
 
 
-def states_of(optimizer, group, drawn, generator):
+def states_of(optimizer, group, drawn, random):
     """Return states in a dtype of their own, in the middle of a run."""
     names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group.get("amsgrad", False)
     if isinstance(optimizer, torch.optim.SGD):
         names = ["momentum_buffer"] if group["momentum"] else []
     if isinstance(optimizer, torch.optim.Adagrad):
         names = ["sum"]
-    values = [memory(drawn.size, drawn.state_dtype, drawn.offsets[2], generator) for _ in names]
+    values = [memory(drawn.size, drawn.state_dtype, drawn.offsets[2], *random) for _ in names]
     states: dict[str, Any] = {
         name: value.abs_() if name.endswith(("sq", "sum")) else value
         for name, value in zip(names, values, strict=True)
@@ -118,11 +118,11 @@ def states_of(optimizer, group, drawn, generator):
     return states | ({} if isinstance(optimizer, torch.optim.SGD) else {"step": torch.tensor(3.0)})
 
 
-def make(cls, options, drawn, run, generator):
+def make(cls, options, drawn, run, random):
     """Return parameters with what was drawn for them, and their optimizer."""
     made, groups = [], [{"params": [], **o} for o in options]
     for each in drawn:
-        parameter = torch.nn.Parameter(memory(each.size, each.dtype, each.offsets[0], generator))
+        parameter = torch.nn.Parameter(memory(each.size, each.dtype, each.offsets[0], *random))
         if hasattr(parameter, "grad_dtype"):  # torch 2.10
             parameter.grad_dtype = None
         else:
@@ -141,20 +141,20 @@ def make(cls, options, drawn, run, generator):
                 if each.state_dtype is None and group.get("dampening"):  # its first step is torch's
                     each = each._replace(state_dtype=torch.float32)  # noqa: PLW2901
                 if each.state_dtype is not None:
-                    optimizer.state[parameter] = states_of(optimizer, group, each, generator)
+                    optimizer.state[parameter] = states_of(optimizer, group, each, random)
     return made, optimizer
 
 
-def train(cls, options, drawn, run, scaler_class):
+def train(cls, options, drawn, run, scaler_class, device="cpu"):
     """Return the bits of all that three steps leave, and how they were made."""
-    generator = torch.Generator().manual_seed(0)
-    made, optimizer = make(cls, options, drawn, run, generator)
-    scaler = scaler_class("cpu", init_scale=8.0)
-    scaler.scale(torch.ones(()))
+    random = torch.Generator().manual_seed(0), device
+    made, optimizer = make(cls, options, drawn, run, random)
+    scaler = scaler_class(device, init_scale=8.0)
+    scaler.scale(torch.ones((), device=device))
     ways = []
     for step in range(3):
         for parameter, each in made:
-            parameter.grad = memory(each.size, each.grad_dtype, each.offsets[1], generator)
+            parameter.grad = memory(each.size, each.grad_dtype, each.offsets[1], *random)
         if step == run.overflows and made[0][0].numel():
             made[0][0].grad[0] = math.inf
         scaler.step(optimizer, max_norm=run.max_norm, zero_grad=run.zero_grad)
@@ -165,7 +165,7 @@ def train(cls, options, drawn, run, scaler_class):
 
 @SETTINGS
 @hypothesis.given(case=CASES, drawn=PARAMETERS, run=RUNS)
-def test_an_update_has_the_oracles_bits(compiled, case, drawn, run):
-    found, ways = train(*case, drawn, run, fastamp.GradScaler)
+def test_an_update_has_the_oracles_bits(compiled, device, case, drawn, run):
+    found, ways = train(*case, drawn, run, fastamp.GradScaler, device)
     assert {*ways} == {"native"}
     assert found == train(*case, drawn, run, PythonScaler)[0]

@@ -21,6 +21,7 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, *, rtol: float, atol: float) -> None:
     """Compare as torch.testing.assert_close does, in a twentieth of its time."""
+    theirs = theirs.to(ours.device)  # torch keeps counts on the host
     alike = ours.dtype == theirs.dtype and ours.shape == theirs.shape
     if not (alike and torch.allclose(ours, theirs, rtol=rtol, atol=atol)):
         torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)

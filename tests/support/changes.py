@@ -10,18 +10,23 @@ CHANGED = range(2, 4)
 """The steps before which something changes; some changes are undone before the second."""
 
 
+def full(like, shape, value):
+    """Return a tensor on the device of other ones."""
+    return torch.full(shape, float(value), device=like[0].device)
+
+
 def is_first(step):
     """Say whether a change is made for the first time."""
     return step == CHANGED[0]
 
 
 def add_a_group(parameters, optimizer, step):
-    parameters.append(torch.nn.Parameter(torch.ones(7)))
+    parameters.append(torch.nn.Parameter(full(parameters, (7,), 1)))
     optimizer.add_param_group({"params": parameters[-1:], "lr": 0.5})
 
 
 def add_to_a_group(parameters, optimizer, step):
-    parameters.append(torch.nn.Parameter(torch.ones(7)))
+    parameters.append(torch.nn.Parameter(full(parameters, (7,), 1)))
     optimizer.param_groups[0]["params"].append(parameters[-1])
 
 
@@ -43,7 +48,7 @@ def change_the_order(parameters, optimizer, step):
 
 
 def replace_in_a_group(parameters, optimizer, step):
-    parameters[1] = torch.nn.Parameter(torch.full((70, 5), float(step)))
+    parameters[1] = torch.nn.Parameter(full(parameters, (70, 5), step))
     optimizer.param_groups[0]["params"][1] = parameters[1]
 
 
@@ -88,7 +93,8 @@ def replace_data_by_a_part(parameters, optimizer, step):  # at the same address
 
 
 def change_the_shape(parameters, optimizer, step):
-    parameters[1].data = parameters[1].data.view(10, 35) if is_first(step) else torch.ones(4)
+    view = parameters[1].data.view(10, 35) if is_first(step) else full(parameters, (4,), 1)
+    parameters[1].data = view
     optimizer.state.pop(parameters[1])
 
 
@@ -120,18 +126,18 @@ def halve_the_module(parameters, optimizer, step):
 
 def swap_tensors(parameters, optimizer, step):
     parameters[1].grad = None
-    other = torch.nn.Parameter(torch.full((70, 5), float(step)))
+    other = torch.nn.Parameter(full(parameters, (70, 5), step))
     torch.utils.swap_tensors(parameters[1], other)
 
 
 def swap_states(parameters, optimizer, step):
     exp_avg = optimizer.state[parameters[1]]["exp_avg"]
-    torch.utils.swap_tensors(exp_avg, torch.full((70, 5), float(step)))
+    torch.utils.swap_tensors(exp_avg, full(parameters, (70, 5), step))
 
 
 def set_to_other_memory(parameters, optimizer, step):
     with torch.no_grad():
-        parameters[1].set_(torch.full((70, 5), float(step)))
+        parameters[1].set_(full(parameters, (70, 5), step))
 
 
 def resize_the_storage(parameters, optimizer, step):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from support.bits import bits
+from support.devices import device_in_use
 from torch.distributed.fsdp import fully_shard
 
 import fastamp
@@ -25,8 +26,8 @@ FORMATS = [
 def make(dtype, moments, exact, sizes=SIZES, **options):
     """Return parameters, the same each time, and their optimizer with two groups."""
     generator = torch.Generator().manual_seed(1)
-    values = [torch.randn(size, generator=generator).bfloat16().to(dtype) for size in sizes]
-    made = [torch.nn.Parameter(each) for each in values]
+    values = [torch.randn(size, generator=generator).bfloat16() for size in sizes]
+    made = [torch.nn.Parameter(each.to(device_in_use(), dtype)) for each in values]
     groups = [{"params": made[:4]}, {"params": made[4:], "lr": 3e-3, "betas": (0.3, 0.99)}]
     options = {"lr": 1e-2, "moments": moments, "exact": exact, **options}
     return made, fastamp.AdamW([g for g in groups if g["params"]], **options)
@@ -37,7 +38,7 @@ def give(parameters, step, *, bad=False):
     generator = torch.Generator().manual_seed(step)
     for parameter in parameters:
         grad = torch.randn(parameter.shape, generator=generator).bfloat16()
-        parameter.grad = (0.1 * grad).bfloat16().to(parameter.dtype)
+        parameter.grad = (0.1 * grad).bfloat16().to(parameter)
     if bad:
         next(p for p in parameters if p.numel()).grad.view(-1)[0] = torch.inf
 

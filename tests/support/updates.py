@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from support.bits import bits
+from support.devices import device_in_use
 
 import fastamp
 
@@ -46,10 +47,11 @@ MORE_RULES = {
 OF_TORCH = [name for name, (cls, _) in (RULES | MORE_RULES).items() if is_torchs(cls)]
 
 
-def make(name, dtype=torch.float32, *, sizes=SIZES, **options):
+def make(name, dtype=torch.float32, *, sizes=SIZES, device=None, **options):
     """Return parameters, the same each time, and their optimizer with two groups."""
     generator = torch.Generator().manual_seed(1)
-    made = [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in sizes]
+    values = [torch.randn(size, generator=generator) for size in sizes]
+    made = [torch.nn.Parameter(each.to(device or device_in_use(), dtype)) for each in values]
     cls, given = (RULES | MORE_RULES)[name]
     groups = [{"params": made[:2]}, {"params": made[2:], "lr": 3e-3}]
     return made, cls([g for g in groups if g["params"]], **{"lr": 1e-2, **given, **options})
@@ -60,13 +62,14 @@ def give(parameters, scale=1.0, seed=0):
     generator = torch.Generator().manual_seed(seed)
     for p in parameters:
         grad = torch.randn(p.shape, generator=generator) * scale
-        p.grad = grad.to(p.dtype).as_strided(p.shape, p.stride())
+        p.grad = grad.to(p).as_strided(p.shape, p.stride())
 
 
-def scaler_of(cls=fastamp.GradScaler, **options):
+def scaler_of(cls=fastamp.GradScaler, device=None, **options):
     """Return a scaler that is ready to step."""
-    scaler = cls("cpu", **{"init_scale": 1024.0, **options})
-    scaler.scale(torch.ones(()))
+    device = device or device_in_use()
+    scaler = cls(device, **{"init_scale": 1024.0, **options})
+    scaler.scale(torch.ones((), device=device))
     return scaler
 
 
@@ -78,6 +81,12 @@ def everything(parameters: Iterable[torch.Tensor], optimizer) -> list[bytes]:
 
 
 def skip_where_torch_refuses(optimizer, dtype):
-    """In older torch fused Adagrad takes no scale, and then float16 gradients are an error."""
+    """In older torch fused Adagrad takes no scale, and then float16 gradients are an error.
+
+    On a GPU torch has no fused Adagrad.
+    """
+    on_gpu = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
+    if on_gpu and isinstance(optimizer, torch.optim.Adagrad):
+        pytest.skip("torch has no fused Adagrad for CUDA")
     if dtype is torch.float16 and not getattr(optimizer, "_step_supports_amp_scaling", False):
         pytest.skip("torch refuses float16 gradients here")
