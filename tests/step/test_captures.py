@@ -23,16 +23,17 @@ except RuntimeError as error:
 else:
     raise AssertionError("not refused")
 fastamp.clip_grad_norm_(parameter, 1.0)
+norms = []
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
     norm = fastamp.clip_grad_norm_(parameter, 1.0)
 for scale in (3.0, 0.01):
     parameter.grad.fill_(scale)
     graph.replay()
-    length = scale * 1000 ** 0.5
-    torch.testing.assert_close(norm.item(), length, rtol=1e-6, atol=0)
-    expected = min(scale, scale / (length + 1e-6))
+    norms.append(norm.item())
+    expected = min(scale, scale / (norms[-1] + 1e-6))
     torch.testing.assert_close(parameter.grad, torch.full_like(parameter.grad, expected))
+print(norms)
 """
 
 
@@ -45,9 +46,9 @@ def graph_of(call):
 
 
 @pytest.mark.cuda
-def test_a_captured_clip_replays_with_new_gradients():
+def test_a_captured_clip_replays_with_new_gradients(device):
     sizes = [1, 1003, 70_001, *[64] * 3000]  # more than one table of tensors
-    static = parameters_with(*[torch.zeros(size, device="cuda") for size in sizes])
+    static = parameters_with(*[torch.zeros(size, device=device) for size in sizes])
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -56,7 +57,7 @@ def test_a_captured_clip_replays_with_new_gradients():
     graph, norm = graph_of(lambda: fastamp.clip_grad_norm_(static, 1.0))
     for seed in range(3):
         scale = 10.0 ** (seed - 4)  # the first two are short enough to stay as they are
-        grads = [scale * random(size, torch.float32, "cuda", seed=seed) for size in sizes]
+        grads = [scale * random(size, torch.float32, device, seed=seed) for size in sizes]
         for parameter, grad in zip(static, grads, strict=True):
             parameter.grad.copy_(grad)
         graph.replay()
@@ -68,13 +69,13 @@ def test_a_captured_clip_replays_with_new_gradients():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("how", ["step", "clip_grad_norm_"])
-def test_a_captured_step_replays_with_new_gradients_and_overflows(how):
+def test_a_captured_step_replays_with_new_gradients_and_overflows(how, device):
     sizes = (1, 1003, 70_001, *[5] * 50)
     results = []
     for captured in (False, True):
-        parameters = parameters_with(*[torch.zeros(size, device="cuda") for size in sizes])
+        parameters = parameters_with(*[torch.zeros(size, device=device) for size in sizes])
         optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True, capturable=True)
-        scaler = fastamp.GradScaler("cuda", init_scale=1024.0, growth_interval=2)
+        scaler = fastamp.GradScaler(device, init_scale=1024.0, growth_interval=2)
 
         def step(scaler=scaler, optimizer=optimizer):
             if how == "clip_grad_norm_":
@@ -83,11 +84,11 @@ def test_a_captured_step_replays_with_new_gradients_and_overflows(how):
                 scaler.step(optimizer, max_norm=1e-2)
             scaler.update()
 
-        scaler.scale(torch.ones((), device="cuda"))
+        scaler.scale(torch.ones((), device=device))
         run = step
         for seed in range(6):
             for parameter, size in zip(parameters, sizes, strict=True):
-                parameter.grad.copy_(random(size, torch.float32, "cuda", seed=seed))
+                parameter.grad.copy_(random(size, torch.float32, device, seed=seed))
             if seed in (2, 4):
                 parameters[1].grad[7] = math.inf
             torch.cuda.synchronize()
@@ -114,14 +115,16 @@ def test_a_count_of_skipped_steps_is_made_before_a_capture(monkeypatch):
 
 
 @pytest.mark.cuda
-def test_the_first_call_of_a_process_is_refused_in_a_capture_and_later_ones_replay():
+def test_the_first_call_of_a_process_is_refused_in_a_capture_and_later_ones_replay(device):
     done = run_python(FIRST_CALL)
     assert done.returncode == 0, done.stderr
+    eager = [torch.full((1000,), scale, device=device) for scale in (3.0, 0.01)]
+    assert done.stdout.strip() == str([fastamp.get_total_norm(grad).item() for grad in eager])
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("source", ["loader", "prefetch", "tracker"])
-def test_a_region_is_captured_while_a_thread_is_at_work(source):
+def test_a_region_is_captured_while_a_thread_is_at_work(source, device):
     def produce():
         for i in range(200):
             time.sleep(1e-3)
@@ -130,11 +133,12 @@ def test_a_region_is_captured_while_a_thread_is_at_work(source):
     tracker = fastamp.MetricsTracker()
     rows = torch.arange(200.0).repeat(1000, 1).T.contiguous()
     if source == "loader":
-        batches = iter(fastamp.DataLoader(rows, 1, device="cuda"))
+        batches = iter(fastamp.DataLoader(rows, 1, device=device))
     else:
-        batches = iter(fastamp.prefetch(produce(), "cuda"))
+        batches = iter(fastamp.prefetch(produce(), device))
     seen = [next(batches).mean()]
-    weight = torch.randn(256, 256, device="cuda")
+    weight = torch.randn(256, 256, device=device)
+    product = weight @ weight  # makes cuBLAS's handle and memory, which no capture may do
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
