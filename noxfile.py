@@ -232,6 +232,8 @@ def emulated(session: nox.Session) -> None:
     session.run(*pytest, *(session.posargs or ["tests/step"]), env=env)
     if session.posargs:
         return
+    played = (*pytest[:-2], "-m", "cuda")  # the tests for a GPU
+    session.run(*played, env=emulate(session) | {"FASTAMP_GPU": "emulated"})
     chosen = ("-n", "0", "--capture=sys", "tests/step/test_emulated.py", "-k", "kernels_give")
     for sanitizer in ("address", "thread"):
         session.run(*pytest, *chosen, env=emulate(session, sanitizer))
