@@ -81,8 +81,8 @@ def functions_of(sass: str) -> dict[str, Code]:
 
 def loops_of(code: Code) -> list[Code]:
     """Return the loops: what lies between the target of a jump back and that jump."""
-    jumps = [each for each in code.values() if each.name == "BRA" and each.target is not None]
-    ends = [(each.target, each.place) for each in jumps if each.target < each.place]
+    jumps = [(each.target, each.place) for each in code.values() if each.name == "BRA"]
+    ends = [(start, end) for start, end in jumps if start is not None and start < end]
     return [{p: code[p] for p in code if start <= p <= end} for start, end in ends]
 
 
@@ -164,10 +164,10 @@ def find_tool(name: str) -> str:
 def compile_file(csrc: Path, folder: str, name: str, architecture: int) -> dict[str, Code]:
     """Compile a file and return its kernels, by readable names without arguments."""
     made = Path(folder, f"{name}.{architecture}.cubin")
-    options = ["-cubin", f"-arch=sm_{architecture}", "-std=c++17", f"-I{csrc}", "-o", made]
-    subprocess.run([find_tool("nvcc"), *options, csrc / "step" / f"{name}.cu"], check=True)
+    options = ["-cubin", f"-arch=sm_{architecture}", "-std=c++17", f"-I{csrc}", "-o", str(made)]
+    subprocess.run([find_tool("nvcc"), *options, str(csrc / "step" / f"{name}.cu")], check=True)
     env = {**os.environ, "NVDISASM_PATH": str(Path(find_tool("nvdisasm")).parent)}
-    command = [find_tool("cuobjdump"), "-sass", made]
+    command = [find_tool("cuobjdump"), "-sass", str(made)]
     sass = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
     found = functions_of(sass)
     command = [find_tool("c++filt"), *found]
