@@ -127,12 +127,12 @@ piece() {
 # What a program prints belongs to the log: quiet COMMAND.
 quiet=(bash -c 'exec "$@" >&2' quiet)
 
-# build PART SECONDS [ARCHITECTURES]: installs into a folder of its own; by default for all GPUs.
+# build PART SECONDS ARCHITECTURES: installs into a folder of its own.
 given=${PYTHONPATH:+:$PYTHONPATH}
 built=
 build() {
   local flags=(--config-settings=cmake.define.FASTAMP_CUDA=ON) target=$site/$1
-  (($# > 2)) && flags+=("--config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES=$3")
+  flags+=("--config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES=$3")
   export PYTHONPATH=$target$given PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
   piece "$1" "$2" "${quiet[@]}" "$python" -m pip install -v --no-index --no-deps \
     --no-build-isolation --target "$target" "${flags[@]}" . && parts "$1-works" 60 built && built=$1
@@ -160,7 +160,9 @@ ranks() {
 
 for part in "${wanted[@]}"; do
   if [[ $part == shipped ]]; then
-    build shipped 330 && bits shipped-bits 90
+    # beside a driver a build is for the cards that are there, unless it is told others
+    all=$(sed -n 's/.*set(CMAKE_CUDA_ARCHITECTURES \(.*\))$/\1/p' CMakeLists.txt)
+    build shipped 330 "${all// /;}" && bits shipped-bits 90
     continue
   fi
   if [[ -z $built || $part == build ]]; then
