@@ -19,7 +19,7 @@ import torch
 
 import fastamp
 from fastamp.bench.gpt import GPT, Shape
-from fastamp.bench.race import Plan, run_race
+from fastamp.bench.race import Case, Plan, run_race
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,19 +67,23 @@ def main() -> None:
     """Measure, and print a row for each arm."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20, help="for each save")
-    parser.add_argument("--rounds", type=int, default=14)
+    parser.add_argument("--rounds", type=int, default=6)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
-        arms = {"no saves": make_visit(None, args.steps, [], in_thread=False)}
-        waits_s = {"no saves": [0.0]}
-        for name, in_thread in {"at once": False, "in a thread": True}.items():
-            waits_s[name] = []
-            visit = make_visit(Path(made, name), args.steps, waits_s[name], in_thread=in_thread)
-            arms[name] = visit
-        race = run_race(arms, Plan(rounds=args.rounds, warmup=2))
+        waits_s: dict[str, list[float]] = {"no saves": [0.0], "at once": [], "in a thread": []}
+
+        def make() -> Case:
+            arms = {"no saves": make_visit(None, args.steps, [], in_thread=False)}
+            for name, in_thread in {"at once": False, "in a thread": True}.items():
+                folder = Path(tempfile.mkdtemp(dir=made))
+                waits = waits_s[name]
+                arms[name] = make_visit(folder, args.steps, waits, in_thread=in_thread)
+            return Case(arms=arms)
+
+        race = run_race(make, Plan(rounds=args.rounds, warmup=2, builds=(5,)))
         size = max(path.stat().st_size for path in Path(made).rglob("*.pt"))
     print(f"{args.steps} steps for each save of {size / 2**20:.0f} MiB, {args.rounds} rounds")
-    for name in arms:
+    for name in race.arms:
         cost = race.ratio("no saves", name).scaled(lambda ratio: ratio - 1)
         time_s, inside_s = race.time_s(name).value, median(waits_s[name])
         print(f"{name:12} {time_s:8.2f} s   {cost.text('.1%'):24} {inside_s / time_s:.2%}")

@@ -24,7 +24,7 @@ from fastamp.bench.environment import DTYPES
 from fastamp.bench.feeds import find_data
 from fastamp.bench.job_table import AGREE_STEPS, check_losses, make_loop
 from fastamp.bench.options import DEFAULT, number
-from fastamp.bench.race import Plan, run_race, show
+from fastamp.bench.race import Case, Plan, run_race, show
 from fastamp.bench.tasks import find_make, make_training
 from fastamp.bench.trainer import Config
 from fastamp.timer.timer import align
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from fastamp.bench.tasks import Training
 
-PLAN = Plan(rounds=4000, warmup=2, half_width=0.01, limit_s=20.0)
+PLAN = Plan(warmup=2, build_s=3.0, limit_s=45.0)
 PEERS = [*FRAMEWORKS, *LOADERS]
 PACKAGES = {"fabric": "lightning"}  # where they are not named as the peer
 COLUMNS = ["loop", "torch ms", "alone ms", "over torch [95 %]"]
@@ -75,15 +75,20 @@ def begin(
 
 def race(name: str, training: Training, args: argparse.Namespace) -> dict[str, str]:
     """Race torch's loop, a peer alone, and a framework with fastamp; return a row."""
-    arms, losses = {}, {}
     named = ["torch", name, *([f"{name} with fastamp"] if name in FRAMEWORKS else [])]
-    with ExitStack() as closing:
-        for arm in named:
-            arms[arm], losses[arm] = begin(arm, training, args, closing)
-        is_same = find_data(training).is_repeatable()
-        check_losses(losses, dict.fromkeys(losses, args.precision), is_same=is_same)
+    is_same = find_data(training).is_repeatable()
+    with ExitStack() as last:
+
+        def make() -> Case:
+            last.close()  # the build before
+            arms, losses = {}, {}
+            for arm in named:
+                arms[arm], losses[arm] = begin(arm, training, args, last)
+            check_losses(losses, dict.fromkeys(losses, args.precision), is_same=is_same)
+            return Case(arms=arms)
+
         plan = replace(PLAN, rounds=args.rounds)
-        found = run_race(arms, plan, device=args.device, seed=args.seed)
+        found = run_race(make, plan, device=args.device, seed=args.seed)
     times = [show(1e3 * found.quartiles_s(arm)[1] / args.steps, ".3f") for arm in named]
     row = dict(zip(COLUMNS, [name, *times[:2], found.ratio(name).text(".2f", "x")], strict=False))
     if name in FRAMEWORKS:

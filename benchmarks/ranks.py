@@ -22,7 +22,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.spawn import spawn
 
 from fastamp.bench.options import DEFAULT, number
-from fastamp.bench.race import Plan, run_race, show
+from fastamp.bench.race import Case, Plan, run_race, show
 from fastamp.bench.rows import WORK, Shapes, parse_shapes
 from fastamp.bench.step import MAX_NORM, STOCK_RTOL, Side, draw_grads
 from fastamp.timer.timer import align
@@ -68,20 +68,25 @@ def count_collectives(call: Callable[[], object]) -> int:
 def race(shape: Shapes, rounds: int) -> list[dict[str, str]]:
     """Check both steps, and race them and an all-reduce; return a row for each."""
     grads, norm = draw_grads(shape.sizes, "cpu", seed=0)
-    theirs, ours = Sharded(grads), Sharded(grads)
-    theirs.check(theirs.torch, norm, rtol=STOCK_RTOL)
-    ours.check(ours.fastamp, norm, rtol=1e-5)
-    least = partial(dist.all_reduce, torch.zeros(2, dtype=torch.float64))
-    arms: dict[str, Any] = {"torch": theirs.torch, "all-reduce": least, "fastamp": ours.fastamp}
-    counts = {arm: count_collectives(call) for arm, call in arms.items()}
+    counts: dict[str, int] = {}
 
-    def prepare(arm: str) -> None:
-        if arm != "all-reduce":
-            {"torch": theirs, "fastamp": ours}[arm].restore()
-        dist.barrier()  # all ranks begin the call together
+    def make() -> Case:
+        theirs, ours = Sharded(grads), Sharded(grads)
+        theirs.check(theirs.torch, norm, rtol=STOCK_RTOL)
+        ours.check(ours.fastamp, norm, rtol=1e-5)
+        least = partial(dist.all_reduce, torch.zeros(2, dtype=torch.float64))
+        arms: dict[str, Any] = {"torch": theirs.torch, "all-reduce": least, "fastamp": ours.fastamp}
+        counts.update({arm: count_collectives(call) for arm, call in arms.items()})
 
-    # As many rounds on all ranks, whatever their clocks say.
-    found = run_race(arms, Plan(rounds=rounds), before=prepare)
+        def prepare(arm: str) -> None:
+            if arm != "all-reduce":
+                {"torch": theirs, "fastamp": ours}[arm].restore()
+            dist.barrier()  # all ranks begin the call together
+
+        return Case(arms=arms, before=prepare)
+
+    # As many rounds and builds on all ranks, whatever their clocks say.
+    found = run_race(make, Plan(rounds=rounds, builds=(5,)))
     return [
         {
             "gradients": shape.text,
@@ -90,7 +95,7 @@ def race(shape: Shapes, rounds: int) -> list[dict[str, str]]:
             "collectives": str(counts[arm]),
             "times as fast [95 %]": found.ratio(arm).text(".2f", "x"),
         }
-        for arm in arms
+        for arm in found.arms
     ]
 
 
@@ -113,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     shapes = f"as of `bench step` {DEFAULT}"  # torch needs long for its first step of DTensors
     default = "4x2000000,192x50000,1000x1000"
     parser.add_argument("--shapes", type=parse_shapes, default=default, help=shapes)
-    parser.add_argument("--rounds", type=number(int, 8), default=44, help=DEFAULT)
+    parser.add_argument("--rounds", type=number(int, 8), default=12, help=DEFAULT)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         spawn(run_rank, (folder, args), nprocs=args.ranks)

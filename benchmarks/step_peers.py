@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from fastamp.bench.options import DEFAULT, number
-from fastamp.bench.race import run_race, show
+from fastamp.bench.race import Case, run_race, show
 from fastamp.bench.rows import WORK, Shapes, parse_shapes
 from fastamp.bench.step import CODES_RTOL, PLAN, STOCK_RTOL, Side, count_calls, draw_grads
 from fastamp.timer.timer import align
@@ -93,21 +93,22 @@ def race(shape: Shapes, name: str, rounds: int) -> dict[str, str]:
     work = WORK[name]
     ours = work.lean or work.optimizer
     peers = {arm: make for arm, make in PEERS[name].items() if is_installed(arm)}
-    sides, arms = {}, {}
-    for arm, make in {"torch": work.optimizer, **peers, "fastamp": ours}.items():
-        dtype = torch.bfloat16 if work.lean and arm != "torch" else shape.dtype
-        grads, norm = draw_grads(shape.sizes, "cpu", seed=0, dtype=dtype)
-        kind = Peer if work.lean and arm in peers else Side
-        side = sides[arm] = kind(work._replace(optimizer=make), grads, grouped=shape.grouped)
-        arms[arm] = side.fastamp if arm == "fastamp" else side.torch
-        side.check(arms[arm], norm, rtol=CODES_RTOL if kind is Peer else STOCK_RTOL)
-    found = run_race(
-        arms,
-        replace(PLAN, rounds=rounds),
-        calls=count_calls(shape),
-        before=lambda arm: sides[arm].restore(),
-    )
-    times_ms = {f"{arm} ms": show(1e3 * found.quartiles_s(arm)[1], ".3f") for arm in arms}
+
+    def make() -> Case:
+        sides, arms = {}, {}
+        for arm, optimizer in {"torch": work.optimizer, **peers, "fastamp": ours}.items():
+            dtype = torch.bfloat16 if work.lean and arm != "torch" else shape.dtype
+            grads, norm = draw_grads(shape.sizes, "cpu", seed=0, dtype=dtype)
+            kind = Peer if work.lean and arm in peers else Side
+            each = work._replace(optimizer=optimizer)
+            side = sides[arm] = kind(each, grads, grouped=shape.grouped)
+            arms[arm] = side.fastamp if arm == "fastamp" else side.torch
+            side.check(arms[arm], norm, rtol=CODES_RTOL if kind is Peer else STOCK_RTOL)
+        calls = count_calls(shape)
+        return Case(arms=arms, calls=calls, before=lambda arm: sides[arm].restore())
+
+    found = run_race(make, replace(PLAN, rounds=rounds))
+    times_ms = {f"{arm} ms": show(1e3 * found.quartiles_s(arm)[1], ".3f") for arm in found.arms}
     ratios = {f"{arm} [95 %]": found.ratio(arm).text(".2f", "x") for arm in found.arms[1:]}
     return {"gradients": shape.text} | times_ms | ratios
 

@@ -17,7 +17,7 @@ import shutil
 import tempfile
 from collections import deque
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -32,7 +32,7 @@ from fastamp.bench import photos
 from fastamp.bench.environment import count_cores
 from fastamp.bench.loader import PLAN, Items, check, wait
 from fastamp.bench.options import DEFAULT, number
-from fastamp.bench.race import run_race, show
+from fastamp.bench.race import Case, run_race, show
 from fastamp.bench.record import PLAIN
 from fastamp.timer.timer import align
 
@@ -115,12 +115,18 @@ def make_spdl(samples: list[tuple[str, int]]) -> Any:
     )
 
 
-def make_photo_loaders() -> dict[str, Any]:
-    """Write photographs and return their loaders, after a check: torch's best one comes first."""
+@cache
+def write_photos() -> str:
+    """Write photographs, once for all builds; return their folder."""
     folder = tempfile.mkdtemp(prefix="fastamp photos ")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     photos.write_photos(Path(folder), COUNT, seed=0)
-    ours = fastamp.ImageFolder(folder, photos.SIZE)
+    return folder
+
+
+def make_photo_loaders() -> dict[str, Any]:
+    """Return loaders of photographs, after a check: torch's best one comes first."""
+    ours = fastamp.ImageFolder(write_photos(), photos.SIZE)
     pillow = photos.PillowFolder(ours.samples)
     processes = {
         f"torch, {n} workers": TorchLoader(pillow, BATCH_SIZE, num_workers=n) for n in WORKERS
@@ -170,9 +176,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     rows = [["race", "arm", "median ms", "batches or images/s", "times as fast [95 %]"]]
     for name in args.races:
-        arms, amount, before = RACES[name](args.workers)
-        race = run_race(arms, replace(PLAN, rounds=args.rounds), before=before)
-        for arm in arms:
+        amount = 1
+
+        def make(name: str = name) -> Case:
+            nonlocal amount
+            arms, amount, before = RACES[name](args.workers)
+            return Case(arms=arms, before=before)
+
+        race = run_race(make, replace(PLAN, rounds=args.rounds))
+        for arm in race.arms:
             time_s = race.quartiles_s(arm)[1]
             figures = [show(1e3 * time_s, ".3f"), show(amount / time_s, ".0f")]
             rows.append([name, arm, *figures, race.ratio(arm).text(".2f", "x")])

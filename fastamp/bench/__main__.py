@@ -26,7 +26,8 @@ from fastamp.bench import (
 )
 from fastamp.bench.environment import describe
 from fastamp.bench.options import DEFAULT, OutputError, escape_output, number, refuse, say
-from fastamp.bench.record import SAID, SCHEMA_VERSION, Task, doubt, make_record, render
+from fastamp.bench.race import SAID
+from fastamp.bench.record import SCHEMA_VERSION, Task, doubt, make_record, render
 from fastamp.bench.tasks import BrokenTask
 from fastamp.metrics.sinks import require
 
@@ -41,11 +42,11 @@ COMMANDS = {
     "latency": latency,
     "doctor": doctor,
 }
-STATUS = """Exit status: 0; 1 a target is missed, with --check, or a bound of --fail-on; 2 a bad
-argument, a task that breaks its contract, or a result that cannot be written; 3 the environment
-does not allow a verdict: with --check where one is inconclusive, all are n/a or there is none, with
---fail-on where the change is inconclusive or this run lacks the metric, and with a --baseline of
-another schema, command, job or machine."""
+STATUS = """Exit status: 0; 1 a target is missed, with --check, or a bound of --fail-on, or a loss
+has become NaN; 2 a bad argument, a task that breaks its contract, or a result that cannot be
+written; 3 the environment does not allow a verdict: with --check where one is inconclusive, all are
+n/a or there is none, with --fail-on where the change is inconclusive or this run lacks the metric,
+and with a --baseline of another schema, command, job or machine."""
 MOVES = """a metric and how far it may move from the baseline, as in 'speedup:-5%%' or
 'step_time:+10%%'; may be given several times"""
 
@@ -100,8 +101,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BrokenTask, OutputError) as error:
         return _refuse(args, error)
     known = {each.name: each.interval for each in report.measurements}
+    counted = {each.name for each in report.measurements if each.is_counted}
     changes = [
-        baseline.hold(name, known.get(name), args.baseline["metrics"][name], most)
+        replace(
+            baseline.hold(name, known.get(name), args.baseline["metrics"][name], most),
+            is_counted=name in counted,
+        )
         for name, most in args.fail_on
     ]
     kept = [each for each in report.measurements if args.check and each.verdict not in {"", *SAID}]
@@ -113,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     problems = _write(make_record(report, run), args)
     if problems:
         return _refuse(args, OutputError(0, "; ".join(problems)))
-    if "fail" in judged:
+    if "fail" in judged or report.failures:
         return 1
     return 3 if unjudged or "inconclusive" in judged or judged == {"n/a"} else 0
 

@@ -51,6 +51,12 @@ class Profile:
         total_s = self.time_s(*self.parts).value
         return self.time_s(*parts).value / total_s if total_s else 0.0
 
+    def limit(self, *parts: str) -> float:
+        """Return how many times as fast a step were if some parts took no time (Amdahl)."""
+        total_s, part_s = self.time_s(*self.parts).value, self.time_s(*parts)
+        left_s = total_s - min(max(part_s.value, part_s.high), total_s)
+        return total_s / left_s if left_s > 0 else math.inf
+
     def gain(self, ratio: Interval, *parts: str) -> Interval:
         """Return how many times as fast a step becomes if parts become `ratio` times as fast."""
         part_s, total_s = self.time_s(*parts), self.time_s(*self.parts).value
@@ -83,8 +89,9 @@ class Advice:
         if self.part == "nothing":
             return f"{self.what}: {self.why}"
         low, high = (f"{end:.2f}x" for end in (self.gain.low, self.gain.high))
-        more = " or more" if math.isinf(self.gain.high) else f" to {high}" * (low != high)
-        return f"{self.what}: {low}{more} as fast; {self.why}"
+        if self.gain.low <= 1:  # a limit: nothing has raced it
+            return f"{self.what}: at most {high} as fast; {self.why}"
+        return f"{self.what}: {low}{f' to {high}' * (low != high)} as fast; {self.why}"
 
 
 def read_profile(
@@ -163,7 +170,7 @@ def advise(
         gains: what a race has measured, by `Advice.part`.
         raced: why these gains are certain.
     """
-    gains = {part: gain for part, gain in (gains or {}).items() if not gain.says_nothing}
+    gains = gains or {}
     found = [
         replace(each, gain=gains[each.part], why=raced) if each.part in gains else each
         for each in (
@@ -173,7 +180,11 @@ def advise(
             *_about_waits(profile),
         )
     ]
-    helpful = [each for each in found if each.gain.value >= LEAST_GAIN]
+    helpful = [
+        each
+        for each in found
+        if each.gain.value >= LEAST_GAIN and (each.part not in gains or each.gain.low > 1)
+    ]
     if helpful:
         return sorted(helpful, key=lambda each: -each.gain.value)
     share = profile.share("forward", "backward")

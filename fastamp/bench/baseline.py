@@ -8,7 +8,7 @@ from functools import partial
 from reprlib import repr as short
 from typing import Any
 
-from fastamp.bench.race import Interval
+from fastamp.bench.race import Interval, verdict_on
 from fastamp.bench.record import SCHEMA_VERSION, Measurement, check_kinds, read_json
 
 MACHINE = ("device", "device_name", "threads")
@@ -74,9 +74,8 @@ def hold(
 ) -> Measurement:
     """Judge the change of a metric since the baseline, which may go up to `most`, with its sign.
 
-    A change beyond the bound is a regression if its interval excludes 0, and inconclusive
-    otherwise. So is one whose interval has no ends, and one of a metric that this run lacks or that
-    is not above 0, since changes are in percent.
+    It passes when its whole interval is within the bound, and fails when none of it is. A metric
+    that this run lacks, or that is not above 0, has no change in percent: inconclusive.
     """
     ends = (most, math.inf) if most < 0 else (-math.inf, most)
     about: dict[str, Any] = {"name": f"{name} since the baseline", "base": BASELINE}
@@ -89,14 +88,9 @@ def hold(
     low = value - math.hypot(now.value - now.low, old.high - old.value)
     high = value + math.hypot(now.high - now.value, old.value - old.low)
     change = Interval(value=value, low=low, high=high).scaled(_expm1)
-    sign = math.copysign(1.0, most)
-    said = "pass" if math.isfinite(low) and math.isfinite(high) else "inconclusive"
-    if not sign * change.value <= sign * most:
-        changed = min(sign * change.low, sign * change.high) > 0
-        said = "fail" if changed else "inconclusive"
     before = saved["value"]
     why = f"{new.value:.4g} against {math.nan if before is None else before:.4g}"
-    return verdict(interval=change, verdict=said, reason=why)
+    return verdict(interval=change, verdict=verdict_on(change, *ends), reason=why)
 
 
 def _expm1(x: float) -> float:

@@ -19,7 +19,7 @@ from fastamp.bench.facts import Facts
 from fastamp.bench.jobs import JOBS
 from fastamp.bench.model_facts import examine_model
 from fastamp.bench.options import refuse
-from fastamp.bench.race import Interval, Plan, run_race
+from fastamp.bench.race import Case, Interval, Plan, find_noise, run_race
 from fastamp.bench.record import Report, Task, check_kinds, read_json
 from fastamp.bench.rows import SGD, WORK
 from fastamp.bench.step import CALLS, SMALL, STOCK_RTOL, Side, draw_grads
@@ -32,7 +32,7 @@ KINDS = {"Adam": "adamw", "AdamW": "adamw", "SGD": "sgd"}
 MOST_NUMEL = 2**24  # of the parameters of a race, which three sides copy
 MOST_PARAMETERS = 2**16  # each takes some microseconds to make and to check
 LIKE = 2  # times the loop's own step, which a race of the same work takes at most
-PLAN = Plan(rounds=400, half_width=0.02, limit_s=2.0)
+PLAN = Plan(rounds=400, build_s=0.4, builds=(5,))
 
 
 def add_options(add: Callable[..., object]) -> None:
@@ -157,16 +157,19 @@ def _race_step(profile: Profile, seed: int) -> tuple[dict[str, Interval], str]:
     numel = sum(size * count for size, count in all_sizes)
     cut = max(1, -(-numel // MOST_NUMEL))  # parameters that are too large are shortened
     sizes = [max(size // cut, 1) for size, count in all_sizes for _ in range(count)]
-    sides = _make_sides(facts, sizes, device, seed)
-    race = run_race(
-        {arm: side.fastamp if arm == "fastamp" else side.torch for arm, side in sides.items()},
-        PLAN,
-        device=device,
-        seed=seed,
-        calls=1 if sum(sizes) > SMALL else CALLS,
-        before=lambda arm: sides[arm].restore(),
-    )
-    times_s = {arm: race.time_s(arm).scaled(lambda value: value * cut) for arm in sides}
+
+    def make() -> Case:
+        sides = _make_sides(facts, sizes, device, seed)
+        return Case(
+            arms={arm: s.fastamp if arm == "fastamp" else s.torch for arm, s in sides.items()},
+            before=lambda arm: sides[arm].restore(),
+            calls=1 if sum(sizes) > SMALL else CALLS,
+        )
+
+    race = run_race(make, PLAN, device=device, seed=seed)
+    if find_noise({"the step": race}):
+        return {}, find_noise({"the step": race})
+    times_s = {arm: race.time_s(arm).scaled(lambda value: value * cut) for arm in race.arms}
     step_s = profile.parts["step"]
     if times_s["torch"].value > LIKE * step_s.value:
         theirs, own = (each.text(".3f", " ms", 1e3) for each in (times_s["torch"], step_s))

@@ -1,29 +1,43 @@
 """Jobs that people have, end to end: a naive loop, a good one with torch alone, and fastamp's.
 
-Takes some six minutes for all jobs on two CPU cores.
+Takes a minute for each job on two CPU cores.
 """
 
 import argparse
-import gc
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
-from typing import Any, NamedTuple
+from statistics import median
+from time import perf_counter
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+import fastamp
 from fastamp._progress import progress
-from fastamp.bench import photos
+from fastamp.bench import apart, photos
 from fastamp.bench.environment import DTYPES, no_speed_reason
 from fastamp.bench.feeds import Data, find_data, list_ways, make_feed
 from fastamp.bench.jobs import JOBS
+from fastamp.bench.measure import find_failure
 from fastamp.bench.options import refuse
-from fastamp.bench.race import Interval, Plan, Race, run_race, show
-from fastamp.bench.record import Measurement, Report, Task, judge
+from fastamp.bench.race import (
+    UNTOLD,
+    Build,
+    Case,
+    Interval,
+    Plan,
+    Race,
+    collect,
+    find_noise,
+    run_build,
+    show,
+)
+from fastamp.bench.record import Measurement, Report, Task, judge, measure
+from fastamp.bench.targets import is_noise, say_noise
 from fastamp.bench.tasks import (
     Training,
     expect,
@@ -40,10 +54,9 @@ AGREE_STEPS = 4  # the first losses, before small differences grow
 # Tolerances of losses: same samples, one precision; two precisions; other crops or filters.
 SAME, PRECISE, ALIKE = 1e-3, 3e-2, 0.1
 ARMS = ("naive", "stock", "fastamp")
-PARTS = ("loader", "step", "timing", "precision")
+PARTS = ("loader", "step", "timing")
 NAIVE = Config(name="naive", loader="naive", step="naive", timing="naive")
-MAIN = Plan(rounds=4000, warmup=2, half_width=0.01, limit_s=20.0)
-REPAIRS = Plan(rounds=4000, warmup=1, half_width=0.02, limit_s=10.0)
+PLAN = Plan(warmup=2, build_s=2.5, limit_s=45.0)
 VISIT_S = 0.15  # of a visit of the stock loop, about
 LEAST_STEPS, MOST_STEPS = 4, 256  # of a visit
 WORKER_STEPS = 8  # of a visit with workers, at least: each pass waits for its first batch
@@ -52,9 +65,8 @@ EPOCHS = 4  # times as many steps in the main race, where a visit has only WORKE
 TRIALS = Plan(rounds=5, warmup=1)
 CLEARLY = 0.95  # workers or a lower precision have to take less than this share of the time
 
-METRICS = """speedup/JOB/fastamp, over the stock loop, as in speedup/mlp/fastamp;
-over_naive/JOB/ARM, of stock and fastamp over the naive loop; over_naive/JOB/PART/ARM, of the naive
-loop with that part alone (loader, step, timing, precision), as in over_naive/mlp/loader/fastamp"""
+METRICS = """speedup/JOB/fastamp, over torch at its best, as in speedup/mlp/fastamp;
+over_naive/JOB/ARM, of stock and fastamp over the naive loop"""
 
 
 def add_options(add: Callable[..., object]) -> None:
@@ -82,89 +94,115 @@ def prepare(args: argparse.Namespace) -> Task:
     return {"jobs": names, "seed": args.seed}, partial(_run, args, names)
 
 
-class Found(NamedTuple):
-    """What was measured of one job."""
-
-    main: Race  # of the stock loop with the naive one and fastamp's
-    repairs: Race  # of the naive loop with each part alone
-    details: dict[str, Any]  # what `_choose` chose, and the first losses
-
-
 def _run(args: argparse.Namespace, names: list[str]) -> Report:
-    found = {}
+    races: dict[str, Race] = {}
     with progress(len(names)) as tick:
         for name in names:
             args.task = name
-            found[name] = _measure(name, args.device, args.seed)
-            gc.collect()  # the memory and processes of loaders
+            races[name] = _race(name, args.device, args.seed)
             tick()
-    measurements = [m for name in names for m in _judge(args.device, name, found[name])]
-    metrics = {each.name: each.interval for each in measurements if each.interval}
-    rows = [_row(name, each, metrics) for name, each in found.items()]
-    for name, part in product(names, PARTS):
-        rows.append({"job": f"{name}: {part}"} | _over_naive(f"{name}/{part}", metrics))
-    races = {name: each.main for name, each in found.items()}
+    measurements = [m for name in names for m in _judge(args.device, name, races[name])]
+    metrics = {each.name: each for each in measurements}
     notes = [
-        "ms a step: medians; times as fast: medians over rounds, with 95 % intervals",
-        "over stock: fastamp's loop",
-        "rows of a part: the naive loop with this part replaced",
-        *(f"{name}: {_text(name)} {_describe(each)}" for name, each in found.items()),
+        "ms a step: medians; times as fast: means over builds, with 95 % intervals",
+        "over torch: fastamp's loop over the faster one of torch's own, naive or stock",
+        *(f"{name}: {_text(name)} {_describe(race)}" for name, race in races.items()),
+    ]
+    failed = [
+        f"{name}: {why}"
+        for name, race in races.items()
+        for why in dict.fromkeys(why for build in race.builds for why in build.found["failures"])
     ]
     return Report(
-        table=rows,
-        races=races | {f"{name}, repairs": each.repairs for name, each in found.items()},
+        table=[_row(name, race, metrics) for name, race in races.items()],
+        races=races,
         measurements=measurements,
         notes=notes,
-        details={name: each.details for name, each in found.items()},
-        sentence=say_in_words(metrics, names),
+        details={name: race.builds[0].found for name, race in races.items()},
+        failures=failed,
+        sentence="" if failed else say_in_words(metrics, names),
     )
 
 
-def say_in_words(metrics: dict[str, Interval], names: list[str]) -> str:
+def say_in_words(metrics: dict[str, Measurement], names: list[str]) -> str:
     """Return what fastamp brings to each job, in one sentence."""
-    ratios = {name: metrics[f"speedup/{name}/fastamp"] for name in names}
-    unclear = [name for name, ratio in ratios.items() if ratio.says_nothing]
-    known = {n: ratio for n, ratio in ratios.items() if n not in unclear}
-    changed = {n: ratio for n, ratio in known.items() if ratio.low > 1 or ratio.high < 1}
-    made = [f"{name} {ratio.value:.2f}x" for name, ratio in changed.items()]
+    made: list[str] = []
+    equal: list[str] = []
+    unclear: list[str] = []
+    for name in names:
+        found = metrics[f"speedup/{name}/fastamp"]
+        ratio = found.interval or Interval.exact(math.nan)
+        said = UNTOLD if found.verdict == UNTOLD else ratio.verdict
+        if said == UNTOLD:
+            unclear.append(f"{name} ({ratio.text('.2f', 'x')})")
+        elif said == "equal":
+            equal.append(name)
+        else:
+            made.append(f"{name} {ratio.value:.2f}x")
     parts = [f"makes {_join(made)} as fast" if made else ""]
-    same = _join([name for name in names if name not in changed and name not in unclear])
-    parts += [f"changes nothing that can be measured in {same}" if same else ""]
-    parts += [f"cannot be judged in {_join(unclear)}, whose times vary too much" if unclear else ""]
-    return f"Compared with a good loop of torch alone, fastamp {_join([*filter(None, parts)])}."
+    parts += [f"changes {_join(equal)} by less than 2 %" if equal else ""]
+    parts += [f"cannot be judged in {_join(unclear)}" if unclear else ""]
+    return f"Compared with torch at its best, fastamp {_join([*filter(None, parts)])}."
 
 
 def _join(words: list[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
-def _measure(name: str, device: str, seed: int) -> Found:
+def _race(name: str, device: str, seed: int) -> Race:
+    """Race the loops of a job; the first build chooses what the good loop is."""
+    chosen: list[dict[str, Any]] = []
+
+    def build(_: list[str], number: int) -> dict[str, Build]:
+        known = chosen[0] if chosen else None
+        found = apart.run_apart(_build, name, known, PLAN, device, seed, number)
+        chosen.append(found.found)
+        return {name: found}
+
+    return collect(build, [name], PLAN, is_apart=True)[name]
+
+
+def _build(
+    name: str, chosen: dict[str, Any] | None, plan: Plan, device: str, seed: int, number: int
+) -> Build:
+    """Build all loops, check that their first losses agree, and time them."""
     training = make_training(find_make(name), device, seed)
     data = find_data(training)
     make = partial(make_loop, training=training, device=device, seed=seed)
-    chosen = _choose(make, data, device, training.dtype)
-    stock, naive, ours = loops = list_loops(chosen["base"], chosen["precision"])
-    seen: dict[str, list[float]] = {}
+    chosen = chosen or _choose(make, data, device, training.dtype)
+    loops: dict[str, Trainer] = {}
+    for config in list_loops(chosen["base"], chosen["precision"]):
+        workers = chosen["workers"].get(config.name, {})
+        loop = make(config, steps=chosen["steps"], workers=workers)
+        seed_all(seed, 0)  # of dropout
+        loop.visit()
+        loops[config.name] = loop
+    losses = {arm: [float(x) for x in loop.losses[:AGREE_STEPS]] for arm, loop in loops.items()}
+    check_losses(
+        {arm: each for arm, each in losses.items() if all(map(math.isfinite, each))},
+        {arm: loop.config.precision for arm, loop in loops.items()},
+        is_same=data.is_repeatable(),
+    )
+    case = Case(arms={arm: loop.visit for arm, loop in loops.items()})
+    build = run_build(case, plan, device=device, seed=seed * 1000 + number)
+    curves = {arm: [float(loss) for loss in loop.losses] for arm, loop in loops.items()}
+    build.found = chosen | {
+        "dtype": str(DTYPES.get(chosen["precision"])),
+        "losses": losses,
+        "model_share": _time_model(loops["stock"]),
+        "failures": [why for arm, each in curves.items() for why in find_failure(arm, each)],
+    }
+    return build
 
-    def race(configs: list[Config], steps: int, plan: Plan) -> Race:
-        """Check that the losses of loops agree, and race them."""
-        losses, visits = {}, {}
-        for config in configs:
-            loop = make(config, steps=steps, workers=chosen["workers"].get(config.loader, {}))
-            seed_all(seed, 0)  # of dropout
-            loop.visit()
-            visits[config.name] = loop.visit
-            losses[config.name] = [float(loss) for loss in loop.losses[:AGREE_STEPS]]
-        precisions = {config.name: config.precision for config in configs}
-        check_losses(losses, precisions, is_same=data.is_repeatable())
-        seen.update(losses)
-        return run_race(visits, plan, device=device, seed=seed)
 
-    has_own = data.dataset is not None
-    main = race([stock, naive, ours], chosen["steps"], MAIN)
-    repairs = race([naive, *list_repairs(loops, has_own=has_own)], chosen["repair_steps"], REPAIRS)
-    details = chosen | {"dtype": str(DTYPES.get(chosen["precision"])), "losses": seen}
-    return Found(main, repairs, details)
+def _time_model(loop: Trainer) -> float:
+    """Return the share of a visit in the forward and backward pass, which no arm replaces."""
+    timer = fastamp.Timer(loop.device)
+    start_s = perf_counter()
+    loop.train(loop.feed.begin(), timer)
+    regions = timer.summary()  # waits for the device
+    elapsed_s = perf_counter() - start_s
+    return (regions["forward"].total + regions["backward"].total) / elapsed_s
 
 
 def _choose(
@@ -176,8 +214,9 @@ def _choose(
     def measure(steps: int, ways: list[tuple[Config, dict[str, Any]]]) -> list[float]:
         """Return each way's seconds a step: the best of trials in turn, so that drift is shared."""
         loops = [make(config, steps=steps, workers=workers) for config, workers in ways]
-        race = run_race({str(i): loop.visit for i, loop in enumerate(loops)}, TRIALS, device=device)
-        return [min(race.times_s(place)) / steps for place in race.arms]
+        case = Case(arms={str(i): loop.visit for i, loop in enumerate(loops)})
+        rounds = run_build(case, TRIALS, device=device).rounds
+        return [min(each[place].elapsed_s for each in rounds) / steps for place in case.arms]
 
     ways = {
         config.name: [(replace(config, loader=key), w) for key, w in list_ways(data, config.name)]
@@ -195,85 +234,83 @@ def _choose(
         ]
         best[arm] = known[trials.index(min(trials))]
     workers = {arm: chosen for arm, (_, chosen) in best.items()}
-    repair_steps = longer if any(workers.values()) else steps
-    steps = EPOCHS * repair_steps if repair_steps == WORKER_STEPS else repair_steps
+    steps = longer if any(workers.values()) else steps
+    steps = EPOCHS * steps if steps == WORKER_STEPS else steps
     stock, options = best["stock"]
     if dtype is None and no_speed_reason(device, "bf16") is None:
         pair = [(replace(stock, precision=each), options) for each in ("bf16", "fp32")]
-        low, full = measure(repair_steps, pair)
+        low, full = measure(steps, pair)
         precision = "bf16" if low < CLEARLY * full else "fp32"
     return {
         "steps": steps,
-        "repair_steps": repair_steps,
         "base": stock.loader,
         "workers": workers,
         "precision": precision,
     }
 
 
-def _judge(device: str, name: str, found: Found) -> Iterator[Measurement]:
+def _judge(device: str, name: str, race: Race) -> Iterator[Measurement]:
     """Yield each ratio, and hold a built-in job's to its target; no job may become slower."""
-    main, repairs, row = found.main, found.repairs, JOBS.get(name)
-    about: dict[str, Any] = {"arm": "fastamp", "base": "stock"}
-    key, ratio = f"speedup/{name}/fastamp", main.ratio("fastamp")
-    if row is None:
-        yield Measurement(name=key, interval=ratio, unit="x", **about)
+    best = "naive" if race.ratio("naive", "stock").value > 1 else "stock"
+    key, ratio, row = f"speedup/{name}/fastamp", race.ratio("fastamp", best), JOBS.get(name)
+    limit = _limit(race) if best == "stock" else math.inf
+    found = measure(key, ratio, "fastamp", best)
+    if is_noise(ratio, limit):
+        yield replace(found, verdict=UNTOLD, reason=say_noise(ratio, limit))
+    elif row is None:
+        yield found
     else:
         least = row.on_cpu if device == "cpu" else row.on_cuda
-        yield judge(key, ratio, (least, math.inf), "x", "fastamp over the stock loop", **about)
-    naive = {arm: main.ratio(arm, "naive") for arm in ("stock", "fastamp")}
-    naive |= {arm: repairs.ratio(arm) for arm in repairs.arms[1:]}
-    for arm, ratio in naive.items():
-        key = f"over_naive/{name}/{arm.replace(': ', '/')}"
-        yield Measurement(name=key, arm=arm, base="naive", interval=ratio, unit="x")
+        why = f"fastamp over the {best} loop"
+        yield judge(key, ratio, (least, math.inf), "x", why, arm="fastamp", base=best)
+    for arm in ("stock", "fastamp"):
+        yield measure(f"over_naive/{name}/{arm}", race.ratio(arm, "naive"), arm, "naive")
 
 
-def _row(name: str, found: Found, metrics: dict[str, Interval]) -> dict[str, str]:
-    steps = found.details["steps"]
-    times_ms = {arm: 1e3 * found.main.quartiles_s(arm)[1] / steps for arm in ARMS}
+def _limit(race: Race) -> float:
+    """Return how many times as fast the stock loop were with its model alone (Amdahl).
+
+    Workers beside the model slow it down, so with them nothing is known.
+    """
+    founds = [build.found for build in race.builds]
+    if any(founds[0]["workers"].values()):
+        return math.inf
+    shares: list[float] = [found["model_share"] for found in founds]
+    return 1 / median(shares)
+
+
+def _row(name: str, race: Race, metrics: dict[str, Measurement]) -> dict[str, str]:
+    steps, found = race.builds[0].found["steps"], metrics[f"speedup/{name}/fastamp"]
+    times_ms = {arm: 1e3 * race.quartiles_s(arm)[1] / steps for arm in ARMS}
     row = {"job": name, **{f"{arm} ms": show(time, ".3f") for arm, time in times_ms.items()}}
-    row["over stock"] = metrics[f"speedup/{name}/fastamp"].text(".2f", "x")
-    return row | _over_naive(name, metrics)
+    ratio = race.ratio("fastamp", found.base)
+    row |= {"over torch": ratio.text(".2f", "x"), "which is": found.base}
+    for arm in ("stock", "fastamp"):
+        row[f"{arm} over naive"] = race.ratio(arm, "naive").text(".2f", "x")
+    is_untold = find_noise({name: race}) or found.verdict == UNTOLD
+    return row | {"verdict": UNTOLD if is_untold else ratio.verdict}
 
 
-def _over_naive(name: str, metrics: dict[str, Interval]) -> dict[str, str]:
-    found = {arm: metrics.get(f"over_naive/{name}/{arm}") for arm in ("stock", "fastamp")}
-    return {
-        f"{arm} over naive": "-" if ratio is None else ratio.text(".2f", "x")
-        for arm, ratio in found.items()
-    }
-
-
-def _describe(found: Found) -> str:
+def _describe(race: Race) -> str:
     """Say what the trials chose."""
-    kinds = {arm: options for arm, options in found.details["workers"].items() if options}
+    found = race.builds[0].found
+    kinds = {arm: options for arm, options in found["workers"].items() if options}
     texts = [
         f"{arm} with {options['num_workers']} {options.get('worker', 'process')} workers"
         for arm, options in kinds.items()
     ]
-    if found.details["base"] == "indexed":
+    if found["base"] == "indexed":
         texts.append("stock indexes the tensors by hand, faster than a DataLoader")
-    low, steps = found.details["dtype"] != "None", f"{found.details['steps']} steps in a visit"
-    texts += [f"stock and fastamp in {found.details['dtype'].removeprefix('torch.')}"] * low
+    low, steps = found["dtype"] != "None", f"{found['steps']} steps in a visit"
+    texts += [f"stock and fastamp in {found['dtype'].removeprefix('torch.')}"] * low
     return f"({'; '.join([*texts, steps])})"
 
 
 def list_loops(base: str, precision: str) -> list[Config]:
     """Return the good loop of torch alone, by its loader, the naive loop, and fastamp's."""
     stock = Config(name="stock", loader=base, precision=precision, timing="stock")
-    parts: dict[str, Any] = dict.fromkeys(PARTS[:3], "fastamp")
+    parts: dict[str, Any] = dict.fromkeys(PARTS, "fastamp")
     return [stock, NAIVE, replace(stock, name="fastamp", **parts)]
-
-
-def list_repairs(loops: list[Config], *, has_own: bool) -> list[Config]:
-    """Return the naive loops in which one part is replaced by that of the stock loop, or ours."""
-    stock, naive, ours = loops
-    both = [(part, config) for part in PARTS for config in (stock, ours)]
-    return [
-        replace(naive, name=f"{part}: {config.name}", **{part: getattr(config, part)})
-        for part, config in both[0 if has_own else 2 : -1]  # both have one precision
-        if getattr(config, part) != getattr(naive, part)
-    ]
 
 
 def check_losses(

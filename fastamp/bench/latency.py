@@ -11,11 +11,11 @@ import torch
 from fastamp.bench.environment import DTYPES, no_speed_reason
 from fastamp.bench.gpt import GPT, GPT2_SMALL, Shape
 from fastamp.bench.options import DEFAULT, number
-from fastamp.bench.race import Plan, Race
-from fastamp.bench.record import Case, Details, Task, run_cases
+from fastamp.bench.race import Case, Plan, Race
+from fastamp.bench.record import Details, Task, run_cases
 
 SHAPES = {"cpu": Shape(layers=4, heads=2, width=256, block_size=128), "cuda": GPT2_SMALL}
-PLAN = Plan(rounds=400, half_width=0.02, limit_s=6.0)
+PLAN = Plan(build_s=1.0, limit_s=45.0)
 METRICS = "speedup/ and the batch size, of AMP against FP32"
 
 
@@ -32,15 +32,6 @@ def add_options(add: Callable[..., object]) -> None:
 def prepare(args: argparse.Namespace) -> Task:
     """Return the job and the function that runs it."""
     shape = SHAPES[args.device]
-    torch.manual_seed(args.seed)
-    model = GPT(shape).to(args.device).eval()
-    dtypes = {"fp32": None, "amp": DTYPES[args.precision]}
-
-    def make(name: str) -> Case:
-        tokens = torch.randint(256, (int(name), shape.block_size), device=args.device)
-        arms = {arm: partial(answer, model, tokens, dtype) for arm, dtype in dtypes.items()}
-        return Case(arms=arms, details=percentiles)
-
     sizes = list(dict.fromkeys(map(str, args.batch_sizes)))
     notes = [
         f"a race for each batch size; {args.precision}, windows of {shape.block_size} bytes",
@@ -48,7 +39,16 @@ def prepare(args: argparse.Namespace) -> Task:
         *filter(None, [no_speed_reason(args.device, args.precision)]),
     ]
     job = {"batch_sizes": sizes, "precision": args.precision, "shape": asdict(shape)}
-    return job, partial(run_cases, args, PLAN, sizes, make, notes)
+    make = partial(_make_case, shape, args.device, args.seed, DTYPES[args.precision])
+    return job, partial(run_cases, args, PLAN, sizes, make, notes, percentiles)
+
+
+def _make_case(shape: Shape, device: str, seed: int, dtype: torch.dtype, name: str) -> Case:
+    torch.manual_seed(seed)
+    model = GPT(shape).to(device).eval()
+    tokens = torch.randint(256, (int(name), shape.block_size), device=device)
+    dtypes = {"fp32": None, "amp": dtype}
+    return Case(arms={arm: partial(answer, model, tokens, each) for arm, each in dtypes.items()})
 
 
 @torch.inference_mode()

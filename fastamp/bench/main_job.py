@@ -20,15 +20,17 @@ from fastamp.bench.jobs.language import make_gpt
 from fastamp.bench.measure import Job, Results, train_arms
 from fastamp.bench.options import DEFAULT, number, refuse, say
 from fastamp.bench.peaks import MEMORY_KINDS, MEMORY_STEPS
-from fastamp.bench.race import show
-from fastamp.bench.record import Measurement, Report, Task, compare
+from fastamp.bench.race import UNTOLD, Interval, find_noise, show
+from fastamp.bench.record import Measurement, Report, Task, compare, measure
 from fastamp.bench.targets import (
     STOCK,
+    is_noise,
     judge_arms,
     judge_targets,
     last_losses,
     measure_arm,
     say_in_words,
+    say_noise,
 )
 from fastamp.bench.tasks import (
     CONTRACT,
@@ -66,7 +68,7 @@ def add_options(add: Callable[..., object]) -> None:
     precision = "of AMP (default: the task's own, or bf16)"
     add("--precision", choices=DTYPES, help=precision)
     for option, least, text in (
-        ("--steps", 3, "of every arm, the first are warm-up; of the base with --until"),
+        ("--steps", 3, "of every arm in the first build; of the base with --until"),
         ("--batch-size", 1, "samples in a step"),
     ):
         add(option, type=number(int, least), help=f"{text} (default: one that suits the device)")
@@ -110,7 +112,8 @@ def prepare(args: argparse.Namespace) -> Task:
         task = with_absolute_path(args.task)  # it may change the folder
         find_make(task)  # fails at once if there is no such function
         make = memory_make = partial(call_make, task)
-    job = _make_job(args, make, memory_make, facts["steps"])
+    memory_batch = facts.get("memory_batch_size")
+    job = _make_job(args, make, memory_make, facts["steps"], memory_batch)
     training = job.make_training(args.seed)
     if training.has_loader and args.batch_size is not None:
         refuse("--batch-size", args.batch_size, "cannot be set: the task has a loader of its own")
@@ -119,6 +122,8 @@ def prepare(args: argparse.Namespace) -> Task:
         job = replace(job, precision=known[training.dtype])
     shared = {"task": args.task, "device": args.device, "precision": job.precision}
     shared["batch_size"] = None if training.has_loader else training.batch_size
+    if memory_batch == shared["batch_size"]:
+        job = replace(job, memory_batch=None)
     shared |= {"seed": args.seed, "seeds": args.seeds, **facts}
     if training.arms or job.against:
         shared |= {"arms": sorted(training.arms), "against": job.against}
@@ -147,7 +152,13 @@ def _make_gpt_job(args: argparse.Namespace) -> tuple[Make, Make, dict[str, Any]]
     return make, partial(make, batch_size=memory), facts
 
 
-def _make_job(args: argparse.Namespace, make: Make, memory_make: Make, steps: int | None) -> Job:
+def _make_job(
+    args: argparse.Namespace,
+    make: Make,
+    memory_make: Make,
+    steps: int | None,
+    memory_batch: int | None,
+) -> Job:
     if args.until and args.until_loss is not None:
         refuse("--until-loss", args.until_loss, "cannot be used with --until")
     job = Job(
@@ -159,6 +170,7 @@ def _make_job(args: argparse.Namespace, make: Make, memory_make: Make, steps: in
         steps=steps,
         batch_size=args.batch_size,
         added=tuple(args.arm),
+        memory_batch=memory_batch,
     )
     names = [config.name for config in job.list_arms()]
     if args.against not in {None, *names}:
@@ -193,8 +205,12 @@ def _run(args: argparse.Namespace, job: Job, training: Training, shared: dict[st
     over_amp = race.ratio(judged, STOCK)
     ratios = {"step": over_amp, "precision": race.ratio(race.arms[0], STOCK)}
     gains = {part: profile.gain(ratio, *raced) for part, ratio in ratios.items()}
-    advice = advise(profile, gains=gains)
-    added = Measurement(name="over_amp", interval=over_amp, arm=judged, base=STOCK, unit="x")
+    step_gain, limit = gains["step"], profile.limit("step")
+    added = measure("over_amp", over_amp, judged, STOCK)
+    if is_noise(step_gain, limit):
+        gains["step"] = Interval.exact(1.0)
+        added = replace(added, verdict=UNTOLD, reason=say_noise(step_gain, limit))
+    advice = [] if find_noise({"": race}) else advise(profile, gains=gains)
     return Report(
         table=[_row(arm, found, unit, rate, job.against) for arm, rate in rates.items()],
         races={"training": race},
@@ -216,7 +232,8 @@ def _run(args: argparse.Namespace, job: Job, training: Training, shared: dict[st
         },
         closing=show_profiles(found.profiles)
         + [f"what would help: {each.text()}" for each in advice],
-        sentence=say_in_words(found, advice, gains["step"]),
+        failures=found.failures,
+        sentence="" if found.failures else say_in_words(found, advice, step_gain, limit),
     )
 
 
@@ -230,9 +247,8 @@ def _notes(job: Job, found: Results, shared: dict[str, Any]) -> list[str]:
     sizes = sorted({*found.batch_sizes})
     size = f"{sizes[0]} to {sizes[-1]}" if sizes[1:] else str(sizes[0])
     taken = len(found.batch_sizes)
-    untimed = taken - found.visit_steps * len(found.race.timed)
-    steps = f"{taken} steps of {size} {each}, {untimed} not timed, {found.visit_steps} in a visit"
-    memory = f"{MEMORY_STEPS} steps of {shared.get('memory_batch_size', size)} {each}"
+    steps = f"{taken} steps of {size} {each} in the first build, {found.visit_steps} in a visit"
+    memory = f"{MEMORY_STEPS} steps of {found.memory_batch or size} {each}"
     count = f"{found.parameters / 1e6:.1f} M" if found.parameters > 50_000 else found.parameters
     lean = "bfloat16 weights, exact, with 8-bit moments and no autocast; it is not judged"
     notes = {LEAN: lean} | {arm: f"n/a; {why}" for arm, why in found.left_out.items()}
@@ -269,6 +285,7 @@ def _row(arm: str, found: Results, unit: str, rate: float, against: str | None) 
     spec = ".1f" if times_s[1] > 1e-2 else ".3f"
     low, median, high = (show(time_s * 1e3, spec) for time_s in times_s)
     accuracy = found.scores[arm][0].accuracy if found.scores[arm] else math.nan
+    peak = "peak MiB" + (f" at {found.memory_batch}" if found.memory_batch else "")
     beside = {f"of {against}": race.ratio(arm, against).text(".2f", "x")} if against else {}
     return {
         "arm": arm,
@@ -278,7 +295,7 @@ def _row(arm: str, found: Results, unit: str, rate: float, against: str | None) 
         **beside,
         "skipped": str(race.skipped(arm)),
         f"{unit}/s": show(rate, ".0f"),
-        "peak MiB": show(math.nan if nbytes is None else nbytes / 2**20, ".0f"),
+        peak: show(math.nan if nbytes is None else nbytes / 2**20, ".0f"),
         "loss": show(last_losses(found, arm)[0], ".4f"),
         "accuracy": show(accuracy, ".4f"),
     }

@@ -1,7 +1,8 @@
 """What the main job measures: time, losses and scores of all arms, and where their time goes.
 
-The timed steps are the training. A visit of an arm is several steps, so that a GPU launches ahead
-as it does in a training; all arms of a round take their steps on the same batches.
+The timed steps are a training. A visit of an arm is several steps, so that a GPU launches ahead
+as it does in a training; all arms of a round take their steps on the same batches. The first build
+trains all steps, and its losses and scores are shown; the others are for the times alone.
 """
 
 import math
@@ -16,10 +17,10 @@ import torch
 from torch import Tensor
 
 from fastamp._progress import progress
-from fastamp.bench import arms
+from fastamp.bench import apart, arms
 from fastamp.bench.advice import Profile
 from fastamp.bench.peaks import peak_memory
-from fastamp.bench.race import LEAST_BLOCKS, Plan, Race, Visit, run_race
+from fastamp.bench.race import Build, Case, Plan, Race, Visit, collect, run_build
 from fastamp.bench.tasks import (
     BrokenTask,
     Make,
@@ -31,14 +32,15 @@ from fastamp.bench.tasks import (
     with_copy,
 )
 from fastamp.bench.trainer import LEAN, Config, Score, Trainer
-from fastamp.bench.where import profile_trainers
+from fastamp.bench.where import profile_trainers, scale
 
+LEAST_BLOCKS = 3
 WARMUP_STEPS = 4  # at most: kernels, optimizer state and the allocator's pools are made
 VISIT_S = 0.05  # of the fastest arm, at least
 MOST_STEPS = 40  # of a visit: by then one wait for the device no longer counts
-# Without --steps: as many steps as narrow intervals take, warm-up aside.
+# Without --steps, and in all builds but the first: as many steps as fit into this time.
 OPEN_STEPS = 2000
-OPEN = Plan(rounds=OPEN_STEPS, warmup=0, half_width=0.005, least_blocks=24, limit_s=60.0)
+PLAN = Plan(build_s=8.0, limit_s=100.0)
 _T = TypeVar("_T")
 
 
@@ -52,6 +54,7 @@ class Job:
     steps: int | None  # of every arm; None: as many as it takes
     make: Make  # can be pickled
     memory_make: Make  # the same, for the processes that measure peak memory
+    memory_batch: int | None = None  # theirs, where it is another one
     batch_size: int | None = None  # in place of the task's own
     added: tuple[tuple[str, str], ...] = ()  # arms of --arm, see arms.read
     against: str | None = None  # the arm that those of one's own change; None: the first
@@ -173,79 +176,99 @@ class Results:
     samples: dict[str, int] = field(default_factory=dict)  # in all steps, by arm
     is_data_timed: bool = False
     left_out: dict[str, str] = field(default_factory=dict)  # why an arm is, in words
+    memory_batch: int | None = None  # of the peaks, where it is not that of the steps
+    failures: list[str] = field(default_factory=list)  # trainings whose loss became NaN, in words
 
 
 def train_arms(job: Job, training: Training, *, seeds: int) -> Results:
     """Measure every arm with the job's seed; with the seeds after it, train and score only."""
     make = partial(job.make_training, job.seed, job.memory_make)
-    with progress(None if job.steps is None else seeds * job.steps) as tick:
+    trained: list[Results] = []
+    with progress(PLAN.builds[-1] + seeds - 1) as tick:
         found, left_out = job.try_arms(training, lambda arm: peak_memory(make, arm, job.device))
         configs, peaks = [*found], {arm.name: nbytes for arm, nbytes in found.items()}
-        trained = [_train(job, configs, training, tick, profiles=True)]
+
+        def build(_: list[str], number: int) -> dict[str, Build]:
+            short = job if number == 1 else replace(job, steps=None)
+            trained.append(apart.run_apart(_train, short, configs, PLAN, number))
+            return {"": trained[-1].race.builds[0]}
+
+        race = collect(build, [""], PLAN, is_apart=True, tick=tick)[""]
+        first = trained[0]
+        scores = {name: [*first.scores[name]] for name in peaks}
         for seed in range(job.seed + 1, job.seed + seeds):
-            again = replace(job, seed=seed, steps=len(trained[0].batch_sizes))
-            trained.append(_train(again, configs, job.make_training(seed), tick, profiles=False))
-    scores = {name: [s for each in trained for s in each.scores[name]] for name in peaks}
-    return replace(trained[0], peaks=peaks, scores=scores, left_out=left_out)
+            again = replace(job, seed=seed, steps=len(first.batch_sizes))
+            found_too = apart.run_apart(_train, again, configs, PLAN, 1)
+            for name, each in found_too.scores.items():
+                scores[name] += each
+            trained.append(found_too)
+            tick()
+    if training.arms:  # each to the base, those of one's own to another arm, and AMP's two
+        race.comparisons = len(configs) + (len(training.arms) if job.against else 0)
+    profiles = {
+        name: scale(profile, race.quartiles_s(name)[1] / first.race.quartiles_s(name)[1])
+        for name, profile in first.profiles.items()
+    }
+    failures = [*dict.fromkeys(why for each in trained for why in each.failures)]
+    more: dict[str, Any] = {"left_out": left_out, "memory_batch": job.memory_batch}
+    more["failures"] = failures
+    return replace(first, race=race, peaks=peaks, scores=scores, profiles=profiles, **more)
 
 
-def _train(
-    job: Job,
-    configs: list[Config],
-    training: Training,
-    tick: Callable[[int], object],
-    *,
-    profiles: bool,
-) -> Results:
-    """Race and score all arms with one seed."""
+def _train(job: Job, configs: list[Config], plan: Plan, number: int) -> Results:
+    """Race all arms in the build of a number; in the first one also score them."""
+    training = job.make_training(job.seed)
     trainers = {c.name: Trainer(c, with_copy(training), job.device) for c in configs}
     batches = open_batches(trainers, job.seed)
     base = batches[configs[0].name]
-    race_visits = partial(
-        run_race,
-        {name: partial(trainer.train, batches[name]) for name, trainer in trainers.items()},
-        device=job.device,
-        seed=job.seed,
+    case = Case(
+        arms={name: partial(trainer.train, batches[name]) for name, trainer in trainers.items()},
         before=lambda name: batches[name].go_to_visit_of(trainers[name]),
         skipped=lambda name: trainers[name].has_skipped(),
-        tick=lambda: tick(base.steps),
     )
+    race_visits = partial(run_build, case, device=job.device, seed=job.seed * 1000 + number)
     count = _count_warmup(job.steps)
-    warmup = race_visits(Plan(rounds=count, warmup=count)).rounds
+    warmup = race_visits(Plan(rounds=count, warmup=count)).warmup
     step_s = min(visit.elapsed_s for visit in warmup[-1].values())
-    steps, plan = _plan_visits(step_s, job.steps)
+    steps, plan = _plan_visits(step_s, job.steps, plan)
     if job.steps is not None and (rest := job.steps - count - steps * plan.rounds):
         amounts = set_steps(batches, rest)
-        warmup += _per_step(race_visits(Plan(rounds=1, warmup=1)).rounds, amounts)
+        warmup += _per_step(race_visits(Plan(rounds=1, warmup=1)).warmup, amounts)
     amounts = set_steps(batches, steps)
-    race = race_visits(plan)
-    race.warmup_rounds += len(warmup)
-    race.rounds = warmup + _per_step(race.rounds, amounts)
-    if training.arms:  # each to the base, those of one's own to another arm, and AMP's two
-        race.comparisons = len(configs) + (len(training.arms) if job.against else 0)
-    profiled = [name for name in trainers if profiles and name not in training.arms]
+    build = race_visits(plan)
+    build.warmup, build.rounds = warmup, _per_step(build.rounds, amounts)
+    race, is_first = Race(arms=build.arms, builds=[build]), number == 1
+    profiled = {name: each for name, each in trainers.items() if name not in training.arms}
     loader = make_loader(training, job.seed, device=job.device)
+    timed = {"is_data_timed": base.is_timed}
+    losses = {name: torch.stack(each.losses).tolist() for name, each in trainers.items()}
     return Results(
         parameters=sum(p.numel() for p in training.model.parameters()),
         batch_sizes=[*base.sizes],
         worth={name: amount / batches[name].steps for name, amount in amounts.items()},
         samples={name: sum(each.sizes) for name, each in batches.items()},
-        is_data_timed=base.is_timed,
         visit_steps=steps,
         peaks={},
         race=race,
-        losses={n: torch.stack(trainer.losses).tolist() for n, trainer in trainers.items()},
-        scores={name: trainer.evaluate() for name, trainer in trainers.items()},
-        profiles=profile_trainers(
-            {name: trainers[name] for name in profiled},
-            base.source,
-            loader,
-            race,
-            steps,
-            is_data_timed=base.is_timed,
-        ),
+        losses=losses,
+        failures=[why for name, curve in losses.items() for why in find_failure(name, curve)],
+        scores={name: each.evaluate() if is_first else [] for name, each in trainers.items()},
+        profiles=profile_trainers(profiled, base.source, loader, race, steps, **timed)
+        if is_first
+        else {},
         nbytes={name: _count_nbytes(trainer) for name, trainer in trainers.items()},
+        is_data_timed=base.is_timed,
     )
+
+
+def find_failure(name: str, losses: list[float]) -> list[str]:
+    """Return that a training has failed, in words, if its last loss is NaN or infinite."""
+    finite = [place for place, loss in enumerate(losses, start=1) if math.isfinite(loss)]
+    first = finite[-1] + 1 if finite else 1
+    if first > len(losses):
+        return []
+    steps = f"from step {first} of {len(losses)} on"
+    return [f"the training of {name} has failed: its loss is {losses[-1]} {steps}"]
 
 
 def _count_nbytes(trainer: Trainer) -> dict[str, int]:
@@ -281,15 +304,15 @@ def _count_warmup(all_steps: int | None) -> int:
     return min(WARMUP_STEPS, max(all_steps - 2 * LEAST_BLOCKS, 1))
 
 
-def _plan_visits(step_s: float, all_steps: int | None) -> tuple[int, Plan]:
-    """Return the steps of a visit, and the plan of the race after the warm-up.
+def _plan_visits(step_s: float, all_steps: int | None, plan: Plan) -> tuple[int, Plan]:
+    """Return the steps of a visit, and the plan of a build after the warm-up.
 
     Where every arm takes `all_steps`, six blocks are left if there are enough, and three if three
-    of single steps fit in; the race never stops early, whatever the machine.
+    of single steps fit in; the build never stops early, whatever the machine.
     """
     steps = min(max(math.ceil(VISIT_S / max(step_s, 1e-9)), 1), MOST_STEPS)
     if all_steps is None:
-        return steps, replace(OPEN, rounds=OPEN_STEPS // steps)
+        return steps, replace(plan, rounds=OPEN_STEPS // steps, warmup=0)
     left = all_steps - _count_warmup(all_steps)
     steps = max(min(steps, left // (4 * LEAST_BLOCKS)), 1)
     return steps, Plan(rounds=left // steps, warmup=0)

@@ -39,10 +39,10 @@ def make(record: dict[str, Any]) -> str:
     title = escape(f"fastamp bench: {record['command']}")
     environment = {"measured": _say_time(record["created"]), **record["environment"]}
     facts = _facts("Environment", environment) + _facts("Job", record["job"])
-    judged = [each for each in record["measurements"] if each["verdict"]]
+    judged = [each for each in record["measurements"] if each["reason"]]
     body = [
         f"<h1>{title}</h1>",
-        *(_paragraph(text, "lead") for text in (record["noise"], record["sentence"]) if text),
+        *(_paragraph(text, "lead") for text in _leads(record) if text),
         *(_paragraph(each["text"], f"verdict {each['verdict']}") for each in judged),
         *draw_all(record),
         "<h2>Results</h2>",
@@ -56,6 +56,10 @@ def make(record: dict[str, Any]) -> str:
         f'<link rel="icon" href="data:,">\n<title>{title}</title>\n'
         f"<style>{STYLE}</style>\n</head>\n<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
     )
+
+
+def _leads(record: dict[str, Any]) -> list[str]:
+    return [record["noise"], *record["failures"], record["sentence"]]
 
 
 def _paragraph(text: str, kind: str = "") -> str:

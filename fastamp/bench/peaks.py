@@ -6,17 +6,16 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from fastamp.bench import apart
 from fastamp.bench.environment import find
 from fastamp.bench.gpt import Shape
 from fastamp.bench.jobs.language import make_gpt
-from fastamp.bench.tasks import BrokenTask, Training, draw, expect, make_loader, make_training
+from fastamp.bench.tasks import Training, draw, expect, make_loader, make_training
 from fastamp.bench.text import Corpus
 from fastamp.bench.trainer import Config, Trainer
 
@@ -31,32 +30,7 @@ TINY_TEXT = Corpus("", "", *(np.zeros(64, np.uint8) for _ in range(2)))
 
 def peak_memory(make: Callable[[], Training], arm: Config, device: str) -> int | None:
     """Train two steps of one arm in a fresh process and return the peak over them, in bytes."""
-    context = get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_peak, args=(sender, make, arm, device))
-    process.start()
-    sender.close()  # so that the end of the process ends the wait
-    try:
-        found: int | BrokenTask | None = receiver.recv()
-    except EOFError:
-        steps = f"the process of {MEMORY_STEPS} steps of {arm.name} was killed"
-        msg = f"batch_size: a step does not fit into memory, or the model crashes: {steps}"
-        raise BrokenTask(msg) from None
-    finally:
-        process.join()
-    if isinstance(found, BrokenTask):
-        raise found
-    return found
-
-
-def _send_peak(
-    sender: "Connection[object, object]", make: Callable[[], Training], arm: Config, device: str
-) -> None:
-    """Send the peak, or what is wrong with the task; fails, and ends, if the bench is gone."""
-    try:
-        sender.send(measure_peak(make, arm, device))
-    except BrokenTask as error:
-        sender.send(error)
+    return apart.run_apart(measure_peak, make, arm, device)
 
 
 def measure_peak(make: Callable[[], Training], arm: Config, device: str) -> int | None:

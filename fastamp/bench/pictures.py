@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastamp.bench.baseline import BASELINE
-from fastamp.bench.record import SAID
+from fastamp.bench.race import UNTOLD
 from fastamp.metrics.sinks import require
 
 # Light and dark. A picture is drawn in the light ones, which the page's variables then replace.
@@ -56,12 +56,13 @@ MARKS = {  # of verdicts, which differ by more than colour
     "n/a": ("s", PAPER, SOFT),
     "": ("o", COLOURS[0], COLOURS[0]),
 }
-MARKS |= {"faster": MARKS["pass"], "slower": MARKS["fail"], SAID[2]: MARKS["inconclusive"]}
+MARKS |= {"faster": MARKS["pass"], "slower": MARKS["fail"]}
+MARKS |= {"equal": MARKS[""], UNTOLD: MARKS["inconclusive"]}
 TIME = {"data": "c3", "forward": "c0", "backward": "c2", "step": "c1", "waits or other": "soft"}
 MEMORY = {"weights": "c0", "gradients": "c2", "optimizer": "c1", "the rest": "soft"}
 COMPARED = """A point is a ratio, by its name for --fail-on, the bar its interval, and the upright
 line its target. Green \u25cf pass or faster, red \u2716 fail or slower, hollow \u25c7 inconclusive
-or no difference found, hollow \u25a1 not judged, blue \u25cf without a verdict."""
+or cannot tell, hollow \u25a1 not judged, blue \u25cf equal."""
 
 
 class Panel(NamedTuple):

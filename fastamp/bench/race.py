@@ -1,30 +1,32 @@
-"""The core of every comparison: arms timed in mirrored blocks, and the ratios of their times.
+"""The core of every comparison: arms that are built anew, and the ratios of their times.
 
-A round visits every arm once. A block is a round in random order and a round in the reverse order
-(ABBA), so a steady drift of the machine cancels within the block. The bootstrap over the blocks
-gives each figure its 95 % interval, and the interval its verdict against a target.
+A build makes all arms anew, where it can in a fresh process: where memory happens to lie changes
+times by up to 15 %, and stays as it is as long as an arm lives. Within a build the arms are timed
+in mirrored blocks: a round in random order, and its reverse (ABBA), so a steady drift cancels. A
+build has one ratio; the builds give it its interval, which is Student's.
 """
 
+import gc
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from statistics import NormalDist, median
+from statistics import NormalDist, fmean, median, stdev
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-AGAIN = "again"  # the name of an arm that is the base a second time: the placebo
+from fastamp.bench.cores import MOST_WAITING, Cores, Waiting
+
 CONFIDENCE = 0.95
-NOISE_CONFIDENCE = 0.99  # of the placebos of a run together: a false alarm costs every verdict
-RESAMPLES = 2000
-LEAST_BLOCKS = 3  # fewer say nothing of the spread: their interval is infinite
-# A placebo within 1 % of 1 voids no verdict: very many blocks show that an arm differs from itself
-# by hundredths of a percent, far less than the gains that are judged.
-NOISE_MARGIN = 0.01
-NOISE_BLOCKS = 8  # fewer say nothing of the noise: on one side of 1 they are no rarity
-RUNS = 32  # more blocks than this are drawn in runs: neighbours may resemble each other
+# A race ends when its intervals are narrow, as they sometimes are by chance: they would then hold
+# the truth in 93 % of all cases. So Student's interval may use this share of the error alone.
+STUDENTS_SHARE = 0.6
+LEAST_VALUES = 3  # fewer say nothing of the spread: their interval is infinite
+EQUAL = 0.02  # an interval within 2 % of 1 is no difference that matters
+UNTOLD = "cannot tell"
+SAID = ("faster", "slower", "equal", UNTOLD)  # verdicts on a ratio without a target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +43,11 @@ class Interval:
         return cls(value=value, low=value, high=value)
 
     @property
-    def says_nothing(self) -> bool:
-        """Say whether a ratio may be anything: too few blocks, or times that vary too much."""
-        return not 0 < self.high < 4 * self.low
+    def verdict(self) -> str:
+        """Say what a ratio of speeds means: one of SAID."""
+        if self.low > 1 or self.high < 1:
+            return SAID[self.high < 1]
+        return SAID[2 if self.low >= 1 / (1 + EQUAL) and self.high <= 1 + EQUAL else 3]
 
     def scaled(self, change: Callable[[float], float]) -> "Interval":
         """Apply a growing function to the figure and both ends."""
@@ -62,40 +66,18 @@ def show(value: float, spec: str) -> str:
     return format(value, spec) if math.isfinite(value) else "n/a"
 
 
-def bootstrap(
-    values: list[float], *, mean: bool = False, confidence: float = CONFIDENCE
+def estimate(
+    values: Collection[float],
+    confidence: float = CONFIDENCE,
+    middle: Callable[[Collection[float]], float] = fmean,
 ) -> Interval:
-    """Return the median of the values of all blocks, or their mean, with its interval.
-
-    Runs of blocks are drawn with replacement. The ends, percentiles of the results, are moved
-    outwards by the ratio of Student's quantile to the normal one and by sqrt(n / (n - 1)): without
-    this, five blocks would cover the truth in 80 % of all cases only.
-    """
-    statistic = np.mean if mean else np.median
+    """Return the mean of independent values, or another `middle`, with Student's interval."""
     n = len(values)
-    if n == 0:
-        return Interval(value=math.nan, low=-math.inf, high=math.inf)
-    array = np.asarray(values)
-    value = float(statistic(array))
-    if n < LEAST_BLOCKS:
+    value = middle(values) if n else math.nan
+    if n < LEAST_VALUES or not math.isfinite(value):
         return Interval(value=value, low=-math.inf, high=math.inf)
-    length = -(-n // RUNS)
-    rng = np.random.default_rng(0)
-    tail = (1 - confidence) / 2
-    found: list[float] = []
-    for _ in range(math.ceil((1 - CONFIDENCE) / (1 - confidence) - 1e-9)):
-        starts = rng.integers(0, n, (RESAMPLES, -(-n // length), 1))
-        drawn = array[((starts + np.arange(length)) % n).reshape(RESAMPLES, -1)[:, :n]]
-        found += statistic(drawn, axis=1).tolist()
-    low, high = np.quantile(found, [tail, 1 - tail])
-    freedom = n // length - 1
-    widen = student(tail, freedom) / NormalDist().inv_cdf(1 - tail)
-    widen *= math.sqrt((freedom + 1) / freedom)
-    return Interval(
-        value=value,
-        low=value - widen * max(value - float(low), 0.0),
-        high=value + widen * max(float(high) - value, 0.0),
-    )
+    half = student((1 - confidence) / 2, n - 1) * stdev(values) / math.sqrt(n)
+    return Interval(value=value, low=value - half, high=value + half)
 
 
 def student(tail: float, freedom: int) -> float:
@@ -129,42 +111,73 @@ class Visit(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How long to measure; three blocks in any case."""
+    """How long to measure."""
 
-    rounds: int  # at most, warm-up included
+    rounds: int = 4000  # of a build, at most, warm-up included
     warmup: int = 4  # rounds, and one more where that leaves whole blocks
-    half_width: float = 0.0  # stop when all intervals are as narrow, as a log-ratio; 0: never
-    least_blocks: int = 12  # before that
-    limit_s: float = math.inf  # after which no block starts
+    build_s: float = math.inf  # after which a build starts no block but its first
+    # A race ends after one of these numbers of builds, the last or where its intervals are narrow.
+    # Few looks, at widths and never at a figure: an early end does not bias the figure.
+    builds: tuple[int, ...] = (5, 8, 12)
+    half_width: float = 0.02  # of a narrow interval, as a log-ratio
+    limit_s: float = math.inf  # of a race, after which no build starts but the first of `builds`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """The arms of one build: the first is the base, the last is judged."""
+
+    arms: Mapping[str, Callable[[], object]]
+    before: Callable[[str], object] = lambda _: None  # prepares an arm for a call, off the clock
+    skipped: Callable[[str], bool] = lambda _: False  # says whether a visit left out work
+    calls: int = 1  # in a visit
+    amounts: Mapping[str, float] = field(default_factory=dict)  # of a visit, by name of the rate
+    details: Mapping[str, dict[str, float]] = field(default_factory=dict)  # more figures, by arm
+
+
+@dataclass(kw_only=True)
+class Build:
+    """The timed rounds of a build, each in the order of its visits."""
+
+    arms: list[str]
+    rounds: list[dict[str, Visit]]
+    warmup: list[dict[str, Visit]] = field(default_factory=list)  # rounds that are not timed
+    waiting: Waiting | None = None  # None where the platform does not count it
+    found: Any = None  # what else the builder reports
+
+    def blocks(self, *arms: str) -> list[list[dict[str, Visit]]]:
+        """Return the pairs of rounds in which none of these arms left out work."""
+        pairs = (self.rounds[i : i + 2] for i in range(0, len(self.rounds) - 1, 2))
+        return [pair for pair in pairs if not any(r[arm].skipped for r in pair for arm in arms)]
+
+    def middle(self, figure: Callable[[dict[str, Visit]], float], *arms: str) -> list[float]:
+        """Return the median over blocks of a figure's mean logarithm; nothing without blocks."""
+        logs = [fmean(math.log(figure(r)) for r in block) for block in self.blocks(*arms)]
+        return [median(logs)] if logs else []
 
 
 @dataclass(kw_only=True)
 class Race:
-    """What was measured: the arms, the first of which is the base, and the visits of all rounds."""
+    """What was measured: the arms, the first of which is the base, in every build."""
 
     arms: list[str]
-    warmup_rounds: int = 0
-    rounds: list[dict[str, Visit]] = field(default_factory=list)  # in the order of the visits
+    builds: list[Build] = field(default_factory=list)
+    is_apart: bool = False  # each build is a process of its own; else new objects in one
     comparisons: int = 1  # whose intervals hold at CONFIDENCE all together (Bonferroni)
 
     @property
-    def timed(self) -> list[dict[str, Visit]]:
-        """The rounds after the warm-up."""
-        return self.rounds[self.warmup_rounds :]
-
-    def blocks(self, *arms: str) -> list[list[dict[str, Visit]]]:
-        """Return the pairs of rounds in which none of these arms left out work."""
-        pairs = (self.timed[i : i + 2] for i in range(0, len(self.timed) - 1, 2))
-        return [pair for pair in pairs if not any(r[arm].skipped for r in pair for arm in arms)]
+    def rounds(self) -> list[dict[str, Visit]]:
+        """The rounds of all builds."""
+        return [round_ for build in self.builds for round_ in build.rounds]
 
     def times_s(self, arm: str) -> list[float]:
         """Return the times of an arm's visits that count."""
-        return [round_[arm].elapsed_s for round_ in self.timed if not round_[arm].skipped]
+        return [round_[arm].elapsed_s for round_ in self.rounds if not round_[arm].skipped]
 
     def quartiles_s(self, arm: str) -> tuple[float, float, float]:
         """Return the quartiles of an arm's times, NaN where no visit counts."""
-        low, median, high = np.percentile(self.times_s(arm) or [math.nan], [25, 50, 75]).tolist()
-        return low, median, high
+        low, middle, high = np.percentile(self.times_s(arm) or [math.nan], [25, 50, 75]).tolist()
+        return low, middle, high
 
     def skipped(self, arm: str) -> int:
         """Count the visits of an arm that left out work."""
@@ -172,108 +185,113 @@ class Race:
 
     def time_s(self, arm: str) -> Interval:
         """Return the typical time of a visit."""
-        return typical([[r[arm].elapsed_s for r in block] for block in self.blocks(arm)])
+        return self._estimate(lambda r: r[arm].elapsed_s, arm)
 
     @property
     def confidence(self) -> float:
         """That of the interval of each ratio."""
         return 1 - (1 - CONFIDENCE) / self.comparisons
 
-    def ratio(self, arm: str, base: str | None = None, confidence: float | None = None) -> Interval:
+    def ratio(self, arm: str, base: str | None = None) -> Interval:
         """Return how many times as fast as the base an arm is."""
-        base, confidence = base or self.arms[0], confidence or self.confidence
-        blocks = self.blocks(base, arm)
-        ratios = [[r[base].elapsed_s / r[arm].elapsed_s for r in b] for b in blocks]
-        return typical(ratios, confidence)
+        base = base or self.arms[0]
+        return self._estimate(lambda r: r[base].elapsed_s / r[arm].elapsed_s, base, arm)
 
-    def placebo(self, confidence: float = CONFIDENCE) -> Interval:
-        """Return the ratio of the base to itself: smaller differences cannot be told apart here.
+    def _estimate(self, figure: Callable[[dict[str, Visit]], float], *arms: str) -> Interval:
+        logs = [log for build in self.builds for log in build.middle(figure, *arms)]
+        confidence = 1 - (1 - self.confidence) * STUDENTS_SHARE
+        return estimate(logs, confidence).scaled(lambda log: math.exp(min(log, 700.0)))
 
-        That is the arm AGAIN where there is one, else the base's two visits in each block.
-        """
-        if AGAIN in self.arms:
-            return self.ratio(AGAIN, confidence=confidence)
-        pairs = [[r[self.arms[0]].elapsed_s for r in block] for block in self.blocks(self.arms[0])]
-        # The first over the second, then the second over the first: drift cancels.
-        swapped = [[(a / b) ** (-1) ** i] for i, (a, b) in enumerate(pairs)]
-        return typical(swapped, confidence)
+    def is_narrow(self, half_width: float) -> bool:
+        """Say whether the interval of every ratio to the base is as narrow."""
+        ratios = [self.ratio(arm) for arm in self.arms[1:]]
+        return all(r.low > 0 and math.log(r.high / r.low) <= 2 * half_width for r in ratios)
 
-
-def typical(blocks: list[list[float]], confidence: float = CONFIDENCE) -> Interval:
-    """Return the median over blocks of the geometric means of their values, with its interval."""
-    logs = [float(np.mean(np.log(block))) for block in blocks]
-    return bootstrap(logs, confidence=confidence).scaled(math.exp)
+    def waiting(self) -> float | None:
+        """Return the share of their time that threads waited for a core; None if not counted."""
+        known = [build.waiting for build in self.builds if build.waiting is not None]
+        return Waiting(*map(math.fsum, zip(*known, strict=True))).share if known else None
 
 
 def find_noise(races: Mapping[str, Race]) -> str:
-    """Return why no verdict of these races counts, in words; "" if they count.
-
-    None does if a placebo's interval leaves 1 out, unless it lies within NOISE_MARGIN of 1. Fewer
-    than NOISE_BLOCKS blocks cannot tell: by chance they often lie on one side of 1.
-    """
+    """Return why no verdict of these races counts, in words; "" if they count."""
     for name, race in races.items():
-        if len(race.blocks()) < NOISE_BLOCKS:
-            continue
-        placebo = race.placebo(1 - (1 - NOISE_CONFIDENCE) / len(races))
-        leaves_1_out = placebo.low > 1 or placebo.high < 1
-        is_small = placebo.low >= 1 - NOISE_MARGIN and placebo.high <= 1 + NOISE_MARGIN
-        if leaves_1_out and not is_small:
-            found = f"{race.arms[0]} against itself is {placebo.text('.4f', 'x')} in {name}"
-            return f"the machine is too noisy for a verdict: {found}"
+        share = race.waiting()
+        if share is not None and share > MOST_WAITING:
+            found = f"in {name} its threads waited for a core in {share:.0%} of their time"
+            return f"this machine is too busy for a verdict: {found}"
     return ""
 
 
+def run_build(case: Case, plan: Plan, *, device: str = "cpu", seed: int = 0) -> Build:
+    """Time the arms of one build in random mirrored blocks, after a warm-up.
+
+    A visit is `calls` calls, and its time their median.
+    """
+    synchronize = torch.get_device_module(device).synchronize  # returns at once on a CPU
+    rng = np.random.default_rng(seed)
+
+    def visit(name: str) -> Visit:
+        times_s = []
+        for _ in range(case.calls):
+            case.before(name)
+            synchronize()
+            start_s = perf_counter()
+            case.arms[name]()
+            synchronize()
+            times_s.append(perf_counter() - start_s)
+        return Visit(median(times_s), case.skipped(name))
+
+    def visit_all(order: list[str]) -> dict[str, Visit]:
+        return {name: visit(name) for name in order}
+
+    build = Build(arms=[*case.arms], rounds=[])
+    count, end_s = plan.warmup + (plan.rounds - plan.warmup) % 2, perf_counter() + plan.build_s
+    while len(build.warmup) < count and (not build.warmup or perf_counter() < end_s):
+        build.warmup.append(visit_all(rng.permutation(build.arms).tolist()))
+    cores, end_s, rounds = Cores(), perf_counter() + plan.build_s, build.rounds
+    while len(rounds) + 2 <= plan.rounds - count and (not rounds or perf_counter() < end_s):
+        order = rng.permutation(build.arms).tolist()
+        rounds += [visit_all(order), visit_all(order[::-1])]
+    build.waiting = cores.waiting()
+    return build
+
+
+def collect(
+    build: Callable[[list[str], int], Mapping[str, Build]],
+    names: Collection[str],
+    plan: Plan,
+    *,
+    is_apart: bool = False,
+    tick: Callable[[], object] = lambda: None,
+) -> dict[str, Race]:
+    """Build races by name, several times; `build` makes the build of a number for these names."""
+    races: dict[str, Race] = {}
+    unfinished, end_s = [*names], perf_counter() + plan.limit_s * len(names)
+    for number in range(1, plan.builds[-1] + 1):
+        if not unfinished or (number > plan.builds[0] and perf_counter() > end_s):
+            break
+        for name, found in build(unfinished, number).items():
+            race = races.setdefault(name, Race(arms=found.arms, is_apart=is_apart))
+            race.builds.append(found)
+        tick()
+        if number in plan.builds:
+            unfinished = [n for n in unfinished if not races[n].is_narrow(plan.half_width)]
+    return races
+
+
 def run_race(
-    arms: Mapping[str, Callable[[], object]],
+    make: Callable[[], Case],
     plan: Plan,
     *,
     device: str = "cpu",
     seed: int = 0,
-    calls: int = 1,
-    before: Callable[[str], object] = lambda _: None,
-    skipped: Callable[[str], bool] = lambda _: False,
     tick: Callable[[], object] = lambda: None,
 ) -> Race:
-    """Time the arms, the first of which is the base, in random mirrored blocks.
+    """Race arms that `make` builds anew, in this process: for those that no other can make."""
 
-    A visit is `calls` calls, and its time their median. Off the clock, `before` prepares an arm for
-    each call, `skipped` says whether the visit left out work, and `tick` follows each round. `seed`
-    sets the orders.
-    """
-    race = Race(arms=list(arms))
-    synchronize = torch.get_device_module(device).synchronize  # returns at once on a CPU
-    for order in _orders(race, plan, np.random.default_rng(seed)):
-        visits = {}
-        for name in order:
-            times_s = []
-            for _ in range(calls):
-                before(name)
-                synchronize()
-                start_s = perf_counter()
-                arms[name]()
-                synchronize()
-                times_s.append(perf_counter() - start_s)
-            visits[name] = Visit(median(times_s), skipped(name))
-        race.rounds.append(visits)
-        tick()
-    return race
+    def build(_: list[str], number: int) -> dict[str, Build]:
+        gc.collect()  # the build before
+        return {"": run_build(make(), plan, device=device, seed=seed * 1000 + number)}
 
-
-def _orders(race: Race, plan: Plan, rng: np.random.Generator) -> Iterator[list[str]]:
-    """Yield the order of each round: the warm-up's, then a random one and its reverse in turn."""
-    end_s = perf_counter() + plan.limit_s
-    race.warmup_rounds = plan.warmup + (plan.rounds - plan.warmup) % 2
-    for _ in range(race.warmup_rounds):
-        yield rng.permutation(race.arms).tolist()
-    look_at, blocks = plan.least_blocks, 0
-    while len(race.rounds) + 2 <= plan.rounds and (blocks < LEAST_BLOCKS or perf_counter() < end_s):
-        order = rng.permutation(race.arms).tolist()
-        yield order
-        yield order[::-1]
-        blocks += 1
-        # Few looks, at the width and not at the figure: stopping early does not bias the figure.
-        if plan.half_width and blocks >= look_at:
-            look_at = blocks * 3 // 2
-            ratios = [race.ratio(arm) for arm in race.arms[1:]]
-            if all(r.low > 0 and math.log(r.high / r.low) / 2 <= plan.half_width for r in ratios):
-                return
+    return collect(build, [""], plan, tick=tick)[""]

@@ -4,6 +4,7 @@ The text on the terminal, the JSON file and the page are made from the record.
 """
 
 import argparse
+import gc
 import json
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -16,23 +17,26 @@ from typing import Any, TypeAlias, TypeVar
 from torch.utils._pytree import tree_map
 
 from fastamp._progress import progress
+from fastamp.bench import apart
 from fastamp.bench.race import (
-    AGAIN,
-    NOISE_CONFIDENCE,
+    SAID,
+    UNTOLD,
+    Build,
+    Case,
     Interval,
     Plan,
     Race,
+    collect,
     find_noise,
-    run_race,
+    run_build,
     show,
     verdict_on,
 )
 from fastamp.timer.timer import align
 
-SCHEMA_VERSION = 7  # raised when a field of the record is added, removed or changes its meaning
+SCHEMA_VERSION = 8  # raised when a field of the record is added, removed or changes its meaning
 Details = dict[str, dict[str, float]]  # more figures of each arm, by name
 
-SAID = ("faster", "slower", "no difference found")  # verdicts on arms without a target
 PLAIN = "plain"  # the arm that does the same work in the plainest way
 _LARGEST_NBYTES = 2**28  # of a file that is read
 _T = TypeVar("_T")
@@ -48,15 +52,16 @@ class Measurement:
     base: str = ""
     target: tuple[float, float] = (-math.inf, math.inf)  # the ends that the figure lies between
     unit: str = ""
-    verdict: str = ""  # "" without a target
+    verdict: str = ""  # "" of a figure that is neither a ratio nor held to a target
     reason: str = ""
+    is_counted: bool = False  # as bytes are: a busy machine excuses nothing
 
     def text(self) -> str:
         """Return the figure with its interval, and where it has a target that and the verdict."""
         factor = 100 if self.unit == " %" else 1
         figure = "-" if self.interval is None else self.interval.text(".4g", self.unit, factor)
-        if not self.verdict:
-            return f"{self.name} {figure}"
+        if not self.reason:
+            return f"{self.name} {figure}{', ' * bool(self.verdict)}{self.verdict}"
         ends = [f"{end * factor:g}{self.unit}" for end in self.target if math.isfinite(end)]
         if not ends:
             return f"{self.name} {figure}: {self.verdict}, {self.reason}"
@@ -76,6 +81,7 @@ class Report:
     losses: dict[str, list[float]] = field(default_factory=dict)  # of every training step, by arm
     details: dict[str, Any] = field(default_factory=dict)
     closing: list[str] = field(default_factory=list)  # lines after the verdicts
+    failures: list[str] = field(default_factory=list)  # of the work itself: the status is 1
     sentence: str = ""  # the last line: the result in plain words
 
 
@@ -94,52 +100,40 @@ def judge(
     arm: str = "",
     base: str = "",
     excused: bool = False,
+    is_counted: bool = False,
 ) -> Measurement:
     """Return a figure with the verdict on it; n/a if it is excused or None."""
     about: dict[str, Any] = {"name": name, "interval": interval, "arm": arm, "base": base}
+    about["is_counted"] = is_counted
     verdict = "n/a" if excused or interval is None else verdict_on(interval, *target)
     return Measurement(**about, target=target, unit=unit, verdict=verdict, reason=reason)
 
 
 def compare(name: str, race: Race) -> list[Measurement]:
     """Return how many times as fast as the base each arm is; the last one has the plain name."""
-    base, *arms = race.arms
+    arms = race.arms[1:]
     return [
-        Measurement(
-            name=name if arm == arms[-1] else f"{name}/{arm}",
-            arm=arm,
-            base=base,
-            interval=race.ratio(arm),
-            unit="x",
-        )
+        measure(name if arm == arms[-1] else f"{name}/{arm}", race.ratio(arm), arm, race.arms[0])
         for arm in arms
-        if arm != AGAIN or arm == arms[-1]
     ]
+
+
+def measure(name: str, ratio: Interval, arm: str, base: str) -> Measurement:
+    """Return a ratio of speeds with its verdict."""
+    about: dict[str, Any] = {"name": name, "arm": arm, "base": base}
+    return Measurement(**about, interval=ratio, unit="x", verdict=ratio.verdict)
 
 
 def doubt(found: list[Measurement], races: Mapping[str, Race]) -> list[Measurement]:
-    """Return the measurements of a run; on a machine that is too noisy none passes or fails."""
+    """Return the measurements of a run; on a busy machine no time or ratio has a verdict."""
     noise = find_noise(races)
-    if not noise:
-        return found
+    unclear = {**dict.fromkeys(SAID, UNTOLD), "pass": "inconclusive", "fail": "inconclusive"}
     return [
-        replace(each, verdict="inconclusive", reason=noise)
-        if each.verdict in {"pass", "fail", *SAID}
+        replace(each, verdict=unclear[each.verdict], reason=each.reason and noise)
+        if noise and each.verdict in unclear and not each.is_counted
         else each
         for each in found
     ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """The arms of one race: the first is the base, the last is judged."""
-
-    arms: Mapping[str, Callable[[], object]]
-    before: Callable[[str], object] = lambda _: None  # prepares an arm for a call
-    calls: int = 1  # in a visit
-    plan: Plan | None = None  # of this case alone
-    amounts: Mapping[str, float] = field(default_factory=dict)  # of a visit, by name of the rate
-    details: Callable[[Race], Details] = lambda _: {}
 
 
 def run_cases(
@@ -148,63 +142,67 @@ def run_cases(
     names: Collection[str],
     make: Callable[[str], Case],
     notes: list[str],
+    details: Callable[[Race], Details] = lambda _: {},
 ) -> Report:
-    """Race the arms of each case, one case after the other."""
-    races, details, rows, found = {}, {}, [], []
-    with progress(len(names)) as tick:
-        for name in names:
-            case = make(name)
-            shared = {"device": args.device, "seed": args.seed}
-            how = case.plan or plan
-            race = run_race(case.arms, how, calls=case.calls, before=case.before, **shared)
-            races[name], details[name] = race, case.details(race)
-            for arm in race.arms if case.amounts else ():
-                time_s = race.quartiles_s(arm)[1]
-                details[name][arm] = {n: amount / time_s for n, amount in case.amounts.items()}
-            found += compare(f"speedup/{name}", race)
-            if PLAIN in race.arms:
-                arm, ratio = race.arms[-1], race.ratio(race.arms[-1], PLAIN)
-                of_plain = Measurement(
-                    name=f"of_plain/{name}", arm=arm, base=PLAIN, interval=ratio, unit="x"
-                )
-                found.append(of_plain)
-            rows += [_row(name, arm, race, details[name]) for arm in race.arms if arm != AGAIN]
-            tick()
-    return Report(table=rows, races=races, measurements=found, notes=notes, details=details)
+    """Race the arms of each case; `make`, which can be pickled, builds it in fresh processes."""
+    with progress(plan.builds[-1]) as tick:
+
+        def build(unfinished: list[str], number: int) -> dict[str, Build]:
+            more = (plan, args.device, args.seed, unfinished, number)
+            return apart.run_apart(_build_cases, make, *more)
+
+        races = collect(build, names, plan, is_apart=True, tick=tick)
+    known, rows, found = {}, [], []
+    for name, race in races.items():
+        amounts, of_build = race.builds[0].found
+        known[name] = details(race) | of_build
+        for arm in race.arms if amounts else ():
+            time_s = race.quartiles_s(arm)[1]
+            known[name][arm] = {n: amount / time_s for n, amount in amounts.items()}
+        found += compare(f"speedup/{name}", race)
+        if PLAIN in race.arms:
+            arm = race.arms[-1]
+            found.append(measure(f"of_plain/{name}", race.ratio(arm, PLAIN), arm, PLAIN))
+        rows += [_row(name, arm, race, known[name]) for arm in race.arms]
+    return Report(table=rows, races=races, measurements=found, notes=notes, details=known)
+
+
+def _build_cases(
+    make: Callable[[str], Case], plan: Plan, device: str, seed: int, names: list[str], number: int
+) -> dict[str, Build]:
+    """Build each case, one after the other, and time it."""
+    builds = {}
+    for name in names:
+        case = make(name)
+        builds[name] = run_build(case, plan, device=device, seed=seed * 1000 + number)
+        builds[name].found = (dict(case.amounts), dict(case.details))
+        del case
+        gc.collect()
+    return builds
 
 
 def _row(name: str, arm: str, race: Race, details: Details) -> dict[str, str]:
     figures = {"median ms": 1e3 * race.quartiles_s(arm)[1], **details.get(arm, {})}
+    ratio, is_judged = race.ratio(arm), arm == race.arms[-1]
     row = {
         "race": name,
         "arm": arm,
-        "blocks": str(len(race.blocks())),
+        "builds": str(len(race.builds)),
         **{
             key: show(value, ".0f" if value >= 1000 or isinstance(value, int) else ".3f")
             for key, value in figures.items()
         },
-        "speed-up [95 %]": race.ratio(arm).text(".3f", "x"),
+        "speed-up [95 %]": ratio.text(".3f", "x"),
     }
     if PLAIN in race.arms:
-        judged = arm == race.arms[-1]
-        row["of plain [95 %]"] = race.ratio(arm, PLAIN).text(".3f", "x") if judged else ""
-    return row
+        row["of plain [95 %]"] = race.ratio(arm, PLAIN).text(".3f", "x") if is_judged else ""
+    said = UNTOLD if find_noise({name: race}) else ratio.verdict
+    return row | {"verdict": "" if arm == race.arms[0] else said}
 
 
 def make_record(report: Report, run: dict[str, Any]) -> dict[str, Any]:
     """Return a report and the facts of its `run` as JSON's types; None for what is not finite."""
     noise = find_noise(report.races)
-    confidence = 1 - (1 - NOISE_CONFIDENCE) / max(len(report.races), 1)
-    placebos = {name: race.placebo(confidence) for name, race in report.races.items()}
-    bases = {name: race.arms[0] for name, race in report.races.items()}
-    found = report.measurements + [
-        Measurement(name=f"placebo/{n}", arm=bases[n], base=bases[n], interval=each, unit="x")
-        for n, each in placebos.items()
-    ]
-    lines = [
-        f"placebo, {name}: {bases[name]} against itself {each.text('.4f', 'x')}"
-        for name, each in placebos.items()
-    ]
     columns = dict.fromkeys(column for row in report.table for column in row)
     record = {
         "schema_version": SCHEMA_VERSION,
@@ -212,16 +210,32 @@ def make_record(report: Report, run: dict[str, Any]) -> dict[str, Any]:
         **run,
         "noise": noise,
         "table": [{column: row.get(column, "") for column in columns} for row in report.table],
-        "notes": report.notes + lines,
-        "measurements": [asdict(each) | {"text": each.text()} for each in found],
+        "notes": report.notes + _describe_builds(report.races),
+        "measurements": [asdict(each) | {"text": each.text()} for each in report.measurements],
         "closing": report.closing,
-        "sentence": report.sentence,
+        "failures": report.failures,
+        "sentence": "" if noise else report.sentence,
         "details": report.details,
         "losses": report.losses,
         "races": {name: _describe(race) for name, race in report.races.items()},
     }
     plain: dict[str, Any] = tree_map(_finite, record)
     return plain
+
+
+def _describe_builds(races: Mapping[str, Race]) -> list[str]:
+    """Say how often arms were built, and how long their threads waited for a core."""
+    if not races:
+        return []
+    counts = {len(race.builds) for race in races.values()}
+    shares = [race.waiting() for race in races.values()]
+    where = {True: "a process of its own", False: "new objects in one process"}
+    kinds = " or ".join(where[kind] for kind in {race.is_apart for race in races.values()})
+    least, most = min(counts), max(counts)
+    builds = f"{least} builds" if least == most else f"{least} to {most} builds of a race"
+    known = [share for share in shares if share is not None]
+    waited = f"{max(known):.1%} of the threads' time at most" if known else "not counted here"
+    return [f"{builds}, each {kinds}; waiting for a core that others had: {waited}"]
 
 
 def _finite(value: object) -> object:
@@ -238,10 +252,13 @@ def _describe(race: Race) -> dict[str, Any]:
     }
     return {
         "base": race.arms[0],
-        "warmup_rounds": race.warmup_rounds,
-        "blocks": len(race.blocks()),
+        "is_apart": race.is_apart,
+        "waiting": race.waiting(),
         "arms": arms,
-        "rounds": [[{"arm": a, **v._asdict()} for a, v in r.items()] for r in race.rounds],
+        "builds": [
+            [[{"arm": a, **v._asdict()} for a, v in r.items()] for r in build.rounds]
+            for build in race.builds
+        ],
     }
 
 
@@ -272,7 +289,7 @@ def render(record: dict[str, Any]) -> str:
         f"torch {env['torch']}, {env['device']} ({env['device_name']}), {env['threads']} threads, "
         f"fastamp {env['fastamp']} (backends {' '.join(env['backends'])})"
     )
-    judged = (each["text"] for each in record["measurements"] if each["verdict"])
-    closing = [*judged, *record["closing"], record["sentence"]]
+    judged = (each["text"] for each in record["measurements"] if each["reason"])
+    closing = [*judged, *record["closing"], *record["failures"], record["sentence"]]
     first = [record["noise"], ""] if record["noise"] else []
     return "\n".join([*first, *align(rows), "", machine, *record["notes"], *filter(None, closing)])

@@ -21,6 +21,7 @@ class Shapes(NamedTuple):
     grouped: bool = False  # each parameter is a group of its own
     dtype: torch.dtype = torch.float32
     tables: int = 0  # how many of the first ones are embeddings, or heads
+    in_a_loop: bool = False  # weights and biases of Linears: each step follows a pass of torch
 
 
 def _transformer(text: str, width: int, tables: list[int], qkv: int = 1) -> Shapes:
@@ -33,12 +34,18 @@ def _transformer(text: str, width: int, tables: list[int], qkv: int = 1) -> Shap
 
 _VIT = _transformer("ViT-tiny, 5.7 M with 48 matrices", 192, [768, 197, 1000])
 _NETWORK = [(64, 4), (64,), (64, 64), (64,), (2, 64), (2,)]
+_LOOP = [(512, 64), (512,), (512, 512), (512,), (2, 512), (2,)]
 NAMED = {
     "gpt2": _transformer("GPT-2, 124 M in 148 tensors", 768, [50257, 1024]),
     "width128": _transformer("12 layers of width 128 with 72 matrices", 128, [256, 128], qkv=3),
     "width384": _transformer("12 layers of width 384 with 72 matrices", 384, [256, 128], qkv=3),
     "vit-tiny": _VIT._replace(sizes=[*_VIT.sizes, (192,), (1, 1, 192), (1000,)]),
     "network": Shapes("6 tensors, a 4-64-64-2 network", _NETWORK),
+    "in-a-loop": Shapes(
+        "in a loop: 64-512-512-2, after torch's forward and backward pass of 128 rows, cold",
+        _LOOP,
+        in_a_loop=True,
+    ),
     "lora": Shapes("32 LoRA matrices, 10,000 in all", [(5, 50), (75, 5)] * 16),
 }
 ROWS = {  # the work for these shapes without --work
@@ -55,6 +62,7 @@ ROWS = {  # the work for these shapes without --work
     "2000x64x64": "adamw-bf16 adamw-8bit",
     "network": "adamw-no-scaler adamw-open-no-scaler",
     "lora": "adamw-no-scaler adamw-open-no-scaler",
+    "in-a-loop": "adamw-no-scaler adamw-open-no-scaler",
 }
 RATE = 1e-4
 MUON_RATE = 0.02

@@ -8,8 +8,8 @@ import numpy as np
 
 from fastamp.bench.advice import RACED, Advice
 from fastamp.bench.measure import Results
-from fastamp.bench.race import LEAST_BLOCKS, Interval, bootstrap, show
-from fastamp.bench.record import SAID, Measurement, judge
+from fastamp.bench.race import LEAST_VALUES, UNTOLD, Interval, estimate, show
+from fastamp.bench.record import Measurement, judge
 from fastamp.bench.tasks import expect
 
 STOCK = "amp"  # the arm beside the judged one: mixed precision without fastamp
@@ -29,11 +29,11 @@ def judge_targets(
 ) -> list[Measurement]:
     """Hold the last arm, AMP with fastamp, to the targets, against the first, FP32."""
     base, judged = found.race.arms[0], found.race.arms[-1]
-    blocks, most = f"{len(found.race.blocks())} blocks", args.max_accuracy_gap
+    builds, most = f"{len(found.race.builds)} builds", args.max_accuracy_gap
     saving, peaks = _memory_saving(found, base, judged)
     gap, scores = _accuracy_gap(found, base, judged)
     rows = (
-        ("speedup", found.race.ratio(judged), (args.min_speedup, math.inf), "x", blocks),
+        ("speedup", found.race.ratio(judged), (args.min_speedup, math.inf), "x", builds),
         ("memory saving", saving, (args.min_memory_saving, math.inf), " %", peaks),
         ("accuracy gap", gap, (-most, math.inf), "", scores),
     )
@@ -48,6 +48,7 @@ def judge_targets(
             arm=judged,
             base=base,
             excused=name in excused,
+            is_counted=name != "speedup",
         )
         for name, figure, ends, unit, reason in rows
     ]
@@ -58,29 +59,27 @@ def judge_arms(found: Results, own: list[str], against: str) -> list[Measurement
     measured = []
     for arm in own:
         ratio = found.race.ratio(arm, against)
-        said = "faster" if ratio.low > 1 else "slower" if ratio.high < 1 else SAID[2]
         parts = [_compare_peaks(found, arm, against)]
         parts += _compare_quality(found, arm, against)
         about: dict[str, Any] = {"arm": arm, "base": against}
         reason = f"{arm} against {against}, in samples a second; {', '.join(filter(None, parts))}"
-        name, unit = f"speedup/{arm}", "x"
-        measured.append(
-            Measurement(name=name, interval=ratio, unit=unit, verdict=said, reason=reason, **about)
-        )
+        about |= {"name": f"speedup/{arm}", "unit": "x", "verdict": ratio.verdict}
+        measured.append(Measurement(interval=ratio, reason=reason, **about))
         measured += measure_arm(found, arm, f"/{arm}")
     return measured
 
 
 def measure_arm(found: Results, arm: str, ending: str = "") -> list[Measurement]:
     """Return an arm's peak of memory and its accuracy, where they are known."""
-    measured = []
+    measured: list[Measurement] = []
+    about: dict[str, Any] = {"arm": arm, "is_counted": True}
     if (peak := found.peaks[arm]) is not None:
         figure = Interval.exact(peak)
         name = f"peak_memory{ending}"
-        measured.append(Measurement(name=name, interval=figure, unit=" bytes", arm=arm))
+        measured.append(Measurement(name=name, interval=figure, unit=" bytes", **about))
     if found.scores[arm]:
         figure = mean_accuracy(found, arm)
-        measured.append(Measurement(name=f"accuracy{ending}", interval=figure, arm=arm))
+        measured.append(Measurement(name=f"accuracy{ending}", interval=figure, **about))
     return measured
 
 
@@ -113,7 +112,8 @@ def _memory_saving(found: Results, base: str, judged: str) -> tuple[Interval | N
     # Integers are divided once, so that a saving of 40 in 100 is the number 0.40 itself.
     saving = Interval.exact((theirs - ours) / theirs)
     peaks = f"a peak of {ours / 2**20:.0f} MiB against {theirs / 2**20:.0f} MiB"
-    return saving, f"{peaks}, one process each, no interval"
+    batch = f" at batches of {found.memory_batch}" * (found.memory_batch is not None)
+    return saving, f"{peaks}{batch}, one process each, no interval"
 
 
 def _accuracy_gap(found: Results, base: str, judged: str) -> tuple[Interval | None, str]:
@@ -133,13 +133,13 @@ def _accuracy_gap(found: Results, base: str, judged: str) -> tuple[Interval | No
     expect(counts[0] == counts[1], "options['evaluate']", wanted, f"{counts[0]} for {judged}")
     shares = np.subtract(_windows(found, judged), _windows(found, base))
     gaps = ", ".join(f"{ours.accuracy:.4f} against {theirs.accuracy:.4f}" for ours, theirs in pairs)
-    if len(shares) < LEAST_BLOCKS:
+    if len(shares) < LEAST_VALUES:
         over = "too few numbers for an interval"
     elif len(pairs) > 1:
         over = "the interval is over trainings"
     else:
         over = "the interval is over the held-out data, not over trainings"
-    figure = bootstrap(shares.tolist(), mean=True)
+    figure = estimate(shares.tolist())
     return figure, f"{len(pairs)} seed(s), {gaps}; {over}"
 
 
@@ -152,7 +152,7 @@ def last_losses(found: Results, arm: str) -> list[float]:
 
 def mean_accuracy(found: Results, arm: str) -> Interval:
     """Return the mean accuracy over the seeds; with one, over the parts that the task has."""
-    return bootstrap(_windows(found, arm), mean=True)
+    return estimate(_windows(found, arm))
 
 
 def _windows(found: Results, arm: str) -> list[float]:
@@ -161,17 +161,16 @@ def _windows(found: Results, arm: str) -> list[float]:
     return [s.accuracy for s in scores] if len(scores) > 1 else scores[0].window_accuracies
 
 
-def say_in_words(found: Results, advice: list[Advice], added: Interval) -> str:
+def say_in_words(found: Results, advice: list[Advice], added: Interval, limit: float) -> str:
     """Return what mixed precision and fastamp bring, and what is next, in one sentence.
 
-    `added` is what fastamp's step makes of a whole step, its data included.
+    Args:
+        found: what was measured.
+        advice: what would help, best first.
+        added: what fastamp's step makes of a whole step, its data included.
+        limit: how many times as fast the whole step were if torch's step took no time.
     """
-    race, judged = found.race, found.race.arms[-1]
-    if race.ratio(STOCK).says_nothing or race.ratio(judged, STOCK).says_nothing:
-        steps = len(found.batch_sizes)
-        return f"The times of {steps} steps say nothing: try again with more --steps."
-    speed, memory = _speed(race.ratio(STOCK)), _memory(found)
-    precision = f"Mixed precision makes this model {speed} on this machine{memory}"
+    precision = _say_precision(found.race.ratio(STOCK)) + _memory(found)
     following = "nothing else would make a step faster by 2 %"
     for best in advice:
         if best.part in NEXT:
@@ -179,30 +178,52 @@ def say_in_words(found: Results, advice: list[Advice], added: Interval) -> str:
             gain = best.gain.value if best.why == RACED else best.gain.high
             following = f"{NEXT[best.part]} next to mend: {about} {gain:.2f}x"
             break
-    return f"{precision}; fastamp {_share(added)}; {following}."
+    return f"{precision}; {_share(added, limit)}; {following}."
 
 
-def _speed(ratio: Interval) -> str:
-    if ratio.low > 1 or ratio.high < 1:
-        return f"{ratio.value:.2f}x as fast"
-    return f"neither faster nor slower ({ratio.text('.2f', 'x')})"
+def _say_precision(ratio: Interval) -> str:
+    if ratio.verdict == UNTOLD:
+        return f"Cannot tell whether mixed precision is faster here ({ratio.text('.2f', 'x')})"
+    if ratio.verdict == "equal":
+        return "Mixed precision changes the speed of this model by less than 2 % on this machine"
+    return f"Mixed precision makes this model {ratio.value:.2f}x as fast on this machine"
 
 
 def _memory(found: Results) -> str:
     base = found.race.arms[0]
     saving, _ = _memory_saving(found, base, STOCK)
+    batch = "" if found.memory_batch is None else f" at batches of {found.memory_batch}"
+    shown = {*found.batch_sizes}
+    batch += f", not {max(shown)}" * (bool(batch) and len(shown) == 1)
     if saving is not None and 0.45 < saving.value < 0.55:
-        return " and halves its memory"
+        return f" and halves its memory{batch}"
     change = _compare_peaks(found, STOCK, base)
-    return f" and takes {change}" if change and not change.startswith("0 ") else ""
+    return f" and takes {change}{batch}" if change and not change.startswith("0 ") else ""
 
 
-def _share(ratio: Interval) -> str:
+def _share(ratio: Interval, limit: float) -> str:
+    if is_noise(ratio, limit):
+        return f"what fastamp adds cannot be told: {say_noise(ratio, limit)}"
+    if ratio.verdict == UNTOLD:
+        return f"what fastamp adds cannot be told ({ratio.text('.2f', 'x')})"
+    if ratio.verdict == "equal":
+        return "fastamp adds less than 2 %"
     if ratio.low > 1:
-        return f"adds {_percent(ratio.value - 1)}"
-    if ratio.high < 1:
-        return f"costs {_percent(1 - ratio.value)}"
-    return "adds nothing that can be measured"
+        return f"fastamp adds {_percent(ratio.value - 1)}"
+    return f"fastamp costs {_percent(1 - ratio.value)}"
+
+
+def is_noise(ratio: Interval, limit: float) -> bool:
+    """Say whether a ratio is more than the part that was replaced can give (Amdahl)."""
+    return ratio.value > limit
+
+
+def say_noise(ratio: Interval, limit: float) -> str:
+    """Return why such a ratio is noise, in words."""
+    share = f"{100 * (1 - 1 / limit):.2g} % of the time"
+    return (
+        f"{ratio.value:.2f}x is noise, since what it replaces takes {share}: {limit:.2f}x at most"
+    )
 
 
 def _percent(change: float) -> str:

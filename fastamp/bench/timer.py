@@ -14,14 +14,13 @@ from functools import partial
 from time import perf_counter_ns
 
 import fastamp
-from fastamp.bench.race import AGAIN, Interval, Plan, Race
-from fastamp.bench.record import PLAIN, Case, Details, Report, Task, judge, run_cases
+from fastamp.bench.race import Case, Interval, Plan, Race
+from fastamp.bench.record import PLAIN, Details, Report, Task, judge, run_cases
 
 REGIONS = 2000  # in a visit
-PLAN = Plan(rounds=400, half_width=0.01, least_blocks=100, limit_s=8.0)
+PLAN = Plan(rounds=404, build_s=1.0)
 STATEMENTS = {
     "two reads": "clock(); clock()",
-    AGAIN: "clock(); clock()",
     PLAIN: "with timed(): pass",
     "region": "with timer('x'): pass",
 }
@@ -59,12 +58,15 @@ def _least_ns(race: Race) -> Details:
     return {arm: {"least ns": min(race.times_s(arm)) / REGIONS * 1e9} for arm in race.arms}
 
 
+def _make_case(device: str, _name: str) -> Case:
+    visits = make_visits(device)
+    return Case(arms={arm: partial(visit.timeit, REGIONS) for arm, visit in visits.items()})
+
+
 def _run(args: argparse.Namespace) -> Report:
-    visits = make_visits(args.device)
-    arms = {arm: partial(visit.timeit, REGIONS) for arm, visit in visits.items()}
     notes = ["least ns: the shortest visit, divided by its regions; the target is its ratio"]
-    case = Case(arms=arms, details=_least_ns)
-    report = run_cases(args, PLAN, ["timer"], lambda _: case, notes)
+    make = partial(_make_case, args.device)
+    report = run_cases(args, PLAN, ["timer"], make, notes, _least_ns)
     least = report.details["timer"]
     cost = least["region"]["least ns"] / least["two reads"]["least ns"]
     ends = (-math.inf, 3.0 if "cpu" in fastamp.backends() else 8.0)

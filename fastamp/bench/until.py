@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fastamp._progress import progress
 from fastamp.bench.measure import Batches, Job, open_batches, set_steps
-from fastamp.bench.race import CONFIDENCE, Interval, show, student
-from fastamp.bench.record import SAID, Measurement, Report
+from fastamp.bench.race import CONFIDENCE, SAID, UNTOLD, Interval, show, student
+from fastamp.bench.record import Measurement, Report
 from fastamp.bench.tasks import Part, Training, expect, short, with_copy
 from fastamp.bench.trainer import Config, Trainer
 
@@ -220,7 +220,7 @@ def _report(found: list[Seed], reference: str, target: float, left_out: dict[str
             continue
         said = "n/a"
         if ratio is not None:
-            said = SAID[0] if ratio.high < 1 else SAID[1] if ratio.low > 1 else SAID[2]
+            said = SAID[0] if ratio.high < 1 else SAID[1] if ratio.low > 1 else UNTOLD
         about: dict[str, Any] = {"name": f"time_to_loss/{name}", "arm": name, "base": reference}
         seeds = f"{len(whole)} of {len(found)} seeds"
         reason = f"{name} against {reference}, seconds to a loss of {target:.4f}, {seeds}"

@@ -10,6 +10,7 @@ on top: the median of the blocks' seconds a step.
 import math
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 import fastamp
 from fastamp.bench.advice import Profile
 from fastamp.bench.facts import describe
-from fastamp.bench.race import Interval, Race, typical
+from fastamp.bench.race import Interval, Race, estimate
 from fastamp.bench.trainer import Trainer
 
 BLOCKS = 6  # of every arm, in turn
@@ -62,15 +63,30 @@ def profile_trainers(
 def split_step(blocks: list[dict[str, float]], step_s: float, device: str) -> dict[str, Interval]:
     """Return the parts of a median step of `step_s`, from each block's shares of "all" its time."""
     rest = "waits" if device == "cuda" else "other"
-    shares: dict[str, list[list[float]]] = {part: [] for part in (*REGIONS, rest)}
+    shares: dict[str, list[float]] = {part: [] for part in (*REGIONS, rest)}
     for block in blocks:
         found = {part: block[part] / block["all"] for part in REGIONS}
         for part, share in (found | {rest: 1 - math.fsum(found.values())}).items():
-            shares[part].append([max(share, 1e-9)])
-    medians = {part: typical(values) for part, values in shares.items()}
+            shares[part].append(share)
+    medians = {part: _typical(values) for part, values in shares.items()}
     factor = step_s / math.fsum(share.value for share in medians.values())
     parts = {part: share.scaled(lambda value: value * factor) for part, share in medians.items()}
-    return {"data": typical([[max(block["data"], 1e-9)] for block in blocks])} | parts
+    return {"data": _typical([block["data"] for block in blocks])} | parts
+
+
+def _typical(values: list[float]) -> Interval:
+    """Return the median with the interval of the logarithms."""
+    logs = [math.log(max(value, 1e-9)) for value in values]
+    return estimate(logs, middle=median).scaled(lambda log: math.exp(min(log, 700.0)))
+
+
+def scale(profile: Profile, factor: float) -> Profile:
+    """Return a profile whose step takes `factor` times as long; the wait for data is no part."""
+    parts = {
+        part: each if part == "data" else each.scaled(lambda value: value * factor)
+        for part, each in profile.parts.items()
+    }
+    return replace(profile, parts=parts)
 
 
 def _time_block(trainer: Trainer, batches: Iterator[Any], steps: int) -> dict[str, float]:
