@@ -1,7 +1,11 @@
 """Test the race: it must find a known slowdown, and no difference between identical arms.
 
 `python benchmarks/selftest.py`: all arms repeat one unit of work, so the true ratio is known.
-Exit status: 0; 1 if a ratio is more than 0.02 off; 3 if this machine is too noisy to tell.
+Exit status: 0; 1 if a ratio is more than 0.02 off; 3 if this machine is too busy to tell.
+
+`--layout 400`, half a minute and no clock: plants ratios of 1.00, 1.03, 1.05 and 1.20 in so many
+races each, whose arms are up to 15 % faster or slower in every build, and without that. Status: 0;
+1 if more than 5 % of the verdicts are false, or 1.20, or 1.05 without a bias, is missed in 5 %.
 
 `--until 20`, five minutes, plants truths in the time to equal loss: an arm of 1.05x the time a
 step, one that needs 1.3x the steps, and one that is equal. Exit status: 0; 1 unless the first two
@@ -17,13 +21,26 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fastamp.bench import until
+from fastamp.bench import apart, until
 from fastamp.bench.measure import Job
 from fastamp.bench.options import DEFAULT, number
-from fastamp.bench.race import AGAIN, Interval, Plan, run_race, verdict_on
+from fastamp.bench.race import (
+    SAID,
+    UNTOLD,
+    Build,
+    Case,
+    Interval,
+    Plan,
+    Visit,
+    collect,
+    find_noise,
+    run_build,
+    verdict_on,
+)
 from fastamp.bench.trainer import Config
 
 if TYPE_CHECKING:
@@ -33,7 +50,15 @@ UNIT = bytes(10_000)  # hashed once, a unit of work: about 6 us
 UNITS = 100
 SAME = 0.02  # how far a ratio may be from the true one
 RATE = 2e-4  # so that the loss still falls at the end
-PLAN = Plan(rounds=40_000, warmup=100, half_width=0.004, least_blocks=400, limit_s=20.0)
+PLAN = Plan(warmup=20, build_s=1.0, half_width=0.004)
+PLANTED = {  # the truth and the bias, and the least share of races that find it
+    (1.00, 0.15): 0.0,
+    (1.03, 0.15): 0.0,
+    (1.05, 0.15): 0.0,
+    (1.20, 0.15): 0.95,
+    (1.00, 0.0): 0.0,
+    (1.05, 0.0): 0.95,
+}
 
 
 def work(units: int) -> None:
@@ -122,7 +147,7 @@ def plant(runs: int) -> int:
             print(f"run {run}: {each.text()}", flush=True)
     enough, status = runs * 9 / 10, 0
     for arm, verdicts in said.items():
-        wanted = until.SAID[2] if arm == "equal" else until.SAID[1]
+        wanted = UNTOLD if arm == "equal" else SAID[1]
         found = verdicts.count(wanted)
         status |= int(found < enough)
         print(f"{arm}: {wanted} in {found} of {runs} runs")
@@ -137,20 +162,60 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=number(int, 8), default=PLAN.rounds, help="at most")
     text = "plant truths in the time to equal loss, in so many runs"
     parser.add_argument("--until", type=number(int, 1), metavar="RUNS", help=text)
+    text = "plant ratios whose arms lie elsewhere in every build, in so many races of each"
+    parser.add_argument("--layout", type=number(int, 1), metavar="RACES", help=text)
     args = parser.parse_args(argv)
+    if args.layout:
+        return plant_layouts(args.layout)
     if args.until:
         return plant(args.until)
     slowed = UNITS + args.slowdown * UNITS // 100
-    arms = {"plain": UNITS, AGAIN: UNITS, "slowed": slowed}
     plan = replace(PLAN, rounds=args.rounds, warmup=min(PLAN.warmup, args.rounds // 4))
-    race = run_race({arm: partial(work, units) for arm, units in arms.items()}, plan)
+    units = {"plain": UNITS, "again": UNITS, "slowed": slowed}
+
+    def build(_: list[str], number: int) -> dict[str, Build]:
+        return {"": apart.run_apart(work_once, units, plan, number)}
+
+    race = collect(build, [""], plan, is_apart=True)[""]
+    if noise := find_noise({"the selftest": race}):
+        print(noise)
+        return 3
     found, truth = race.ratio("plain", "slowed"), slowed / UNITS
     inside = "inside" if found.low <= truth <= found.high else "outside"
     verdicts = {
-        judge("identical arms", race.placebo(), 1.0, "the plain arm against itself"),
+        judge("identical arms", race.ratio("again"), 1.0, "the plain arm against itself"),
         judge("slowed arm", found, truth, f"the true ratio, {truth:.4f}, is {inside} the interval"),
     }
     return 1 if "fail" in verdicts else 3 if "inconclusive" in verdicts else 0
+
+
+def work_once(units: dict[str, int], plan: Plan, number: int) -> Build:
+    """Time one build of the arms."""
+    arms = {arm: partial(work, count) for arm, count in units.items()}
+    return run_build(Case(arms=arms), plan, seed=number)
+
+
+def plant_layouts(runs: int) -> int:
+    """Race planted ratios whose arms lie elsewhere in every build; return the exit status."""
+    status, rng = 0, np.random.default_rng(0)
+    for (truth, bias), least in PLANTED.items():
+
+        def build(_: list[str], __: int, truth: float = truth, bias: float = bias) -> Any:
+            places = (1 + rng.uniform(-bias, bias, 2)) * (truth, 1.0)
+            noise = np.exp(0.01 * rng.normal(size=(8, 2)))
+            pairs = (
+                dict(zip("ab", map(Visit, times.tolist()), strict=True)) for times in places * noise
+            )
+            return {"": Build(arms=["a", "b"], rounds=[*pairs])}
+
+        said = dict.fromkeys(SAID, 0)
+        for _ in range(runs):
+            said[collect(build, [""], Plan())[""].ratio("b").verdict] += 1
+        right = "faster" if truth > 1 else "equal"
+        false = runs - said[right] - said[UNTOLD]
+        status |= int(false > 0.05 * runs or said[right] < least * runs)
+        print(f"{truth:.2f}x, {bias:.0%} either way: {said}, {false} false of {runs}", flush=True)
+    return status
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ PREFIX = "python -m fastamp.bench step: error: cannot write"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(step, "PLAN", Plan(rounds=8, warmup=2))
+    monkeypatch.setattr(step, "PLAN", Plan(rounds=8, warmup=2, builds=(3,)))
 
 
 def refusal(words, capsys):
@@ -152,7 +152,7 @@ import os, sys
 from fastamp.bench import step
 from fastamp.bench.__main__ import main
 from fastamp.bench.race import Plan
-step.PLAN = Plan(rounds=8, warmup=2)
+step.PLAN = Plan(rounds=8, warmup=2, builds=(3,))
 if {target!r} == "pipe":
     reads, writes = os.pipe()
     os.close(reads)
@@ -173,7 +173,7 @@ def saved(tmp_path_factory):
     """The record of a baseline, to which a run is held without an error."""
     path = tmp_path_factory.mktemp("saved") / "saved.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "PLAN", Plan(rounds=8, warmup=2))
+        patch.setattr(step, "PLAN", Plan(rounds=8, warmup=2, builds=(3,)))
         assert main([*COMMAND, "--json", str(path)]) == 0
     return json.loads(path.read_text())
 

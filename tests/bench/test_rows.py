@@ -27,7 +27,7 @@ COLUMNS = ["race", "arm", "blocks", "median ms", "GB/s", "speed-up [95 %]", "of 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     """Return what races briefly, and gives the rows."""
-    monkeypatch.setattr(step, "PLAN", Plan(rounds=8, warmup=2))
+    monkeypatch.setattr(step, "PLAN", Plan(rounds=8, warmup=2, builds=(3,)))
     monkeypatch.setattr(step, "CALLS", 2)
 
     def run(*words):

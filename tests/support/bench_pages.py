@@ -40,7 +40,7 @@ COMMANDS = {
     "timer": "timer --device cpu",
     "latency": "latency --batch-sizes 1,2 --device cpu",
 }
-QUICK = Plan(rounds=8, warmup=2)
+QUICK = Plan(rounds=8, warmup=2, builds=(3,))
 ARMS = ("fp32", "amp", "amp+fastamp")
 
 
