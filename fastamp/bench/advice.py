@@ -89,9 +89,10 @@ class Advice:
         if self.part == "nothing":
             return f"{self.what}: {self.why}"
         low, high = (f"{end:.2f}x" for end in (self.gain.low, self.gain.high))
+        said = f"{low} to {high}" if low != high else low
         if self.gain.low <= 1:  # a limit: nothing has raced it
-            return f"{self.what}: at most {high} as fast; {self.why}"
-        return f"{self.what}: {low}{f' to {high}' * (low != high)} as fast; {self.why}"
+            said = "1.00x or more" if math.isinf(self.gain.high) else f"at most {high}"
+        return f"{self.what}: {said} as fast; {self.why}"
 
 
 def read_profile(

@@ -178,11 +178,10 @@ def _build(
         loop.visit()
         loops[config.name] = loop
     losses = {arm: [float(x) for x in loop.losses[:AGREE_STEPS]] for arm, loop in loops.items()}
-    check_losses(
-        {arm: each for arm, each in losses.items() if all(map(math.isfinite, each))},
-        {arm: loop.config.precision for arm, loop in loops.items()},
-        is_same=data.is_repeatable(),
-    )
+    finite = {arm: each for arm, each in losses.items() if all(map(math.isfinite, each))}
+    if finite:  # others are failures
+        precisions = {arm: loop.config.precision for arm, loop in loops.items()}
+        check_losses(finite, precisions, is_same=data.is_repeatable())
     case = Case(arms={arm: loop.visit for arm, loop in loops.items()})
     build = run_build(case, plan, device=device, seed=seed * 1000 + number)
     curves = {arm: [float(loss) for loss in loop.losses] for arm, loop in loops.items()}

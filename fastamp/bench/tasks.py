@@ -52,8 +52,8 @@ def make(device, seed):  # all generators are seeded already
 CONTRACT = """\
 A task is a function make(device, seed) that returns (model, dataset, loss) or (model, dataset,
 loss, options). A batch that is a pair is used as loss(model(x), y), a dict as model(**batch). With
-a loss of None the model's own loss is taken, as in fastamp.fine_tune. Without --steps the arms
-train until the intervals are narrow, or for a minute.
+a loss of None the model's own loss is taken, as in fastamp.fine_tune. The arms are built anew in
+fresh processes, five times or more, until the intervals are narrow, or for some two minutes.
 
 Arms of your own are raced beside the others. Each is --against's arm with one change: a function
 of the model that returns it changed, or a dict that replaces optimizer, dtype, batch_size,

@@ -29,7 +29,7 @@ from fastamp.bench import text as train_text
 from fastamp.bench.__main__ import main
 from fastamp.bench.gpt import GPT, Shape
 from fastamp.bench.jobs import language
-from fastamp.bench.race import Interval, Race, Visit
+from fastamp.bench.race import Build, Interval, Plan, Race, Visit
 from fastamp.bench.trainer import Score, Trainer
 
 SHAPE = Shape(layers=2, heads=2, width=32, block_size=16)
@@ -61,6 +61,7 @@ def quick(monkeypatch, text):
     monkeypatch.setattr(environment, "cpu_features", lambda: {"amx_bf16"})
     monkeypatch.setattr(where, "BLOCKS", 3)
     monkeypatch.setattr(main_job, "CPU_SHAPE", TINY_SHAPE)
+    monkeypatch.setattr(measure, "PLAN", Plan(rounds=8, build_s=0.01, builds=(3,)))
     return [*TINY.split(), "--data", str(text)]
 
 
@@ -69,12 +70,14 @@ import multiprocessing, runpy, warnings
 warnings.simplefilter("error")
 # torch 2.6 leaves a folder of torch.distributed's to the end
 warnings.filterwarnings("ignore", "Implicitly cleaning up", ResourceWarning)
-from fastamp.bench import main_job, peaks, where
+from fastamp.bench import apart, main_job, measure, where
 from fastamp.bench.gpt import Shape
+from fastamp.bench.race import Plan
 where.BLOCKS = 3
+measure.PLAN = Plan(build_s=0.01, builds=(3,))
 main_job.CPU_SHAPE = Shape(layers=1, heads=2, width=32, block_size=16)
 # A fork has torch, which takes seconds to import; a test below starts a fresh process.
-peaks.get_context = lambda _: multiprocessing.get_context("fork")
+apart.get_context = lambda _: multiprocessing.get_context("fork")
 runpy.run_module("fastamp.bench", run_name="__main__", alter_sys=True)
 """
 
@@ -89,11 +92,13 @@ def finished(tmp_path_factory):
 
 
 def results(*, speedups=(2.0,), peak=50, gap=0.0, loss=1.0):
-    """Return what a race found: a block for each speed-up, 64 windows of a score."""
-    rounds = [
-        dict.fromkeys(NAMES, Visit(1.0)) | {"amp+fastamp": Visit(1 / speedup)}
+    """Return what a race found: a build for each speed-up, 64 windows of a score."""
+    builds = [
+        Build(
+            arms=NAMES,
+            rounds=[dict.fromkeys(NAMES, Visit(1.0)) | {"amp+fastamp": Visit(1 / speedup)}] * 2,
+        )
         for speedup in speedups
-        for _ in range(2)
     ]
     windows = [0.5] * 64
     scores = {name: [Score(loss=1.0, accuracy=0.5, window_accuracies=windows)] for name in NAMES}
@@ -105,7 +110,7 @@ def results(*, speedups=(2.0,), peak=50, gap=0.0, loss=1.0):
         parameters=1,
         batch_sizes=[4] * 8,
         peaks=dict.fromkeys(NAMES, 100 * MIB) | {NAMES[-1]: peak and peak * MIB},
-        race=Race(arms=NAMES, rounds=rounds),
+        race=Race(arms=NAMES, builds=builds),
         losses={},
         scores=scores,
         profiles=dict.fromkeys(NAMES, profile),
@@ -207,7 +212,7 @@ def test_every_arm_starts_from_the_same_weights_and_sees_the_same_batches_in_eac
     found = json.loads(path.read_text())
     assert {len(curve) for curve in found["losses"].values()} == {66}
     race = found["races"]["training"]
-    assert (len(race["rounds"]), race["warmup_rounds"], race["blocks"]) == (17, 5, 6)
+    assert [len(build) for build in race["builds"]][:1] == [12]
 
 
 @pytest.mark.parametrize(
@@ -228,7 +233,7 @@ def test_every_arm_starts_from_the_same_weights_and_sees_the_same_batches_in_eac
 def test_a_visit_is_long_and_leaves_six_blocks_or_three_of_single_steps(
     step_s, all_steps, steps, rounds
 ):
-    found, plan = measure._plan_visits(step_s, all_steps)
+    found, plan = measure._plan_visits(step_s, all_steps, Plan())
     assert (found, plan.rounds) == (steps, rounds)
 
 
@@ -359,10 +364,11 @@ def test_the_record_has_every_step_and_every_part_and_the_verdicts_come_last(fin
         assert len(found["losses"][name]) == 8
         parts = {"data", "forward", "backward", "step", "other"}
         assert {*known["profiles"][name]["parts"]} == parts
-    rounds = found["races"]["training"]["rounds"]
-    assert [sorted(v["arm"] for v in round_) for round_ in rounds] == [sorted(NAMES)] * 8
-    verdicts = [each["text"] for each in found["measurements"] if each["verdict"]]
-    closing = [*verdicts, *found["closing"], found["sentence"]]
+    builds = found["races"]["training"]["builds"]
+    assert len(builds) == 3
+    assert all(sorted(v["arm"] for v in r) == sorted(NAMES) for build in builds for r in build)
+    verdicts = [each["text"] for each in found["measurements"] if each["reason"]]
+    closing = [*verdicts, *found["closing"], *filter(None, [found["sentence"]])]
     assert lines[-len(closing) :] == closing
     assert "memory: peak of the resident set" in done.stdout
     assert found["environment"]["torch"] == torch.__version__
@@ -375,7 +381,7 @@ def test_three_seeds_are_trained_and_scored_but_one_is_timed(quick, tmp_path, ca
     found = json.loads(path.read_text())
     scores = [score["loss"] for score in found["details"]["validation"]["fp32"]]
     assert len(set(scores)) == 3
-    assert len(found["races"]["training"]["rounds"]) == 8
+    assert len(found["races"]["training"]["builds"]) == 3
     assert "3 seed(s)" in capsys.readouterr().out
 
 
