@@ -8,12 +8,11 @@ from functools import partial
 from reprlib import repr as short
 from typing import Any
 
-from fastamp.bench.race import Interval, verdict_on
+from fastamp.bench.race import LARGEST_LOG, Interval, verdict_on
 from fastamp.bench.record import SCHEMA_VERSION, Measurement, check_kinds, read_json
 
 MACHINE = ("device", "device_name", "threads")
 BASELINE = "the baseline"  # of a change
-_LARGEST_LOG = 709.0  # of a float
 
 
 def read(text: str) -> dict[str, Any]:
@@ -94,7 +93,7 @@ def hold(
 
 
 def _expm1(x: float) -> float:
-    return math.inf if x > _LARGEST_LOG else math.expm1(x)
+    return math.inf if x > LARGEST_LOG else math.expm1(x)
 
 
 def _logs(value: float | None, low: float | None, high: float | None) -> Interval:

@@ -24,6 +24,7 @@ CONFIDENCE = 0.95
 # the truth in 93 % of all cases. So Student's interval may use this share of the error alone.
 STUDENTS_SHARE = 0.6
 LEAST_VALUES = 3  # fewer say nothing of the spread: their interval is infinite
+LARGEST_LOG = 709.0  # of a float
 EQUAL = 0.02  # an interval within 2 % of 1 is no difference that matters
 UNTOLD = "cannot tell"
 SAID = ("faster", "slower", "equal", UNTOLD)  # verdicts on a ratio without a target
@@ -78,6 +79,11 @@ def estimate(
         return Interval(value=value, low=-math.inf, high=math.inf)
     half = student((1 - confidence) / 2, n - 1) * stdev(values) / math.sqrt(n)
     return Interval(value=value, low=value - half, high=value + half)
+
+
+def exp(log: float) -> float:
+    """Return e to a power; infinity where that is no float."""
+    return math.exp(log) if log < LARGEST_LOG else math.inf
 
 
 def student(tail: float, freedom: int) -> float:
@@ -200,7 +206,7 @@ class Race:
     def _estimate(self, figure: Callable[[dict[str, Visit]], float], *arms: str) -> Interval:
         logs = [log for build in self.builds for log in build.middle(figure, *arms)]
         confidence = 1 - (1 - self.confidence) * STUDENTS_SHARE
-        return estimate(logs, confidence).scaled(lambda log: math.exp(min(log, 700.0)))
+        return estimate(logs, confidence).scaled(exp)
 
     def is_narrow(self, half_width: float) -> bool:
         """Say whether the interval of every ratio to the base is as narrow."""

@@ -20,7 +20,7 @@ import torch
 import fastamp
 from fastamp.bench.advice import Profile
 from fastamp.bench.facts import describe
-from fastamp.bench.race import Interval, Race, estimate
+from fastamp.bench.race import Interval, Race, estimate, exp
 from fastamp.bench.trainer import Trainer
 
 BLOCKS = 6  # of every arm, in turn
@@ -77,7 +77,7 @@ def split_step(blocks: list[dict[str, float]], step_s: float, device: str) -> di
 def _typical(values: list[float]) -> Interval:
     """Return the median with the interval of the logarithms."""
     logs = [math.log(max(value, 1e-9)) for value in values]
-    return estimate(logs, middle=median).scaled(lambda log: math.exp(min(log, 700.0)))
+    return estimate(logs, middle=median).scaled(exp)
 
 
 def scale(profile: Profile, factor: float) -> Profile:

@@ -13,7 +13,7 @@ from fastamp.bench import arms, environment, measure, peaks, targets, tasks, whe
 from fastamp.bench.__main__ import main
 from fastamp.bench.gpt import Shape
 from fastamp.bench.jobs.language import make_gpt
-from fastamp.bench.race import Race
+from fastamp.bench.race import Build, Race
 from fastamp.bench.trainer import Config, Trainer
 
 HEAD = """
@@ -87,7 +87,7 @@ def test_four_arms_have_a_row_a_verdict_and_a_curve_each(bench, tmp_path):
     judged = {each["name"]: each for each in found["measurements"]}
     for arm in names[2:6]:
         each = judged[f"speedup/{arm}"]
-        assert each["verdict"] in {"faster", "slower", "no difference found", "inconclusive"}
+        assert each["verdict"] in {"faster", "slower", "equal", "cannot tell"}
         assert (each["arm"], each["base"]) == (arm, "fp32")
         assert f"{arm} against fp32, in samples a second" in each["reason"] or each["reason"]
         assert each["text"] in page.read_text()
@@ -315,9 +315,9 @@ def test_a_verdict_needs_an_interval_beside_1_and_says_memory_and_loss():
         scores={"fp32": [], "own": []},
         profiles={},
     )
-    for times, said in (((2.0, 1.0), "faster"), ((1.0, 2.0), "slower"), ((1.0, 1.0), "no diff")):
+    for times, said in (((2.0, 1.0), "faster"), ((1.0, 2.0), "slower"), ((1.0, 1.0), "equal")):
         visits = dict(zip(race.arms, map(measure.Visit, times), strict=True))
-        race.rounds = [visits] * 20
+        race.builds = [Build(arms=race.arms, rounds=[visits] * 4)] * 5
         speedup, peak = targets.judge_arms(found, ["own"], "fp32")
         assert speedup.verdict.startswith(said)
         assert speedup.reason.endswith("50 % less memory, loss 1.5000 against 2.0000")
@@ -330,7 +330,8 @@ def test_a_verdict_needs_an_interval_beside_1_and_says_memory_and_loss():
 def test_more_comparisons_widen_every_interval():
     visits = [{"a": 1.0, "b": 1.0 + 0.1 * (i % 7)} for i in range(60)]
     rounds = [{arm: measure.Visit(time_s) for arm, time_s in each.items()} for each in visits]
-    one, many = (Race(arms=["a", "b"], rounds=rounds, comparisons=m).ratio("b") for m in (1, 8))
+    builds = [Build(arms=["a", "b"], rounds=[each] * 2) for each in rounds]
+    one, many = (Race(arms=["a", "b"], builds=builds, comparisons=m).ratio("b") for m in (1, 8))
     assert many.low < one.low < one.value == many.value < one.high < many.high
 
 

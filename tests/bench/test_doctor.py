@@ -158,7 +158,9 @@ def judge(monkeypatch, tmp_path, capsys):
         for arm, step in case.arms.items():
             case.before(arm)
             step()
-        build = Build(arms=[*case.arms], rounds=[{arm: Visit(times_s[arm]) for arm in case.arms}] * 2)
+        build = Build(
+            arms=[*case.arms], rounds=[{arm: Visit(times_s[arm]) for arm in case.arms}] * 2
+        )
         return Race(arms=build.arms, builds=[build] * plan.builds[0])
 
     monkeypatch.setattr(doctor, "run_race", race_once)

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from support.fake_clock import FakeClock
 
 import fastamp
-from fastamp.bench import gpt, photos
+from fastamp.bench import gpt, photos, race
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 QUICK = ["--rounds", "8"]  # three blocks
@@ -26,6 +27,12 @@ QUICK = ["--rounds", "8"]  # three blocks
 def script(monkeypatch):
     """Return a function that imports a script, as `python benchmarks/NAME.py` does."""
     monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
+    collect = race.collect
+
+    def collect_once(build, names, plan, **options):
+        return collect(build, names, replace(plan, builds=(1,)), **options)
+
+    monkeypatch.setattr(race, "collect", collect_once)
     return importlib.import_module
 
 
@@ -214,7 +221,7 @@ def test_the_selftests_slowed_arm_does_as_much_more_work_as_it_says(script, monk
     selftest, done = script("selftest"), []
     monkeypatch.setattr(selftest, "work", done.append)
     selftest.main(["--slowdown", "25", *QUICK])
-    assert sorted(done) == [100] * 16 + [125] * 8
+    assert done.count(100) == 2 * done.count(125) >= 2 * 8 * 5
 
 
 # The view of a GPU, from events as the profiler tells them

@@ -38,8 +38,8 @@ from fastamp.bench import (
     where,
 )
 from fastamp.bench.__main__ import main
-from fastamp.bench.race import Interval, Plan, run_race
-from fastamp.bench.record import PLAIN, SCHEMA_VERSION, Case, _finite, run_cases
+from fastamp.bench.race import Case, Interval, Plan, run_race
+from fastamp.bench.record import PLAIN, SCHEMA_VERSION, _finite, run_cases
 from fastamp.bench.trainer import Trainer
 
 VOID = {"meta", "link"}
@@ -99,7 +99,7 @@ def test_a_page_and_the_terminal_show_what_the_record_says(written, name):
     path, record, shown = written[name]
     texts = Page(path.read_text()).texts
     cells = [*record["table"][0], *(cell for row in record["table"] for cell in row.values())]
-    paragraphs = [*filter(None, (record["noise"], record["sentence"]))]
+    paragraphs = [*filter(None, (record["noise"], *record["failures"], record["sentence"]))]
     paragraphs += [each["text"] for each in record["measurements"] if each["verdict"]]
     assert texts["p"][: len(paragraphs)] == paragraphs
     notes = record["notes"] + record["closing"]
@@ -194,7 +194,7 @@ def test_a_change_since_a_baseline_is_a_ratio_too(written):
 
 def numbers(value):
     if isinstance(value, dict):
-        return [x for key, item in value.items() if key != "rounds" for x in numbers(item)]
+        return [x for key, item in value.items() if key != "builds" for x in numbers(item)]
     if isinstance(value, list):
         return [x for item in value for x in numbers(item)]
     return [value] if isinstance(value, (int, float)) else []
@@ -203,7 +203,10 @@ def numbers(value):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_figure_of_the_table_is_a_number_of_the_record(written, name):
     _, record, _ = written[name]
-    known = np.array([1.0, *numbers([record[key] for key in ("details", "races", "measurements")])])
+    counts = [float(len(race["builds"])) for race in record["races"].values()]
+    known = np.array(
+        [1.0, *counts, *numbers([record[key] for key in ("details", "races", "measurements")])]
+    )
     cells = [cell for row in record["table"] for cell in list(row.values())[1:]]
     texts = [text for cell in cells for text in re.findall(r"(?<![\w.-])-?\d+(?:\.\d+)?", cell)]
     assert len(texts) >= 6
@@ -223,23 +226,23 @@ def test_a_record_of_another_shape_needs_another_schema_version(written):
         "timer": {"timer"},
         "latency": {"1", "2"},
     }
-    assert SCHEMA_VERSION == 7  # together with what follows
+    assert SCHEMA_VERSION == 8  # together with what follows
     for name, (_, record, _) in written.items():
         if name in MADE_UP:
             continue
         first, race_ = next(iter(record["table"])), next(iter(record["races"].values()))
         arm = race_["arms"][race_["base"]]
         head = {"schema_version", "command", "created", "environment", "job", "table", "notes"}
-        head |= {"closing", "sentence", "noise"}
+        head |= {"closing", "failures", "sentence", "noise"}
         assert set(record) == head | {"measurements", "details", "losses", "races"}
         assert set(map(type, first.values())) == {str}
-        assert set(race_) == {"base", "warmup_rounds", "blocks", "arms", "rounds"}
+        assert set(race_) == {"base", "is_apart", "waiting", "arms", "builds"}
         assert set(arm) == {"time_s", "skipped"}
         assert set(arm["time_s"]) == {"median", "low", "high"}
-        assert set(race_["rounds"][0][0]) == visit
+        assert set(race_["builds"][0][0][0]) == visit
         for each in record["measurements"]:
             parts = {"name", "arm", "base", "interval", "target", "unit"}
-            assert set(each) == parts | {"verdict", "reason", "text"}
+            assert set(each) == parts | {"verdict", "reason", "text", "is_counted"}
             assert each["interval"] is None or set(each["interval"]) == interval
         names = [each["name"] for each in record["measurements"]]
         assert len(names) == len({*names})
@@ -277,12 +280,19 @@ def test_what_the_user_named_is_text(written):
 def test_a_record_with_less_in_it_makes_a_page():
     record = {"command": "doctor", "created": "2026-01-01", "environment": {}, "job": {}}
     record |= {"table": [{"device": "cpu"}], "notes": [], "measurements": [], "closing": []}
-    record |= {"noise": "", "sentence": "", "details": {}, "losses": {}, "races": {}}
+    record |= {
+        "failures": [],
+        "noise": "",
+        "sentence": "",
+        "details": {},
+        "losses": {},
+        "races": {},
+    }
     assert Page(page.make(record)).texts["h2"] == ["Results", "Environment"]
     skipped = [{"arm": "a", "elapsed_s": 1.0, "skipped": True}]
     unknown = {"name": "b", "interval": {"value": None, "low": 0.0, "high": None}, "base": "a"}
     unknown |= {"unit": "x", "target": [None, None], "verdict": "", "reason": "", "text": "b n/a"}
-    race_ = {"base": "a", "warmup_rounds": 0, "rounds": [skipped], "arms": {}}
+    race_ = {"base": "a", "builds": [[skipped]], "arms": {}}
     race_["arms"] = {"a": {}, "b": {}}
     record |= {"races": {"x": race_}, "measurements": [unknown], "losses": {"a": [None, None]}}
     record["details"] = {"profiles": {}}
@@ -339,7 +349,7 @@ def test_a_case_is_held_to_its_base_and_to_the_plain_arm(monkeypatch):
     assert cells == ["", "", "2.000"]
 
 
-def test_an_arm_is_at_most_six_frames_from_the_command(monkeypatch, tmp_path):
+def test_an_arm_is_few_frames_from_the_command(monkeypatch, tmp_path):
     stacks = []
 
     def look(*_):
@@ -351,7 +361,10 @@ def test_an_arm_is_at_most_six_frames_from_the_command(monkeypatch, tmp_path):
     monkeypatch.setattr(step.Side, "check", lambda *_, **__: None)
     monkeypatch.setattr(step.Side, "fastamp", look)
     main(["step", "--shapes", "3x10", "--work", "norm", "--device", "cpu"])
-    assert stacks[0] == ["main", "_run", "run_cases", "run_race", "look"]
+    assert stacks[0] == [
+        *("main", "_run", "run_cases", "collect", "build"),
+        *("<lambda>", "_build_cases", "run_build", "visit_all", "<dictcomp>", "visit", "look"),
+    ]
     monkeypatch.setattr(measure, "peak_memory", lambda *_: None)
     monkeypatch.setattr(main_job, "CPU_SHAPE", TINY)
 
@@ -365,7 +378,8 @@ def test_an_arm_is_at_most_six_frames_from_the_command(monkeypatch, tmp_path):
     (tmp_path / "text").write_bytes(bytes(range(200)) * 50)
     stacks.clear()
     main([*COMMANDS["amp"].split(), "--data", str(tmp_path / "text")])
-    assert stacks[0][:6] == ["main", "_run", "train_arms", "_train", "run_race", "train"]
+    names = ["main", "_run", "train_arms", "collect", "build", "<lambda>", "_train", "run_build"]
+    assert stacks[0][:8] == names
 
 
 @pytest.mark.parametrize("name", ["tensors", "tokens", "images"])
@@ -426,7 +440,8 @@ def test_a_request_ends_with_its_result_and_the_first_ones_are_not_counted(monke
     calls, module = [], torch.get_device_module("cpu")
     monkeypatch.setattr(module, "synchronize", lambda *_: calls.append("wait"))
     model = lambda _: calls.append("request")  # noqa: E731
-    found = run_race({"fp32": partial(latency.answer, model, torch.zeros(1), None)}, Plan(rounds=8))
+    case = Case(arms={"fp32": partial(latency.answer, model, torch.zeros(1), None)})
+    found = run_race(lambda: case, Plan(rounds=8, builds=(1,)))
     assert calls == ["wait", "request", "wait"] * 8
     times_ms = sorted(1e3 * time_s for time_s in found.times_s("fp32"))
     assert len(times_ms) == 4

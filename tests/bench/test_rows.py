@@ -21,7 +21,8 @@ LEAN = {"adamw-bf16": "bfloat16", "adamw-8bit": "8bit"}
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="no Muon in this torch")
 WITHOUT_MUON = [name for name in WORK if not name.startswith("muon")]
 EACH = [*WITHOUT_MUON, *(pytest.param(n, marks=needs_muon) for n in WORK if n.startswith("muon"))]
-COLUMNS = ["race", "arm", "blocks", "median ms", "GB/s", "speed-up [95 %]", "of plain [95 %]"]
+COLUMNS = ["race", "arm", "builds", "median ms", "GB/s", "speed-up [95 %]", "of plain [95 %]"]
+COLUMNS += ["verdict"]
 
 
 @pytest.fixture

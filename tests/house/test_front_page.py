@@ -74,7 +74,7 @@ def test_the_picture_is_grey_where_nothing_is_gained_and_has_no_bar_for_a_gpu(fr
 def test_a_measurement_keeps_the_record_but_none_of_a_machine_too_noisy(front, monkeypatch, capsys):
     kept = json.loads((front.RESULTS / "timer.json").read_text())
     new = kept | {"losses": {"a": [1.0]}, "created": "2030-01-01"}
-    new["races"] = {name: race | {"rounds": [[]]} for name, race in kept["races"].items()}
+    new["races"] = {name: race | {"builds": [[[]], [[]]]} for name, race in kept["races"].items()}
     commands = []
 
     def run(words, *, check):
@@ -86,7 +86,8 @@ def test_a_measurement_keeps_the_record_but_none_of_a_machine_too_noisy(front, m
     assert front.measure("timer") == ""
     assert commands == [["fastamp.bench", "timer", "--device"]]
     written = json.loads((front.RESULTS / "timer.json").read_text())
-    assert written == kept | {"created": "2030-01-01"}
+    races = {name: race | {"builds": 2} for name, race in kept["races"].items()}
+    assert written == kept | {"created": "2030-01-01", "races": races}
     new |= {"noise": "the machine is too noisy", "losses": {}}
     monkeypatch.setattr(front, "draw", lambda _: "drawn")
     assert front.main(["--measure", "timer"]) == 3

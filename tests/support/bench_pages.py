@@ -18,6 +18,8 @@ from torch.utils.data import TensorDataset
 
 from fastamp.bench import (
     advice,
+    apart,
+    cores,
     job_table,
     latency,
     loader,
@@ -29,7 +31,7 @@ from fastamp.bench import (
 )
 from fastamp.bench.__main__ import main
 from fastamp.bench.gpt import Shape
-from fastamp.bench.race import Interval, Plan, Race, Visit
+from fastamp.bench.race import Build, Interval, Plan, Race, Visit
 from fastamp.bench.trainer import Score
 
 TINY = Shape(layers=1, heads=2, width=32, block_size=16)
@@ -49,13 +51,13 @@ class Figures(NamedTuple):
 
     times_ms: tuple[float, ...]
     peaks_mib: tuple[int, ...]
-    blocks: int
+    builds: int
     noise: float
 
 
 RUNS = {
-    "gain": Figures((412.0, 231.0, 222.0), (3120, 1604, 1570), 60, 0.04),
-    "loss": Figures((98.0, 131.0, 134.0), (820, 790, 784), 60, 0.03),
+    "gain": Figures((412.0, 231.0, 222.0), (3120, 1604, 1570), 12, 0.04),
+    "loss": Figures((98.0, 131.0, 134.0), (820, 790, 784), 12, 0.03),
     "inconclusive": Figures((41.0, 27.5, 27.0), (612, 371, 366), 5, 0.35),
 }
 JOBS = {  # milliseconds of a step of the naive loop, the stock one and fastamp's
@@ -65,23 +67,27 @@ JOBS = {  # milliseconds of a step of the naive loop, the stock one and fastamp'
 }
 
 
-def make_race(times_s, *, blocks, noise, seed=0):
+def make_race(times_s, *, builds, noise, seed=0):
     """Return a race of arms that take these times, now and then three times as long."""
     rng = np.random.default_rng(seed)
     rounds = []
-    for _ in range(2 * blocks + 4):
+    for _ in range(4 * builds):
         factors = np.exp(noise * rng.normal(size=len(times_s)))
         factors *= np.where(rng.random(len(times_s)) < 0.02, 3, 1)
         pairs = zip(times_s.items(), factors, strict=True)
         rounds.append({arm: Visit(time_s * factor) for (arm, time_s), factor in pairs})
-    return Race(arms=[*times_s], warmup_rounds=4, rounds=rounds)
+    parts = [rounds[place : place + 4] for place in range(0, len(rounds), 4)]
+    found = {"workers": {}, "dtype": "torch.bfloat16", "steps": 64, "base": "stock"}
+    found |= {"model_share": 0.1, "failures": []}
+    made = [Build(arms=[*times_s], rounds=part, found=found) for part in parts]
+    return Race(arms=[*times_s], builds=made)
 
 
 def make_results(figures):
     """Return what the main job measures, for these figures."""
     rng = np.random.default_rng(0)
     times_s = dict(zip(ARMS, (1e-3 * time for time in figures.times_ms), strict=True))
-    race = make_race(times_s, blocks=figures.blocks, noise=figures.noise)
+    race = make_race(times_s, builds=figures.builds, noise=figures.noise)
     steps = np.arange(len(race.rounds))
     curve = 1.8 + 3.7 * np.exp(-steps / 40)
     profiles = {}
@@ -114,14 +120,7 @@ def make_found(name, _device, _seed):
     steps = 64
     times_s = dict(zip(("naive", "stock", "fastamp"), JOBS[name], strict=True))
     times_s = {arm: steps * time_ms / 1e3 for arm, time_ms in times_s.items()}
-    main_ = make_race({"stock": times_s["stock"], **times_s}, blocks=20, noise=0.03)
-    loops = job_table.list_loops("stock", "bf16")
-    repairs = [config.name for config in job_table.list_repairs(loops, has_own=True)]
-    rates = np.linspace(0.6, 1.01, len(repairs))
-    mended = {arm: times_s["naive"] * rate for arm, rate in zip(repairs, rates, strict=True)}
-    raced = make_race({"naive": times_s["naive"], **mended}, blocks=12, noise=0.05)
-    details = {"workers": {}, "dtype": "torch.bfloat16", "steps": steps, "base": "stock"}
-    return job_table.Found(main_, raced, details)
+    return make_race({"stock": times_s["stock"], **times_s}, builds=8, noise=0.03)
 
 
 def small_tensors(generator):
@@ -150,6 +149,9 @@ def write_all(folder, patch):
     (folder / "text").write_bytes(bytes(range(200)) * 50)
     text = ["--data", str(folder / "text")]
     patch.setattr(measure, "peak_memory", lambda *_: None)
+    patch.setattr(apart, "run_apart", lambda work, *args: work(*args))
+    patch.setattr(cores, "_read", dict)
+    patch.setattr(measure, "PLAN", Plan(build_s=0.01, builds=(3,)))
     patch.setattr(where, "BLOCKS", 3)
     patch.setitem(loader.DATA, "tensors", small_tensors)
     patch.setitem(loader.DATA, "slow", slow_items)
@@ -166,7 +168,7 @@ def write_all(folder, patch):
         patch.setattr(main_job, "train_arms", lambda *_, f=figures, **__: make_results(f))
         words = [*COMMANDS["amp"].split(), *text]
         found[name] = write(name, words, folder, patch)
-    patch.setattr(job_table, "_measure", make_found)
+    patch.setattr(job_table, "_race", make_found)
     found["jobs"] = write("jobs", ["jobs", *JOBS, "--device", "cpu"], folder, patch)
     return found
 
