@@ -151,14 +151,14 @@ class Build:
     waiting: Waiting | None = None  # None where the platform does not count it
     found: Any = None  # what else the builder reports
 
-    def blocks(self, *arms: str) -> list[list[dict[str, Visit]]]:
-        """Return the pairs of rounds in which none of these arms left out work."""
-        pairs = (self.rounds[i : i + 2] for i in range(0, len(self.rounds) - 1, 2))
-        return [pair for pair in pairs if not any(r[arm].skipped for r in pair for arm in arms)]
-
     def middle(self, figure: Callable[[dict[str, Visit]], float], *arms: str) -> list[float]:
-        """Return the median over blocks of a figure's mean logarithm; nothing without blocks."""
-        logs = [fmean(math.log(figure(r)) for r in block) for block in self.blocks(*arms)]
+        """Return the median over blocks of a figure's mean logarithm; [] without any.
+
+        A block is a pair of rounds, and counts if none of the arms left out work.
+        """
+        pairs = zip(self.rounds[::2], self.rounds[1::2], strict=False)
+        blocks = [pair for pair in pairs if not any(r[arm].skipped for r in pair for arm in arms)]
+        logs = [fmean(math.log(figure(r)) for r in pair) for pair in blocks]
         return [median(logs)] if logs else []
 
 

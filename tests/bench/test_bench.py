@@ -401,6 +401,70 @@ def test_the_memory_is_that_of_a_large_batch_unless_a_batch_is_asked_for(quick, 
     assert seen == [4] * len(NAMES) + [5] * len(NAMES)
 
 
+def test_a_batch_of_its_own_stands_beside_the_memory_in_table_target_and_sentence(
+    quick, monkeypatch, capsys
+):
+    def found(job, *_, **__):
+        return replace(results(), memory_batch=job.memory_batch)
+
+    monkeypatch.setattr(main_job, "train_arms", found)
+    sizes = {"batch_size": 4, "steps": 8, "memory_batch_size": 40}
+    monkeypatch.setattr(main_job, "CPU_STEPS", sizes)
+    place = quick.index("--batch-size")
+    assert main(quick[:place] + quick[place + 2 :]) == 0
+    shown = capsys.readouterr().out
+    assert "peak MiB at 40" in shown.splitlines()[1]
+    assert "a peak of 50 MiB against 100 MiB at batches of 40, one process each" in shown
+    assert main(quick) == 0  # of one batch, which is asked for
+    assert "at batches of" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ([2.0, 1.0], []),
+        ([math.nan, 1.0], []),  # a step that was skipped
+        ([2.0, math.nan, math.nan], ["its loss is nan from step 2 of 3 on"]),
+        ([math.inf], ["its loss is inf from step 1 of 1 on"]),
+    ],
+)
+def test_a_training_whose_last_loss_is_no_number_has_failed(losses, said):
+    found = measure.find_failure("amp", losses)
+    assert found == [f"the training of amp has failed: {each}" for each in said]
+
+
+def test_a_nan_in_training_is_a_failure_with_its_own_words_and_status_1(
+    quick, monkeypatch, tmp_path, capsys
+):
+    step, path = Trainer.train_step, tmp_path / "found.json"
+
+    def broken(trainer, batch, region):
+        step(trainer, batch, region)
+        if trainer.config.name == "amp" and len(trainer.losses) > 5:
+            trainer.losses[-1] = torch.tensor(math.nan)
+
+    monkeypatch.setattr(Trainer, "train_step", broken)
+    assert main([*quick, "--json", str(path)]) == 1
+    line = "the training of amp has failed: its loss is nan from step 6 of 8 on"
+    assert capsys.readouterr().out.splitlines()[-1] == line
+    found = json.loads(path.read_text())
+    assert (line in found["failures"], found["sentence"]) == (True, "")
+
+
+def test_the_first_build_trains_all_steps_and_the_others_are_for_the_times(
+    quick, monkeypatch, tmp_path
+):
+    made, train = [], measure._train
+
+    def look(job, configs, plan, number):
+        made.append((number, job.steps))
+        return train(job, configs, plan, number)
+
+    monkeypatch.setattr(measure, "_train", look)
+    assert main(quick) == 0
+    assert made == [(1, 8), (2, None), (3, None)]
+
+
 def test_a_slower_step_is_a_regression_of_the_main_job_and_a_rerun_is_none(
     quick, tmp_path, monkeypatch, capsys
 ):

@@ -315,3 +315,28 @@ def test_muon_needs_matrices_and_a_torch_that_has_it(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main(["step", "--device", "cpu", "--shapes", "width128"])
     assert "argument --work: 'width128/muon' needs torch 2.9" in capsys.readouterr().err
+
+
+def test_a_step_in_a_loop_follows_a_pass_of_torch_on_the_next_rows():
+    shape = NAMED["in-a-loop"]
+    grads, _ = step.draw_grads(shape.sizes, "cpu", 0)
+    side = step.Side(WORK["adamw-no-scaler"], grads)
+    loop = step.Loop(side)
+    assert max(p.abs().max() for p in side.parameters) <= 64**-0.5  # of a model that trains
+    seen = []
+    for _ in range(2):
+        before = [p.detach().clone() for p in side.parameters]
+        loop.pass_back()
+        seen.append([p.grad.clone() for p in side.parameters])
+        side.fastamp()
+        assert not any(map(torch.equal, before, side.parameters))
+    assert not torch.equal(seen[0][0], seen[1][0])
+    args = argparse.Namespace(shapes={"in-a-loop": shape}, device="cpu", seed=0)
+    case = step._make_case(args, "in-a-loop/adamw-no-scaler")
+    for arm, call in case.arms.items():
+        case.before(arm)
+        call()
+
+
+def test_the_steps_rows_in_a_loop_are_among_the_default_ones():
+    assert ROWS["in-a-loop"].split() == ["adamw-no-scaler", "adamw-open-no-scaler"]

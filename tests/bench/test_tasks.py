@@ -455,8 +455,8 @@ def test_one_sentence_says_it_all():
     both.memory_batch = 40
     assert say(both, [nothing]) == (
         "Mixed precision changes the speed of this model by less than 2 % on this machine and "
-        "halves its memory at batches of 40, not 4; fastamp adds less than 2 %; nothing else would make a "
-        "step faster by 2 %."
+        "halves its memory at batches of 40, not 4; fastamp adds less than 2 %; nothing else would "
+        "make a step faster by 2 %."
     )
 
 
