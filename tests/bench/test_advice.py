@@ -153,8 +153,10 @@ def test_what_was_raced_on_the_job_is_given_as_it_is():
     assert (found.part, found.gain, found.why) == ("loader", gains["loader"], "raced on this job")
     (found, _) = advise(profile, gains=gains | {"precision": Interval.exact(1.7)})  # of FP32 to it
     assert (found.what, found.gain.value) == ("train in FP32 here: leave out torch.autocast", 1.7)
-    unclear = Interval(value=0.9, low=0.0, high=math.inf)
-    assert "raced" not in advise(profile, gains=gains | {"step": unclear})[0].why
+    for low, high in ((0.0, math.inf), (0.98, 1.9)):
+        unclear = Interval(value=1.6, low=low, high=high)  # its interval is not above 1
+        found = advise(profile, gains=gains | {"step": unclear})
+        assert [each.part for each in found] == ["loader"]
 
 
 def test_facts_are_those_of_all_optimizers_and_name_what_is_none():

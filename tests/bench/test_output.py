@@ -14,7 +14,7 @@ import threading
 import pytest
 from support.processes import run_python
 
-from fastamp.bench import step
+from fastamp.bench import apart, step
 from fastamp.bench.__main__ import main
 from fastamp.bench.race import Plan
 from fastamp.bench.record import Report
@@ -152,7 +152,7 @@ import os, sys
 from fastamp.bench import step
 from fastamp.bench.__main__ import main
 from fastamp.bench.race import Plan
-step.PLAN = Plan(rounds=8, warmup=2, builds=(3,))
+step.PLAN = Plan(rounds=8, warmup=2, builds=(1,))
 if {target!r} == "pipe":
     reads, writes = os.pipe()
     os.close(reads)
@@ -174,6 +174,7 @@ def saved(tmp_path_factory):
     path = tmp_path_factory.mktemp("saved") / "saved.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "PLAN", Plan(rounds=8, warmup=2, builds=(3,)))
+        patch.setattr(apart, "run_apart", lambda work, *args: work(*args))
         assert main([*COMMAND, "--json", str(path)]) == 0
     return json.loads(path.read_text())
 
