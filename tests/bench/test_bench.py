@@ -61,7 +61,6 @@ def quick(monkeypatch, text):
     monkeypatch.setattr(environment, "cpu_features", lambda: {"amx_bf16"})
     monkeypatch.setattr(where, "BLOCKS", 3)
     monkeypatch.setattr(main_job, "CPU_SHAPE", TINY_SHAPE)
-    monkeypatch.setattr(measure, "PLAN", Plan(rounds=8, build_s=0.01, builds=(3,)))
     return [*TINY.split(), "--data", str(text)]
 
 

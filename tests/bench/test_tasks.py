@@ -244,7 +244,9 @@ def test_options_of_the_gpt_are_for_the_gpt_alone(tmp_path, capsys):
 
 MAIN = """
 import multiprocessing, runpy
-from fastamp.bench import apart
+from fastamp.bench import apart, measure
+from fastamp.bench.race import Plan
+measure.PLAN = Plan(build_s=0.01, builds=(3,))
 apart.get_context = lambda _: multiprocessing.get_context("fork")
 runpy.run_module("fastamp.bench", run_name="__main__", alter_sys=True)
 """
