@@ -327,7 +327,7 @@ def test_a_wide_interval_is_not_called_nothing_that_can_be_measured():
     said = job_table.say_in_words(metrics, [*ratios])
     assert "makes d 1.15x as fast" in said
     assert "changes b by less than 2 %" in said
-    assert "cannot be judged in a (1.50x [0.86x, 2.63x]) and c (5.48x [0.0" in said
+    assert "cannot be judged in a (1.50x [0.86, 2.63]) and c (5.48x [0.0" in said
 
 
 def test_a_loss_that_became_nan_is_a_failure_with_its_own_words(quick, monkeypatch, capsys):
