@@ -111,7 +111,7 @@ def _run(args: argparse.Namespace, names: list[str]) -> Report:
     failed = [
         f"{name}: {why}"
         for name, race in races.items()
-        for why in dict.fromkeys(why for build in race.builds for why in build.found["failures"])
+        for why in next(filter(None, (build.found["failures"] for build in race.builds)), [])
     ]
     return Report(
         table=[_row(name, race, metrics) for name, race in races.items()],

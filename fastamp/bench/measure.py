@@ -209,7 +209,7 @@ def train_arms(job: Job, training: Training, *, seeds: int) -> Results:
         name: scale(profile, race.quartiles_s(name)[1] / first.race.quartiles_s(name)[1])
         for name, profile in first.profiles.items()
     }
-    failures = [*dict.fromkeys(why for each in trained for why in each.failures)]
+    failures = next((each.failures for each in trained if each.failures), [])
     more: dict[str, Any] = {"left_out": left_out, "memory_batch": job.memory_batch}
     more["failures"] = failures
     return replace(first, race=race, peaks=peaks, scores=scores, profiles=profiles, **more)
