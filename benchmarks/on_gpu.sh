@@ -12,6 +12,7 @@
 set -uo pipefail
 set -m  # pieces are groups of processes, and do not ignore Ctrl-C
 cd "$(dirname "$0")/.."
+PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin  # where compute-sanitizer is
 python=${PYTHON:-python3}
 results=${RESULTS:-benchmarks/results}
 
@@ -23,7 +24,7 @@ bits     first  1.5 the kernels are wrong                                 | docs
 launches first  1   a step launches too often                             | docs/how/step.md: launches of a step
 captures first  1.5 a capture breaks, or the step in it                   | docstrings: safe under graph capture
 kernels  first  1.5 kernels far from the memory's speed                   | docs/how/gpu.md: times
-step     first  1.5 the step brings nothing                               | docs/how/gpu.md: times
+step     first  3   the step brings nothing                               | docs/how/gpu.md: times
 tests    first  4   streams, copies, timer and trainer, on a device       | docs/how/gpu.md: what has run
 memcheck first  2   memory that is not a kernel's own                     |
 shipped  second 6   the code for all GPUs that people get does not run    | README: the install
@@ -32,7 +33,7 @@ racecheck second 2  threads of a block that do not wait for each other    |
 nccl     second 1.5 NCCL, FSDP2                                           | README: clipping over ranks
 nvml     second 0.5 NVML                                                  | docs: fastamp.MetricsTracker
 failed   second 0.5 a kernel that fails lets a thread wait for ever       |
-rows     second 4   the step brings nothing on other shapes               | docs/how/gpu.md: times
+rows     second 8   the step brings nothing on other shapes               | docs/how/gpu.md: times
 jobs     second 8   a whole training gains nothing                        | docs/how/gpu.md: times
 EOF
 known=$(awk '{ print $1 }' <<<"$list")
@@ -175,15 +176,15 @@ for part in "${wanted[@]}"; do
     launches) parts launches 60 launches ;;
     captures) tests captures 90 tests/step/test_captures.py ;;
     kernels) piece kernels 90 "$python" benchmarks/gpu.py --lines ;;
-    step) parts step 90 bench step --first 3 --limit 70 ;;
+    step) parts step 180 bench step --first 3 --limit 180 ;;
     tests) kept_s=75; tests tests 240; kept_s=0 ;;
     memcheck | racecheck) sanitize "$part" ;;
     soak) piece soak 120 "$python" tests/support/gpu_soak.py --minutes 1 ;;
     nccl) ranks ;;
     nvml) parts nvml 30 nvml ;;
     failed) parts failed 30 failed-kernel ;;
-    rows) parts rows 240 bench step --skip 3 --limit 220 ;;
-    jobs) parts jobs 480 bench jobs gpt lora groups mlp cnn --limit 450 ;;
+    rows) parts rows 480 bench step --skip 3 --limit 480 ;;
+    jobs) parts jobs 480 bench jobs gpt lora groups mlp cnn --limit 480 ;;
   esac
 done
 echo "$SECONDS s; not passed: ${failed[*]-none}"

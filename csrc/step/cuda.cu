@@ -77,6 +77,11 @@ __device__ double join_chunks(const double* work, std::int64_t num_chunks) {
   return thread == 0 ? lanes[0] : 0;
 }
 
+template <std::size_t kTable>
+constexpr std::size_t kFinishBytes = sizeof(Table<float*, kTable>) + sizeof(double*) +
+                                     sizeof(std::int64_t) + sizeof(ClipSpec) + sizeof(GradStats*);
+static_assert(kFinishBytes<kShortTable> <= 4096 && kFinishBytes<kLongTable> <= kMaxArguments);
+
 /// One block of kFinalLanes threads joins the chunks, computes what the step needs, and counts the
 /// step for the update that follows, unless it is skipped. Without `work` it only counts.
 template <typename CountTable>

@@ -61,8 +61,9 @@ inline bool has_context(int device) {
   return get_state != nullptr && get_state(device, &flags, &is_active) == 0 && is_active != 0;
 }
 
-/// Makes a device current, and the former one again at the end of the scope, as torch does: not
-/// where that would make a context on it. In a new thread the former one is device 0.
+/// Makes a device current, and the former one again at the end of the scope: not where that would
+/// make a context on it, as device 0 has none where a new thread begins with another one. The device
+/// of this thread is then the new one.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {

@@ -11,9 +11,10 @@
 namespace fastamp {
 
 constexpr std::size_t kMaxArguments = 32764;  // bytes, of one kernel
-// Bytes of a table: a launch copies all of it, so that short lists have a kernel of their own.
+// Bytes of a table: a launch copies all of it, so that short lists have a kernel of their own,
+// whose arguments take 4 KB.
 constexpr std::size_t kLongTable = 32696;
-constexpr std::size_t kShortTable = 4048;
+constexpr std::size_t kShortTable = 4032;
 
 /// As many entries as a launch can hold, and how many chunks they have together.
 template <typename Entry, std::size_t kBytes>

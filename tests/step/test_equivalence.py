@@ -69,7 +69,7 @@ def test_one_step_is_the_float64_result_to_a_few_ulp(name, step, compiled, devic
         give([parameter], seed=10 + seed)
         tensors = [parameter.detach(), parameter.grad, *states.values()]
         before = [tensor.cpu().numpy().copy() for tensor in tensors]
-        count = {} if kind == "SGD" else {"step": torch.tensor(step - 1.0)}
+        count = {} if kind == "SGD" else {"step": torch.tensor(step - 1.0, device=device)}
         optimizer.state[parameter] = states | count
         (expected, *moments), (change, *sizes) = update(kind, group, step, *before)
         assert is_native(optimizer)

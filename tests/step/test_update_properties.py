@@ -115,7 +115,9 @@ def states_of(optimizer, group, drawn, random):
         name: value.abs_() if name.endswith(("sq", "sum")) else value
         for name, value in zip(names, values, strict=True)
     }
-    return states | ({} if isinstance(optimizer, torch.optim.SGD) else {"step": torch.tensor(3.0)})
+    if isinstance(optimizer, torch.optim.SGD):
+        return states
+    return states | {"step": torch.tensor(3.0, device=random[1])}
 
 
 def make(cls, options, drawn, run, random):
