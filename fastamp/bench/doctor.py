@@ -1,4 +1,4 @@
-"""What this installation lacks, what would make a script faster, or what a task's model allows.
+"""What this installation lacks, or what would make a script faster.
 
 It exits with 0, whatever it finds; with --check, which nothing here answers, with 3.
 """
@@ -16,14 +16,10 @@ import torch
 from fastamp.bench import installation
 from fastamp.bench.advice import BETWEEN, PARTS, Profile, advise, read_profile
 from fastamp.bench.facts import Facts
-from fastamp.bench.jobs import JOBS
-from fastamp.bench.model_facts import examine_model
-from fastamp.bench.options import refuse
 from fastamp.bench.race import Case, Interval, Plan, find_noise, run_race
 from fastamp.bench.record import Report, Task, check_kinds, read_json
 from fastamp.bench.rows import SGD, WORK
 from fastamp.bench.step import CALLS, SMALL, STOCK_RTOL, Side, draw_grads
-from fastamp.bench.tasks import find_make
 from fastamp.timer import RegionStats
 
 METRICS = "none"
@@ -40,18 +36,10 @@ def add_options(add: Callable[..., object]) -> None:
     what = "a file written by Timer.to_json in your own script: show where its time goes, and what "
     what += "would help; name its regions data, forward, backward and step"
     add("--timer", type=_read, metavar="FILE", help=what)
-    task = f"a built-in job ({', '.join(JOBS)}), or your own as FILE.py:make: say which of its "
-    task += "Linears fit fp8 and MXFP8, and where the graph of torch.compile breaks"
-    add("--task", metavar="TASK", help=task)
 
 
 def prepare(args: argparse.Namespace) -> Task:
     """Return the job and the function that runs it."""
-    if args.task is not None:
-        if args.timer is not None:
-            refuse("--task", args.task, "cannot be combined with --timer")
-        make = find_make(args.task)
-        return {"task": args.task}, partial(examine_model, make, args.device, args.seed)
     if args.timer is None:
         return {}, _look
     path, profile = args.timer

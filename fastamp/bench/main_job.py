@@ -52,7 +52,6 @@ CPU_SHAPE = Shape(layers=14, heads=2, width=256, block_size=128)
 CPU_STEPS = {"batch_size": 8, "steps": 48, "memory_batch_size": 40}
 # Without units for a low precision, a step in it has taken 20 times as long as in FP32.
 CPU_CUT = {"batch_size": 1, "steps": 9}
-THOROUGH_SEEDS = 3
 
 
 METRICS = """speedup, over_amp (of fastamp over AMP alone), step_time, peak_memory, accuracy; of
@@ -80,9 +79,6 @@ def add_options(add: Callable[..., object]) -> None:
     add("--until-loss", type=number(float, -1e9, 1e9), metavar="X", help=f"{text}X")
     equal = "that of --against's arm at 90 %% of its steps"
     add("--until", choices=("equal",), help=f"{text}{equal}")
-    seeds = f"train with {THOROUGH_SEEDS} seeds, not one, to judge the accuracy"
-    thorough = {"dest": "seeds", "const": THOROUGH_SEEDS, "default": 1, "help": seeds}
-    add("--thorough", action="store_const", **thorough)
     saving = "share of FP32's peak memory that is saved, of all that a training process holds "
     saving += "(on a GPU: that torch allocates there)"
     for option, least, most, default, text in (
@@ -124,14 +120,14 @@ def prepare(args: argparse.Namespace) -> Task:
     shared["batch_size"] = None if training.has_loader else training.batch_size
     if memory_batch == shared["batch_size"]:
         job = replace(job, memory_batch=None)
-    shared |= {"seed": args.seed, "seeds": args.seeds, **facts}
+    shared |= {"seed": args.seed, **facts}
     if training.arms or job.against:
         shared |= {"arms": sorted(training.arms), "against": job.against}
     if args.until is None and args.until_loss is None:
         return shared, partial(_run, args, job, training, shared)
-    steps, seeds = args.steps or until.STEPS, max(args.seeds, until.SEEDS)
-    shared |= {"steps": steps, "seeds": seeds, "until": args.until or args.until_loss}
-    each = range(job.seed, job.seed + seeds)
+    steps = args.steps or until.STEPS
+    shared |= {"steps": steps, "seeds": until.SEEDS, "until": args.until or args.until_loss}
+    each = range(job.seed, job.seed + until.SEEDS)
     return shared, partial(until.run, job, steps, each, args.until_loss)
 
 
@@ -190,7 +186,7 @@ def _sizes(args: argparse.Namespace) -> tuple[Shape, dict[str, int]]:
 
 
 def _run(args: argparse.Namespace, job: Job, training: Training, shared: dict[str, Any]) -> Report:
-    found = train_arms(job, training, seeds=shared["seeds"])
+    found = train_arms(job, training)
     race, judged = found.race, found.race.arms[-1]
     own = [arm for arm in race.arms if arm in training.arms]
     speedup, *judged_too = judge_targets(args, found, excused=_excused(args, job))

@@ -161,14 +161,14 @@ def set_steps(batches: Mapping[str, Batches], steps: int) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """What was measured, by arm: peaks in bytes, losses, and one score for each seed."""
+    """What was measured, by arm: peaks in bytes, losses and scores."""
 
     parameters: int
     batch_sizes: list[int]  # in samples, of every step
     peaks: dict[str, int | None]  # None where the platform counts none
     race: Race  # its times are of a step: a visit's, divided by its steps
     losses: dict[str, list[float]]
-    scores: dict[str, list[Score]]  # empty lists where the task has no `evaluate`
+    scores: dict[str, list[Score]]  # one each; none where the task has no `evaluate`
     profiles: dict[str, Profile]  # where the time of a step goes
     visit_steps: int = 1  # of every timed visit
     nbytes: dict[str, dict[str, int]] = field(default_factory=dict)  # by arm and part of memory
@@ -180,11 +180,11 @@ class Results:
     failures: list[str] = field(default_factory=list)  # trainings whose loss became NaN, in words
 
 
-def train_arms(job: Job, training: Training, *, seeds: int) -> Results:
-    """Measure every arm with the job's seed; with the seeds after it, train and score only."""
+def train_arms(job: Job, training: Training) -> Results:
+    """Measure every arm."""
     make = partial(job.make_training, job.seed, job.memory_make)
     trained: list[Results] = []
-    with progress(PLAN.builds[-1] + seeds - 1) as tick:
+    with progress(PLAN.builds[-1]) as tick:
         found, left_out = job.try_arms(training, lambda arm: peak_memory(make, arm, job.device))
         configs, peaks = [*found], {arm.name: nbytes for arm, nbytes in found.items()}
 
@@ -194,15 +194,7 @@ def train_arms(job: Job, training: Training, *, seeds: int) -> Results:
             return {"": trained[-1].race.builds[0]}
 
         race = collect(build, [""], PLAN, is_apart=True, tick=tick)[""]
-        first = trained[0]
-        scores = {name: [*first.scores[name]] for name in peaks}
-        for seed in range(job.seed + 1, job.seed + seeds):
-            again = replace(job, seed=seed, steps=len(first.batch_sizes))
-            found_too = apart.run_apart(_train, again, configs, PLAN, 1)
-            for name, each in found_too.scores.items():
-                scores[name] += each
-            trained.append(found_too)
-            tick()
+    first = trained[0]
     if training.arms:  # each to the base, those of one's own to another arm, and AMP's two
         race.comparisons = len(configs) + (len(training.arms) if job.against else 0)
     profiles = {
@@ -212,7 +204,7 @@ def train_arms(job: Job, training: Training, *, seeds: int) -> Results:
     failures = next((each.failures for each in trained if each.failures), [])
     more: dict[str, Any] = {"left_out": left_out, "memory_batch": job.memory_batch}
     more["failures"] = failures
-    return replace(first, race=race, peaks=peaks, scores=scores, profiles=profiles, **more)
+    return replace(first, race=race, peaks=peaks, profiles=profiles, **more)
 
 
 def _train(job: Job, configs: list[Config], plan: Plan, number: int) -> Results:

@@ -133,32 +133,25 @@ def _accuracy_gap(found: Results, base: str, judged: str) -> tuple[Interval | No
     expect(counts[0] == counts[1], "options['evaluate']", wanted, f"{counts[0]} for {judged}")
     shares = np.subtract(_windows(found, judged), _windows(found, base))
     gaps = ", ".join(f"{ours.accuracy:.4f} against {theirs.accuracy:.4f}" for ours, theirs in pairs)
-    if len(shares) < LEAST_VALUES:
-        over = "too few numbers for an interval"
-    elif len(pairs) > 1:
-        over = "the interval is over trainings"
-    else:
-        over = "the interval is over the held-out data, not over trainings"
-    figure = estimate(shares.tolist())
-    return figure, f"{len(pairs)} seed(s), {gaps}; {over}"
+    over = "the interval is over the held-out data, not over trainings"
+    over = "too few numbers for an interval" if len(shares) < LEAST_VALUES else over
+    return estimate(shares.tolist()), f"one training each, {gaps}; {over}"
 
 
 def last_losses(found: Results, arm: str) -> list[float]:
-    """Return the validation loss of every seed, or the mean of the last quarter of the training."""
+    """Return the validation loss, or the mean of the last quarter of the training."""
     losses = [score.loss for score in found.scores[arm] if score.loss is not None]
     curve = found.losses.get(arm, [])
     return losses or [float(np.mean(curve[-(len(curve) // 4 or 1) :] or [math.nan]))]
 
 
 def mean_accuracy(found: Results, arm: str) -> Interval:
-    """Return the mean accuracy over the seeds; with one, over the parts that the task has."""
+    """Return the mean accuracy over the parts of the held-out data."""
     return estimate(_windows(found, arm))
 
 
 def _windows(found: Results, arm: str) -> list[float]:
-    """Return the accuracy of each seed; of a single one, that of each part of the data."""
-    scores = found.scores[arm]
-    return [s.accuracy for s in scores] if len(scores) > 1 else scores[0].window_accuracies
+    return found.scores[arm][0].window_accuracies
 
 
 def say_in_words(found: Results, advice: list[Advice], added: Interval, limit: float) -> str:

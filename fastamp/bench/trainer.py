@@ -1,7 +1,7 @@
-"""The one training loop of the bench: a task, and how a configuration loads, steps and times it.
+"""The one training loop of the bench: a task, and how a configuration loads and steps it.
 
 The naive loop is the one found in the wild: a Python list stacked for each batch, blocking copies,
-a synchronize around every step, a check of the norm on the host, FP32. The stock one is torch alone
+a check of the norm and the loss on the host, FP32. The stock one is torch alone
 as an expert writes it. The main job, `jobs` and a user's task are lists of configurations: each
 replaces a part of the one before it.
 """
@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from time import perf_counter
 from typing import Any, TypeAlias
 
 import torch
@@ -48,7 +47,6 @@ class Config:
     loader: str = "stock"  # feeds.LOADERS
     step: str = "stock"  # STEPS
     precision: str = "fp32"  # "fp32", LEAN, or TF32 or DTYPES
-    timing: str = "none"  # TIMINGS
     is_own: bool = False  # an arm of the task, or of --arm
 
 
@@ -104,8 +102,6 @@ class Trainer:
         make = fastamp.GradScaler if config.step == "fastamp" else torch.amp.GradScaler
         self.scaler = make(device, enabled=self.dtype is torch.float16)
         self.losses: list[Any] = []
-        self.times: list[object] = []
-        self.timer = fastamp.Timer(device)
         self._seen = self._count_skipped()
 
     def visit(self) -> None:
@@ -115,10 +111,9 @@ class Trainer:
 
     def train(self, batches: Iterable[Any], region: Region = lambda _: _NOT_TIMED) -> None:
         """Take a step on each batch; `region` names its parts: "forward", "backward", "step"."""
-        timed = TIMINGS[self.config.timing]
         with arms.named(self.own), tf32(self.config.precision):
             for batch in batches:
-                timed(self, batch, region)
+                self.train_step(batch, region)
 
     def train_step(self, batch: Any, region: Region) -> None:
         """Take one optimizer step; without loss scaling the scaler passes everything through."""
@@ -255,35 +250,4 @@ def _fastamp_step(trainer: Trainer) -> None:
     scaler.step(trainer.optimizers, max_norm=trainer.training.max_norm, zero_grad=True)
 
 
-def _naive_timing(trainer: Trainer, batch: Any, region: Region) -> None:
-    synchronize = torch.get_device_module(trainer.device).synchronize
-    synchronize()
-    start_s = perf_counter()
-    trainer.train_step(batch, region)
-    synchronize()
-    trainer.times.append(perf_counter() - start_s)
-
-
-def _stock_timing(trainer: Trainer, batch: Any, region: Region) -> None:
-    if trainer.device != "cuda":
-        _naive_timing(trainer, batch, region)
-        return
-    start, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
-    start.record()
-    trainer.train_step(batch, region)
-    end.record()
-    trainer.times.append((start, end))
-
-
-def _fastamp_timing(trainer: Trainer, batch: Any, region: Region) -> None:
-    with trainer.timer("step"):
-        trainer.train_step(batch, region)
-
-
 STEPS = {"naive": _naive_step, "stock": _stock_step, "fastamp": _fastamp_step}
-TIMINGS: dict[str, Callable[[Trainer, Any, Region], None]] = {
-    "none": lambda trainer, batch, region: trainer.train_step(batch, region),
-    "naive": _naive_timing,
-    "stock": _stock_timing,
-    "fastamp": _fastamp_timing,
-}

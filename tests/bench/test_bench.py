@@ -121,18 +121,6 @@ def verdicts(found, excused=()):
     return {verdict.name: verdict for verdict in judged}
 
 
-def test_several_seeds_are_as_many_figures():
-    """The parts of one seed share its training: more of them say no more of the next seed."""
-    found = results()
-    for name, gaps in (("fp32", (0.0, 0.0, 0.0)), ("amp+fastamp", (-0.02, 0.0, 0.02))):
-        found.scores[name] = [
-            Score(loss=1.0, accuracy=0.5 + gap, window_accuracies=[0.5 + gap] * 64) for gap in gaps
-        ]
-    gap = verdicts(found)["accuracy gap"]
-    assert (gap.interval.value, gap.verdict) == (pytest.approx(0.0), "inconclusive")
-    assert gap.interval.high > 0.02
-
-
 def test_an_accuracy_of_one_number_has_no_interval_and_no_verdict():
     found = results()
     one = Score(loss=1.0, accuracy=0.5, window_accuracies=[0.5])
@@ -372,16 +360,6 @@ def test_the_record_has_every_step_and_every_part_and_the_verdicts_come_last(fin
     assert "memory: peak of the resident set" in done.stdout
     assert found["environment"]["torch"] == torch.__version__
     assert found["job"]["shape"]["width"] == 32
-
-
-def test_three_seeds_are_trained_and_scored_but_one_is_timed(quick, tmp_path, capsys):
-    path = tmp_path / "found.json"
-    assert main([*quick, "--thorough", "--json", str(path)]) == 0
-    found = json.loads(path.read_text())
-    scores = [score["loss"] for score in found["details"]["validation"]["fp32"]]
-    assert len(set(scores)) == 3
-    assert len(found["races"]["training"]["builds"]) == 3
-    assert "3 seed(s)" in capsys.readouterr().out
 
 
 def test_the_memory_is_that_of_a_large_batch_unless_a_batch_is_asked_for(quick, monkeypatch):

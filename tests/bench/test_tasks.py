@@ -122,7 +122,6 @@ def test_the_example_of_the_help_is_a_task_that_is_measured_like_the_gpt(quick, 
         "batch_size": 128,
         "steps": 8,
         "seed": 0,
-        "seeds": 1,
     }
     judged = [each for each in saved["measurements"] if each["target"] != [None, None]]
     assert [each["name"] for each in judged] == [
