@@ -59,7 +59,7 @@ def begin(
 ) -> tuple[Callable[[], object], list[float]]:
     """Train one epoch of an arm; return the function that trains the next ones, and its losses."""
     workers = {"num_workers": args.workers, "persistent_workers": True} if args.workers else {}
-    config = Config(name="stock", precision=args.precision, timing="stock")
+    config = Config(name="stock", precision=args.precision)
     options: dict[str, Any] = {"steps": args.steps, "seed": args.seed, "workers": workers}
     loop = make_loop(config, training, args.device, **options)
     seed_all(args.seed, 0)  # of dropout

@@ -38,7 +38,7 @@ REPLACED = ("optimizer", "dtype", "batch_size", "accumulate")  # options of the 
 PRECISIONS = ("fp32", "lean", *DTYPES)
 KEYS = (*REPLACED, "loader", "precision", "other_samples")
 NAME = r"[A-Za-z0-9_.+-]+"  # what --fail-on can tell from a bound
-TAKEN = ("fp32", "fp32-strict", "fp32-tf32", "lean", "amp", "amp+fastamp", "again")
+TAKEN = ("fp32", "fp32-strict", "fp32-tf32", "lean", "amp", "amp+fastamp", "fp32+fastamp")
 RTOL, ATOL = 0.01, 1e-5  # of weights in another dtype: bfloat16 rounds by 0.004 of them
 
 

@@ -69,15 +69,20 @@ class Job:
         """Return FP32 (on CUDA strict and with TF32), lean, stock AMP, and AMP with fastamp's step.
 
         The last one is judged. Arms of one's `own` stand before AMP: each is that of `against`.
+        Of a job in FP32: FP32, and FP32 with fastamp's step.
         """
         full = ["fp32-strict", "fp32-tf32"] if self.device == "cuda" else ["fp32"]
         stock = Config(name="amp", precision=self.precision)
         ours = replace(stock, name="amp+fastamp", step="fastamp")
-        lean = Config(name=LEAN, precision=LEAN, step="fastamp")
-        fp32 = [Config(name=name, precision=name) for name in full]
-        known = {config.name: config for config in (*fp32, lean, stock, ours)}
+        first = [Config(name=name, precision=name) for name in full]
+        last = [stock, ours]
+        if self.precision == "fp32":
+            last = [replace(ours, name="fp32+fastamp")]
+        else:
+            first.append(Config(name=LEAN, precision=LEAN, step="fastamp"))
+        known = {config.name: config for config in (*first, *last)}
         like = known[self.against or full[0]]
-        return [*fp32, lean, *(replace(like, name=name, is_own=True) for name in own), stock, ours]
+        return [*first, *(replace(like, name=name, is_own=True) for name in own), *last]
 
     def try_arms(
         self, training: Training, attempt: Callable[[Config], _T]

@@ -12,7 +12,6 @@ from fastamp.bench.race import LEAST_VALUES, UNTOLD, Interval, estimate, show
 from fastamp.bench.record import Measurement, judge
 from fastamp.bench.tasks import expect
 
-STOCK = "amp"  # the arm beside the judged one: mixed precision without fastamp
 LEAST_NBYTES = 2**25  # of FP32's peak: beside less, memory that kernels keep would count
 SAMPLES = 1.1  # times as many are too many to compare losses
 # What to mend next, by `Advice.part`; without "step", which the judged arm has from fastamp.
@@ -22,6 +21,11 @@ NEXT = {
     "precision": "the precision is",
     "waits": "the waits of the host are",
 }
+
+
+def find_stock(found: Results) -> str:
+    """Return the arm beside the judged one: the same precision without fastamp."""
+    return "amp" if "amp" in found.race.arms else found.race.arms[0]
 
 
 def judge_targets(
@@ -163,7 +167,9 @@ def say_in_words(found: Results, advice: list[Advice], added: Interval, limit: f
         added: what fastamp's step makes of a whole step, its data included.
         limit: how many times as fast the whole step were if torch's step took no time.
     """
-    precision = _say_precision(found.race.ratio(STOCK)) + _memory(found)
+    precision = "This CPU has no units for a lower precision, so all arms train in FP32"
+    if find_stock(found) != found.race.arms[0]:
+        precision = _say_precision(found.race.ratio(find_stock(found))) + _memory(found)
     following = "nothing else would make a step faster by 2 %"
     for best in advice:
         if best.part in NEXT:
@@ -184,13 +190,13 @@ def _say_precision(ratio: Interval) -> str:
 
 def _memory(found: Results) -> str:
     base = found.race.arms[0]
-    saving, _ = _memory_saving(found, base, STOCK)
+    saving, _ = _memory_saving(found, base, find_stock(found))
     batch = "" if found.memory_batch is None else f" at batches of {found.memory_batch}"
     shown = {*found.batch_sizes}
     batch += f", not {max(shown)}" * (bool(batch) and len(shown) == 1)
     if saving is not None and 0.45 < saving.value < 0.55:
         return f" and halves its memory{batch}"
-    change = _compare_peaks(found, STOCK, base)
+    change = _compare_peaks(found, find_stock(found), base)
     return f" and takes {change}{batch}" if change and not change.startswith("0 ") else ""
 
 

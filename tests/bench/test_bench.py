@@ -35,7 +35,7 @@ from fastamp.bench.trainer import Score, Trainer
 SHAPE = Shape(layers=2, heads=2, width=32, block_size=16)
 JOB = measure.Job(device="cpu", precision="bf16", seed=0, steps=8, make=None, memory_make=None)
 TINY_SHAPE = Shape(layers=1, heads=2, width=32, block_size=16)
-TINY = "--device cpu --batch-size 4 --steps 8"
+TINY = "--device cpu --precision bf16 --batch-size 4 --steps 8"
 NAMES = ["fp32", "lean", "amp", "amp+fastamp"]
 MIB = 2**20
 TARGETS = {"min_speedup": 1.5, "min_memory_saving": 0.4, "max_accuracy_gap": 0.01}
@@ -320,23 +320,22 @@ def test_targets_of_which_none_can_be_judged_are_not_met(quick, monkeypatch, pea
     assert ": n/a, amp+fastamp against fp32: no units" in capsys.readouterr().out
 
 
-def test_a_batch_that_is_cut_for_a_slow_cpu_is_not_held_to_the_memory_target(
-    quick, monkeypatch, capsys
-):
-    def memory_line(*options):
-        main([*quick, *options])
-        lines = capsys.readouterr().out.splitlines()
-        return next(line for line in lines if line.startswith("memory saving"))
-
-    default = quick.index("--batch-size")
-    del quick[default : default + 2]
-    monkeypatch.setattr(main_job, "CPU_CUT", {"batch_size": 3, "steps": 3})
+def test_a_cpu_without_units_races_fastamp_in_fp32_alone(quick, tmp_path, monkeypatch, capsys):
+    """A step in bfloat16 takes 20 times as long there: the job would take a quarter of an hour."""
+    place = quick.index("--precision")
+    del quick[place : place + 2]
     monkeypatch.setattr(language, "VALIDATION_WINDOWS", 4)
     monkeypatch.setattr(main_job, "no_speed_reason", lambda *_: "no units")
-    assert ": n/a, amp+fastamp against fp32: no units, so the default batch is cut to 3" in (
-        memory_line()
-    )
-    assert ": fail, amp+fastamp against fp32: a peak of" in memory_line("--batch-size", "3")
+    path = tmp_path / "found.json"
+    assert main([*quick, "--json", str(path)]) == 0
+    found, said = json.loads(path.read_text()), capsys.readouterr().out
+    assert [*found["losses"]] == ["fp32", "fp32+fastamp"]
+    assert found["job"]["memory_batch_size"] == found["job"]["batch_size"]
+    added = [(m["name"], m["base"]) for m in found["measurements"] if m["arm"] == "fp32+fastamp"]
+    assert added[:2] == [("speedup", "fp32"), ("over_amp", "fp32")]
+    assert said.count("n/a, fp32+fastamp against fp32: all arms train in FP32: no units") == 2
+    assert "bf16: n/a; no units; --precision bf16 races it" in said
+    assert found["sentence"].startswith("This CPU has no units for a lower precision, so")
 
 
 def test_the_record_has_every_step_and_every_part_and_the_verdicts_come_last(finished):

@@ -36,7 +36,7 @@ from fastamp.bench.trainer import Score
 
 TINY = Shape(layers=1, heads=2, width=32, block_size=16)
 COMMANDS = {
-    "amp": "amp --batch-size 4 --steps 12 --device cpu",
+    "amp": "amp --precision bf16 --batch-size 4 --steps 12 --device cpu",
     "step": "step --shapes 3x1000,2gx10 --work norm adamw-open --device cpu",
     "loader": "loader --data tensors collate slow --device cpu",
     "timer": "timer --device cpu",
