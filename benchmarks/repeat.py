@@ -1,10 +1,10 @@
 """Repeat commands of the bench: do the intervals of five runs overlap, and are verdicts given?
 
-`python benchmarks/repeat.py`, 45 minutes on two quiet cores: the main job, three shapes of `step`
-and three jobs, five times each, in turn, in processes of their own. For each it prints the
-intervals, how many of the ten pairs overlap, and how many runs give a verdict. Exit status: 0; 1
-unless 95 % of all pairs overlap and 8 in 10 runs have a verdict. `--only rl --runs 2` measures a
-part.
+`python benchmarks/repeat.py`, 40 minutes on two quiet cores: the main job, three shapes of `step`
+and three jobs, five times each, in turn, in processes of their own. Each run is printed and written
+when it ends; one that fails is counted, and the next goes on. The end says how many of the ten
+pairs of intervals overlap, and how many runs give a verdict. Exit status: 0; 1 unless 95 % of all
+pairs overlap and 8 in 10 runs have a verdict. `--only rl --runs 2` measures a part.
 
 `--busy 20`: so many runs, of the subjects in turn, while every core is busy with another program.
 Each verdict there is printed; one that a quiet run does not give is false. Exit status: 0; 1 if a
@@ -20,6 +20,7 @@ import sys
 import tempfile
 from itertools import combinations
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from fastamp.bench.environment import count_cores
@@ -28,38 +29,56 @@ from fastamp.bench.race import SAID, UNTOLD, Interval
 
 # The command of the bench, and the ratio that is read.
 SUBJECTS = {
-    "main": ("amp", "speedup"),
+    "main": ("amp", "over_amp"),
     "2000x1000": ("step --shapes 2000x1000 --work adamw", "speedup/2000x1000/adamw"),
-    "gpt2": ("step --shapes gpt2 --work adamw", "speedup/gpt2/adamw"),
+    "network": ("step --shapes network --work adamw-no-scaler", "speedup/network/adamw-no-scaler"),
     "in-a-loop": (
         "step --shapes in-a-loop --work adamw-no-scaler",
         "speedup/in-a-loop/adamw-no-scaler",
     ),
     "mlp": ("jobs mlp", "speedup/mlp/fastamp"),
-    "gpt": ("jobs gpt", "speedup/gpt/fastamp"),
     "rl": ("jobs rl", "speedup/rl/fastamp"),
+    "tabular": ("jobs tabular", "speedup/tabular/fastamp"),
 }
 BUSY = "while True: pass"
+FAILED = "failed"
 LEAST_OVERLAP, LEAST_VERDICTS = 0.95, 0.8
 
 
 def run(name: str) -> dict[str, Any]:
-    """Run a subject once; return its interval, its verdict and the noise."""
+    """Run a subject once; return its interval, its verdict and the noise, or that it failed."""
     command, metric = SUBJECTS[name]
+    row: dict[str, Any] = {"name": name, "verdict": FAILED, "low": None, "high": None}
+    start_s, said = perf_counter(), ""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "found.json")
         words = [*command.split(), "--device", "cpu", "--json", str(path)]
-        whole = [sys.executable, "-m", "fastamp.bench", *words]
-        subprocess.run(whole, stdout=subprocess.DEVNULL, check=True)
-        record = json.loads(path.read_text(encoding="utf-8"))
-    [found] = [each for each in record["measurements"] if each["name"] == metric]
-    ratio = Interval(**found["interval"]) if None not in found["interval"].values() else None
-    told = not record["noise"] and found["verdict"] != UNTOLD and ratio is not None
-    verdict = ratio.verdict if told and ratio is not None else UNTOLD
-    row = {"name": name, "verdict": verdict, "noise": record["noise"], **found["interval"]}
-    text = "no interval" if ratio is None else ratio.text(".3f", "x")
-    print(f"{name:10} {text:24} {verdict}{'; ' * bool(row['noise'])}{row['noise']}", flush=True)
+        whole = [sys.executable, "-I", "-m", "fastamp.bench", *words]
+        done = subprocess.run(whole, stdout=subprocess.DEVNULL, check=False)
+        if done.returncode == 0:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            [found] = [each for each in record["measurements"] if each["name"] == metric]
+            ends, said = found["interval"], record["noise"]
+            ratio = Interval(**ends) if None not in ends.values() else None
+            is_told = ratio is not None and not said and found["verdict"] != UNTOLD
+            row |= {"verdict": ratio.verdict if ratio is not None and is_told else UNTOLD, **ends}
+    row |= {"noise": said, "elapsed_s": perf_counter() - start_s}
+    text = "{value} [{low}, {high}]".format(**{"value": None} | row)
+    if row["low"] is not None and row["high"] is not None:
+        text = "{value:.3f}x [{low:.3f}, {high:.3f}]".format(**row)
+    words = [f"{name:10} {text:24} {row['verdict']}", f"{row['elapsed_s']:.0f} s", said]
+    print("; ".join(filter(None, words)), flush=True)
     return row
+
+
+def run_all(names: list[str], path: Path | None = None) -> list[dict[str, Any]]:
+    """Run subjects in turn; the file has all rows so far after each of them."""
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        rows.append(run(name))
+        if path is not None:
+            path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    return rows
 
 
 def summarize(rows: list[dict[str, Any]]) -> int:
@@ -67,9 +86,10 @@ def summarize(rows: list[dict[str, Any]]) -> int:
     pairs_of_all, told_of_all = [], []
     for name in dict.fromkeys(row["name"] for row in rows):
         own = [row for row in rows if row["name"] == name]
-        ends = [(row["low"] or 0.0, row["high"] or float("inf")) for row in own]
+        known = [row for row in own if row["verdict"] != FAILED]
+        ends = [(row["low"] or 0.0, row["high"] or float("inf")) for row in known]
         pairs = [a[0] <= b[1] and b[0] <= a[1] for a, b in combinations(ends, 2)]
-        told = [row["verdict"] != UNTOLD for row in own]
+        told = [row["verdict"] in SAID[:3] for row in own]
         print(f"{name:10} {sum(pairs)} of {len(pairs)} pairs overlap, ", end="")
         print(f"{sum(told)} of {len(told)} runs have a verdict")
         pairs_of_all += pairs
@@ -101,13 +121,11 @@ def main() -> int:
     add("--quiet", type=Path, default=Path("repeat.json"), help=f"the quiet runs {DEFAULT}")
     args = parser.parse_args()
     if not args.busy:
-        rows = [run(name) for _ in range(args.runs) for name in args.only]
-        args.quiet.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-        return summarize(rows)
+        return summarize(run_all(args.only * args.runs, args.quiet))
     words = [sys.executable, "-c", BUSY]
     neighbours = [subprocess.Popen(words) for _ in range(count_cores())]
     try:
-        rows = [run(args.only[place % len(args.only)]) for place in range(args.busy)]
+        rows = run_all([args.only[place % len(args.only)] for place in range(args.busy)])
     finally:
         for each in neighbours:
             each.kill()

@@ -308,5 +308,5 @@ def _excused(job: Job) -> dict[str, str]:
     if job.precision == "fp32":
         reason = f"all arms train in FP32: {no_speed_reason(job.device, 'bf16')}"
         return {"speedup": reason, "memory saving": reason}
-    reason = no_speed_reason(job.device, job.precision)
-    return {} if reason is None else {"speedup": reason}
+    lack = no_speed_reason(job.device, job.precision)
+    return {} if lack is None else {"speedup": lack}
