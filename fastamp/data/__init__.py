@@ -1,6 +1,6 @@
 """The data: a loader that gathers, leases, prefetches and resumes."""
 
-from fastamp.data.augment import Cutout, RandomCrop, RandomHorizontalFlip
+from fastamp.data.augment import RandomCrop, RandomHorizontalFlip
 from fastamp.data.collate import BatchCollator
 from fastamp.data.datasets import ArrayDataset
 from fastamp.data.images import ImageFolder
@@ -18,7 +18,6 @@ from fastamp.data.workers import WorkerInfo, get_worker_info
 __all__ = [
     "ArrayDataset",
     "BatchCollator",
-    "Cutout",
     "DataLoader",
     "ImageFolder",
     "LoaderStats",

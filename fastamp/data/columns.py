@@ -20,8 +20,9 @@ from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
 from fastamp import _ops
-from fastamp.data.augment import Images, paint_image
 
+Images = Any
+paint_image: Any = None
 _CPU = torch.device("cpu")  # made once: that takes a microsecond
 
 

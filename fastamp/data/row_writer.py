@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from fastamp.data.columns import plain_dtype
-from fastamp.data.images import ImageFolder
 from fastamp.data.slots import Slots
 
 _LEAST_NBYTES = 4096  # of a row that is worth a copy of its own
@@ -24,7 +23,7 @@ def find_get(dataset: Any) -> Get:
     if type(dataset) is Subset:
         get, rows = find_get(dataset.dataset), dataset.indices
         return lambda index, row: get(rows[index], row)
-    return dataset.read if type(dataset) is ImageFolder else lambda index, _: dataset[index]
+    return lambda index, _: dataset[index]
 
 
 class Rows:

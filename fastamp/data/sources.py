@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils import collate as torch_collate
 
-from fastamp.data.augment import Images
+from fastamp.data import arrays as new
 from fastamp.data.collate import BatchCollator
-from fastamp.data.columns import Column, plain_dtype
+from fastamp.data.columns import Column, Images, plain_dtype
 from fastamp.data.datasets import ArrayDataset
 from fastamp.data.plan import as_rows
 from fastamp.data.sample_rng import sample_rng
 from fastamp.data.structure import map_tensors
-from fastamp.data.tables import is_table, read_table
+from fastamp.data.tables import columns_of_table, is_table
 from fastamp.data.tokens import TokenDataset
 
 _ARRAYS = (Tensor, np.ndarray, np.memmap)
@@ -159,7 +159,7 @@ def read_columns(  # noqa: PLR0911 - one for each reason
             return None, f"the numbers of a row lie apart, and {copy}"
         return source, ""
     if is_table(dataset):
-        return None, f"the Hugging Face dataset has {read_table(dataset)}"
+        return None, str(columns_of_table(dataset, max_bytes))
     if module.startswith("datasets."):
         return None, "the dataset is a Hugging Face dataset"
     if type(dataset) in _IN_MEMORY:
@@ -182,19 +182,25 @@ def find_columns(dataset: object) -> Columns | None:  # noqa: PLR0911 - one for 
         except IndexError:  # raised by torch's Subset where the batch would come
             return None
     if type(dataset) is TokenDataset:
-        columns = [Column(part, torch.int64) for part in (dataset.x, dataset.y)]
-        return Columns(columns, list, None, dataset.find_starts if dataset.random_offsets else None)
+        return _stand_in(dataset.columns())
     if type(dataset) is TensorDataset:
         return _from_arrays(dataset.tensors)
     if type(dataset) is ArrayDataset:
-        return _from_arrays(dataset.arrays, dataset.images())
+        return _stand_in(dataset.columns())
     if isinstance(dataset, Source):
         return _from_arrays(dataset.columns()) if gives_columns(dataset) else None
     if is_table(dataset):
-        table = read_table(dataset)
-        return None if isinstance(table, str) else Columns(*table)
+        return _stand_in(columns_of_table(dataset, 1 << 30))
     column = _column(dataset)
     return None if column is None else Columns([column], itemgetter(0))
+
+
+def _stand_in(found: Any) -> Any:
+    if isinstance(found, str) or found.then is not None:
+        return None
+    found = new.in_row_order(found, 1 << 30)
+    pairs = zip(found.arrays, found.dtypes, strict=True)
+    return Columns([Column(*pair) for pair in pairs], found.build, found.rows, found.starts)
 
 
 def _from_arrays(tree: Any, images: Iterable[Images | None] = ()) -> Columns | None:
