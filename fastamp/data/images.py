@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 from torch.utils.data import Dataset
 
+from fastamp.data.arrays import index_error
 from fastamp.data.checks import as_size
-from fastamp.data.columns import index_error
 from fastamp.data.sample_rng import sample_rng
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -116,17 +117,13 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.read(index)
-
     def __repr__(self) -> str:
         count = f"{len(self.samples):,} images of {len(self.classes):,} classes"
         height, width = self.size
         decoder = "simplejpeg" if find_simplejpeg() else "Pillow"
         return f"ImageFolder({self.root!r}: {count}, {height} x {width}, by {decoder})"
 
-    def read(self, index: int, out: Tensor | None = None) -> tuple[Tensor, int]:
-        """Return a sample, with the image written into `out` if it is given."""
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
         length, row = len(self.samples), operator.index(index)
         if not -length <= row < length:
             raise index_error(row, length)
@@ -148,12 +145,10 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         except Exception as error:  # Pillow raises errors of many types
             msg = f"{path}: cannot be read as an image: {error}"
             raise OSError(msg) from error
-        if out is None:
-            out = torch.empty(3, height, width, dtype=torch.uint8, device="cpu")
-        _resize(part, out)
+        pixels = _resize(part, height, width)
         if self.flip and rng is not None and rng.random() < 0.5:
-            out.copy_(out.flip(2))
-        return out, label
+            pixels = pixels.flip(2)
+        return pixels, label
 
 
 def _find_images(root: str, classes: list[str]) -> Iterator[tuple[str, int]]:
@@ -214,14 +209,12 @@ class ImageFile(NamedTuple):
         return torch.from_numpy(pixels[top:bottom, left:right])
 
 
-def _resize(part: Tensor, row: Tensor) -> None:
-    """Write uint8 pixels of (height, width, 3) into a tensor of (3, height, width)."""
-    if part.shape[:2] == row.shape[1:]:
-        row.copy_(part.permute(2, 0, 1))
-        return
-    torch.ops.aten._upsample_bilinear2d_aa.out(  # interpolate() has no out=
-        part.permute(2, 0, 1)[None], row.shape[1:], False, None, None, out=row[None]
-    )
+def _resize(part: Tensor, height: int, width: int) -> Tensor:
+    """Return uint8 pixels of (height, width, 3) as a tensor of (3, height, width)."""
+    pixels = part.permute(2, 0, 1)
+    if pixels.shape[1:] != (height, width):
+        pixels = interpolate(pixels[None], (height, width), mode="bilinear", antialias=True)[0]
+    return pixels.contiguous()
 
 
 def open_image(data: bytes) -> ImageFile:

@@ -1,6 +1,8 @@
 """A dataset of the windows of a sequence of tokens, in files or in memory."""
 
 import os
+from bisect import bisect_right
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -11,8 +13,8 @@ from numpy.lib.format import open_memmap
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fastamp.data.arrays import Columns, as_tensor, index_error
 from fastamp.data.checks import as_integer
-from fastamp.data.columns import Windows, index_error
 from fastamp.data.sample_rng import mix, mix_all, sample_rng
 
 _Source: TypeAlias = str | os.PathLike[str] | npt.NDArray[Any] | Tensor
@@ -30,8 +32,9 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     Args:
         path_or_array: a file of raw tokens or a `.npy` file, which is mapped, not read; or a
             one-dimensional array or tensor on the CPU, which is shared, not copied, unless it has
-            strides. A list of these is one sequence: a window may begin in one and end in the next.
-            Each file stays open; other processes open it again by its path.
+            strides. A list of these is one sequence: a window may begin in one and end in the next,
+            and a loader reads it window by window, with workers if they are given. Each file stays
+            open; other processes open it again by its path.
         block_size: tokens in a window.
         dtype: of the tokens in a raw file: uint8, uint16 (the default), uint32, int32 or int64. An
             array and a `.npy` file have their own.
@@ -75,18 +78,13 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
 
     def _cut(self, parts: list[npt.NDArray[Any]]) -> None:
         """Cut files and arrays into windows."""
-        parts = [part[:] for part in parts if len(part)]
-        count, block_size = sum(map(len, parts)), self.block_size
+        self._parts = [part[:] for part in parts if len(part)]
+        self._begins = [0, *accumulate(map(len, self._parts))]
+        count, block_size = self._begins[-1], self.block_size
         self._length = (count - 1) // block_size
         if self._length < 1:
             msg = f"block_size={block_size}: {count} tokens are too few for one window"
             raise ValueError(msg)
-        step, windows = block_size, self._length
-        if self.random_offsets:
-            step, windows = 1, count - block_size
-        after = [part for part in (parts[0][1:], *parts[1:]) if len(part)]
-        self.x = Windows(parts, step, (windows, block_size))
-        self.y = Windows(after, step, (windows, block_size))
 
     def __len__(self) -> int:
         return self._length
@@ -94,23 +92,47 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not -self._length <= index < self._length:
             raise index_error(index, self._length)
-        row = int(index) % self._length
+        begin = int(index) % self._length * self.block_size
         if self.random_offsets:
-            row = mix(sample_rng().take_key() + 1) % self.x.shape[0]
-        x, y = (torch.from_numpy(part[row].astype(np.int64)) for part in (self.x, self.y))
+            begin = mix(sample_rng().take_key() + 1) % (self._begins[-1] - self.block_size)
+        tokens = self._read(begin, begin + self.block_size + 1)
+        x, y = (torch.from_numpy(part.astype(np.int64)) for part in (tokens[:-1], tokens[1:]))
         return x, y
 
-    def find_starts(self, indices: Tensor, keys: Tensor) -> Tensor:
+    def _read(self, begin: int, end: int) -> npt.NDArray[Any]:
+        """Return the tokens between two places, which may lie in different parts."""
+        pieces = []
+        while begin < end:
+            number = bisect_right(self._begins, begin) - 1
+            first = self._begins[number]
+            pieces.append(self._parts[number][begin - first : end - first])
+            begin += len(pieces[-1])
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def columns(self) -> Columns | str:
+        """Return the windows for a loader to gather, or why it has to read items."""
+        if len(self._parts) > 1:
+            return f"the tokens lie in {len(self._parts)} parts"
+        tokens, block_size = as_tensor(self._parts[0]), self.block_size
+        step, count = block_size, self._length
+        if self.random_offsets:
+            step, count = 1, len(tokens) - block_size
+        x, y = (part.as_strided((count, block_size), (step, 1)) for part in (tokens, tokens[1:]))
+        starts = self._find_starts if self.random_offsets else None
+        return Columns([x, y], [torch.int64] * 2, list, starts=starts)
+
+    def _find_starts(self, rows: Tensor, keys: Tensor) -> Tensor:
         """Return the windows that samples with these keys draw."""
-        rows = indices.numpy()
-        if ((rows < -self._length) | (rows >= self._length)).any():
-            raise IndexError  # which __getitem__ explains
-        drawn = mix_all(keys + 1).numpy().view(np.uint64) % np.uint64(self.x.shape[0])
+        beyond = (rows < -self._length) | (rows >= self._length)
+        if beyond.any():
+            raise index_error(int(rows[beyond][0]), self._length)
+        places = np.uint64(self._begins[-1] - self.block_size)
+        drawn = mix_all(keys + 1).numpy().view(np.uint64) % places
         return torch.from_numpy(drawn.astype(np.int64))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle without the windows: a file as its path, which is mapped again when loaded."""
-        return {name: value for name, value in vars(self).items() if name not in ("x", "y")}
+        """Pickle without the tokens: a file as its path, which is mapped again when loaded."""
+        return {name: value for name, value in vars(self).items() if name != "_parts"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -1,0 +1,161 @@
+"""Arrays whose rows become the rows of batches: what a loader gathers instead of reading items."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.data import default_collate
+
+_KINDS = (Tensor, np.ndarray, np.memmap)
+
+
+@dataclass
+class Columns:
+    """The arrays of a dataset, and how a batch is made of their rows."""
+
+    arrays: list[Tensor]
+    """Rows along the first dimension; they may overlap. Never written into: see `as_tensor`."""
+    dtypes: list[torch.dtype]
+    """Of the batch: each array's own, or one that its rows are converted to."""
+    build: Callable[[list[Tensor]], Any]
+    """Makes the batch, as default_collate would, of one tensor for each array."""
+    rows: Tensor | None = None
+    """For a subset: the row of each index, int64."""
+    starts: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Returns the rows to gather, drawn for some rows and the int64 keys of their samples."""
+    then: Callable[[list[Tensor], Tensor], list[Tensor]] | None = None
+    """Changes the gathered tensors, on their device; takes the int64 keys of the samples too."""
+
+
+def columns_of(tree: Any) -> Columns | str:
+    """Return the columns of arrays in dicts, lists and tuples; a string says why there are none."""
+    leaves = tree_leaves(tree)
+    arrays = [array for array in map(_as_column, leaves) if array is not None]
+    if not leaves or len(arrays) < len(leaves) or len({array.device for array in arrays}) > 1:
+        return f"the {type(tree).__name__} holds more than plain arrays in one place"
+    dtypes = [array.dtype for array in arrays]
+    if isinstance(tree, _KINDS):
+        return Columns(arrays, dtypes, itemgetter(0))
+    if type(tree) is tuple and all(type(part) in _KINDS for part in tree):
+        return Columns(arrays, dtypes, list)
+    # Tuples become lists, as in default_collate.
+    _, spec = tree_flatten(default_collate([tree_map(lambda _: 0, tree)]))
+    return Columns(arrays, dtypes, lambda parts: tree_unflatten(parts, spec))
+
+
+def _as_column(array: Any) -> Tensor | None:
+    """Return an array as a tensor of the same memory; None if a loader has to read its items."""
+    dtype = plain_dtype(array, on_host=False) if type(array) in _KINDS else None
+    if dtype is None or array.ndim == 0:
+        return None
+    try:
+        made = as_tensor(array)
+        like = array[:1] if isinstance(array, Tensor) else np.ones((1, *array.shape[1:]), array.dtype)
+        fits = isinstance(array, Tensor) or default_collate([like[0]]).dtype == dtype
+    except (TypeError, ValueError):  # negative strides; a dtype that default_collate refuses
+        return None
+    return made if fits else None
+
+
+class _Memory:
+    """An array's memory, as if it could be written: torch warns of any that cannot."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+
+
+def as_tensor(array: Any) -> Tensor:
+    """Return a tensor of the same memory. One of a read-only array must not be written into.
+
+    Raises:
+        ValueError: torch has no such strides.
+    """
+    if isinstance(array, Tensor):
+        return array
+    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Memory(array)))
+
+
+@functools.cache
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
+    """Return torch's name for a dtype of NumPy, or None where torch has none."""
+    try:
+        return torch.from_numpy(np.empty(0, dtype)).dtype
+    except (TypeError, ValueError):
+        return None
+
+
+def plain_dtype(array: Any, *, on_host: bool = True) -> torch.dtype | None:
+    """Return torch's dtype of an array in plain memory, `on_host` only on the CPU; else None."""
+    if isinstance(array, np.ndarray):
+        return torch_dtype(array.dtype)
+    if type(array) is not Tensor or array.requires_grad or array.is_meta:
+        return None
+    if array.layout is not torch.strided or (on_host and array.device.type != "cpu"):
+        return None
+    odd = array.is_nested or array.is_quantized or array.is_conj() or array.is_neg()
+    return None if odd or array._is_zerotensor() else array.dtype
+
+
+def index_error(index: int, length: int) -> IndexError:
+    """Return torch's error for an index that is out of bounds."""
+    msg = f"index {index} is out of bounds for dimension 0 with size {length}"
+    return IndexError(msg)
+
+
+def in_row_order(columns: Columns, max_bytes: int) -> Columns:
+    """Copy arrays whose numbers of a row lie apart, as in a table stored column by column.
+
+    Windows of such a table overlap: the memory that they look into is copied, once. What takes more
+    than `max_bytes` in all stays as it is.
+    """
+    arrays = []
+    for array in columns.arrays:
+        lengths, strides, view = _find_axes(array)
+        nbytes = prod(lengths) * array.itemsize
+        if array[:1].is_contiguous() or nbytes > max_bytes:
+            arrays.append(array)
+            continue
+        max_bytes -= nbytes
+        copied = _copy(array.as_strided(lengths, strides))
+        steps = [sum(copied.stride(axis) * step for axis, step in place) for place in view]
+        arrays.append(copied.as_strided(array.shape, steps))
+    return replace(columns, arrays=arrays)
+
+
+def _find_axes(array: Tensor) -> tuple[list[int], list[int], list[list[tuple[int, int]]]]:
+    """Return lengths and strides of the memory under a view, and each dimension's axis and step.
+
+    Dimensions that overlap, as the first two of windows, are steps along one axis. The axes are in
+    the order of the view's dimensions.
+    """
+    axes: list[tuple[int, int, list[int]]] = []  # stride, length, dimensions
+    for dim in sorted(range(array.ndim), key=array.stride):
+        stride, size = array.stride(dim), array.shape[dim]
+        if stride == 0 or size == 1:
+            continue
+        if axes and stride < axes[-1][0] * axes[-1][1] and stride % axes[-1][0] == 0:
+            unit, length, dims = axes.pop()
+            axes.append((unit, length + (size - 1) * (stride // unit), [*dims, dim]))
+        else:
+            axes.append((stride, size, [dim]))
+    axes.sort(key=lambda axis: min(axis[2]))
+    places: list[list[tuple[int, int]]] = [[] for _ in array.shape]
+    for number, (unit, _, dims) in enumerate(axes):
+        for dim in dims:
+            places[dim].append((number, array.stride(dim) // unit))
+    return [length for _, length, _ in axes], [unit for unit, _, _ in axes], places
+
+
+def _copy(array: Tensor) -> Tensor:
+    try:
+        return torch.from_numpy(np.ascontiguousarray(array.numpy()))  # in a third of torch's time
+    except TypeError:  # on a device, or of a dtype that NumPy does not have
+        return array.contiguous()
