@@ -84,7 +84,7 @@ class BatchCollator:
 
     def with_memory(self, memory: Memory) -> "BatchCollator":
         """Return a collator with the same options that allocates its batches there."""
-        made = BatchCollator(self.pad, self.pad_multiple)
+        made = BatchCollator(self.pad, pad_multiple=self.pad_multiple)
         made._memory = memory
         return made
 

@@ -219,9 +219,9 @@ class DataLoader(TorchDataLoader[T_co]):
         own, begun = self._fastamp, self._fastamp.find_pass()
         in_pass = begun is not None and not begun.ended
         position = begun.position.copy() if begun is not None and in_pass else own.next.copy()
-        if find_save(self.dataset) is not None and (in_pass or position.dataset is None):
+        if find_save(self.dataset) is not None and (in_pass or position.dataset_state is None):
             at_start = {"dataset": self.dataset.state_dict(), "iterator": None}  # type: ignore[attr-defined]
-            position.dataset = own.save() if in_pass and own.save is not None else at_start
+            position.dataset_state = own.save() if in_pass and own.save is not None else at_start
         source = find_source(self)
         if position.generator is None and source is not None:
             position.generator = source.get_state()

@@ -207,9 +207,9 @@ class Plan:
         source = torch.default_generator if self.source is None else self.source
         number = 0
         with generators_kept() if is_resumed else nullcontext():
-            if owner is not None and position.sampler is not None:
-                owner.load_state_dict(position.sampler["state"])
-                number, skipped = position.sampler["samples"], 0
+            if owner is not None and position.sampler_state is not None:
+                owner.load_state_dict(position.sampler_state["state"])
+                number, skipped = position.sampler_state["samples"], 0
             elif position.generator is None:
                 position.generator = source.get_state()
             else:

@@ -92,7 +92,7 @@ class LoaderPass(Iterator[Any]):
         try:
             made = next(self._batches) if not is_profiling() else _profiled(self._batches)
             if self._states:
-                position.sampler = self._states.popleft()
+                position.sampler_state = self._states.popleft()
             position.batch += 1
             end_s = time.perf_counter()
             stats.wait_s += end_s - start_s
@@ -233,7 +233,7 @@ class Making:
     def begin(self) -> Iterator[Made | Failed]:
         """Return the batches, on their device."""
         loader, device, columns = self.loader, self.device, find_way(self.loader)
-        dataset, state = loader.dataset, self.position.dataset
+        dataset, state = loader.dataset, self.position.dataset_state
         is_stream = isinstance(dataset, IterableDataset)
         if state is not None and not is_stream:
             dataset.load_state_dict(state["dataset"])
@@ -386,7 +386,7 @@ class Making:
         inner._IterableDataset_len_called = loader._IterableDataset_len_called
         if stream is None:
             return map(Made, iter(inner))
-        stream.begin(position.seed, position.epoch, position.dataset)
+        stream.begin(position.seed, position.epoch, position.dataset_state)
         if count:
             return iter(inner)  # type: ignore[no-any-return]
         batches = read_stream(stream, iter(inner))

@@ -27,9 +27,9 @@ class Position:
     """Seed of the samples' random numbers, and of an order that is drawn from no generator."""
     generator: Tensor | None = None
     """State of what the order is drawn from, before it is drawn."""
-    sampler: Any = None
+    sampler_state: Any = None
     """State of a sampler that has one, and the samples that it has yielded, at this place."""
-    dataset: Any = None
+    dataset_state: Any = None
     """State of a dataset that has one, and is read in the loop's process."""
 
     def copy(self) -> "Position":
@@ -37,7 +37,8 @@ class Position:
         return replace(self)
 
 
-_NAMES = tuple(field.name for field in fields(Position))
+_SEED = "sample_seed"  # in a state, whose "seed" is the loader's
+_NAMES = tuple({"seed": _SEED}.get(field.name, field.name) for field in fields(Position))
 
 
 def find_save(owner: Any) -> Callable[[], Any] | None:
@@ -52,7 +53,7 @@ def find_save(owner: Any) -> Callable[[], Any] | None:
 
 def encode(position: Position) -> dict[str, Any]:
     """Return a position in the types of JSON, except for states of the user's own."""
-    state = {name: getattr(position, name) for name in _NAMES}
+    state = dict(zip(_NAMES, vars(position).values(), strict=True))
     if position.generator is not None:
         state["generator"] = b64encode(position.generator.numpy().tobytes()).decode()
     return state
@@ -74,10 +75,11 @@ def decode(state: Any, identity: dict[str, Any]) -> tuple[Position, int | None]:
         if name not in state:
             msg = f"state: expected what DataLoader.state_dict returns, it has no {name!r}"
             raise ValueError(msg)
-    for name in ("epoch", "batch", "consumed", "seed", "told_epoch"):
-        optional = name in ("seed", "told_epoch")
+    for name in ("epoch", "batch", "consumed", _SEED, "told_epoch"):
+        optional = name in (_SEED, "told_epoch")
         as_integer(f"state: its {name}", state[name], least=0, optional=optional)
     values = {name: state[name] for name in _NAMES}
+    values["seed"] = values.pop(_SEED)
     if state["generator"] is not None:
         try:
             values["generator"] = _as_rng_state(state["generator"])
