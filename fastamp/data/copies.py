@@ -1,6 +1,7 @@
 """Copies of batches to a device, on a side stream, while the device computes."""
 
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import ThreadPoolExecutor
@@ -355,7 +356,7 @@ class PrefetchPass(Iterator[T], Generic[T]):
     def close(self) -> None:
         """End the pass and its thread; what was taken ahead is dropped."""
         self._ended, self._ahead, pool = True, None, self._pool
-        if pool is None or self._owner_pid != os.getpid():
+        if pool is None or self._owner_pid != os.getpid() or sys.is_finalizing():
             return
         with suppress(RuntimeError):  # at the end of the interpreter, or in the thread itself
             if hasattr(self._iterator, "close"):  # a generator ends in the thread that ran it

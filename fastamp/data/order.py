@@ -123,11 +123,11 @@ class Plan:
     states: deque[Any] = field(default_factory=deque)
     """The state of a sampler that has one, after each batch that it has yielded."""
 
-    def begin(self, position: Position, draw_base: Callable[[], int]) -> Iterator[Placed]:
+    def begin(self, position: Position, draw_base: Callable[[bool], int]) -> Iterator[Placed]:
         """Draw what torch's iterators draw at the start, in their order, and return the batches.
 
         Rows are an int64 tensor or a range where the order is computed; else what the sampler
-        yields.
+        yields. `draw_base` returns the seed of workers; True lets the program's generators be.
         """
         self.states.clear()
         size, drop_last, rows = 1, False, self.sampler
@@ -137,7 +137,7 @@ class Plan:
             return self._read(position, draw_base)
         if type(rows) not in (SequentialSampler, RandomSampler, SeededSampler):
             return self._read(position, draw_base)
-        base = draw_base()
+        base = draw_base(position.seed is not None)
         order, again = self._find_rows(rows, position, base)
         if self.share is not None:
             order = self.share.take(order, position.consumed, drop_last=drop_last)
@@ -198,7 +198,7 @@ class Plan:
                 return Order(key, sampler.rank, sampler.num_replicas - 1)
         return Order(key)
 
-    def _read(self, position: Position, draw_base: Callable[[], int]) -> Iterator[Placed]:
+    def _read(self, position: Position, draw_base: Callable[[bool], int]) -> Iterator[Placed]:
         """Begin a sampler that is no plain one of torch's, and yield its batches."""
         sampler = self._with_generator(position.epoch)
         parts = (sampler, getattr(sampler, "sampler", None))  # a sampler may lie in torch's
@@ -215,7 +215,7 @@ class Plan:
             else:
                 source.set_state(position.generator)
             iterator = iter(sampler)
-            base = draw_base()
+            base = draw_base(False)
             if position.seed is None:
                 position.seed = base if self.seed is None else self.seed
             number += sum(map(self._count, islice(iterator, skipped)))

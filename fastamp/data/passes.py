@@ -291,11 +291,11 @@ class Making:
             dataset, collate_fn, single=self.single, pins=self.pins and not in_process
         )
 
-    def _source(self) -> torch.Generator:
-        """Return what the seed of workers is drawn from."""
+    def _source(self, *, apart: bool) -> torch.Generator:
+        """Return what the seed of workers is drawn from, or one apart: for a pass begun again."""
         own, position, generator = self.own, self.position, self.loader.generator
-        if position.seed is not None:  # as if this pass had not been begun once more
-            return torch.Generator().manual_seed(position.seed)
+        if apart:
+            return torch.Generator().manual_seed(position.seed or 0)
         if generator is None and own.seed is not None and own.share is None:
             return torch.Generator().manual_seed(own.seed + position.epoch)
         return torch.default_generator if generator is None else generator
@@ -303,8 +303,8 @@ class Making:
     def _jobs(self) -> Iterator[Any]:
         """Begin the order; note the seed of workers, which torch draws, too."""
 
-        def draw() -> int:
-            self.own.base_seed = draw_seed(self._source())
+        def draw(apart: bool) -> int:  # noqa: FBT001 - see Plan.begin
+            self.own.base_seed = draw_seed(self._source(apart=apart))
             return self.own.base_seed
 
         return self.plan.begin(self.position, draw)
@@ -313,7 +313,7 @@ class Making:
         loader, own, count = self.loader, self.own, self.loader.num_workers
         persists, known = loader.persistent_workers, own.pool
         if known is not None and known[0] == os.getpid():
-            jobs = self.plan.begin(self.position, lambda: own.base_seed)
+            jobs = self.plan.begin(self.position, lambda _: own.base_seed)
             pool = known[1]
         else:
             jobs, seed = self._jobs(), own.base_seed
@@ -333,17 +333,17 @@ class Making:
 
     def _in_processes(self) -> Iterator[Made | Failed]:
         """Return the batches of torch's iterator over a map-style dataset."""
-        loader, own, apart = self.loader, self.own, torch.Generator()
+        loader, own, same = self.loader, self.own, torch.Generator()
 
-        def draw() -> int:
-            source = self._source()
-            apart.set_state(source.get_state())  # torch's iterator draws the same seed
+        def draw(apart: bool) -> int:  # noqa: FBT001 - see Plan.begin
+            source = self._source(apart=apart)
+            same.set_state(source.get_state())  # torch's iterator draws the same seed
             own.base_seed = draw_seed(source)
             return own.base_seed
 
         if own.inner is not None:  # whose workers have their seeds
             inner, jobs = own.inner
-            jobs.begin(self.plan.begin(self.position, lambda: own.base_seed))
+            jobs.begin(self.plan.begin(self.position, lambda _: own.base_seed))
             return iter(inner)
         jobs = WorkerJobs(self.plan.begin(self.position, draw), is_placed=not is_replaced())
         how: dict[str, Any] = {"batch_size": None, "sampler": jobs}
@@ -351,11 +351,11 @@ class Making:
             how = {"batch_size": 1, "batch_sampler": jobs}
         if is_replaced():  # who replaces torch's `__next__` reads the dataset and the indices there
             own_way = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
-            inner = self._torchs(loader.dataset, apart, **how, **own_way)
+            inner = self._torchs(loader.dataset, same, **how, **own_way)
             return map(Made, iter(inner))
         items = WorkerItems(self._items(loader.dataset, in_process=True), loader.worker_init_fn)
         inner = self._torchs(
-            items, apart, **how, collate_fn=hand_on, worker_init_fn=items.init_worker
+            items, same, **how, collate_fn=hand_on, worker_init_fn=items.init_worker
         )
         if loader.persistent_workers:
             own.inner = inner, jobs
@@ -374,12 +374,13 @@ class Making:
     def _read_stream(self) -> Iterator[Made | Failed]:
         """Return the batches of torch's iterator over an iterable dataset."""
         loader, own, position = self.loader, self.own, self.position
-        count, apart, source = loader.num_workers, torch.Generator(), self._source()
+        count, same = loader.num_workers, torch.Generator()
+        source = self._source(apart=position.seed is not None)
         inner, stream = own.inner or (None, None)
         if inner is None:
-            apart.set_state(source.get_state())  # torch's iterator draws the same seed
+            same.set_state(source.get_state())  # torch's iterator draws the same seed
             own.base_seed = draw_seed(source)
-            inner, stream = self._open_stream(apart)
+            inner, stream = self._open_stream(same)
             own.inner = (inner, stream) if loader.persistent_workers else None
         if position.seed is None:
             position.seed = own.base_seed if own.seed is None else own.seed
