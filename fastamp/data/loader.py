@@ -254,7 +254,8 @@ class DataLoader(TorchDataLoader[T_co]):
                 source.set_state(position.generator)
             position.generator = None
         own.begin_at(position, self.sampler)
-        own.find_pass, own.inner, own.pool = no_pass, None, None  # workers have moved on
+        own.find_pass = no_pass
+        own.inner = own.pool = own.base_seed = None  # workers have moved on
 
     def stats(self) -> LoaderStats:
         """Return counts and times since the loader was made; `str` of them is the verdict."""

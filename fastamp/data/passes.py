@@ -163,8 +163,8 @@ class Options:
     """Returns the state of a stream that has one, in that pass."""
     stats: LoaderStats = field(default_factory=LoaderStats)
     memory: Memory | None = None
-    base_seed: int = 0
-    """Of the workers."""
+    base_seed: int | None = None
+    """Of the workers, once a pass has begun."""
     inner: Any = None
     """torch's loader whose workers persist, and what stands in the dataset's place."""
     pool: tuple[int, ThreadPoolExecutor] | None = None
@@ -300,30 +300,39 @@ class Making:
             return torch.Generator().manual_seed(own.seed + position.epoch)
         return torch.default_generator if generator is None else generator
 
-    def _jobs(self) -> Iterator[Any]:
-        """Begin the order; note the seed of workers, which torch draws, too."""
+    def _jobs(self, same: torch.Generator | None = None) -> Iterator[Any]:
+        """Begin the order, and draw the seed of workers as torch's iterators do.
+
+        `same` becomes the generator that torch's own iterator draws the same seed from.
+        """
+        loader, own = self.loader, self.own
+        persists = loader.persistent_workers and own.base_seed is not None
 
         def draw(apart: bool) -> int:  # noqa: FBT001 - see Plan.begin
-            self.own.base_seed = draw_seed(self._source(apart=apart))
-            return self.own.base_seed
+            if not persists or own.base_seed is None:  # workers that persist keep theirs
+                own.base_seed = self._draw_base(apart, same)
+            return own.base_seed
 
         return self.plan.begin(self.position, draw)
+
+    def _draw_base(self, apart: bool, same: torch.Generator | None) -> int:  # noqa: FBT001
+        source = self._source(apart=apart)
+        if same is not None:
+            same.set_state(source.get_state())
+        return draw_seed(source)
 
     def _in_threads(self) -> Iterator[Made | Failed]:
         loader, own, count = self.loader, self.own, self.loader.num_workers
         persists, known = loader.persistent_workers, own.pool
-        if known is not None and known[0] == os.getpid():
-            jobs = self.plan.begin(self.position, lambda _: own.base_seed)
-            pool = known[1]
-        else:
-            jobs, seed = self._jobs(), own.base_seed
+        jobs = self._jobs()
 
-            def begin(number: int) -> None:
-                dataset = own_copy(loader.dataset)
-                info = WorkerInfo(number, count, seed + number, dataset)
-                become_worker(info, self._items(dataset), loader.worker_init_fn)
+        def begin(number: int) -> None:
+            dataset = own_copy(loader.dataset)
+            info = WorkerInfo(number, count, (own.base_seed or 0) + number, dataset)
+            become_worker(info, self._items(dataset), loader.worker_init_fn)
 
-            pool = start_threads(count, begin)
+        is_here = known is not None and known[0] == os.getpid()
+        pool = known[1] if known is not None and is_here else start_threads(count, begin)
         own.pool = (os.getpid(), pool) if persists else None
         make = partial(make_in_worker, torch.is_grad_enabled())
         ahead = loader.prefetch_factor * count
@@ -334,18 +343,12 @@ class Making:
     def _in_processes(self) -> Iterator[Made | Failed]:
         """Return the batches of torch's iterator over a map-style dataset."""
         loader, own, same = self.loader, self.own, torch.Generator()
-
-        def draw(apart: bool) -> int:  # noqa: FBT001 - see Plan.begin
-            source = self._source(apart=apart)
-            same.set_state(source.get_state())  # torch's iterator draws the same seed
-            own.base_seed = draw_seed(source)
-            return own.base_seed
-
-        if own.inner is not None:  # whose workers have their seeds
+        placed = self._jobs(same)
+        if own.inner is not None:
             inner, jobs = own.inner
-            jobs.begin(self.plan.begin(self.position, lambda _: own.base_seed))
-            return iter(inner)
-        jobs = WorkerJobs(self.plan.begin(self.position, draw), is_placed=not is_replaced())
+            jobs.begin(placed)
+            return iter(inner)  # type: ignore[no-any-return]
+        jobs = WorkerJobs(placed, is_placed=not is_replaced())
         how: dict[str, Any] = {"batch_size": None, "sampler": jobs}
         if not self.single:
             how = {"batch_size": 1, "batch_sampler": jobs}
@@ -364,26 +367,28 @@ class Making:
     def _torchs(self, dataset: Any, generator: torch.Generator, **how: Any) -> Any:
         """Return torch's loader with the options of this one; its own thread pins the batches."""
         options = {name: getattr(self.loader, name) for name in _OPTIONS}
+        options["generator"] = None if generator is torch.default_generator else generator
         if not self.loader.num_workers:
             options["prefetch_factor"] = None
             options["pin_memory"] = self.loader.pin_memory
         else:
             options["pin_memory"] = self.memory.pinned
-        return TorchDataLoader(dataset, generator=generator, **options, **how)
+        return TorchDataLoader(dataset, **options, **how)
 
     def _read_stream(self) -> Iterator[Made | Failed]:
         """Return the batches of torch's iterator over an iterable dataset."""
         loader, own, position = self.loader, self.own, self.position
         count, same = loader.num_workers, torch.Generator()
-        source = self._source(apart=position.seed is not None)
         inner, stream = own.inner or (None, None)
+        if inner is None and isinstance(loader.dataset, IterDataPipe):
+            same = self._source(apart=position.seed is not None)  # torch seeds the pipes, too
+        elif inner is None:
+            own.base_seed = self._draw_base(position.seed is not None, same)
         if inner is None:
-            same.set_state(source.get_state())  # torch's iterator draws the same seed
-            own.base_seed = draw_seed(source)
             inner, stream = self._open_stream(same)
             own.inner = (inner, stream) if loader.persistent_workers else None
         if position.seed is None:
-            position.seed = own.base_seed if own.seed is None else own.seed
+            position.seed = (own.base_seed or 0) if own.seed is None else own.seed
         inner._IterableDataset_len_called = loader._IterableDataset_len_called
         if stream is None:
             return map(Made, iter(inner))
