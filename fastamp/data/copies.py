@@ -163,6 +163,9 @@ class Copied(Iterator[Any]):
         made = next(self._batches)
         return made if type(made) is Failed else attempt(self._copy, made)  # type: ignore[arg-type]
 
+    def __del__(self) -> None:
+        self._copies.settle()
+
     def _copy(self, batch: Any, *times: float) -> Made:
         with self._on_device:
             begun = self._copies.start(batch)
@@ -356,12 +359,14 @@ class PrefetchPass(Iterator[T], Generic[T]):
     def close(self) -> None:
         """End the pass and its thread; what was taken ahead is dropped."""
         self._ended, self._ahead, pool = True, None, self._pool
-        if pool is None or self._owner_pid != os.getpid() or sys.is_finalizing():
+        if self._owner_pid != os.getpid() or sys.is_finalizing():
             return
-        with suppress(RuntimeError):  # at the end of the interpreter, or in the thread itself
-            if hasattr(self._iterator, "close"):  # a generator ends in the thread that ran it
-                pool.submit(self._iterator.close)
-            pool.shutdown()
+        with suppress(RuntimeError):  # in the thread itself
+            if pool is not None and hasattr(self._iterator, "close"):
+                pool.submit(self._iterator.close)  # a generator ends in the thread that ran it
+            if pool is not None:
+                pool.shutdown()
+        self._copies.settle()
 
     def __del__(self) -> None:
         if hasattr(self, "_grad"):

@@ -169,10 +169,14 @@ class DataLoader(TorchDataLoader[T_co]):
         return begin_pass(self, device, thread=thread)
 
     def __len__(self) -> int:
+        return self._count_batches(0)
+
+    def _count_batches(self, consumed: int) -> int:
+        """Return the batches of an epoch, on this rank, after so many samples of all ranks."""
         share = self._fastamp.share
         if share is None:
             return super().__len__()
-        count = share.count(len(self.dataset), 0, drop_last=self.drop_last)  # type: ignore[arg-type]
+        count = share.count(len(self.dataset), consumed, drop_last=self.drop_last)  # type: ignore[arg-type]
         size = self.batch_size or 1
         return count // size if self.drop_last else -(-count // size)
 

@@ -110,8 +110,8 @@ def test_batches_are_gathered_as_torch_loads_them(backend, saved):
     ]
     for table in tables:
         order = torch.randperm(len(table), generator=generator(0))[:200].tolist()
-        assert_loads_as_torch(table, "gathered by", shuffle=False, sampler=order)
-    assert_loads_as_torch(part.with_format("torch"), "gathered by", num_workers=1)
+        assert_loads_as_torch(table, "gathered", shuffle=False, sampler=order)
+    assert_loads_as_torch(part.with_format("torch"), "gathered", num_workers=1)
 
 
 OTHERS = {
@@ -179,7 +179,7 @@ def test_a_changed_format_is_noticed(backend):
     table = datasets.Dataset.from_dict({"x": np.arange(50), "y": np.arange(50) / 3})
     for kind in ("torch", None, "torch"):
         table.set_format(kind)
-        assert_loads_as_torch(table, "gathered by")
+        assert_loads_as_torch(table, "gathered")
     table.set_transform(lambda batch: batch)
     assert_loads_as_torch(table, "item by item: ")
 
@@ -208,7 +208,7 @@ def test_a_stopped_pass_resumes_to_the_bit(backend, saved):
 
 def test_an_index_beyond_the_table_is_an_error(backend):
     table = datasets.Dataset.from_dict({"x": np.arange(5)}).with_format("torch")
-    assert_loads_as_torch(table, "gathered by", shuffle=False, sampler=[4, -5, 0])
+    assert_loads_as_torch(table, "gathered", shuffle=False, sampler=[4, -5, 0])
     for loader in loaders(table, shuffle=False, sampler=[0, 5]):
         with pytest.raises(IndexError, match="out of bounds"):
             list(loader)
