@@ -17,6 +17,7 @@ from torch import Tensor
 from fastamp._ops import apart_from_captures, untraced
 from fastamp.data.items import Failed, Made, Parts, attempt
 from fastamp.data.position import find_save
+from fastamp.data.runners import in_box
 from fastamp.data.structure import map_tensors
 
 T = TypeVar("T")
@@ -101,7 +102,7 @@ class CudaCopies:
     def start(self, batch: Any) -> tuple[Any, _Copied]:
         """Start the copy of a batch, and return it as it will be."""
         done, taken = (torch.cuda.Event(blocking=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        if len(self._taken) >= _LATE:
+        if len(self._taken) > _LATE + 1:  # one may be ahead
             self._taken.popleft().synchronize()
         copied = _Copied(done, [], [], taken)
         current = torch.cuda.current_stream(self._device)
@@ -305,7 +306,7 @@ class PrefetchPass(Iterator[T], Generic[T]):
         self._pool = ThreadPoolExecutor(1, "fastamp") if thread else None
         self._grad = torch.is_grad_enabled()
         if self._pool is not None:
-            self._future = self._pool.submit(self._taker())
+            self._future = self._pool.submit(in_box, self._taker())
 
     @untraced
     def __next__(self) -> T:
@@ -325,7 +326,7 @@ class PrefetchPass(Iterator[T], Generic[T]):
     def _take_next(self) -> _Taken:
         """Return the next batch, and begin the one after it."""
         if self._pool is not None:
-            taken = self._future.result()
+            taken = self._future.result().pop()
         else:
             taken, self._ahead = self._ahead or self._taker()(), None
         self._state = taken.state
@@ -333,7 +334,7 @@ class PrefetchPass(Iterator[T], Generic[T]):
         if self._ended:
             self.close()
         elif self._pool is not None:
-            self._future = self._pool.submit(self._taker())
+            self._future = self._pool.submit(in_box, self._taker())
         elif self._is_ahead:
             try:
                 self._ahead = self._taker()()

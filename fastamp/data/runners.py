@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import Dataset
@@ -21,6 +21,8 @@ from torch.utils.data import get_worker_info as torch_worker_info
 
 from fastamp.data.items import Failed, Items, Made, Make, Stream, attempt
 from fastamp.data.sample_rng import Order, Placed, current, generators_kept
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,11 @@ def in_threads(
 ) -> Iterator[Made | Failed]:
     """Let a pool make batches, in order, so many ahead of the loop; it ends with the pass."""
     owner_pid = os.getpid()
-    under_way: deque[Future[Made | Failed]] = deque()
+    under_way: deque[Future[list[Made | Failed]]] = deque()
     try:
         while True:
             for placed in islice(jobs, ahead + 1 - len(under_way)):
-                under_way.append(pool.submit(attempt, make, placed))
+                under_way.append(pool.submit(in_box, attempt, make, placed))
             if not under_way:
                 return
             if owner_pid != os.getpid():
@@ -100,14 +102,23 @@ def in_threads(
             except TimeoutError:
                 msg = f"DataLoader timed out after {timeout_s} seconds"  # as torch's
                 raise RuntimeError(msg) from None
-            if _is_end(under_way[0].result()):
+            if _is_end(under_way[0].result()[0]):
                 return
-            yield under_way.popleft().result()
+            yield under_way.popleft().result().pop()
     finally:
         for future in under_way:
             future.cancel()
         if not persists and owner_pid == os.getpid():
             pool.shutdown()
+
+
+def in_box(function: Callable[..., T], *arguments: Any) -> list[T]:
+    """Return what a function does in a list, which whoever takes it empties.
+
+    The traceback of an error leads to the pool's frame, which holds the future: a cycle, if the
+    future held the error, and the pass would live until the next garbage collection.
+    """
+    return [function(*arguments)]
 
 
 def _is_end(made: Made | Failed) -> bool:

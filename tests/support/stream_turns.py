@@ -65,6 +65,9 @@ class Thread:
         self.model.hand_on(self)
 
     def join(self, timeout: float | None = None) -> None:
+        if self is self.model.current:
+            msg = "cannot join current thread"
+            raise RuntimeError(msg)
         self.model.switch(lambda: not self.alive)
         join(self.model.current.clock, self.clock)
 
