@@ -55,13 +55,13 @@ def _as_column(array: Any) -> Tensor | None:
     dtype = plain_dtype(array, on_host=False) if type(array) in _KINDS else None
     if dtype is None or array.ndim == 0:
         return None
+    if isinstance(array, Tensor):
+        return array
     try:
-        made = as_tensor(array)
-        like = array[:1] if isinstance(array, Tensor) else np.ones((1, *array.shape[1:]), array.dtype)
-        fits = isinstance(array, Tensor) or default_collate([like[0]]).dtype == dtype
+        like = default_collate([np.ones((1, *array.shape[1:]), array.dtype)[0]])
+        return as_tensor(array) if like.dtype == dtype else None
     except (TypeError, ValueError):  # negative strides; a dtype that default_collate refuses
         return None
-    return made if fits else None
 
 
 class _Memory:

@@ -142,14 +142,12 @@ def check_images(augmentations: tuple[Augmentation, ...], array: Any) -> None:
     for i, each in enumerate(augmentations):
         try:
             size = each.size_of(*size)
-        except ValueError as error:
+        except ValueError as error:  # noqa: PERF203
             msg = f"augment[{i}].{error}"
             raise ValueError(msg) from None
 
 
-def augment_images(
-    augmentations: tuple[Augmentation, ...], images: Tensor, keys: Tensor
-) -> Tensor:
+def augment_images(augmentations: tuple[Augmentation, ...], images: Tensor, keys: Tensor) -> Tensor:
     """Return augmented images; the int64 keys, on the CPU, seed the draws of each."""
     count, *lead, height, width = images.shape
     found = images.view(_NUMBERS[images.itemsize]).reshape(count, prod(lead), height, width)

@@ -144,7 +144,8 @@ def test_a_sample_is_augmented_alike_whoever_makes_it(wrap):
 @pytest.mark.parametrize("options", [{}, {"collate_fn": collate}], ids=["gathered", "items"])
 def test_a_stopped_pass_goes_on_to_the_bit(stop, options):
     loader, again, resumed = (
-        fastamp.DataLoader(make_dataset(), 8, shuffle=True, seed=5, **how) for how in ({}, {}, options)
+        fastamp.DataLoader(make_dataset(), 8, shuffle=True, seed=5, **how)
+        for how in ({}, {}, options)
     )
     expected, batches = [*loader, *loader], iter(again)
     for batch in expected[:stop]:
@@ -186,7 +187,9 @@ def test_the_first_array_of_a_dict_is_augmented():
     arrays = {"image": images, "others": [label, {"raw": images.numpy()}]}
     keys = torch.arange(50)
     image, expected = gather(make_dataset().columns(), range(50), keys)
-    found = gather(fastamp.ArrayDataset(arrays, augment=make_dataset()._augment).columns(), range(50), keys)
+    found = gather(
+        fastamp.ArrayDataset(arrays, augment=make_dataset()._augment).columns(), range(50), keys
+    )
     assert_same([found["image"], found["others"][0]], [image, expected])
     assert_same(found["others"][1]["raw"], images[:50])
 

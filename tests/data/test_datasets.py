@@ -75,7 +75,9 @@ def test_gathered_rows_are_default_collates(dtype, shape):
     array, rows = make_array(dtype, 9, *shape), [4, 0, 4, 8]
     nested = {"a": (array, [array])}
     for tree in (array, (array,), nested):
-        dataset = tree if tree is array else fastamp.ArrayDataset(*([tree] if tree is nested else tree))
+        dataset = (
+            tree if tree is array else fastamp.ArrayDataset(*([tree] if tree is nested else tree))
+        )
         columns = columns_of(array) if tree is array else dataset.columns()
         assert_same(gather(columns, rows), default_collate([dataset[row] for row in rows]))
 
@@ -105,7 +107,17 @@ class Tagged(torch.Tensor):
         np.ma.ones(3),
         np.ones(3)[::-1],
     ],
-    ids=["grad", "sparse", "meta", "subclass", "conjugate", "texts", "byte order", "masked", "back"],
+    ids=[
+        "grad",
+        "sparse",
+        "meta",
+        "subclass",
+        "conjugate",
+        "texts",
+        "byte order",
+        "masked",
+        "back",
+    ],
 )
 def test_what_is_no_plain_array_is_read_item_by_item(array):
     why = "the ArrayDataset holds more than plain arrays in one place"

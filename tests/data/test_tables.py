@@ -167,7 +167,9 @@ def test_transforms_devices_and_sizes_are_left_to_the_dataset():
     assert len(columns_of_table(table.with_format("torch"), 120).arrays) == 2
 
 
-@pytest.mark.parametrize("wrap", [lambda table: table, lambda table: Subset(table, [5, 2299, 0, 5])])
+@pytest.mark.parametrize(
+    "wrap", [lambda table: table, lambda table: Subset(table, [5, 2299, 0, 5])]
+)
 def test_batches_are_gathered_as_torch_loads_them(wrap, saved):
     table = wrap(saved[0].shuffle(seed=3).with_format("torch"))
     ours, torchs = (

@@ -80,7 +80,9 @@ def test_the_windows_of_a_mapped_file_are_gathered_out_of_it(tmp_path):
     assert torch.cat([x, y[:, -1:]], 1).tolist() == np.stack(expected).tolist()
     storage = columns.arrays[0].untyped_storage()
     assert storage.nbytes() == tokens.nbytes
-    assert [array.untyped_storage().data_ptr() for array in columns.arrays] == [storage.data_ptr()] * 2
+    assert [array.untyped_storage().data_ptr() for array in columns.arrays] == [
+        storage.data_ptr()
+    ] * 2
 
 
 def test_the_header_of_every_raw_file_is_skipped(tmp_path):
@@ -133,9 +135,17 @@ def test_windows_at_random_offsets_are_those_of_their_places(lengths, tmp_path):
 
 @pytest.mark.parametrize("seed", [None, 4])
 def test_random_offsets_resume_anywhere_and_on_another_path(seed):
-    dataset, rng = fastamp.TokenDataset(make_array("u4", 999), 8, random_offsets=True), random.Random(0)
+    dataset, rng = (
+        fastamp.TokenDataset(make_array("u4", 999), 8, random_offsets=True),
+        random.Random(0),
+    )
     python = {"collate_fn": same_collate}
-    ways = ({}, python, {"num_workers": 3, "worker": "thread", **python}, {"num_workers": 1, **python})
+    ways = (
+        {},
+        python,
+        {"num_workers": 3, "worker": "thread", **python},
+        {"num_workers": 1, **python},
+    )
     for before, after in (ways[:2], ways[1:3], ways[2::-2], ways[::3]):
         loader = fastamp.DataLoader(dataset, 5, seed=seed, **before)
         iterator = iter(loader)
