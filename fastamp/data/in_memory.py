@@ -136,7 +136,7 @@ def in_memory(
 def _is_gathered(dataset: Any) -> bool:
     while type(dataset) is Subset:
         dataset = dataset.dataset
-    return type(dataset) in _GATHERED and not getattr(dataset, "_augment", ())
+    return type(dataset) in _GATHERED and not getattr(dataset, "augment", ())
 
 
 def _make(

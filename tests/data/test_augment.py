@@ -188,7 +188,7 @@ def test_the_first_array_of_a_dict_is_augmented():
     keys = torch.arange(50)
     image, expected = gather(make_dataset().columns(), range(50), keys)
     found = gather(
-        fastamp.ArrayDataset(arrays, augment=make_dataset()._augment).columns(), range(50), keys
+        fastamp.ArrayDataset(arrays, augment=make_dataset().augment).columns(), range(50), keys
     )
     assert_same([found["image"], found["others"][0]], [image, expected])
     assert_same(found["others"][1]["raw"], images[:50])

@@ -96,8 +96,8 @@ def apply(diff: str, program: str) -> str:
 def read_programs(page: str) -> list[str]:
     """Return the programs of a page, in its lines.
 
-    Each `py` block, the reader's own code, is one, and what the `diff` that follows at once makes of
-    it another one. All `python` blocks are one.
+    Each `py` block, the reader's own code, is one, and what the `diff` that follows at once makes
+    of it another one. All `python` blocks are one.
     """
     programs, joined, before = [], "", ""
     for block in read_blocks(page):
