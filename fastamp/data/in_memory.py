@@ -418,16 +418,13 @@ def _map(
             raise ValueError(msg)
     columns = []
     for place, (shape, dtype) in enumerate(layout.rows):
-        file, like = folder / f"{place}.npy", _stored((record["length"], *shape), dtype)
+        file = folder / f"{place}.npy"
         try:
-            array = np.load(file, mmap_mode="c")
-        except (OSError, ValueError, EOFError) as error:
+            column = torch.from_numpy(np.load(file, mmap_mode="c"))
+            columns.append(column.view(dtype).view(record["length"], *shape))
+        except (OSError, ValueError, EOFError, RuntimeError) as error:
             msg = f"{file}: cannot be mapped: {error}; {_HINT}"
             raise ValueError(msg) from error
-        if (array.shape, array.dtype) != like:
-            msg = f"{file}: is {array.dtype} of shape {array.shape}, expected {like}; {_HINT}"
-            raise ValueError(msg)
-        columns.append(torch.from_numpy(array).view(dtype).view(record["length"], *shape))
     for row, item in probed.items():
         if not _same_bits(item, [column[row : row + 1] for column in columns]):
             msg = f"{folder}: is of another dataset: its row {row} is not dataset[{row}]; {_HINT}"

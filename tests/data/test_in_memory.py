@@ -455,7 +455,7 @@ DAMAGES = {
     "no file": ("1.npy: cannot be mapped", lambda f: (f / "1.npy").unlink()),
     "short file": ("1.npy: cannot be mapped", lambda f: (f / "1.npy").write_bytes(b"\x93NUMPY")),
     "cut file": ("0.npy: cannot be mapped", lambda f: os.truncate(f / "0.npy", 500)),
-    "other array": ("0.npy: is int64 of shape", lambda f: np.save(f / "0.npy", np.arange(3))),
+    "other array": ("0.npy: cannot be mapped", lambda f: np.save(f / "0.npy", np.arange(3))),
     "other bits": (f"its row {LENGTH - 1} is not", lambda f: flip(f / "1.npy", -8)),
     "a file": ("layout.json: expected", lambda f: (shutil.rmtree(f), f.write_text("mine"))),
 }
