@@ -128,7 +128,9 @@ def check_images(augmentations: tuple[Augmentation, ...], array: Any) -> None:
         msg = f"augment: expected images of shape (N, channels, height, width), got {shape}: "
         msg += "pass images.permute(0, 3, 1, 2).contiguous(), or with NumPy "
         raise ValueError(msg + "np.ascontiguousarray(images.transpose(0, 3, 1, 2))")
-    augment_images(augmentations, torch.empty(0, *shape[1:], device="cpu"), torch.arange(0, device="cpu"))
+    augment_images(
+        augmentations, torch.empty(0, *shape[1:], device="cpu"), torch.arange(0, device="cpu")
+    )
 
 
 def augment_images(augmentations: tuple[Augmentation, ...], images: Tensor, keys: Tensor) -> Tensor:
