@@ -256,17 +256,6 @@ def test_it_is_a_dataset_like_any_other(folder):
     assert_same(next(iter(DataLoader(dataset, 4, num_workers=1))), batch)
 
 
-def test_threads_call_what_a_subclass_makes_of_an_image(folder):
-    class Halved(fastamp.ImageFolder):
-        def __getitem__(self, index):
-            image, label = super().__getitem__(index)
-            return image // 2, label + 10
-
-    dataset = Halved(folder, (40, 48))
-    loader = fastamp.DataLoader(dataset, 6, num_workers=2, worker="thread")
-    assert_same([*loader], [*fastamp.DataLoader(dataset, 6)])
-
-
 def test_what_is_damaged_is_an_error_that_names_the_file(tmp_path, decoder):
     whole, png = encode(photo(60, 40)), encode(photo(60, 40), "PNG")
     write(tmp_path, {
