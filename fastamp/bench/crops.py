@@ -1,6 +1,6 @@
 """Random crops and flips of small images with torch's operators: one by one, and in batches.
 
-fastamp's gather is raced against them; `check_augmented` checks the images of all.
+fastamp's loader is raced against them; `check_augmented` checks the images of all.
 """
 
 from collections.abc import Iterator

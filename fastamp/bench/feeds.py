@@ -36,7 +36,7 @@ class Data(NamedTuple):
         data, found = self.dataset, None
         if type(data) is TensorDataset:
             found = dict(enumerate(data.tensors))
-        elif type(data) is fastamp.ArrayDataset and not any(data.images()):
+        elif type(data) is fastamp.ArrayDataset and not data.augment:
             found = data.arrays if isinstance(data.arrays, dict) else dict(enumerate(data.arrays))
         is_plain = found and all(isinstance(part, Tensor) for part in found.values())
         return found if is_plain and self.collate_fn is None else None

@@ -1,7 +1,8 @@
 """Arrays whose rows become the rows of batches: what a loader gathers instead of reading items."""
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from operator import itemgetter
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
 _KINDS = (Tensor, np.ndarray, np.memmap)
@@ -45,9 +46,19 @@ def columns_of(tree: Any) -> Columns | str:
         return Columns(arrays, dtypes, itemgetter(0))
     if type(tree) is tuple and all(type(part) in _KINDS for part in tree):
         return Columns(arrays, dtypes, list)
-    # Tuples become lists, as in default_collate.
-    _, spec = tree_flatten(default_collate([tree_map(lambda _: 0, tree)]))
-    return Columns(arrays, dtypes, lambda parts: tree_unflatten(parts, spec))
+    return Columns(arrays, dtypes, lambda parts: _build(tree, iter(parts)))
+
+
+def _build(tree: Any, parts: Iterator[Tensor]) -> Any:
+    """Return tensors in the containers of arrays, as default_collate does: a tuple is a list."""
+    if isinstance(tree, dict):
+        made = copy.copy(tree)
+        made.update((name, _build(part, parts)) for name, part in tree.items())
+        return made
+    if not isinstance(tree, list | tuple):
+        return next(parts)
+    contents = [_build(part, parts) for part in tree]
+    return type(tree)(*contents) if hasattr(tree, "_fields") else contents
 
 
 def _as_column(array: Any) -> Tensor | None:
@@ -55,13 +66,13 @@ def _as_column(array: Any) -> Tensor | None:
     dtype = plain_dtype(array, on_host=False) if type(array) in _KINDS else None
     if dtype is None or array.ndim == 0:
         return None
+    if isinstance(array, Tensor):
+        return array
     try:
-        made = as_tensor(array)
-        like = array[:1] if isinstance(array, Tensor) else np.ones((1, *array.shape[1:]), array.dtype)
-        fits = isinstance(array, Tensor) or default_collate([like[0]]).dtype == dtype
+        like = default_collate([np.ones((1, *array.shape[1:]), array.dtype)[0]])
+        return as_tensor(array) if like.dtype == dtype else None
     except (TypeError, ValueError):  # negative strides; a dtype that default_collate refuses
         return None
-    return made if fits else None
 
 
 class _Memory:

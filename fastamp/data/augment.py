@@ -15,7 +15,6 @@ from fastamp.data.checks import as_integer, as_size
 from fastamp.data.sample_rng import mix_all
 
 _CHANNELS = (1, 3, 4)
-_END = 2**31  # sizes are below it, so that a draw of 32 bits times a size fits into 63
 _NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """By their bytes: pixels are moved, whatever they are, and 0 has the same bits in all dtypes."""
 Size: TypeAlias = int | Sequence[int]
@@ -49,20 +48,15 @@ class RandomCrop:
         if self.size is not None:
             object.__setattr__(self, "size", as_size(self.size))
 
-    def size_of(self, height: int, width: int) -> tuple[int, int]:
-        """Return the size of the crops from images of this size, or raise a ValueError."""
-        size: Any = (height, width) if self.size is None else self.size
-        padded = height + 2 * self.padding, width + 2 * self.padding
-        if size[0] > padded[0] or size[1] > padded[1] or max(padded) >= _END:
-            msg = f"size: {size} does not fit into the padded images, {padded}"
-            raise ValueError(msg)
-        return size[0], size[1]
-
     def apply(self, images: Tensor, y: Tensor, x: Tensor) -> Tensor:
         """Crop images of (batch, planes, height, width) at the places that 32 bits each draw."""
-        height, width = self.size_of(*images.shape[2:])
         padded = pad(images, [self.padding] * 4).contiguous()
         count, planes, rows, columns = padded.shape
+        size: Any = images.shape[2:] if self.size is None else self.size
+        height, width = size
+        if height > rows or width > columns:
+            msg = f"size: {size} does not fit into the padded images, {(rows, columns)}"
+            raise ValueError(msg)
         y, x = y * (rows - height + 1) >> 32, x * (columns - width + 1) >> 32
         # Each crop is a window that begins at some pixel of the batch: one row of these.
         span = ((planes - 1) * rows + height - 1) * columns + width
@@ -93,10 +87,6 @@ class RandomHorizontalFlip:
         if not isinstance(p, Real) or not 0 <= float(p) <= 1:
             msg = f"p: expected a number from 0 to 1, got {p!r}"
             raise ValueError(msg)
-
-    def size_of(self, height: int, width: int) -> tuple[int, int]:
-        """Return the size, which a flip keeps."""
-        return height, width
 
     def apply(self, images: Tensor, y: Tensor, x: Tensor) -> Tensor:
         """Flip those images of (batch, planes, height, width) that the 32 bits `y` draw."""
@@ -138,22 +128,20 @@ def check_images(augmentations: tuple[Augmentation, ...], array: Any) -> None:
         msg = f"augment: expected images of shape (N, channels, height, width), got {shape}: "
         msg += "pass images.permute(0, 3, 1, 2).contiguous(), or with NumPy "
         raise ValueError(msg + "np.ascontiguousarray(images.transpose(0, 3, 1, 2))")
-    size = shape[-2:]
-    for i, each in enumerate(augmentations):
-        try:
-            size = each.size_of(*size)
-        except ValueError as error:
-            msg = f"augment[{i}].{error}"
-            raise ValueError(msg) from None
+    augment_images(
+        augmentations, torch.empty(0, *shape[1:], device="cpu"), torch.arange(0, device="cpu")
+    )
 
 
-def augment_images(
-    augmentations: tuple[Augmentation, ...], images: Tensor, keys: Tensor
-) -> Tensor:
+def augment_images(augmentations: tuple[Augmentation, ...], images: Tensor, keys: Tensor) -> Tensor:
     """Return augmented images; the int64 keys, on the CPU, seed the draws of each."""
     count, *lead, height, width = images.shape
     found = images.view(_NUMBERS[images.itemsize]).reshape(count, prod(lead), height, width)
     for i, each in enumerate(augmentations):
         y, x = ((mix_all(keys + 2 * i + n) >> 32) & 0xFFFFFFFF for n in (1, 2))
-        found = each.apply(found, y, x)
+        try:
+            found = each.apply(found, y, x)
+        except ValueError as error:
+            msg = f"augment[{i}].{error}"
+            raise ValueError(msg) from None
     return found.view(images.dtype).reshape(count, *lead, *found.shape[2:])

@@ -38,6 +38,7 @@ class ArrayDataset(Dataset[Any]):
 
     Attributes:
         arrays: what was passed, a tuple or a dict; it may be replaced between two passes.
+        augment: the augmentations, a tuple.
 
     The random draws depend on the loader's `seed`, the epoch and the sample's place in it, as in
     `fastamp.sample_rng`: not on the batch, the workers or the ranks.
@@ -60,9 +61,9 @@ class ArrayDataset(Dataset[Any]):
         if type(one) in (tuple, list):
             self.arrays = tuple(one)  # type: ignore[arg-type]
         count_rows(self.arrays, "arrays")
-        self._augment = check_augmentations(augment)
-        if self._augment:
-            check_images(self._augment, self._parts()[0][1])
+        self.augment = check_augmentations(augment)
+        if self.augment:
+            check_images(self.augment, self._parts()[0][1])
 
     def __len__(self) -> int:
         return len(tree_leaves(self.arrays)[0])
@@ -72,7 +73,7 @@ class ArrayDataset(Dataset[Any]):
             name: part[index] if _has_rows(part) else tree_map(lambda array: array[index], part)
             for name, part in self._parts()
         }
-        if self._augment:
+        if self.augment:
             operator.index(index)  # which refuses slices
             name, row = next(iter(sample.items()))
             sample[name] = self._augment_row(row)
@@ -84,8 +85,8 @@ class ArrayDataset(Dataset[Any]):
         found = columns_of(self.arrays)
         if isinstance(found, str):
             return "the ArrayDataset holds more than plain arrays in one place"
-        if self._augment:
-            check_images(self._augment, found.arrays[0])
+        if self.augment:
+            check_images(self.augment, found.arrays[0])
             found.then = self._augment_batch
         return found
 
@@ -95,13 +96,13 @@ class ArrayDataset(Dataset[Any]):
         return [*(self.arrays.items() if in_dict else enumerate(self.arrays))]
 
     def _augment_batch(self, parts: list[Tensor], keys: Tensor) -> list[Tensor]:
-        return [augment_images(self._augment, parts[0], keys), *parts[1:]]
+        return [augment_images(self.augment, parts[0], keys), *parts[1:]]
 
     def _augment_row(self, row: Any) -> Any:
         key = np.array([sample_rng().take_key()], np.uint64).view(np.int64)
         is_array = isinstance(row, np.ndarray)
         image = torch.from_numpy(np.array(row)) if is_array else row
-        (made,) = augment_images(self._augment, image[None], torch.from_numpy(key))
+        (made,) = augment_images(self.augment, image[None], torch.from_numpy(key))
         return made.numpy() if is_array else made
 
 

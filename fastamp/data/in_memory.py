@@ -12,6 +12,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from math import prod
 from pathlib import Path
 from textwrap import shorten
@@ -26,13 +27,15 @@ from torch.utils._pytree import (
     keystr,
     tree_flatten,
     tree_flatten_with_path,
+    tree_map,
     tree_unflatten,
 )
+from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from fastamp._files import create, sync
 from fastamp._progress import progress
-from fastamp.data.arrays import plain_dtype, torch_dtype
+from fastamp.data.arrays import as_tensor, plain_dtype, torch_dtype
 from fastamp.data.checks import as_integer, check_worker
 from fastamp.data.datasets import ArrayDataset, by_name
 from fastamp.data.items import find_together, note_index
@@ -43,6 +46,7 @@ from fastamp.data.tokens import TokenDataset
 _GATHERED = (Tensor, np.ndarray, np.memmap, TensorDataset, TokenDataset, ArrayDataset)
 _CHUNK_ROWS, _CHUNK_NBYTES = 1024, 1 << 20  # few: a worker hands chunks on in /dev/shm
 _PROBED, _PROBES = 8, 4  # items that are read again, and how often
+_Workers: TypeAlias = tuple[int, str | None]  # number and kind
 _HINT = "remove the folder, or give another path"
 
 
@@ -126,13 +130,13 @@ def in_memory(
         msg = "dataset: expected at least one item, got an empty dataset"
         raise ValueError(msg)
     with generators_kept():
-        return _make(dataset, folder, max_bytes, key, {"num_workers": num_workers, "worker": worker})
+        return _make(dataset, folder, max_bytes, key, (num_workers, worker))
 
 
 def _is_gathered(dataset: Any) -> bool:
     while type(dataset) is Subset:
         dataset = dataset.dataset
-    return type(dataset) in _GATHERED and not getattr(dataset, "_augment", ())
+    return type(dataset) in _GATHERED and not getattr(dataset, "augment", ())
 
 
 def _make(
@@ -140,7 +144,7 @@ def _make(
     folder: Path | None,
     max_bytes: int | None,
     key: str | None,
-    workers: dict[str, Any],
+    workers: _Workers,
 ) -> Any:
     length = len(dataset)
     layout = _read_layout(_read_items(dataset, [0])[0])
@@ -179,7 +183,7 @@ class _Layout(NamedTuple):
     def row_nbytes(self) -> int:
         return sum(prod(shape) * dtype.itemsize for shape, dtype in self.rows)
 
-    def collate(self, rows: Sequence[int], items: Sequence[Any]) -> list[Tensor]:
+    def collate(self, rows: Sequence[int], items: list[Any]) -> list[Tensor]:
         """Return the items as rows of each column, or raise a TypeError that names an item."""
         expected, found = [*self.kinds.values()], []
         for row, item in zip(rows, items, strict=True):
@@ -187,7 +191,7 @@ class _Layout(NamedTuple):
             if [*map(_find_kind, leaves)] != expected or spec != self.spec:
                 raise self._error(row, item)
             found.append(leaves)
-        columns = [default_collate(leaves) for leaves in zip(*found, strict=True)]
+        columns = [_collate(leaves) for leaves in zip(*found, strict=True)]
         for name, column in zip(self.kinds, columns, strict=True):
             if plain_dtype(column) is None:  # some leaf requires grad, is sparse, ...
                 msg = f"dataset[{rows[0]}] to dataset[{rows[-1]}]: {name} is not always plain"
@@ -208,6 +212,13 @@ class _Layout(NamedTuple):
         if isinstance(tree, Tensor):
             return tree
         return ArrayDataset(*tree) if type(tree) in (tuple, list) else ArrayDataset(tree)
+
+
+def _collate(leaves: Sequence[Any]) -> Tensor:
+    """Return leaves of one place as default_collate does, read-only arrays without a warning."""
+    is_array = isinstance(leaves[0], np.ndarray)
+    column: Tensor = default_collate([*map(as_tensor, leaves)] if is_array else [*leaves])
+    return column
 
 
 def _find_kind(leaf: Any) -> _Kind:
@@ -243,11 +254,13 @@ def _read_layout(first: Any) -> _Layout:
             msg += f"a number, got {got}"
             raise TypeError(msg)
     kinds, (leaves, spec) = _find_kinds(first), tree_flatten(first)
-    columns = [default_collate([leaf]) for leaf in leaves]
+    columns = [_collate([leaf]) for leaf in leaves]
     layout = _Layout(spec, kinds, [(tuple(column.shape[1:]), column.dtype) for column in columns])
     made = layout.assemble(columns) if kinds else None
-    batch = made.columns().build(columns) if isinstance(made, ArrayDataset) else made
-    if made is None or tree_flatten(batch)[1] != tree_flatten(default_collate([first]))[1]:
+    built: Any = made.columns() if isinstance(made, ArrayDataset) else None
+    found = tree_flatten(built.build(columns) if built else made)[1]
+    expected = tree_flatten(default_collate([tree_map(lambda _: 0, first)]))[1] if kinds else None
+    if found != expected:
         got = type(first).__name__ + (f" with the leaves {', '.join(kinds)}" if kinds else "")
         msg = f"dataset[0]: expected numbers in dicts, lists and tuples, or a bare one, got {got}"
         raise TypeError(msg)
@@ -277,7 +290,8 @@ def _free_memory() -> int:
 
 def _probe(dataset: Any, layout: _Layout) -> dict[int, list[Tensor]]:
     """Return some items, or raise a ValueError if one is random: each read has its own seed."""
-    last, probed = len(dataset) - 1, {}
+    last = len(dataset) - 1
+    probed: dict[int, list[Tensor]] = {}
     rows = sorted({0, min(1, last), *(last * part // (_PROBED - 2) for part in range(_PROBED - 1))})
     for seed, row in enumerate(rows * _PROBES):
         random.seed(seed)
@@ -303,7 +317,7 @@ def _as_bytes(rows: Tensor) -> Tensor:
     return rows.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
-def _read_items(dataset: Any, rows: Sequence[int]) -> Sequence[Any]:
+def _read_items(dataset: Any, rows: Sequence[int]) -> list[Any]:
     """Return items, read as torch's loader reads them; an error says which item has raised it."""
     together = find_together(dataset)
     if together is not None:
@@ -329,13 +343,14 @@ class _Chunks(Dataset[Any]):
 
 
 def _read(
-    dataset: Any, layout: _Layout, probed: dict[int, list[Tensor]], workers: dict[str, Any]
+    dataset: Any, layout: _Layout, probed: dict[int, list[Tensor]], workers: _Workers
 ) -> Iterator[tuple[range, list[Tensor]]]:
     """Yield all items in chunks, with a progress bar; compare those that were probed."""
-    length = len(dataset)
+    length, (num_workers, worker) = len(dataset), workers
     size = max(1, min(_CHUNK_ROWS, _CHUNK_NBYTES // max(1, layout.row_nbytes)))
     ranges = [range(begin, min(begin + size, length)) for begin in range(0, length, size)]
-    chunks: Any = DataLoader(_Chunks(dataset, layout), None, sampler=ranges, **workers)
+    kind: Any = partial(DataLoader, worker="thread") if worker == "thread" else TorchDataLoader
+    chunks = kind(_Chunks(dataset, layout), None, sampler=ranges, num_workers=num_workers)
     with progress(length) as tick:
         for rows, parts in zip(ranges, chunks, strict=True):
             for row in probed.keys() & {*rows}:
@@ -372,7 +387,7 @@ def _write(
                 npy.write_array_header_1_0(files[-1], {**header, "shape": stored})
             for _, parts in chunks:
                 for file, rows in zip(files, parts, strict=True):
-                    file.write(_as_bytes(rows).numpy())  # type: ignore[arg-type]
+                    file.write(memoryview(_as_bytes(rows).numpy()))  # type: ignore[arg-type]
         with create(part / "layout.json") as file:
             file.write(json.dumps(record, indent=1).encode())
         sync(part)
@@ -403,16 +418,13 @@ def _map(
             raise ValueError(msg)
     columns = []
     for place, (shape, dtype) in enumerate(layout.rows):
-        file, like = folder / f"{place}.npy", _stored((record["length"], *shape), dtype)
+        file = folder / f"{place}.npy"
         try:
-            array = np.load(file, mmap_mode="c")
-        except (OSError, ValueError, EOFError) as error:
+            column = torch.from_numpy(np.load(file, mmap_mode="c"))
+            columns.append(column.view(dtype).view(record["length"], *shape))
+        except (OSError, ValueError, EOFError, RuntimeError) as error:
             msg = f"{file}: cannot be mapped: {error}; {_HINT}"
             raise ValueError(msg) from error
-        if (array.shape, array.dtype) != like:
-            msg = f"{file}: is {array.dtype} of shape {array.shape}, expected {like}; {_HINT}"
-            raise ValueError(msg)
-        columns.append(torch.from_numpy(array).view(dtype).view(record["length"], *shape))
     for row, item in probed.items():
         if not _same_bits(item, [column[row : row + 1] for column in columns]):
             msg = f"{folder}: is of another dataset: its row {row} is not dataset[{row}]; {_HINT}"

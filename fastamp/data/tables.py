@@ -92,8 +92,6 @@ def _check(name: str, column: Any, part: Any) -> None:
         reason = "of lists and no format: see with_format('torch')"
     elif part.device.type != "cpu" or part.requires_grad:
         reason = f"that becomes a tensor on {part.device}" + ", requires grad" * part.requires_grad
-    elif not part.numel():
-        reason = "of empty lists"
     if reason is not None:
         msg = f"a column {name!r} {reason}"
         raise _UnfitError(msg)

@@ -256,38 +256,6 @@ def test_it_is_a_dataset_like_any_other(folder):
     assert_same(next(iter(DataLoader(dataset, 4, num_workers=1))), batch)
 
 
-@pytest.mark.parametrize("flip", [False, True])
-def test_threads_decode_into_the_memory_of_the_batch(folder, flip, monkeypatch):
-    """But for the first image, which tells how much memory that is."""
-    dataset, given, read = (
-        fastamp.ImageFolder(folder, (40, 48), flip=flip),
-        [],
-        fastamp.ImageFolder.read,
-    )
-
-    def watched(self, index, out=None):
-        given.append(out)
-        return read(self, index, out)
-
-    monkeypatch.setattr(fastamp.ImageFolder, "read", watched)
-    part = Subset(Subset(dataset, [5, 4, 1, 0]), [1, 2, 3])
-    ((images, labels),) = fastamp.DataLoader(part, 3, num_workers=1, worker="thread", seed=1)
-    assert given[0] is None
-    assert [out.data_ptr() for out in given[1:]] == [row.data_ptr() for row in images[1:]]
-    assert_same([[images, labels]], [*fastamp.DataLoader(part, 3, seed=1)])
-
-
-def test_threads_call_what_a_subclass_makes_of_an_image(folder):
-    class Halved(fastamp.ImageFolder):
-        def __getitem__(self, index):
-            image, label = super().__getitem__(index)
-            return image // 2, label + 10
-
-    dataset = Halved(folder, (40, 48))
-    loader = fastamp.DataLoader(dataset, 6, num_workers=2, worker="thread")
-    assert_same([*loader], [*fastamp.DataLoader(dataset, 6)])
-
-
 def test_what_is_damaged_is_an_error_that_names_the_file(tmp_path, decoder):
     whole, png = encode(photo(60, 40)), encode(photo(60, 40), "PNG")
     write(tmp_path, {

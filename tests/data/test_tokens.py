@@ -10,6 +10,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from support.gathering import gather
 from support.loading import assert_same, make_array
 from torch.utils.data import Subset, default_collate
 
@@ -38,27 +39,53 @@ def scatter(tokens, lengths, folder):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_several_sources_are_one_sequence(dtype, backend, tmp_path):
+@pytest.mark.parametrize(
+    "lengths", [[], [200], [100, 0, 1, 1, 150, 7, 0, 240], [40] * 12], ids=["one", "two", "9", "13"]
+)
+def test_several_sources_are_one_sequence(dtype, lengths, tmp_path):
     tokens = make_array(dtype, 501)
-    for lengths in ([], [200], [100, 0, 1, 1, 150, 7, 0, 240], [40] * 12):
-        dataset = fastamp.TokenDataset(scatter(tokens, lengths, tmp_path), 16, dtype)
-        x, y = windows_of(tokens, 16)
-        assert len(dataset) == len(x) == 31
-        assert_same(dataset[-1], (x[-1], y[-1]))
-        assert_same([*zip(*dataset, strict=True)], [tuple(x), tuple(y)])
-        for loader in (fastamp.DataLoader(dataset, 7, shuffle=True, seed=3),):
-            order = torch.randperm(31, generator=torch.Generator().manual_seed(3))
-            expected = [[x[rows], y[rows]] for rows in order.split(7)]
-            assert loader.stats().path.startswith("gathered")
-            assert_same(list(loader), expected)
-        loader = fastamp.DataLoader(
-            dataset, 7, seed=3, shuffle=True, collate_fn=lambda batch: batch
-        )
-        assert_same([a[1] for a in next(iter(loader))], [*y[order[:7]]])
+    dataset = fastamp.TokenDataset(scatter(tokens, lengths, tmp_path), 16, dtype)
+    x, y = windows_of(tokens, 16)
+    assert len(dataset) == len(x) == 31
+    assert_same(dataset[-1], (x[-1], y[-1]))
+    assert_same([*zip(*dataset, strict=True)], [tuple(x), tuple(y)])
+    order = torch.randperm(31, generator=torch.Generator().manual_seed(3))
+    loader = fastamp.DataLoader(dataset, 7, shuffle=True, seed=3)
+    assert_same(list(loader), [[x[rows], y[rows]] for rows in order.split(7)])
+    columns = dataset.columns()
+    if lengths:
+        assert columns == f"the tokens lie in {sum(map(bool, split_lengths(lengths)))} parts"
+    else:
+        assert_same(gather(columns, order), [x[order], y[order]])
 
 
-def test_the_header_of_every_raw_file_is_skipped(backend, tmp_path):
-    """Whatever its length: 3 bytes leave the tokens at odd addresses."""
+def split_lengths(lengths):
+    """Return the lengths that np.split makes of 501 tokens cut at the sums."""
+    ends = np.minimum([*np.cumsum(lengths), 501], 501)
+    return np.diff([0, *ends])
+
+
+def test_the_windows_of_a_mapped_file_are_gathered_out_of_it(tmp_path):
+    """Without a copy, at random places too, and at odd addresses after a header of 3 bytes."""
+    tokens = make_array("u4", 91)
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(b"\xff" * 3 + tokens.tobytes())
+    dataset = fastamp.TokenDataset(path, 8, np.uint32, header=3)
+    assert_same(gather(dataset.columns(), range(11)), windows_of(tokens, 8))
+    drawn = fastamp.TokenDataset(path, 8, np.uint32, header=3, random_offsets=True)
+    columns, keys = drawn.columns(), torch.arange(5)
+    starts = columns.starts(torch.tensor([0, 10, -11, 3, 3]), keys)
+    expected = [tokens[start:][:9].astype("i8") for start in starts.tolist()]
+    x, y = gather(columns, [0, 1, 2, 3, 4], keys)
+    assert torch.cat([x, y[:, -1:]], 1).tolist() == np.stack(expected).tolist()
+    storage = columns.arrays[0].untyped_storage()
+    assert storage.nbytes() == tokens.nbytes
+    assert [array.untyped_storage().data_ptr() for array in columns.arrays] == [
+        storage.data_ptr()
+    ] * 2
+
+
+def test_the_header_of_every_raw_file_is_skipped(tmp_path):
     tokens = make_array("u4", 90)
     for header in (1024, 3):
         paths = [tmp_path / name for name in ("a", "b", "c")]
@@ -66,8 +93,6 @@ def test_the_header_of_every_raw_file_is_skipped(backend, tmp_path):
             path.write_bytes(b"\xff" * header + part.tobytes())
         dataset = fastamp.TokenDataset(paths, 8, np.uint32, header)
         assert_same([*fastamp.DataLoader(dataset, 11)], [windows_of(tokens, 8)])
-        alone = fastamp.TokenDataset(paths[2], 8, np.uint32, header=header)
-        assert_same([*fastamp.DataLoader(alone, 7)], [windows_of(tokens[30:], 8)])
 
 
 def random_windows(tokens, size, seed, epoch, places):
@@ -83,7 +108,7 @@ def same_collate(batch):
 
 
 @pytest.mark.parametrize("lengths", [[], [200, 0, 1, 150, 7]], ids=["one", "several"])
-def test_windows_at_random_offsets_are_those_of_their_places(lengths, backend, tmp_path):
+def test_windows_at_random_offsets_are_those_of_their_places(lengths, tmp_path):
     """However they are made; an epoch that is sharded and padded has places beyond its length."""
     tokens = make_array("u2", 501)
     dataset = fastamp.TokenDataset(scatter(tokens, lengths, tmp_path), 16, random_offsets=True)
@@ -108,20 +133,26 @@ def test_windows_at_random_offsets_are_those_of_their_places(lengths, backend, t
             assert_same(found, random_windows(tokens, 16, 7, epoch, places))
 
 
-def test_random_offsets_resume_anywhere_and_on_another_path(backend):
-    """From 30 states that are read again, as after a kill; without a seed, too."""
-    dataset = fastamp.TokenDataset(make_array("u4", 999), 8, random_offsets=True)
+@pytest.mark.parametrize("seed", [None, 4])
+def test_random_offsets_resume_anywhere_and_on_another_path(seed):
+    dataset, rng = (
+        fastamp.TokenDataset(make_array("u4", 999), 8, random_offsets=True),
+        random.Random(0),
+    )
     python = {"collate_fn": same_collate}
-    threads = {"num_workers": 3, "worker": "thread", **python}
-    ways, rng = ({}, python, threads, {"num_workers": 1, **python}), random.Random(0)
-    for number in range(30):
-        before, after = rng.choices(ways, (4, 4, 4, number % 10 == 0), k=2)
-        loader = fastamp.DataLoader(dataset, 5, seed=rng.choice((None, 4)), **before)
+    ways = (
+        {},
+        python,
+        {"num_workers": 3, "worker": "thread", **python},
+        {"num_workers": 1, **python},
+    )
+    for before, after in (ways[:2], ways[1:3], ways[2::-2], ways[::3]):
+        loader = fastamp.DataLoader(dataset, 5, seed=seed, **before)
         iterator = iter(loader)
         for _ in range(rng.randrange(25)):
             next(iterator)
         state = json.loads(json.dumps(loader.state_dict()))
-        other = fastamp.DataLoader(dataset, 5, seed=loader.seed, **after)
+        other = fastamp.DataLoader(dataset, 5, seed=seed, **after)
         other.load_state_dict(state)
         assert_same(list(other), list(iterator))
 
@@ -146,7 +177,7 @@ def test_offsets_are_uniform_up_to_the_last_window():
         assert_same(*first)
 
 
-def test_an_index_out_of_bounds_is_named_at_random_offsets(backend):
+def test_an_index_out_of_bounds_is_named_at_random_offsets():
     dataset = fastamp.TokenDataset(np.arange(72), 8, random_offsets=True)
     for bad in (8, -9):
         for index in (
@@ -253,7 +284,7 @@ def test_a_copy_reads_the_same_file_from_any_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_tokens_with_strides_are_read_as_they_are_indexed(several, backend):
+def test_tokens_with_strides_are_read_as_they_are_indexed(several):
     tokens = np.arange(600, dtype=np.int32)
     views = [tokens[::-1], tokens.reshape(200, 3)[:, 1], np.broadcast_to(tokens[7], 99)]
     for view in [*views, torch.from_numpy(tokens)[::2]]:
