@@ -35,9 +35,16 @@ class SeededSampler(RandomSampler):
     def __init__(self, data_source: Any, seed: int) -> None:
         super().__init__(data_source)
         self.seed, self.epoch, self._passes = seed, 0, 0
+        self.told: int | None = None
+        """The epoch of a call of `set_epoch` that the loader has not followed yet."""
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be that of an epoch."""
+        self.place(epoch)
+        self.told = epoch
+
+    def place(self, epoch: int) -> None:
+        """Follow the loader, whose next pass is that of an epoch."""
         self.epoch, self._passes = epoch, 0
 
     def __iter__(self) -> Iterator[int]:
@@ -248,8 +255,11 @@ class Plan:
             first, number = number, number + self._count(batch)
             if owner is not None:
                 self.states.append({"samples": number, "state": copy.deepcopy(owner.state_dict())})
-            # A sampler may yield the same list again and again.
-            yield Placed([*batch] if type(batch) is list else batch, order, first)
+            if isinstance(batch, Tensor):  # a sampler may yield the same object again and again
+                batch = batch.clone()  # noqa: PLW2901
+            elif isinstance(batch, list | np.ndarray):
+                batch = batch.copy()  # noqa: PLW2901
+            yield Placed(batch, order, first)
 
     def _count(self, batch: Any) -> int:
         return len(batch) if not self.single and hasattr(batch, "__len__") else 1
