@@ -13,7 +13,7 @@ import fastamp
 from fastamp.bench.environment import count_cores
 from fastamp.bench.loader import Batches, fastamp_batches, torch_batches
 from fastamp.bench.tasks import Training, draw, make_loader
-from fastamp.data import map_tensors
+from fastamp.data.structure import map_tensors
 
 MOST_PERMUTED = 100_000  # rows
 

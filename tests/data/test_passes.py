@@ -21,7 +21,7 @@ from torch.utils.data import (
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import fastamp
-from fastamp.data.slots import Slots
+from fastamp.data.memory import Memory
 
 N = 600
 BATCH = 2  # 300 batches

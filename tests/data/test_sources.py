@@ -52,7 +52,7 @@ class Bad(Made):
 
 def test_columns_are_gathered_and_are_what_torchs_loader_reads(backend):
     loader = fastamp.DataLoader(Mapped(), 8, shuffle=True, seed=1)
-    assert loader.stats().path.startswith("gathered by")
+    assert loader.stats().path.startswith("gathered")
     order = torch.Generator().manual_seed(1)
     expected = TorchDataLoader(Mapped(), 8, sampler=torch.randperm(N, generator=order).tolist())
     assert_same([*loader], [*expected])
