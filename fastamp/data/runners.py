@@ -20,7 +20,8 @@ from torch.utils.data import Dataset
 from torch.utils.data import get_worker_info as torch_worker_info
 
 from fastamp.data.items import Failed, Items, Made, Make, Stream, attempt
-from fastamp.data.sample_rng import Order, Placed, current, generators_kept
+from fastamp.data.order import Job
+from fastamp.data.sample_rng import Order, current, generators_kept
 
 T = TypeVar("T")
 
@@ -70,16 +71,16 @@ def get_worker_info() -> Any:
     return torch_worker_info() if _own.info is None else _own.info
 
 
-def here(make: Make, jobs: Iterator[Placed]) -> Iterator[Made | Failed]:
+def here(make: Make, jobs: Iterator[Job]) -> Iterator[Made | Failed]:
     """Make each batch when it is asked for."""
-    for placed in jobs:
-        yield attempt(make, placed)
+    for job in jobs:
+        yield attempt(make, job)
 
 
 def in_threads(
     pool: ThreadPoolExecutor,
     make: Make,
-    jobs: Iterator[Placed],
+    jobs: Iterator[Job],
     *,
     ahead: int,
     timeout_s: float = 0.0,
@@ -97,7 +98,7 @@ def in_threads(
 def _in_threads(
     pool: ThreadPoolExecutor,
     make: Make,
-    jobs: Iterator[Placed],
+    jobs: Iterator[Job],
     ahead: int,
     timeout_s: float,
     persists: bool,  # noqa: FBT001 - see in_threads
@@ -107,8 +108,8 @@ def _in_threads(
     under_way: deque[Future[list[Made | Failed]]] = deque()
 
     def submit(count: int) -> None:
-        for placed in islice(jobs, count):
-            under_way.append(pool.submit(in_box, attempt, make, placed))
+        for job in islice(jobs, count):
+            under_way.append(pool.submit(in_box, attempt, make, job))
 
     try:
         submit(ahead)

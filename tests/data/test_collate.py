@@ -20,6 +20,7 @@ from torch.utils.data._utils import collate as torch_collate
 
 import fastamp
 from fastamp._ops import core_for
+from fastamp.data.structure import map_tensors
 
 SHARED = {name: fastamp.BatchCollator() for name in ("fallback", "cpu", "cuda")}
 
@@ -266,7 +267,7 @@ def test_a_tensor_of_a_subclass_stays_what_it_is_when_a_batch_is_moved():
     boxes = torch.ones(2, 4).as_subclass(Boxes)
     boxes.format = "xyxy"
     batch = {"target": [boxes, 1], "point": Point(boxes, "a")}
-    moved = fastamp.data.map_tensors(lambda tensor: tensor.to("meta"), batch)
+    moved = map_tensors(lambda tensor: tensor.to("meta"), batch)
     for found in (moved["target"][0], moved["point"].x):
         assert type(found) is Boxes
         assert found.is_meta

@@ -176,6 +176,8 @@ def test_a_stream_draws_for_each_batch(num_workers):
     epochs = [list(loader), list(loader)]
     assert not torch.equal(epochs[0][0][2], epochs[1][0][2])
     assert len({int(batch[2][0]) for batch in epochs[0]}) == len(epochs[0])
+    if num_workers:  # has no state
+        return
     loader = make()
     iterator = iter(loader)
     taken = [next(iterator) for _ in range(2)]
