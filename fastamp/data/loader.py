@@ -220,12 +220,17 @@ class DataLoader(TorchDataLoader[T_co]):
         Raises:
             TypeError: workers read an iterable dataset, or one with a state; the dataset's
                 `state_dict` needs arguments; or `in_order` is False with workers.
+            RuntimeError: the dataset has a state, and Ctrl-C interrupted reading it.
         """
         check_state(self)
         own, begun = self._fastamp, self._fastamp.find_pass()
         in_pass = begun is not None and not begun.ended
         position = begun.position.copy() if begun is not None and in_pass else own.next.copy()
-        if find_save(self.dataset) is not None and (in_pass or position.dataset_state is None):
+        has_state = find_save(self.dataset) is not None
+        if begun is not None and begun.interrupted and has_state:
+            msg = "the pass was interrupted while the dataset was read: its position is unknown"
+            raise RuntimeError(msg)
+        if has_state and (in_pass or position.dataset_state is None):
             at_start = {"dataset": self.dataset.state_dict(), "iterator": None}  # type: ignore[attr-defined]
             position.dataset_state = own.save() if in_pass and own.save is not None else at_start
         source = find_source(self)

@@ -229,7 +229,7 @@ class Plan:
                 position.seed = base if self.seed is None else self.seed
             number += sum(map(self._count, islice(iterator, skipped)))
             batches = self._place(iterator, owner, number, self._order(position))
-            first = [*islice(batches, 1)]  # so that most samplers draw now
+            first = [*islice(batches, not skipped)]  # so that most samplers draw now
         return chain(first, batches)
 
     def _with_generator(self, epoch: int) -> Any:

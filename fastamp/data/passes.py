@@ -76,7 +76,7 @@ class LoaderPass(Iterator[Any]):
         """`states` receives the state of a sampler of the user's after each batch."""
         self._batches, self.position, self._stats = batches, position, stats
         self._length, self._states = length, states
-        self.ended = False
+        self.ended = self.interrupted = False
         self._broken = ""
         self._left_s = 0.0  # when the last batch was delivered
 
@@ -116,7 +116,7 @@ class LoaderPass(Iterator[Any]):
             raise
         except BaseException:  # Ctrl-C, anywhere: a sampler or a runner may be left halfway
             position.batch = delivered
-            self._broken = _INTERRUPTED
+            self._broken, self.interrupted = _INTERRUPTED, True
             raise
         return batch
 
@@ -128,10 +128,13 @@ class LoaderPass(Iterator[Any]):
 
 def _raise(error: Any) -> None:
     """Raise the error of a batch."""
+    if not isinstance(error, BaseException):
+        try:
+            error.reraise()  # torch's wrapper, whose frame refers to the error, and so to the workers
+        except Exception as raised:  # noqa: BLE001 - raised below
+            error = raised.with_traceback(None)
     try:
-        if isinstance(error, BaseException):
-            raise error
-        error.reraise()  # torch's wrapper
+        raise error
     finally:
         del error  # whose traceback refers to this frame
 
@@ -179,8 +182,8 @@ class Options:
 
 def find_source(loader: Any) -> torch.Generator | None:
     """Return what the order of later epochs is drawn from; None for torch's default generator."""
-    generator: torch.Generator | None = find_generator(find_samplers(loader)) or loader.generator
-    return generator
+    generator: torch.Generator | None = loader.generator if loader._fastamp.seed is None else None
+    return find_generator(find_samplers(loader)) or generator
 
 
 def begin_pass(

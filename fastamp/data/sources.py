@@ -176,14 +176,14 @@ class Gathered:
             if found is None or not self._have(found):
                 return None
             rows = found
-        keys = order.find_keys(number, len(rows)) if self._keyed else None
+        keys = order.find_keys(number, rows.shape[0]) if self._keyed else None
         if columns.rows is not None:
             rows = columns.rows.index_select(0, rows)
         if columns.starts is not None and keys is not None:
             rows = columns.starts(rows, keys)
         if self.device != _CPU:
             parts = self._take_on_device(rows)
-        elif len(rows) >= self._leased_from:
+        elif rows.shape[0] >= self._leased_from:
             parts = self._take_large(rows)
         else:
             parts = []

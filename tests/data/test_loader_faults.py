@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, IterableDataset, Sampler, Subset, Ten
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import fastamp
-from fastamp.data.prefetch import CudaCopies
+from fastamp.data.copies import CudaCopies
 from fastamp.data.sample_rng import generators_kept
 
 
@@ -35,7 +35,7 @@ def test_a_subclass_of_tensor_stays_what_it_is_on_a_device(device):
 
 def test_a_subclass_of_tensor_is_moved_by_its_own_method_to_cuda():
     model = Model(0)
-    with model.installed(importlib.import_module("fastamp.data.prefetch")):
+    with model.installed(importlib.import_module("fastamp.data.copies")):
         copies = CudaCopies(torch.device("cuda", 0), 2, keeps=False)
         box, plain = torch.ones(3).as_subclass(Box), torch.ones(3)
         _, copied = copies.start([box, plain])
@@ -166,21 +166,6 @@ def test_a_stream_without_a_state_may_be_resumed_again_and_again(num_workers):
     loader = make()
     loader.load_state_dict(state)
     assert_same([*taken, *loader], whole)
-
-
-@pytest.mark.parametrize("dataset", [torch.arange(8), Squares(8)], ids=["arrays", "python"])
-def test_a_generator_that_the_sampler_ignores_gives_later_epochs_their_seeds(dataset):
-    def make():
-        generator = torch.Generator().manual_seed(5)
-        return fastamp.DataLoader(dataset, 2, sampler=list(range(8)), generator=generator)
-
-    states, loader = [], make()
-    for _ in range(3):
-        next(iter(loader))
-        states.append(loader.state_dict())
-        loader = make()
-        loader.load_state_dict(states[-1])
-    assert states[0]["generator"] == states[1]["generator"] == states[2]["generator"]
 
 
 def test_a_subset_converts_its_indices_once_for_a_pass():
