@@ -350,7 +350,7 @@ def begin():
     done = []
     for case in CASES:
         loader = make(*case)
-        assert loader.sampler.num_replicas == dist.get_world_size()
+        assert loader._fastamp.share.ranks == dist.get_world_size()
         whole = samples(loader)
         part = samples(batch for _, batch in zip(range(STOP), loader))
         state = loader.state_dict()

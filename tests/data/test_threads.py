@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from support.loading import Rows, Squares, Stateful, assert_same, ends, make_array
+from support.loading import Rows, Squares, Stateful, assert_same, check, ends, make_array
 from support.streams import Stream
 from support.thread_workers import in_threads, workers
 from support.torchs_datasets import KINDS, Augmented
@@ -162,3 +162,8 @@ def test_a_batch_sampler_may_yield_the_same_indices_again(kind):
 
     expected = [*TorchDataLoader(range(9), batch_sampler=Same())]
     assert_same([*in_threads(range(9), batch_sampler=Same())], expected)
+
+
+def test_passes_that_end_in_any_way_leave_nothing():
+    """A small part of `nox -s passes`."""
+    check("from support import thread_trials as t; found = t.main(120, 1); assert not found, found")

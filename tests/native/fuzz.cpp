@@ -11,9 +11,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   using namespace fuzz;
   constexpr void (*kFuzzers[])(Input&) = {
       fuzz_step,   [](Input& in) { fuzz_clock(in), fuzz_pairs(in); },
-      fuzz_stack,  fuzz_stack,
-      fuzz_stack,  fuzz_augment,
-      fuzz_gather, fuzz_gather};
+      fuzz_stack, fuzz_stack, fuzz_gather, fuzz_gather};
   Input input(data, size);
   kFuzzers[input.take<std::uint8_t>() % std::size(kFuzzers)](input);
   return 0;
