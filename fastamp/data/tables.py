@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -100,24 +101,41 @@ def _check(name: str, column: Any, part: Any) -> None:
         raise _unfit(name, reason)
 
 
+def _find_rows(dataset: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the rows of Arrow's table in its order, whose slices are read 20 times as fast.
+
+    And the place of each in the dataset.
+    """
+    wanted = np.arange(len(dataset))
+    if dataset._indices is not None:
+        wanted = dataset._indices.column(0).to_numpy().astype(np.int64)
+    places = np.argsort(wanted, kind="stable")
+    return wanted[places], places
+
+
 def _read_columns(dataset: Any, batch: dict[str, Tensor], rows: list[int]) -> list[Tensor]:
     """Return columns, whose values at some rows must be those of a batch of the dataset's own."""
     columns = {
         name: torch.empty(len(dataset), *part.shape[1:], dtype=part.dtype, device="cpu")
         for name, part in batch.items()
     }
+    table, (wanted, places) = type(dataset)(dataset.data, info=dataset.info), _find_rows(dataset)
     for names, options in (
         ([name for name in batch if batch[name].dtype != torch.float64], {}),
         ([name for name in batch if batch[name].dtype == torch.float64], {"dtype": np.float64}),
     ):
-        view = dataset.with_format("numpy", columns=names, **options)
-        for begin in range(0, len(dataset) if names else 0, _ROWS):
+        view = table.with_format("numpy", columns=names, **options)
+        for begin in range(0, len(table) if names else 0, _ROWS):
+            first, last = np.searchsorted(wanted, (begin, begin + _ROWS))
+            if first == last:
+                continue
             for name, part in view[begin : begin + _ROWS].items():
                 if part.shape[1:] != columns[name].shape[1:]:
                     raise _unfit(name, "of lists of several lengths")
                 if torch_dtype(part.dtype) != columns[name].dtype:
                     raise _unfit(name, f"that becomes {columns[name].dtype} in another way")
-                columns[name][begin : begin + len(part)] = torch.from_numpy(np.array(part))
+                found = torch.from_numpy(part[wanted[first:last] - begin])
+                columns[name][torch.from_numpy(places[first:last])] = found
     for name, part in batch.items():
         if columns[name][rows].numpy().tobytes() != part.numpy().tobytes():
             raise _unfit(name, f"that becomes {part.dtype} in another way")
