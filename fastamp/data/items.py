@@ -46,10 +46,10 @@ Make = Callable[[Any, Order, int], Made]
 """Makes the batch of some rows, with the keys of its samples and the number of the first one."""
 
 
-def attempt(make: Make, placed: Placed) -> Made | Failed:
+def attempt(make: Callable[..., Made], job: tuple[Any, ...]) -> Made | Failed:
     """Make a batch; return its error if it has one."""
     try:
-        return make(*placed)
+        return make(*job)
     except Exception as error:  # noqa: BLE001 - raised where the batch would be taken
         return Failed(error)
 
@@ -119,17 +119,16 @@ def as_list(rows: Any) -> Any:
 class WorkerJobs(Iterator[Any]):
     """What stands in the sampler's place in torch's loader: batches with their places."""
 
-    def __init__(self, jobs: Iterator[Placed], *, is_placed: bool) -> None:
+    def __init__(self, jobs: Iterator[Any], *, is_placed: bool) -> None:
         self._jobs, self._is_placed = jobs, is_placed
 
-    def begin(self, jobs: Iterator[Placed]) -> None:
+    def begin(self, jobs: Iterator[Any]) -> None:
         """Let the next pass take these batches."""
         self._jobs = jobs
 
     def __next__(self) -> Any:
-        placed = next(self._jobs)
-        rows = as_list(placed.indices)
-        return placed._replace(indices=rows) if self._is_placed else rows
+        rows, order, number = next(self._jobs)
+        return Placed(as_list(rows), order, number) if self._is_placed else as_list(rows)
 
 
 class WorkerItems(Dataset[Any]):

@@ -148,6 +148,8 @@ class DataLoader(TorchDataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
+        if isinstance(self.sampler, SeededSampler):
+            self._fastamp.next.epoch = self.sampler.epoch
 
     @untraced
     def __iter__(self) -> LoaderPass:  # type: ignore[override]  # torch's class cannot be made

@@ -79,18 +79,19 @@ class Memory:
 
     def _take_free(self, nbytes: int) -> torch.Tensor | None:
         """Return a free buffer of this size or somewhat more; drop those that take too much."""
-        free, held = self._free, 0
+        taken, held = None, 0
         try:  # another thread may take one meanwhile: each call is atomic
-            for _ in range(len(free)):
-                lease = free.pop()  # the last one, which may still be in the caches
-                if nbytes <= lease.memory.nbytes <= nbytes + nbytes // 2:
-                    return lease.memory
-                held += lease.memory.nbytes
-                if held <= self._max_bytes:
-                    free.appendleft(lease)
+            for _ in range(len(self._free)):
+                lease = self._free.pop()  # the last one, which may still be in the caches
+                size = lease.memory.nbytes
+                if taken is None and nbytes <= size <= nbytes + nbytes // 2:
+                    taken = lease.memory
+                elif held + size <= self._max_bytes:
+                    held += size
+                    self._free.appendleft(lease)
         except IndexError:
             pass
-        return None
+        return taken
 
     def __reduce__(self) -> Any:
         """Copy and pickle without the buffers."""

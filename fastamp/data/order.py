@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -23,8 +23,10 @@ from torch.utils.data import (
 )
 
 from fastamp.data.position import Position, find_save
-from fastamp.data.sample_rng import Order, Placed, draw_seed, find_pass_key, generators_kept
+from fastamp.data.sample_rng import Order, draw_seed, find_pass_key, generators_kept
 
+Job: TypeAlias = tuple[Any, Order, int]
+"""A batch's rows, the keys of the pass, and the number of the batch's first sample."""
 _DRAWING = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
 _BOOLEANS = (bool, np.dtype(bool), torch.bool)
 
@@ -35,9 +37,16 @@ class SeededSampler(RandomSampler):
     def __init__(self, data_source: Any, seed: int) -> None:
         super().__init__(data_source)
         self.seed, self.epoch, self._passes = seed, 0, 0
+        self.told: int | None = None
+        """The epoch of a call of `set_epoch` that the loader has not followed yet."""
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be that of an epoch."""
+        self.place(epoch)
+        self.told = epoch
+
+    def place(self, epoch: int) -> None:
+        """Follow the loader, whose next pass is that of an epoch."""
         self.epoch, self._passes = epoch, 0
 
     def __iter__(self) -> Iterator[int]:
@@ -123,7 +132,7 @@ class Plan:
     states: deque[Any] = field(default_factory=deque)
     """The state of a sampler that has one, after each batch that it has yielded."""
 
-    def begin(self, position: Position, draw_base: Callable[[bool], int]) -> Iterator[Placed]:
+    def begin(self, position: Position, draw_base: Callable[[bool], int]) -> Iterator[Job]:
         """Draw what torch's iterators draw at the start, in their order, and return the batches.
 
         Rows are an int64 tensor or a range where the order is computed; else what the sampler
@@ -150,14 +159,14 @@ class Plan:
     ) -> tuple[Any, Callable[[], object]]:
         """Return all rows in order, and what torch's sampler does at its end."""
         length, generator = len(sampler.data_source), getattr(sampler, "generator", None)
-        seed = base if self.seed is None else self.seed
+        if position.seed is None:
+            position.seed = base if self.seed is None else self.seed
         if isinstance(sampler, RandomSampler) and generator is None:
-            if position.seed is None:
-                position.seed = draw_seed() if self.seed is None else self.seed
-            epoch = 0 if self.seed is None else position.epoch
-            generator = torch.Generator().manual_seed(position.seed + epoch)
+            if position.order is None:
+                drawn = draw_seed() if self.seed is None else self.seed + position.epoch
+                position.order = drawn
+            generator = torch.Generator().manual_seed(position.order)
         else:
-            position.seed = seed if position.seed is None else position.seed
             self._note_source(position)
         if not isinstance(sampler, RandomSampler):
             return range(length), bool
@@ -181,11 +190,11 @@ class Plan:
 
     def _cut(
         self, rows: Any, begins: range, order: Order, again: Callable[[], object]
-    ) -> Iterator[Placed]:
+    ) -> Iterator[Job]:
         """Yield the batches of a computed order."""
         size, single = begins.step, self.single
         for number in begins:
-            yield Placed(int(rows[number]) if single else rows[number : number + size], order, number)
+            yield int(rows[number]) if single else rows[number : number + size], order, number
         again()
 
     def _order(self, position: Position) -> Order:
@@ -198,7 +207,7 @@ class Plan:
                 return Order(key, sampler.rank, sampler.num_replicas - 1)
         return Order(key)
 
-    def _read(self, position: Position, draw_base: Callable[[bool], int]) -> Iterator[Placed]:
+    def _read(self, position: Position, draw_base: Callable[[bool], int]) -> Iterator[Job]:
         """Begin a sampler that is no plain one of torch's, and yield its batches."""
         sampler = self._with_generator(position.epoch)
         parts = (sampler, getattr(sampler, "sampler", None))  # a sampler may lie in torch's
@@ -242,14 +251,17 @@ class Plan:
 
     def _place(
         self, iterator: Iterator[Any], owner: Any, number: int, order: Order
-    ) -> Iterator[Placed]:
+    ) -> Iterator[Job]:
         """Yield the batches of a sampler; note its state after each, if it has one."""
         for batch in iterator:
             first, number = number, number + self._count(batch)
             if owner is not None:
                 self.states.append({"samples": number, "state": copy.deepcopy(owner.state_dict())})
-            # A sampler may yield the same list again and again.
-            yield Placed([*batch] if type(batch) is list else batch, order, first)
+            if isinstance(batch, Tensor):  # a sampler may yield the same object again and again
+                batch = batch.clone()  # noqa: PLW2901
+            elif isinstance(batch, list | np.ndarray):
+                batch = batch.copy()  # noqa: PLW2901
+            yield batch, order, first
 
     def _count(self, batch: Any) -> int:
         return len(batch) if not self.single and hasattr(batch, "__len__") else 1

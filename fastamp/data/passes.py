@@ -174,7 +174,7 @@ class Options:
         """Let the next pass begin at this position."""
         self.next = position
         if isinstance(sampler, SeededSampler):
-            sampler.set_epoch(position.epoch)
+            sampler.place(position.epoch)
 
 
 def find_source(loader: Any) -> torch.Generator | None:
@@ -195,8 +195,10 @@ def begin_pass(
         msg = f"prefetch_factor must be greater than 0, got {loader.prefetch_factor}"
         raise AssertionError(msg)  # as torch's
     sampler = loader.sampler
-    if isinstance(sampler, SeededSampler) and sampler.epoch != own.next.epoch:
-        loader.set_epoch(sampler.epoch)  # by the sampler's own set_epoch
+    if isinstance(sampler, SeededSampler) and sampler.told is not None:
+        if sampler.told != own.next.epoch:
+            loader.set_epoch(sampler.told)
+        sampler.told = None
     position, own.save = own.next.copy(), None
     making = Making(loader, own, position, device, thread=thread)
     batches = making.begin()
@@ -228,7 +230,10 @@ class Making:
             own.memory = Memory(pinned=pinned, max_bytes=own.max_bytes)
         self.memory = own.memory
         batches = loader.sampler if self.single else loader.batch_sampler
-        self.plan = Plan(batches, self.single, own.seed, own.share, find_source(loader))
+        # A loader that was made anew from another one's attributes has its sampler.
+        is_seeded = own.seed is None and isinstance(loader.sampler, SeededSampler)
+        seed = loader.sampler.seed if is_seeded else own.seed
+        self.plan = Plan(batches, self.single, seed, own.share, find_source(loader))
 
     def begin(self) -> Iterator[Made | Failed]:
         """Return the batches, on their device."""

@@ -24,7 +24,9 @@ class Position:
     consumed: int = 0
     """Of a sharded loader: samples that all ranks have had before the first of these batches."""
     seed: int | None = None
-    """Seed of the samples' random numbers, and of an order that is drawn from no generator."""
+    """Seed of the samples' random numbers: the loader's, or the one that torch's iterators draw."""
+    order: int | None = None
+    """Seed of the order, where torch's sampler draws one."""
     generator: Tensor | None = None
     """State of what the order is drawn from, before it is drawn."""
     sampler_state: Any = None
@@ -75,8 +77,8 @@ def decode(state: Any, identity: dict[str, Any]) -> tuple[Position, int | None]:
         if name not in state:
             msg = f"state: expected what DataLoader.state_dict returns, it has no {name!r}"
             raise ValueError(msg)
-    for name in ("epoch", "batch", "consumed", _SEED, "told_epoch"):
-        optional = name in (_SEED, "told_epoch")
+    for name in ("epoch", "batch", "consumed", _SEED, "order", "told_epoch"):
+        optional = name in (_SEED, "order", "told_epoch")
         as_integer(f"state: its {name}", state[name], least=0, optional=optional)
     values = {name: state[name] for name in _NAMES}
     values["seed"] = values.pop(_SEED)

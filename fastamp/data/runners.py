@@ -20,7 +20,8 @@ from torch.utils.data import Dataset
 from torch.utils.data import get_worker_info as torch_worker_info
 
 from fastamp.data.items import Failed, Items, Made, Make, Stream, attempt
-from fastamp.data.sample_rng import Order, Placed, current, generators_kept
+from fastamp.data.order import Job
+from fastamp.data.sample_rng import Order, current, generators_kept
 
 T = TypeVar("T")
 
@@ -70,41 +71,63 @@ def get_worker_info() -> Any:
     return torch_worker_info() if _own.info is None else _own.info
 
 
-def here(make: Make, jobs: Iterator[Placed]) -> Iterator[Made | Failed]:
+def here(make: Make, jobs: Iterator[Job]) -> Iterator[Made | Failed]:
     """Make each batch when it is asked for."""
-    for placed in jobs:
-        yield attempt(make, placed)
+    for job in jobs:
+        yield attempt(make, job)
 
 
 def in_threads(
     pool: ThreadPoolExecutor,
     make: Make,
-    jobs: Iterator[Placed],
+    jobs: Iterator[Job],
     *,
     ahead: int,
     timeout_s: float = 0.0,
     persists: bool = False,
 ) -> Iterator[Made | Failed]:
-    """Let a pool make batches, in order, so many ahead of the loop; it ends with the pass."""
+    """Let a pool make batches, in order, so many ahead of the loop; it ends with the pass.
+
+    The first ones are under way when this returns.
+    """
+    made = _in_threads(pool, make, jobs, ahead, timeout_s, persists)
+    next(made)
+    return made  # type: ignore[return-value]
+
+
+def _in_threads(
+    pool: ThreadPoolExecutor,
+    make: Make,
+    jobs: Iterator[Job],
+    ahead: int,
+    timeout_s: float,
+    persists: bool,  # noqa: FBT001 - see in_threads
+) -> Iterator[Made | Failed | None]:
+    """Yield None once the first batches are under way, and then the batches."""
     owner_pid = os.getpid()
     under_way: deque[Future[list[Made | Failed]]] = deque()
+
+    def submit(count: int) -> None:
+        for job in islice(jobs, count):
+            under_way.append(pool.submit(in_box, attempt, make, job))
+
     try:
-        while True:
-            for placed in islice(jobs, ahead + 1 - len(under_way)):
-                under_way.append(pool.submit(in_box, attempt, make, placed))
-            if not under_way:
-                return
+        submit(ahead)
+        yield None
+        while under_way:
             if owner_pid != os.getpid():
                 msg = "this iterator was made before the process forked: call iter() in the child"
                 raise RuntimeError(msg)
             try:
-                under_way[0].result(timeout_s or None)
+                box = under_way[0].result(timeout_s or None)
             except TimeoutError:
                 msg = f"DataLoader timed out after {timeout_s} seconds"  # as torch's
                 raise RuntimeError(msg) from None
-            if _is_end(under_way[0].result()[0]):
+            if _is_end(box[0]):
                 return
-            yield under_way.popleft().result().pop()
+            del under_way[0]
+            submit(1)
+            yield box.pop()
     finally:
         for future in under_way:
             future.cancel()

@@ -168,7 +168,7 @@ class Gathered:
             return self._items.make(rows, order, number)
         return Made(self.finish(*parts), copy_s=time.perf_counter() - start_s)
 
-    def gather(self, rows: Any, order: Order, number: int) -> Parts | None:
+    def gather(self, rows: Any, order: Order, number: int) -> tuple[list[Tensor], Tensor | None] | None:
         """Return a batch's tensors and the keys of its samples; None if `items` have to make it."""
         columns = self._columns
         if type(rows) is not Tensor:
@@ -192,7 +192,7 @@ class Gathered:
                 if part.dtype is not own:
                     part = part.view(own)
                 parts.append(part if own is dtype else part.to(dtype))
-        return Parts(parts, keys)
+        return parts, keys
 
     def make_parts(self, rows: Any, order: Order, number: int) -> Made:
         """Return `Parts` as a batch, which are finished once they are on a device."""
@@ -200,7 +200,7 @@ class Gathered:
         parts = self.gather(rows, order, number)
         if parts is None:
             return self._items.make(rows, order, number)
-        return Made(parts, copy_s=time.perf_counter() - start_s)
+        return Made(Parts(*parts), copy_s=time.perf_counter() - start_s)
 
     def finish(self, parts: list[Tensor], keys: Tensor | None) -> Any:
         """Return the batch of its tensors, on whatever device they are now."""
