@@ -47,6 +47,7 @@ _GATHERED = (Tensor, np.ndarray, np.memmap, TensorDataset, TokenDataset, ArrayDa
 _CHUNK_ROWS, _CHUNK_NBYTES = 1024, 1 << 20  # few: a worker hands chunks on in /dev/shm
 _PROBED, _PROBES = 8, 4  # items that are read again, and how often
 _Workers: TypeAlias = tuple[int, str | None]  # number and kind
+_RANDOM = "is random: two reads of it differ, so that it cannot be read once"
 _HINT = "remove the folder, or give another path"
 
 
@@ -140,11 +141,7 @@ def _is_gathered(dataset: Any) -> bool:
 
 
 def _make(
-    dataset: Any,
-    folder: Path | None,
-    max_bytes: int | None,
-    key: str | None,
-    workers: _Workers,
+    dataset: Any, folder: Path | None, max_bytes: int | None, key: str | None, workers: _Workers
 ) -> Any:
     length = len(dataset)
     layout = _read_layout(_read_items(dataset, [0])[0])
@@ -298,18 +295,14 @@ def _probe(dataset: Any, layout: _Layout) -> dict[int, list[Tensor]]:
         np.random.seed(seed)  # noqa: NPY002 - what datasets draw from
         torch.default_generator.manual_seed(seed)
         item = layout.collate([row], _read_items(dataset, [row]))
-        _check_equal(row, probed.setdefault(row, item), item)
+        _check_equal(probed.setdefault(row, item), item, f"dataset[{row}]: {_RANDOM}")
     return probed
 
 
-def _check_equal(row: int, one: list[Tensor], other: list[Tensor]) -> None:
-    if not _same_bits(one, other):
-        msg = f"dataset[{row}]: is random: two reads of it differ, so that it cannot be read once"
-        raise ValueError(msg)
-
-
-def _same_bits(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(_as_bytes(a).equal(_as_bytes(b)) for a, b in zip(one, other, strict=True))
+def _check_equal(one: list[Tensor], other: list[Tensor], message: str) -> None:
+    """Raise a ValueError unless two items have the same bits."""
+    if not all(_as_bytes(a).equal(_as_bytes(b)) for a, b in zip(one, other, strict=True)):
+        raise ValueError(message)
 
 
 def _as_bytes(rows: Tensor) -> Tensor:
@@ -354,7 +347,8 @@ def _read(
     with progress(length) as tick:
         for rows, parts in zip(ranges, chunks, strict=True):
             for row in probed.keys() & {*rows}:
-                _check_equal(row, probed[row], [part[row - rows.start :][:1] for part in parts])
+                item = [part[row - rows.start :][:1] for part in parts]
+                _check_equal(probed[row], item, f"dataset[{row}]: {_RANDOM}")
             yield rows, parts
             tick(len(rows))
 
@@ -426,7 +420,6 @@ def _map(
             msg = f"{file}: cannot be mapped: {error}; {_HINT}"
             raise ValueError(msg) from error
     for row, item in probed.items():
-        if not _same_bits(item, [column[row : row + 1] for column in columns]):
-            msg = f"{folder}: is of another dataset: its row {row} is not dataset[{row}]; {_HINT}"
-            raise ValueError(msg)
+        msg = f"{folder}: is of another dataset: its row {row} is not dataset[{row}]; {_HINT}"
+        _check_equal(item, [column[row : row + 1] for column in columns], msg)
     return columns

@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -29,6 +30,10 @@ _known: "weakref.WeakKeyDictionary[Any, tuple[Any, Columns | str]]" = weakref.We
 
 class _UnfitError(Exception):
     """Why a dataset has to make its batches itself."""
+
+
+def _unfit(name: str, what: str) -> _UnfitError:
+    return _UnfitError(f"a column {name!r} {what}")
 
 
 def is_table(dataset: object) -> bool:
@@ -73,9 +78,9 @@ def _read(dataset: Any, max_bytes: int) -> Columns:
     if nbytes > max_bytes:
         msg = f"{nbytes:,} bytes of numbers, more than max_bytes ({max_bytes:,})"
         raise _UnfitError(msg)
-    columns = {name: _read_column(dataset, name, part, rows) for name, part in batch.items()}
-    dtypes = [column.dtype for column in columns.values()]
-    return Columns([*columns.values()], dtypes, lambda parts: dict(zip(batch, parts, strict=True)))
+    columns, names = _read_columns(dataset, batch, rows), [*batch]
+    dtypes = [column.dtype for column in columns]
+    return Columns(columns, dtypes, lambda parts: dict(zip(names, parts, strict=True)))
 
 
 def _check(name: str, column: Any, part: Any) -> None:
@@ -93,26 +98,45 @@ def _check(name: str, column: Any, part: Any) -> None:
     elif part.device.type != "cpu" or part.requires_grad:
         reason = f"that becomes a tensor on {part.device}" + ", requires grad" * part.requires_grad
     if reason is not None:
-        msg = f"a column {name!r} {reason}"
-        raise _UnfitError(msg)
+        raise _unfit(name, reason)
 
 
-def _read_column(dataset: Any, name: str, like: Tensor, rows: list[int]) -> Tensor:
-    """Return a column, whose values at some rows must be those of a batch of the dataset's own."""
-    wanted = like.numpy().dtype
-    to = {"dtype": wanted} if wanted.kind == "f" else {}  # integers become int64, or stay bools
-    view = dataset.with_format("numpy", columns=[name], **to)
-    column = torch.empty(len(dataset), *like.shape[1:], dtype=like.dtype, device="cpu")
-    for begin in range(0, len(column), _ROWS):
-        part = view[begin : begin + _ROWS][name]
-        if part.shape[1:] != like.shape[1:]:
-            msg = f"a column {name!r} of lists of several lengths"
-            raise _UnfitError(msg)
-        if torch_dtype(part.dtype) != like.dtype:
-            msg = f"a column {name!r} that becomes {like.dtype} in another way"
-            raise _UnfitError(msg)
-        column[begin : begin + len(part)] = torch.from_numpy(np.array(part))
-    if column[rows].numpy().tobytes() != like.numpy().tobytes():
-        msg = f"a column {name!r} that becomes {like.dtype} in another way"
-        raise _UnfitError(msg)
-    return column
+def _find_rows(dataset: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the rows of Arrow's table in its order, whose slices are read 20 times as fast.
+
+    And the place of each in the dataset.
+    """
+    wanted = np.arange(len(dataset))
+    if dataset._indices is not None:
+        wanted = dataset._indices.column(0).to_numpy().astype(np.int64)
+    places = np.argsort(wanted, kind="stable")
+    return wanted[places], places
+
+
+def _read_columns(dataset: Any, batch: dict[str, Tensor], rows: list[int]) -> list[Tensor]:
+    """Return columns, whose values at some rows must be those of a batch of the dataset's own."""
+    columns = {
+        name: torch.empty(len(dataset), *part.shape[1:], dtype=part.dtype, device="cpu")
+        for name, part in batch.items()
+    }
+    table, (wanted, places) = type(dataset)(dataset.data, info=dataset.info), _find_rows(dataset)
+    for names, options in (
+        ([name for name in batch if batch[name].dtype != torch.float64], {}),
+        ([name for name in batch if batch[name].dtype == torch.float64], {"dtype": np.float64}),
+    ):
+        view = table.with_format("numpy", columns=names, **options)
+        for begin in range(0, len(table) if names else 0, _ROWS):
+            first, last = np.searchsorted(wanted, (begin, begin + _ROWS))
+            if first == last:
+                continue
+            for name, part in view[begin : begin + _ROWS].items():
+                if part.shape[1:] != columns[name].shape[1:]:
+                    raise _unfit(name, "of lists of several lengths")
+                if torch_dtype(part.dtype) != columns[name].dtype:
+                    raise _unfit(name, f"that becomes {columns[name].dtype} in another way")
+                found = torch.from_numpy(part[wanted[first:last] - begin])
+                columns[name][torch.from_numpy(places[first:last])] = found
+    for name, part in batch.items():
+        if columns[name][rows].numpy().tobytes() != part.numpy().tobytes():
+            raise _unfit(name, f"that becomes {part.dtype} in another way")
+    return [*columns.values()]

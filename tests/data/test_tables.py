@@ -160,6 +160,7 @@ def test_transforms_devices_and_sizes_are_left_to_the_dataset():
         "no rows": table.select([]),
         "requires grad": table.with_format("torch", requires_grad=True, columns=["y"]),
         "no batch: ": table.with_format("torch", dtype="nothing"),
+        "becomes torch.bfloat16 in another way": table.with_format("torch", dtype=torch.bfloat16),
     }.items():
         assert other in columns_of_table(why, MAX_BYTES)
     found = columns_of_table(table.with_format("torch"), 119)
@@ -181,15 +182,17 @@ def test_batches_are_gathered_as_torch_loads_them(wrap, saved):
 
 
 def test_a_table_is_read_once_until_its_format_changes(saved, monkeypatch):
-    reads, read = [], tables_module._read_column
-    monkeypatch.setattr(tables_module, "_read_column", lambda *a: reads.append(a[1]) or read(*a))
+    reads, read = [], tables_module._read_columns
+    monkeypatch.setattr(
+        tables_module, "_read_columns", lambda *a: reads.append([*a[1]]) or read(*a)
+    )
     table = saved[0].select_columns(["int8", "float64"]).shuffle(seed=1)
     for kind in ("torch", None, "torch"):
         table.set_format(kind)
         reads.clear()
         first = columns_of_table(table, MAX_BYTES)
         assert columns_of_table(table, MAX_BYTES) is first
-        assert reads == ["int8", "float64"]
+        assert reads == [["int8", "float64"]]
         assert_same(gather(first, [7, 3]), default_collate(table.__getitems__([7, 3])))
     table.set_transform(lambda batch: batch)
     assert columns_of_table(table, MAX_BYTES) == "the Hugging Face dataset has a transform"
