@@ -60,11 +60,14 @@ class Batches:
         """Batches of this pass."""
         self._rng_at_start: dict[str, Any] | None = None  # of this pass
         self._is_resumed = False
+        self._batches: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         """Start a pass, or continue the one of a loaded state."""
         n_left, n_empty = self._n_own, 0
-        for batch in self._start():
+        # Held, as its end would end the epoch: a run that stops within one may be made longer.
+        self._batches = self._start()
+        for batch in self._batches:
             self.n_consumed += 1
             lengths: list[int] = []
 
@@ -83,7 +86,7 @@ class Batches:
         if self.n_consumed == n_empty:
             msg = f"{self._name}: no sample in this pass; an iterator can be read only once"
             raise ValueError(msg)
-        self.n_consumed = 0
+        self.n_consumed, self._batches = 0, iter(())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch delivered."""

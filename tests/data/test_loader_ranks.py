@@ -352,7 +352,8 @@ def begin():
         loader = make(*case)
         assert loader._fastamp.share.ranks == dist.get_world_size()
         whole = samples(loader)
-        part = samples(batch for _, batch in zip(range(STOP), loader))
+        batches = iter(loader)  # whose end would end the epoch
+        part = samples(batch for _, batch in zip(range(STOP), batches))
         state = loader.state_dict()
         states = [None] * dist.get_world_size()
         dist.all_gather_object(states, state)
