@@ -353,7 +353,7 @@ class FasterCollate:
         first = samples[0] if samples else None
         if self._pinned or _nbytes_of(first) * len(samples) >= LEASED_NBYTES:
             return self._compiled(samples)
-        return torch_collate.default_collate(samples)
+        return torch_collate.default_collate(samples)  # type: ignore[no-untyped-call]
 
 
 def _nbytes_of(sample: Any) -> int:

@@ -162,7 +162,7 @@ class Copied(Iterator[Any]):
     def __next__(self) -> Made | Failed:
         self._copies.settle()
         made = next(self._batches)
-        return made if type(made) is Failed else attempt(self._copy, made)  # type: ignore[arg-type]
+        return made if type(made) is Failed else attempt(self._copy, made)
 
     def __del__(self) -> None:
         self._copies.settle()
@@ -191,7 +191,7 @@ def deliver_ahead(
     """Return a batch of `make_ahead` on its device, for the current stream."""
     if type(made) is Failed:
         return made
-    return attempt(partial(_deliver, finish, copies), made)  # type: ignore[arg-type]
+    return attempt(partial(_deliver, finish, copies), made)
 
 
 def _deliver(finish: Callable[..., Any], copies: "CudaCopies", batch: Any, *times: float) -> Made:
@@ -345,7 +345,8 @@ class PrefetchPass(Iterator[T], Generic[T]):
 
     def _taker(self) -> Callable[[], _Taken]:
         """Return what takes a batch. It holds no reference to the pass, whose end ends a thread."""
-        copies, place = self._copies, nullcontext
+        copies: Any = self._copies
+        place: Callable[[], Any] = nullcontext
         if self._pool is not None:
             place = copies.thread
         elif isinstance(copies, CudaCopies):

@@ -212,7 +212,7 @@ class Stream(IterableDataset[Any]):
             iterator.load_state_dict(state["dataset"])
         elif state is not None and state["iterator"] is not None:
             iterator.load_state_dict(state["iterator"])
-        return iterator
+        return iterator  # type: ignore[no-any-return]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the dataset and its iterator."""

@@ -125,9 +125,9 @@ class DataLoader(TorchDataLoader[T_co]):
             check_shardable(dataset, sampler=sampler, batch_sampler=batch_sampler)
             share = find_share(rank, world_size)
             seed = seed or 0
-        if shuffle and seed is not None and sampler is None and batch_sampler is None:
-            if not isinstance(dataset, IterableDataset):  # which torch refuses
-                sampler, shuffle = SeededSampler(dataset, seed), None
+        is_seeded = shuffle and seed is not None and sampler is None and batch_sampler is None
+        if is_seeded and not isinstance(dataset, IterableDataset):  # which torch refuses
+            sampler, shuffle = SeededSampler(dataset, seed or 0), None
         self._fastamp = Options(device, seed, share, worker, max_bytes)
         super().__init__(
             dataset,
@@ -161,14 +161,13 @@ class DataLoader(TorchDataLoader[T_co]):
         return begin_pass(self, self._fastamp.device)
 
     def _begin_for(self, device: torch.device | None, *, thread: bool) -> LoaderPass | None:
-        """Begin a pass for `prefetch`; None where that has to ask for the state after each batch."""
+        """Begin a pass for `prefetch`; None where that asks for the state after each batch."""
         own = type(self)
         if own.__iter__ is not DataLoader.__iter__ or own._get_iterator is not _GET_ITERATOR:
             return None
         if thread and hasattr(self.dataset, "state_dict"):
             return None
-        device = self._fastamp.device if device is None else device
-        return begin_pass(self, device, thread=thread)
+        return begin_pass(self, self._fastamp.device if device is None else device, thread=thread)
 
     def __len__(self) -> int:
         return self._count_batches(0)
@@ -178,7 +177,7 @@ class DataLoader(TorchDataLoader[T_co]):
         share = self._fastamp.share
         if share is None:
             return super().__len__()
-        count = share.count(len(self.dataset), consumed, drop_last=self.drop_last)  # type: ignore[arg-type]
+        count = share.size(len(self.dataset), consumed, drop_last=self.drop_last)  # type: ignore[arg-type]
         size = self.batch_size or 1
         return count // size if self.drop_last else -(-count // size)
 

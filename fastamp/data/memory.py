@@ -1,4 +1,4 @@
-"""Memory for batches: fresh, shared between processes, pinned, or leased from buffers that return."""
+"""Memory for batches: fresh, shared between processes, pinned, or leased buffers that return."""
 
 import ctypes
 import math

@@ -61,14 +61,14 @@ class Share(NamedTuple):
     rank: int
     ranks: int
 
-    def count(self, length: int, consumed: int, *, drop_last: bool) -> int:
+    def size(self, length: int, consumed: int, *, drop_last: bool) -> int:
         """Return how many samples a rank has after the first `consumed` of all ranks."""
         rounds, rest = divmod(length - consumed, self.ranks)
         return rounds + (rest > 0 and not drop_last)
 
     def take(self, rows: Any, consumed: int, *, drop_last: bool) -> Any:
         """Return this rank's rows; those of the order's beginning pad the last round."""
-        count = self.count(len(rows), consumed, drop_last=drop_last)
+        count = self.size(len(rows), consumed, drop_last=drop_last)
         places = torch.arange(count, device="cpu") * self.ranks + (consumed + self.rank)
         places = places % max(len(rows), 1)
         return places if isinstance(rows, range) else rows[places]
@@ -158,10 +158,12 @@ class Plan:
         self, sampler: Any, position: Position, base: int
     ) -> tuple[Any, Callable[[], object]]:
         """Return all rows in order, and what torch's sampler does at its end."""
-        length, generator = len(sampler.data_source), getattr(sampler, "generator", None)
+        length = len(sampler.data_source)
+        generator: Any = getattr(sampler, "generator", None)
+        is_own = generator is not None
         if position.seed is None:
             position.seed = base if self.seed is None else self.seed
-        if isinstance(sampler, RandomSampler) and generator is None:
+        if isinstance(sampler, RandomSampler) and not is_own:
             if position.order is None:
                 drawn = draw_seed() if self.seed is None else self.seed + position.epoch
                 position.order = drawn
@@ -175,8 +177,8 @@ class Plan:
             return torch.randint(length, (count,), generator=generator, device="cpu"), bool
         rounds, rest = divmod(count, max(length, 1))
         rows = [_permute(length, generator) for _ in range(max(rounds + (rest > 0), 1))]
-        # torch draws one more permutation at the end of its own, and uses nothing of it.
-        again = bool if rest else lambda: _permute(length, generator)
+        # At the end torch draws one more permutation, and uses nothing of it.
+        again = bool if rest or not is_own else lambda: _permute(length, generator)
         return (rows[0] if len(rows) == 1 else torch.cat(rows))[:count], again
 
     def _note_source(self, position: Position) -> None:
@@ -238,7 +240,7 @@ class Plan:
             return self.sampler
         seeded = torch.Generator().manual_seed(self.seed + epoch)
         for owner, name in ((self, "sampler"), (self.sampler, "sampler")):
-            sampler = getattr(owner, name, None)
+            sampler: Any = getattr(owner, name, None)
             if type(sampler) in _DRAWING and sampler.generator is None:
                 sampler = copy.copy(sampler)
                 sampler.generator = seeded

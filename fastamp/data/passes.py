@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from fastamp._ops import is_profiling, untraced
 from fastamp.data.arrays import Columns
 from fastamp.data.collate import BatchCollator, FasterCollate
-from fastamp.data.copies import Copied, CudaCopies, deliver_ahead, make_ahead, make_copies
+from fastamp.data.copies import Copied, deliver_ahead, make_ahead, make_copies
 from fastamp.data.items import Failed, Items, Made, Stream, WorkerItems, WorkerJobs, hand_on
 from fastamp.data.memory import Memory, can_pin
 from fastamp.data.order import Plan, SeededSampler, Share, find_generator, find_samplers
@@ -53,8 +53,9 @@ _OPTIONS = (
 )
 """The arguments of torch's loader that are handed on as they are."""
 _INTERRUPTED = (
-    "this pass was interrupted in the middle of a batch: loader.load_state_dict(loader.state_dict()) "
-    "lets the next one begin after the last batch delivered"
+    "this pass was interrupted in the middle of a batch: "
+    "loader.load_state_dict(loader.state_dict()) lets the next one begin after the last batch "
+    "delivered"
 )
 
 
@@ -87,7 +88,8 @@ class LoaderPass(Iterator[Any]):
     def __next__(self) -> Any:
         if self._broken:
             raise RuntimeError(self._broken)
-        stats, position, start_s, made = self._stats, self.position, time.perf_counter(), None
+        stats, position, start_s = self._stats, self.position, time.perf_counter()
+        made: Any = None
         delivered = position.batch
         try:
             made = next(self._batches) if not is_profiling() else _profiled(self._batches)
@@ -130,7 +132,7 @@ def _raise(error: Any) -> None:
     """Raise the error of a batch."""
     if not isinstance(error, BaseException):
         try:
-            error.reraise()  # torch's wrapper, whose frame refers to the error, and so to the workers
+            error.reraise()  # torch's wrapper: its frame refers to the error, and to the workers
         except Exception as raised:  # noqa: BLE001 - raised below
             error = raised.with_traceback(None)
     try:
@@ -295,9 +297,7 @@ class Making:
             collate_fn = collate_fn.with_memory(self.memory)
         elif collate_fn is default_collate:
             collate_fn = FasterCollate(Memory() if in_process else self.memory)
-        return Items(
-            dataset, collate_fn, single=self.single, pins=self.pins and not in_process
-        )
+        return Items(dataset, collate_fn, single=self.single, pins=self.pins and not in_process)
 
     def _source(self, *, apart: bool) -> torch.Generator:
         """Return what the seed of workers is drawn from, or one apart: for a pass begun again."""
@@ -355,7 +355,7 @@ class Making:
         if own.inner is not None:
             inner, jobs = own.inner
             jobs.begin(placed)
-            return iter(inner)  # type: ignore[no-any-return]
+            return iter(inner)
         jobs = WorkerJobs(placed, is_placed=not is_replaced())
         how: dict[str, Any] = {"batch_size": None, "sampler": jobs}
         if not self.single:
@@ -402,7 +402,7 @@ class Making:
             return map(Made, iter(inner))
         stream.begin(position.seed, position.epoch, position.dataset_state)
         if count:
-            return iter(inner)  # type: ignore[no-any-return]
+            return iter(inner)
         batches = read_stream(stream, iter(inner))
         own.save = stream.state_dict if find_save(loader.dataset) else None
         if own.save is None and position.batch:

@@ -8,7 +8,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -28,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What `get_worker_info` returns in a thread; in a process torch's own, with the same fields."""
+    """What `get_worker_info` returns in a thread; in a process it is torch's own."""
 
     id: int
     """From 0 to `num_workers - 1`."""
@@ -120,7 +121,7 @@ def _in_threads(
                 raise RuntimeError(msg)
             try:
                 box = under_way[0].result(timeout_s or None)
-            except TimeoutError:
+            except Late:
                 msg = f"DataLoader timed out after {timeout_s} seconds"  # as torch's
                 raise RuntimeError(msg) from None
             if _is_end(box[0]):
@@ -219,14 +220,16 @@ def own_copy(dataset: Any, known: dict[int, Any] | None = None) -> Any:
         if isinstance(value, Dataset):
             vars(made)[name] = own_copy(value, known)
         elif type(value) in (list, tuple) and any(isinstance(each, Dataset) for each in value):
-            copies = [own_copy(each, known) if isinstance(each, Dataset) else each for each in value]
+            copies = [
+                own_copy(each, known) if isinstance(each, Dataset) else each for each in value
+            ]
             vars(made)[name] = type(value)(copies)
     return made
 
 
 def read_stream(stream: Stream, iterator: Iterator[Any]) -> Iterator[Made | Failed]:
     """Read the batches of torch's iterator over a stream in the loop's thread."""
-    return iter(partial(_read, stream, iterator), None)  # type: ignore[arg-type]
+    return iter(partial(_read, stream, iterator), None)
 
 
 def _read(stream: Stream, iterator: Iterator[Any]) -> Made | Failed | None:

@@ -91,7 +91,9 @@ def why_not(collate_fn: Any, *, single: bool) -> str:
     return ""
 
 
-def find_columns(dataset: Any, max_bytes: int = 1 << 30) -> Columns | str:
+def find_columns(  # noqa: PLR0911 - one for each kind
+    dataset: Any, max_bytes: int = 1 << 30
+) -> Columns | str:
     """Return the columns of a dataset, or why it is read item by item.
 
     Batches have the values, types and dtypes that default_collate gives them.
@@ -168,7 +170,9 @@ class Gathered:
             return self._items.make(rows, order, number)
         return Made(self.finish(*parts), copy_s=time.perf_counter() - start_s)
 
-    def gather(self, rows: Any, order: Order, number: int) -> tuple[list[Tensor], Tensor | None] | None:
+    def gather(
+        self, rows: Any, order: Order, number: int
+    ) -> tuple[list[Tensor], Tensor | None] | None:
         """Return a batch's tensors and the keys of its samples; None if `items` have to make it."""
         columns = self._columns
         if type(rows) is not Tensor:
@@ -214,7 +218,7 @@ class Gathered:
         return not len(rows) or (int(rows.min()) >= 0 and int(rows.max()) < length)
 
     def _take_on_device(self, rows: Tensor) -> list[Tensor]:
-        """Gather on the current stream of the columns' device; nothing waits for the row numbers."""
+        """Gather on the current stream of the columns' device; nothing waits for the rows."""
         on_cuda = self.device.type == "cuda"
         rows = (rows.pin_memory() if on_cuda else rows).to(self.device, non_blocking=True)
         parts = []

@@ -42,14 +42,14 @@ class PreparedLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Begin a pass, and note in Accelerate's record how it goes."""
         begun = super().__iter__()
-        total = self._count_batches(begun.position.consumed)  # type: ignore[attr-defined]
+        total = self._count_batches(begun.position.consumed)
         self.end_of_dataloader, self.remainder = False, -1
         if not self.drop_last:
             self.remainder = self.total_dataset_length % self.total_batch_size
         self.gradient_state._add_dataloader(self)
         try:
             for batch in begun:
-                self.end_of_dataloader = begun.position.batch >= total  # type: ignore[attr-defined]
+                self.end_of_dataloader = begun.position.batch >= total
                 yield batch
         finally:
             self.gradient_state._remove_dataloader(self)

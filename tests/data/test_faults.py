@@ -158,7 +158,7 @@ def test_a_state_after_an_epoch_of_fixed_steps_begins_the_next_one():
         return [batch for batch, _ in zip(loader, range(count), strict=False)]
 
     loader = fastamp.DataLoader(Y, 4, shuffle=True, seed=1)
-    for batch in loader:
+    for _ in loader:
         inside = loader.state_dict()
         break
     state = loader.state_dict()
@@ -168,7 +168,6 @@ def test_a_state_after_an_epoch_of_fixed_steps_begins_the_next_one():
     assert_same(take(resumed, 3), take(loader, 3))
     resumed.load_state_dict(inside)
     assert len([*resumed]) == 9
-    assert batch.shape == (4,)
 
 
 class Graph:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import pickle
 from collections import Counter
@@ -11,7 +10,7 @@ import pytest
 import torch
 from support.loading import Rows, Squares, assert_same, check
 from support.streams import Stream
-from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DistributedSampler, TensorDataset
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import fastamp

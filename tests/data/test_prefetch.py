@@ -8,7 +8,6 @@ import gc
 import subprocess
 import sys
 import threading
-import time
 import typing
 import weakref
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.loading import assert_same
-from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, Subset
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Subset
 
 import fastamp
 from fastamp.data.sample_rng import Order, mix, mix_all
@@ -203,4 +203,3 @@ def test_outside_a_pass_torchs_own_seed_counts():
     assert rng.torch is rng.torch
     assert torch.rand(3, generator=rng.torch).ne(torch.rand(3, generator=rng.torch)).all()
     assert Drawn()[3][0] == 3
-

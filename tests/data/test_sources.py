@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 import fastamp
 
 N = 50
+
+
 class Mapped(fastamp.Source):
     """Memory that is there already."""
 
@@ -44,4 +46,3 @@ def test_a_source_without_a_method_is_told_which_to_write():
 
     with pytest.raises(NotImplementedError, match=r"Nothing: write columns\(\)"):
         next(iter(fastamp.DataLoader(Nothing(), 2)))
-

@@ -133,7 +133,9 @@ def test_a_stopped_pass_resumes_with_any_number_of_threads(seed):
 def test_a_dataset_with_a_state_is_refused_a_state_by_name():
     loader = in_threads(Stateful(9))
     assert len([*loader]) == 3
-    with pytest.raises(TypeError, match="num_workers: Stateful has a position of its own in each of 3"):
+    with pytest.raises(
+        TypeError, match="num_workers: Stateful has a position of its own in each of 3"
+    ):
         loader.state_dict()
 
 

@@ -158,7 +158,6 @@ def test_two_processes_see_every_sample_once_and_accumulate_to_the_end(two, shar
         assert all(synced == [False, False, True] * 2 + [False, True] for _, synced in parts)
     first, second = answers[0][0]
     assert first != second  # epochs differ
-    core = "the compiled core" if "cpu" in fastamp.backends() else "Python"
     assert {answer[1:] for answer in answers} == {(16, "gathered")}
 
 
