@@ -19,17 +19,11 @@ import numpy.typing as npt
 import torch
 from numpy.lib import format as npy
 from torch import Tensor
-from torch.utils._pytree import (
-    keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_map,
-    tree_unflatten,
-)
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from fastamp._files import create
-from fastamp.data.arrays import as_tensor, columns_of, plain_dtype, torch_dtype
+from fastamp.data.arrays import as_tensor, plain_dtype, torch_dtype
 from fastamp.data.datasets import ArrayDataset, by_name
 from fastamp.data.items import Items, hand_on
 from fastamp.data.loader import DataLoader
@@ -95,8 +89,8 @@ def in_memory(
         msg = f"dataset: expected a map-style dataset, with __getitem__ and __len__, got {kind}"
         raise TypeError(msg)
     dataset = by_name(dataset)
-    columns = find_columns(dataset)
-    if path is None and not isinstance(columns, str) and columns.then is None:
+    columns = find_columns(dataset) if path is None else ""
+    if not isinstance(columns, str) and columns.then is None:
         return dataset
     if not len(dataset):
         msg = "dataset: expected at least one item, got an empty dataset"
@@ -109,10 +103,10 @@ def in_memory(
             _fill(arrays, items, num_workers, worker)
             return items.assemble(arrays)
         folder = Path(path).expanduser().absolute()
-        record = {"class": kind, "key": key, "length": len(items), "leaves": items.leaves}
+        record = {"class": kind, "key": key, "length": len(items), "item": items.layout}
         if not folder.exists():
             _write(folder, record, items, num_workers, worker)
-        arrays = _map(folder, record)
+        arrays = _map(folder, record, len(items.first))
     for row, item in probed.items():
         if not _are_equal(item, [array[row : row + 1] for array in arrays]):
             msg = f"{folder}: is not of this dataset: row {row} is not dataset[{row}]; remove it"
@@ -126,38 +120,28 @@ class _Items(Dataset[Any]):
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         item = Items(dataset, hand_on, single=True).make(0, Order(0), 0).batch
-        named, self._spec = tree_flatten_with_path(item)
-        self._kinds = [_find_kind(leaf) for _, leaf in named]
-        if None in self._kinds or not named:
-            msg = "dataset[0]: expected plain tensors on the CPU, NumPy arrays or numbers, "
-            raise TypeError(msg + f"got {item!r:.300}")
-        self.first = stack([self.check(0, item)])
+        leaves, self._spec = _flatten(item)
+        self._kinds = [*map(_find_kind, leaves)]
+        if None in self._kinds or not leaves:
+            msg = "dataset[0]: expected plain tensors on the CPU, NumPy arrays or numbers, alone or "
+            raise TypeError(msg + f"in dicts, lists and tuples, got {item!r:.300}")
+        self.first = stack([self._check(0, item)])
         self.arrays = [*map(_as_array, self.first)]
-        self.leaves = {
-            keystr(path): f"{column.dtype} {list(column.shape[1:])}"
-            for (path, _), column in zip(named, self.first, strict=True)
-        }
-        tree = tree_unflatten(self.first, self._spec)
-        found: Any = columns_of(tree)
-        made = tree_flatten(found.build(self.first))[1]
-        expected = tree_flatten(default_collate([tree_map(lambda _: 0, item)]))[1]
-        is_known = type(item) in (dict, list, tuple) or isinstance(tree, Tensor)
-        if not is_known or made != expected:
-            msg = f"dataset[0]: expected dicts, lists and tuples, got {self._spec}"
-            raise TypeError(msg)
+        names = [f"{column.dtype} {list(column.shape[1:])}" for column in self.first]
+        self.layout = str(tree_unflatten(names, self._spec))
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> list[Any]:
-        return self.check(index, self.dataset[index])
+        return self._check(index, self.dataset[index])
 
-    def check(self, index: int, item: Any) -> list[Any]:
+    def _check(self, index: int, item: Any) -> list[Any]:
         """Return the leaves of an item, or raise a TypeError that names it."""
-        leaves, spec = tree_flatten(item)
-        if spec != self._spec or [_find_kind(leaf) for leaf in leaves] != self._kinds:
-            msg = f"dataset[{index}]: expected containers, types, dtypes and shapes as in "
-            raise TypeError(msg + f"dataset[0], {self._kinds} in {self._spec}, got {item!r:.300}")
+        leaves, spec = _flatten(item)
+        if spec != self._spec or [*map(_find_kind, leaves)] != self._kinds:
+            msg = f"dataset[{index}]: expected containers, types, dtypes and shapes as in dataset[0]"
+            raise TypeError(msg + f", {self._kinds}, got {item!r:.300}")
         return [as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
 
     def assemble(self, arrays: list[npt.NDArray[Any]]) -> Any:
@@ -174,16 +158,20 @@ class _Items(Dataset[Any]):
         return dataset
 
 
+def _flatten(item: Any) -> tuple[list[Any], TreeSpec]:
+    """Return the leaves of an item, where all but plain dicts, lists and tuples is a leaf."""
+    return tree_flatten(item, lambda part: type(part) not in (dict, list, tuple))
+
+
 def _find_kind(leaf: Any) -> tuple[str, Any, tuple[int, ...]] | None:
     """Return type, dtype and shape of a number or a plain array; None for anything else."""
-    kind, dtype = type(leaf), None
-    if kind in (Tensor, np.ndarray, np.memmap):
-        dtype = plain_dtype(leaf)
-    elif isinstance(leaf, np.number | np.bool_):
-        dtype = torch_dtype(leaf.dtype)
-    elif kind in (bool, int, float):
-        return kind.__name__, kind.__name__, ()
-    return None if dtype is None else (kind.__name__, dtype, tuple(leaf.shape))
+    kind, name = type(leaf), type(leaf).__name__
+    if kind in (bool, int, float):
+        return name, name, ()
+    is_array = kind in (Tensor, np.ndarray, np.memmap)
+    is_number = isinstance(leaf, np.number | np.bool_)
+    dtype = plain_dtype(leaf) if is_array else torch_dtype(leaf.dtype) if is_number else None
+    return None if dtype is None else (name, dtype, tuple(leaf.shape))
 
 
 def stack(items: list[list[Any]]) -> list[Tensor]:
@@ -258,13 +246,12 @@ def _write(folder: Path, record: dict[str, Any], items: _Items, *workers: Any) -
                 raise
 
 
-def _map(folder: Path, record: dict[str, Any]) -> list[npt.NDArray[Any]]:
+def _map(folder: Path, record: dict[str, Any], count: int) -> list[npt.NDArray[Any]]:
     """Map the columns of a folder, or raise a ValueError if it was not made of this dataset."""
     try:
         found = json.loads((folder / "layout.json").read_bytes())
         if found == record:
-            names = [folder / f"{place}.npy" for place in range(len(record["leaves"]))]
-            return [np.load(name, mmap_mode="c") for name in names]
+            return [np.load(folder / f"{place}.npy", mmap_mode="c") for place in range(count)]
     except (OSError, ValueError) as error:
         found = error
     msg = f"{folder}: expected a folder that fastamp.in_memory made of {record}, got {found}: "

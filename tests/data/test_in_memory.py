@@ -35,7 +35,6 @@ ITEMS = {
     "scalars": lambda i: (np.float32(i / 3), np.int16(i), np.bool_(i % 2), np.float64(i / 3)),
     "bfloat16": lambda i: (BFLOATS[i], BFLOATS[i, 0]),
     "float8": lambda i: FLOAT8S[i],
-    "named": lambda i: {"point": Point(i, torch.tensor([i]))},
     "nothing": lambda i: (i, {}, (), torch.empty(0)),
 }
 
@@ -183,9 +182,9 @@ def test_items_that_vary_are_refused(first, other, folder):
 
 @pytest.mark.parametrize("item", [Point(1, 2), OrderedDict(x=1), [deque([1])]], ids=str)
 def test_containers_that_batches_could_not_have_are_refused(item):
-    with pytest.raises(TypeError, match=r"dataset\[0\]: expected dicts, lists and tuples"):
+    with pytest.raises(TypeError, match=r"dataset\[0\]: expected .* in dicts, lists and tup"):
         fastamp.in_memory(Rows(LENGTH, lambda i: item))
-    with pytest.raises(TypeError, match=r"dataset\[0\]: expected plain tensors .* got {}"):
+    with pytest.raises(TypeError, match=r"dataset\[0\]: expected plain tensors .* got {}$"):
         fastamp.in_memory(Rows(LENGTH, lambda i: {}))
 
 
@@ -273,8 +272,8 @@ def test_a_folder_holds_arrays_that_numpy_opens(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     fastamp.in_memory(Rows(LENGTH, lambda i: {"x": i, "y": BFLOATS[i]}), "~/cache", key="v1")
     layout = json.loads((tmp_path / "cache/layout.json").read_bytes())
-    leaves = {"['x']": "torch.int64 []", "['y']": "torch.bfloat16 [3]"}
-    assert layout == {"class": "Rows", "key": "v1", "length": LENGTH, "leaves": leaves}
+    item = "{'x': 'torch.int64 []', 'y': 'torch.bfloat16 [3]'}"
+    assert layout == {"class": "Rows", "key": "v1", "length": LENGTH, "item": item}
     x, y = (np.load(tmp_path / "cache" / name) for name in ("0.npy", "1.npy"))
     assert np.array_equal(x, np.arange(LENGTH))
     assert torch.equal(torch.from_numpy(y).view(torch.bfloat16)[..., 0].isnan(), BFLOATS.isnan())
