@@ -4,7 +4,6 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from math import prod
 from operator import itemgetter
 from typing import Any
 
@@ -124,45 +123,27 @@ def index_error(index: int, length: int) -> IndexError:
 def in_row_order(columns: Columns, max_bytes: int) -> Columns:
     """Copy arrays whose numbers of a row lie apart, as in a table stored column by column.
 
-    Windows of such a table overlap: the memory that they look into is copied, once. What takes more
-    than `max_bytes` in all stays as it is.
+    Of windows, whose first two dimensions overlap, the memory that they look into is copied, once.
+    What takes more than `max_bytes` in all, or more than its own memory, stays as it is.
     """
     arrays = []
     for array in columns.arrays:
-        lengths, strides, view = _find_axes(array)
-        nbytes = prod(lengths) * array.itemsize
-        if array[:1].is_contiguous() or nbytes > max_bytes:
+        rows, step = array, 0
+        if array.ndim > 2 and 0 < array.stride(0) < array.stride(1) * array.shape[1]:
+            step, apart = divmod(array.stride(0), array.stride(1))
+            length = (len(array) - 1) * step + array.shape[1]
+            if not apart:
+                rows = array.as_strided((length, *array.shape[2:]), array.stride()[1:])
+        if array[:1].is_contiguous() or rows.nbytes > min(
+            max_bytes, array.untyped_storage().nbytes()
+        ):
             arrays.append(array)
             continue
-        max_bytes -= nbytes
-        copied = _copy(array.as_strided(lengths, strides))
-        steps = [sum(copied.stride(axis) * step for axis, step in place) for place in view]
-        arrays.append(copied.as_strided(array.shape, steps))
+        max_bytes -= rows.nbytes
+        copied = _copy(rows)
+        steps = (step * copied.stride(0), *copied.stride())
+        arrays.append(copied if rows is array else copied.as_strided(array.shape, steps))
     return replace(columns, arrays=arrays)
-
-
-def _find_axes(array: Tensor) -> tuple[list[int], list[int], list[list[tuple[int, int]]]]:
-    """Return lengths and strides of the memory under a view, and each dimension's axis and step.
-
-    Dimensions that overlap, as the first two of windows, are steps along one axis. The axes are in
-    the order of the view's dimensions.
-    """
-    axes: list[tuple[int, int, list[int]]] = []  # stride, length, dimensions
-    for dim in sorted(range(array.ndim), key=array.stride):
-        stride, size = array.stride(dim), array.shape[dim]
-        if stride == 0 or size == 1:
-            continue
-        if axes and stride < axes[-1][0] * axes[-1][1] and stride % axes[-1][0] == 0:
-            unit, length, dims = axes.pop()
-            axes.append((unit, length + (size - 1) * (stride // unit), [*dims, dim]))
-        else:
-            axes.append((stride, size, [dim]))
-    axes.sort(key=lambda axis: min(axis[2]))
-    places: list[list[tuple[int, int]]] = [[] for _ in array.shape]
-    for number, (unit, _, dims) in enumerate(axes):
-        for dim in dims:
-            places[dim].append((number, array.stride(dim) // unit))
-    return [length for _, length, _ in axes], [unit for unit, _, _ in axes], places
 
 
 def _copy(array: Tensor) -> Tensor:

@@ -100,34 +100,27 @@ Augmentation: TypeAlias = RandomCrop | RandomHorizontalFlip
 
 
 def check_augmentations(augment: Any) -> tuple[Augmentation, ...]:
-    """Return augmentations as a tuple, or raise an error that names the one that is none."""
-    if not isinstance(augment, list | tuple):
-        msg = f"augment: expected a list of augmentations, got {augment!r}"
+    """Return augmentations as a tuple, or raise an error."""
+    is_list = isinstance(augment, list | tuple)
+    if not is_list or not all(isinstance(each, Augmentation) for each in augment):
+        kinds = "RandomCrop or RandomHorizontalFlip of fastamp"
+        msg = f"augment: expected a list of {kinds}, got {augment!r}"
         raise TypeError(msg)
-    for i, each in enumerate(augment):
-        if not isinstance(each, Augmentation):
-            kinds = "RandomCrop or RandomHorizontalFlip of fastamp"
-            msg = f"augment[{i}]: expected {kinds}, got {each!r}"
-            raise TypeError(msg)
     return tuple(augment)
 
 
 def check_images(augmentations: tuple[Augmentation, ...], array: Any) -> None:
     """Raise an error if an array does not hold images, or an augmentation does not fit them."""
-    if plain_dtype(array, on_host=False) is None:
+    shape = tuple(getattr(array, "shape", ()))
+    if plain_dtype(array, on_host=False) is None or len(shape) < 3 or 0 in shape[1:]:
+        msg = (
+            "augment: expected plain numbers of shape (N, height, width) or (N, channels, height, "
+        )
         kind = getattr(array, "dtype", type(array).__name__)
-        state = ", which requires grad" if getattr(array, "requires_grad", False) else ""
-        msg = f"augment: expected plain numbers to augment, got {kind}{state}"
-        raise TypeError(msg)
-    shape = tuple(array.shape)
-    if len(shape) < 3 or 0 in shape[1:]:
-        msg = "augment: expected images of shape (N, height, width) or (N, channels, height, width)"
-        msg += f", got {shape}"
-        raise TypeError(msg)
+        raise TypeError(msg + f"width), without gradient, got {kind} of shape {shape}")
     if len(shape) > 3 and shape[-1] in _CHANNELS and shape[-1] < min(shape[-3:-1]):
         msg = f"augment: expected images of shape (N, channels, height, width), got {shape}: "
-        msg += "pass images.permute(0, 3, 1, 2).contiguous(), or with NumPy "
-        raise ValueError(msg + "np.ascontiguousarray(images.transpose(0, 3, 1, 2))")
+        raise ValueError(msg + "pass images.permute(0, 3, 1, 2).contiguous()")
     augment_images(
         augmentations, torch.empty(0, *shape[1:], device="cpu"), torch.arange(0, device="cpu")
     )
@@ -139,9 +132,5 @@ def augment_images(augmentations: tuple[Augmentation, ...], images: Tensor, keys
     found = images.view(_NUMBERS[images.itemsize]).reshape(count, prod(lead), height, width)
     for i, each in enumerate(augmentations):
         y, x = ((mix_all(keys + 2 * i + n) >> 32) & 0xFFFFFFFF for n in (1, 2))
-        try:
-            found = each.apply(found, y, x)
-        except ValueError as error:
-            msg = f"augment[{i}].{error}"
-            raise ValueError(msg) from None
+        found = each.apply(found, y, x)
     return found.view(images.dtype).reshape(count, *lead, *found.shape[2:])

@@ -119,20 +119,20 @@ def by_name(dataset: Any) -> Any:
 
 def count_rows(tree: Any, name: str) -> int:
     """Return the length of all arrays in a container, or raise an error that names them."""
-    arrays = {name + keystr(path): array for path, array in tree_flatten_with_path(tree)[0]}
-    if not arrays:
+    lengths = {}
+    for path, array in tree_flatten_with_path(tree)[0]:
+        place = name + keystr(path)
+        if not _has_rows(array):
+            msg = f"{place}: expected a tensor or NumPy array with a first dimension, "
+            raise TypeError(msg + f"got {type(array).__name__}")
+        lengths[place] = len(array)
+    first, length = next(iter(lengths.items()), ("", 0))
+    if not lengths:
         msg = f"{name}: expected at least one tensor or NumPy array"
         raise ValueError(msg)
-    for path, array in arrays.items():
-        if not _has_rows(array):
-            kind = f"{type(array).__name__} of shape {tuple(getattr(array, 'shape', ()))}"
-            kind = kind if hasattr(array, "shape") else type(array).__name__
-            msg = f"{path}: expected a tensor or NumPy array with a first dimension, got {kind}"
-            raise TypeError(msg)
-    first, length = next((path, len(array)) for path, array in arrays.items())
-    for path, array in arrays.items():
-        if len(array) != length:
-            msg = f"{path}: has {len(array)} rows, and {first} has {length}"
+    for place, other in lengths.items():
+        if other != length:
+            msg = f"{place}: has {other} rows, and {first} has {length}"
             raise ValueError(msg)
     return length
 

@@ -47,6 +47,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
 
     Raises:
         OSError: the file cannot be read.
+        TypeError: NumPy does not know `dtype`.
         ValueError: the tokens are too few for one window, of another dtype, or not one-dimensional;
             `block_size` is below 1; a `.npy` file is damaged; or `header` is more than a file has,
             or is given for anything but raw files.
@@ -67,23 +68,20 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         header: int = 0,
         random_offsets: bool = False,  # noqa: FBT001, FBT002 - as in the documentation
     ) -> None:
-        block_size = as_integer("block_size", block_size, least=1, optional=False)
+        self.block_size = as_integer("block_size", block_size, least=1, optional=False)
         header = as_integer("header", header, least=0, optional=False)
-        self.block_size, self.random_offsets = block_size, bool(random_offsets)
-        parts = _open_all(path_or_array, dtype, header)
-        several = isinstance(path_or_array, list | tuple)
-        own = [*map(_portable, path_or_array if several else [path_or_array])]  # type: ignore[arg-type]
-        self._source = (own if several else own[0], dtype, header)
-        self._cut(parts)
+        self.random_offsets = bool(random_offsets)
+        sources = path_or_array if isinstance(path_or_array, list | tuple) else [path_or_array]
+        self._opened = [*map(_portable, sources)], dtype, header
+        self._open()
 
-    def _cut(self, parts: list[npt.NDArray[Any]]) -> None:
-        """Cut files and arrays into windows."""
-        self._parts = [part[:] for part in parts if len(part)]
-        self._begins = [0, *accumulate(map(len, self._parts))]
-        count, block_size = self._begins[-1], self.block_size
-        self._length = (count - 1) // block_size
+    def _open(self) -> None:
+        self._parts = [part[:] for part in _open_all(*self._opened) if len(part)]
+        self._begins: list[int] = [0, *accumulate(map(len, self._parts))]
+        self._length: int = (self._begins[-1] - 1) // self.block_size
         if self._length < 1:
-            msg = f"block_size={block_size}: {count} tokens are too few for one window"
+            count = self._begins[-1]
+            msg = f"block_size={self.block_size}: {count} tokens are too few for one window"
             raise ValueError(msg)
 
     def __len__(self) -> int:
@@ -136,7 +134,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._cut(_open_all(*self._source))
+        self._open()
 
 
 def _portable(source: Any) -> Any:
@@ -146,56 +144,42 @@ def _portable(source: Any) -> Any:
     return np.asarray(source) if isinstance(source, Tensor) else source
 
 
-def _open_all(source: Any, dtype: npt.DTypeLike | None, header: int) -> list[npt.NDArray[Any]]:
+def _open_all(sources: list[Any], dtype: Any, header: int) -> list[npt.NDArray[Any]]:
     """Return the tokens of all files and arrays, which have one dtype."""
-    try:
-        wanted = np.dtype(np.uint16 if dtype is None else dtype)
-    except (TypeError, ValueError):  # torch's, for one
-        wanted = np.dtype(object)
-    if wanted not in _DTYPES:
-        msg = f"dtype: expected NumPy's {_NAMES}, got {dtype!r}"
-        raise ValueError(msg)
-    kinds = (str, os.PathLike, np.ndarray, Tensor)
-    several = isinstance(source, list | tuple) and all(isinstance(s, kinds) for s in source)
     parts: list[npt.NDArray[Any]] = []
-    for i, one in enumerate(source if several else [source]):
-        name = f"path_or_array[{i}]" if several else "path_or_array"
-        parts.append(tokens := _open(name, one, wanted, header))
-        expected = parts[0].dtype if dtype is None else wanted
-        if tokens.dtype != expected:
-            msg = f"{name}: expected {expected} tokens, as `dtype` or the first part, "
-            raise ValueError(msg + f"got {tokens.dtype}")
+    for i, source in enumerate(sources):
+        is_raw = isinstance(source, Path) and source.suffix.lower() != ".npy"
+        parts.append(_map(source, dtype, header) if is_raw else _open(source))
+        expected = parts[0].dtype if dtype is None else np.dtype(dtype)
+        if parts[i].ndim != 1 or expected not in _DTYPES or parts[i].dtype != expected:
+            kind = expected if expected in _DTYPES else _NAMES
+            msg = f"path_or_array[{i}]: expected one dimension of {kind} in this machine's byte "
+            raise ValueError(msg + f"order, got shape {parts[i].shape} of {parts[i].dtype}")
+        if header and not is_raw:
+            msg = f"header={header}: expected 0, since path_or_array[{i}] is no file of raw tokens"
+            raise ValueError(msg)
     return parts
 
 
-def _open(name: str, source: _Source, dtype: np.dtype[Any], header: int) -> npt.NDArray[Any]:
-    """Return the tokens of a file or an array; `dtype` and `header` are those of raw files."""
-    path = Path(source) if isinstance(source, str | os.PathLike) else None
-    if path is not None and path.suffix.lower() != ".npy":
-        return _map(path, dtype, header)
-    if header:
-        kind = "an array" if path is None else "a .npy file"
-        msg = f"header={header}: expected 0 where {name} is {kind}, not a file of raw tokens"
-        raise ValueError(msg)
+def _open(source: Any) -> npt.NDArray[Any]:
+    """Return the tokens of a .npy file or an array."""
     try:
-        tokens = np.asarray(source) if path is None else open_memmap(path, mode="r")
+        tokens = open_memmap(source, mode="r") if isinstance(source, Path) else np.asarray(source)
     except OSError:
         raise
     except Exception as error:  # NumPy's parser raises errors of many types
-        msg = f"{name if path is None else path}: cannot be read: {error}"
+        msg = f"path_or_array: {source} cannot be read: {error}"
         raise ValueError(msg) from error
-    if tokens.ndim != 1 or tokens.dtype not in _DTYPES:
-        msg = f"{name}: expected one dimension of {_NAMES} in this machine's byte order, "
-        raise ValueError(msg + f"got shape {tokens.shape} of {tokens.dtype}")
     return np.ascontiguousarray(tokens) if tokens.strides != (tokens.itemsize,) else tokens
 
 
-def _map(path: Path, dtype: np.dtype[Any], header: int) -> npt.NDArray[Any]:
+def _map(path: Path, dtype: npt.DTypeLike | None, header: int) -> npt.NDArray[Any]:
     """Map a file of raw tokens."""
+    kind = np.dtype(np.uint16 if dtype is None else dtype)
     nbytes = path.stat().st_size
-    if nbytes < header or (nbytes - header) % dtype.itemsize:
+    if nbytes < header or (nbytes - header) % kind.itemsize:
         msg = f"{path} has {nbytes} bytes: expected {header} of a header and a multiple of "
-        raise ValueError(msg + f"{dtype.itemsize} of tokens, for dtype {dtype}")
+        raise ValueError(msg + f"{kind.itemsize} of tokens, for dtype {kind}")
     if nbytes == header:  # cannot be mapped; nor can a FIFO, which would block
-        return np.empty(0, dtype)
-    return np.memmap(path, dtype, "r", offset=header)
+        return np.empty(0, kind)
+    return np.memmap(path, kind, "r", offset=header)

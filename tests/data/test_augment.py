@@ -218,29 +218,26 @@ def test_offsets_and_flips_are_uniform():
 
 
 IMAGES = torch.zeros(4, 3, 32, 32, dtype=torch.uint8)
-NUMBER = "size: expected an integer of at least 1, got "
-PLAIN = "augment: expected plain numbers to augment, got "
+PLAIN = "augment: expected plain numbers of shape (N, height, width) or (N, channels, height, "
 WRONG = {
-    NUMBER + "0": lambda: RandomCrop(0),
+    "size: expected an integer of at least 1, got 0": lambda: RandomCrop(0),
     "size: expected a number, or height and width, got (1, 2, 3)": lambda: RandomCrop((1, 2, 3)),
     "padding: expected an integer of at least 0, got -1": lambda: RandomCrop(3, -1),
     "p: expected a number from 0 to 1, got nan": lambda: RandomHorizontalFlip(float("nan")),
-    "augment[1].size: (40, 9) does not fit into the padded images, (34, 34)": lambda: make(
+    "size: (40, 9) does not fit into the padded images, (34, 34)": lambda: make(
         [RandomHorizontalFlip(), RandomCrop((40, 9), 1)]
     ),
-    "augment: expected a list of augmentations, got RandomCrop(size=(1, 1), padding=0)": lambda: (
-        make(RandomCrop(1))
+    "of fastamp, got RandomCrop(size=(1, 1), padding=0)": lambda: make(RandomCrop(1)),
+    "RandomCrop or RandomHorizontalFlip of fastamp, got [3]": lambda: make([3]),
+    "pass images.permute(0, 3, 1, 2).contiguous()": lambda: make(CIFAR, torch.zeros(2, 32, 32, 3)),
+    PLAIN + "width), without gradient, got torch.float32 of shape (4, 5)": lambda: make(
+        CIFAR, torch.zeros(4, 5)
     ),
-    "augment[0]: expected RandomCrop or RandomHorizontalFlip of fastamp, got 3": lambda: make([3]),
-    "np.ascontiguousarray(images.transpose(0, 3, 1, 2))": lambda: make(
-        CIFAR, torch.zeros(2, 32, 32, 3)
-    ),
-    "got (4, 5)": lambda: make(CIFAR, torch.zeros(4, 5)),
-    PLAIN + "torch.float32, which requires grad": lambda: make(
+    "torch.float32 of shape (4, 3, 3)": lambda: make(
         CIFAR, torch.zeros(4, 3, 3, requires_grad=True)
     ),
-    PLAIN + ">i4": lambda: make(CIFAR, np.zeros((4, 3, 3), ">i4")),
-    PLAIN + "list": lambda: make(CIFAR, {"x": [torch.zeros(4, 3, 3)]}),
+    "got >i4 of shape (4, 3, 3)": lambda: make(CIFAR, np.zeros((4, 3, 3), ">i4")),
+    "got list of shape ()": lambda: make(CIFAR, {"x": [torch.zeros(4, 3, 3)]}),
 }
 
 

@@ -7,8 +7,7 @@ import os
 import random
 import shutil
 import threading
-import warnings
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -24,31 +23,19 @@ LENGTH = 37
 module = import_module("fastamp.data.in_memory")  # its name is the function's, too
 BFLOATS = make_array(torch.bfloat16, LENGTH, 3)
 FLOAT8S = make_array(torch.float8_e4m3fn, LENGTH, 5)
-COMPLEX = make_array("complex64", LENGTH, 2)
-HALVES = make_array("float16", LENGTH, 2, 2)
-SHORTS = make_array("uint16", LENGTH, 4)
 ITEMS = {
     "tuple": lambda i: (torch.full((3,), i), i * i),
     "list": lambda i: [torch.full((3,), i / 7), i / 3],
-    "tuple of one": lambda i: (torch.tensor(i),),
     "dict": lambda i: {"x": torch.arange(i, i + 4), "y": i % 3 == 0},
     "nested": lambda i: ({"a": [i, {"b": (float(i), np.full(2, i))}]}, [torch.tensor([i])]),
     "bare tensor": lambda i: torch.full((2, 2), i, dtype=torch.int16),
     "bare array": lambda i: np.full((2,), i, np.float32),
     "bare int": lambda i: i,
-    "bare float": lambda i: i / 10,
     "bare bool": lambda i: i % 2 == 1,
     "scalars": lambda i: (np.float32(i / 3), np.int16(i), np.bool_(i % 2), np.float64(i / 3)),
-    "arrays of no dimension": lambda i: {"x": np.array(i / 3), "y": torch.tensor(i)},
     "bfloat16": lambda i: (BFLOATS[i], BFLOATS[i, 0]),
     "float8": lambda i: FLOAT8S[i],
-    "complex": lambda i: {"x": COMPLEX[i], "y": torch.from_numpy(COMPLEX)[i]},
-    "halves": lambda i: (HALVES[i], torch.from_numpy(HALVES)[i, 0]),
-    "unsigned": lambda i: SHORTS[i],
-    "strided": lambda i: (HALVES[i].T, torch.from_numpy(HALVES)[i].T),
-    "named": lambda i: {"point": Point(i, torch.tensor([i]))},
-    "ordered": lambda i: (OrderedDict(x=i, y=torch.tensor([i])), i),
-    "nothing": lambda i: (i, {}, (), torch.empty(0), torch.empty(2, 0, dtype=torch.bfloat16)),
+    "nothing": lambda i: (i, {}, (), torch.empty(0)),
 }
 
 
@@ -78,14 +65,6 @@ def assert_loads_as(made, original):
     assert_same(batches(DataLoader, made), expected)
 
 
-class Together(Rows):
-    def __getitems__(self, indices):
-        return [self.get(index) for index in indices]
-
-    def __getitem__(self, index):
-        raise NotImplementedError
-
-
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path / "sets" / "cache"
@@ -113,12 +92,9 @@ def test_workers_read_the_same(worker, folder, monkeypatch):
     for path in (None, folder):
         assert_loads_as(fastamp.in_memory(dataset, path, num_workers=2, worker=worker), dataset)
     assert (len(readers) > 1) == (worker == "thread")
-    who = fastamp.in_memory(
-        Rows(LENGTH, lambda i: [os.getpid(), threading.get_ident()] if i == 5 else [*main]),
-        num_workers=2,
-        worker=worker,
-    )
-    assert [int(part) for part in who[5]] != [*main]
+    items = Rows(9, lambda i: [os.getpid(), threading.get_ident()] if i == 2 else [*main])
+    found = fastamp.in_memory(items, num_workers=2, worker=worker)[2]
+    assert [int(part) for part in found] != [*main]
 
 
 def test_an_item_is_what_the_original_gives_up_to_collation():
@@ -136,11 +112,6 @@ def test_every_item_is_read_once_and_eight_are_probed_four_times():
     dataset.reads.clear()
     batches(fastamp.DataLoader, made)
     assert not dataset.reads
-
-
-def test_items_are_read_together_as_torch_reads_them():
-    dataset = Together(LENGTH, ITEMS["tuple"])
-    assert_loads_as(fastamp.in_memory(dataset), dataset)
 
 
 def test_what_is_gathered_already_is_returned_as_it_is():
@@ -164,82 +135,57 @@ class Tagged(torch.Tensor):
 REFUSED = {
     "text": "a",
     "nothing": None,
-    "object": object(),
     "complex number": 1j,
     "grad": torch.ones(2, requires_grad=True),
     "sparse": torch.ones(2).to_sparse(),
     "meta": torch.ones(2, device="meta"),
     "subclass": torch.ones(2).as_subclass(Tagged),
-    "parameter": torch.nn.Parameter(torch.ones(2), requires_grad=False),
     "conjugate": torch.ones(2, dtype=torch.complex64).conj(),
     "objects": np.array([None]),
-    "texts": np.array(["a"]),
     "dates": np.array(["2020-01-01"], "M8[D]"),
     "other byte order": np.ones(2, np.dtype("f4").newbyteorder()),
     "masked": np.ma.ones(2),
-    "matrix": np.ones((1, 1)).view(np.matrix),
 }
 
 
 @pytest.mark.parametrize("leaf", REFUSED.values(), ids=REFUSED)
 def test_a_leaf_that_is_no_plain_number_is_refused(leaf):
-    plain = (
-        r"dataset\[0\]\['a'\]\[1\]: expected a plain tensor on the CPU, a NumPy array or a number"
-    )
-    with pytest.raises(TypeError, match=plain):
+    with pytest.raises(TypeError, match=r"dataset\[0\]: expected plain tensors on the CPU, NumPy"):
         fastamp.in_memory(Rows(LENGTH, lambda i: {"a": [0, leaf]}))
-    with pytest.raises(TypeError, match=r"dataset\[3\]\['a'\]\[1\]: is .*, in dataset\[0\] int"):
+    with pytest.raises(TypeError, match=r"dataset\[3\]: expected containers, types, dtypes and"):
         fastamp.in_memory(Rows(LENGTH, lambda i: {"a": [0, leaf if i == 3 else 1]}))
 
 
-def test_a_tensor_that_is_not_plain_in_a_later_item_is_refused():
-    grown = torch.ones(2, requires_grad=True)
-    with pytest.raises(TypeError, match=r"dataset\[0\] to dataset\[36\]: \['a'\] is not always"):
-        fastamp.in_memory(Rows(LENGTH, lambda i: {"a": grown if i == 3 else grown.detach()}))
-
-
-def test_a_quantized_tensor_is_refused():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated in torch 2.13
-        quantized = torch.quantize_per_tensor(torch.ones(2), 0.5, 3, torch.quint8)
-    with pytest.raises(TypeError, match=r"dataset\[0\]: expected a plain tensor .* torch.quint8"):
-        fastamp.in_memory(Rows(LENGTH, lambda i: quantized))
-
-
 VARYING = {
-    "shape": (torch.ones(2), torch.ones(3), r"\['x'\]: is Tensor of .*, shape \(3,\), in dataset"),
-    "dtype": (np.ones(2), np.ones(2, "f"), r"\['x'\]: is ndarray of float32"),
-    "array": (torch.ones(2), np.ones(2, "f"), r"\['x'\]: is ndarray of .* in dataset\[0\] Tensor"),
-    "float": (1, 1.5, r"\['x'\]: is float, in dataset\[0\] int"),
-    "bool": (1, True, r"\['x'\]: is bool, in dataset\[0\] int"),
-    "scalar": (np.float32(1), np.float64(1), r"\['x'\]: is float64 of float64"),
-    "one less": ([1, 2], [1], r"\['x'\]\[1\]: is missing"),
-    "one more": ([1], [1, 2], r"\['x'\]\[1\]: is int, in dataset\[0\] missing"),
-    "key": ({"a": 1}, {"b": 1}, r"\['x'\]\['a'\]: is missing"),
-    "order": ({"a": 1, "b": 1}, {"b": 1, "a": 1}, ": has other containers, or another order"),
-    "container": ([1], (1,), ": has other containers, or another order"),
-    "empty": ([], (), ": has other containers, or another order"),
+    "shape": (torch.ones(2), torch.ones(3)),
+    "dtype": (np.ones(2), np.ones(2, "f")),
+    "array": (torch.ones(2), np.ones(2, "f")),
+    "float": (1, 1.5),
+    "bool": (1, True),
+    "scalar": (np.float32(1), np.float64(1)),
+    "grad": (torch.ones(2), torch.ones(2, requires_grad=True)),
+    "one less": ([1, 2], [1]),
+    "key": ({"a": 1}, {"b": 1}),
+    "order": ({"a": 1, "b": 1}, {"b": 1, "a": 1}),
+    "container": ([1], (1,)),
 }
 
 
-@pytest.mark.parametrize(("first", "other", "message"), VARYING.values(), ids=VARYING)
-def test_items_that_vary_are_refused(first, other, message, folder):
+@pytest.mark.parametrize(("first", "other"), VARYING.values(), ids=VARYING)
+def test_items_that_vary_are_refused(first, other, folder):
     dataset = Rows(LENGTH, lambda i: {"x": other if i == 3 else first, "y": i})
-    with pytest.raises(TypeError, match=r"dataset\[3\]" + message):
+    with pytest.raises(TypeError, match=r"dataset\[3\]: expected .* as in dataset\[0\]"):
         fastamp.in_memory(dataset, folder)
     assert not folder.exists()
+    assert not list(folder.parent.iterdir())
 
 
-@pytest.mark.parametrize(
-    "item",
-    [Point(1, 2), OrderedDict(x=1), (), {}, ({"x": 1},), ([], {"x": ()})],
-    ids=["named", "ordered", "empty tuple", "empty dict", "dict alone in a tuple", "no leaves"],
-)
+@pytest.mark.parametrize("item", [Point(1, 2), OrderedDict(x=1), [deque([1])]], ids=str)
 def test_containers_that_batches_could_not_have_are_refused(item):
-    with pytest.raises(
-        TypeError, match=r"dataset\[0\]: expected numbers in dicts, lists and tuples"
-    ):
+    with pytest.raises(TypeError, match=r"dataset\[0\]: expected .* in dicts, lists and tup"):
         fastamp.in_memory(Rows(LENGTH, lambda i: item))
+    with pytest.raises(TypeError, match=r"dataset\[0\]: expected plain tensors .* got {}$"):
+        fastamp.in_memory(Rows(LENGTH, lambda i: {}))
 
 
 DRAWS = {
@@ -252,28 +198,12 @@ DRAWS = {
 
 @pytest.mark.parametrize("source", DRAWS)
 @pytest.mark.parametrize("p", [0.05, 0.1, 0.5, 0.95])
-def test_a_random_transform_is_noticed_though_it_is_rare(source, p):
+def test_a_random_transform_is_noticed_though_it_is_rare(source, p, folder):
     """As a flip that depends on one draw: two seeds for all rows would give all rows the same."""
     draw = DRAWS[source]
     with pytest.raises(ValueError, match=r"dataset\[\d+\]: is random"):
-        fastamp.in_memory(Rows(LENGTH, lambda i: -i - 1 if draw() < p else i + 1))
-
-
-def test_an_item_that_is_random_alone_is_noticed_where_it_is_probed(folder):
-    for row in (0, 1, 18, LENGTH - 1):
-        dataset = Counted(lambda i, row=row: random.random() if i == row else 0.5)
-        with pytest.raises(ValueError, match=rf"dataset\[{row}\]: is random"):
-            fastamp.in_memory(dataset, folder)
-        assert len(dataset.reads) <= 8
+        fastamp.in_memory(Rows(LENGTH, lambda i: -i - 1 if draw() < p else i + 1), folder)
     assert not folder.parent.exists()
-
-
-def test_an_item_that_changes_later_is_noticed_when_it_is_read(folder):
-    dataset = Counted()
-    dataset.get = lambda i: sum(dataset.reads.values()) > 40 if i == LENGTH // 2 else i < 0
-    with pytest.raises(ValueError, match=rf"dataset\[{LENGTH // 2}\]: is random"):
-        fastamp.in_memory(dataset, folder)
-    assert not folder.exists()
 
 
 def test_the_programs_generators_are_left_as_they_were():
@@ -287,32 +217,11 @@ def test_the_programs_generators_are_left_as_they_were():
     assert np.array_equal(np.random.get_state()[1], states[2])  # noqa: NPY002
 
 
-@pytest.mark.parametrize("in_folder", [False, True], ids=["memory", "folder"])
-def test_too_many_bytes_are_refused_before_more_than_one_item_is_read(in_folder, folder):
-    dataset, path, nbytes = Counted(), folder if in_folder else None, LENGTH * 4 * 8
-    with pytest.raises(
-        ValueError, match=f"take {nbytes:,} bytes, more than max_bytes={nbytes - 1}"
-    ):
-        fastamp.in_memory(dataset, path, max_bytes=nbytes - 1)
-    assert dataset.reads == {0: 1}
-    assert not folder.parent.exists()
-    fastamp.in_memory(dataset, path, max_bytes=nbytes)
-
-
-def test_more_than_half_of_the_free_memory_is_refused(monkeypatch):
-    monkeypatch.setattr(module, "_free_memory", lambda: 2 * LENGTH * 32 - 2)
-    with pytest.raises(ValueError, match="more than half of the free memory, see max_bytes"):
-        fastamp.in_memory(Counted())
-    fastamp.in_memory(Counted(), max_bytes=1 << 20)
-    monkeypatch.undo()
-    assert 1 << 20 < module._free_memory() < 1 << 50
-
-
 def test_more_than_the_free_disk_is_refused(monkeypatch, folder):
     free = SimpleNamespace(free=LENGTH * 32 - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
-    with pytest.raises(ValueError, match="more than what is free in"):
-        fastamp.in_memory(Counted(), folder, max_bytes=1 << 40)
+    with pytest.raises(OSError, match="no space for 1,184 bytes"):
+        fastamp.in_memory(Counted(), folder)
 
 
 class Stream(IterableDataset):
@@ -326,14 +235,9 @@ def test_only_map_style_datasets_are_taken(dataset):
         fastamp.in_memory(dataset)
 
 
-def test_wrong_arguments_are_refused():
+def test_an_empty_dataset_is_refused():
     with pytest.raises(ValueError, match="dataset: expected at least one item"):
         fastamp.in_memory([])
-    for name, value in {"num_workers": -1, "max_bytes": 0, "worker": "fiber"}.items():
-        with pytest.raises(ValueError, match=f"{name}: expected"):
-            fastamp.in_memory(Counted(), **{name: value})
-    with pytest.raises(TypeError, match="key: expected a string or None, got 3"):
-        fastamp.in_memory(Counted(), key=3)
 
 
 class Broken(Squares):
@@ -349,7 +253,7 @@ def test_an_items_error_is_raised_as_it_is_and_says_which_it_was(index, workers,
     with pytest.raises(FileNotFoundError, match=f"item {index} is broken") as raised:
         fastamp.in_memory(Broken(LENGTH, index), folder, **workers)
     if hasattr(raised.value, "__notes__") and not workers:
-        assert raised.value.__notes__ == [f"fastamp.in_memory: raised by dataset[{index}]"]
+        assert raised.value.__notes__[0] == f"fastamp.DataLoader: raised by dataset[{index}]"
     assert not list(folder.parent.glob("*"))
 
 
@@ -368,8 +272,8 @@ def test_a_folder_holds_arrays_that_numpy_opens(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     fastamp.in_memory(Rows(LENGTH, lambda i: {"x": i, "y": BFLOATS[i]}), "~/cache", key="v1")
     layout = json.loads((tmp_path / "cache/layout.json").read_bytes())
-    assert (layout["length"], layout["class"], layout["key"]) == (LENGTH, "Rows", "v1")
-    assert layout["leaves"] == [["['x']", "int"], ["['y']", "Tensor of torch.bfloat16, shape (3,)"]]
+    item = "{'x': 'torch.int64 []', 'y': 'torch.bfloat16 [3]'}"
+    assert layout == {"class": "Rows", "key": "v1", "length": LENGTH, "item": item}
     x, y = (np.load(tmp_path / "cache" / name) for name in ("0.npy", "1.npy"))
     assert np.array_equal(x, np.arange(LENGTH))
     assert torch.equal(torch.from_numpy(y).view(torch.bfloat16)[..., 0].isnan(), BFLOATS.isnan())
@@ -392,9 +296,7 @@ def test_a_folder_of_another_dataset_is_an_error_and_stays(name, folder):
     fastamp.in_memory(Counted(), folder)
     before = {path: path.read_bytes() for path in folder.iterdir()}
     dataset, options = OTHERS[name]
-    with pytest.raises(
-        ValueError, match=rf"cache/layout.json: has {name} .*, this dataset .*remove"
-    ):
+    with pytest.raises(ValueError, match=r"cache: expected a folder that fastamp.in_memory made"):
         fastamp.in_memory(dataset, folder, **options)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
@@ -402,50 +304,20 @@ def test_a_folder_of_another_dataset_is_an_error_and_stays(name, folder):
 def test_a_folder_of_other_items_is_an_error_that_names_the_row(folder):
     fastamp.in_memory(Counted(), folder)
     other = Counted(lambda i: (torch.full((3,), i), i * i + (i == LENGTH - 1)))
-    with pytest.raises(ValueError, match=r"another dataset: its row 36 is not dataset.36.; remove"):
+    with pytest.raises(ValueError, match=r"not of this dataset: row 36 is not dataset.36.; remove"):
         fastamp.in_memory(other, folder)
 
 
-def flip(path, place):
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
-
-
-DAMAGES = {
-    "no layout": ("layout.json: expected a folder", lambda f: (f / "layout.json").unlink()),
-    "half a layout": ("layout.json: expected", lambda f: (f / "layout.json").write_text('{"a')),
-    "a list": ("layout.json: expected", lambda f: (f / "layout.json").write_text("[1]")),
-    "other version": ("layout.json: has version 1", None),
-    "no file": ("1.npy: cannot be mapped", lambda f: (f / "1.npy").unlink()),
-    "short file": ("1.npy: cannot be mapped", lambda f: (f / "1.npy").write_bytes(b"\x93NUMPY")),
-    "cut file": ("0.npy: cannot be mapped", lambda f: os.truncate(f / "0.npy", 500)),
-    "other array": ("0.npy: cannot be mapped", lambda f: np.save(f / "0.npy", np.arange(3))),
-    "other bits": (f"its row {LENGTH - 1} is not", lambda f: flip(f / "1.npy", -8)),
-    "a file": ("layout.json: expected", lambda f: (shutil.rmtree(f), f.write_text("mine"))),
-}
-
-
-@pytest.mark.parametrize(("message", "damage"), DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_folder_is_an_error_that_names_the_file(message, damage, folder):
+@pytest.mark.parametrize("name", ["layout.json", "1.npy"])
+def test_a_folder_without_a_file_is_refused_by_name(name, folder):
     fastamp.in_memory(Counted(), folder)
-    if damage is None:
-        path = folder / "layout.json"
-        path.write_text(path.read_text().replace('"version": 2', '"version": 1'))
-    else:
-        damage(folder)
-    with pytest.raises(ValueError, match=message) as raised:
+    (folder / name).unlink()
+    with pytest.raises(ValueError, match=f"cache: expected a folder .* got .*{name}.*: remove it"):
         fastamp.in_memory(Counted(), folder)
-    assert str(folder) in str(raised.value)
 
 
 def test_of_two_processes_that_make_one_folder_the_first_ones_stays(folder):
-    """Both read; here the second one begins while the first one reads item 5.
-
-    What a killed process has left is in nobody's way.
-    """
-    part = folder.with_name(".cache.0a1b2c3d.part")
-    part.mkdir(parents=True)
+    """Both read; here the second one begins while the first one reads item 5."""
     nodes = []
 
     def get(index):
@@ -456,25 +328,4 @@ def test_of_two_processes_that_make_one_folder_the_first_ones_stays(folder):
 
     assert_same(fastamp.in_memory(Counted(get), folder)[:], fastamp.in_memory(Counted())[:])
     assert nodes == [folder.stat().st_ino]
-    assert sorted(path.name for path in folder.parent.iterdir()) == [part.name, "cache"]
-
-
-def test_nothing_is_printed_and_the_bar_counts_the_items(monkeypatch, capfd):
-    ticks = []
-
-    class Bar:
-        def __init__(self, total):
-            assert total == LENGTH
-
-        def __enter__(self):
-            return ticks.append
-
-        def __exit__(self, *_):
-            pass
-
-    fastamp.in_memory(Counted())
-    assert capfd.readouterr() == ("", "")
-    monkeypatch.setattr(module, "progress", Bar)
-    monkeypatch.setattr(module, "_CHUNK_ROWS", 10)
-    fastamp.in_memory(Counted())
-    assert ticks == [10, 10, 10, 7]
+    assert [path.name for path in folder.parent.iterdir()] == ["cache"]

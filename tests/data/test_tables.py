@@ -109,34 +109,31 @@ def test_a_format_decides_on_columns_and_dtypes(name, saved):
     table = saved[1].select_columns(["fixed", "large", "label"]).with_format(**FORMATS[name])
     columns = columns_of_table(table, MAX_BYTES)
     if name == "others beside":  # as lists of Python
-        assert columns == "the Hugging Face dataset has a column 'fixed' " + LISTS
+        assert columns == "the Hugging Face dataset has a column 'fixed' " + PLAIN
     else:
         assert_same(gather(columns, [5, 0]), default_collate(table.__getitems__([5, 0])))
 
 
-LISTS = "of lists and no format: see with_format('torch')"
+PLAIN = "of no plain numbers, or of lists without with_format"
+LENGTHS = "a column 'x' of several lengths, or converted in a way of its own"
 OTHERS = {
-    "a column 'x' of string": ({"x": ["a", "b"] * 5}, "torch"),
-    "a column 'x' of halffloat": ({"x": np.ones(10, np.float16)}, "torch"),
-    "a column 'x' of uint64": ({"x": np.arange(10, dtype=np.uint64)}, "torch"),
-    "no batch: ": ({"x": np.arange(10).astype("M8[s]")}, "numpy"),
-    "a column 'x' of struct<a: int64>": ({"x": [{"a": 1}] * 10}, "torch"),
-    "a column 'x' with nulls": ({"x": [1.5, None, 2.5, 1.5, 1.5]}, "torch"),
-    "a column 'x' that becomes torch.int64 in another way": (
-        {"x": [[1, 2], [1, None], [1, 2], [1, 2], [1, 2]]},
-        "torch",
-    ),
-    "a column 'x' of lists of several lengths": ({"x": [[1], [1, 2], [1], [1], [1]]}, "torch"),
-    "a column 'x' of list<": ({"x": [[]] * 10}, "torch"),
-    "a column 'x' " + LISTS: ({"x": [[1, 2]] * 10}, None),
-    "the format arrow": ({"x": [1] * 10}, "arrow"),
+    "texts": ("a column 'x' " + PLAIN, ["a", "b"] * 5, "torch"),
+    "float16": ("a column 'x' " + PLAIN, np.ones(10, np.float16), "torch"),
+    "uint64": ("a column 'x' " + PLAIN, np.arange(10, dtype=np.uint64), "torch"),
+    "dates": ("no batch: ", np.arange(10).astype("M8[s]"), "numpy"),
+    "structs": ("a column 'x' " + PLAIN, [{"a": 1}] * 10, "torch"),
+    "nulls": ("a column 'x' " + PLAIN, [1.5, None, 2.5, 1.5, 1.5], "torch"),
+    "nulls in lists": (LENGTHS, [[1, 2], [1, None], [1, 2], [1, 2], [1, 2]], "torch"),
+    "several lengths": (LENGTHS, [[1], [1, 2], [1], [1], [1]], "torch"),
+    "empty lists": ("a column 'x' " + PLAIN, [[]] * 10, "torch"),
+    "lists": ("a column 'x' " + PLAIN, [[1, 2]] * 10, None),
+    "arrow": ("the format arrow", [1] * 10, "arrow"),
 }
 
 
-@pytest.mark.parametrize("reason", OTHERS)
-def test_what_is_not_of_fixed_width_is_left_to_the_dataset(reason):
-    columns, kind = OTHERS[reason]
-    table = datasets.Dataset.from_dict(columns).with_format(kind)
+@pytest.mark.parametrize(("reason", "column", "kind"), OTHERS.values(), ids=OTHERS)
+def test_what_is_not_of_fixed_width_is_left_to_the_dataset(reason, column, kind):
+    table = datasets.Dataset.from_dict({"x": column}).with_format(kind)
     found = columns_of_table(table, MAX_BYTES)
     assert found.startswith(f"the Hugging Face dataset has {reason}")
     ours, torchs = (
@@ -156,11 +153,11 @@ def test_what_is_not_of_fixed_width_is_left_to_the_dataset(reason):
 def test_transforms_devices_and_sizes_are_left_to_the_dataset():
     table = datasets.Dataset.from_dict({"x": np.arange(10), "y": np.arange(10) / 3})
     for other, why in {
-        "a transform": table.with_transform(lambda batch: {"x": torch.tensor(batch["x"])}),
+        "the format custom": table.with_transform(lambda batch: {"x": torch.tensor(batch["x"])}),
         "no rows": table.select([]),
-        "requires grad": table.with_format("torch", requires_grad=True, columns=["y"]),
+        PLAIN: table.with_format("torch", requires_grad=True, columns=["y"]),
         "no batch: ": table.with_format("torch", dtype="nothing"),
-        "becomes torch.bfloat16 in another way": table.with_format("torch", dtype=torch.bfloat16),
+        "in a way of its own": table.with_format("torch", dtype=torch.bfloat16),
     }.items():
         assert other in columns_of_table(why, MAX_BYTES)
     found = columns_of_table(table.with_format("torch"), 119)
@@ -182,10 +179,8 @@ def test_batches_are_gathered_as_torch_loads_them(wrap, saved):
 
 
 def test_a_table_is_read_once_until_its_format_changes(saved, monkeypatch):
-    reads, read = [], tables_module._read_columns
-    monkeypatch.setattr(
-        tables_module, "_read_columns", lambda *a: reads.append([*a[1]]) or read(*a)
-    )
+    reads, fill = [], tables_module._fill
+    monkeypatch.setattr(tables_module, "_fill", lambda *a: reads.append([*a[0]]) or fill(*a))
     table = saved[0].select_columns(["int8", "float64"]).shuffle(seed=1)
     for kind in ("torch", None, "torch"):
         table.set_format(kind)
@@ -195,7 +190,7 @@ def test_a_table_is_read_once_until_its_format_changes(saved, monkeypatch):
         assert reads == [["int8", "float64"]]
         assert_same(gather(first, [7, 3]), default_collate(table.__getitems__([7, 3])))
     table.set_transform(lambda batch: batch)
-    assert columns_of_table(table, MAX_BYTES) == "the Hugging Face dataset has a transform"
+    assert columns_of_table(table, MAX_BYTES) == "the Hugging Face dataset has the format custom"
 
 
 def test_the_memory_goes_with_the_dataset(saved):
