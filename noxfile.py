@@ -355,12 +355,6 @@ def loops(session: nox.Session) -> None:
 
 
 @nox.session
-def scale(session: nox.Session) -> None:
-    """Simulate an epoch of 10^10 samples for 4,096 ranks, whose number changes 20 times."""
-    run_script(session, "at_scale")
-
-
-@nox.session
 def fuzz(session: nox.Session) -> None:
     """Fuzz what is parsed or unpacked, and the native passes; `-- --help` lists the options."""
     env = {"PYTHONPATH": str(Path("tests").absolute()), "PYTHONSAFEPATH": "1"}

@@ -4,7 +4,6 @@ from fastamp._ops import backends
 from fastamp.data import (
     ArrayDataset,
     BatchCollator,
-    Cutout,
     DataLoader,
     ImageFolder,
     LoaderStats,
@@ -47,7 +46,6 @@ __all__ = [
     "BatchCollator",
     "CheckpointError",
     "Checkpointer",
-    "Cutout",
     "DataLoader",
     "GradScaler",
     "ImageFolder",

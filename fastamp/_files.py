@@ -30,7 +30,8 @@ def write(path: Path, content: bytes) -> None:
     """
     target = Path(os.path.realpath(path))
     # As /dev/stdout, which may lead to a file that somebody has open.
-    is_open = path.is_symlink() and os.path.realpath(path.parent).startswith(("/dev", "/proc"))
+    folder = os.path.realpath(path.parent) + "/"
+    is_open = path.is_symlink() and folder.startswith(("/dev/", "/proc/"))
     is_special = is_open or (path.exists() and not path.is_file())
     if is_special or not os.access(target.parent, os.W_OK):
         with path.open("ab" if is_special else "wb") as file:

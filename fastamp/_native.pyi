@@ -65,20 +65,6 @@ class ReadStep(PackedTensors): ...
 class Update:
     def __init__(self, rule: str) -> None: ...
 
-class Gatherer:
-    def __init__(
-        self,
-        columns: Sequence[tuple[Sequence[tuple[int, int]], int, int, int, int, Any]],
-        depth: int,
-        num_threads: int,
-        owner: object,
-    ) -> None: ...
-    def submit(
-        self, indices: Tensor, outputs: Sequence[Tensor], keys: Tensor | None = None
-    ) -> None: ...
-    def is_ready(self) -> bool: ...
-    def wait(self) -> float: ...
-
 class Region:
     path: str
     children: dict[str, Region]
@@ -97,7 +83,7 @@ cuda_ops: OpTable
 has_exchange_table: bool
 rules: dict[str, tuple[tuple[tuple[str, str], ...], bool, str]]
 
-def augment_image(images: Any, key: int, source: int, output: int) -> None: ...
+def gather(array: Any, rows: Any, out: Any, num_threads: int) -> None: ...
 def check_device(device_index: int) -> None: ...
 def columns(
     samples: tuple[Any, ...], keys: tuple[Any, ...]

@@ -1,26 +1,20 @@
 // The loader's part of the extension: finds the memory of samples, columns and batches, and has it
 // copied without the GIL.
-#include <pybind11/stl.h>
-
 #include <algorithm>
-#include <array>
-#include <deque>
-#include <optional>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "data/collate.h"
-#include "data/queue.h"
+#include "data/gather.h"
 #include "module.h"
 #include "tensor/tensors.h"
 
 namespace fastamp {
 namespace {
 
-// Bytes of a batch from which on it pays to drop the GIL and to copy with more than one thread.
+// Bytes of a batch from which on it pays to drop the GIL.
 constexpr std::int64_t kReleaseBytes = 256 * 1024;
 
 /// Adds a row, unless its shape does not go with the rows before: padding allows lengths to differ.
@@ -128,11 +122,10 @@ py::object stack(const py::object& samples, const py::object& dtype, const py::o
   py::object out = allocate(shape, dtype);
   void* target = check_out(out, spec);
   if (static_cast<std::int64_t>(spec.rows.size()) * row_nbytes(spec) < kReleaseBytes) {
-    stack_rows(spec, target, 1);
+    stack_rows(spec, target);
   } else {
-    const int num_threads = py::module_::import("torch").attr("get_num_threads")().cast<int>();
     const py::gil_scoped_release no_gil;
-    stack_rows(spec, target, num_threads);
+    stack_rows(spec, target);
   }
   return out;
 }
@@ -159,126 +152,45 @@ py::object columns(const py::tuple& samples, const py::tuple& keys) {
   return std::move(found);
 }
 
-// How long Ctrl-C may have to wait.
-constexpr double kSignalCheck_s = 0.1;
-
-/// Kind, y_bound, x_bound, top, left, height and width of a step.
-using StepArguments = std::array<std::int64_t, 7>;
-
-/// Planes, height, width and pixel_nbytes of images, and their steps.
-using ImageArguments =
-    std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::vector<StepArguments>>;
-
-/// Address and bytes of each part of a column; its num_rows, row_stride, row_nbytes, widened and
-/// images.
-using ColumnArguments =
-    std::tuple<std::vector<std::pair<std::uintptr_t, std::int64_t>>, std::int64_t, std::int64_t,
-               std::int64_t, int, std::optional<ImageArguments>>;
-
-Images unpack(const ImageArguments& arguments) {
-  const auto& [planes, height, width, pixel_nbytes, steps] = arguments;
-  if (steps.size() > kMaxSteps) throw std::invalid_argument("columns: too many steps");
-  Images images{planes, height, width, pixel_nbytes, 0, {}};
-  for (const auto& [kind, y_bound, x_bound, top, left, result_height, result_width] : steps)
-    images.steps[images.num_steps++] = {
-        static_cast<StepKind>(kind), y_bound, x_bound, top, left, result_height, result_width};
-  return images;
-}
-
-void augment_image(const ImageArguments& arguments, std::uint64_t key, std::uintptr_t source,
-                   std::uintptr_t output) {
-  augment(unpack(arguments), key, reinterpret_cast<const char*>(source),
-          reinterpret_cast<char*>(output));
-}
-
-std::vector<Column> unpack(const std::vector<ColumnArguments>& arguments) {
-  std::vector<Column> columns;
-  for (const auto& [memory, num_rows, row_stride, row_nbytes, widened, images] : arguments) {
-    if (memory.empty()) throw std::invalid_argument("columns: expected at least one part");
-    Column& column = columns.emplace_back(
-        Column{{}, num_rows, row_stride, row_nbytes, widened, images ? unpack(*images) : Images{}});
-    std::int64_t begin = 0;
-    for (const auto& [address, nbytes] : memory) {
-      column.parts.push_back({reinterpret_cast<const char*>(address), begin, begin + nbytes});
-      begin += nbytes;
-    }
-  }
-  return columns;
-}
-
 template <typename T>
 T* address_of(py::handle tensor) {
   return reinterpret_cast<T*>(tensor.attr("data_ptr")().cast<std::uintptr_t>());
 }
 
-/// A queue with the objects that own the memory of its columns and jobs.
-class Gatherer {
- public:
-  Gatherer(const std::vector<ColumnArguments>& columns, int depth, int num_threads,
-           py::object owner)
-      : columns_owner_(std::move(owner)), queue_(unpack(columns), depth, num_threads) {}
-
-  void submit(const py::object& indices, const py::sequence& outputs, const py::object& keys) {
-    GatherJob job{
-        address_of<std::int64_t>(indices), indices.attr("numel")().cast<std::int64_t>(), {}};
-    for (const py::handle output : outputs) job.outputs.push_back(address_of<char>(output));
-    if (!keys.is_none()) job.keys = address_of<std::uint64_t>(keys);
-    queue_.submit(std::move(job));
-    jobs_.push_back(py::make_tuple(indices, py::tuple(outputs), keys));
-  }
-
-  bool is_ready() { return queue_.is_ready(); }
-
-  double wait() {
-    if (is_waiting_) throw std::runtime_error("another thread waits for a batch of this iterator");
-    const Waiting waiting(is_waiting_);
-    std::optional<GatherResult> result;
-    while (!result) {
-      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-      const py::gil_scoped_release no_gil;
-      result = queue_.wait(kSignalCheck_s);
-    }
-    const py::tuple job = std::move(jobs_.front());
-    jobs_.pop_front();
-    if (result->is_lost)
-      throw py::buffer_error(
-          "dataset: its memory is gone: it was freed, or its file was truncated, during the pass");
-    if (result->bad_position < 0) return result->elapsed_s;
-    throw py::index_error(
-        "index " + std::to_string(address_of<std::int64_t>(job[0])[result->bad_position]) +
-        " is out of bounds for dimension 0 with size " + std::to_string(result->num_rows));
-  }
-
- private:
-  /// Sets a flag while a thread waits. The GIL guards the flag.
-  struct Waiting {
-    explicit Waiting(bool& flag) : flag_(flag) { flag_ = true; }
-    ~Waiting() { flag_ = false; }
-    bool& flag_;
+/// Gathers rows of a tensor whose rows are contiguous into a contiguous one, both on the CPU.
+void gather_rows(const py::object& array, const py::object& rows, const py::object& out,
+                 int num_threads) {
+  const auto size_of = [](py::handle tensor) {
+    return tensor.attr("size")(0).cast<std::int64_t>();
   };
-
-  py::object columns_owner_;
-  std::deque<py::tuple> jobs_;  // indices, outputs and keys
-  bool is_waiting_ = false;
-  GatherQueue queue_;  // last, so that it is destroyed first: its threads read the memory
-};
+  const auto itemsize = array.attr("element_size")().cast<std::int64_t>();
+  const std::int64_t count = size_of(rows);
+  const std::int64_t out_nbytes = out.attr("nbytes").cast<std::int64_t>();
+  const Column column{address_of<char>(array), size_of(array),
+                      array.attr("stride")(0).cast<std::int64_t>() * itemsize,
+                      count == 0 ? 0 : out_nbytes / count};
+  const auto* places = address_of<std::int64_t>(rows);
+  auto* target = address_of<char>(out);
+  std::int64_t bad = -1;
+  {
+    const py::gil_scoped_release no_gil;
+    bad = gather(column, places, count, target, num_threads);
+  }
+  if (bad >= 0)
+    throw py::index_error("index " + std::to_string(places[bad]) +
+                          " is out of bounds for dimension 0 with size " +
+                          std::to_string(column.num_rows));
+}
 
 }  // namespace
 
-// Documented in fastamp/data/columns.py and fastamp/data/collate.py.
+// Documented in fastamp/data/sources.py and fastamp/data/collate.py.
 void define_data(py::module_& module) {
-  module.def("augment_image", &augment_image, py::arg("images"), py::arg("key"), py::arg("source"),
-             py::arg("output"));
   module.def("columns", &columns, py::arg("samples"), py::arg("keys"));
+  module.def("gather", &gather_rows, py::arg("array"), py::arg("rows"), py::arg("out"),
+             py::arg("num_threads"));
   module.def("stack", &stack, py::arg("samples"), py::arg("dtype"), py::arg("allocate"),
              py::arg("pad") = py::none(), py::arg("multiple") = 1);
-  py::class_<Gatherer>(module, "Gatherer")
-      .def(py::init<const std::vector<ColumnArguments>&, int, int, py::object>(),
-           py::arg("columns"), py::arg("depth"), py::arg("num_threads"), py::arg("owner"))
-      .def("submit", &Gatherer::submit, py::arg("indices"), py::arg("outputs"),
-           py::arg("keys") = py::none())
-      .def("is_ready", &Gatherer::is_ready)
-      .def("wait", &Gatherer::wait);
 }
 
 }  // namespace fastamp

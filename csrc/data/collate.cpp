@@ -6,13 +6,8 @@
 #include <cstring>
 #include <vector>
 
-#include "parallel/threads.h"
-
 namespace fastamp {
 namespace {
-
-// Bytes that a thread copies at a time.
-constexpr std::int64_t kTaskBytes = 128 * 1024;
 
 /// Repeats an element, in copies that double.
 void fill(char* out, std::int64_t nbytes, const void* element, std::int64_t itemsize) {
@@ -48,12 +43,12 @@ struct PaddedCopy {
   }
 };
 
-void copy_padded_rows(const StackSpec& spec, std::size_t begin, std::size_t end, char* out) {
+void copy_padded_rows(const StackSpec& spec, char* out) {
   const std::size_t ndim = spec.row_shape.size();
   std::vector<std::int64_t> strides(ndim, spec.itemsize);
   for (std::size_t dim = ndim - 1; dim > 0; --dim)
     strides[dim - 1] = strides[dim] * spec.row_shape[dim];
-  for (std::size_t i = begin; i < end; ++i) {
+  for (std::size_t i = 0; i < spec.rows.size(); ++i) {
     const std::int64_t* shape = spec.shapes.data() + i * ndim;
     std::size_t last = ndim - 1;
     while (last > 0 && shape[last] == spec.row_shape[last]) --last;
@@ -74,21 +69,15 @@ std::int64_t row_nbytes(const StackSpec& spec) {
   return nbytes;
 }
 
-void stack_rows(const StackSpec& spec, void* out, int num_threads) {
+void stack_rows(const StackSpec& spec, void* out) {
   const std::int64_t nbytes = row_nbytes(spec);
-  const auto count = static_cast<std::int64_t>(spec.rows.size());
   if (nbytes == 0) return;
-  const std::int64_t rows_per_task = std::max<std::int64_t>(1, kTaskBytes / nbytes);
-  const std::int64_t tasks = (count + rows_per_task - 1) / rows_per_task;
-  const auto copy = [&](std::int64_t task) {
-    const auto begin = static_cast<std::size_t>(task * rows_per_task);
-    const auto end = static_cast<std::size_t>(std::min(count, (task + 1) * rows_per_task));
-    auto* target = static_cast<char*>(out) + static_cast<std::int64_t>(begin) * nbytes;
-    if (!spec.shapes.empty()) return copy_padded_rows(spec, begin, end, target);
-    for (std::size_t i = begin; i < end; ++i, target += nbytes)
-      std::memcpy(target, spec.rows[i], static_cast<std::size_t>(nbytes));
-  };
-  parallel_for(tasks, num_threads, copy);
+  auto* target = static_cast<char*>(out);
+  if (!spec.shapes.empty()) return copy_padded_rows(spec, target);
+  for (const void* row : spec.rows) {
+    std::memcpy(target, row, static_cast<std::size_t>(nbytes));
+    target += nbytes;
+  }
 }
 
 }  // namespace fastamp

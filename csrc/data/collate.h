@@ -18,8 +18,9 @@ struct StackSpec {
 /// Bytes of one row of the batch.
 std::int64_t row_nbytes(const StackSpec& spec);
 
-/// Copies the rows one after the other to `out`; every byte of it is written once. With more than
-/// one thread, whole rows are shared out.
-void stack_rows(const StackSpec& spec, void* out, int num_threads);
+/// Copies the rows one after the other to `out`; every byte of it is written once. On one thread:
+/// samples that Python makes are rarely more than the caches hold, and on a busy machine a team
+/// waits for the thread that the system has put aside.
+void stack_rows(const StackSpec& spec, void* out);
 
 }  // namespace fastamp

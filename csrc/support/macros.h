@@ -60,10 +60,3 @@ FASTAMP_ROUNDED FASTAMP_HD inline double product(double a, double b) {
 #define FASTAMP_STREAM(to, block) (*(to) = (block))
 #define FASTAMP_STREAM_END() static_cast<void>(0)
 #endif
-
-/// Names the thread that calls it, where the system can; at most 15 characters.
-#ifdef __linux__
-#define FASTAMP_NAME_THREAD(name) pthread_setname_np(pthread_self(), name)
-#else
-#define FASTAMP_NAME_THREAD(name) static_cast<void>(0)
-#endif

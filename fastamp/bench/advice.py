@@ -213,7 +213,7 @@ def _about_data(profile: Profile) -> Iterator[Advice]:
         what = f"fastamp.DataLoader, with {what}"
     yield Advice(part="loader", what=what, gain=gain, why=why)
     if on_gpu and gathered and not path.startswith("gathered on "):
-        what = "fastamp.DataLoader(..., device='cuda', resident=True), if the dataset fits there"
+        what = "a dataset of tensors on the GPU, if it fits there: batches are gathered on it"
         yield Advice(part="resident", what=what, gain=gain, why=why)
 
 

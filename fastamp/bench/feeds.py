@@ -13,7 +13,7 @@ import fastamp
 from fastamp.bench.environment import count_cores
 from fastamp.bench.loader import Batches, fastamp_batches, torch_batches
 from fastamp.bench.tasks import Training, draw, make_loader
-from fastamp.data import map_tensors
+from fastamp.data.structure import map_tensors
 
 MOST_PERMUTED = 100_000  # rows
 
@@ -36,7 +36,7 @@ class Data(NamedTuple):
         data, found = self.dataset, None
         if type(data) is TensorDataset:
             found = dict(enumerate(data.tensors))
-        elif type(data) is fastamp.ArrayDataset and not any(data.images()):
+        elif type(data) is fastamp.ArrayDataset and not data.augment:
             found = data.arrays if isinstance(data.arrays, dict) else dict(enumerate(data.arrays))
         is_plain = found and all(isinstance(part, Tensor) for part in found.values())
         return found if is_plain and self.collate_fn is None else None

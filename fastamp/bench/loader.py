@@ -74,8 +74,8 @@ def _make_images(generator: torch.Generator) -> Data:
 
 
 def _make_augmented(generator: torch.Generator) -> Data:
-    """50,000 images of 3x32x32 uint8, padded, cropped, flipped, cut out, batches of 256."""
-    # 0 fills only margins and holes.
+    """50,000 images of 3x32x32 uint8, padded, cropped, flipped, batches of 256."""
+    # 0 fills only margins.
     pixels = torch.randint(1, 256, (50_000, 3, 32, 32), dtype=torch.uint8, generator=generator)
     tensors = [pixels, torch.arange(len(pixels))]
     dataset = fastamp.ArrayDataset(*tensors, augment=crops.make_augmentations())

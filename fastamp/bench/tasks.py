@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fastamp.bench.jobs import JOBS
 from fastamp.bench.options import refuse
-from fastamp.data import ArrayDataset, map_tensors
+from fastamp.data import ArrayDataset
+from fastamp.data.structure import map_tensors
 from fastamp.step.native import parameters_of
 from fastamp.train.model_call import ModelCall
 from fastamp.train.optimizer import make_optimizer as make_by_name

@@ -43,16 +43,9 @@ def check_generator(generator: Any) -> None:
         raise TypeError(msg)
 
 
-def check_device(device: torch.device | str | int | None, *, resident: bool) -> None:
-    """Raise torch's error for an invalid device, and a ValueError if `resident` has none."""
-    if device is not None:
-        torch.device(device)
-    elif resident:
-        msg = "resident=True: device: expected the device to keep the dataset on, got None"
-        raise ValueError(msg)
-
-
-def check_worker(worker: str | None, dataset: Any, context: Any) -> str | None:
+def check_worker(
+    worker: str | None, dataset: Any, context: Any, *, in_order: bool = True
+) -> str | None:
     """Raise an error for an unknown kind of workers, and for what threads cannot load."""
     if worker not in (None, "process", "thread"):
         msg = f"worker: expected None, 'process' or 'thread', got {worker!r}"
@@ -60,8 +53,23 @@ def check_worker(worker: str | None, dataset: Any, context: Any) -> str | None:
     if worker == "thread" and context is not None:
         msg = f"multiprocessing_context: expected None with worker='thread', got {context!r}"
         raise ValueError(msg)
+    if worker == "thread" and not in_order:
+        msg = "in_order: expected True with worker='thread', which delivers batches in order"
+        raise ValueError(msg)
     if worker == "thread" and isinstance(dataset, IterableDataset):
         name = type(dataset).__name__
         msg = f"worker='thread': {name} is iterable, and threads call `__getitem__`: use processes"
         raise TypeError(msg)
     return worker
+
+
+def check_shardable(dataset: Any, **samplers: Any) -> None:
+    """Raise an error for an iterable dataset, and for samplers of the user's."""
+    if isinstance(dataset, IterableDataset):
+        name = type(dataset).__name__
+        msg = f"dataset: {name} is iterable: it has no indices to share out among ranks"
+        raise TypeError(msg)
+    for name, sampler in samplers.items():
+        if sampler is not None:
+            msg = f"{name}: expected None for a sharded loader, which makes its own"
+            raise ValueError(msg)

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils.data._utils import collate as torch_collate
 
 from fastamp import _ops
+from fastamp.data.arrays import torch_dtype
 from fastamp.data.checks import as_integer
-from fastamp.data.columns import find_core, torch_dtype
-from fastamp.data.slots import Slots
+from fastamp.data.memory import LEASED_NBYTES, Memory
 from fastamp.data.structure import contents_of, rebuild
 
 # The types that the core stacks, by torch's collate function for them.
@@ -80,11 +80,13 @@ class BatchCollator:
         _check_pad(pad, "pad")
         self.pad = pad
         self._plan: tuple[_Node, dict[Any, Any]] | None = None
-        self.lease_from(Slots())
+        self._memory = Memory()
 
-    def lease_from(self, slots: Slots) -> None:
-        """Allocate batches from these slots from now on."""
-        self.slots, self._plan = slots, None
+    def with_memory(self, memory: Memory) -> "BatchCollator":
+        """Return a collator with the same options that allocates its batches there."""
+        made = BatchCollator(self.pad, pad_multiple=self.pad_multiple)
+        made._memory = memory
+        return made
 
     @_ops.untraced
     def __call__(self, samples: Sequence[Any]) -> Any:
@@ -94,7 +96,7 @@ class BatchCollator:
         registered = torch_collate.default_collate_fn_map
         if plan is None or plan[1] != registered or not plan[0].fits(first):
             plan = self._plan = (self._plan_node(first, (), self.pad), dict(registered))
-        return plan[0].collate(samples, find_core())
+        return plan[0].collate(samples, _ops.core_for(_CPU))
 
     def _plan_node(self, first: Any, keys: _Keys, pad: Pad) -> _Node:
         """Return the node for samples like this one."""
@@ -115,17 +117,13 @@ class BatchCollator:
         if isinstance(first, Tensor) and first.is_nested:
             return _Leaf(first, keys)
         if number is not None or (function and type(first) in _STACKED.get(function, ())):
-            return _TensorLeaf(first, keys, self.slots.allocate, number, self.pad_multiple)
+            return _TensorLeaf(first, keys, self._memory.allocate, number, self.pad_multiple)
         plain = function in _NUMBERS and type(first) in (int, float)
         return _NumberLeaf(first, keys) if plain else _Leaf(first, keys)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the plan, whose types may not be picklable, and the slots."""
-        return {name: value for name, value in vars(self).items() if name not in ("_plan", "slots")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.lease_from(Slots())
+        """Leave out the plan, whose types may not be picklable."""
+        return {**vars(self), "_plan": None}
 
 
 class _Container:
@@ -338,3 +336,31 @@ def _check_pad(pad: Any, name: str) -> None:
     elif not (pad is None or isinstance(pad, numbers.Real)):
         msg = f"{name}={pad!r}: expected a number, or a mapping in the structure of a sample"
         raise TypeError(msg)
+
+
+class FasterCollate:
+    """torch's default_collate, or the compiled one where that is faster: see docs/how/measured.md.
+
+    Batches from 1 MiB on are stacked into leased or pinned memory; torch makes the others.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._compiled = BatchCollator().with_memory(memory)
+        self._pinned = memory.pinned
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        """Return the batch."""
+        first = samples[0] if samples else None
+        if self._pinned or _nbytes_of(first) * len(samples) >= LEASED_NBYTES:
+            return self._compiled(samples)
+        return torch_collate.default_collate(samples)  # type: ignore[no-untyped-call]
+
+
+def _nbytes_of(sample: Any) -> int:
+    """Return about how many bytes the tensors of a sample take."""
+    if isinstance(sample, Mapping):
+        return sum(map(_nbytes_of, sample.values()))
+    if isinstance(sample, list | tuple):
+        return sum(map(_nbytes_of, sample))
+    nbytes = getattr(sample, "nbytes", 0)
+    return nbytes if isinstance(nbytes, int) else 0

@@ -6,11 +6,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from torch.utils.data import Dataset
 
-from fastamp.data.augment import Augmentation, Images, check_augmentations, plan_images
-from fastamp.data.columns import augment_image, plain_dtype
+from fastamp.data.arrays import Columns, columns_of
+from fastamp.data.augment import (
+    Augmentation,
+    augment_images,
+    check_augmentations,
+    check_images,
+)
 from fastamp.data.sample_rng import sample_rng
 
 
@@ -19,21 +25,27 @@ class ArrayDataset(Dataset[Any]):
 
     `ArrayDataset(x, y)` has the samples `(x[i], y[i])`, and the batches of a TensorDataset.
     `ArrayDataset({"x": x, "y": y})` has the samples `{"x": x[i], "y": y[i]}`, and dicts as batches.
-    The arrays may be nested in dicts, lists and tuples. They are shared, not copied.
+    The arrays may be nested in dicts, lists and tuples. They are shared, not copied. Arrays on a
+    device are gathered there: `ArrayDataset(x.cuda(), y.cuda())`.
 
     Args:
-        arrays: with the same first dimension, of any dtype.
-        augment: a list of augmentations of the first array, made in its order while an image is
-            copied: at most 8 of `fastamp.RandomCrop`, `fastamp.RandomHorizontalFlip` and
-            `fastamp.Cutout`. Its images have the shape (channels, height, width), with any number
-            of dimensions in front, or none for (height, width).
+        arrays: with the same first dimension, of any dtype. `ArrayDataset((x, y))` is
+            `ArrayDataset(x, y)`.
+        augment: a list of augmentations of the first array, made in its order, on the device of
+            the batch: `fastamp.RandomCrop` and `fastamp.RandomHorizontalFlip`. Its images have the
+            shape (channels, height, width), with any number of dimensions in front, or none for
+            (height, width).
+
+    Attributes:
+        arrays: what was passed, a tuple or a dict; it may be replaced between two passes.
+        augment: the augmentations, a tuple.
 
     The random draws depend on the loader's `seed`, the epoch and the sample's place in it, as in
     `fastamp.sample_rng`: not on the batch, the workers or the ranks.
 
     Raises:
         TypeError: an array is no tensor or NumPy array with a first dimension, an augmentation is
-            none of these, or the array to augment does not hold images in plain memory on the CPU.
+            none of these, or the array to augment does not hold images in plain memory.
         ValueError: there is no array, or they differ in length; or the augmentations do not fit.
 
     Example:
@@ -44,45 +56,54 @@ class ArrayDataset(Dataset[Any]):
     """
 
     def __init__(self, *arrays: Any, augment: Sequence[Augmentation] = ()) -> None:
-        alone = len(arrays) == 1 and type(arrays[0]) is dict
-        self.arrays: Any = {**arrays[0]} if alone else arrays
-        self._length = count_rows(self.arrays, "arrays")
-        self._augment = check_augmentations(augment)
-        self.images()
+        one = arrays[0] if len(arrays) == 1 else None
+        self.arrays: Any = {**one} if type(one) is dict else arrays
+        if type(one) in (tuple, list):
+            self.arrays = tuple(one)  # type: ignore[arg-type]
+        count_rows(self.arrays, "arrays")
+        self.augment = check_augmentations(augment)
+        if self.augment:
+            check_images(self.augment, self._parts()[0][1])
 
     def __len__(self) -> int:
-        return self._length
+        return len(tree_leaves(self.arrays)[0])
 
     def __getitem__(self, index: int) -> Any:
-        in_dict = isinstance(self.arrays, dict)
-        parts = self.arrays.items() if in_dict else enumerate(self.arrays)
         sample = {
             name: part[index] if _has_rows(part) else tree_map(lambda array: array[index], part)
-            for name, part in parts
+            for name, part in self._parts()
         }
-        if self._augment:
+        if self.augment:
             operator.index(index)  # which refuses slices
             name, row = next(iter(sample.items()))
-            sample[name] = augment_image(self._plan(), row, sample_rng().take_key())
-        return sample if in_dict else tuple(sample.values())
+            sample[name] = self._augment_row(row)
+        return sample if isinstance(self.arrays, dict) else tuple(sample.values())
 
-    def images(self) -> list[Images | None]:
-        """Return how each array is augmented, or None, one by one also for those in containers."""
-        found: list[Images | None] = [None] * len(tree_leaves(self.arrays))
-        if self._augment:
-            found[0] = self._plan()
+    def columns(self) -> Columns | str:
+        """Return the arrays for a loader to gather, or why it has to read items."""
+        count_rows(self.arrays, "arrays")  # which may have been replaced
+        found = columns_of(self.arrays)
+        if isinstance(found, str):
+            return "the ArrayDataset holds more than plain arrays in one place"
+        if self.augment:
+            check_images(self.augment, found.arrays[0])
+            found.then = self._augment_batch
         return found
 
-    def _plan(self) -> Images:
-        """Return how the first array is augmented."""
-        array = next(iter(self.arrays.values() if isinstance(self.arrays, dict) else self.arrays))
-        dtype = plain_dtype(array)
-        if dtype is None:
-            kind = getattr(array, "dtype", type(array).__name__)
-            state = ", which requires grad" if getattr(array, "requires_grad", False) else ""
-            msg = f"augment: expected plain numbers on the CPU to augment, got {kind}{state}"
-            raise TypeError(msg)
-        return plan_images(self._augment, tuple(array.shape), dtype.itemsize)
+    def _parts(self) -> list[tuple[Any, Any]]:
+        """Return the arrays, or containers of them, of a sample, by their names or numbers."""
+        in_dict = isinstance(self.arrays, dict)
+        return [*(self.arrays.items() if in_dict else enumerate(self.arrays))]
+
+    def _augment_batch(self, parts: list[Tensor], keys: Tensor) -> list[Tensor]:
+        return [augment_images(self.augment, parts[0], keys), *parts[1:]]
+
+    def _augment_row(self, row: Any) -> Any:
+        key = np.array([sample_rng().take_key()], np.uint64).view(np.int64)
+        is_array = isinstance(row, np.ndarray)
+        image = torch.from_numpy(np.array(row)) if is_array else row
+        (made,) = augment_images(self.augment, image[None], torch.from_numpy(key))
+        return made.numpy() if is_array else made
 
 
 def by_name(dataset: Any) -> Any:
@@ -98,20 +119,20 @@ def by_name(dataset: Any) -> Any:
 
 def count_rows(tree: Any, name: str) -> int:
     """Return the length of all arrays in a container, or raise an error that names them."""
-    arrays = {name + keystr(path): array for path, array in tree_flatten_with_path(tree)[0]}
-    if not arrays:
+    lengths = {}
+    for path, array in tree_flatten_with_path(tree)[0]:
+        place = name + keystr(path)
+        if not _has_rows(array):
+            msg = f"{place}: expected a tensor or NumPy array with a first dimension, "
+            raise TypeError(msg + f"got {type(array).__name__}")
+        lengths[place] = len(array)
+    first, length = next(iter(lengths.items()), ("", 0))
+    if not lengths:
         msg = f"{name}: expected at least one tensor or NumPy array"
         raise ValueError(msg)
-    for path, array in arrays.items():
-        if not _has_rows(array):
-            kind = f"{type(array).__name__} of shape {tuple(getattr(array, 'shape', ()))}"
-            kind = kind if hasattr(array, "shape") else type(array).__name__
-            msg = f"{path}: expected a tensor or NumPy array with a first dimension, got {kind}"
-            raise TypeError(msg)
-    first, length = next((path, len(array)) for path, array in arrays.items())
-    for path, array in arrays.items():
-        if len(array) != length:
-            msg = f"{path}: has {len(array)} rows, and {first} has {length}"
+    for place, other in lengths.items():
+        if other != length:
+            msg = f"{place}: has {other} rows, and {first} has {length}"
             raise ValueError(msg)
     return length
 

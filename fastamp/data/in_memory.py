@@ -1,32 +1,37 @@
-"""`fastamp.in_memory`: a dataset whose items are read once, and gathered from then on."""
+"""`fastamp.in_memory`: a dataset whose items are read once, and gathered from then on.
 
+With a path the columns lie in a folder: a `.npy` file for each leaf of an item, and `layout.json`,
+which says which dataset they are of. The folder is written under another name and renamed.
+"""
+
+import errno
+import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, suppress
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
-import torch.distributed as dist
-from filelock import FileLock
-from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, IterableDataset
+from numpy.lib import format as npy
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from fastamp._progress import progress
-from fastamp.data.checks import as_integer, check_worker
-from fastamp.data.datasets import by_name
-from fastamp.data.item_folder import describe, map_columns, write
-from fastamp.data.item_layout import Chunk, Layout, assemble, hash_rows, read_layout
-from fastamp.data.items import find_together, hand_on, note_index
+from fastamp._files import create
+from fastamp.data.arrays import as_tensor, plain_dtype, torch_dtype
+from fastamp.data.datasets import ArrayDataset, by_name
+from fastamp.data.items import Items, hand_on
 from fastamp.data.loader import DataLoader
-from fastamp.data.sample_rng import generators_kept
+from fastamp.data.sample_rng import Order, generators_kept
 from fastamp.data.sources import find_columns
 
 _CHUNK_ROWS, _CHUNK_NBYTES = 1024, 1 << 20  # few: a worker hands chunks on in /dev/shm
+_PROBED, _PROBES = 8, 4  # items that are read again, and how often
 
 
 def in_memory(
@@ -35,52 +40,37 @@ def in_memory(
     *,
     num_workers: int = 0,
     worker: str | None = None,
-    max_bytes: int | None = None,
     key: str | None = None,
 ) -> Any:
     """Read every item of a deterministic dataset once; return a dataset that is gathered.
 
-    For a map-style dataset whose `__getitem__` gives the same item each time. Its items are tensors
-    on the CPU, NumPy arrays and numbers, alone or in dicts, lists and tuples, nested or not. All
-    items have the same structure, shapes and dtypes. Batches of the result are bit-identical to
-    those of torch's DataLoader over `dataset` with `default_collate`. Its items are equal up to
-    collation: arrays and numbers are tensors (an int is a 0-dim int64 tensor, a float float64, a
-    bool torch.bool), and an outermost list is a tuple.
+    For a map-style dataset whose items are tensors on the CPU, NumPy arrays and numbers, alone or
+    nested in dicts, lists and tuples, of the same structure, shapes and dtypes in all items.
+    Batches of the result are bit-identical to those of torch's DataLoader over `dataset`. Its items
+    are equal up to collation: arrays and numbers are tensors, and an outermost list is a tuple.
 
-    1. Item 0 is read. From it follow the layout, and the size of all items.
-    2. Items 0, 1, the middle one and the last are read twice, under different seeds. They must be
-       equal. This is a probe: a dataset that is random elsewhere is not noticed.
-    3. All items are read, with a progress bar if stderr is a terminal and tqdm is installed.
-
-    The program's random generators are left as they were. A dataset that fastamp.DataLoader gathers
-    as it is, such as a TensorDataset, is returned unchanged if there is no `path`.
+    Eight items are read four times each first, under 32 different seeds, and must be equal: a
+    dataset that is rarely random is not noticed. The program's random generators are left as they
+    were. What a loader gathers already is returned unchanged if there is no `path`.
 
     Args:
         dataset: the dataset, with `__getitem__` and `__len__`.
         path: a folder for the items, which is made; None keeps them in memory. If the folder is
-            there, it is mapped, not read, after steps 1 and 2: its length, layout, class name, key
-            and the hashes of the items of step 2 must be the dataset's. What the program writes
-            into the mapped tensors stays in its memory. Processes that make the same folder wait
-            for the first, by a lock on a file beside it, `.NAME.lock`. With torch.distributed, rank
-            0 makes the folder, and the process group's timeout must be long enough for that. Every
-            rank has to call, and an error of one is raised on all.
+            there, it is mapped: its length, layout, class name, key and the eight items must be the
+            dataset's. What the program writes into the mapped tensors stays in its memory. Over
+            ranks, let one rank call before the others.
         num_workers: processes or threads that read the items; 0 reads them in this thread.
         worker: None or "process" for torch's worker processes, or "thread" for threads.
-        max_bytes: the most bytes that the items may take. None is half of the free memory; with a
-            `path`, whose free disk space is a limit in any case, no other limit.
-        key: names the version of the data in the folder, for what the hashes do not show.
+        key: names the version of the data in the folder, for what the eight items do not show.
 
     Returns:
         An `ArrayDataset` of tensors, or one tensor if the items are bare leaves.
 
     Raises:
-        TypeError: `dataset` is not map-style; a leaf is not of these kinds, or differs in shape or
-            dtype from item 0 (the message names item and leaf); or the items' containers are such
-            that batches could not equal those of `default_collate`.
-        ValueError: the dataset is empty, is random, or takes more than `max_bytes` or the free
-            disk; or the folder was not made of this dataset (the message names the file).
-        OSError: the folder cannot be written.
-        RuntimeError: another rank has failed.
+        TypeError: `dataset` is not map-style, or an item is not as described above, or not as item
+            0 (the message names its index).
+        ValueError: the dataset is empty or random, or the folder was not made of this dataset.
+        OSError: the folder cannot be written, or its disk is too small.
 
     Example:
         >>> class Squares(torch.utils.data.Dataset):
@@ -93,177 +83,176 @@ def in_memory(
         >>> next(iter(fastamp.DataLoader(dataset, 3)))[1]
         tensor([0, 1, 4])
     """
-    max_bytes = as_integer("max_bytes", max_bytes, least=1)
-    num_workers = as_integer("num_workers", num_workers, least=0, optional=False)
-    if isinstance(dataset, IterableDataset) or not (
-        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    ):
-        kind = type(dataset).__name__
+    kind = type(dataset).__name__
+    is_map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if isinstance(dataset, IterableDataset) or not is_map_style:
         msg = f"dataset: expected a map-style dataset, with __getitem__ and __len__, got {kind}"
         raise TypeError(msg)
-    worker = check_worker(worker, dataset, None)
-    if type(key) not in (str, type(None)):
-        msg = f"key: expected a string or None, got {key!r}"
-        raise TypeError(msg)
     dataset = by_name(dataset)
-    folder = None if path is None else Path(path).absolute()
-    if folder is None and find_columns(dataset) is not None:
+    columns = find_columns(dataset) if path is None else ""
+    if not isinstance(columns, str) and columns.then is None:
         return dataset
-
-    def make() -> Any:
-        with generators_kept():
-            return _make(dataset, folder, (num_workers, worker), max_bytes, key)
-
-    over_ranks = folder is not None and dist.is_available() and dist.is_initialized()
-    return _in_turns(make) if over_ranks else make()
-
-
-def _make(
-    dataset: Any,
-    folder: Path | None,
-    workers: tuple[int, str | None],
-    max_bytes: int | None,
-    key: str | None,
-) -> Any:
-    length = len(dataset)
-    if length == 0:
+    if not len(dataset):
         msg = "dataset: expected at least one item, got an empty dataset"
         raise ValueError(msg)
-    _seed(0)
-    layout = read_layout(_read_items(dataset, [0])[0])
-    is_made = folder is not None and folder.exists()
-    if not is_made:
-        _check_size(length * layout.row_nbytes, max_bytes, folder)
-    known = _probe(dataset, layout, sorted({0, min(1, length - 1), length // 2, length - 1}))
-    read = _read(_Chunks(dataset, layout), length, workers)
-    with closing(_follow(read, length, known)) as chunks:
-        if folder is None:
-            columns = [torch.empty((length, *shape), dtype=dtype) for shape, dtype in layout.rows]
-            for begin, parts in chunks:
-                for column, part in zip(columns, parts, strict=True):
-                    column[begin : begin + len(part)] = part
-            return assemble(columns, layout.like)
-        record = describe(dataset, layout, known, key)
-        if not is_made:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            lock = folder.with_name(f".{folder.name}.lock")
-            with FileLock(lock, preserve_lock_file=True):  # one that goes could be locked twice
-                if not folder.exists():
-                    write(folder, record, layout, chunks)
-    return assemble(map_columns(folder, record, layout, known), layout.like)
-
-
-def _check_size(nbytes: int, max_bytes: int | None, folder: Path | None) -> None:
-    """Raise a ValueError if the items take too much."""
-    limits = {} if max_bytes is None else {f"max_bytes={max_bytes}": max_bytes}
-    if folder is not None:
-        there = next(parent for parent in folder.parents if parent.exists())
-        limits[f"what is free in {there}"] = shutil.disk_usage(there).free
-    elif max_bytes is None:
-        limits["half of the free memory, see max_bytes"] = _free_memory() // 2
-    for name, limit in limits.items():
-        if nbytes > limit:
-            msg = f"dataset: its items take {nbytes:,} bytes, more than {name} ({limit:,} bytes)"
+    with generators_kept():
+        items = _Items(dataset)
+        probed = _probe(items)
+        if path is None:
+            arrays = [np.empty((len(items), *a.shape[1:]), a.dtype) for a in items.arrays]
+            _fill(arrays, items, num_workers, worker)
+            return items.assemble(arrays)
+        folder = Path(path).expanduser().absolute()
+        record = {"class": kind, "key": key, "length": len(items), "item": items.layout}
+        if not folder.exists():
+            _write(folder, record, items, num_workers, worker)
+        arrays = _map(folder, record, len(items.first))
+    for row, item in probed.items():
+        if not _are_equal(item, [array[row : row + 1] for array in arrays]):
+            msg = f"{folder}: is not of this dataset: row {row} is not dataset[{row}]; remove it"
             raise ValueError(msg)
+    return items.assemble(arrays)
 
 
-def _free_memory() -> int:
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return 1024 * next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable:"))
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # macOS tells no more
+class _Items(Dataset[Any]):
+    """The leaves of a dataset's items. Each item has to be like the first one."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        item = Items(dataset, hand_on, single=True).make(0, Order(0), 0).batch
+        leaves, self._spec = _flatten(item)
+        self._kinds = [*map(_find_kind, leaves)]
+        if None in self._kinds or not leaves:
+            msg = "dataset[0]: expected plain tensors on the CPU, NumPy arrays or numbers, alone or "
+            raise TypeError(msg + f"in dicts, lists and tuples, got {item!r:.300}")
+        self.first = stack([self._check(0, item)])
+        self.arrays = [*map(_as_array, self.first)]
+        names = [f"{column.dtype} {list(column.shape[1:])}" for column in self.first]
+        self.layout = str(tree_unflatten(names, self._spec))
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> list[Any]:
+        return self._check(index, self.dataset[index])
+
+    def _check(self, index: int, item: Any) -> list[Any]:
+        """Return the leaves of an item, or raise a TypeError that names it."""
+        leaves, spec = _flatten(item)
+        if spec != self._spec or [*map(_find_kind, leaves)] != self._kinds:
+            msg = f"dataset[{index}]: expected containers, types, dtypes and shapes as in dataset[0]"
+            raise TypeError(msg + f", {self._kinds}, got {item!r:.300}")
+        return [as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+
+    def assemble(self, arrays: list[npt.NDArray[Any]]) -> Any:
+        """Return the dataset of the columns."""
+        columns = [
+            torch.from_numpy(array).view(row.dtype).view(len(array), *row.shape[1:])
+            for array, row in zip(arrays, self.first, strict=True)
+        ]
+        tree = tree_unflatten(columns, self._spec)
+        if isinstance(tree, Tensor):
+            return tree
+        dataset = ArrayDataset(columns[0])
+        dataset.arrays = tree if isinstance(tree, dict) else tuple(tree)
+        return dataset
 
 
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 - what datasets draw from
-    torch.default_generator.manual_seed(seed)
+def _flatten(item: Any) -> tuple[list[Any], TreeSpec]:
+    """Return the leaves of an item, where all but plain dicts, lists and tuples is a leaf."""
+    return tree_flatten(item, lambda part: type(part) not in (dict, list, tuple))
 
 
-def _probe(dataset: Any, layout: Layout, rows: list[int]) -> dict[int, str]:
-    """Return the hash of each of these items, or raise a ValueError if one is random."""
-    known: dict[int, str] = {}
-    for seed, row in ((seed, row) for seed in (0, 1) for row in rows):
-        _seed(seed)
-        found = hash_rows(layout.collate([row], _read_items(dataset, [row])))
-        if known.setdefault(row, found) != found:
-            raise _is_random(row)
-    return known
+def _find_kind(leaf: Any) -> tuple[str, Any, tuple[int, ...]] | None:
+    """Return type, dtype and shape of a number or a plain array; None for anything else."""
+    kind, name = type(leaf), type(leaf).__name__
+    if kind in (bool, int, float):
+        return name, name, ()
+    is_array = kind in (Tensor, np.ndarray, np.memmap)
+    is_number = isinstance(leaf, np.number | np.bool_)
+    dtype = plain_dtype(leaf) if is_array else torch_dtype(leaf.dtype) if is_number else None
+    return None if dtype is None else (name, dtype, tuple(leaf.shape))
 
 
-def _is_random(row: int) -> ValueError:
-    msg = f"dataset[{row}]: is random: two reads of it differ, so that it cannot be read once"
-    return ValueError(msg)
+def stack(items: list[list[Any]]) -> list[Tensor]:
+    """Return the leaves of items as rows of columns, as default_collate makes them."""
+    return [default_collate([*leaves]) for leaves in zip(*items, strict=True)]
 
 
-def _read_items(dataset: Any, rows: Sequence[int]) -> list[Any]:
-    """Return items, read as torch's loader reads them; an error says which item has raised it."""
-    together = find_together(dataset)
-    if together is not None:
-        return list(together([*rows]))
-    items = []
-    for row in rows:
+def _probe(items: _Items) -> dict[int, list[npt.NDArray[Any]]]:
+    """Return some items, or raise a ValueError if one is random: each read has its own seed."""
+    last = len(items) - 1
+    probed: dict[int, list[npt.NDArray[Any]]] = {}
+    rows = sorted({0, min(1, last), *(last * part // (_PROBED - 2) for part in range(_PROBED - 1))})
+    for seed, row in enumerate(rows * _PROBES):
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002 - what datasets draw from
+        torch.default_generator.manual_seed(seed)
+        item = Items(items, hand_on, single=True).make(row, Order(seed), 0).batch
+        arrays = [*map(_as_array, stack([item]))]
+        if not _are_equal(probed.setdefault(row, arrays), arrays):
+            msg = f"dataset[{row}]: is random: two reads of it differ, so it cannot be read once"
+            raise ValueError(msg)
+    return probed
+
+
+def _are_equal(one: list[npt.NDArray[Any]], other: list[npt.NDArray[Any]]) -> bool:
+    return all(a.tobytes() == b.tobytes() for a, b in zip(one, other, strict=True))
+
+
+def _as_array(rows: Tensor) -> npt.NDArray[Any]:
+    """Return rows as an array; as bytes if NumPy does not have their dtype."""
+    try:
+        return rows.contiguous().numpy()
+    except TypeError:
+        return rows.contiguous().unsqueeze(-1).view(torch.uint8).numpy()
+
+
+def _fill(
+    arrays: Sequence[npt.NDArray[Any]], items: _Items, num_workers: int, worker: str | None
+) -> None:
+    """Read all items into the columns."""
+    row_nbytes = sum(array.nbytes for array in items.arrays)
+    size = max(1, min(_CHUNK_ROWS, _CHUNK_NBYTES // max(1, row_nbytes)))
+    options: Any = {"num_workers": num_workers, "worker": worker, "collate_fn": stack}
+    begins = range(0, len(items), size)
+    for begin, parts in zip(begins, DataLoader(items, size, **options), strict=True):
+        for array, part in zip(arrays, map(_as_array, parts), strict=True):
+            array[begin : begin + size] = part
+
+
+def _write(folder: Path, record: dict[str, Any], items: _Items, *workers: Any) -> None:
+    """Write the folder under another name and rename it, unless another process was faster."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    nbytes = len(items) * sum(array.nbytes for array in items.arrays)
+    if nbytes > shutil.disk_usage(folder.parent).free:  # to write beyond it would end the process
+        raise OSError(errno.ENOSPC, f"no space for {nbytes:,} bytes", str(folder))
+    with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as outer:
+        part = Path(outer) / folder.name
+        part.mkdir()
+        files = [
+            npy.open_memmap(part / f"{place}.npy", "w+", row.dtype, (len(items), *row.shape[1:]))
+            for place, row in enumerate(items.arrays)
+        ]
+        _fill(files, items, *workers)
+        for file in files:
+            file.flush()
+        with create(part / "layout.json") as record_file:
+            record_file.write(json.dumps(record, indent=1).encode())
         try:
-            items.append(dataset[row])
-        except Exception as error:  # noqa: PERF203
-            note_index(error, row, "fastamp.in_memory")
-            raise
-    return items
+            part.rename(folder)
+        except OSError:
+            if not folder.exists():
+                raise
 
 
-class _Chunks(Dataset[Any]):
-    """The chunks of a dataset, made in the process that reads their items."""
-
-    def __init__(self, dataset: Any, layout: Layout) -> None:
-        self._dataset, self._layout = dataset, layout
-
-    @property
-    def size(self) -> int:
-        return max(1, min(_CHUNK_ROWS, _CHUNK_NBYTES // max(1, self._layout.row_nbytes)))
-
-    def __getitem__(self, rows: range) -> Chunk:
-        return rows.start, self._layout.collate(rows, _read_items(self._dataset, rows))
-
-
-def _read(
-    chunks: _Chunks, length: int, workers: tuple[int, str | None]
-) -> Generator[Chunk, None, None]:
-    """Yield all chunks in order, read by this many workers of this kind."""
-    num_workers, worker = workers
-    size = chunks.size
-    ranges = [range(begin, min(begin + size, length)) for begin in range(0, length, size)]
-    kind: Any = partial(DataLoader, worker="thread") if worker == "thread" else TorchDataLoader
-    yield from kind(chunks, None, sampler=ranges, num_workers=num_workers, collate_fn=hand_on)
-
-
-def _follow(
-    chunks: Generator[Chunk, None, None], length: int, known: dict[int, str]
-) -> Generator[Chunk, None, None]:
-    """Yield the chunks with a progress bar, and compare the items that are known."""
-    with closing(chunks), progress(length) as tick:
-        for begin, parts in chunks:
-            for row, expected in known.items():
-                here = [part[row - begin :][:1] for part in parts if row >= begin]
-                if here and len(here[0]) and hash_rows(here) != expected:
-                    raise _is_random(row)
-            yield begin, parts
-            tick(len(parts[0]))
-
-
-def _in_turns(make: Callable[[], Any]) -> Any:
-    """Call `make` on rank 0, then on the others; raise an error of one rank on all."""
-    rank, made = dist.get_rank(), None
-    for turn in (rank == 0, rank != 0):
-        error: Exception | None = None
-        texts: list[str | None] = [None] * dist.get_world_size()
-        try:
-            made = make() if turn else made
-        except Exception as raised:  # noqa: BLE001 - raised below, on all ranks
-            error = raised
-        dist.all_gather_object(texts, error and f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        failed = [f"rank {other} has failed: {text}" for other, text in enumerate(texts) if text]
-        if failed:
-            raise RuntimeError(failed[0])
-    return made
+def _map(folder: Path, record: dict[str, Any], count: int) -> list[npt.NDArray[Any]]:
+    """Map the columns of a folder, or raise a ValueError if it was not made of this dataset."""
+    try:
+        found = json.loads((folder / "layout.json").read_bytes())
+        if found == record:
+            return [np.load(folder / f"{place}.npy", mmap_mode="c") for place in range(count)]
+    except (OSError, ValueError) as error:
+        found = error
+    msg = f"{folder}: expected a folder that fastamp.in_memory made of {record}, got {found}: "
+    raise ValueError(msg + "remove it, or give another path")

@@ -1,30 +1,57 @@
-"""Batches that Python makes item by item, in the loop's thread or in a worker process."""
+"""Batches that Python makes item by item, here, in a thread or in a worker process."""
 
 import gc
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor
 from torch._utils import ExceptionWrapper
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset
 from torch.utils.data import get_worker_info as torch_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from fastamp.data.sample_rng import Batch, Order, Placed, current
-from fastamp.data.stats import LoaderStats
+from fastamp.data.sample_rng import Batch, Order, Placed, current, find_pass_key
 
 Collate = Callable[[Any], Any]
-Make = Callable[[Tensor, Tensor], Any]
+
+
+class Made(NamedTuple):
+    """A batch, and the seconds that it took."""
+
+    batch: Any
+    getitem_s: float = 0.0
+    collate_s: float = 0.0
+    copy_s: float = 0.0
+    cpu_s: float = 0.0
+    """Processor time of a thread worker."""
+
+
+class Parts(NamedTuple):
+    """In place of a batch: what it is built of, once that is on its device."""
+
+    tensors: Any
+    keys: torch.Tensor | None
+    """Of the samples, if their random numbers are drawn then."""
 
 
 class Failed(NamedTuple):
-    """In place of a batch: an error on its way through torch's iterator."""
+    """In place of a batch: the error that is raised where the batch would be taken."""
 
     error: Any
     """An exception, or torch's wrapper of one from a worker process."""
+
+
+Make = Callable[[Any, Order, int], Made]
+"""Makes the batch of some rows, with the keys of its samples and the number of the first one."""
+
+
+def attempt(make: Callable[..., Made], job: tuple[Any, ...]) -> Made | Failed:
+    """Make a batch; return its error if it has one."""
+    try:
+        return make(*job)
+    except Exception as error:  # noqa: BLE001 - raised where the batch would be taken
+        return Failed(error)
 
 
 def find_together(dataset: Any) -> Callable[[list[Any]], Any] | None:
@@ -44,90 +71,86 @@ def note_index(
     return error
 
 
-def make_rows(make: Make, rows: list[int]) -> Any:
-    """Return the batch that a source makes of rows, with the keys of their samples."""
-    cell: Any = current.sample
-    keys = cell.order.find_keys(cell.number, len(rows))
-    return make(torch.tensor(rows, dtype=torch.int64, device="cpu"), keys)
-
-
-class Items(Dataset[Any]):
-    """A dataset whose batches are made at one go, and timed.
-
-    For torch's iterators it takes the place of the dataset, and returns whole batches: their
-    collate function has nothing to do.
-    """
+class Items:
+    """Makes batches of a map-style dataset: items, and a collate function."""
 
     def __init__(
-        self,
-        dataset: Any,
-        collate_fn: Collate,
-        make: Make | None,
-        *,
-        single: bool,
-        worker_init_fn: Callable[[int], None] | None = None,
-        times: Tensor | None = None,
+        self, dataset: Any, collate_fn: Collate, *, single: bool, pins: bool = False
     ) -> None:
-        """Take a dataset; `times` are seconds of each worker, (num_workers, 2), shared."""
-        self.dataset, self.collate_fn, self._make, self._single = dataset, collate_fn, make, single
+        self.dataset, self.collate_fn, self._single, self._pins = dataset, collate_fn, single, pins
         self._together = None if single else find_together(dataset)
-        self._worker_init_fn, self._times = worker_init_fn, times
-        self._tell: Any = np.zeros(2) if times is None else times[0].numpy()
-        self.getitem_s = self.collate_s = 0.0
 
-    def make(self, rows: Any, cell: Batch, number: int) -> Any:
-        """Return the batch of some rows, whose first sample has a number in the pass.
-
-        Random numbers come from `cell`. The error of an item names its index.
-        """
-        start_s, before = time.perf_counter(), current.sample
-        current.sample, cell.number, index = cell, number, rows
+    def make(self, rows: Any, order: Order, number: int) -> Made:
+        """Return the batch of some rows. The error of an item names its index."""
+        start_s, before, index = time.perf_counter(), current.sample, rows
+        cell = current.sample = Batch(order)
+        cell.number = number
         try:
-            if self._make is not None:
-                return make_rows(self._make, rows)
-            if self._together is not None:
-                samples = self._together(rows)
-            elif self._single:
+            if self._single:
                 samples = self.dataset[rows]
+            elif self._together is not None:
+                samples = self._together(as_list(rows))
             else:
                 samples, dataset = [], self.dataset
-                for cell.number, index in enumerate(rows, number):
+                for cell.number, index in enumerate(as_list(rows), number):
                     samples.append(dataset[index])
-        except Exception as error:
-            note_index(error, index)
-            raise
-        finally:
+            made_s, index = time.perf_counter(), None
+            cell.number = ~number
+            batch = self.collate_fn(samples)
             end_s = time.perf_counter()
-            self.getitem_s += end_s - start_s
-            current.sample = before
-        current.sample, cell.number = cell, ~number
-        try:
-            return self.collate_fn(samples)
-        finally:
-            self.collate_s += time.perf_counter() - end_s
-            current.sample = before
-
-    def __getitems__(self, placed: Placed) -> Any:
-        """Return the batch that a sampler has placed, or its error, to torch's iterator."""
-        (rows, order, number), info = placed, torch_worker_info()
-        try:
-            batch = self.make(rows, Batch(order), number)
-        except StopIteration:
+        except Exception as error:
+            if index is not None:
+                note_index(error, index if self._together is None else as_list(rows))
             raise
-        except Exception as error:  # noqa: BLE001 - raised where the batch would come
+        finally:
+            current.sample = before
+        if self._pins:
+            batch = pin_memory(batch)  # type: ignore[no-untyped-call]
+        return Made(batch, made_s - start_s, end_s - made_s)
+
+
+def as_list(rows: Any) -> Any:
+    """Return the indices of a computed order as integers; a sampler's as they are."""
+    if isinstance(rows, torch.Tensor):
+        return rows.tolist()
+    return [*rows] if isinstance(rows, range) else rows
+
+
+class WorkerJobs(Iterator[Any]):
+    """What stands in the sampler's place in torch's loader: batches with their places."""
+
+    def __init__(self, jobs: Iterator[Any], *, is_placed: bool) -> None:
+        self._jobs, self._is_placed = jobs, is_placed
+
+    def begin(self, jobs: Iterator[Any]) -> None:
+        """Let the next pass take these batches."""
+        self._jobs = jobs
+
+    def __next__(self) -> Any:
+        rows, order, number = next(self._jobs)
+        return Placed(as_list(rows), order, number) if self._is_placed else as_list(rows)
+
+
+class WorkerItems(Dataset[Any]):
+    """What stands in the dataset's place in torch's worker processes: it returns whole batches."""
+
+    def __init__(self, items: Items, worker_init_fn: Callable[[int], None] | None) -> None:
+        self._items, self._worker_init_fn = items, worker_init_fn
+
+    def __getitems__(self, placed: Placed) -> Made | Failed:
+        """Return the batch that a sampler has placed, or its error, to torch's iterator."""
+        try:
+            return self._items.make(*placed)
+        except Exception:  # noqa: BLE001 - raised where the batch would be taken
+            info = torch_worker_info()
             where = f"in DataLoader worker process {info and info.id}"
-            batch = Failed(ExceptionWrapper(where=where) if info else error)  # type: ignore[no-untyped-call]
-        self._tell += self.getitem_s, self.collate_s
-        self.getitem_s = self.collate_s = 0.0
-        return batch
+            return Failed(ExceptionWrapper(where=where))  # type: ignore[no-untyped-call]
 
     __getitem__ = __getitems__
 
     def init_worker(self, worker_id: int) -> None:
         """Let the user's code in a worker see the user's dataset."""
-        begin_worker(self.dataset, worker_id, self._worker_init_fn)
-        if self._times is not None:
-            self._tell = self._times[worker_id].numpy()
+        begin_worker(self._items.dataset, worker_id, self._worker_init_fn)
 
 
 def begin_worker(
@@ -147,29 +170,64 @@ def hand_on(batch: Any) -> Any:
     return batch
 
 
-class CallerBatches(Iterator[Any]):
-    """The batches of a pass, each made in the thread that asks for it."""
+class Stream(IterableDataset[Any]):
+    """What stands in an iterable dataset's place: its batches are numbered, for `sample_rng`."""
 
     def __init__(
         self,
-        batches: Iterator[tuple[Any, int]],
-        order: Order,
-        items: Items,
-        stats: LoaderStats,
-        *,
-        pins: bool,
+        dataset: Any,
+        collate_fn: Collate,
+        num_workers: int,
+        worker_init_fn: Callable[[int], None] | None,
     ) -> None:
-        """`batches` are rows, with the number of the first sample."""
-        self._batches, self._cell, self._items = batches, Batch(order), items
-        self._stats, self._pins = stats, pins
+        self._dataset, self._collate_fn = dataset, collate_fn
+        self._num_workers, self._worker_init_fn = num_workers, worker_init_fn
+        self._seed = self._epoch = 0
+        self._state: Any = None
+        self._iterator: Any = None
+        self.cell = Batch(Order(0))
 
-    def __next__(self) -> Any:
-        rows, number = next(self._batches)
-        items, stats = self._items, self._stats
-        try:
-            batch = items.make(rows, self._cell, number)
-        finally:
-            stats.getitem_s += items.getitem_s
-            stats.collate_s += items.collate_s
-            items.getitem_s = items.collate_s = 0.0
-        return pin_memory(batch) if self._pins else batch  # type: ignore[no-untyped-call]
+    def __repr__(self) -> str:
+        return repr(self._dataset)  # in torch's warnings
+
+    def begin(self, seed: int, epoch: int, state: Any) -> None:
+        """Let the next pass be that of an epoch, from a state of the dataset on."""
+        self._seed, self._epoch, self._state = seed, epoch, state
+        self.cell = Batch(Order(find_pass_key(seed, epoch)))
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch_worker_info()
+        if info is not None:
+            # Workers make their batches in turn. They begin their later epochs by themselves.
+            key = find_pass_key(self._seed, self._epoch)
+            self.cell = Batch(Order(key, info.id, self._num_workers - 1))
+            self.cell.number = 0
+            current.sample = self.cell
+            self._epoch += 1
+        state, self._state = self._state, None
+        if state is not None:
+            self._dataset.load_state_dict(state["dataset"])
+        iterator = self._iterator = iter(self._dataset)
+        if state is not None and iterator is self._dataset:  # which may have begun anew
+            iterator.load_state_dict(state["dataset"])
+        elif state is not None and state["iterator"] is not None:
+            iterator.load_state_dict(state["iterator"])
+        return iterator  # type: ignore[no-any-return]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the dataset and its iterator."""
+        iterator = self._iterator
+        has_own = iterator is not self._dataset and hasattr(iterator, "state_dict")
+        own = iterator.state_dict() if has_own else None
+        return {"dataset": self._dataset.state_dict(), "iterator": own}
+
+    def collate(self, samples: Any) -> Made:
+        """Return the batch of some samples."""
+        start_s = time.perf_counter()
+        batch = self._collate_fn(samples)
+        self.cell.number += 1
+        return Made(batch, collate_s=time.perf_counter() - start_s)
+
+    def init_worker(self, worker_id: int) -> None:
+        """Let the user's code in a worker see the user's dataset."""
+        begin_worker(self._dataset, worker_id, self._worker_init_fn)

@@ -1,58 +1,58 @@
-"""What a dataset can do for a loader: hand out the memory of its rows, or make whole batches.
-
-Arrays, tokens, Arrow tables, and any `fastamp.Source` have columns: memory that the core gathers
-rows out of. All other datasets are read item by item.
-"""
+"""What is gathered without running Python for each item, or not, and why."""
 
 import math
-from collections.abc import Callable, Iterable
-from itertools import zip_longest
-from operator import itemgetter
-from typing import Any, NamedTuple
+import time
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils import collate as torch_collate
 
-from fastamp.data.augment import Images
+from fastamp._ops import core_for
+from fastamp.data.arrays import Columns, columns_of, in_row_order
 from fastamp.data.collate import BatchCollator
-from fastamp.data.columns import Column, plain_dtype
 from fastamp.data.datasets import ArrayDataset
-from fastamp.data.plan import as_rows
-from fastamp.data.sample_rng import sample_rng
-from fastamp.data.structure import map_tensors
-from fastamp.data.tables import is_table, read_table
+from fastamp.data.items import Items, Made, Parts
+from fastamp.data.memory import LEASED_NBYTES, Memory
+from fastamp.data.order import as_rows
+from fastamp.data.sample_rng import Order
+from fastamp.data.tables import columns_of_table, is_table
 from fastamp.data.tokens import TokenDataset
 
-_ARRAYS = (Tensor, np.ndarray, np.memmap)
 _TORCHS = {**torch_collate.default_collate_fn_map}
-_IN_MEMORY = (Subset, TensorDataset, ArrayDataset, *_ARRAYS)
+_OURS = (ArrayDataset, TokenDataset)
+_CPU = torch.device("cpu")
+# From this size on batches evict each other from the caches: the core writes them past these.
+_CORE_NBYTES = 4 << 20
+_LONG_ROW = 4096  # bytes; shorter rows are gathered by torch
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""Signed dtypes of the same size: torch does not gather the unsigned ones everywhere."""
+_rows_of: "WeakKeyDictionary[Any, tuple[Any, list[Any], Tensor | None]]" = WeakKeyDictionary()
+"""Of a Subset: its indices, some of them, and the tensor of all."""
 
 
 class Source(Dataset[Any]):
-    """A dataset of a kind of your own that is not read item by item.
+    """A dataset of a kind of your own whose rows lie in memory or in a mapped file.
 
-    Give it `__len__` and one of two methods:
-
-    - `columns()`, if all rows lie in memory or in a mapped file: the core gathers them, ahead of
-      the loop, on its threads;
-    - `make(rows, keys)`, if a batch is read at one go, as from Parquet or a database.
-
-    Both are used where batches are made without a `collate_fn` of the user's. `dataset[i]`, and so
-    torch's own loader, work as well.
+    Give it `__len__` and `columns()`: the loader gathers the batches, and runs no Python for each
+    item. `dataset[i]`, and so torch's own loader, work as well. A dataset that reads a batch at one
+    go, as from Parquet or a database, has a method `__getitems__(indices)` instead, and the loader
+    a `collate_fn`, as in torch.
 
     Example:
-        >>> class Halves(fastamp.Source):
+        >>> class Squares(fastamp.Source):
         ...     def __len__(self):
         ...         return 6
         ...
-        ...     def make(self, rows, keys):
-        ...         return {"half": rows / 2}
-        >>> next(iter(fastamp.DataLoader(Halves(), batch_size=3)))["half"]
-        tensor([0.0000, 0.5000, 1.0000])
+        ...     def columns(self):
+        ...         return {"square": torch.arange(6) ** 2}
+        >>> next(iter(fastamp.DataLoader(Squares(), batch_size=3)))["square"]
+        tensor([0, 1, 4])
     """
 
     def __len__(self) -> int:
@@ -67,66 +67,20 @@ class Source(Dataset[Any]):
             A tensor, a NumPy array or memmap, or a dict, list or tuple of them, as for
             `fastamp.ArrayDataset`. All have as many rows as the dataset.
         """
-        raise NotImplementedError
-
-    def make(self, rows: Tensor, keys: Tensor) -> Any:
-        """Return the batch of some rows.
-
-        Called in the loop's thread, or in a worker: several threads may call it at once.
-
-        Args:
-            rows: int64, of shape (batch,).
-            keys: int64, of shape (batch,): numbers to seed the random draws of each sample with,
-                the same whoever makes it.
-
-        Returns:
-            Tensors of shape (batch, ...), in any nesting of dicts, lists and tuples.
-        """
-        msg = f"{type(self).__name__}: write columns() or make(rows, keys)"
+        msg = f"{type(self).__name__}: write columns()"
         raise NotImplementedError(msg)
 
     def __getitem__(self, index: int) -> Any:
         if not -len(self) <= index < len(self):
             msg = f"index {index} is out of range for {len(self)} samples"
             raise IndexError(msg)
-        row = index % len(self)
-        if gives_columns(self):
-            return tree_map(itemgetter(row), self.columns())
-        key = sample_rng().take_key()
-        keys = torch.tensor([key], dtype=torch.uint64, device="cpu").view(torch.int64)
-        return map_tensors(itemgetter(0), self.make(torch.tensor([row], device="cpu"), keys))
+        return tree_map(lambda array: array[index], self.columns())
 
 
-def gives_columns(source: Source) -> bool:
-    """Say whether a class has the method `columns` of its own."""
-    return type(source).columns is not Source.columns
-
-
-def find_make(dataset: Any, collate_fn: Any) -> Callable[[Tensor, Tensor], Any] | None:
-    """Return the method that makes whole batches, unless the user wants to collate samples."""
-    is_own = isinstance(dataset, Source) and type(dataset).make is not Source.make
-    return dataset.make if is_own and is_default(collate_fn) else None
-
-
-class Columns(NamedTuple):
-    """The columns of a dataset, out of which the core gathers batches."""
-
-    columns: list[Column]
-    build: Callable[[list[Tensor]], Any]
-    """Makes the batch, as default_collate would, out of one tensor for each column."""
-    rows: Tensor | None = None
-    """For a subset: the row of each index, int64."""
-    find: Callable[[Tensor, Any], Tensor] | None = None
-    """For random offsets: returns the rows to gather for indices and the keys of their samples."""
-
-
-def is_default(collate_fn: Any) -> bool:
-    """Say whether batches are those of torch's own `default_collate`."""
-    return not why_not(collate_fn)
-
-
-def why_not(collate_fn: Any, worker_init_fn: Any = None) -> str:
+def why_not(collate_fn: Any, *, single: bool) -> str:
     """Return why a loader cannot gather any dataset; an empty string if it can."""
+    if single:
+        return "the loader makes no batches"
     if type(collate_fn) is BatchCollator:
         if collate_fn.pad is not None:
             return "collate_fn pads"
@@ -134,106 +88,160 @@ def why_not(collate_fn: Any, worker_init_fn: Any = None) -> str:
         return "collate_fn is the user's"
     if torch_collate.default_collate_fn_map != _TORCHS:
         return "default_collate_fn_map has functions of the user's"
-    return "" if worker_init_fn is None else "worker_init_fn is given"
+    return ""
 
 
-def read_columns(  # noqa: PLR0911 - one for each reason
-    dataset: Any, device: torch.device | str | int | None, max_bytes: int
-) -> tuple[Columns | None, str]:
-    """Return the columns of a dataset, or None and why there are none.
-
-    Args:
-        dataset: of any kind.
-        device: where the batches are to be; None is wherever the dataset is.
-        max_bytes: the most that copies in row order may take.
-    """
-    source = find_columns(dataset)
-    kind, module = type(dataset).__name__, type(dataset).__module__
-    if source is not None:
-        own = find_device(source.columns)
-        if own.type != "cpu" and device is not None and own != torch.empty(0, device=device).device:
-            return None, f"the {kind} is on another device"
-        copied = count_scattered(source)
-        if copied > max_bytes:
-            copy = f"a copy in row order takes {copied:,} bytes, more than max_bytes"
-            return None, f"the numbers of a row lie apart, and {copy}"
-        return source, ""
-    if is_table(dataset):
-        return None, f"the Hugging Face dataset has {read_table(dataset)}"
-    if module.startswith("datasets."):
-        return None, "the dataset is a Hugging Face dataset"
-    if type(dataset) in _IN_MEMORY:
-        return None, f"the {kind} holds more than plain arrays"
-    return None, f"the dataset is a {kind}"
-
-
-def find_columns(dataset: object) -> Columns | None:  # noqa: PLR0911 - one for each kind
-    """Return the columns of a dataset in memory; None for any other dataset.
+def find_columns(  # noqa: PLR0911 - one for each kind
+    dataset: Any, max_bytes: int = 1 << 30
+) -> Columns | str:
+    """Return the columns of a dataset, or why it is read item by item.
 
     Batches have the values, types and dtypes that default_collate gives them.
     """
-    if type(dataset) is Subset:
-        inner = find_columns(dataset.dataset)
-        rows = None if inner is None else as_rows(dataset.indices)
-        if inner is None or rows is None:
-            return None
-        try:
-            return inner._replace(rows=rows if inner.rows is None else inner.rows[rows])
-        except IndexError:  # raised by torch's Subset where the batch would come
-            return None
-    if type(dataset) is TokenDataset:
-        columns = [Column(part, torch.int64) for part in (dataset.x, dataset.y)]
-        return Columns(columns, list, None, dataset.find_starts if dataset.random_offsets else None)
-    if type(dataset) is TensorDataset:
-        return _from_arrays(dataset.tensors)
-    if type(dataset) is ArrayDataset:
-        return _from_arrays(dataset.arrays, dataset.images())
-    if isinstance(dataset, Source):
-        return _from_arrays(dataset.columns()) if gives_columns(dataset) else None
+    if _inherits(dataset, Subset):
+        inner = find_columns(dataset.dataset, max_bytes)
+        return inner if isinstance(inner, str) else _select(inner, dataset)
+    if _inherits(dataset, TensorDataset):
+        return columns_of(dataset.tensors)
+    if any(_inherits(dataset, kind) for kind in _OURS):
+        found: Columns | str = dataset.columns()
+        return found
+    if isinstance(dataset, Source) and type(dataset).__getitem__ is Source.__getitem__:
+        return columns_of(dataset.columns())
     if is_table(dataset):
-        table = read_table(dataset)
-        return None if isinstance(table, str) else Columns(*table)
-    column = _column(dataset)
-    return None if column is None else Columns([column], itemgetter(0))
+        return columns_of_table(dataset, max_bytes)
+    if isinstance(dataset, Tensor | np.ndarray):
+        return columns_of(dataset)
+    return f"the dataset is a {type(dataset).__name__}"
 
 
-def _from_arrays(tree: Any, images: Iterable[Images | None] = ()) -> Columns | None:
-    arrays = tree_leaves(tree)
-    found = zip_longest(map(_column, arrays), images)
-    columns = [column._replace(images=how) if how else column for column, how in found if column]
-    if len(columns) < len(arrays) or len({find_device([column]) for column in columns}) > 1:
-        return None
-    if type(tree) is tuple and all(type(part) in _ARRAYS for part in tree):
-        return Columns(columns, list)
-    # Tuples become lists, as in default_collate.
-    _, spec = tree_flatten(default_collate([tree_map(lambda _: 0, tree)]))
-    return Columns(columns, lambda tensors: tree_unflatten(tensors, spec))
+def _inherits(dataset: Any, kind: Any) -> bool:
+    """Say whether a dataset is of a kind, or of a subclass that reads its items in no other way."""
+    own = type(dataset)
+    return isinstance(dataset, kind) and all(
+        getattr(own, name, None) is getattr(kind, name, None)
+        for name in ("__getitem__", "__getitems__", "__len__", "columns")
+    )
 
 
-def find_device(columns: list[Column]) -> torch.device:
-    """Return the device of the columns."""
-    array = columns[0].array
-    return array.device if isinstance(array, Tensor) else torch.device("cpu")
+def _select(columns: Columns, subset: Any) -> Columns | str:
+    """Return the columns of a Subset. Its list of indices becomes a tensor once."""
+    indices = subset.indices
+    step = max(1, len(indices) // 64)
+    some = [indices[place] for place in range(0, len(indices), step)]
+    known = _rows_of.get(subset)
+    if known is None or known[0] is not indices or known[1] != some:
+        known = _rows_of[subset] = indices, some, as_rows(indices)
+    rows, length = known[2], len(columns.arrays[0]) if columns.rows is None else len(columns.rows)
+    if columns.starts is not None and rows is not None and columns.rows is None:
+        return replace(columns, rows=rows)  # which `starts` checks
+    if rows is None or not _are_within(rows, length):
+        return "the indices of the Subset are not all rows of its dataset"
+    rows = torch.where(rows < 0, rows + length, rows)
+    return replace(columns, rows=rows if columns.rows is None else columns.rows[rows])
 
 
-def _column(array: Any) -> Column | None:
-    """Return an array as a column; None if its rows are not plain memory."""
-    dtype = plain_dtype(array, on_host=False)
-    if dtype is None or array.ndim == 0 or type(array) not in _ARRAYS:
-        return None
-    if isinstance(array, Tensor):
-        column = Column(array, dtype)
-        return None if column.is_scattered and array.device.type != "cpu" else column
-    try:  # whether default_collate gives rows this dtype
-        fits = default_collate([np.ones((1, *array.shape[1:]), array.dtype)[0]]).dtype == dtype
-    except TypeError:  # a dtype that torch does not have
-        return None
-    if not fits or min(array.strides[1:], default=0) < 0:  # torch's error
-        return None
-    return Column(array, dtype)
+def _are_within(rows: Tensor, length: int) -> bool:
+    """Say whether rows, which may count from the end, exist."""
+    return not len(rows) or (int(rows.min()) >= -length and int(rows.max()) < length)
 
 
-def count_scattered(source: Columns) -> int:
-    """Return the bytes of the copies that put the numbers of each row side by side."""
-    columns = (column for column in source.columns if column.is_scattered)
-    return sum(math.prod(column.array.shape) * column.array.dtype.itemsize for column in columns)
+class Gathered:
+    """Makes batches of a dataset's columns. `items` make those of no plain rows."""
+
+    def __init__(self, columns: Columns, memory: Memory, items: Items, max_bytes: int) -> None:
+        self._columns = columns = in_row_order(columns, max_bytes)
+        self._memory, self._items, self.device = memory, items, columns.arrays[0].device
+        self._parts = [
+            (array.view(_SIGNED.get(array.dtype, array.dtype)), array.dtype, dtype)
+            for array, dtype in zip(columns.arrays, columns.dtypes, strict=True)
+        ]
+        sizes = [math.prod(a.shape[1:]) * dtype.itemsize for a, _, dtype in self._parts]
+        # So many rows take memory that is leased, and so many more fill the caches.
+        self._leased_from = 0 if memory.pinned else LEASED_NBYTES // max(1, *sizes)
+        self._core_from = _CORE_NBYTES // max(1, sum(sizes))
+        self._keyed = columns.starts is not None or columns.then is not None
+
+    def make(self, rows: Any, order: Order, number: int) -> Made:
+        """Return the batch of some rows."""
+        start_s = time.perf_counter()
+        parts = self.gather(rows, order, number)
+        if parts is None:
+            return self._items.make(rows, order, number)
+        return Made(self.finish(*parts), copy_s=time.perf_counter() - start_s)
+
+    def gather(
+        self, rows: Any, order: Order, number: int
+    ) -> tuple[list[Tensor], Tensor | None] | None:
+        """Return a batch's tensors and the keys of its samples; None if `items` have to make it."""
+        columns = self._columns
+        if type(rows) is not Tensor:
+            found = as_rows(rows)
+            if found is None or not self._have(found):
+                return None
+            rows = found
+        keys = order.find_keys(number, rows.shape[0]) if self._keyed else None
+        if columns.rows is not None:
+            rows = columns.rows.index_select(0, rows)
+        if columns.starts is not None and keys is not None:
+            rows = columns.starts(rows, keys)
+        if self.device != _CPU:
+            parts = self._take_on_device(rows)
+        elif rows.shape[0] >= self._leased_from:
+            parts = self._take_large(rows)
+        else:
+            parts = []
+            for array, own, dtype in self._parts:
+                part = array.index_select(0, rows)
+                if part.dtype is not own:
+                    part = part.view(own)
+                parts.append(part if own is dtype else part.to(dtype))
+        return parts, keys
+
+    def make_parts(self, rows: Any, order: Order, number: int) -> Made:
+        """Return `Parts` as a batch, which are finished once they are on a device."""
+        start_s = time.perf_counter()
+        parts = self.gather(rows, order, number)
+        if parts is None:
+            return self._items.make(rows, order, number)
+        return Made(Parts(*parts), copy_s=time.perf_counter() - start_s)
+
+    def finish(self, parts: list[Tensor], keys: Tensor | None) -> Any:
+        """Return the batch of its tensors, on whatever device they are now."""
+        if self._columns.then is not None and keys is not None:
+            parts = self._columns.then(parts, keys)
+        return self._columns.build(parts)
+
+    def _have(self, rows: Tensor) -> bool:
+        """Say whether the rows of a sampler exist. Those that count from the end go to `items`."""
+        length = len(self._items.dataset)
+        return not len(rows) or (int(rows.min()) >= 0 and int(rows.max()) < length)
+
+    def _take_on_device(self, rows: Tensor) -> list[Tensor]:
+        """Gather on the current stream of the columns' device; nothing waits for the rows."""
+        on_cuda = self.device.type == "cuda"
+        rows = (rows.pin_memory() if on_cuda else rows).to(self.device, non_blocking=True)
+        parts = []
+        for array, own, dtype in self._parts:
+            if on_cuda:
+                array.record_stream(torch.cuda.current_stream(self.device))
+            part = array.index_select(0, rows).view(own)
+            parts.append(part if own is dtype else part.to(dtype))
+        return parts
+
+    def _take_large(self, rows: Tensor) -> list[Tensor]:
+        """Gather into memory that is leased or pinned; what fills the caches, by the core."""
+        parts, core = [], None
+        if len(rows) >= self._core_from:
+            core = core_for(_CPU)
+        for array, own, dtype in self._parts:
+            out = self._memory.allocate((len(rows), *array.shape[1:]), dtype)
+            is_long = array[:1].nbytes >= _LONG_ROW and array[:1].is_contiguous()
+            if own is not dtype:
+                out.copy_(array.index_select(0, rows).view(own))
+            elif core is not None and is_long:
+                core.gather(array, rows, out, torch.get_num_threads())
+            else:
+                torch.index_select(array, 0, rows, out=out.view(array.dtype))
+            parts.append(out)
+        return parts

@@ -24,8 +24,6 @@ class LoaderStats:
 
     batches: int = 0
     """Batches delivered to the consumer."""
-    nbytes: int = 0
-    """Bytes of those that are gathered; what is made item by item is not measured."""
     elapsed_s: float = 0.0
     """Time in the consumer's loop: waiting for a batch and working on it."""
     wait_s: float = 0.0
@@ -39,8 +37,7 @@ class LoaderStats:
     thread_cpu_s: float = 0.0
     """Processor time of thread workers, most of which holds the GIL if they run Python."""
     path: str = ""
-    """How batches are made: "gathered by the compiled core", "batch by batch: " and a source's
-    method, or "item by item: " and the reason."""
+    """How batches are made: "gathered", or "item by item: " and the reason."""
 
     @property
     def wait_share(self) -> float:

@@ -6,6 +6,7 @@ times as long for a small batch.
 
 import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
@@ -48,14 +49,29 @@ def rebuild(like: Any, contents: dict[Any, Any]) -> Any:
     return clone
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """Return the batch with every tensor replaced; types and everything else stay."""
-    if isinstance(batch, Tensor):
+def is_movable(value: Any) -> bool:
+    """Say whether an object moves itself to a device, as graphs and TensorDicts do.
+
+    Containers of the kinds above are taken apart; transformers' are mappings that move in place.
+    """
+    if not callable(getattr(type(value), "to", None)):
+        return False
+    return not isinstance(value, Tensor | UserDict | PackedSequence)
+
+
+def map_tensors(function: Callable[[Any], Any], batch: Any, *, movable: bool = False) -> Any:
+    """Return the batch with every tensor replaced; types and everything else stay.
+
+    With `movable`, objects that move themselves are replaced, too.
+    """
+    if isinstance(batch, Tensor) or (movable and is_movable(batch)):
         return function(batch)
     contents = contents_of(batch)
     if contents is None:
         return batch
     stays = "batch_sizes" if isinstance(batch, PackedSequence) else None  # on the host
-    return rebuild(
-        batch, {k: v if k == stays else map_tensors(function, v) for k, v in contents.items()}
-    )
+    mapped = {
+        key: value if key == stays else map_tensors(function, value, movable=movable)
+        for key, value in contents.items()
+    }
+    return rebuild(batch, mapped)

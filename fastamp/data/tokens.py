@@ -1,6 +1,8 @@
 """A dataset of the windows of a sequence of tokens, in files or in memory."""
 
 import os
+from bisect import bisect_right
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -11,8 +13,8 @@ from numpy.lib.format import open_memmap
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fastamp.data.arrays import Columns, as_tensor, index_error
 from fastamp.data.checks import as_integer
-from fastamp.data.columns import Windows, index_error
 from fastamp.data.sample_rng import mix, mix_all, sample_rng
 
 _Source: TypeAlias = str | os.PathLike[str] | npt.NDArray[Any] | Tensor
@@ -30,8 +32,9 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     Args:
         path_or_array: a file of raw tokens or a `.npy` file, which is mapped, not read; or a
             one-dimensional array or tensor on the CPU, which is shared, not copied, unless it has
-            strides. A list of these is one sequence: a window may begin in one and end in the next.
-            Each file stays open; other processes open it again by its path.
+            strides. A list of these is one sequence: a window may begin in one and end in the next,
+            and a loader reads it window by window, with workers if they are given. Each file stays
+            open; other processes open it again by its path.
         block_size: tokens in a window.
         dtype: of the tokens in a raw file: uint8, uint16 (the default), uint32, int32 or int64. An
             array and a `.npy` file have their own.
@@ -44,6 +47,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
 
     Raises:
         OSError: the file cannot be read.
+        TypeError: NumPy does not know `dtype`.
         ValueError: the tokens are too few for one window, of another dtype, or not one-dimensional;
             `block_size` is below 1; a `.npy` file is damaged; or `header` is more than a file has,
             or is given for anything but raw files.
@@ -64,29 +68,21 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         header: int = 0,
         random_offsets: bool = False,  # noqa: FBT001, FBT002 - as in the documentation
     ) -> None:
-        block_size = as_integer("block_size", block_size, least=1, optional=False)
+        self.block_size = as_integer("block_size", block_size, least=1, optional=False)
         header = as_integer("header", header, least=0, optional=False)
-        self.block_size, self.random_offsets = block_size, bool(random_offsets)
-        parts = _open_all(path_or_array, dtype, header)
-        several = isinstance(path_or_array, list | tuple)
-        own = [*map(_portable, path_or_array if several else [path_or_array])]  # type: ignore[arg-type]
-        self._source = (own if several else own[0], dtype, header)
-        self._cut(parts)
+        self.random_offsets = bool(random_offsets)
+        sources = path_or_array if isinstance(path_or_array, list | tuple) else [path_or_array]
+        self._opened = [*map(_portable, sources)], dtype, header
+        self._open()
 
-    def _cut(self, parts: list[npt.NDArray[Any]]) -> None:
-        """Cut files and arrays into windows."""
-        parts = [part[:] for part in parts if len(part)]
-        count, block_size = sum(map(len, parts)), self.block_size
-        self._length = (count - 1) // block_size
+    def _open(self) -> None:
+        self._parts = [part[:] for part in _open_all(*self._opened) if len(part)]
+        self._begins: list[int] = [0, *accumulate(map(len, self._parts))]
+        self._length: int = (self._begins[-1] - 1) // self.block_size
         if self._length < 1:
-            msg = f"block_size={block_size}: {count} tokens are too few for one window"
+            count = self._begins[-1]
+            msg = f"block_size={self.block_size}: {count} tokens are too few for one window"
             raise ValueError(msg)
-        step, windows = block_size, self._length
-        if self.random_offsets:
-            step, windows = 1, count - block_size
-        after = [part for part in (parts[0][1:], *parts[1:]) if len(part)]
-        self.x = Windows(parts, step, (windows, block_size))
-        self.y = Windows(after, step, (windows, block_size))
 
     def __len__(self) -> int:
         return self._length
@@ -94,27 +90,51 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not -self._length <= index < self._length:
             raise index_error(index, self._length)
-        row = int(index) % self._length
+        begin = int(index) % self._length * self.block_size
         if self.random_offsets:
-            row = mix(sample_rng().take_key() + 1) % self.x.shape[0]
-        x, y = (torch.from_numpy(part[row].astype(np.int64)) for part in (self.x, self.y))
+            begin = mix(sample_rng().take_key() + 1) % (self._begins[-1] - self.block_size)
+        tokens = self._read(begin, begin + self.block_size + 1)
+        x, y = (torch.from_numpy(part.astype(np.int64)) for part in (tokens[:-1], tokens[1:]))
         return x, y
 
-    def find_starts(self, indices: Tensor, keys: Tensor) -> Tensor:
+    def _read(self, begin: int, end: int) -> npt.NDArray[Any]:
+        """Return the tokens between two places, which may lie in different parts."""
+        pieces = []
+        while begin < end:
+            number = bisect_right(self._begins, begin) - 1
+            first = self._begins[number]
+            pieces.append(self._parts[number][begin - first : end - first])
+            begin += len(pieces[-1])
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def columns(self) -> Columns | str:
+        """Return the windows for a loader to gather, or why it has to read items."""
+        if len(self._parts) > 1:
+            return f"the tokens lie in {len(self._parts)} parts"
+        tokens, block_size = as_tensor(self._parts[0]), self.block_size
+        step, count = block_size, self._length
+        if self.random_offsets:
+            step, count = 1, len(tokens) - block_size
+        x, y = (part.as_strided((count, block_size), (step, 1)) for part in (tokens, tokens[1:]))
+        starts = self._find_starts if self.random_offsets else None
+        return Columns([x, y], [torch.int64] * 2, list, starts=starts)
+
+    def _find_starts(self, rows: Tensor, keys: Tensor) -> Tensor:
         """Return the windows that samples with these keys draw."""
-        rows = indices.numpy()
-        if ((rows < -self._length) | (rows >= self._length)).any():
-            raise IndexError  # which __getitem__ explains
-        drawn = mix_all(keys + 1).numpy().view(np.uint64) % np.uint64(self.x.shape[0])
+        beyond = (rows < -self._length) | (rows >= self._length)
+        if beyond.any():
+            raise index_error(int(rows[beyond][0]), self._length)
+        places = np.uint64(self._begins[-1] - self.block_size)
+        drawn = mix_all(keys + 1).numpy().view(np.uint64) % places
         return torch.from_numpy(drawn.astype(np.int64))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle without the windows: a file as its path, which is mapped again when loaded."""
-        return {name: value for name, value in vars(self).items() if name not in ("x", "y")}
+        """Pickle without the tokens: a file as its path, which is mapped again when loaded."""
+        return {name: value for name, value in vars(self).items() if name != "_parts"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._cut(_open_all(*self._source))
+        self._open()
 
 
 def _portable(source: Any) -> Any:
@@ -124,56 +144,42 @@ def _portable(source: Any) -> Any:
     return np.asarray(source) if isinstance(source, Tensor) else source
 
 
-def _open_all(source: Any, dtype: npt.DTypeLike | None, header: int) -> list[npt.NDArray[Any]]:
+def _open_all(sources: list[Any], dtype: Any, header: int) -> list[npt.NDArray[Any]]:
     """Return the tokens of all files and arrays, which have one dtype."""
-    try:
-        wanted = np.dtype(np.uint16 if dtype is None else dtype)
-    except (TypeError, ValueError):  # torch's, for one
-        wanted = np.dtype(object)
-    if wanted not in _DTYPES:
-        msg = f"dtype: expected NumPy's {_NAMES}, got {dtype!r}"
-        raise ValueError(msg)
-    kinds = (str, os.PathLike, np.ndarray, Tensor)
-    several = isinstance(source, list | tuple) and all(isinstance(s, kinds) for s in source)
     parts: list[npt.NDArray[Any]] = []
-    for i, one in enumerate(source if several else [source]):
-        name = f"path_or_array[{i}]" if several else "path_or_array"
-        parts.append(tokens := _open(name, one, wanted, header))
-        expected = parts[0].dtype if dtype is None else wanted
-        if tokens.dtype != expected:
-            msg = f"{name}: expected {expected} tokens, as `dtype` or the first part, "
-            raise ValueError(msg + f"got {tokens.dtype}")
+    for i, source in enumerate(sources):
+        is_raw = isinstance(source, Path) and source.suffix.lower() != ".npy"
+        parts.append(_map(source, dtype, header) if is_raw else _open(source))
+        expected = parts[0].dtype if dtype is None else np.dtype(dtype)
+        if parts[i].ndim != 1 or expected not in _DTYPES or parts[i].dtype != expected:
+            kind = expected if expected in _DTYPES else _NAMES
+            msg = f"path_or_array[{i}]: expected one dimension of {kind} in this machine's byte "
+            raise ValueError(msg + f"order, got shape {parts[i].shape} of {parts[i].dtype}")
+        if header and not is_raw:
+            msg = f"header={header}: expected 0, since path_or_array[{i}] is no file of raw tokens"
+            raise ValueError(msg)
     return parts
 
 
-def _open(name: str, source: _Source, dtype: np.dtype[Any], header: int) -> npt.NDArray[Any]:
-    """Return the tokens of a file or an array; `dtype` and `header` are those of raw files."""
-    path = Path(source) if isinstance(source, str | os.PathLike) else None
-    if path is not None and path.suffix.lower() != ".npy":
-        return _map(path, dtype, header)
-    if header:
-        kind = "an array" if path is None else "a .npy file"
-        msg = f"header={header}: expected 0 where {name} is {kind}, not a file of raw tokens"
-        raise ValueError(msg)
+def _open(source: Any) -> npt.NDArray[Any]:
+    """Return the tokens of a .npy file or an array."""
     try:
-        tokens = np.asarray(source) if path is None else open_memmap(path, mode="r")
+        tokens = open_memmap(source, mode="r") if isinstance(source, Path) else np.asarray(source)
     except OSError:
         raise
     except Exception as error:  # NumPy's parser raises errors of many types
-        msg = f"{name if path is None else path}: cannot be read: {error}"
+        msg = f"path_or_array: {source} cannot be read: {error}"
         raise ValueError(msg) from error
-    if tokens.ndim != 1 or tokens.dtype not in _DTYPES:
-        msg = f"{name}: expected one dimension of {_NAMES} in this machine's byte order, "
-        raise ValueError(msg + f"got shape {tokens.shape} of {tokens.dtype}")
     return np.ascontiguousarray(tokens) if tokens.strides != (tokens.itemsize,) else tokens
 
 
-def _map(path: Path, dtype: np.dtype[Any], header: int) -> npt.NDArray[Any]:
+def _map(path: Path, dtype: npt.DTypeLike | None, header: int) -> npt.NDArray[Any]:
     """Map a file of raw tokens."""
+    kind = np.dtype(np.uint16 if dtype is None else dtype)
     nbytes = path.stat().st_size
-    if nbytes < header or (nbytes - header) % dtype.itemsize:
+    if nbytes < header or (nbytes - header) % kind.itemsize:
         msg = f"{path} has {nbytes} bytes: expected {header} of a header and a multiple of "
-        raise ValueError(msg + f"{dtype.itemsize} of tokens, for dtype {dtype}")
+        raise ValueError(msg + f"{kind.itemsize} of tokens, for dtype {kind}")
     if nbytes == header:  # cannot be mapped; nor can a FIFO, which would block
-        return np.empty(0, dtype)
-    return np.memmap(path, dtype, "r", offset=header)
+        return np.empty(0, kind)
+    return np.memmap(path, kind, "r", offset=header)

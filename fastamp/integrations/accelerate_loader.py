@@ -11,13 +11,13 @@ from fastamp.data import DataLoader
 
 # The arguments that a loader of a part of the data has from the whole one.
 KEPT = "num_workers collate_fn pin_memory drop_last timeout worker_init_fn multiprocessing_context"
-KEPT += " persistent_workers pin_memory_device in_order device max_bytes worker resident"
+KEPT += " persistent_workers pin_memory_device in_order"
 
 
 class PreparedLoader(DataLoader[Any]):
     """A loader that tells Accelerate where it is in its pass.
 
-    Batches are taken one ahead, as by Accelerate's own loaders, so that the last one is known.
+    The last batch is known by its number.
     """
 
     _is_accelerate_prepared = True
@@ -31,7 +31,8 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def total_batch_size(self) -> int:
         """Samples in one batch of each process, over all processes."""
-        return int(self.batch_size or 1) * getattr(self.sampler, "num_replicas", 1)
+        share = self._fastamp.share
+        return int(self.batch_size or 1) * (1 if share is None else share.ranks)
 
     @property
     def total_dataset_length(self) -> int:
@@ -40,25 +41,16 @@ class PreparedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Begin a pass, and note in Accelerate's record how it goes."""
-        take = super().__iter__().take_ahead()
+        begun = super().__iter__()
+        total = self._count_batches(begun.position.consumed)
         self.end_of_dataloader, self.remainder = False, -1
-        if not (self.drop_last or isinstance(self.dataset, IterableDataset)):
+        if not self.drop_last:
             self.remainder = self.total_dataset_length % self.total_batch_size
         self.gradient_state._add_dataloader(self)
         try:
-            batch, error, delivered = take()
-            while not isinstance(error, StopIteration):
-                ahead = take()
-                self.end_of_dataloader = isinstance(ahead[1], StopIteration)
-                delivered()
-                if error is not None:
-                    try:
-                        raise error
-                    finally:
-                        del error  # whose traceback refers to this frame
+            for batch in begun:
+                self.end_of_dataloader = begun.position.batch >= total
                 yield batch
-                batch, error, delivered = ahead
-            delivered()
         finally:
             self.gradient_state._remove_dataloader(self)
 
@@ -70,7 +62,7 @@ def prepare_loader(loader: Any, accelerator: Any, *, on_device: bool) -> Prepare
     has the same order. Over several it is that of `shard=True`, if fastamp made its sampler and the
     Accelerator wants batches of one size on all ranks.
     """
-    if type(loader) is not DataLoader:
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
         return None
     count, rank = accelerator.num_processes, accelerator.process_index
     mesh = getattr(accelerator, "torch_device_mesh", None)
@@ -78,31 +70,29 @@ def prepare_loader(loader: Any, accelerator: Any, *, on_device: bool) -> Prepare
         return None  # the ranks of one model, or of one sequence, share batches
     made: Any = loader
     # The order of a shard with a seed is known to `skip_first_batches`.
-    if loader._shard is None and (count > 1 or loader.seed is not None):
+    if loader._fastamp.share is None and (count > 1 or loader._fastamp.seed is not None):
         made = _make_shard(loader, accelerator, count, rank) or loader
-    shard = made._shard
-    if count > 1 and (shard is None or (shard.num_replicas, shard.rank) != (count, rank)):
+    if count > 1 and made._fastamp.share != (rank, count):
         return None
     made.__class__ = PreparedLoader
     made.gradient_state = accelerator.gradient_state
     if on_device:
-        made.device = accelerator.device
+        made._fastamp.device = accelerator.device
     return made  # type: ignore[no-any-return]
 
 
 def _make_shard(loader: Any, accelerator: Any, count: int, rank: int) -> Any:
     """Return a loader with the same arguments and `shard=True`; None if it would differ."""
-    config, size = accelerator.dataloader_config, loader.batch_size
+    config, size, own = accelerator.dataloader_config, loader.batch_size, loader._fastamp
     sampler: Any = loader.sampler
     is_plain = type(sampler) is SequentialSampler or (
         isinstance(sampler, RandomSampler)
         and not sampler.replacement
         and sampler.num_samples == len(loader.dataset)
-        and sampler.generator in (None, loader.generator if loader.seed is not None else None)
+        and sampler.generator in (None, loader.generator if own.seed is not None else None)
     )
     if (
-        isinstance(loader.dataset, IterableDataset)
-        or type(loader.batch_sampler) is not BatchSampler
+        type(loader.batch_sampler) is not BatchSampler
         or loader.batch_sampler.sampler is not sampler
         or not is_plain
         or getattr(sampler, "data_source", None) is not loader.dataset
@@ -111,10 +101,10 @@ def _make_shard(loader: Any, accelerator: Any, count: int, rank: int) -> Any:
         or not (config.even_batches or loader.drop_last)
     ):
         return None
-    seed = loader.seed
+    seed = own.seed
     if seed is None:
-        own = config.data_seed
-        drawn = [torch.initial_seed() % 2**63 if own is None else own]
+        told = config.data_seed
+        drawn = [torch.initial_seed() % 2**63 if told is None else told]
         dist.broadcast_object_list(drawn, 0)
         seed = drawn[0]
     options = {name: getattr(loader, name) for name in KEPT.split()}
@@ -126,8 +116,12 @@ def _make_shard(loader: Any, accelerator: Any, count: int, rank: int) -> Any:
         seed=seed,
         rank=rank,
         world_size=count,
+        device=own.device,
+        max_bytes=own.max_bytes,
+        worker=own.worker,
         **options,
     )
     batches: Any = made.batch_sampler
-    batches.set_epoch = batches.sampler.set_epoch  # which the Trainer calls when it resumes
+    if hasattr(batches.sampler, "set_epoch"):
+        batches.set_epoch = batches.sampler.set_epoch  # which the Trainer calls when it resumes
     return made

@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fastamp.data.own_threads import start
 from fastamp.metrics.series import ScalarStats
 from fastamp.metrics.sinks import Scalar, require
 
@@ -97,7 +96,7 @@ def watch_gpu(log: Log, index: int) -> Callable[[], None]:
         thread.join()
 
     thread = threading.Thread(target=poll, name="fastamp-gpu", daemon=True)
-    start(thread)
+    thread.start()
     return stop
 
 

@@ -11,9 +11,11 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, IterableDataset
 
-from fastamp.data import ArrayDataset, DataLoader, ShardSampler, map_tensors
+from fastamp.data import ArrayDataset, DataLoader
 from fastamp.data.datasets import count_rows
-from fastamp.data.plan import find_samplers
+from fastamp.data.loader import find_share_of
+from fastamp.data.order import find_samplers
+from fastamp.data.structure import map_tensors
 from fastamp.train.check import ANY, attempt, check
 from fastamp.train.config import TrainConfig
 from fastamp.train.random_state import check_rng_state, rng_state, set_rng_state
@@ -44,22 +46,28 @@ class Batches:
             kinds = "a Dataset, tensors, a DataLoader or an iterable of batches"
             msg = f"{name}: expected {kinds}, got {type(data).__name__}"
             raise TypeError(msg)
-        sampler = getattr(self.loader, "sampler", None)
-        self.is_shared, self._n_own = isinstance(sampler, ShardSampler), sys.maxsize
-        if isinstance(sampler, ShardSampler) and not shuffle:  # without the padding of its share
-            self._n_own = len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # type: ignore[arg-type]
-        self._has_state = False
-        with suppress(AttributeError, TypeError):  # a loader without a state, or its dataset
-            self._has_state = self.loader.state_dict() is not None
+        share = find_share_of(self.loader)
+        self.is_shared, self._n_own = share is not None, sys.maxsize
+        if share is not None and not shuffle:  # without the padding of its share
+            self._n_own = len(range(share.rank, len(self.loader.dataset), share.ranks))
+        self._has_state = isinstance(self.loader, DataLoader)
+        if self._has_state and shuffle and config.checkpoint_dir is not None:
+            self.loader.state_dict()  # which refuses a position that cannot be known
+        if not self._has_state:
+            with suppress(AttributeError, TypeError):  # a loader without a state, or its dataset
+                self._has_state = self.loader.state_dict() is not None
         self.n_consumed = 0
         """Batches of this pass."""
         self._rng_at_start: dict[str, Any] | None = None  # of this pass
         self._is_resumed = False
+        self._batches: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         """Start a pass, or continue the one of a loaded state."""
         n_left, n_empty = self._n_own, 0
-        for batch in self._start():
+        # Held, as its end would end the epoch: a run that stops within one may be made longer.
+        self._batches = self._start()
+        for batch in self._batches:
             self.n_consumed += 1
             lengths: list[int] = []
 
@@ -78,7 +86,7 @@ class Batches:
         if self.n_consumed == n_empty:
             msg = f"{self._name}: no sample in this pass; an iterator can be read only once"
             raise ValueError(msg)
-        self.n_consumed = 0
+        self.n_consumed, self._batches = 0, iter(())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch delivered."""

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from fastamp.data.checks import as_integer
-from fastamp.data.own_threads import start
+from fastamp.data.loader import find_share_of
 from fastamp.train.check import (
     ANY,
     attempt,
@@ -298,7 +298,7 @@ class Checkpointer:
             return
         thread = threading.Thread(target=self._write_in_thread, args=(copied(state),))
         thread.name, thread.daemon = "fastamp-checkpoint", False
-        start(thread)
+        thread.start()
         self._thread, self._thread_step = thread, step
 
     def _of_rank(self) -> list[str]:
@@ -391,7 +391,7 @@ class Checkpointer:
         for name, part in self._parts.items():
             check_part({**state, **own}[name], part, f"{at if name in own else ''}[{name!r}]")
         loader = self._parts.get("loader")
-        is_shared = getattr(loader, "_shard", None) is not None
+        is_shared = find_share_of(loader) is not None
         is_shared |= loader is None or hasattr(loader, "check_state_dict")  # which has decided
         if not (self._as_many or is_shared):
             wanted = "another number of them needs a fastamp.DataLoader with shard=True"

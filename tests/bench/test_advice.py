@@ -181,8 +181,8 @@ def test_facts_are_those_of_all_optimizers_and_name_what_is_none():
 def test_data_that_a_gpu_gathers_may_live_there():
     parts = exact(data=0.4, forward=0.6)
     for loader, path, advised in (
-        ("torch.DataLoader", "gathered by the compiled core", ["loader", "resident"]),
-        ("fastamp.DataLoader", "gathered by the compiled core", ["loader", "resident"]),
+        ("torch.DataLoader", "gathered", ["loader", "resident"]),
+        ("fastamp.DataLoader", "gathered", ["loader", "resident"]),
         ("fastamp.DataLoader", "gathered on cuda:0", ["loader"]),
         ("torch.DataLoader", "item by item: the dataset is a Mine", ["loader"]),
         ("mine.Loader", None, ["loader"]),

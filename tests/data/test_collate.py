@@ -19,7 +19,8 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
 import fastamp
-from fastamp.data.columns import find_core
+from fastamp._ops import core_for
+from fastamp.data.structure import map_tensors
 
 SHARED = {name: fastamp.BatchCollator() for name in ("fallback", "cpu", "cuda")}
 
@@ -266,7 +267,7 @@ def test_a_tensor_of_a_subclass_stays_what_it_is_when_a_batch_is_moved():
     boxes = torch.ones(2, 4).as_subclass(Boxes)
     boxes.format = "xyxy"
     batch = {"target": [boxes, 1], "point": Point(boxes, "a")}
-    moved = fastamp.data.map_tensors(lambda tensor: tensor.to("meta"), batch)
+    moved = map_tensors(lambda tensor: tensor.to("meta"), batch)
     for found in (moved["target"][0], moved["point"].x):
         assert type(found) is Boxes
         assert found.is_meta
@@ -436,7 +437,7 @@ def test_workers_collate_into_shared_memory(backend):
 
 
 def test_allocate_must_give_memory_of_the_right_size(compiled):
-    core = find_core()
+    core = core_for(torch.device("cpu"))
     for wrong in (torch.empty(5), torch.empty(2, 4).T[:3], torch.empty(4, 2, device="meta")):
         with pytest.raises(RuntimeError, match="allocate: expected a contiguous CPU tensor of 32"):
             core.stack([torch.ones(2)] * 4, torch.float32, lambda *_, w=wrong: w)

@@ -1,21 +1,25 @@
-"""Datasets of arrays: rows by number, and what is refused by its name."""
+"""Datasets of arrays: rows by number, the columns that a loader gathers, and what is refused."""
 
 from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from support.gathering import gather
 from support.loading import assert_same, make_array
-from torch.utils.data import (
-    Dataset,
-)
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset, default_collate
 
 import fastamp
+from fastamp.data.arrays import columns_of, in_row_order
 
 N = 600
 X = make_array(torch.float32, N, 5)
 Y = torch.arange(N)
+MAX_BYTES = 1 << 30
 
 
 def test_an_array_dataset_is_a_dataset_of_its_rows():
@@ -28,6 +32,96 @@ def test_an_array_dataset_is_a_dataset_of_its_rows():
     assert_same(fastamp.ArrayDataset(nested)[3], expected)
     with pytest.raises(IndexError):
         pairs[N]
+
+
+@pytest.mark.parametrize("pair", [(X, Y), [X, Y]], ids=["tuple", "list"])
+def test_a_tuple_of_arrays_is_these_arrays(pair):
+    dataset = fastamp.ArrayDataset(pair)
+    assert_same(dataset[3], (X[3], Y[3]))
+    (batch,) = fastamp.DataLoader(dataset, N)
+    assert_same(batch, [X, Y])
+    assert_same(fastamp.ArrayDataset(pair, [Y])[3], (type(pair)((X[3], Y[3])), [Y[3]]))
+
+
+@pytest.mark.parametrize("name", [None, "y"])
+def test_arrays_that_are_replaced_are_read_from_the_next_pass_on(name):
+    dataset = fastamp.ArrayDataset(Y[:4]) if name is None else fastamp.ArrayDataset({"y": Y[:4]})
+    loader = fastamp.DataLoader(dataset, 3)
+    assert len(list(loader)) == len(loader) == 2
+    if name is None:
+        dataset.arrays = (Y[:9],)
+    else:
+        dataset.arrays[name] = Y[:9]
+    assert len(dataset) == 9
+    assert len(loader) == 3
+    parts = [batch[0 if name is None else name] for batch in loader]
+    assert torch.cat(parts).tolist() == list(range(9))
+
+
+def test_arrays_that_are_replaced_by_unequal_ones_are_refused():
+    dataset = fastamp.ArrayDataset(X, Y)
+    dataset.arrays = (X, Y[:3])
+    with pytest.raises(ValueError, match=r"arrays\[1\]: has 3 rows, and arrays\[0\] has 600"):
+        dataset.columns()
+
+
+DTYPES = [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.uint16, torch.complex64]
+DTYPES += ["?", "u1", "i2", "u2", "u4", "f2", "f8", "c16"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4)], ids=str)
+def test_gathered_rows_are_default_collates(dtype, shape):
+    array, rows = make_array(dtype, 9, *shape), [4, 0, 4, 8]
+    nested = {"a": (array, [array])}
+    for tree in (array, (array,), nested):
+        dataset = (
+            tree if tree is array else fastamp.ArrayDataset(*([tree] if tree is nested else tree))
+        )
+        columns = columns_of(array) if tree is array else dataset.columns()
+        assert_same(gather(columns, rows), default_collate([dataset[row] for row in rows]))
+
+
+def test_read_only_arrays_are_gathered_without_a_copy_or_a_warning(tmp_path):
+    np.save(tmp_path / "x.npy", np.arange(20.0).reshape(10, 2))
+    for array in (np.load(tmp_path / "x.npy", mmap_mode="r"), np.frombuffer(bytes(80))):
+        (column,) = columns_of(array).arrays
+        assert column.data_ptr() == array.ctypes.data
+        assert_same(gather(columns_of(array), [3, 7]), torch.from_numpy(array[[3, 7]]))
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        torch.ones(3, requires_grad=True),
+        torch.ones(3).to_sparse(),
+        torch.ones(3, device="meta"),
+        torch.ones(3).as_subclass(Tagged),
+        torch.ones(3, dtype=torch.complex64).conj(),
+        np.array(["a", "b", "c"]),
+        np.ones(3, ">f4"),
+        np.ma.ones(3),
+        np.ones(3)[::-1],
+    ],
+    ids=[
+        "grad",
+        "sparse",
+        "meta",
+        "subclass",
+        "conjugate",
+        "texts",
+        "byte order",
+        "masked",
+        "back",
+    ],
+)
+def test_what_is_no_plain_array_is_read_item_by_item(array):
+    why = "the ArrayDataset holds more than plain arrays in one place"
+    assert fastamp.ArrayDataset(array, np.ones(3)).columns() == why
 
 
 @pytest.mark.parametrize(
@@ -48,6 +142,78 @@ def test_what_has_no_common_rows_is_refused_by_name(arrays, error, message):
         fastamp.ArrayDataset(*arrays)
 
 
-def test_arrays_of_different_lengths_are_refused():
+def test_a_dict_of_arrays_of_different_lengths_is_refused_by_the_loader():
     with pytest.raises(ValueError, match=r"dataset\['y'\]: has 3 rows, and dataset\['x'\] has 600"):
         fastamp.DataLoader({"x": X, "y": Y[:3]})
+
+
+TABLE = np.asfortranarray(np.arange(37 * 11, dtype=np.float32).reshape(37, 11))
+SERIES = np.arange(200, dtype=np.float32).reshape(100, 2)
+WINDOWS = sliding_window_view(TABLE, (8, 11))[:, 0]
+# Rows whose numbers lie apart, and the bytes of a copy in row order.
+SCATTERED = {
+    "by columns": (torch.from_numpy(TABLE), TABLE.nbytes),
+    "bfloat16": (torch.from_numpy(TABLE).to(torch.bfloat16), TABLE.nbytes // 2),
+    "float8": (torch.from_numpy(TABLE).to(torch.float8_e4m3fn), TABLE.nbytes // 4),
+    "some columns": (torch.from_numpy(TABLE)[:, ::3], TABLE.nbytes * 4 // 11),
+    "transposed images": (np.arange(120).reshape(5, 4, 3, 2).transpose(0, 3, 1, 2), 960),
+    "windows of a table": (WINDOWS, TABLE.nbytes),
+    "past of windows": (WINDOWS[:, :5], (37 - 3) * 44),
+    "some windows": (WINDOWS[::3], (27 + 8) * 44),
+}
+IN_ORDER = {
+    "rows": X,
+    "every other row": SERIES[::2],
+    "windows": sliding_window_view(np.arange(50.0), 8),
+    "windows of two": sliding_window_view(SERIES, (5, 2))[:, 0],
+    "no row": TABLE[:0],
+    "expanded": torch.arange(10.0)[:, None].expand(10, 4),  # a copy would be larger
+    "windows across": sliding_window_view(SERIES, 5, axis=0),
+}
+
+
+@pytest.mark.parametrize("name", SCATTERED)
+def test_scattered_rows_are_copied_once_and_only_the_memory_under_them(name):
+    array, nbytes = SCATTERED[name]
+    scattered = columns_of(array)
+    ordered = in_row_order(scattered, MAX_BYTES)
+    rows = list(range(len(array))) * 2
+    assert_same(gather(ordered, rows), gather(scattered, rows))
+    (copied,) = ordered.arrays
+    assert copied.untyped_storage().nbytes() == nbytes
+    assert copied.shape == array.shape
+    assert copied[:1].is_contiguous()
+    (kept,) = in_row_order(scattered, nbytes - 1).arrays
+    assert kept is scattered.arrays[0]
+
+
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_rows_in_order_are_not_copied(name):
+    columns = columns_of(IN_ORDER[name])
+    assert in_row_order(columns, MAX_BYTES).arrays[0] is columns.arrays[0]
+
+
+def test_the_copies_of_all_columns_stay_below_max_bytes():
+    arrays = (TABLE, TABLE.copy(order="F"))
+    columns = columns_of(arrays)
+    first, second = in_row_order(columns, 2 * TABLE.nbytes - 1).arrays
+    assert first is not columns.arrays[0]
+    assert second is columns.arrays[1]
+
+
+@pytest.mark.parametrize("name", SCATTERED | IN_ORDER)
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # by torch, for its own
+def test_batches_of_strided_rows_are_torchs(name):
+    array = SCATTERED[name][0] if name in SCATTERED else IN_ORDER[name]
+    dataset = fastamp.ArrayDataset(array)
+    with_torch = TorchDataLoader(dataset, 3)
+    assert_same(list(fastamp.DataLoader(dataset, 3)), list(with_torch))
+
+
+@pytest.mark.parametrize("array", [TABLE[:, ::-1], TABLE.astype(">f4")])
+def test_what_torch_refuses_is_torchs_error(array):
+    dataset = fastamp.ArrayDataset(array)
+    for make in (fastamp.DataLoader, TorchDataLoader):
+        message = r"negative strides|not native|byte order"
+        with pytest.raises((ValueError, TypeError), match=message):
+            next(iter(make(dataset, 3)))

@@ -8,6 +8,7 @@ import math
 import pickle
 import random
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,14 +20,19 @@ import fastamp
 from fastamp.data import images as images_module
 
 Image = pytest.importorskip("PIL.Image")
-INSTALLED = images_module.find_simplejpeg()
+INSTALLED = images_module.find_module("simplejpeg")
+
+
+def hide(monkeypatch, hidden):
+    find = images_module.find_module
+    monkeypatch.setattr(images_module, "find_module", lambda n: None if n == hidden else find(n))
 
 
 @pytest.fixture(params=["Pillow", "simplejpeg"])
 def decoder(request, monkeypatch):
     """Run the test once for everything that decodes JPEGs."""
     if request.param == "Pillow":
-        monkeypatch.setattr(images_module, "find_simplejpeg", lambda: None)
+        hide(monkeypatch, "simplejpeg")
     elif INSTALLED is None:
         pytest.skip("simplejpeg is not installed")
     return request.param
@@ -130,12 +136,7 @@ def test_a_folder_without_images_is_refused_by_name(tmp_path):
     ("options", "message"),
     [
         ({"size": 0}, "size: expected an integer of at least 1, got 0"),
-        ({"size": True}, "size: expected an integer of at least 1, got True"),
-        ({"size": "4"}, "size: expected an integer of at least 1, got '4'"),
-        ({"size": None}, "size: expected an integer of at least 1, got None"),
-        ({"size": np.array([4, 4])}, "size: expected an integer of at least 1, got array([4, 4])"),
         ({"size": (4, 4, 3)}, "size: expected a number, or height and width, got (4, 4, 3)"),
-        ({"random_crop": 0.5}, "random_crop: expected the least and the largest"),
         ({"random_crop": (0, 1)}, "random_crop: expected the least and the largest"),
         ({"random_crop": (0.5, 1.1)}, "random_crop: expected the least and the largest"),
         ({"flip": 0.05}, "flip: expected True or False, got 0.05"),
@@ -184,21 +185,20 @@ def test_pixels_are_pillows_in_every_format(tmp_path, decoder):
             # Both round to 8 bits after each of the two directions.
             wanted = expected(files[path.rpartition("/")[2]], size)
             assert difference(image, wanted).max() <= 1, path
-    text = f"ImageFolder({str(tmp_path)!r}: 20 images of 1 classes, 90 x 1, by {decoder})"
-    assert repr(dataset) == text
+    assert repr(dataset) == f"ImageFolder({str(tmp_path)!r}: 20 images, by {decoder})"
 
 
 def test_a_large_jpeg_is_decoded_at_the_scale_that_is_needed(tmp_path, decoder, monkeypatch):
     """The DCT scales with another filter: the mean is within 0.4 % of 255."""
     scales = []
-    decode = getattr(images_module, f"_decode_by_{decoder.lower()}")
+    decode = images_module.decode
 
     def watched(*arguments):
         scales.append(arguments[-1])
         return decode(*arguments)
 
-    monkeypatch.setattr(images_module, f"_decode_by_{decoder.lower()}", watched)
-    modes = ("CMYK", "L", "RGB") if decoder == "Pillow" else ("L", "RGB")
+    monkeypatch.setattr(images_module, "decode", watched)
+    modes = ("CMYK", "L", "RGB")
     image = photo(404, 304)
     files = {f"{mode}.jpg": encode(image.convert(mode), quality=90) for mode in modes}
     files["whole.png"] = encode(image, "PNG", compress_level=1)
@@ -212,8 +212,7 @@ def test_a_large_jpeg_is_decoded_at_the_scale_that_is_needed(tmp_path, decoder, 
             apart = difference(dataset[i][0], wanted)
             assert apart.mean() < 1, (size, name)
             assert decoded > 1 or apart.max() <= 1
-        asked = scales if decoder == "simplejpeg" else scales[:-1]  # but for the PNG
-        assert asked == [scale] * len(modes)
+        assert scales == [scale] * len(files)
 
 
 @pytest.mark.skipif(INSTALLED is None, reason="simplejpeg is not installed")
@@ -228,7 +227,7 @@ def test_both_decoders_give_the_same_bits(tmp_path, monkeypatch):
         write(tmp_path, {f"class/{n}": d for n, d in files.items()}).as_posix(), 21
     )
     fast = list(map(dataset.__getitem__, range(len(dataset))))
-    monkeypatch.setattr(images_module, "find_simplejpeg", lambda: None)
+    hide(monkeypatch, "simplejpeg")
     assert_same(list(map(dataset.__getitem__, range(len(dataset)))), fast)
 
 
@@ -254,38 +253,6 @@ def test_it_is_a_dataset_like_any_other(folder):
             default_collate([samples[5], samples[0]]),
         )
     assert_same(next(iter(DataLoader(dataset, 4, num_workers=1))), batch)
-
-
-@pytest.mark.parametrize("flip", [False, True])
-def test_threads_decode_into_the_memory_of_the_batch(folder, flip, monkeypatch):
-    """But for the first image, which tells how much memory that is."""
-    dataset, given, read = (
-        fastamp.ImageFolder(folder, (40, 48), flip=flip),
-        [],
-        fastamp.ImageFolder.read,
-    )
-
-    def watched(self, index, out=None):
-        given.append(out)
-        return read(self, index, out)
-
-    monkeypatch.setattr(fastamp.ImageFolder, "read", watched)
-    part = Subset(Subset(dataset, [5, 4, 1, 0]), [1, 2, 3])
-    ((images, labels),) = fastamp.DataLoader(part, 3, num_workers=1, worker="thread", seed=1)
-    assert given[0] is None
-    assert [out.data_ptr() for out in given[1:]] == [row.data_ptr() for row in images[1:]]
-    assert_same([[images, labels]], [*fastamp.DataLoader(part, 3, seed=1)])
-
-
-def test_threads_call_what_a_subclass_makes_of_an_image(folder):
-    class Halved(fastamp.ImageFolder):
-        def __getitem__(self, index):
-            image, label = super().__getitem__(index)
-            return image // 2, label + 10
-
-    dataset = Halved(folder, (40, 48))
-    loader = fastamp.DataLoader(dataset, 6, num_workers=2, worker="thread")
-    assert_same([*loader], [*fastamp.DataLoader(dataset, 6)])
 
 
 def test_what_is_damaged_is_an_error_that_names_the_file(tmp_path, decoder):
@@ -326,8 +293,8 @@ def test_what_pillow_calls_a_bomb_is_refused(tmp_path, decoder, monkeypatch):
 
 def test_a_random_crop_is_a_part_of_the_asked_share_and_shape():
     rng = random.Random(0)
-    image = images_module.ImageFile(400, 300, None)
-    boxes = np.array([image.draw((0.08, 1.0), rng) for _ in range(2000)])
+    image, draw = SimpleNamespace(width=400, height=300), images_module.draw_crop
+    boxes = np.array([draw(image, (0.08, 1.0), rng) for _ in range(2000)])
     left, top, right, bottom = boxes.T
     width, height = right - left, bottom - top
     assert left.min() >= 0
@@ -349,8 +316,8 @@ def test_a_random_crop_is_a_part_of_the_asked_share_and_shape():
     assert len({*zip(left, top, strict=True)}) > 1500
     assert 0.4 < np.mean(left * 2 < 400 - width) < 0.6
     # What never fits: the largest centered part, of the nearest shape.
-    assert images_module.ImageFile(400, 30, None).draw((1, 1), rng) == (180, 0, 220, 30)
-    assert images_module.ImageFile(30, 400, None).draw((1, 1), rng) == (0, 180, 30, 220)
+    assert draw(SimpleNamespace(width=400, height=30), (1, 1), rng) == (180, 0, 220, 30)
+    assert draw(SimpleNamespace(width=30, height=400), (1, 1), rng) == (0, 180, 30, 220)
 
 
 def test_random_crops_and_flips_are_those_of_the_samples_generator(tmp_path, decoder):
@@ -378,7 +345,8 @@ def test_random_crops_and_flips_are_those_of_the_samples_generator(tmp_path, dec
     assert 8 <= sum(turned) <= 32
     # A crop alone is what Pillow cuts out of the box.
     torch.manual_seed(5)
-    box = images_module.ImageFile(90, 60, None).draw((0.2, 0.6), fastamp.sample_rng().python)
+    image = SimpleNamespace(width=90, height=60)
+    box = images_module.draw_crop(image, (0.2, 0.6), fastamp.sample_rng().python)
     torch.manual_seed(5)
     part = fastamp.ImageFolder(tmp_path, (40, 60), random_crop=(0.2, 0.6))[0][0]
     cut = Image.open(io.BytesIO(data)).crop(box).resize((60, 40), Image.BILINEAR)

@@ -90,7 +90,6 @@ GATHERED = {
     "rows with gaps": lambda _: make_array(torch.float32, N, 9)[:, 2:7],
     "every third row": lambda _: make_array(torch.float32, 3 * N, 2)[::3],
     "numpy rows with gaps": lambda _: make_array("f4", 2 * N, 9)[::2, 2:7],
-    "numpy backwards": lambda _: make_array("f4", N, 3)[::-1],
     "one row N times": lambda _: make_array(torch.int32, 1, 4).expand(N, 4),
     "columns": lambda _: make_array(torch.float32, 3, N).T,
     "numpy columns": lambda _: make_array("f4", 3, N).T,
@@ -111,6 +110,7 @@ GATHERED = {
 }
 # What goes through torch's own iterators.
 FETCHED = {
+    "numpy backwards": lambda _: make_array("f4", N, 3)[::-1],
     "Squares": lambda _: Squares(N),
     "big-endian": lambda _: Rows(N, lambda i: np.arange(N, dtype="f4")[i]),
     "requires_grad": lambda _: TensorDataset(X.clone().requires_grad_(), Y),

@@ -19,6 +19,7 @@ from support.thread_workers import fail
 from torch.utils.data import RandomSampler, TensorDataset
 
 import fastamp
+from fastamp.data.passes import Making
 
 X = make_array(torch.float32, 40, 3)
 
@@ -56,7 +57,8 @@ def choose_stops(total):
 def state_after(variant, stop, whole, num_workers):
     torch.manual_seed(1)
     loader = make_loader(variant, num_workers)
-    before = [batch for _, batch in zip(range(stop), run(loader), strict=False)]
+    batches = run(loader)  # which ends when it is dropped
+    before = [batch for _, batch in zip(range(stop), batches, strict=False)]
     assert_same(before, whole[:stop])
     return loader.state_dict()
 
@@ -223,7 +225,7 @@ def test_a_pass_that_cannot_begin_leaves_the_loaded_position(error, monkeypatch)
     for resumed in (loader, make()):
         resumed.load_state_dict(state)
         with monkeypatch.context() as patch:
-            patch.setattr(fastamp.DataLoader, "_begin", lambda *_: fail(error, "refused"))
+            patch.setattr(Making, "begin", lambda _: fail(error, "refused"))
             with pytest.raises(error, match="refused"):
                 iter(resumed)
         assert_same(resumed.state_dict(), state)
@@ -282,37 +284,6 @@ def test_taking_a_state_does_not_depend_on_the_position(backend):
     assert len(asked) == before
 
 
-DRAWN_FROM = {
-    "torch's generator": lambda _: {"shuffle": True},
-    "a generator": lambda _: {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
-    "a seed beside it": lambda data: {"sampler": RandomSampler(data), "seed": 3},
-    "nothing": lambda _: {},
-}
-
-
-@pytest.mark.parametrize("same", [False, True], ids=["another loader", "the same loader"])
-@pytest.mark.parametrize("source", DRAWN_FROM)
-@pytest.mark.parametrize("dataset", [X, Squares(40)], ids=["arrays", "python"])
-def test_the_orders_after_a_pass_of_workers_that_persist_are_those_that_would_have_come(
-    dataset, source, same
-):
-    """They draw no seed again, and a loader that resumes has workers of its own."""
-
-    def make():
-        options = {"num_workers": 1, "worker": "thread", "persistent_workers": True}
-        return fastamp.DataLoader(dataset, 16, **DRAWN_FROM[source](dataset), **options)
-
-    loader = make()
-    list(loader)
-    state, rng = loader.state_dict(), torch.get_rng_state()
-    expected, drawn = [*loader, *loader], torch.rand(1)
-    loader = loader if same else make()
-    torch.set_rng_state(rng)
-    loader.load_state_dict(state)
-    assert_same([*loader, *loader], expected)
-    assert torch.rand(1) == drawn
-
-
 @pytest.mark.parametrize("dataset", [X, Squares(40)], ids=["arrays", "python"])
 def test_a_pass_that_has_begun_without_a_batch_draws_no_seed_again(dataset, backend):
     loader = fastamp.DataLoader(dataset, 16, shuffle=True)
@@ -327,9 +298,8 @@ def test_a_pass_that_has_begun_without_a_batch_draws_no_seed_again(dataset, back
         assert_same([*loader, *loader], expected)
 
 
-@pytest.mark.parametrize("worker", ["thread", "process"])
-def test_batches_that_come_in_any_order_have_no_state(worker):
-    loader = fastamp.DataLoader(Squares(8), 2, num_workers=2, in_order=False, worker=worker)
+def test_batches_that_come_in_any_order_have_no_state():
+    loader = fastamp.DataLoader(Squares(8), 2, num_workers=2, in_order=False)
     for call in (loader.state_dict, lambda: loader.load_state_dict({})):
         with pytest.raises(TypeError, match="in_order=False: which batches are delivered is"):
             call()

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import torch
 from support.loading import assert_same
-from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, Subset
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Subset
 
 import fastamp
-from fastamp.data.plan import Plan
-from fastamp.data.position import Position
 from fastamp.data.sample_rng import Order, mix, mix_all
 
 MASK = 2**64 - 1
@@ -178,6 +176,8 @@ def test_a_stream_draws_for_each_batch(num_workers):
     epochs = [list(loader), list(loader)]
     assert not torch.equal(epochs[0][0][2], epochs[1][0][2])
     assert len({int(batch[2][0]) for batch in epochs[0]}) == len(epochs[0])
+    if num_workers:  # has no state
+        return
     loader = make()
     iterator = iter(loader)
     taken = [next(iterator) for _ in range(2)]
@@ -203,11 +203,3 @@ def test_outside_a_pass_torchs_own_seed_counts():
     assert rng.torch is rng.torch
     assert torch.rand(3, generator=rng.torch).ne(torch.rand(3, generator=rng.torch)).all()
     assert Drawn()[3][0] == 3
-
-
-def test_a_plan_numbers_its_batches_by_their_first_sample():
-    for sampler, batch in ((range(10), 1), (BatchSampler(range(10), 3, drop_last=False), 2)):
-        batches = [[i] for i in sampler] if batch == 1 else sampler
-        found = [*Plan(batches, None, None, Position(0, batch=batch)).begin_rows()]
-        assert [rows[0].item() for rows, _ in found] == [number for _, number in found]
-        assert found[0][1] == (1 if batch == 1 else 6)

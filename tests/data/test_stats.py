@@ -33,23 +33,17 @@ def test_a_cause_is_named_only_where_it_explains_the_waiting(times, verdict):
     assert str(LoaderStats(batches=1, elapsed_s=1.0, **times)) == verdict
 
 
-class Table(Squares):
-    """Comes from the library of Hugging Face."""
-
-
-Table.__module__ = "datasets.arrow_dataset"
 ITEM_BY_ITEM = {
     "the dataset is a Squares": {"dataset": Squares()},
     "the dataset is a Stream": {"dataset": Stream(range(3))},
-    "the dataset is a Hugging Face dataset": {"dataset": Table()},
-    "the Subset holds more than plain arrays": {"dataset": Subset(Squares(), [1])},
-    "the TensorDataset holds more than plain arrays": {
+    "the dataset is a list": {"dataset": Subset([1, 2], [1])},
+    "the indices of the Subset are not all rows of its dataset": {"dataset": Subset(ROWS, [10**6])},
+    "the tuple holds more than plain arrays in one place": {
         "dataset": TensorDataset(torch.ones(8, requires_grad=True))
     },
     "the loader makes no batches": {"dataset": ROWS, "batch_size": None},
     "collate_fn is the user's": {"dataset": ROWS, "collate_fn": lambda rows: rows},
     "collate_fn pads": {"dataset": ROWS, "collate_fn": fastamp.BatchCollator(pad=0)},
-    "worker_init_fn is given": {"dataset": ROWS, "worker_init_fn": print},
 }
 
 
@@ -65,11 +59,10 @@ def test_a_loader_says_why_it_goes_item_by_item(reason):
 
 @pytest.mark.parametrize("dataset", [ROWS, Subset(ROWS, [1]), torch.ones(3), {"x": torch.ones(3)}])
 def test_a_loader_says_that_its_batches_are_gathered(dataset, backend):
-    core = "the compiled core" if backend == "cpu" else "Python"
     for options in ({}, {"collate_fn": default_collate, "num_workers": 2}):
         loader = fastamp.DataLoader(dataset, **options)
-        assert str(loader) == f"fastamp.DataLoader: gathered by {core}"
-        assert loader.stats().path == f"gathered by {core}"
+        assert str(loader) == "fastamp.DataLoader: gathered"
+        assert loader.stats().path == "gathered"
 
 
 def test_statistics_count_what_was_delivered(backend):
@@ -77,7 +70,7 @@ def test_statistics_count_what_was_delivered(backend):
     assert str(loader.stats()) == "nothing measured yet"
     list(loader)
     stats = loader.stats()
-    assert (stats.batches, stats.nbytes) == (6, X.nbytes + Y.nbytes)
+    assert stats.batches == 6
     assert stats.copy_s > 0
     list(loader)
     assert (stats.batches, loader.stats().batches) == (6, 12)

@@ -15,9 +15,9 @@ from support.stream_schedules import ALL, PROGRAMS, prefetching, run
 import fastamp
 from fastamp import _ops
 from fastamp._ops import captures
-from fastamp.data import slots
-from fastamp.data.gather import GatherSource
-from fastamp.data.slots import Slots
+from fastamp.data import memory as memories
+from fastamp.data import passes, runners
+from fastamp.data.memory import Memory
 from fastamp.metrics import tracker as trackers
 from fastamp.timer import events
 
@@ -37,7 +37,7 @@ def test_a_pass_is_in_order_with(feature):
         assert run("prefetch", seed, (feature,)) == [], seed
 
 
-# What is replaced in prefetch.py by what, and what the model finds then, with which feature.
+# What is replaced in copies.py by what, and what the model finds then, with which feature.
 BREAKS = {
     "the batch is read while it is copied": (
         "stream.wait_event(copied.done)",
@@ -53,7 +53,7 @@ BREAKS = {
         "a capture is broken",
     ),
     "copies wait for the consumer": (
-        "with torch.no_grad(), torch.cuda.stream(self._side):",
+        "with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(self._side):",
         "self._side.wait_stream(current)\n        with torch.cuda.stream(self._side):",
         (),
         "a copy waits for work",
@@ -90,7 +90,7 @@ def test_the_model_finds_that(name):
     old, new, features, fault = BREAKS[name]
     source = SOURCE.read_text()
     assert source.count(old) == 1
-    broken = types.ModuleType("fastamp.data.prefetch")
+    broken = types.ModuleType("fastamp.data.copies")
     exec(source.replace(old, new), vars(broken))  # noqa: S102 - our own code, with one line changed
     found = (run("prefetch", seed, features, broken) for seed in range(100))
     assert any(each.startswith(fault) for faults in found for each in faults)
@@ -118,6 +118,7 @@ def test_a_thread_is_apart_from_captures_and_then_as_it_was(error, monkeypatch):
 def test_a_consumer_far_ahead_of_its_stream_does_not_fill_the_device(monkeypatch):
     model = Model(0)
     monkeypatch.setattr(prefetching, "_LATE", 4)
+    monkeypatch.setattr(prefetching, "_sides", {})
     monkeypatch.setattr(model.rng, "random", lambda: 0.8)  # no work is done unless it is waited for
     with model.installed(prefetching):
         data = [torch.ones(3) for _ in range(50)]
@@ -129,38 +130,39 @@ def test_a_consumer_far_ahead_of_its_stream_does_not_fill_the_device(monkeypatch
     assert 2 < len(used) < 12
 
 
-class Made(list):
-    """Arguments of allocations, and what waits until no thread can go on."""
-
-
-@pytest.fixture
-def allocations(monkeypatch):
-    """What loaders allocate for batches, on a model that lets their threads go first."""
-    made, allocate = Made(), Slots.allocate
-    monkeypatch.setattr(Slots, "allocate", lambda *args: made.append(args) or allocate(*args))
+def test_one_batch_is_ahead_beside_a_gpu(monkeypatch):
+    made, allocate = [], Memory.allocate
+    monkeypatch.setattr(Memory, "allocate", lambda *args: made.append(args) or allocate(*args))
     model = Model(0)
-    with model.installed(prefetching), _ops.use_only("fallback"):
-        made.idle = lambda: model.switch(lambda: not any(t.ready() for t in model.threads[1:]))
-        yield made
+    monkeypatch.setattr(prefetching, "_sides", {})
+    with model.installed(prefetching, runners, passes), _ops.use_only("fallback"):
+        batches = iter(fastamp.DataLoader(torch.arange(100.0), 5, device="cuda:1"))
+        for delivered in range(1, 6):
+            next(batches)
+            model.switch(lambda: not any(t.ready() for t in model.threads[1:]))
+            assert len(made) == delivered + 1
 
 
-@pytest.mark.parametrize(("native", "ahead"), [(False, 1), (True, 3)])
-def test_batches_are_ahead_beside_a_gpu(native, ahead, allocations, monkeypatch):
-    if native:
-        monkeypatch.setattr(GatherSource, "is_next_ready", lambda source: bool(source._under_way))
-    torch.set_num_threads(16)
-    batches = iter(fastamp.DataLoader(torch.arange(100.0), 5, device="cuda:1"))
-    for delivered in range(1, 6):
-        next(batches)
-        allocations.idle()
-        assert len(allocations) == delivered + ahead
+def test_all_passes_copy_on_one_stream_of_a_device(monkeypatch):
+    """torch hands out 32 in turn, and its allocator keeps memory for each."""
+    made, model = [], Model(0)
+    monkeypatch.setattr(prefetching, "_sides", {})
+    with model.installed(prefetching, runners, passes):
+        stream = torch.cuda.Stream
+        monkeypatch.setattr(torch.cuda, "Stream", lambda *args: made.append(args) or stream(*args))
+        for _ in range(5):
+            list(fastamp.DataLoader(torch.arange(10.0), 5, device="cuda:1"))
+            list(fastamp.prefetch([torch.ones(3)], "cuda:1"))
+    assert len(made) == 1
 
 
-@pytest.mark.parametrize(("max_bytes", "count"), [(1500, 1), (2048, 2)])
-def test_pinned_memory_is_counted_as_it_is_allocated(allocations, max_bytes, count):
-    data = torch.zeros(100, 150)  # a row of 600 bytes takes 1,024
-    next(iter(fastamp.DataLoader(data, 1, pin_memory=True, max_bytes=max_bytes)))
-    assert len(allocations) == count
+def test_torchs_own_thread_pins_the_batches_of_workers(monkeypatch):
+    options, model = {}, Model(0)
+    monkeypatch.setattr(passes, "TorchDataLoader", lambda *_, **kw: options.update(kw) or [])
+    with model.installed(prefetching, runners, passes):
+        dataset = [torch.ones(3)] * 8
+        iter(fastamp.DataLoader(dataset, 4, num_workers=2, device="cuda:1"))
+    assert options["pin_memory"]
 
 
 @pytest.mark.parametrize(("name", "module"), [("tracker", trackers), ("timer", events)])
@@ -173,10 +175,10 @@ def test_the_model_finds_threads_that_break_a_capture(name, module, monkeypatch)
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_thread_pins_memory_while_another_captures(broken, monkeypatch):
     if broken:
-        monkeypatch.setattr(slots, "apart_from_captures", nullcontext)
+        monkeypatch.setattr(memories, "apart_from_captures", nullcontext)
     model = Model(0)
     with model.installed(), model.capture(model.Stream(0)):
-        thread = model.Thread(lambda: Slots(pinned=True).allocate((3,), torch.float32))
+        thread = model.Thread(lambda: Memory(pinned=True).allocate((3,), torch.float32))
         thread.start()
         thread.join()
     assert bool(model.found) == broken

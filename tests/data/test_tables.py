@@ -1,46 +1,47 @@
-"""Hugging Face datasets: gathered where that gives torch's batches, and else left to them."""
+"""Hugging Face datasets: read once where that gives torch's batches, and else left to them."""
 
 from __future__ import annotations
 
 import gc
+import weakref
 
 import numpy as np
 import pytest
 import torch
+from support.gathering import gather
 from support.loading import assert_same, generator
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Subset, default_collate
 
 import fastamp
-from fastamp.data.columns import Column, Windows, make_gatherer
-from fastamp.data.tables import read_table
+from fastamp.data import tables as tables_module
+from fastamp.data.tables import columns_of_table
 
 datasets = pytest.importorskip("datasets")
 pa = pytest.importorskip("pyarrow")
 
 ROWS = 2300
+MAX_BYTES = 1 << 30
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"]
-FLOATS = ["float32", "float64"]
 
 
 def make_numbers(count=ROWS):
     """Return columns with the ends of each range, infinities, NaNs and what float32 rounds."""
     rng = np.random.default_rng(0)
-    columns = {}
+    columns = {"bool": rng.random(count) < 0.5}
     for name in INTEGERS:
         bounds = np.iinfo(name)
         columns[name] = rng.integers(bounds.min, bounds.max, count, name, endpoint=True)
         columns[name][:2] = bounds.min, bounds.max
-    for name in FLOATS:
-        columns[name] = (rng.standard_normal(count) * 2.0 ** rng.integers(-150, 13, count)).astype(
-            name
-        )
+    for name in ("float32", "float64"):
+        columns[name] = rng.standard_normal(count) * 2.0 ** rng.integers(-150, 13, count)
+        columns[name] = columns[name].astype(name)
         columns[name][:5] = np.nan, -np.nan, np.inf, -np.inf, -0.0
-    return columns
+    return datasets.Dataset(pa.table(columns))
 
 
 def make_lists(count=ROWS):
     """Return columns whose rows are vectors and matrices, in all of Arrow's ways."""
-    rng = np.random.default_rng(1)
+    rng, sequence, value = np.random.default_rng(1), datasets.Sequence, datasets.Value
     return datasets.Dataset.from_dict(
         {
             "fixed": rng.integers(0, 9, (count, 3)).tolist(),
@@ -51,29 +52,14 @@ def make_lists(count=ROWS):
             "label": rng.integers(0, 2, count).tolist(),
         },
         features=datasets.Features(
-            fixed=datasets.Sequence(datasets.Value("int16"), length=3),
-            regular=datasets.Sequence(datasets.Value("int32")),
-            large=datasets.LargeList(datasets.Value("float64")),
-            nested=datasets.Sequence(datasets.Sequence(datasets.Value("float32"))),
+            fixed=sequence(value("int16"), length=3),
+            regular=sequence(value("int32")),
+            large=datasets.LargeList(value("float64")),
+            nested=sequence(sequence(value("float32"))),
             matrix=datasets.Array2D((2, 2), "uint8"),
             label=datasets.ClassLabel(2),
         ),
     )
-
-
-def loaders(table, **options):
-    """Return fastamp's loader and torch's, whose shuffled orders are the same."""
-    options = {"batch_size": 97, "shuffle": True, **options}
-    kinds = (fastamp.DataLoader, DataLoader)
-    return [kind(table, generator=generator(3), **options) for kind in kinds]
-
-
-def assert_loads_as_torch(table, path, **options):
-    ours, torchs = loaders(table, **options)
-    assert ours.stats().path.startswith(path), ours.stats().path
-    batches = list(torchs)
-    assert_same(list(ours), batches)
-    return batches
 
 
 @pytest.fixture(scope="module")
@@ -81,61 +67,80 @@ def saved(tmp_path_factory):
     """Return numbers and lists that are read from mapped files, in pieces of 1,000 rows."""
     folder = tmp_path_factory.mktemp("tables")
     datasets.disable_progress_bars()
-    datasets.Dataset(pa.table(make_numbers())).save_to_disk(folder / "numbers")
-    make_lists().save_to_disk(folder / "lists")
-    numbers, lists = (datasets.load_from_disk(folder / name) for name in ("numbers", "lists"))
-    assert numbers.data.table["int64"].num_chunks == 3
-    return numbers, lists
+    for name, table in {"numbers": make_numbers(), "lists": make_lists()}.items():
+        table.save_to_disk(folder / name)
+    return [datasets.load_from_disk(folder / name) for name in ("numbers", "lists")]
 
 
-def test_batches_are_gathered_as_torch_loads_them(backend, saved):
-    numbers, lists = saved
-    memory = datasets.Dataset(pa.table(make_numbers(301)))
-    beside = datasets.Dataset(pa.table({"beside": np.arange(len(lists), dtype=np.int32)}))
-    part = lists.select(range(700, 2100))
-    assert part._indices is None
-    unlike = datasets.concatenate_datasets([memory, numbers.select(range(990, 2010)), memory])
-    tables = [
-        numbers.with_format(None),
-        numbers.with_format("torch"),
-        memory.with_format("numpy"),
-        unlike.with_format("torch"),
-        unlike.with_format("numpy"),
-        part.with_format("torch"),
-        part.with_format("numpy"),
-        datasets.concatenate_datasets([lists, beside], axis=1).with_format("torch"),
-        lists.with_format("torch", columns=["label", "fixed"]),
-        numbers.with_format("torch", columns=["float64"], output_all_columns=True),
-        Subset(part.with_format("torch"), [5, -1, 0, 5, 1399]),
-    ]
-    for table in tables:
-        order = torch.randperm(len(table), generator=generator(0))[:200].tolist()
-        assert_loads_as_torch(table, "gathered by", shuffle=False, sampler=order)
-    assert_loads_as_torch(part.with_format("torch"), "gathered by", num_workers=1)
-
-
-OTHERS = {
-    "'x' of string": ({"x": ["a", "b"] * 5}, "torch"),
-    "'x' of bool": ({"x": [True, False] * 5}, "torch"),
-    "'x' of halffloat": ({"x": np.ones(10, np.float16)}, "torch"),
-    "'x' of uint64": ({"x": np.arange(10, dtype=np.uint64)}, "torch"),
-    "'x' of timestamp[s]": ({"x": np.arange(10).astype("M8[s]")}, "numpy"),
-    "'x' of struct": ({"x": [{"a": 1}] * 10}, "torch"),
-    "'x' with nulls": ({"x": [1, None] * 5}, "torch"),
-    "'x' of lists of several lengths": ({"x": [[1], [1, 2]] * 5}, "torch"),
-    "'x' of empty lists": ({"x": [[]] * 10}, "torch"),
-    "'x' of lists and no format": ({"x": [[1, 2]] * 10}, None),
-    "the format arrow": ({"x": [1] * 10}, "arrow"),
+WAYS = {
+    "whole": lambda table: table,
+    "shuffle": lambda table: table.shuffle(seed=1),
+    "train_test_split": lambda table: table.train_test_split(0.2, seed=0)["train"],
+    "filter": lambda table: table.filter(lambda _, i: i % 3 > 0, with_indices=True),
+    "sort": lambda table: table.sort(table.column_names[-1]),
+    "select": lambda table: table.select([700, 3, 3, 2100]),
+    "part": lambda table: table.select(range(700, 2100)),
+    "joined": lambda table: datasets.concatenate_datasets([table.select(range(9)), table]),
 }
 
 
-@pytest.mark.parametrize("reason", OTHERS)
-def test_what_is_not_of_fixed_width_is_left_to_the_dataset(backend, reason):
-    columns, kind = OTHERS[reason]
-    table = datasets.Dataset.from_dict(columns).with_format(kind)
-    ours, torchs = loaders(table, batch_size=1)
-    assert ours.stats().path.startswith("item by item: the Hugging Face dataset has ")
-    assert reason in ours.stats().path
+@pytest.mark.filterwarnings("ignore:Specifying null_placement:FutureWarning")  # Arrow's, by sort
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["torch", "numpy", None])
+def test_rows_are_those_of_the_datasets_own_batches(way, kind, saved, monkeypatch):
+    monkeypatch.setattr(tables_module, "_ROWS", 1000)  # at a time
+    for table in saved if kind else saved[:1]:
+        table = WAYS[way](table).with_format(kind)  # noqa: PLW2901
+        rows = [0, len(table) - 1, 1, 2, 1, len(table) // 2 + 1][: len(table)]
+        rows = [row % len(table) for row in rows]
+        expected = default_collate(table.__getitems__(rows))
+        assert_same(gather(columns_of_table(table, MAX_BYTES), rows), expected)
+
+
+FORMATS = {
+    "some columns": {"type": "torch", "columns": ["label", "fixed"]},
+    "others beside": {"type": "torch", "columns": ["label"], "output_all_columns": True},
+    "doubles": {"type": "torch", "columns": ["large", "label"], "dtype": torch.float64},
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_decides_on_columns_and_dtypes(name, saved):
+    table = saved[1].select_columns(["fixed", "large", "label"]).with_format(**FORMATS[name])
+    columns = columns_of_table(table, MAX_BYTES)
+    if name == "others beside":  # as lists of Python
+        assert columns == "the Hugging Face dataset has a column 'fixed' " + PLAIN
+    else:
+        assert_same(gather(columns, [5, 0]), default_collate(table.__getitems__([5, 0])))
+
+
+PLAIN = "of no plain numbers, or of lists without with_format"
+LENGTHS = "a column 'x' of several lengths, or converted in a way of its own"
+OTHERS = {
+    "texts": ("a column 'x' " + PLAIN, ["a", "b"] * 5, "torch"),
+    "float16": ("a column 'x' " + PLAIN, np.ones(10, np.float16), "torch"),
+    "uint64": ("a column 'x' " + PLAIN, np.arange(10, dtype=np.uint64), "torch"),
+    "dates": ("no batch: ", np.arange(10).astype("M8[s]"), "numpy"),
+    "structs": ("a column 'x' " + PLAIN, [{"a": 1}] * 10, "torch"),
+    "nulls": ("a column 'x' " + PLAIN, [1.5, None, 2.5, 1.5, 1.5], "torch"),
+    "nulls in lists": (LENGTHS, [[1, 2], [1, None], [1, 2], [1, 2], [1, 2]], "torch"),
+    "several lengths": (LENGTHS, [[1], [1, 2], [1], [1], [1]], "torch"),
+    "empty lists": ("a column 'x' " + PLAIN, [[]] * 10, "torch"),
+    "lists": ("a column 'x' " + PLAIN, [[1, 2]] * 10, None),
+    "arrow": ("the format arrow", [1] * 10, "arrow"),
+}
+
+
+@pytest.mark.parametrize(("reason", "column", "kind"), OTHERS.values(), ids=OTHERS)
+def test_what_is_not_of_fixed_width_is_left_to_the_dataset(reason, column, kind):
+    table = datasets.Dataset.from_dict({"x": column}).with_format(kind)
+    found = columns_of_table(table, MAX_BYTES)
+    assert found.startswith(f"the Hugging Face dataset has {reason}")
+    ours, torchs = (
+        loader(table, 1, shuffle=True, generator=generator(3))
+        for loader in (fastamp.DataLoader, DataLoader)
+    )
+    assert found in str(ours)
     try:
         expected = list(torchs)
     except Exception as error:  # noqa: BLE001 - which one is what is compared
@@ -145,86 +150,53 @@ def test_what_is_not_of_fixed_width_is_left_to_the_dataset(backend, reason):
         assert_same(list(ours), expected)
 
 
-def test_other_tables_are_asked_once_for_each_batch(backend, monkeypatch):
+def test_transforms_devices_and_sizes_are_left_to_the_dataset():
     table = datasets.Dataset.from_dict({"x": np.arange(10), "y": np.arange(10) / 3})
-    calls = []
-    get = datasets.Dataset.__getitems__
-    monkeypatch.setattr(
-        datasets.Dataset, "__getitems__", lambda self, keys: calls.append(keys) or get(self, keys)
-    )
-    for other, why in (
-        (table.shuffle(seed=1).with_format("torch"), "an indices mapping"),
-        (table.with_transform(lambda batch: {"x": torch.tensor(batch["x"])}), "a transform"),
-        (
-            table.with_format("torch", dtype=torch.float64),
-            "a column 'x' that becomes",
-        ),
-        (
-            table.with_format("torch", requires_grad=True, columns=["y"]),
-            "a column 'y' that becomes",
-        ),
-    ):
-        ours, torchs = loaders(other, batch_size=4)
-        assert f"the Hugging Face dataset has {why}" in ours.stats().path
-        calls.clear()
-        batches = list(ours)
-        assert len(calls) == 3
-        assert_same(batches, list(torchs))
-    assert "no rows" in fastamp.DataLoader(table.select([])).stats().path
-    refused = fastamp.DataLoader(table.with_format("torch", dtype="nothing"))
-    assert "no batch: " in refused.stats().path
-
-
-def test_a_changed_format_is_noticed(backend):
-    table = datasets.Dataset.from_dict({"x": np.arange(50), "y": np.arange(50) / 3})
-    for kind in ("torch", None, "torch"):
-        table.set_format(kind)
-        assert_loads_as_torch(table, "gathered by")
-    table.set_transform(lambda batch: batch)
-    assert_loads_as_torch(table, "item by item: ")
-
-
-def test_the_memory_lives_as_long_as_the_columns(backend, tmp_path):
-    table = datasets.Dataset.from_dict({"x": [[i, 2 * i] for i in range(1500)]})
-    table.save_to_disk(tmp_path)
-    (column,), build = read_table(datasets.load_from_disk(tmp_path).with_format("torch"))
-    del table
-    gc.collect()
-    output = torch.empty(2, 2, dtype=torch.int64)
-    gatherer = make_gatherer([column], 1)
-    gatherer.submit(torch.tensor([1499, 7]), [output])
-    gatherer.wait()
-    assert build([output])["x"].tolist() == [[1499, 2998], [7, 14]]
-
-
-def test_a_stopped_pass_resumes_to_the_bit(backend, saved):
-    table = saved[0].with_format("torch", columns=["int8", "float64"])
-    loader, again = (fastamp.DataLoader(table, 400, shuffle=True, seed=seed) for seed in (5, 5))
-    batches = iter(loader)
-    next(batches)
-    again.load_state_dict(loader.state_dict())
-    assert_same(list(again), list(batches))
-
-
-def test_an_index_beyond_the_table_is_an_error(backend):
-    table = datasets.Dataset.from_dict({"x": np.arange(5)}).with_format("torch")
-    assert_loads_as_torch(table, "gathered by", shuffle=False, sampler=[4, -5, 0])
-    for loader in loaders(table, shuffle=False, sampler=[0, 5]):
-        with pytest.raises(IndexError, match="out of bounds"):
-            list(loader)
+    for other, why in {
+        "the format custom": table.with_transform(lambda batch: {"x": torch.tensor(batch["x"])}),
+        "no rows": table.select([]),
+        PLAIN: table.with_format("torch", requires_grad=True, columns=["y"]),
+        "no batch: ": table.with_format("torch", dtype="nothing"),
+        "in a way of its own": table.with_format("torch", dtype=torch.bfloat16),
+    }.items():
+        assert other in columns_of_table(why, MAX_BYTES)
+    found = columns_of_table(table.with_format("torch"), 119)
+    assert found.endswith("has 120 bytes of numbers, more than max_bytes (119)")
+    assert len(columns_of_table(table.with_format("torch"), 120).arrays) == 2
 
 
 @pytest.mark.parametrize(
-    "lengths", [[1, 900, 2, 1, 1, 300, 5], [1] * 40 + [1000], [1000] + [1] * 40]
+    "wrap", [lambda table: table, lambda table: Subset(table, [5, 2299, 0, 5])]
 )
-def test_rows_are_found_in_parts_of_any_length(backend, lengths):
-    whole = np.arange(2 * sum(lengths), dtype=np.int16).reshape(-1, 2)
-    parts = [part.reshape(-1).copy() for part in np.split(whole, np.cumsum(lengths)[:-1])]
-    rows = torch.from_numpy(np.random.default_rng(0).permutation(len(whole)))
-    rows = torch.cat([rows, rows - len(whole)])
-    output = torch.empty(len(rows), 2, dtype=torch.int16)
-    column = Column(Windows(parts, 2, whole.shape), torch.int16)
-    gatherer = make_gatherer([column], 1)
-    gatherer.submit(rows, [output])
-    gatherer.wait()
-    np.testing.assert_array_equal(output, whole[rows.numpy()])
+def test_batches_are_gathered_as_torch_loads_them(wrap, saved):
+    table = wrap(saved[0].shuffle(seed=3).with_format("torch"))
+    ours, torchs = (
+        loader(table, 97, shuffle=True, generator=generator(3))
+        for loader in (fastamp.DataLoader, DataLoader)
+    )
+    assert "item by item" not in str(ours)
+    assert_same(list(ours), list(torchs))
+
+
+def test_a_table_is_read_once_until_its_format_changes(saved, monkeypatch):
+    reads, fill = [], tables_module._fill
+    monkeypatch.setattr(tables_module, "_fill", lambda *a: reads.append([*a[0]]) or fill(*a))
+    table = saved[0].select_columns(["int8", "float64"]).shuffle(seed=1)
+    for kind in ("torch", None, "torch"):
+        table.set_format(kind)
+        reads.clear()
+        first = columns_of_table(table, MAX_BYTES)
+        assert columns_of_table(table, MAX_BYTES) is first
+        assert reads == [["int8", "float64"]]
+        assert_same(gather(first, [7, 3]), default_collate(table.__getitems__([7, 3])))
+    table.set_transform(lambda batch: batch)
+    assert columns_of_table(table, MAX_BYTES) == "the Hugging Face dataset has the format custom"
+
+
+def test_the_memory_goes_with_the_dataset(saved):
+    table = saved[0].select_columns("int8").with_format("torch")
+    memory = weakref.ref(columns_of_table(table, MAX_BYTES).arrays[0])
+    assert memory() is not None
+    del table
+    gc.collect()
+    assert memory() is None

@@ -22,8 +22,8 @@ def test_foreign_states_are_refused_and_change_nothing(backend):
         loader.load_state_dict(other.state_dict())
     for options, message in (
         ({"drop_last": True}, "its drop_last is False, the loader's True"),
-        ({"shuffle": False}, "its sampler is 'RandomSampler', the loader's 'SequentialSampler'"),
-        ({"seed": None}, "its seed is 1, the loader's None"),
+        ({"shuffle": False}, "its sampler is 'SeededSampler', the loader's 'SequentialSampler'"),
+        ({"seed": None}, "its sampler is 'SeededSampler', the loader's 'RandomSampler'"),
     ):
         other = fastamp.DataLoader(X, 4, **{"shuffle": True, "seed": 1, **options})
         with pytest.raises(ValueError, match=message):
@@ -59,10 +59,11 @@ def test_foreign_states_are_refused_and_change_nothing(backend):
         ("told_epoch", "1", "expected an integer of at least 0"),
         ("batch_size", torch.tensor([4, 4]), "the loader's 4"),
         ("drop_last", None, "the loader's False"),
-        ("rng", torch.zeros(3), "expected the state of a generator"),
-        ("rng", 5, "expected the state of a generator"),
+        ("generator", torch.zeros(3), "expected the state of a generator"),
+        ("generator", 5, "expected the state of a generator"),
+        ("order", "a", "expected an integer of at least 0"),
+        ("sample_seed", -1, "expected an integer of at least 0"),
         ("generator", torch.zeros(7, dtype=torch.uint8), "expected the state of a generator"),
-        ("begun", None, "expected True or False"),
     ],
 )
 def test_a_state_with_another_kind_of_value_is_refused_by_its_key(key, value, message, backend):

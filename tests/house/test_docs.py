@@ -80,11 +80,31 @@ def read_blocks(page: str) -> list[Block]:
     ]
 
 
+def apply(diff: str, program: str) -> str:
+    """Return a program changed by a diff: each line that stays or goes is the next such line."""
+    rest, made = program.split("\n"), []
+    for line in filter(None, diff.split("\n")):
+        if line[0] == "+":
+            made.append(line[1:])
+            continue
+        place = rest.index(line[1:])
+        made += rest[: place + (line[0] == " ")]
+        rest = rest[place + 1 :]
+    return "\n".join(made + rest)
+
+
 def read_programs(page: str) -> list[str]:
-    """Return each `py` block, and all `python` blocks as one, in the lines of the page."""
-    programs, joined = [], ""
+    """Return the programs of a page, in its lines.
+
+    Each `py` block, the reader's own code, is one, and what the `diff` that follows at once makes
+    of it another one. All `python` blocks are one.
+    """
+    programs, joined, before = [], "", ""
     for block in read_blocks(page):
-        if block.language == "py":  # the reader's own code, which the page changes
+        if block.language == "diff" and before:
+            programs.append("\n" * block.line + apply(block.text, before))
+        before = block.text if block.language == "py" else ""
+        if block.language == "py":
             programs.append("\n" * block.line + block.text)
         elif block.language == "python":
             joined += "\n" * (block.line - joined.count("\n")) + block.text
@@ -99,6 +119,12 @@ def missing(lines: list[str], text: str) -> list[str]:
     """Return the lines that a text does not have, or in another order."""
     rest = iter(text.split("\n"))
     return [line for line in lines if line not in rest]
+
+
+def shows_both(page: Path) -> bool:
+    """Say whether a page shows a program before and after, and a diff at its end."""
+    languages = [block.language for block in read_blocks(page.read_text())]
+    return {"py", "python"} <= {*languages} and languages[-1] == "diff"
 
 
 PROGRAMS = {page: read_programs(page.read_text()) for page in PAGES}
@@ -126,7 +152,7 @@ def test_a_block_of_a_page_says_whether_it_runs(page):
     assert languages - directives <= {"py", "python"}
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if len(PROGRAMS[page]) > 1], ids=name_of)
+@pytest.mark.parametrize("page", [page for page in PAGES if shows_both(page)], ids=name_of)
 def test_the_diff_of_a_guide_leads_from_the_code_before_to_the_code_after(page):
     blocks = read_blocks(page.read_text())
     diff = "".join(block.text for block in blocks if block.language == "diff").split("\n")
@@ -174,3 +200,10 @@ def test_the_blocks_of_a_page_are_programs_in_its_lines():
     assert [block.language for block in read_blocks(page)] == ["python", "python", "py"]
     assert read_programs(page) == ["\n" * 9 + "z = 2\n", "\n\nx = 1\n\n\n\ny = x\n"]
     assert missing(["b", "a"], "a\nb\n") == ["a"]
+
+
+def test_a_diff_that_follows_a_program_is_applied_to_it():
+    page = "```py\nx = 1\ny = 2\nz = 3\n```\n```diff\n x = 1\n+w = 0\n-y = 2\n```\n"
+    assert read_programs(page) == ["\nx = 1\ny = 2\nz = 3\n", "\n" * 6 + "x = 1\nw = 0\nz = 3\n"]
+    with pytest.raises(ValueError, match="is not in list"):
+        read_programs(page.replace("-y = 2", "-y = 1"))

@@ -200,7 +200,7 @@ def test_a_forbidden_include_is_caught(path, line):
         ("fastamp.step.scaler", "from fastamp import _native"),
         ("fastamp.step.scaler", "import fastamp._native"),
         ("fastamp.step.scaler", "from fastamp.data import loader"),
-        ("fastamp.data.columns", "from fastamp import _native"),
+        ("fastamp.data.arrays", "from fastamp import _native"),
         ("fastamp.timer.events", "from fastamp.step import GradScaler"),
         ("fastamp.timer.regions", "from fastamp._native import make_region"),
         ("fastamp._ops.fallback", "from fastamp.step import clip_grad_norm_"),
@@ -220,8 +220,8 @@ def test_a_forbidden_import_is_caught(module, line):
 
 def test_a_circle_is_caught_also_a_lazy_one():
     texts = {
-        "fastamp.data.loader": "from fastamp.data import slots",
-        "fastamp.data.slots": "import fastamp.data.stats",
+        "fastamp.data.loader": "from fastamp.data import memory",
+        "fastamp.data.memory": "import fastamp.data.stats",
         "fastamp.data.stats": "def f():\n    from fastamp.data.loader import DataLoader",
     }
     circle = find_circle({module: imported(text) for module, text in texts.items()})

@@ -60,7 +60,7 @@ def test_a_loader_is_shared_out_and_resumes_on_two_ranks(two, tmp_path, share):
     assert_shared_out(whole)
     for begun, resumed in zip(whole, rest, strict=True):
         assert begun["kind"] == "DataLoader"
-        assert begun["path"].startswith("gathered by")
+        assert begun["path"].startswith("gathered")
         assert begun["seen"][cases.SAVED :] == resumed["seen"]
         assert_same_bits(begun["weights"], resumed["weights"])
 

@@ -9,8 +9,8 @@
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   using namespace fuzz;
-  constexpr void (*kFuzzers[])(Input&) = {fuzz_step,  fuzz_clock,   fuzz_stack,  fuzz_stack,
-                                          fuzz_stack, fuzz_augment, fuzz_gather, fuzz_gather};
+  constexpr void (*kFuzzers[])(Input&) = {fuzz_step,  fuzz_clock,  fuzz_stack,
+                                          fuzz_stack, fuzz_gather, fuzz_gather};
   Input input(data, size);
   kFuzzers[input.take<std::uint8_t>() % std::size(kFuzzers)](input);
   return 0;

@@ -76,7 +76,6 @@ class Input {
 
 /// Each reads one case, and holds what fastamp makes of it to a plain loop.
 void fuzz_stack(Input& input);
-void fuzz_augment(Input& input);
 void fuzz_gather(Input& input);
 void fuzz_step(Input& input);
 void fuzz_clock(Input& input);

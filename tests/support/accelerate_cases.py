@@ -143,7 +143,8 @@ def resume(state, count, seed):
         loader = own.prepare(fastamp.DataLoader(rows(64), 4, shuffle=True, seed=seed))
         if state is not None:
             loader.load_state_dict(state)
-        seen = [row for _, (batch,) in zip(range(count), loader, strict=False) for row in batch]
+        batches = iter(loader)  # whose end would end the epoch
+        seen = [row for _, (batch,) in zip(range(count), batches, strict=False) for row in batch]
         return [int(row) for row in seen], loader.state_dict()
 
 

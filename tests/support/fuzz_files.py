@@ -22,7 +22,7 @@ from fastamp.train import CheckpointError
 class Tokens(Target):
     """A file of tokens gives the windows that plain NumPy gives, or is refused."""
 
-    errors = (ValueError, OSError)
+    errors = (ValueError, TypeError, OSError)
     dtypes = (*OBJECTS, *(lambda v=v: v for v in ("uint8", "<i4", ">u2", np.int64, np.float32)))
 
     def make(self, rng: random.Random) -> Any:

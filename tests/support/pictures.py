@@ -21,29 +21,15 @@ def crop(image, y, x, height, width, padding):
     return np.stack(padded)[:, y : y + height, x : x + width]
 
 
-def cut_out(image, y, x, height, width):
-    """Set a window around a pixel to 0."""
-    image = image.copy()
-    rows, columns = np.arange(image.shape[1]), np.arange(image.shape[2])
-    rows = (rows >= y - height // 2) & (rows < y - height // 2 + height)
-    columns = (columns >= x - width // 2) & (columns < x - width // 2 + width)
-    for plane in image:
-        plane[np.ix_(rows, columns)] = 0
-    return image
-
-
 def augmented(image, key, steps):
-    """Return an image after steps such as ("flip", p) or ("cutout", height, width)."""
+    """Return an image after steps: ("flip", p) or ("crop", size, padding)."""
     for i, (kind, *options) in enumerate(steps):
         first, second = draw(key, 2 * i + 1), draw(key, 2 * i + 2)
-        height, width = image.shape[1:]
         if kind == "flip":
             image = image[:, :, ::-1] if first < round(options[0] * 2**32) else image
-        elif kind == "cutout":
-            image = cut_out(image, first * height >> 32, second * width >> 32, *options)
         else:
             size, padding = options
-            height, width = height + 2 * padding, width + 2 * padding
+            height, width = (side + 2 * padding for side in image.shape[1:])
             y, x = first * (height - size[0] + 1) >> 32, second * (width - size[1] + 1) >> 32
             image = crop(image, y, x, *size, padding)
     return image

@@ -6,7 +6,6 @@ They run on the model of torch.cuda. `nox -s streams` runs 10,000; `-- --help` t
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 import time
 from collections import Counter
@@ -19,15 +18,14 @@ from torch.utils._pytree import tree_leaves
 
 import fastamp
 from fastamp import _ops
-from fastamp.data import threads, workers
-from fastamp.data.gather import GatherSource
+from fastamp.data import copies as prefetching
+from fastamp.data import passes, runners
 from fastamp.metrics import tracker as trackers
 from fastamp.timer import events
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-prefetching = importlib.import_module("fastamp.data.prefetch")  # the function has the same name
 ALL = ("devices", "streams", "captures", "refilled", "slices", "made there", "errors")
 """The features that a program may have."""
 
@@ -137,7 +135,7 @@ def prefetched(model: Model, features: tuple[str, ...], module: Any) -> None:
     for _ in range(model.rng.choice((1, 1, 2))):
         made = Batches(model, program.there, features)
         device = "cuda" if program.here == program.there else f"cuda:{program.there}"
-        batches = iter(module.prefetch(made, device, depth=model.rng.randint(1, 3)))
+        batches = iter(module.prefetch(made, device, thread=model.rng.random() < 0.5))
         program.consume(batches)
         del batches
         made.buffer.fill_(0.0)
@@ -149,17 +147,18 @@ def loaded(model: Model, features: tuple[str, ...], module: Any) -> None:
     program = Program(model, features)
     data = torch.arange(24.0).reshape(12, 2), torch.arange(12, dtype=torch.uint8)
     dataset = torch.utils.data.TensorDataset(*data)
-    kind = model.rng.choice(("gathered", "resident", "item by item", "threads"))
+    kind = model.rng.choice(("gathered", "on the device", "item by item", "threads"))
     options = {"num_workers": 2, "worker": "thread"} if kind == "threads" else {}
-    dataset = dataset if kind in ("gathered", "resident") else [*dataset]
-    if kind == "resident":
-        options["resident"] = True
     device = f"cuda:{program.there}"
+    if kind == "on the device":
+        dataset = torch.utils.data.TensorDataset(*(column.to(device) for column in data))
+    elif kind != "gathered":
+        dataset = [*dataset]
+    model.num_staged = 0  # for a dataset that is moved there
     loader = fastamp.DataLoader(dataset, 3, device=device, shuffle=True, **options)
-    batches = iter(loader)
-    model.num_staged = 0  # for a resident dataset, which is moved once
-    program.consume(batches._batches)
-    del batches, loader
+    begun = iter(loader)
+    program.consume(begun)
+    del begun, loader
     if "captures" not in features and model.contexts - {program.there}:
         model.report("a context where nothing is computed")
     program.check()
@@ -221,11 +220,6 @@ def timed(model: Model, features: tuple[str, ...], module: Any) -> None:
     program.check()
 
 
-def is_next_ready(model: Model, source: GatherSource) -> bool:
-    """Decide at random whether the core's threads have gathered the next batch by now."""
-    return bool(source._under_way) and model.rng.random() < 0.5
-
-
 PROGRAMS: dict[str, Callable[..., None]] = {
     "prefetch": prefetched,
     "loader": loaded,
@@ -242,12 +236,13 @@ def run(
     if features is None:
         features = tuple(feature for feature in ALL if model.rng.random() < 0.5)
     with (
-        model.installed(module, threads, workers, trackers, events) as patch,
+        model.installed(module, runners, passes, trackers, events) as patch,
         _ops.use_only("fallback"),
     ):
         patch.setattr(trackers, "QUEUE", 4)
-        patch.setattr(GatherSource, "is_next_ready", lambda source: is_next_ready(model, source))
         patch.setattr(module, "_LATE", model.rng.choice((1, 32)), raising=False)
+        for each in {module, prefetching}:
+            patch.setattr(each, "_sides", {})
         try:
             PROGRAMS[name](model, features, module)
         except Deadlock:

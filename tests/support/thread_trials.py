@@ -1,4 +1,4 @@
-"""Passes over thread workers that end in every way: no thread, descriptor or slot is left.
+"""Passes over thread workers that end in every way: no thread or descriptor is left.
 
 `python tests/support/thread_trials.py --passes 20000`; a small part of it runs in the suite.
 """
@@ -64,7 +64,6 @@ def make_loader(rng):
         "persistent_workers": rng.random() < 0.3,
         "device": rng.choice([None, None, "meta"]),
     }
-    options["in_order"] = rng.random() < 0.8
     failing = rng.choice([None, None, None, "worker_init_fn", "collate_fn", "sampler"])
     if failing == "sampler":
         options["sampler"] = sampler_fails()
@@ -98,16 +97,11 @@ def run_pass(rng, loader):
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def count_left(slots):
-    """Return the numbers of threads, descriptors, and slots that are neither free nor forgotten."""
-    leased = sum(
-        sum(slot() is not None for slot in made) - len(free)
-        for one in slots
-        for free, made in one._rings.values()
-    )
+def count_left():
+    """Return the numbers of threads and of descriptors."""
     named = [thread for thread in threading.enumerate() if thread.name.startswith("fastamp")]
     threads = sum(thread.is_alive() for thread in named)  # not those that Ctrl-C kept from starting
-    return threads, len([*Path("/proc/self/fd").iterdir()]), leased
+    return threads, len([*Path("/proc/self/fd").iterdir()])
 
 
 def wait_for(condition):
@@ -124,27 +118,22 @@ def main(passes, seed):
     rng = random.Random(seed)
     gc.collect()
     gc.disable()  # threads end without it
-    before = count_left([])
-    kept = set()
-    done = 0
+    before, done, made = count_left(), 0, 0
     while done < passes:
         loader = make_loader(rng)
         for _ in range(rng.randrange(1, 5)):
             run_pass(rng, loader)
             done += 1
-            if loader._slots is not None:
-                kept.add(loader._slots)
         del loader
-        if len(kept) > 50 or done >= passes:
-            wait_for(lambda: count_left([])[0] == before[0])
-            if count_left([])[0] != before[0]:
-                return f"after {done} passes: {count_left([])[0]} threads are left"
+        made += 1
+        if made % 50 == 0 or done >= passes:
+            wait_for(lambda: count_left()[0] == before[0])
+            if count_left()[0] != before[0]:
+                return f"after {done} passes: {count_left()[0]} threads are left"
             gc.collect()
-            wait_for(lambda: count_left(kept) == before)
-            left = count_left(kept)
-            if left != before:
-                return f"after {done} passes: threads, descriptors, slots {before} became {left}"
-            kept.clear()
+            wait_for(lambda: count_left() == before)
+            if count_left() != before:
+                return f"after {done} passes: threads, descriptors {before} became {count_left()}"
     return ""
 
 

@@ -17,7 +17,7 @@ def in_threads(dataset, batch_size=4, num_workers=3, **options):
 def workers():
     """Return the threads of loaders; those of trackers, of other files, may still be there."""
     names = "fastamp", "fastamp worker"
-    return [t for t in threading.enumerate() if t.name.rstrip(" 0123456789") in names]
+    return [t for t in threading.enumerate() if t.name.rstrip("_0123456789") in names]
 
 
 def fail(kind, text):

@@ -27,8 +27,8 @@ class _Pictures(fastamp.ArrayDataset):
     """Cropped and flipped images; torch's loader reads `by_torch` in their place."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
-        super().__init__(images, labels, augment=crops.make_augmentations()[:2])
-        self.by_torch = crops.Samples(images, labels, hole=0)
+        super().__init__(images, labels, augment=crops.make_augmentations())
+        self.by_torch = crops.Samples(images, labels)
 
 
 class _Photos(fastamp.ImageFolder):

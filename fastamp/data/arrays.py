@@ -1,0 +1,153 @@
+"""Arrays whose rows become the rows of batches: what a loader gathers instead of reading items."""
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import default_collate
+
+_KINDS = (Tensor, np.ndarray, np.memmap)
+
+
+@dataclass
+class Columns:
+    """The arrays of a dataset, and how a batch is made of their rows."""
+
+    arrays: list[Tensor]
+    """Rows along the first dimension; they may overlap. Never written into: see `as_tensor`."""
+    dtypes: list[torch.dtype]
+    """Of the batch: each array's own, or one that its rows are converted to."""
+    build: Callable[[list[Tensor]], Any]
+    """Makes the batch, as default_collate would, of one tensor for each array."""
+    rows: Tensor | None = None
+    """For a subset: the row of each index, int64."""
+    starts: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Returns the rows to gather, drawn for some rows and the int64 keys of their samples."""
+    then: Callable[[list[Tensor], Tensor], list[Tensor]] | None = None
+    """Changes the gathered tensors, on their device; takes the int64 keys of the samples too."""
+
+
+def columns_of(tree: Any) -> Columns | str:
+    """Return the columns of arrays in dicts, lists and tuples; a string says why there are none."""
+    leaves = tree_leaves(tree)
+    arrays = [array for array in map(_as_column, leaves) if array is not None]
+    if not leaves or len(arrays) < len(leaves) or len({array.device for array in arrays}) > 1:
+        return f"the {type(tree).__name__} holds more than plain arrays in one place"
+    dtypes = [array.dtype for array in arrays]
+    if isinstance(tree, _KINDS):
+        return Columns(arrays, dtypes, itemgetter(0))
+    if type(tree) is tuple and all(type(part) in _KINDS for part in tree):
+        return Columns(arrays, dtypes, list)
+    return Columns(arrays, dtypes, lambda parts: _build(tree, iter(parts)))
+
+
+def _build(tree: Any, parts: Iterator[Tensor]) -> Any:
+    """Return tensors in the containers of arrays, as default_collate does: a tuple is a list."""
+    if isinstance(tree, dict):
+        made = copy.copy(tree)
+        made.update((name, _build(part, parts)) for name, part in tree.items())
+        return made
+    if not isinstance(tree, list | tuple):
+        return next(parts)
+    contents = [_build(part, parts) for part in tree]
+    return type(tree)(*contents) if hasattr(tree, "_fields") else contents
+
+
+def _as_column(array: Any) -> Tensor | None:
+    """Return an array as a tensor of the same memory; None if a loader has to read its items."""
+    dtype = plain_dtype(array, on_host=False) if type(array) in _KINDS else None
+    if dtype is None or array.ndim == 0:
+        return None
+    if isinstance(array, Tensor):
+        return array
+    try:
+        like = default_collate([np.ones((1, *array.shape[1:]), array.dtype)[0]])
+        return as_tensor(array) if like.dtype == dtype else None
+    except (TypeError, ValueError):  # negative strides; a dtype that default_collate refuses
+        return None
+
+
+class _Memory:
+    """An array's memory, as if it could be written: torch warns of any that cannot."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+
+
+def as_tensor(array: Any) -> Tensor:
+    """Return a tensor of the same memory. One of a read-only array must not be written into.
+
+    Raises:
+        ValueError: torch has no such strides.
+    """
+    if isinstance(array, Tensor):
+        return array
+    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Memory(array)))
+
+
+@functools.cache
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
+    """Return torch's name for a dtype of NumPy, or None where torch has none."""
+    try:
+        return torch.from_numpy(np.empty(0, dtype)).dtype
+    except (TypeError, ValueError):
+        return None
+
+
+def plain_dtype(array: Any, *, on_host: bool = True) -> torch.dtype | None:
+    """Return torch's dtype of an array in plain memory, `on_host` only on the CPU; else None."""
+    if isinstance(array, np.ndarray):
+        return torch_dtype(array.dtype)
+    if type(array) is not Tensor or array.requires_grad or array.is_meta:
+        return None
+    if array.layout is not torch.strided or (on_host and array.device.type != "cpu"):
+        return None
+    odd = array.is_nested or array.is_quantized or array.is_conj() or array.is_neg()
+    return None if odd or array._is_zerotensor() else array.dtype
+
+
+def index_error(index: int, length: int) -> IndexError:
+    """Return torch's error for an index that is out of bounds."""
+    msg = f"index {index} is out of bounds for dimension 0 with size {length}"
+    return IndexError(msg)
+
+
+def in_row_order(columns: Columns, max_bytes: int) -> Columns:
+    """Copy arrays whose numbers of a row lie apart, as in a table stored column by column.
+
+    Of windows, whose first two dimensions overlap, the memory that they look into is copied, once.
+    What takes more than `max_bytes` in all, or more than its own memory, stays as it is.
+    """
+    arrays = []
+    for array in columns.arrays:
+        rows, step = array, 0
+        if array.ndim > 2 and 0 < array.stride(0) < array.stride(1) * array.shape[1]:
+            step, apart = divmod(array.stride(0), array.stride(1))
+            length = (len(array) - 1) * step + array.shape[1]
+            if not apart:
+                rows = array.as_strided((length, *array.shape[2:]), array.stride()[1:])
+        if array[:1].is_contiguous() or rows.nbytes > min(
+            max_bytes, array.untyped_storage().nbytes()
+        ):
+            arrays.append(array)
+            continue
+        max_bytes -= rows.nbytes
+        copied = _copy(rows)
+        steps = (step * copied.stride(0), *copied.stride())
+        arrays.append(copied if rows is array else copied.as_strided(array.shape, steps))
+    return replace(columns, arrays=arrays)
+
+
+def _copy(array: Tensor) -> Tensor:
+    try:
+        return torch.from_numpy(np.ascontiguousarray(array.numpy()))  # in a third of torch's time
+    except TypeError:  # on a device, or of a dtype that NumPy does not have
+        return array.contiguous()

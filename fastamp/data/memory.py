@@ -1,0 +1,120 @@
+"""Memory for batches: fresh, shared between processes, pinned, or leased buffers that return."""
+
+import ctypes
+import math
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+from torch.utils.data import get_worker_info
+
+from fastamp._ops import apart_from_captures
+
+# From this size on fresh memory costs more than a lease: the C library gives freed pages back to
+# the system, and the next batch faults them in again, as the images of `bench loader` show.
+LEASED_NBYTES = 1 << 20
+_MOST_FREE = 4  # buffers that wait for the next batch
+
+_CPU = torch.device("cpu")
+
+
+def can_pin() -> bool:
+    """Say whether torch pins memory here: not without an accelerator, nor on Apple's GPUs."""
+    if not torch.accelerator.is_available():
+        return False
+    device = torch.accelerator.current_accelerator()
+    return device is None or device.type != "mps"
+
+
+class Memory:
+    """Gives out memory for the tensors of batches and takes it back when they are gone.
+
+    1. In a worker process of torch's loader, memory is shared with the parent, as torch's collate
+       functions do it, so that a batch is not copied on its way.
+    2. Pinned memory, for batches that go to an accelerator, is torch's: its allocator keeps a
+       freed block until the copies from it are done.
+    3. Large tensors are leased: a buffer is free again when the last tensor in it, or the last
+       autograd graph that saved one, has died; never earlier. When none is free, one is made.
+    4. Everything else is fresh: the allocator is faster than any ring.
+    """
+
+    def __init__(self, *, pinned: bool = False, max_bytes: int = 1 << 30) -> None:
+        """Keep buffers of at most `max_bytes` for the next batches."""
+        self.pinned, self._max_bytes = pinned, max_bytes
+        self._free: deque[_Lease] = deque(maxlen=_MOST_FREE)
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised, contiguous tensor on the CPU."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes and get_worker_info() is not None:
+            storage = torch.UntypedStorage._new_shared(nbytes)  # type: ignore[no-untyped-call]
+            flat = torch.empty(0, dtype=torch.uint8, device=_CPU).set_(storage)
+            return flat.view(dtype).view(shape)
+        if self.pinned:
+            with apart_from_captures():
+                return torch.empty(shape, dtype=dtype, device=_CPU, pin_memory=True)
+        if not LEASED_NBYTES <= nbytes <= self._max_bytes:
+            return torch.empty(shape, dtype=dtype, device=_CPU)
+        # A tensor of its own: a view could not be detached in place.
+        return torch.empty(0, dtype=dtype, device=_CPU).set_(
+            self._lease(nbytes), 0, shape, _strides(shape)
+        )
+
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes of the buffers that wait for the next batch."""
+        return sum(lease.memory.nbytes for lease in tuple(self._free))
+
+    def _lease(self, nbytes: int) -> torch.UntypedStorage:
+        """Return the memory of a buffer, which comes back when nothing refers to it."""
+        memory = self._take_free(nbytes)
+        if memory is None:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=_CPU)
+        # torch keeps the buffer's owner alive as long as the storage.
+        owner: Any = (ctypes.c_char * nbytes).from_address(memory.data_ptr())
+        owner.lease = lease = _Lease(owner, self._free.append)
+        lease.memory = memory
+        return torch.frombuffer(owner, dtype=torch.uint8).untyped_storage()
+
+    def _take_free(self, nbytes: int) -> torch.Tensor | None:
+        """Return a free buffer of this size or somewhat more; drop those that take too much."""
+        taken, held = None, 0
+        try:  # another thread may take one meanwhile: each call is atomic
+            for _ in range(len(self._free)):
+                lease = self._free.pop()  # the last one, which may still be in the caches
+                size = lease.memory.nbytes
+                if taken is None and nbytes <= size <= nbytes + nbytes // 2:
+                    taken = lease.memory
+                elif held + size <= self._max_bytes:
+                    held += size
+                    self._free.appendleft(lease)
+        except IndexError:
+            pass
+        return taken
+
+    def __reduce__(self) -> Any:
+        """Copy and pickle without the buffers."""
+        return _renew, (self.pinned, self._max_bytes)
+
+
+def _renew(pinned: bool, max_bytes: int) -> Memory:  # noqa: FBT001 - pickled
+    return Memory(pinned=pinned, max_bytes=max_bytes)
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    """Return the strides of a contiguous tensor with dimensions and elements."""
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.append(strides[-1] * size)
+    return strides[::-1]
+
+
+class _Lease(weakref.ref[Any]):
+    """Holds a buffer's memory. The buffer's owner holds it, and at its death calls `free.append`.
+
+    No Python code runs then, in any thread: a KeyboardInterrupt raised there would be lost.
+    """
+
+    __slots__ = ("memory",)
+    memory: torch.Tensor

@@ -1,0 +1,291 @@
+"""Which rows the batches of a pass hold, from any batch on, on any rank."""
+
+import copy
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from fastamp.data.position import Position, find_save
+from fastamp.data.sample_rng import Order, draw_seed, find_pass_key, generators_kept
+
+Job: TypeAlias = tuple[Any, Order, int]
+"""A batch's rows, the keys of the pass, and the number of the batch's first sample."""
+_DRAWING = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
+_BOOLEANS = (bool, np.dtype(bool), torch.bool)
+
+
+class SeededSampler(RandomSampler):
+    """The shuffled order of a whole dataset by a seed: each pass is that of the next epoch."""
+
+    def __init__(self, data_source: Any, seed: int) -> None:
+        super().__init__(data_source)
+        self.seed, self.epoch, self._passes = seed, 0, 0
+        self.told: int | None = None
+        """The epoch of a call of `set_epoch` that the loader has not followed yet."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be that of an epoch."""
+        self.place(epoch)
+        self.told = epoch
+
+    def place(self, epoch: int) -> None:
+        """Follow the loader, whose next pass is that of an epoch."""
+        self.epoch, self._passes = epoch, 0
+
+    def __iter__(self) -> Iterator[int]:
+        seed = self.seed + self.epoch + self._passes
+        self._passes += 1
+        return iter(_permute(len(self.data_source), torch.Generator().manual_seed(seed)).tolist())
+
+
+class Share(NamedTuple):
+    """One rank's part of a dataset: as DistributedSampler's, sample i is of rank `i % ranks`."""
+
+    rank: int
+    ranks: int
+
+    def size(self, length: int, consumed: int, *, drop_last: bool) -> int:
+        """Return how many samples a rank has after the first `consumed` of all ranks."""
+        rounds, rest = divmod(length - consumed, self.ranks)
+        return rounds + (rest > 0 and not drop_last)
+
+    def take(self, rows: Any, consumed: int, *, drop_last: bool) -> Any:
+        """Return this rank's rows; those of the order's beginning pad the last round."""
+        count = self.size(len(rows), consumed, drop_last=drop_last)
+        places = torch.arange(count, device="cpu") * self.ranks + (consumed + self.rank)
+        places = places % max(len(rows), 1)
+        return places if isinstance(rows, range) else rows[places]
+
+
+def find_share(rank: int | None, world_size: int | None) -> Share:
+    """Return this rank's share: the one given, torch.distributed's, or all."""
+    if (rank is None) != (world_size is None):
+        missing, given = ("rank", "world_size") if rank is None else ("world_size", "rank")
+        msg = f"{missing}: expected together with {given}, got None"
+        raise ValueError(msg)
+    if rank is not None and world_size is not None:
+        if rank >= world_size:
+            msg = f"rank: expected less than world_size={world_size}, got {rank}"
+            raise ValueError(msg)
+        return Share(rank, world_size)
+    if dist.is_available() and dist.is_initialized():
+        return Share(dist.get_rank(), dist.get_world_size())
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if launched != "1":
+        msg = (
+            f"shard=True with WORLD_SIZE={launched}: call torch.distributed.init_process_group "
+            "first, or give rank and world_size"
+        )
+        raise RuntimeError(msg)
+    return Share(0, 1)
+
+
+def find_samplers(loader: Any) -> list[Any]:
+    """Return the samplers of any loader, also those inside of other samplers."""
+    own = getattr(loader, "batch_sampler", None)
+    outer = getattr(loader, "sampler", None) if own is None else own
+    batches = getattr(outer, "batch_sampler", outer)  # in Accelerate's
+    found = (batches, getattr(batches, "sampler", None), getattr(loader, "sampler", None), own)
+    return [*{id(sampler): sampler for sampler in found if sampler is not None}.values()]
+
+
+def find_generator(samplers: Iterable[Any]) -> torch.Generator | None:
+    """Return what samplers draw from; None for torch's default generator.
+
+    What a sampler of the user's calls its generator may be NumPy's or Python's.
+    """
+    found = (getattr(sampler, "generator", None) for sampler in samplers)
+    return next((one for one in found if isinstance(one, torch.Generator)), None)
+
+
+@dataclass
+class Plan:
+    """How a loader orders its batches; `begin` yields those of a pass."""
+
+    sampler: Any
+    """What yields batches of indices, or single ones where the loader does not batch."""
+    single: bool
+    """Whether the sampler yields single indices."""
+    seed: int | None
+    """Of the order; None draws one for each pass."""
+    share: Share | None
+    """This rank's; None loads all."""
+    source: torch.Generator | None
+    """What the sampler or the loader draws from; None for torch's default generator."""
+    states: deque[Any] = field(default_factory=deque)
+    """The state of a sampler that has one, after each batch that it has yielded."""
+
+    def begin(self, position: Position, draw_base: Callable[[bool], int]) -> Iterator[Job]:
+        """Draw what torch's iterators draw at the start, in their order, and return the batches.
+
+        Rows are an int64 tensor or a range where the order is computed; else what the sampler
+        yields. `draw_base` returns the seed of workers; True lets the program's generators be.
+        """
+        self.states.clear()
+        size, drop_last, rows = 1, False, self.sampler
+        if not self.single and type(rows) is BatchSampler:
+            size, drop_last, rows = rows.batch_size, rows.drop_last, rows.sampler
+        elif not self.single:
+            return self._read(position, draw_base)
+        if type(rows) not in (SequentialSampler, RandomSampler, SeededSampler):
+            return self._read(position, draw_base)
+        base = draw_base(position.seed is not None)
+        order, again = self._find_rows(rows, position, base)
+        if self.share is not None:
+            order = self.share.take(order, position.consumed, drop_last=drop_last)
+        first = position.batch * size
+        stop = len(order) // size * size if drop_last else len(order)
+        return self._cut(order, range(first, stop, size), self._order(position), again)
+
+    def _find_rows(
+        self, sampler: Any, position: Position, base: int
+    ) -> tuple[Any, Callable[[], object]]:
+        """Return all rows in order, and what torch's sampler does at its end."""
+        length = len(sampler.data_source)
+        generator: Any = getattr(sampler, "generator", None)
+        is_own = generator is not None
+        if position.seed is None:
+            position.seed = base if self.seed is None else self.seed
+        if isinstance(sampler, RandomSampler) and not is_own:
+            if position.order is None:
+                drawn = draw_seed() if self.seed is None else self.seed + position.epoch
+                position.order = drawn
+            generator = torch.Generator().manual_seed(position.order)
+        else:
+            self._note_source(position)
+        if not isinstance(sampler, RandomSampler):
+            return range(length), bool
+        count = sampler.num_samples
+        if sampler.replacement:
+            return torch.randint(length, (count,), generator=generator, device="cpu"), bool
+        rounds, rest = divmod(count, max(length, 1))
+        rows = [_permute(length, generator) for _ in range(max(rounds + (rest > 0), 1))]
+        # At the end torch draws one more permutation, and uses nothing of it.
+        again = bool if rest or not is_own else lambda: _permute(length, generator)
+        return (rows[0] if len(rows) == 1 else torch.cat(rows))[:count], again
+
+    def _note_source(self, position: Position) -> None:
+        """Note the state of what the order is drawn from, or put it back where it was."""
+        if self.source is None:
+            return
+        if position.generator is None:
+            position.generator = self.source.get_state()
+        else:
+            self.source.set_state(position.generator)
+
+    def _cut(
+        self, rows: Any, begins: range, order: Order, again: Callable[[], object]
+    ) -> Iterator[Job]:
+        """Yield the batches of a computed order."""
+        size, single = begins.step, self.single
+        for number in begins:
+            yield int(rows[number]) if single else rows[number : number + size], order, number
+        again()
+
+    def _order(self, position: Position) -> Order:
+        """Return the keys of the pass's samples."""
+        key = find_pass_key(position.seed or 0, position.epoch)
+        if self.share is not None:
+            return Order(key, position.consumed + self.share.rank, self.share.ranks - 1)
+        for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):
+            if isinstance(sampler, DistributedSampler):
+                return Order(key, sampler.rank, sampler.num_replicas - 1)
+        return Order(key)
+
+    def _read(self, position: Position, draw_base: Callable[[bool], int]) -> Iterator[Job]:
+        """Begin a sampler that is no plain one of torch's, and yield its batches."""
+        sampler = self._with_generator(position.epoch)
+        parts = (sampler, getattr(sampler, "sampler", None))  # a sampler may lie in torch's
+        owner: Any = next((part for part in parts if find_save(part)), None)
+        is_resumed, skipped = position.batch > 0 or position.generator is not None, position.batch
+        source = torch.default_generator if self.source is None else self.source
+        number = 0
+        with generators_kept() if is_resumed else nullcontext():
+            if owner is not None and position.sampler_state is not None:
+                owner.load_state_dict(position.sampler_state["state"])
+                number, skipped = position.sampler_state["samples"], 0
+            elif position.generator is None:
+                position.generator = source.get_state()
+            else:
+                source.set_state(position.generator)
+            iterator = iter(sampler)
+            base = draw_base(False)
+            if position.seed is None:
+                position.seed = base if self.seed is None else self.seed
+            number += sum(map(self._count, islice(iterator, skipped)))
+            batches = self._place(iterator, owner, number, self._order(position))
+            first = [*islice(batches, not skipped)]  # so that most samplers draw now
+        return chain(first, batches)
+
+    def _with_generator(self, epoch: int) -> Any:
+        """Return the sampler; one of torch's without a generator gets one, if there is a seed."""
+        if self.seed is None:
+            return self.sampler
+        seeded = torch.Generator().manual_seed(self.seed + epoch)
+        for owner, name in ((self, "sampler"), (self.sampler, "sampler")):
+            sampler: Any = getattr(owner, name, None)
+            if type(sampler) in _DRAWING and sampler.generator is None:
+                sampler = copy.copy(sampler)
+                sampler.generator = seeded
+                if owner is self:
+                    return sampler
+                batches = copy.copy(self.sampler)
+                batches.sampler = sampler
+                return batches
+        return self.sampler
+
+    def _place(
+        self, iterator: Iterator[Any], owner: Any, number: int, order: Order
+    ) -> Iterator[Job]:
+        """Yield the batches of a sampler; note its state after each, if it has one."""
+        for batch in iterator:
+            first, number = number, number + self._count(batch)
+            if owner is not None:
+                self.states.append({"samples": number, "state": copy.deepcopy(owner.state_dict())})
+            if isinstance(batch, Tensor):  # a sampler may yield the same object again and again
+                batch = batch.clone()  # noqa: PLW2901
+            elif isinstance(batch, list | np.ndarray):
+                batch = batch.copy()  # noqa: PLW2901
+            yield batch, order, first
+
+    def _count(self, batch: Any) -> int:
+        return len(batch) if not self.single and hasattr(batch, "__len__") else 1
+
+
+def _permute(length: int, generator: torch.Generator) -> Tensor:
+    return torch.randperm(length, generator=generator, device="cpu")
+
+
+def as_rows(indices: Any) -> Tensor | None:
+    """Return integers as an int64 tensor; None if anything else, such as a bool, is among them."""
+    if isinstance(indices, Tensor | range):
+        whole = isinstance(indices, range) or indices.dtype == torch.int64
+        return torch.as_tensor(indices, device="cpu") if whole and len(indices) else None
+    if isinstance(indices, list | tuple) and set(map(type, indices)) != {int}:
+        dtypes = [getattr(index, "dtype", type(index)) for index in indices]
+        if any(dtype in _BOOLEANS for dtype in dtypes):  # NumPy would convert them to 0 and 1
+            return None
+    try:
+        rows = np.asarray(indices)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    if rows.ndim != 1 or rows.dtype.kind not in "iu" or rows.dtype == np.uint64:
+        return None
+    return torch.from_numpy(rows.astype(np.int64))

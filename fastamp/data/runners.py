@@ -1,0 +1,247 @@
+"""Who makes the batches of a pass: the loop's thread, other threads, or torch's processes."""
+
+import contextlib
+import copy
+import ctypes
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as Late
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import Dataset
+from torch.utils.data import get_worker_info as torch_worker_info
+
+from fastamp.data.items import Failed, Items, Made, Make, Stream, attempt
+from fastamp.data.order import Job
+from fastamp.data.sample_rng import Order, current, generators_kept
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """What `get_worker_info` returns in a thread; in a process it is torch's own."""
+
+    id: int
+    """From 0 to `num_workers - 1`."""
+    num_workers: int
+    seed: int
+    """The pass's base seed plus the id, as in torch's workers; nothing is seeded with it."""
+    dataset: Any
+    """This thread's shallow copy of the loader's dataset."""
+    rng: None = None
+    """As in torch's workers; `fastamp.sample_rng()` has generators."""
+    worker_method: str = "thread"
+    """As in torch 2.13, where it is "multiprocessing"."""
+
+
+class _Own(threading.local):
+    info: WorkerInfo | None = None
+    items: Items | None = None
+
+
+_own = _Own()
+
+
+def get_worker_info() -> Any:
+    """Return the id, num_workers, seed and dataset of the worker that runs this; None elsewhere.
+
+    As torch's function, which knows processes only, and returns None in threads.
+
+    Example:
+        >>> class Worker(torch.utils.data.Dataset):
+        ...     def __len__(self):
+        ...         return 4
+        ...
+        ...     def __getitem__(self, index):
+        ...         return fastamp.get_worker_info().num_workers
+        >>> next(iter(fastamp.DataLoader(Worker(), 4, num_workers=2, worker="thread")))
+        tensor([2, 2, 2, 2])
+        >>> print(fastamp.get_worker_info())  # outside of workers
+        None
+    """
+    return torch_worker_info() if _own.info is None else _own.info
+
+
+def here(make: Make, jobs: Iterator[Job]) -> Iterator[Made | Failed]:
+    """Make each batch when it is asked for."""
+    for job in jobs:
+        yield attempt(make, job)
+
+
+def in_threads(
+    pool: ThreadPoolExecutor,
+    make: Make,
+    jobs: Iterator[Job],
+    *,
+    ahead: int,
+    timeout_s: float = 0.0,
+    persists: bool = False,
+) -> Iterator[Made | Failed]:
+    """Let a pool make batches, in order, so many ahead of the loop; it ends with the pass.
+
+    The first ones are under way when this returns.
+    """
+    made = _in_threads(pool, make, jobs, ahead, timeout_s, persists)
+    next(made)
+    return made  # type: ignore[return-value]
+
+
+def _in_threads(
+    pool: ThreadPoolExecutor,
+    make: Make,
+    jobs: Iterator[Job],
+    ahead: int,
+    timeout_s: float,
+    persists: bool,  # noqa: FBT001 - see in_threads
+) -> Iterator[Made | Failed | None]:
+    """Yield None once the first batches are under way, and then the batches."""
+    owner_pid = os.getpid()
+    under_way: deque[Future[list[Made | Failed]]] = deque()
+
+    def submit(count: int) -> None:
+        for job in islice(jobs, count):
+            under_way.append(pool.submit(in_box, attempt, make, job))
+
+    try:
+        submit(ahead)
+        yield None
+        while under_way:
+            if owner_pid != os.getpid():
+                msg = "this iterator was made before the process forked: call iter() in the child"
+                raise RuntimeError(msg)
+            try:
+                box = under_way[0].result(timeout_s or None)
+            except Late:
+                msg = f"DataLoader timed out after {timeout_s} seconds"  # as torch's
+                raise RuntimeError(msg) from None
+            if _is_end(box[0]):
+                return
+            del under_way[0]
+            submit(1)
+            yield box.pop()
+    finally:
+        for future in under_way:
+            future.cancel()
+        if not persists and owner_pid == os.getpid():
+            pool.shutdown()
+
+
+def in_box(function: Callable[..., T], *arguments: Any) -> list[T]:
+    """Return what a function does in a list, which whoever takes it empties.
+
+    The traceback of an error leads to the pool's frame, which holds the future: a cycle, if the
+    future held the error, and the pass would live until the next garbage collection.
+    """
+    return [function(*arguments)]
+
+
+def _is_end(made: Made | Failed) -> bool:
+    """Say whether a runner that a thread runs has no more batches."""
+    return type(made) is Failed and isinstance(made.error, StopIteration)
+
+
+def start_threads(count: int, begin: Callable[[int], None]) -> ThreadPoolExecutor:
+    """Return a pool in which each thread has called `begin` with its number, one after the other.
+
+    The program's generators are then as before, whatever `begin` has seeded.
+    """
+    pool = ThreadPoolExecutor(count, "fastamp worker")
+    all_here, one_at_a_time = threading.Barrier(count), threading.Lock()
+
+    def become(number: int) -> None:
+        all_here.wait()  # so that each thread takes one of these tasks
+        with one_at_a_time:
+            begin(number)
+
+    try:
+        with generators_kept():
+            for future in [pool.submit(become, number) for number in range(count)]:
+                future.result()
+    except BaseException:
+        all_here.abort()
+        pool.shutdown()
+        raise
+    return pool
+
+
+def become_worker(
+    info: WorkerInfo, items: Items, worker_init_fn: Callable[[int], None] | None
+) -> None:
+    """Make the current thread a worker, in which torch computes on one thread, as in processes."""
+    _own.info, _own.items = info, items
+    torch.get_num_threads()  # torch sets OpenMP up for this thread now
+    with contextlib.suppress(AttributeError, OSError):  # where torch computes without OpenMP
+        ctypes.CDLL(None).omp_set_num_threads(1)  # for this thread alone
+    if worker_init_fn is None:
+        return
+    try:
+        worker_init_fn(info.id)
+    except AttributeError as error:
+        if "NoneType" not in str(error):
+            raise
+        msg = f"worker_init_fn: {error}; in a thread torch's get_worker_info() is None: "
+        raise AttributeError(msg + "call fastamp.get_worker_info(), which knows both") from error
+
+
+def make_in_worker(grad: bool, rows: Any, order: Order, number: int) -> Made:  # noqa: FBT001
+    """Return the batch that this thread's items make; `grad` is the loop's mode."""
+    torch.set_grad_enabled(grad)
+    start_s, items = time.thread_time(), _own.items
+    assert items is not None  # noqa: S101 - see become_worker
+    made = items.make(rows, order, number)
+    return made._replace(cpu_s=time.thread_time() - start_s)
+
+
+def own_copy(dataset: Any, known: dict[int, Any] | None = None) -> Any:
+    """Return a thread's copy of a dataset: what it opens later is its own, what it holds is shared.
+
+    Datasets in its attributes, as in Subset and ConcatDataset, are copied in the same way.
+    """
+    known = {} if known is None else known
+    if id(dataset) in known:
+        return known[id(dataset)]
+    if not hasattr(dataset, "__dict__") or isinstance(dataset, torch.Tensor | type | ModuleType):
+        return dataset
+    try:
+        made = known[id(dataset)] = copy.copy(dataset)
+    except TypeError:  # it cannot be copied
+        return dataset
+    for name, value in vars(made).items():
+        if isinstance(value, Dataset):
+            vars(made)[name] = own_copy(value, known)
+        elif type(value) in (list, tuple) and any(isinstance(each, Dataset) for each in value):
+            copies = [
+                own_copy(each, known) if isinstance(each, Dataset) else each for each in value
+            ]
+            vars(made)[name] = type(value)(copies)
+    return made
+
+
+def read_stream(stream: Stream, iterator: Iterator[Any]) -> Iterator[Made | Failed]:
+    """Read the batches of torch's iterator over a stream in the loop's thread."""
+    return iter(partial(_read, stream, iterator), None)
+
+
+def _read(stream: Stream, iterator: Iterator[Any]) -> Made | Failed | None:
+    """Return the next batch, or None at the end."""
+    before, start_s = current.sample, time.perf_counter()
+    current.sample = stream.cell
+    try:
+        made: Made = next(iterator)
+        return made._replace(getitem_s=time.perf_counter() - start_s - made.collate_s)
+    except StopIteration:
+        return None
+    except Exception as error:  # noqa: BLE001 - raised where the batch would be taken
+        return Failed(error)
+    finally:
+        current.sample = before
