@@ -98,7 +98,8 @@ text {{ font-family: system-ui, sans-serif !important }}
 """
 # The kept records are older than builds: the next ones are means over builds in fresh processes.
 ABOUT = """A ratio is the median over neighbouring runs of one build; other builds differ by more
-than its 95 % interval. Grey: no gain. `gpt` to `rl`: whole trainings, against two loops of torch. """
+than its 95 % interval. Grey: no gain. `gpt` to `rl`: whole trainings, against two loops of
+torch. """
 
 
 class Found(NamedTuple):
