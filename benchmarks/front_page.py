@@ -96,8 +96,10 @@ STYLE = f"""
 @media (prefers-color-scheme: dark) {{ :root {{ {page.DARK} }} }}
 text {{ font-family: system-ui, sans-serif !important }}
 """
-ABOUT = """A ratio is the mean over builds in fresh processes, with its 95 % interval; grey: no
-gain. `gpt` to `rl` are whole trainings, against the faster one of two loops of torch alone. """
+# The kept records are older than builds: the next ones are means over builds in fresh processes.
+ABOUT = """A ratio is the median over neighbouring runs of one build; other builds differ by more
+than its 95 % interval. Grey: no gain. `gpt` to `rl`: whole trainings, against two loops of
+torch. """
 
 
 class Found(NamedTuple):

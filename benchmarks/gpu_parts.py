@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,17 +74,12 @@ def built() -> None:
     import fastamp  # noqa: PLC0415 - `check` needs none
 
     say(fastamp=fastamp.__version__, backends=fastamp.backends(), path=fastamp.__file__)
-    if reason := why_not_here():
-        sys.exit(reason)
-
-
-def why_not_here() -> str:
-    """Return why the kernels do not run on this GPU; "" if they do."""
-    from fastamp._ops.choose import why_fallback  # noqa: PLC0415
-
-    torch.zeros(1, device="cuda")
-    reason = why_fallback(torch.device("cuda", 0))
-    return "" if reason is None else f"fastamp's kernels do not run here: {reason.text}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            fastamp.get_total_norm([torch.ones(1, device="cuda")])
+        except UserWarning as reason:  # the fallback serves this GPU
+            sys.exit(str(reason))
 
 
 def facts() -> None:

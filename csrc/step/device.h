@@ -62,8 +62,8 @@ inline bool has_context(int device) {
 }
 
 /// Makes a device current, and the former one again at the end of the scope: not where that would
-/// make a context on it, as device 0 has none where a new thread begins with another one. The device
-/// of this thread is then the new one.
+/// make a context on it, as device 0 has none where a new thread begins with another one. The
+/// device of this thread is then the new one.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {

@@ -18,7 +18,7 @@ from fastamp.bench.race import Case, Interval, Plan, Race
 from fastamp.bench.record import PLAIN, Details, Report, Task, judge, run_cases
 
 REGIONS = 2000  # in a visit
-PLAN = Plan(rounds=404, build_s=1.0)
+PLAN = Plan(rounds=404, build_s=1.0, limit_s=45.0)
 STATEMENTS = {
     "two reads": "clock(); clock()",
     PLAIN: "with timed(): pass",

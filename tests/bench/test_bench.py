@@ -381,7 +381,8 @@ def test_a_batch_of_its_own_stands_beside_the_memory_in_table_target_and_sentenc
     quick, monkeypatch, capsys
 ):
     def found(job, *_, **__):
-        return replace(results(), memory_batch=job.memory_batch)
+        peaks = results().peaks | {"amp": 50 * MIB}
+        return replace(results(), memory_batch=job.memory_batch, peaks=peaks)
 
     monkeypatch.setattr(main_job, "train_arms", found)
     sizes = {"batch_size": 4, "steps": 8, "memory_batch_size": 40}
@@ -391,6 +392,7 @@ def test_a_batch_of_its_own_stands_beside_the_memory_in_table_target_and_sentenc
     shown = capsys.readouterr().out
     assert "peak MiB at 40" in shown.splitlines()[1]
     assert "a peak of 50 MiB against 100 MiB at batches of 40, one process each" in shown
+    assert "its memory at batches of 40" in shown.splitlines()[-1]
     assert main(quick) == 0  # of one batch, which is asked for
     assert "at batches of" not in capsys.readouterr().out
 

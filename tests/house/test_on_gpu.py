@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ AT_LARGE = "FASTAMP_AT_LARGE" in os.environ
 # what $HANGS matches hangs.
 PYTHON = f"""#!/bin/bash
 case "$*" in
-*gpu_record.py*) exec {sys.executable} "$@" ;;
+*gpu_record.py*) exec {shlex.quote(sys.executable)} "$@" ;;
 *"gpu_parts.py check"*) echo NVIDIA Stub; exit ;;
 *device_count*) echo 1; exit ;;
 *"gpu_parts.py built"*) exit ;;
