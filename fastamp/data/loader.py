@@ -256,6 +256,9 @@ class DataLoader(TorchDataLoader[T_co]):
         check_state(self)
         own = self._fastamp
         position, told_epoch = decode(state, identity_of(self))
+        if position.dataset_state is not None and find_save(self.dataset) is None:
+            msg = f"state: its dataset_state: {type(self.dataset).__name__} has no load_state_dict"
+            raise ValueError(msg)
         if told_epoch is not None:
             self.set_epoch(told_epoch)
         source = find_source(self)

@@ -164,10 +164,10 @@ class Plan:
         if position.seed is None:
             position.seed = base if self.seed is None else self.seed
         if isinstance(sampler, RandomSampler) and not is_own:
-            if position.order is None:
-                drawn = draw_seed() if self.seed is None else self.seed + position.epoch
-                position.order = drawn
-            generator = torch.Generator().manual_seed(position.order)
+            seed = None if self.seed is None else self.seed + position.epoch
+            if seed is None:
+                seed = position.order = draw_seed() if position.order is None else position.order
+            generator = torch.Generator().manual_seed(seed)
         else:
             self._note_source(position)
         if not isinstance(sampler, RandomSampler):

@@ -72,7 +72,8 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         header = as_integer("header", header, least=0, optional=False)
         self.random_offsets = bool(random_offsets)
         sources = path_or_array if isinstance(path_or_array, list | tuple) else [path_or_array]
-        self._opened = [*map(_portable, sources)], dtype, header
+        kind = None if dtype is None else _as_dtype(dtype)
+        self._opened = [*map(_portable, sources)], kind, header
         self._open()
 
     def _open(self) -> None:
@@ -141,7 +142,20 @@ def _portable(source: Any) -> Any:
     """Return an absolute path, or an array in place of a tensor, which may not be picklable."""
     if isinstance(source, str | os.PathLike):
         return Path(source).absolute()
-    return np.asarray(source) if isinstance(source, Tensor) else source
+    try:
+        return np.asarray(source) if isinstance(source, Tensor) else source
+    except (RuntimeError, TypeError) as error:  # of another device or layout, or with a gradient
+        msg = f"path_or_array: expected a plain tensor on the CPU: {error}"
+        raise TypeError(msg) from error
+
+
+def _as_dtype(dtype: Any) -> np.dtype[Any]:
+    """Return what NumPy makes of a dtype, or raise an error."""
+    try:
+        return np.dtype(dtype)
+    except (TypeError, ValueError) as error:
+        msg = f"dtype: expected {_NAMES}, got {dtype!r}"
+        raise TypeError(msg) from error
 
 
 def _open_all(sources: list[Any], dtype: Any, header: int) -> list[npt.NDArray[Any]]:
@@ -150,7 +164,7 @@ def _open_all(sources: list[Any], dtype: Any, header: int) -> list[npt.NDArray[A
     for i, source in enumerate(sources):
         is_raw = isinstance(source, Path) and source.suffix.lower() != ".npy"
         parts.append(_map(source, dtype, header) if is_raw else _open(source))
-        expected = parts[0].dtype if dtype is None else np.dtype(dtype)
+        expected = parts[0].dtype if dtype is None else dtype
         if parts[i].ndim != 1 or expected not in _DTYPES or parts[i].dtype != expected:
             kind = expected if expected in _DTYPES else _NAMES
             msg = f"path_or_array[{i}]: expected one dimension of {kind} in this machine's byte "
@@ -173,7 +187,7 @@ def _open(source: Any) -> npt.NDArray[Any]:
     return np.ascontiguousarray(tokens) if tokens.strides != (tokens.itemsize,) else tokens
 
 
-def _map(path: Path, dtype: npt.DTypeLike | None, header: int) -> npt.NDArray[Any]:
+def _map(path: Path, dtype: Any, header: int) -> npt.NDArray[Any]:
     """Map a file of raw tokens."""
     kind = np.dtype(np.uint16 if dtype is None else dtype)
     nbytes = path.stat().st_size
