@@ -97,6 +97,28 @@ def find_share(rank: int | None, world_size: int | None) -> Share:
     return Share(0, 1)
 
 
+class RankBatches(BatchSampler):
+    """One rank's batches, for whoever makes a loader anew of a prepared one's attributes."""
+
+    def __init__(self, whole: Any, share: Share) -> None:
+        super().__init__(whole.sampler, whole.batch_size, whole.drop_last)
+        self.share = share
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be that of an epoch."""
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rows = torch.tensor([*self.sampler], dtype=torch.int64, device="cpu")
+        own = self.share.take(rows, 0, drop_last=self.drop_last).tolist()
+        return iter(BatchSampler(own, self.batch_size, self.drop_last))
+
+    def __len__(self) -> int:
+        count = self.share.size(len(self.sampler), 0, drop_last=self.drop_last)  # type: ignore[arg-type]
+        return count // self.batch_size if self.drop_last else -(-count // self.batch_size)
+
+
 def find_samplers(loader: Any) -> list[Any]:
     """Return the samplers of any loader, also those inside of other samplers."""
     own = getattr(loader, "batch_sampler", None)
@@ -140,7 +162,7 @@ class Plan:
         """
         self.states.clear()
         size, drop_last, rows = 1, False, self.sampler
-        if not self.single and type(rows) is BatchSampler:
+        if not self.single and type(rows) in (BatchSampler, RankBatches):
             size, drop_last, rows = rows.batch_size, rows.drop_last, rows.sampler
         elif not self.single:
             return self._read(position, draw_base)
