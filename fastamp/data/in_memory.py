@@ -123,7 +123,7 @@ class _Items(Dataset[Any]):
         leaves, self._spec = _flatten(item)
         self._kinds = [*map(_find_kind, leaves)]
         if None in self._kinds or not leaves:
-            msg = "dataset[0]: expected plain tensors on the CPU, NumPy arrays or numbers, alone or in "
+            msg = "dataset[0]: expected plain tensors on the CPU, NumPy arrays or numbers, also in "
             raise TypeError(msg + f"dicts, lists and tuples, got {item!r:.300}")
         self.first = stack([self._check(0, item)])
         self.arrays = [*map(_as_array, self.first)]
