@@ -16,7 +16,7 @@ from warnings import warn
 
 import torch
 
-from fastamp.data import DataLoader
+from fastamp.data.loader import DataLoader, check_state
 from fastamp.data.structure import contents_of
 from fastamp.metrics import MetricsTracker
 from fastamp.metrics.sinks import Scalar, require
@@ -45,8 +45,8 @@ class AmpCallback(pl.Callback):  # type: ignore[misc, name-defined]
     - Every `log_every_n_steps` batches: "train/batches_per_s", "train/samples_per_s" if a batch
       holds tensors, and "train/grad_norm", the last finite one.
 
-    A `fastamp.DataLoader` over a stream with workers has no state: it is left out of checkpoints,
-    with one warning.
+    A `fastamp.DataLoader` over a stream with workers has no state: loaders are left out of
+    checkpoints then, with one warning.
 
     All are logged with their steps. Only every `log_every_n_steps` batches does the callback wait
     for the device and call the loggers.
@@ -74,7 +74,7 @@ class AmpCallback(pl.Callback):  # type: ignore[misc, name-defined]
         if isinstance(trainer.scaler, GradScaler):
             self._watch = self.tracker._watch_scaler(trainer.scaler, trainer.global_step)
         self._n_batches, self._n_samples, self._start_s = 0, 0, time.perf_counter()
-        _leave_out(trainer.fit_loop._combined_loader.flattened)
+        _leave_out(trainer.fit_loop._combined_loader)
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         """Number steps as Lightning does, which counts those that a module leaves out."""
@@ -113,18 +113,16 @@ class AmpCallback(pl.Callback):  # type: ignore[misc, name-defined]
     on_exception = on_train_end
 
 
-def _leave_out(loaders: Iterable[Any]) -> None:
-    """Keep loaders whose position cannot be known out of Lightning's checkpoints; warn once."""
-    reasons = []
-    for loader in loaders:
-        if isinstance(loader, DataLoader) and loader.state_dict is not None:
+def _leave_out(combined: Any) -> None:
+    """Keep positions out of Lightning's checkpoints where a loader's is unknown; warn once."""
+    for loader in combined.flattened:
+        if isinstance(loader, DataLoader):
             try:
-                loader.state_dict()
+                check_state(loader)
             except TypeError as error:
-                reasons.append(str(error))
-                loader.state_dict = None  # type: ignore[method-assign]  # Lightning asks it then no more
-    if reasons:
-        warn(f"checkpoints hold no position of a loader: {reasons[0]}", stacklevel=2)
+                combined._state_dicts = list
+                warn(f"checkpoints hold no position of the loaders: {error}", stacklevel=2)
+                return
 
 
 def _count_samples(batch: Any) -> int:

@@ -78,6 +78,10 @@ def test_a_stream_with_workers_is_left_out_of_checkpoints_with_one_warning(pl, b
         trainer.fit(make_module(pl), loader)
     assert sum("StatefulDataLoader" in str(each.message) for each in told) == 1
     trainer.save_checkpoint(tmp_path / "last.ckpt")
+    trainer.fit_loop.max_epochs = 2
+    with pytest.warns(UserWarning, match="torchdata's StatefulDataLoader"):
+        trainer.fit(make_module(pl), loader, ckpt_path=tmp_path / "last.ckpt")
+    assert trainer.current_epoch == 2
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
