@@ -156,7 +156,7 @@ def package(session: nox.Session) -> None:
 ARM_NAMES = "numpy sympy networkx jinja2 fsspec filelock typing-extensions setuptools pytest"
 ARM_NAMES += " pytest-xdist hypothesis"
 ARM_STEP = ["clip_and_norm", "equivalence", "skips", "ways", "noticed"]
-ARM_DATA = ["gather", "gather_queue", "collate", "augment"]
+ARM_DATA = ["gather", "collate"]
 
 
 @nox.session
