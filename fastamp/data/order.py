@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeAlias
 
@@ -251,10 +252,30 @@ class Plan:
             base = draw_base(False)
             if position.seed is None:
                 position.seed = base if self.seed is None else self.seed
-            number += sum(map(self._count, islice(iterator, skipped)))
-            batches = self._place(iterator, owner, number, self._order(position))
-            first = [*islice(batches, not skipped)]  # so that most samplers draw now
+            after = source.get_state()
+        order = self._order(position)
+        if skipped:
+            return self._resume(iterator, skipped, owner, order, partial(source.set_state, after))
+        batches = self._place(iterator, owner, number, order)
+        first = [*islice(batches, 1)]  # so that most samplers draw now
         return chain(first, batches)
+
+    def _resume(
+        self,
+        iterator: Iterator[Any],
+        skipped: int,
+        owner: Any,
+        order: Order,
+        put_back: Callable[[], object],
+    ) -> Iterator[Job]:
+        """Skip what was delivered when the first batch is asked for, and yield the rest.
+
+        Until then a program may call `set_epoch` of its sampler, as Lightning does.
+        """
+        with generators_kept():
+            put_back()
+            number = sum(map(self._count, islice(iterator, skipped)))
+        yield from self._place(iterator, owner, number, order)
 
     def _with_generator(self, epoch: int) -> Any:
         """Return the sampler; one of torch's without a generator gets one, if there is a seed."""
