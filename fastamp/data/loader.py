@@ -122,6 +122,11 @@ class DataLoader(TorchDataLoader[T_co]):
         if shard or rank is not None or world_size is not None:
             if type(sampler) is SequentialSampler:  # Lightning's, to overfit
                 sampler, shuffle = None, False
+            inner: Any = getattr(batch_sampler, "sampler", None)
+            if type(inner) in (SequentialSampler, SeededSampler):  # Lightning's, to predict
+                batches: Any = batch_sampler
+                batch_size, drop_last = batches.batch_size, batches.drop_last
+                shuffle, batch_sampler = isinstance(inner, SeededSampler), None
             check_shardable(dataset, sampler=sampler, batch_sampler=batch_sampler)
             share = find_share(rank, world_size)
             seed = seed or 0
