@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -90,7 +91,10 @@ GROUPS = {
     ],
 }
 BASES = {"stock": "the good loop", "naive": "the naive loop"}  # torch's, the faster one
-NEVER = "the update, loader, timer, trainer"
+ON_A_GPU = {  # rows of `bench step`, of which on_gpu.sh keeps the text
+    "gpt2/adamw": ("on an H200: a step of GPT-2", "fused AdamW"),
+}
+GPU = "nvidia_h200"
 STYLE = f"""
 :root {{ {page.LIGHT}; background: var(--paper) }}
 @media (prefers-color-scheme: dark) {{ :root {{ {page.DARK} }} }}
@@ -120,10 +124,28 @@ def read_records() -> dict[str, Any]:
 
 def read_figures(records: dict[str, Any]) -> dict[str, list[Found]]:
     """Return the figures of every row, by group."""
-    return {
+    found = {
         title: [_find(records[row.command], row) for row in rows if row.command in records]
         for title, rows in GROUPS.items()
     }
+    return {**found, "On a GPU": read_gpu()[0]}
+
+
+def read_gpu() -> tuple[list[Found], str]:
+    """Return the rows of the kept record of a GPU, and what it is."""
+    parts = json.loads((RESULTS / f"{GPU}.json").read_text(encoding="utf-8"))["parts"]
+    rows = [row for part in ("step", "rows") for row in parts[part]["rows"]]
+    facts = {name: value for row in parts["facts"]["rows"] for name, value in row.items()}
+    found = []
+    for race, (text, base) in ON_A_GPU.items():
+        row = next(row for row in rows if row["row"] == f"step {race}")
+        said = next(each for each in row["measurements"] if each.startswith(f"speedup/{race} "))
+        value, low, high = map(float, re.findall(r"[\d.]+", said.removeprefix(f"speedup/{race} ")))
+        times = {each["arm"]: f"{float(each['median ms']):.2f} ms" for each in row["table"]}
+        figures = [times["torch"], times["fastamp"]]
+        found.append(Found(text, base, Interval(value=value, low=low, high=high), figures, ""))
+    machine = f"{facts['device']}, torch {facts['torch']}, {parts['step']['begun'][:10]}"
+    return found, f"{machine}."
 
 
 def _find(record: dict[str, Any], row: Row) -> Found:
@@ -171,10 +193,10 @@ def make_table(figures: dict[str, list[Found]], records: dict[str, Any], docs: s
     for row in (row for rows in figures.values() for row in rows):
         cells = [row.text, row.base, *row.times, _say(row.ratio), row.naive]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += [f"| on a GPU: {NEVER} | | | | [never run]({docs}how/gpu.md) | |", ""]
     about = [*ABOUT.split(), "`python -m fastamp.bench`", *_sources(records)]
-    lines += wrap(" ".join(about), 120, break_on_hyphens=False)
-    return "\n".join([*lines, ""])
+    about.append(f"[On a GPU]({docs}how/gpu.md): {read_gpu()[1]}")
+    lines += ["", *wrap(" ".join(about), 120, break_on_hyphens=False), ""]
+    return "\n".join(lines)
 
 
 def _sources(records: dict[str, Any]) -> Iterator[str]:
@@ -206,7 +228,6 @@ def draw(figures: dict[str, list[Found]]) -> str:
         return pictures.Panel(rows, bars, title)
 
     panels = [panel(title, found, _words(found)) for title, found in figures.items() if found]
-    panels.append(panel("On a GPU", [], [(NEVER, "never run")]))
     return stand_alone(pictures.draw("times as fast", panels))
 
 

@@ -174,7 +174,7 @@ VARYING = {
 @pytest.mark.parametrize(("first", "other"), VARYING.values(), ids=VARYING)
 def test_items_that_vary_are_refused(first, other, folder):
     dataset = Rows(LENGTH, lambda i: {"x": other if i == 3 else first, "y": i})
-    with pytest.raises(TypeError, match=r"dataset\[3\]: expected .* as in dataset\[0\]"):
+    with pytest.raises(TypeError, match=r"dataset\[3\]: expected .* of dataset\[0\]"):
         fastamp.in_memory(dataset, folder)
     assert not folder.exists()
     assert not list(folder.parent.iterdir())

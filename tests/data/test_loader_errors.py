@@ -269,8 +269,8 @@ def forever():
 
 def stuck():
     yield 0
-    time.sleep(2)
     yield 1
+    time.sleep(LIMIT_S)
 
 def slow_workers():
     return fastamp.DataLoader(Rows(10**6, slowly), 4, num_workers=2)

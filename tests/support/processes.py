@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,7 @@ TESTS = Path(__file__).parents[1]
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch._dynamo"])
 LIMIT_S = 240.0  # after which a process that hangs is killed
+PATIENCE_S = 5.0  # for processes that are about to end
 
 
 class Finished(NamedTuple):
@@ -65,7 +67,9 @@ def run_python(code: str, *arguments: str, cwd: Path = TESTS, **env: str) -> Fin
         if process.is_alive():
             os.kill(process.pid, signal.SIGABRT)  # faulthandler then prints where it hangs
             process.join()
-        left = _session(process.pid)
+        end_s = time.monotonic() + PATIENCE_S
+        while (left := _session(process.pid)) and time.monotonic() < end_s:
+            time.sleep(0.05)
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
