@@ -146,24 +146,32 @@ def _portable(source: Any) -> Any:
 
 def _open_all(sources: list[Any], dtype: Any, header: int) -> list[npt.NDArray[Any]]:
     """Return the tokens of all files and arrays, which have one dtype."""
+    raw_dtype = np.dtype(np.uint16 if dtype is None else dtype)
     parts: list[npt.NDArray[Any]] = []
     for i, source in enumerate(sources):
-        is_raw = isinstance(source, Path) and source.suffix.lower() != ".npy"
-        parts.append(_map(source, dtype, header) if is_raw else _open(source))
-        expected = parts[0].dtype if dtype is None else np.dtype(dtype)
+        parts.append(_open(source, raw_dtype, header))
+        expected = parts[0].dtype if dtype is None else raw_dtype
         if parts[i].ndim != 1 or expected not in _DTYPES or parts[i].dtype != expected:
             kind = expected if expected in _DTYPES else _NAMES
             msg = f"path_or_array[{i}]: expected one dimension of {kind} in this machine's byte "
             raise ValueError(msg + f"order, got shape {parts[i].shape} of {parts[i].dtype}")
-        if header and not is_raw:
+        if header and not _is_raw(source):
             msg = f"header={header}: expected 0, since path_or_array[{i}] is no file of raw tokens"
             raise ValueError(msg)
     return parts
 
 
-def _open(source: Any) -> npt.NDArray[Any]:
-    """Return the tokens of a .npy file or an array."""
+def _is_raw(source: Any) -> bool:
+    return isinstance(source, Path) and source.suffix.lower() != ".npy"
+
+
+def _open(source: Any, raw_dtype: np.dtype[Any], header: int) -> npt.NDArray[Any]:
+    """Map a file, or return an array without strides."""
     try:
+        if _is_raw(source):
+            if source.stat().st_size == header:  # cannot be mapped; nor can a FIFO: it would block
+                return np.empty(0, raw_dtype)
+            return np.memmap(source, raw_dtype, "r", offset=header)
         tokens = open_memmap(source, mode="r") if isinstance(source, Path) else np.asarray(source)
     except OSError:
         raise
@@ -171,15 +179,3 @@ def _open(source: Any) -> npt.NDArray[Any]:
         msg = f"path_or_array: {source} cannot be read: {error}"
         raise ValueError(msg) from error
     return np.ascontiguousarray(tokens) if tokens.strides != (tokens.itemsize,) else tokens
-
-
-def _map(path: Path, dtype: npt.DTypeLike | None, header: int) -> npt.NDArray[Any]:
-    """Map a file of raw tokens."""
-    kind = np.dtype(np.uint16 if dtype is None else dtype)
-    nbytes = path.stat().st_size
-    if nbytes < header or (nbytes - header) % kind.itemsize:
-        msg = f"{path} has {nbytes} bytes: expected {header} of a header and a multiple of "
-        raise ValueError(msg + f"{kind.itemsize} of tokens, for dtype {kind}")
-    if nbytes == header:  # cannot be mapped; nor can a FIFO, which would block
-        return np.empty(0, kind)
-    return np.memmap(path, kind, "r", offset=header)
