@@ -124,7 +124,7 @@ class BatchCollator:
             on_cpu = pad is not None or torch.get_default_device().type == "cpu"
             dtype = torch_dtype(dtype) if on_cpu else None
         if dtype is not None:
-            element = None if pad is None else _as_element(pad, dtype)
+            element = None if pad is None else _as_element(pad, dtype, str(pad))
             if element is None and pad is not None:
                 msg = f"pad={pad!r} for {_place(0, keys)}: {dtype} does not hold it"
                 raise ValueError(msg)
@@ -213,8 +213,11 @@ def _as_arrays(samples: Sequence[Any], keys: _Keys, pad: float) -> list[np.ndarr
 
 
 @functools.lru_cache
-def _as_element(pad: float, dtype: torch.dtype) -> Tensor | None:
-    """Return the padding as an element of a dtype; None if the dtype does not hold it."""
+def _as_element(pad: float, dtype: torch.dtype, _name: str) -> Tensor | None:
+    """Return the padding as an element of a dtype; None if the dtype does not hold it.
+
+    The name keeps 0.0 and -0.0 apart, which are equal.
+    """
     try:
         element = torch.tensor(pad, dtype=dtype, device=_CPU)
         if dtype.is_floating_point or dtype.is_complex:
