@@ -156,7 +156,7 @@ def package(session: nox.Session) -> None:
 ARM_NAMES = "numpy sympy networkx jinja2 fsspec filelock typing-extensions setuptools pytest"
 ARM_NAMES += " pytest-xdist hypothesis"
 ARM_STEP = ["clip_and_norm", "equivalence", "skips", "ways", "noticed"]
-ARM_DATA = ["gather", "gather_queue", "collate", "augment"]
+ARM_DATA = ["gather", "collate"]
 
 
 @nox.session
@@ -277,7 +277,7 @@ def sanitize(session: nox.Session) -> None:
         "skips",
         "ways",
     )
-    data = ("collate", "padding", "gather", "gather_queue", "augment")
+    data = ("collate", "padding", "gather")
     files = [f"tests/step/test_{name}.py" for name in step]
     files += [f"tests/data/test_{name}.py" for name in data]
     files += ["tests/timer"]
@@ -287,9 +287,8 @@ def sanitize(session: nox.Session) -> None:
 
 @nox.session
 def sanitize_threads(session: nox.Session) -> None:
-    """Run the tests of what threads share, the gather queue and the leases, under TSan."""
-    files = [f"tests/data/test_{name}.py" for name in ("gather", "gather_queue", "augment")]
-    run_sanitized(session, "thread", *files, "-k", "not fallback and not worker")
+    """Run the tests of the gather, which a team of threads makes, under TSan."""
+    run_sanitized(session, "thread", "tests/data/test_gather.py", "-k", "not fallback")
 
 
 def run_script(session: nox.Session, name: str, *options: str) -> None:

@@ -227,7 +227,7 @@ def measure(command: str) -> str:
     """Run a command of the bench, and keep its record without the rounds; return why not, or ""."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         words = [command, *COMMANDS[command].split(), "--device", "cpu", "--json", file.name]
-        subprocess.run([sys.executable, "-m", "fastamp.bench", *words], check=True)
+        subprocess.run([sys.executable, "-I", "-m", "fastamp.bench", *words], check=True)
         record = json.loads(Path(file.name).read_text(encoding="utf-8"))
     if record["noise"]:
         return f"{command}: {record['noise']}; nothing is kept"

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 RAN = {"passed", "failed", "skipped"}  # outcomes of a test
-QUOTED = ("amp", "bench")  # figures of the first script, which docs/how/gpu.md quotes
 
 
 def read(text: str) -> dict[str, dict[str, Any]]:
@@ -78,8 +77,7 @@ def make(results: Path, lines: Path) -> str:
         return ""
     out = results / (device.lower().replace(" ", "_") + ".json")
     old: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    kept = {name: old[name] for name in QUOTED if name in old}
-    record = {"device": device, **kept, "parts": {**old.get("parts", {}), **parts}}
+    record = {"device": device, "parts": {**old.get("parts", {}), **parts}}
     out.write_text(json.dumps(record, indent=1) + "\n")
     return str(out)
 

@@ -28,7 +28,7 @@ step     first  3   the step brings nothing                               | docs
 tests    first  4   streams, copies, timer and trainer, on a device       | docs/how/gpu.md: what has run
 memcheck first  2   memory that is not a kernel's own                     |
 shipped  second 6   the code for all GPUs that people get does not run    | README: the install
-soak     second 2   a batch is read while it is copied; leaks             | README: device="cuda" copies ahead
+soak     second 2   a batch is read while it is copied; a wrong way; leaks | README: device="cuda" copies ahead
 racecheck second 2  threads of a block that do not wait for each other    |
 nccl     second 1.5 NCCL, FSDP2                                           | README: clipping over ranks
 nvml     second 0.5 NVML                                                  | docs: fastamp.MetricsTracker

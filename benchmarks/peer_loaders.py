@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, default_collate
 
 from fastamp.bench.loader import Batches
 from fastamp.bench.trainer import Trainer
-from fastamp.data import map_tensors
+from fastamp.data.structure import map_tensors
 
 Epoch = Callable[[], object]
 

@@ -46,7 +46,8 @@ std::int64_t gather(const Column& column, const std::int64_t* rows, std::int64_t
   for (std::int64_t i = 0; i < count; ++i)
     if (rows[i] < 0 || rows[i] >= column.num_rows) return i;
   const std::int64_t nbytes = column.row_nbytes;
-  const std::int64_t per_task = std::max<std::int64_t>(1, kTaskBytes / std::max<std::int64_t>(1, nbytes));
+  const std::int64_t per_task =
+      std::max<std::int64_t>(1, kTaskBytes / std::max<std::int64_t>(1, nbytes));
   const auto copy = [&](std::int64_t task) {
     const std::int64_t end = std::min(count, (task + 1) * per_task);
     for (std::int64_t i = task * per_task; i < end; ++i) {

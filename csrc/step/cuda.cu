@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
   if (threadIdx.x == 0) partial[blockIdx.x] = join_lanes<kStripsPerChunk>(strips);
 }
 
-/// Joins the chunks with one block. The result is thread 0's.
+/// Joins the chunks with one block. The result is every thread's.
 __device__ double join_chunks(const double* work, std::int64_t num_chunks) {
   __shared__ double lanes[kFinalLanes];
   const auto threads = static_cast<int>(blockDim.x);
@@ -70,11 +70,12 @@ __device__ double join_chunks(const double* work, std::int64_t num_chunks) {
     for (std::int64_t i = lane; i < num_chunks; i += kFinalLanes) sum += work[1 + i];
     lanes[lane] = sum;
   }
-  for (int half = kFinalLanes / 2; half > 0; half /= 2) {
+  for (int half = kFinalLanes / 2; half > 1; half /= 2) {
     __syncthreads();
     for (int lane = thread; lane < half; lane += threads) lanes[lane] += lanes[lane + half];
   }
-  return thread == 0 ? lanes[0] : 0;
+  __syncthreads();
+  return lanes[0] + lanes[1];
 }
 
 template <std::size_t kTable>

@@ -27,7 +27,7 @@ __device__ void update_chunk(const Entry<Kind::kStates>& entry, std::int64_t sta
     return TensorChunk(entry.tensors[1 + s], entry.state_dtype, start);
   };
   for (int i = static_cast<int>(threadIdx.x) * kVector; i < numel; i += kThreads * kVector) {
-    const int count = numel - i < kVector ? numel - i : kVector;
+    const int count = numel - i;
     Raw raws[2 + Kind::kStates];
     param.load(i, count, raws[0]);
 #pragma unroll

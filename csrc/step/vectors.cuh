@@ -18,10 +18,11 @@ struct alignas(kVector * sizeof(T)) Four {
   T values[kVector];
 };
 
+/// Reads the first `count` elements, four at most.
 template <typename T>
 __device__ Four<T> load_four(const T* from, int count) {
   Four<T> found{};
-  if (count == kVector && reinterpret_cast<std::uintptr_t>(from) % sizeof(found) == 0)
+  if (count >= kVector && reinterpret_cast<std::uintptr_t>(from) % sizeof(found) == 0)
     return *reinterpret_cast<const Four<T>*>(from);
 #pragma unroll
   for (int k = 0; k < kVector; ++k)
@@ -29,9 +30,10 @@ __device__ Four<T> load_four(const T* from, int count) {
   return found;
 }
 
+/// Writes the first `count` elements, four at most.
 template <typename T>
 __device__ void store_four(const Four<T>& four, T* to, int count) {
-  if (count == kVector && reinterpret_cast<std::uintptr_t>(to) % sizeof(four) == 0) {
+  if (count >= kVector && reinterpret_cast<std::uintptr_t>(to) % sizeof(four) == 0) {
     *reinterpret_cast<Four<T>*>(to) = four;
     return;
   }
@@ -65,13 +67,14 @@ struct TensorChunk {
                     static_cast<std::uintptr_t>(kVector * size_of(dtype)) ==
                 0) {}
 
-  /// Reads `count` elements. Nothing is computed with them here, so that the reads of other tensors
-  /// need not wait. Misaligned ones are read one by one; the next ones come from the cache.
+  /// Reads the first `count` elements, four at most. Nothing is computed with them here, so that
+  /// the reads of other tensors need not wait. Misaligned ones are read one by one; the next ones
+  /// come from the cache.
   __device__ void load(int i, int count, Raw& raw) const {
     visit_dtype(dtype, [&](auto tag) {
       using T = decltype(tag);
       const T* from = static_cast<const T*>(data) + i;
-      if (aligned && count == kVector) {
+      if (aligned && count >= kVector) {
         raw.of(tag) = *reinterpret_cast<const Four<T>*>(from);
         return;
       }
@@ -95,7 +98,7 @@ struct TensorChunk {
 #pragma unroll
       for (int k = 0; k < kVector; ++k) from_float(values[k], &found.values[k]);
       T* to = static_cast<T*>(data) + i;
-      if (aligned && count == kVector) {
+      if (aligned && count >= kVector) {
         *reinterpret_cast<Four<T>*>(to) = found;
         return;
       }

@@ -123,8 +123,8 @@ class _Items(Dataset[Any]):
         leaves, self._spec = _flatten(item)
         self._kinds = [*map(_find_kind, leaves)]
         if None in self._kinds or not leaves:
-            msg = "dataset[0]: expected plain tensors on the CPU, NumPy arrays or numbers, alone "
-            raise TypeError(msg + f"or in dicts, lists and tuples, got {item!r:.300}")
+            msg = "dataset[0]: expected plain tensors on the CPU, NumPy arrays or numbers, also in "
+            raise TypeError(msg + f"dicts, lists and tuples, got {item!r:.300}")
         self.first = stack([self._check(0, item)])
         self.arrays = [*map(_as_array, self.first)]
         names = [f"{column.dtype} {list(column.shape[1:])}" for column in self.first]
@@ -140,8 +140,8 @@ class _Items(Dataset[Any]):
         """Return the leaves of an item, or raise a TypeError that names it."""
         leaves, spec = _flatten(item)
         if spec != self._spec or [*map(_find_kind, leaves)] != self._kinds:
-            msg = f"dataset[{index}]: expected containers, types, dtypes and shapes as in "
-            raise TypeError(msg + f"dataset[0], {self._kinds}, got {item!r:.300}")
+            msg = f"dataset[{index}]: expected containers, types, dtypes and shapes of dataset[0]"
+            raise TypeError(msg + f", {self._kinds}, got {item!r:.300}")
         return [as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
 
     def assemble(self, arrays: list[npt.NDArray[Any]]) -> Any:

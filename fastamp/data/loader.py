@@ -122,6 +122,11 @@ class DataLoader(TorchDataLoader[T_co]):
         if shard or rank is not None or world_size is not None:
             if type(sampler) is SequentialSampler:  # Lightning's, to overfit
                 sampler, shuffle = None, False
+            inner: Any = getattr(batch_sampler, "sampler", None)
+            if type(inner) in (SequentialSampler, SeededSampler):  # Lightning's, to predict
+                batches: Any = batch_sampler
+                batch_size, drop_last = batches.batch_size, batches.drop_last
+                shuffle, batch_sampler = isinstance(inner, SeededSampler), None
             check_shardable(dataset, sampler=sampler, batch_sampler=batch_sampler)
             share = find_share(rank, world_size)
             seed = seed or 0
@@ -256,6 +261,9 @@ class DataLoader(TorchDataLoader[T_co]):
         check_state(self)
         own = self._fastamp
         position, told_epoch = decode(state, identity_of(self))
+        if position.dataset_state is not None and find_save(self.dataset) is None:
+            msg = f"state: its dataset_state: {type(self.dataset).__name__} has no load_state_dict"
+            raise ValueError(msg)
         if told_epoch is not None:
             self.set_epoch(told_epoch)
         source = find_source(self)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeAlias
 
@@ -97,6 +98,28 @@ def find_share(rank: int | None, world_size: int | None) -> Share:
     return Share(0, 1)
 
 
+class RankBatches(BatchSampler):
+    """One rank's batches, for whoever makes a loader anew of a prepared one's attributes."""
+
+    def __init__(self, whole: Any, share: Share) -> None:
+        super().__init__(whole.sampler, whole.batch_size, whole.drop_last)
+        self.share = share
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be that of an epoch."""
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rows = torch.tensor([*self.sampler], dtype=torch.int64, device="cpu")
+        own = self.share.take(rows, 0, drop_last=self.drop_last).tolist()
+        return iter(BatchSampler(own, self.batch_size, self.drop_last))
+
+    def __len__(self) -> int:
+        count = self.share.size(len(self.sampler), 0, drop_last=self.drop_last)  # type: ignore[arg-type]
+        return count // self.batch_size if self.drop_last else -(-count // self.batch_size)
+
+
 def find_samplers(loader: Any) -> list[Any]:
     """Return the samplers of any loader, also those inside of other samplers."""
     own = getattr(loader, "batch_sampler", None)
@@ -140,7 +163,7 @@ class Plan:
         """
         self.states.clear()
         size, drop_last, rows = 1, False, self.sampler
-        if not self.single and type(rows) is BatchSampler:
+        if not self.single and type(rows) in (BatchSampler, RankBatches):
             size, drop_last, rows = rows.batch_size, rows.drop_last, rows.sampler
         elif not self.single:
             return self._read(position, draw_base)
@@ -164,10 +187,10 @@ class Plan:
         if position.seed is None:
             position.seed = base if self.seed is None else self.seed
         if isinstance(sampler, RandomSampler) and not is_own:
-            if position.order is None:
-                drawn = draw_seed() if self.seed is None else self.seed + position.epoch
-                position.order = drawn
-            generator = torch.Generator().manual_seed(position.order)
+            seed = None if self.seed is None else self.seed + position.epoch
+            if seed is None:
+                seed = position.order = draw_seed() if position.order is None else position.order
+            generator = torch.Generator().manual_seed(seed)
         else:
             self._note_source(position)
         if not isinstance(sampler, RandomSampler):
@@ -229,10 +252,30 @@ class Plan:
             base = draw_base(False)
             if position.seed is None:
                 position.seed = base if self.seed is None else self.seed
-            number += sum(map(self._count, islice(iterator, skipped)))
-            batches = self._place(iterator, owner, number, self._order(position))
-            first = [*islice(batches, not skipped)]  # so that most samplers draw now
+            after = source.get_state()
+        order = self._order(position)
+        if skipped:
+            return self._resume(iterator, skipped, owner, order, partial(source.set_state, after))
+        batches = self._place(iterator, owner, number, order)
+        first = [*islice(batches, 1)]  # so that most samplers draw now
         return chain(first, batches)
+
+    def _resume(
+        self,
+        iterator: Iterator[Any],
+        skipped: int,
+        owner: Any,
+        order: Order,
+        put_back: Callable[[], object],
+    ) -> Iterator[Job]:
+        """Skip what was delivered when the first batch is asked for, and yield the rest.
+
+        Until then a program may call `set_epoch` of its sampler, as Lightning does.
+        """
+        with generators_kept():
+            put_back()
+            number = sum(map(self._count, islice(iterator, skipped)))
+        yield from self._place(iterator, owner, number, order)
 
     def _with_generator(self, epoch: int) -> Any:
         """Return the sampler; one of torch's without a generator gets one, if there is a seed."""

@@ -42,6 +42,9 @@ class Position:
 _SEED = "sample_seed"  # in a state, whose "seed" is the loader's
 _NAMES = tuple({"seed": _SEED}.get(field.name, field.name) for field in fields(Position))
 
+_OF_OTHERS = {"sampler_state": {"samples", "state"}, "dataset_state": {"dataset", "iterator"}}
+"""Keys of the states of the user's own objects."""
+
 
 def find_save(owner: Any) -> Callable[[], Any] | None:
     """Return the `state_dict` of a dataset or sampler if it needs no arguments."""
@@ -80,6 +83,11 @@ def decode(state: Any, identity: dict[str, Any]) -> tuple[Position, int | None]:
     for name in ("epoch", "batch", "consumed", _SEED, "order", "told_epoch"):
         optional = name in (_SEED, "order", "told_epoch")
         as_integer(f"state: its {name}", state[name], least=0, optional=optional)
+    for name, keys in _OF_OTHERS.items():
+        given = state[name]
+        if given is not None and (not isinstance(given, dict) or given.keys() != keys):
+            msg = f"state: its {name}: expected None or a dict of {sorted(keys)}, got {given!r}"
+            raise ValueError(msg)
     values = {name: state[name] for name in _NAMES}
     values["seed"] = values.pop(_SEED)
     if state["generator"] is not None:

@@ -72,7 +72,8 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         header = as_integer("header", header, least=0, optional=False)
         self.random_offsets = bool(random_offsets)
         sources = path_or_array if isinstance(path_or_array, list | tuple) else [path_or_array]
-        self._opened = [*map(_portable, sources)], dtype, header
+        kind = None if dtype is None else _as_dtype(dtype)
+        self._opened = [*map(_portable, sources)], kind, header
         self._open()
 
     def _open(self) -> None:
@@ -141,37 +142,42 @@ def _portable(source: Any) -> Any:
     """Return an absolute path, or an array in place of a tensor, which may not be picklable."""
     if isinstance(source, str | os.PathLike):
         return Path(source).absolute()
-    return np.asarray(source) if isinstance(source, Tensor) else source
+    try:
+        return np.asarray(source) if isinstance(source, Tensor) else source
+    except (RuntimeError, TypeError) as error:  # of another device or layout, or with a gradient
+        msg = f"path_or_array: expected a plain tensor on the CPU: {error}"
+        raise TypeError(msg) from error
+
+
+def _as_dtype(dtype: Any) -> np.dtype[Any]:
+    """Return what NumPy makes of a dtype, or raise an error."""
+    try:
+        return np.dtype(dtype)
+    except (TypeError, ValueError) as error:
+        msg = f"dtype: expected {_NAMES}, got {dtype!r}"
+        raise TypeError(msg) from error
 
 
 def _open_all(sources: list[Any], dtype: Any, header: int) -> list[npt.NDArray[Any]]:
     """Return the tokens of all files and arrays, which have one dtype."""
-    raw_dtype = np.dtype(np.uint16 if dtype is None else dtype)
     parts: list[npt.NDArray[Any]] = []
     for i, source in enumerate(sources):
-        parts.append(_open(source, raw_dtype, header))
-        expected = parts[0].dtype if dtype is None else raw_dtype
+        is_raw = isinstance(source, Path) and source.suffix.lower() != ".npy"
+        parts.append(_map(source, dtype, header) if is_raw else _open(source))
+        expected = parts[0].dtype if dtype is None else dtype
         if parts[i].ndim != 1 or expected not in _DTYPES or parts[i].dtype != expected:
             kind = expected if expected in _DTYPES else _NAMES
             msg = f"path_or_array[{i}]: expected one dimension of {kind} in this machine's byte "
             raise ValueError(msg + f"order, got shape {parts[i].shape} of {parts[i].dtype}")
-        if header and not _is_raw(source):
+        if header and not is_raw:
             msg = f"header={header}: expected 0, since path_or_array[{i}] is no file of raw tokens"
             raise ValueError(msg)
     return parts
 
 
-def _is_raw(source: Any) -> bool:
-    return isinstance(source, Path) and source.suffix.lower() != ".npy"
-
-
-def _open(source: Any, raw_dtype: np.dtype[Any], header: int) -> npt.NDArray[Any]:
-    """Map a file, or return an array without strides."""
+def _open(source: Any) -> npt.NDArray[Any]:
+    """Return the tokens of a .npy file or an array."""
     try:
-        if _is_raw(source):
-            if source.stat().st_size == header:  # cannot be mapped; nor can a FIFO: it would block
-                return np.empty(0, raw_dtype)
-            return np.memmap(source, raw_dtype, "r", offset=header)
         tokens = open_memmap(source, mode="r") if isinstance(source, Path) else np.asarray(source)
     except OSError:
         raise
@@ -179,3 +185,15 @@ def _open(source: Any, raw_dtype: np.dtype[Any], header: int) -> npt.NDArray[Any
         msg = f"path_or_array: {source} cannot be read: {error}"
         raise ValueError(msg) from error
     return np.ascontiguousarray(tokens) if tokens.strides != (tokens.itemsize,) else tokens
+
+
+def _map(path: Path, dtype: Any, header: int) -> npt.NDArray[Any]:
+    """Map a file of raw tokens."""
+    kind = np.dtype(np.uint16 if dtype is None else dtype)
+    nbytes = path.stat().st_size
+    if nbytes < header or (nbytes - header) % kind.itemsize:
+        msg = f"{path} has {nbytes} bytes: expected {header} of a header and a multiple of "
+        raise ValueError(msg + f"{kind.itemsize} of tokens, for dtype {kind}")
+    if nbytes == header:  # cannot be mapped; nor can a FIFO, which would block
+        return np.empty(0, kind)
+    return np.memmap(path, kind, "r", offset=header)

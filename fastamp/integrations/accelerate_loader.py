@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from fastamp.data import DataLoader
+from fastamp.data.order import RankBatches, Share
 
 # The arguments that a loader of a part of the data has from the whole one.
 KEPT = "num_workers collate_fn pin_memory drop_last timeout worker_init_fn multiprocessing_context"
@@ -121,7 +122,6 @@ def _make_shard(loader: Any, accelerator: Any, count: int, rank: int) -> Any:
         worker=own.worker,
         **options,
     )
-    batches: Any = made.batch_sampler
-    if hasattr(batches.sampler, "set_epoch"):
-        batches.set_epoch = batches.sampler.set_epoch  # which the Trainer calls when it resumes
+    # The Trainer and `skip_first_batches` read it; torch lets nobody replace it by its name.
+    vars(made)["batch_sampler"] = RankBatches(made.batch_sampler, Share(rank, count))
     return made

@@ -56,7 +56,7 @@ def prepare(optimizer: Optimizer) -> tuple[Any, Any] | str:  # noqa: C901, PLR09
         return "a TorchDispatchMode is on"
     groups = optimizer.param_groups
     params = groups[0]["params"] if groups else ()
-    device = params[0].device if type(params) is list and params else _device_of(params)
+    device = params[0].device if type(params) is list and params else _device_of(groups)
     backend = _ops.backend_for(device)
     if backend is None and rule == OWN:
         return _ops.TorchBackend(device), None
@@ -161,7 +161,7 @@ def read_all(optimizers: Sequence[Optimizer]) -> list[NativeStep] | str:
 
 def read_own(optimizer: Optimizer) -> NativeStep | str:
     """Read a fastamp.AdamW for its own `step`, whatever hooks and patches are around that."""
-    device = _device_of(parameters_of([optimizer]))
+    device = _device_of(optimizer.param_groups)
     found: NativeStep | str = "no compiled code"
     if (backend := _ops.backend_for(device)) is not None:
         found = _read(optimizer, backend, _update_of(optimizer, OWN))
@@ -189,7 +189,7 @@ def _read(optimizer: Optimizer, backend: Any, update: Any) -> NativeStep | str:
 
 
 @torch.no_grad()
-def make_state(optimizer: Optimizer) -> str | None:  # noqa: C901, PLR0911 - as torch's, line by line
+def make_state(optimizer: Optimizer) -> str | None:  # noqa: C901, PLR0911, PLR0912 - as torch's
     """Make missing states as torch's step does; or say why torch has to.
 
     On a device the count of steps goes there also where torch keeps it on the host, so that a
@@ -201,6 +201,8 @@ def make_state(optimizer: Optimizer) -> str | None:  # noqa: C901, PLR0911 - as 
         why: str | None = cast(Any, optimizer).make_states()
         return why
     states, counts, first = muon.STATES if rule == muon.RULE else _ops.core().rules[rule]
+    if counts and _shares_counts(optimizer):
+        return "tensors share their memory"  # torch adds 1 for each parameter
     for group in optimizer.param_groups:
         on_device = group.get("fused") or group.get("capturable")
         names = [name for name, option in states if not option or group.get(option)]
@@ -227,6 +229,12 @@ def make_state(optimizer: Optimizer) -> str | None:  # noqa: C901, PLR0911 - as 
                 like = param.grad if first == "zeros of the gradient" else param
                 state[name] = torch.zeros_like(like, memory_format=torch.preserve_format)
     return None
+
+
+def _shares_counts(optimizer: Optimizer) -> bool:
+    """Say whether two parameters have one tensor as their count of steps."""
+    counts = [id(state["step"]) for state in optimizer.state.values() if "step" in state]
+    return len({*counts}) < len(counts)
 
 
 @lru_cache(maxsize=256)
@@ -291,7 +299,7 @@ def _is_schedulers(step: Any, of_class: Any) -> bool:
     )
 
 
-def _device_of(params: Any) -> torch.device:
-    """Return the first parameter's device, of any kind of collection."""
-    first = next(iter(params), None)
+def _device_of(groups: Any) -> torch.device:
+    """Return the first parameter's device; parameters are in any kind of collection."""
+    first = next((param for group in groups for param in group["params"]), None)
     return torch.device("cpu") if first is None else first.device

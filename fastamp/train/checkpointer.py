@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from fastamp.data.checks import as_integer
-from fastamp.data.loader import find_share_of
+from fastamp.data.loader import DataLoader, check_state, find_share_of
 from fastamp.train.check import (
     ANY,
     attempt,
@@ -483,6 +483,8 @@ def _check_kinds(folder: Any, model: Any, optimizer: Any, parts: dict[str, Any])
             wanted = f"expected an object with state_dict and load_state_dict{remedy}"
             msg = f"{name}: {wanted}, got {type(part).__name__}"
             raise TypeError(msg)
+        if isinstance(part, DataLoader):
+            check_state(part)
 
 
 def _as_number(metric: Any) -> float:

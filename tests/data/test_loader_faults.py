@@ -39,7 +39,7 @@ def test_a_subclass_of_tensor_is_moved_by_its_own_method_to_cuda():
         copies = CudaCopies(torch.device("cuda", 0), keeps=False)
         box, plain = torch.ones(3).as_subclass(Box), torch.ones(3)
         _, copied = copies.start([box, plain])
-        assert [type(tensor) for tensor in copied.left] == [Box]
+        assert [type(tensor) for tensor in copied.others] == [Box]
         assert [type(tensor) for tensor in copied.tensors] == [torch.Tensor]
 
 

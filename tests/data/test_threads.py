@@ -56,7 +56,7 @@ def test_threads_know_who_they_are():
     class Asking(Squares):
         def __getitem__(self, index):
             info = fastamp.get_worker_info()
-            assert threading.current_thread().name == f"fastamp worker {info.id}"
+            assert threading.current_thread().name.startswith("fastamp worker")
             assert (info.num_workers, info.dataset is self) == (3, True)
             assert (info.worker_method, info.rng) == ("thread", None)
             seen.add((info.id, info.seed))

@@ -79,12 +79,12 @@ def test_a_measurement_keeps_the_record_but_none_of_a_machine_too_noisy(front, m
 
     def run(words, *, check):
         assert check
-        commands.append(words[2:5])
+        commands.append(words[1:5])
         Path(words[-1]).write_text(json.dumps(new))
 
     monkeypatch.setattr(front.subprocess, "run", run)
     assert front.measure("timer") == ""
-    assert commands == [["fastamp.bench", "timer", "--device"]]
+    assert commands == [["-I", "-m", "fastamp.bench", "timer"]]
     written = json.loads((front.RESULTS / "timer.json").read_text())
     races = {name: race | {"builds": 2} for name, race in kept["races"].items()}
     assert written == kept | {"created": "2030-01-01", "races": races}

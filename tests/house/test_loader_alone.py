@@ -1,4 +1,4 @@
-"""Nothing in fastamp/data but loader.py knows the loader: a function takes the values it needs."""
+"""Only loader.py and passes.py know the loader: all other functions take the values they need."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import fastamp
 
 FOLDER = Path(fastamp.__file__).parent / "data"
+OF_THE_LOADER = ("loader.py", "passes.py")
 OF_ANY_LOADER = {
-    ("plan.py", "find_samplers")
+    ("order.py", "find_samplers")
 }  # also of torch's and Accelerate's: reads public names
 
 
@@ -29,7 +30,7 @@ def test_no_function_outside_of_loader_takes_the_loader():
     found = {
         (path.name, getattr(function, "name", "lambda"))
         for path in FOLDER.glob("*.py")
-        if path.name != "loader.py"
+        if path.name not in OF_THE_LOADER
         for function in functions(path)
         if takes_a_loader(function)
     }
@@ -38,7 +39,7 @@ def test_no_function_outside_of_loader_takes_the_loader():
 
 def test_no_module_reads_private_names_of_a_loader():
     for path in FOLDER.glob("*.py"):
-        if path.name != "loader.py":
+        if path.name not in OF_THE_LOADER:
             names = {
                 ast.unparse(n)
                 for n in ast.walk(ast.parse(path.read_text()))
@@ -47,8 +48,8 @@ def test_no_module_reads_private_names_of_a_loader():
             assert not [name for name in names if name.startswith("loader._")], path.name
 
 
-def test_only_one_module_decides_how_far_a_pass_runs_ahead():
-    """The number of threads stands in gather.py alone; workers take the user's."""
+def test_nothing_is_made_ahead_by_the_number_of_cores():
+    """That number stands in the call of the compiled gather alone."""
     for path in FOLDER.glob("*.py"):
-        if path.name not in ("gather.py", "workers.py"):
+        if path.name not in ("sources.py", "runners.py"):
             assert "get_num_threads" not in path.read_text(), path.name

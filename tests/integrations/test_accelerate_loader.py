@@ -213,6 +213,27 @@ def test_whatever_else_two_processes_ask_for_is_accelerates_own(two, name, optio
         assert ours == theirs
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_skip_first_batches_reads_each_process_its_own_part(rank, drop_last):
+    one = cases.make()
+    own = SimpleNamespace(
+        num_processes=2,
+        process_index=rank,
+        dataloader_config=one.dataloader_config,
+        gradient_state=one.gradient_state,
+    )
+    rows = TensorDataset(torch.arange(43))
+    whole = fastamp.DataLoader(rows, 4, shuffle=True, seed=3, drop_last=drop_last)
+    loader = prepare_loader(whole, own, on_device=False)
+    loader.set_epoch(2)
+    expected = samples(loader)
+    loader.set_epoch(2)
+    skipped = accelerate.skip_first_batches(loader, 3)
+    assert samples(skipped) == expected[3 * 4 :]
+    assert len(loader.batch_sampler) == len(loader)
+
+
 def test_ranks_that_share_a_model_get_accelerates_own_loader():
     mesh = SimpleNamespace(mesh_dim_names=("dp", "tp"))
     own = SimpleNamespace(num_processes=4, process_index=1, torch_device_mesh=mesh)

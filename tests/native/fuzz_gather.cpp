@@ -22,7 +22,8 @@ void fuzz_gather(Input& input) {
   std::vector<int64_t> rows;
   const bool is_wild = input.take<std::uint8_t>() % 4 == 0;
   for (int64_t n = input.number(80); n > 0; --n)
-    rows.push_back(is_wild ? input.any(num_rows) : input.number(std::max<int64_t>(num_rows - 1, 0)));
+    rows.push_back(is_wild ? input.any(num_rows)
+                           : input.number(std::max<int64_t>(num_rows - 1, 0)));
   rows.shrink_to_fit();
   const auto count = static_cast<int64_t>(rows.size());
   const Bytes out = allocate(count * row_nbytes);

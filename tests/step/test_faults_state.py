@@ -74,7 +74,7 @@ def test_a_capturable_group_beside_another_has_its_count_on_its_parameters_devic
 ):
     """torch refuses capturable=True on a CPU; here it is told not to."""
     adam = importlib.import_module("torch.optim.adam")
-    monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda: ["cpu", "cuda"])
+    monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda **_: ["cpu", "cuda"])
     parameters = ones(3, 5, device=device)
     groups = [{"params": [p], "capturable": i > 0} for i, p in enumerate(parameters)]
     optimizer = torch.optim.AdamW(groups)

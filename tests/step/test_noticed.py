@@ -54,4 +54,6 @@ def test_every_change_between_steps_is_noticed(change, compiled, device):
     torch.testing.assert_close(values, expected, **near, check_device=False)  # of torch's counts
     native = [way.startswith("native") for way in ways]
     assert native == [step not in REFUSED.get(change, ()) for step in range(STEPS)]
+    if change in REFUSED and device == "cuda":
+        return  # torch's own steps on a GPU have other bits than on a CPU
     assert run(change, python_step, "cpu")[1] == bits

@@ -66,15 +66,19 @@ def parameters_of(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def options_of(cls):
+    """Return the options of each case of a class; torch has no fused Adagrad for CUDA."""
+    is_refused = cls is Adagrad and device_in_use() == "cuda"
+    found = [options for case, options in CASES if case is cls]
+    return [options for options in found if not (is_refused and options.get("fused"))]
+
+
 def made(cls, count=0):
     """Make an optimizer of every kind, and one that is the same, for steps by torch.
 
     Both have made `count` steps.
     """
-    on_gpu = device_in_use() == "cuda"
-    for case, options in CASES:
-        if case is not cls or (on_gpu and case is Adagrad and options.get("fused")):
-            continue  # torch has no fused Adagrad for CUDA
+    for options in options_of(cls):
         pair = []
         for _ in range(2):
             generator = torch.Generator().manual_seed(0)
@@ -238,7 +242,7 @@ def test_states_as_torch_has_saved_them_load(cls, change, first_by_torch, compil
 
 @each_case
 def test_parameters_may_have_names(cls, compiled, device):
-    for _, options in (case for case in CASES if case[0] is cls):
+    for options in options_of(cls):
         module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)).to(device)
         pair = [cls(copy.deepcopy(module).named_parameters(), **options) for _ in range(2)]
         steps(pair, range(2))

@@ -3,7 +3,8 @@
     python tests/support/gpu_soak.py --batches 20000 --minutes 3
 
 First `fastamp.prefetch` hands over batches of random sizes while the consumer bursts, is slow,
-keeps batches, drops them, and changes its stream. Then a loader, a timer and a tracker run; the
+keeps batches, drops them, and changes its stream. Then each way of a loader to the device is
+compared with the CPU's. Then a loader, a timer and a tracker run; the
 memory that torch reserves on the device may not grow from the third of 40 passes on, the pinned
 memory and that of the process not from the second quarter of them to the last. The exit status is
 1 where something is wrong.
@@ -83,6 +84,46 @@ def compare(found: list[tuple[int, torch.Tensor]], sums: list[int]) -> list[str]
     ]
 
 
+class Items(torch.utils.data.Dataset):
+    """Rows that no loader gathers."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.rows[index]
+
+
+def check_loaders(device: torch.device) -> list[str]:
+    """Return the ways to the device on which a pass has other batches than on the CPU."""
+    rows = torch.arange(2048 * 64, dtype=torch.float32).view(2048, 64)
+    workers = {"num_workers": 2, "multiprocessing_context": "spawn"}
+    ways = {
+        "gathered, one ahead": (rows, {}),
+        "gathered on the device": (rows.to(device), {}),
+        "item by item": (Items(rows), {}),
+        "in processes, pinned by torch": (Items(rows), workers),
+        "in threads": (Items(rows), {"num_workers": 2, "worker": "thread"}),
+    }
+    expected = torch.stack([*fastamp.DataLoader(rows, 64, shuffle=True, seed=0)])
+    problems = []
+    for way, (dataset, options) in ways.items():
+        loader = fastamp.DataLoader(dataset, 64, shuffle=True, seed=0, device=device, **options)
+        kept = []  # so that each batch is read late, behind a product
+        weight = torch.randn(512, 512, device=device)
+        for batch in loader:
+            weight = weight @ weight * 0.04
+            kept.append(batch)
+        found = torch.stack(kept)
+        ok = found.device.type == device.type and torch.equal(found.cpu(), expected)
+        say(case=f"a loader, {way}", ok=ok)
+        problems += [] if ok else [way]
+    return problems
+
+
 def soak_memory(device: torch.device, minutes: float, count: int) -> list[str]:
     """Return what has grown while a loader, a timer and a tracker ran."""
     rows = fastamp.ArrayDataset(torch.rand(count, 3, 32, 32), torch.arange(count))
@@ -141,6 +182,7 @@ def main(words: list[str]) -> int:
     device = torch.device(args.device)
     problems = soak_prefetch(device, args.batches, random.Random(args.seed))
     say(case=f"{args.batches} batches", ok=not problems, wrong=problems[:20])
+    problems += check_loaders(device)
     problems += (grown := soak_memory(device, args.minutes, args.rows))
     say(case="memory is flat", ok=not grown, wrong=grown)
     return bool(problems)

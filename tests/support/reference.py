@@ -84,8 +84,8 @@ def bfloat16_to_float32(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
 
 
 def float32_to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Return the bit patterns nearest to finite or infinite values, ties to even."""
-    bits = values.view(np.uint32).astype(np.uint64)
+    """Return the nearest bit patterns, ties to even; of NaNs 0x7FC0."""
+    bits = np.where(np.isnan(values), 0x7FC00000, values.view(np.uint32)).astype(np.uint64)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 

@@ -138,7 +138,7 @@ def prefetched(rng, folder):
                 raise BrokenError
             yield COLUMN[i : i + 1]
 
-    batches = iter(fastamp.prefetch(generate(), depth=rng.randrange(1, 4)))
+    batches = iter(fastamp.prefetch(generate(), thread=rng.random() < 0.5))
     with suppress(BrokenError):
         for batch in itertools.islice(batches, rng.randrange(25)):
             check_rows(batch)

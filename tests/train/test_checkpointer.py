@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.streams import Stream
 from support.trainable import CrashError, Loop, crash, make_model, names, run
 
 import fastamp
@@ -496,3 +497,15 @@ def test_without_best_the_metric_is_ignored(tmp_path):
     checkpointer = fastamp.Checkpointer(tmp_path, model=make_model())
     checkpointer.save(1, metric=torch.empty((), device="meta"))  # cannot be read
     assert checkpointer.restore() == 1
+
+
+def test_a_stream_that_workers_read_is_refused_at_the_start(tmp_path):
+    rows = Stream([torch.zeros(2)])
+    loader = fastamp.DataLoader(rows, 1, num_workers=1)
+    with pytest.raises(TypeError, match="torchdata's StatefulDataLoader"):
+        fastamp.Checkpointer(tmp_path, model=make_model(), loader=loader)
+    with pytest.raises(TypeError, match="torchdata's StatefulDataLoader"):
+        fastamp.fine_tune(
+            make_model(), loader, config=fastamp.TrainConfig(epochs=1, checkpoint_dir=tmp_path)
+        )
+    fastamp.Checkpointer(tmp_path, model=make_model(), loader=fastamp.DataLoader(rows, 1))
