@@ -5,7 +5,6 @@ Images are decoded at the resolution that is needed, cropped, and only then resi
 
 import importlib
 import math
-import operator
 import os
 import random
 from collections.abc import Sequence
@@ -21,7 +20,6 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from torch.utils.data import Dataset
 
-from fastamp.data.arrays import index_error
 from fastamp.data.checks import as_size
 from fastamp.data.sample_rng import sample_rng
 
@@ -131,10 +129,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return f"ImageFolder({self.root!r}: {len(self.samples):,} images, by {decoder})"
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        length, row = len(self.samples), operator.index(index)
-        if not -length <= row < length:
-            raise index_error(row, length)
-        path, label = self.samples[row]
+        path, label = self.samples[index]
         height, width = self.size
         with open(path, "rb") as file:  # noqa: PTH123 - Path.open takes twice as long
             data = file.read()

@@ -4,6 +4,7 @@ import ctypes
 import math
 import weakref
 from collections import deque
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,17 +50,16 @@ class Memory:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes and get_worker_info() is not None:
             storage = torch.UntypedStorage._new_shared(nbytes)  # type: ignore[no-untyped-call]
-            flat = torch.empty(0, dtype=torch.uint8, device=_CPU).set_(storage)
-            return flat.view(dtype).view(shape)
-        if self.pinned:
+        elif self.pinned:
             with apart_from_captures():
                 return torch.empty(shape, dtype=dtype, device=_CPU, pin_memory=True)
-        if not LEASED_NBYTES <= nbytes <= self._max_bytes:
+        elif LEASED_NBYTES <= nbytes <= self._max_bytes:
+            storage = self._lease(nbytes)
+        else:
             return torch.empty(shape, dtype=dtype, device=_CPU)
-        # A tensor of its own: a view could not be detached in place.
-        return torch.empty(0, dtype=dtype, device=_CPU).set_(
-            self._lease(nbytes), 0, shape, _strides(shape)
-        )
+        # A tensor of its own, contiguous: a view could not be detached in place.
+        empty: Any = torch.empty(0, dtype=dtype, device=_CPU)
+        return empty.set_(storage, 0, shape)  # type: ignore[no-any-return]
 
     @property
     def free_nbytes(self) -> int:
@@ -95,19 +95,7 @@ class Memory:
 
     def __reduce__(self) -> Any:
         """Copy and pickle without the buffers."""
-        return _renew, (self.pinned, self._max_bytes)
-
-
-def _renew(pinned: bool, max_bytes: int) -> Memory:  # noqa: FBT001 - pickled
-    return Memory(pinned=pinned, max_bytes=max_bytes)
-
-
-def _strides(shape: tuple[int, ...]) -> list[int]:
-    """Return the strides of a contiguous tensor with dimensions and elements."""
-    strides = [1]
-    for size in shape[:0:-1]:
-        strides.append(strides[-1] * size)
-    return strides[::-1]
+        return partial(Memory, pinned=self.pinned, max_bytes=self._max_bytes), ()
 
 
 class _Lease(weakref.ref[Any]):
