@@ -2,10 +2,12 @@
 
 The kernel counts for each thread how long it ran, and how long it was ready and waited for a core.
 Where more of our own threads are ready than there are cores, they wait for each other: so only the
-cores' time that they did not use themselves counts as a neighbour's.
+cores' time that they and our workers, also those that have ended, did not use counts as a
+neighbour's.
 """
 
 import math
+import os
 from contextlib import suppress
 from multiprocessing import active_children
 from pathlib import Path
@@ -35,6 +37,7 @@ class Cores:
 
     def __init__(self) -> None:
         self._start_s, self._start = perf_counter(), _read()
+        self._ended_s = _count_ended_s()
 
     def waiting(self) -> Waiting | None:
         """Return the time that threads ran and waited; None where the kernel does not count it."""
@@ -44,8 +47,15 @@ class Cores:
         then = [self._start.get(thread, (0, 0)) for thread in end]
         sums = [[math.fsum(each) for each in zip(*t, strict=True)] for t in (end.values(), then)]
         ran_s, waited_s = (1e-9 * (now - before) for now, before in zip(*sums, strict=True))
+        ran_s += _count_ended_s() - self._ended_s
         free_s = count_cores() * elapsed_s - ran_s
         return Waiting(ran_s, max(min(waited_s, free_s), 0.0))
+
+
+def _count_ended_s() -> float:
+    """Return the processor time of processes that this one started and that have ended."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def _read() -> dict[str, tuple[int, int]]:

@@ -285,6 +285,20 @@ def test_this_kernel_counts_a_thread_that_runs_or_does_not_count(monkeypatch):
     assert found is None or found.ran_s > 0.03
 
 
+def test_what_workers_ran_that_have_ended_is_no_neighbours(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    clock = itertools.count(0, 10)
+    monkeypatch.setattr(cores, "PROCESSES", tmp_path)
+    monkeypatch.setattr(cores, "count_cores", lambda: 2)
+    monkeypatch.setattr(cores, "perf_counter", lambda: next(clock))
+    ended = iter([os.times_result((0, 0, 3, 1, 0)), os.times_result((0, 0, 12, 2, 0))])
+    monkeypatch.setattr(cores.os, "times", lambda: next(ended))
+    schedule(tmp_path, 1, 0, 0)
+    counted = Cores()
+    schedule(tmp_path, 1, int(9e9), int(8e9))  # it waited for its own two workers
+    assert counted.waiting().share == pytest.approx(1 / 20)  # 20 s of cores, 19 of them ours
+
+
 def busy_race(waited_s, times_s=(1.05, 1.0)):
     arms = dict(zip(("stock", "ours"), map(Visit, times_s), strict=True))
     build = Build(arms=[*arms], rounds=[arms] * 4, waiting=Waiting(9.0, waited_s))
