@@ -100,10 +100,9 @@ STYLE = f"""
 @media (prefers-color-scheme: dark) {{ :root {{ {page.DARK} }} }}
 text {{ font-family: system-ui, sans-serif !important }}
 """
-# The kept records are older than builds: the next ones are means over builds in fresh processes.
-ABOUT = """A ratio is the median over neighbouring runs of one build; other builds differ by more
-than its 95 % interval. Grey: no gain. `gpt` to `rl`: whole trainings, against two loops of
-torch. """
+# The record of `amp` needs a machine with bfloat16 units, and is older than builds.
+ABOUT = """A ratio is the mean over builds in fresh processes, with its 95 % interval (`amp`: one
+build). Grey: no gain. `gpt` to `rl`: whole trainings, against two loops of torch. """
 
 
 class Found(NamedTuple):

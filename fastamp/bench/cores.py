@@ -1,9 +1,9 @@
 """How long this process waited for a core that another program had: its neighbours, counted.
 
 The kernel counts for each thread how long it ran, and how long it was ready and waited for a core.
-Where more of our own threads are ready than there are cores, they wait for each other: so only the
-cores' time that they and our workers, also those that have ended, did not use counts as a
-neighbour's.
+Where more of our own threads are ready than there are cores, they wait for each other: so a wait
+counts no further than the cores' time that they and our workers, also those that have ended, did
+not use, and than the time for which the kernel says that others ran.
 """
 
 import math
@@ -37,7 +37,7 @@ class Cores:
 
     def __init__(self) -> None:
         self._start_s, self._start = perf_counter(), _read()
-        self._ended_s = _count_ended_s()
+        self._ended_s, self._busy_s = _count_ended_s(), _count_busy_s()
 
     def waiting(self) -> Waiting | None:
         """Return the time that threads ran and waited; None where the kernel does not count it."""
@@ -49,13 +49,26 @@ class Cores:
         ran_s, waited_s = (1e-9 * (now - before) for now, before in zip(*sums, strict=True))
         ran_s += _count_ended_s() - self._ended_s
         free_s = count_cores() * elapsed_s - ran_s
-        return Waiting(ran_s, max(min(waited_s, free_s), 0.0))
+        busy_s, others_s = _count_busy_s(), free_s
+        if busy_s is not None and self._busy_s is not None:
+            others_s = busy_s - self._busy_s - ran_s
+        return Waiting(ran_s, max(min(waited_s, free_s, others_s), 0.0))
 
 
 def _count_ended_s() -> float:
     """Return the processor time of processes that this one started and that have ended."""
     times = os.times()
     return times.children_user + times.children_system
+
+
+def _count_busy_s() -> float | None:
+    """Return the time for which cores have run programs; None where the kernel does not say."""
+    try:
+        _, *times = (PROCESSES / "stat").read_text(encoding="ascii").partition("\n")[0].split()
+        user, nice, system, _idle, _wait, irq, soft_irq, stolen, *_ = map(int, times)
+    except (OSError, ValueError):
+        return None
+    return (user + nice + system + irq + soft_irq + stolen) / os.sysconf("SC_CLK_TCK")
 
 
 def _read() -> dict[str, tuple[int, int]]:

@@ -152,10 +152,11 @@ def _portable(source: Any) -> Any:
 def _as_dtype(dtype: Any) -> np.dtype[Any]:
     """Return what NumPy makes of a dtype, or raise an error."""
     try:
-        return np.dtype(dtype)
+        found: np.dtype[Any] = np.dtype(dtype)
     except (TypeError, ValueError) as error:
         msg = f"dtype: expected {_NAMES}, got {dtype!r}"
         raise TypeError(msg) from error
+    return found
 
 
 def _open_all(sources: list[Any], dtype: Any, header: int) -> list[npt.NDArray[Any]]:

@@ -299,6 +299,22 @@ def test_what_workers_ran_that_have_ended_is_no_neighbours(tmp_path, monkeypatch
     assert counted.waiting().share == pytest.approx(1 / 20)  # 20 s of cores, 19 of them ours
 
 
+@pytest.mark.parametrize(("others", "share"), [(0, 0.0), (3, 0.25)])
+def test_threads_wait_no_longer_than_others_ran(others, share, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    clock = itertools.count(0, 10)
+    monkeypatch.setattr(cores, "PROCESSES", tmp_path)
+    monkeypatch.setattr(cores, "count_cores", lambda: 2)
+    monkeypatch.setattr(cores, "perf_counter", lambda: next(clock))
+    ticks = os.sysconf("SC_CLK_TCK")
+    (tmp_path / "stat").write_text("cpu  100 0 0 9 9 0 0 0 0 0\ncpu0 1\n")
+    schedule(tmp_path, 1, 0, 0)
+    counted = Cores()
+    (tmp_path / "stat").write_text(f"cpu  {100 + (9 + others) * ticks} 0 0 9 9 0 0 0 0 0\n")
+    schedule(tmp_path, 1, int(9e9), int(8e9))
+    assert counted.waiting().share == pytest.approx(share)
+
+
 def busy_race(waited_s, times_s=(1.05, 1.0)):
     arms = dict(zip(("stock", "ours"), map(Visit, times_s), strict=True))
     build = Build(arms=[*arms], rounds=[arms] * 4, waiting=Waiting(9.0, waited_s))
