@@ -159,25 +159,28 @@ T* address_of(py::handle tensor) {
 
 /// Gathers rows of a tensor whose rows are contiguous into a contiguous one, both on the CPU.
 void gather_rows(const py::object& array, const py::object& rows, const py::object& out,
-                 int num_threads) {
-  const auto size_of = [](py::handle tensor) {
-    return tensor.attr("size")(0).cast<std::int64_t>();
+                 int num_threads, int widened) {
+  HostTensor places;
+  HostTensor target;
+  if (!read_host_tensor(rows, places) || itemsize_of(places.dtype) != sizeof(std::int64_t) ||
+      !read_host_tensor(out, target))
+    throw py::type_error("rows, out: expected contiguous tensors on the CPU, rows of int64");
+  const auto read = [&](const char* name, auto... index) {
+    return array.attr(name)(index...).template cast<std::int64_t>();
   };
-  const auto itemsize = array.attr("element_size")().cast<std::int64_t>();
-  const std::int64_t count = size_of(rows);
-  const std::int64_t out_nbytes = out.attr("nbytes").cast<std::int64_t>();
-  const Column column{address_of<char>(array), size_of(array),
-                      array.attr("stride")(0).cast<std::int64_t>() * itemsize,
-                      count == 0 ? 0 : out_nbytes / count};
-  const auto* places = address_of<std::int64_t>(rows);
-  auto* target = address_of<char>(out);
+  const std::int64_t itemsize = read("element_size");
+  const std::int64_t row_numel = places.numel == 0 ? 0 : target.numel / places.numel;
+  const Column column{address_of<char>(array), read("size", 0), read("stride", 0) * itemsize,
+                      row_numel * itemsize, widened};
+  const auto* all = static_cast<const std::int64_t*>(places.data);
+  auto* to = static_cast<char*>(target.data);
   std::int64_t bad = -1;
   {
     const py::gil_scoped_release no_gil;
-    bad = gather(column, places, count, target, num_threads);
+    bad = gather(column, all, places.numel, to, num_threads);
   }
   if (bad >= 0)
-    throw py::index_error("index " + std::to_string(places[bad]) +
+    throw py::index_error("index " + std::to_string(all[bad]) +
                           " is out of bounds for dimension 0 with size " +
                           std::to_string(column.num_rows));
 }
@@ -188,7 +191,7 @@ void gather_rows(const py::object& array, const py::object& rows, const py::obje
 void define_data(py::module_& module) {
   module.def("columns", &columns, py::arg("samples"), py::arg("keys"));
   module.def("gather", &gather_rows, py::arg("array"), py::arg("rows"), py::arg("out"),
-             py::arg("num_threads"));
+             py::arg("num_threads"), py::arg("widened") = 0);
   module.def("stack", &stack, py::arg("samples"), py::arg("dtype"), py::arg("allocate"),
              py::arg("pad") = py::none(), py::arg("multiple") = 1);
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 #include "parallel/threads.h"
@@ -39,6 +40,30 @@ void stream(const char* source, std::int64_t nbytes, char* output) {
   std::memcpy(output + i, source + i, static_cast<std::size_t>(nbytes - i));
 }
 
+template <typename T>
+FASTAMP_INLINE void widen(const char* source, std::int64_t nbytes, char* output) {
+  constexpr std::int64_t kSize = sizeof(T);
+  for (std::int64_t i = 0; i < nbytes / kSize; ++i) {
+    T token;  // at any address: a file's tokens may begin at an odd one
+    std::memcpy(&token, source + i * kSize, sizeof(T));
+    reinterpret_cast<std::int64_t*>(output)[i] = token;
+  }
+}
+
+FASTAMP_SIMD_CLONES void widen_row(int widened, const char* source, std::int64_t nbytes,
+                                   char* output) {
+  switch (widened) {
+    case 1:
+      return widen<std::uint8_t>(source, nbytes, output);
+    case 2:
+      return widen<std::uint16_t>(source, nbytes, output);
+    case 4:
+      return widen<std::uint32_t>(source, nbytes, output);
+    default:
+      return widen<std::int32_t>(source, nbytes, output);
+  }
+}
+
 }  // namespace
 
 std::int64_t gather(const Column& column, const std::int64_t* rows, std::int64_t count,
@@ -46,13 +71,19 @@ std::int64_t gather(const Column& column, const std::int64_t* rows, std::int64_t
   for (std::int64_t i = 0; i < count; ++i)
     if (rows[i] < 0 || rows[i] >= column.num_rows) return i;
   const std::int64_t nbytes = column.row_nbytes;
+  const std::int64_t to_nbytes =
+      column.widened == 0 ? nbytes : nbytes / std::abs(column.widened) * 8;
   const std::int64_t per_task =
       std::max<std::int64_t>(1, kTaskBytes / std::max<std::int64_t>(1, nbytes));
   const auto copy = [&](std::int64_t task) {
     const std::int64_t end = std::min(count, (task + 1) * per_task);
     for (std::int64_t i = task * per_task; i < end; ++i) {
       if (i + 1 < count) prefetch(column.data + rows[i + 1] * column.row_stride, nbytes);
-      stream(column.data + rows[i] * column.row_stride, nbytes, output + i * nbytes);
+      const char* row = column.data + rows[i] * column.row_stride;
+      if (column.widened == 0)
+        stream(row, nbytes, output + i * to_nbytes);
+      else
+        widen_row(column.widened, row, nbytes, output + i * to_nbytes);
     }
     FASTAMP_STREAM_END();
   };

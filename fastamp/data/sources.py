@@ -192,10 +192,12 @@ class Gathered:
         else:
             parts = []
             for array, own, dtype in self._parts:
+                if own is not dtype:
+                    out = torch.empty((len(rows), *array.shape[1:]), dtype=dtype, device=_CPU)
+                    parts.append(_widen(array, own, rows, out))
+                    continue
                 part = array.index_select(0, rows)
-                if part.dtype is not own:
-                    part = part.view(own)
-                parts.append(part if own is dtype else part.to(dtype))
+                parts.append(part if part.dtype is own else part.view(own))
         return parts, keys
 
     def make_parts(self, rows: Any, order: Order, number: int) -> Made:
@@ -238,10 +240,20 @@ class Gathered:
             out = self._memory.allocate((len(rows), *array.shape[1:]), dtype)
             is_long = array[:1].nbytes >= _LONG_ROW and array[:1].is_contiguous()
             if own is not dtype:
-                out.copy_(array.index_select(0, rows).view(own))
+                _widen(array, own, rows, out)
             elif core is not None and is_long:
                 core.gather(array, rows, out, torch.get_num_threads())
             else:
                 torch.index_select(array, 0, rows, out=out.view(array.dtype))
             parts.append(out)
         return parts
+
+
+def _widen(array: Tensor, own: torch.dtype, rows: Tensor, out: Tensor) -> Tensor:
+    """Gather rows of integers of a dtype into int64."""
+    core = core_for(_CPU)
+    if core is None:
+        return out.copy_(array.index_select(0, rows).view(own))
+    size = -own.itemsize if own.is_signed else own.itemsize
+    core.gather(array, rows, out, torch.get_num_threads(), size)
+    return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import numpy as np
 import pytest
 import torch
 from support.loading import assert_same, make_array
@@ -34,6 +35,19 @@ def test_rows_of_every_size_are_copied(core, nbytes, count, threads):
     out = torch.zeros(count, nbytes, dtype=torch.uint8)
     core.gather(array, rows, out, threads)
     assert torch.equal(out, array[rows])
+
+
+@pytest.mark.parametrize("dtype", ["u1", "u2", "u4", "i4"])
+@pytest.mark.parametrize("length", [0, 1, 33, 300])
+def test_integers_become_int64(core, dtype, length):
+    nbytes = make_array("u1", 1 + 50 * np.dtype(dtype).itemsize + 4 * length)[1:]  # an odd address
+    tokens = np.frombuffer(nbytes.tobytes(), dtype)
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, max(length, 1))[:, :length]
+    rows, signed = torch.tensor([3, 0, 9]), dtype.startswith("i")
+    out = torch.zeros(3, length, dtype=torch.int64)
+    array = torch.from_numpy(windows.copy().view(f"i{np.dtype(dtype).itemsize}"))
+    core.gather(array, rows, out, 2, array.element_size() * (-1 if signed else 1))
+    assert out.tolist() == windows[[3, 0, 9]].tolist()
 
 
 @pytest.mark.parametrize("bad", [-1, 9, 10**12])

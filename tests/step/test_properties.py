@@ -232,7 +232,7 @@ def test_the_norm_of_any_dtypes(backend, device, drawn):
     where_none=st.integers(0, 4),
 )
 def test_clipping_multiplies_every_element_once(backend, device, drawn, max_norm, where_none):
-    if device == "cuda":  # torch's kernel for lists multiplies one that is twice in it once or twice
+    if device == "cuda":  # torch's kernel multiplies one that is twice in a list once or twice
         drawn = [d if d.dtype in EXACT else d._replace(times=1) for d in drawn]
     placed = [place(d, device) for d in drawn]
     parameters = parameters_with(*in_list(placed))
