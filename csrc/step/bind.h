@@ -1,8 +1,10 @@
 // What the binding's files share: a backend of one device, and a list of its tensors.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -70,6 +72,42 @@ class AddressSet {
 
  private:
   std::vector<const void*> slots_;
+};
+
+/// Finds tensors that overlap. Their order in memory is kept for the next step, which mostly finds
+/// them where they were, and looks at each once.
+class Ranges {
+ public:
+  void clear() { ranges_.clear(); }
+  void add(const void* data, std::int64_t nbytes) {
+    const auto begin = reinterpret_cast<std::uintptr_t>(data);
+    if (nbytes > 0) ranges_.push_back({begin, begin + static_cast<std::uintptr_t>(nbytes)});
+  }
+  bool overlap() {
+    if (order_.size() != ranges_.size()) {
+      order_.resize(ranges_.size());
+      std::iota(order_.begin(), order_.end(), std::size_t{0});
+    }
+    if (is_apart()) return false;
+    std::sort(order_.begin(), order_.end(), [this](std::size_t one, std::size_t other) {
+      return ranges_[one].begin < ranges_[other].begin;
+    });
+    return !is_apart();
+  }
+
+ private:
+  struct Range {
+    std::uintptr_t begin;
+    std::uintptr_t end;
+  };
+  bool is_apart() const {
+    for (std::size_t i = 1; i < order_.size(); ++i)
+      if (ranges_[order_[i - 1]].end > ranges_[order_[i]].begin) return false;
+    return true;
+  }
+
+  std::vector<Range> ranges_;
+  std::vector<std::size_t> order_;
 };
 
 /// The statistics of a read, and the float64 sum that they come from.

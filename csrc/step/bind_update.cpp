@@ -86,6 +86,7 @@ struct Spare {
   UpdateList list;
   std::vector<py::object> states;
   Prefetcher prefetcher;
+  Ranges ranges;
 };
 
 constexpr int kMostKept = 8;  // tensors of a parameter of fastamp.AdamW, itself included
@@ -180,8 +181,10 @@ class Update {
     step.list.parameters.clear();
     step.list.kept.clear();
     step.owns_grads = grads.is_none();
-    read_all(backend, groups, states, grads, spare.prefetcher, step);
+    spare.ranges.clear();
+    read_all(backend, groups, states, grads, spare, step);
     spare_.prefetcher = std::move(spare.prefetcher);
+    spare_.ranges = std::move(spare.ranges);
     return step;
   }
 
@@ -208,7 +211,7 @@ class Update {
 
  private:
   void read_all(const Backend& backend, const py::object& groups, const py::object& states,
-                const py::object& grads, Prefetcher& prefetcher, ReadStep& step) {
+                const py::object& grads, Spare& spare, ReadStep& step) {
     if (!PyDict_Check(states.ptr())) throw Refusal{"the optimizer's state is not a dict"};
     const py::object all = as_list(groups.ptr(), "param_groups");
     std::vector<Group> found;
@@ -220,7 +223,7 @@ class Update {
     py::list own_grads;
     step.tensors = own_grads;
     StateReader reader(states.ptr());
-    prefetcher.begin(count);
+    spare.prefetcher.begin(count);
     AddressSet seen((rule_.is_kept ? kMostKept : 2 + kMaxStates) * count);
     Py_ssize_t place = 0;
     for (const Group& group : found) {
@@ -236,9 +239,12 @@ class Update {
         if (grad.is_none()) continue;
         step.params.append(param);
         own_grads.append(grad);
-        add(backend, group, param, grad, reader, prefetcher, seen, step);
+        add(backend, group, param, grad, reader, spare.prefetcher, seen, step);
+        const ParameterView& view = step.list.parameters.back();
+        spare.ranges.add(view.param, view.numel * size_of(view.param_dtype));
       }
     }
+    if (spare.ranges.overlap()) throw Refusal{"tensors share their memory"};
     if (step.params.empty()) throw Refusal{"no parameter has a gradient"};
   }
 
