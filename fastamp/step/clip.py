@@ -13,8 +13,6 @@ from fastamp.step.arguments import as_bound
 
 # Kept under names of our own: users replace torch's functions by ours.
 torch_clip_grad_norm_ = utils.clip_grad_norm_
-_torch_clip_grad_value_ = utils.clip_grad_value_
-_torch_clip_grads_with_norm_ = utils.clip_grads_with_norm_
 _torch_get_total_norm = utils.get_total_norm
 
 
@@ -123,90 +121,6 @@ def get_total_norm(
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(_nonfinite_message(tensors))
     return _ops.replicated(norm, tensors)
-
-
-@torch.no_grad()
-def clip_grads_with_norm_(
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
-    total_norm: Tensor,
-    foreach: bool | None = None,  # noqa: FBT001 - torch's signature
-) -> None:
-    """Scale the gradients by min(1, max_norm / (total_norm + 1e-6)), in place.
-
-    Args:
-        parameters: a tensor or an iterable of tensors whose `.grad` is scaled.
-        max_norm: largest norm of the gradients afterwards.
-        total_norm: their norm, a 0-dim tensor, as from `get_total_norm`.
-        foreach: accepted for compatibility; fastamp always handles the list as a whole.
-
-    Raises:
-        RuntimeError: `total_norm` is not 0-dim, or a gradient was made in inference mode and this
-            is called outside of it.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.zeros(2))
-        >>> weight.grad = torch.tensor([3.0, 4.0])
-        >>> norm = fastamp.get_total_norm([weight.grad])
-        >>> fastamp.clip_grads_with_norm_([weight], 1.0, norm)
-        >>> weight.grad
-        tensor([0.6000, 0.8000])
-    """
-    max_norm = as_bound("max_norm", max_norm)
-    parameters = _as_list(parameters)
-    grads = _grads_of(parameters)
-    if not grads:
-        return
-    held = None
-    if not torch.compiler.is_compiling():
-        held = _ops.hold(grads, owners=parameters)
-        if hasattr(total_norm, "full_tensor"):  # the norm of DTensors is a DTensor
-            total_norm = total_norm.full_tensor()
-    if held is None or type(total_norm) is not torch.Tensor or total_norm.dim() > 0:
-        _torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
-        return
-    _refuse_inference_tensors(held.held)
-    longer = total_norm + 1e-6
-    clip_coef = torch.full_like(longer, max_norm) / longer
-    held.rescale_(clip_coef.clamp(max=1.0))
-
-
-def clip_grad_value_(
-    parameters: Tensor | Iterable[Tensor],
-    clip_value: float,
-    foreach: bool | None = None,  # noqa: FBT001 - torch's signature
-) -> None:
-    """Clip every element of the gradients to [-clip_value, clip_value], in place.
-
-    It calls torch's function, and also handles sparse gradients.
-
-    Args:
-        parameters: a tensor or an iterable of tensors whose `.grad` is clipped.
-        clip_value: the largest magnitude afterwards.
-        foreach: as in `torch.nn.utils.clip_grad_value_`.
-
-    Raises:
-        TypeError: `clip_value` is not a number.
-        ValueError: `clip_value` is NaN or below 0.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.zeros(2))
-        >>> weight.grad = torch.tensor([-3.0, 0.5])
-        >>> fastamp.clip_grad_value_([weight], 1.0)
-        >>> weight.grad
-        tensor([-1.0000,  0.5000])
-    """
-    clip_value = as_bound("clip_value", clip_value)
-    dense = []
-    for parameter in _as_list(parameters):
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            # Clipping is not linear: entries with the same index have to be added up first.
-            parameter.grad = parameter.grad.coalesce()
-            parameter.grad._values().clamp_(-clip_value, clip_value)
-        else:
-            dense.append(parameter)
-    if dense:
-        _torch_clip_grad_value_(dense, clip_value, foreach)
 
 
 def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:

@@ -102,10 +102,6 @@ def test_the_functions_clip_as_in_one_process(four, layout):
         torch.testing.assert_close(ours, alone, rtol=1e-6, atol=0)
 
 
-def test_torchs_own_norm_of_dtensors_is_taken(four):
-    assert same(four.run(4, shard_cases.stock_norm_is_taken)) == pytest.approx(1.0, rel=1e-4)
-
-
 def test_the_error_tells_which_gradient_or_that_it_is_elsewhere(four):
     texts = four.run(4, shard_cases.error_text)
     assert "(first in the gradient of parameters[1])" in texts[0]

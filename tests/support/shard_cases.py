@@ -174,24 +174,14 @@ def step_with_gaps(name):
 
 
 def clip_functions(layout):
-    """Return gradients after clipping with and without a given norm, spread and not."""
+    """Return gradients after clipping, spread and not."""
     wholes, grads = grads_on(layout)
     results = []
     for side in (wholes, grads):
-        ours, given = (as_parameters([g.clone() for g in side]) for _ in range(2))
-        norm = fastamp.clip_grad_norm_(ours, 1.0)
-        fastamp.clip_grads_with_norm_(given, 1.0, norm)
-        results.append([[whole(p.grad) for p in ps] for ps in (ours, given)])
+        ours = as_parameters([g.clone() for g in side])
+        fastamp.clip_grad_norm_(ours, 1.0)
+        results.append([whole(p.grad) for p in ours])
     return results
-
-
-def stock_norm_is_taken():
-    """Clip by a norm of torch's, which is a DTensor."""
-    _, grads = grads_on("fsdp")
-    norm = torch.nn.utils.get_total_norm(grads[:5])
-    parameters = as_parameters(grads[:5])
-    fastamp.clip_grads_with_norm_(parameters, 1.0, norm)
-    return norm_of([p.grad for p in parameters])
 
 
 def error_text():
