@@ -115,7 +115,8 @@ class TrainConfig:
     """Writes a checkpoint at each new lowest validation loss, and keeps the best one beside the
     newest; waits for the device at each evaluation."""
     resume: bool = True
-    """Resumes from the newest checkpoint. False starts anew, and removes the checkpoints in
+    """Resumes from the newest checkpoint; a run that has finished is a ValueError, unless
+    `max_steps` or `epochs` is larger now. False starts anew, and removes the checkpoints in
     `checkpoint_dir` once it has written one of its own."""
     progress: bool = False
     """Shows a bar on a terminal, if tqdm is installed."""

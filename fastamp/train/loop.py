@@ -26,7 +26,8 @@ def fine_tune(
 ) -> TrainResult:
     """Train a model in place: fine-tune a pretrained one, or train one from scratch.
 
-    1. The model moves to the device. If `config.checkpoint_dir` holds a run, it is resumed.
+    1. The model moves to the device. If `config.checkpoint_dir` holds a run, it is resumed, and
+       the log says "resumed at step N of M", on standard error unless logging is set up.
     2. A step: `config.accumulate` batches are fetched; for each of them forward and loss under
        autocast, and backward of the scaled loss; then unscale, check, clip and step at once. The
        gradient is that of the mean over the step's samples, of all ranks. The learning rate
@@ -78,7 +79,9 @@ def fine_tune(
         TypeError: `model` is no module, `config` no TrainConfig, or the data or the model's output
             cannot be trained on.
         ValueError: there is no batch or no parameter to train, the optimizer has other parameters,
-            shapes do not match, or a rank has fewer batches than others.
+            shapes do not match, or a rank has fewer batches than others. Or the run in
+            `config.checkpoint_dir` has finished: more `max_steps` or `epochs` continue it,
+            `resume=False` starts anew; the model has that run's weights then.
 
     Example:
         >>> x, y = torch.randn(64, 4), torch.randint(2, (64,))

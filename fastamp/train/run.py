@@ -126,6 +126,11 @@ class Run:
         return checkpointer
 
     def _resume(self, checkpointer: Checkpointer) -> None:
+        """Restore the newest checkpoint, if there is one, and say so.
+
+        Raises:
+            ValueError: nothing is left to train.
+        """
         step = checkpointer.restore()
         if step is None:
             return
@@ -134,10 +139,27 @@ class Run:
             seed_all(self.config.seed, self.ranks.rank, self.step)
             if self.total is not None:
                 self.schedule.rescale(former, self.total)
-        elif self.total != former:
+        at = f"step {step} of {self._length()}"
+        if self.has_finished:
+            remedy = "more max_steps or epochs continue it, resume=False starts anew"
+            msg = f"{checkpointer._store.title}: nothing is left to train at {at}: {remedy}"
+            raise ValueError(msg)
+        said = f"resumed at {at}"
+        if checkpointer._as_many and self.total != former:
             self.schedule.set_lr()
-            text = "a run of %d steps goes on to %d: the learning rate of step %d is %g"
-            _LOG.warning(text, former, self.total, self.step + 1, self.schedule.lr)
+            said += f", a longer run than {former}: its next learning rate is {self.schedule.lr:g}"
+        if self.ranks.rank == 0:
+            _LOG.warning("%s: %s", checkpointer._store.title, said)
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether no step and no evaluation is left."""
+        config = self.config
+        if config.max_steps is None:
+            has_trained = self.epoch >= config.epochs
+        else:
+            has_trained = self.step >= config.max_steps
+        return has_trained and (self.held_out is None or self.evaluated_at == self.step)
 
     def _hand_on(self, scalars: list[Scalar]) -> None:
         """Pass our tracker's scalars on to the user's."""
@@ -148,14 +170,21 @@ class Run:
 
     def _count_steps(self) -> int | None:
         """Return the length of the schedule in steps, None if it has none."""
-        config = self.config
-        if config.schedule == "constant":
+        if self.config.schedule == "constant":
             return None
+        length = self._length()
+        if isinstance(length, str):
+            problem = "needs max_steps for data without a length; 'constant' does not"
+            msg = f"schedule: {self.config.schedule!r} {problem}"
+            raise ValueError(msg)
+        return length
+
+    def _length(self) -> int | str:
+        """Return the length of the run in steps, or in words for data without a length."""
+        config = self.config
         if config.max_steps is not None:
             return config.max_steps
         try:
             return config.epochs * math.ceil(len(self.data.loader) / config.accumulate)
         except TypeError:
-            problem = "needs max_steps for data without a length; 'constant' does not"
-            msg = f"schedule: {config.schedule!r} {problem}"
-            raise ValueError(msg) from None
+            return f"{config.epochs} epochs"

@@ -97,8 +97,9 @@ def test_unequal_batches_are_those_of_one_process_joined(four, mode, accumulate)
 @pytest.mark.parametrize(("optimizer", "max_norm"), [("sgd", None), ("adagrad", 1.0)])
 def test_every_optimizer_takes_shards(four, optimizer, max_norm, tmp_path):
     fields = {"optimizer": optimizer, "max_norm": max_norm, "max_steps": 5}
-    ours, _ = run(four, 2, tmp_path, parallel="fsdp", batch_size=4, **fields)
+    ours, _ = run(four, 2, parallel="fsdp", batch_size=4, **fields)
     assert_alike(ours, train(batch_size=8, **fields))
+    run(four, 2, tmp_path, parallel="fsdp", batch_size=4, stop_at=5, **fields)
     assert bits(run(four, 2, tmp_path, parallel="fsdp", batch_size=4, **fields)[0]) == bits(ours)
 
 
