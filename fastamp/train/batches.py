@@ -88,6 +88,17 @@ class Batches:
             raise ValueError(msg)
         self.n_consumed, self._batches = 0, iter(())
 
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the loader, or else its samplers, and the dataset which epoch comes next.
+
+        So do Hugging Face's Trainer and Lightning. A resumed pass is told its own epoch again.
+        """
+        has_own = callable(getattr(self.loader, "set_epoch", None))
+        told = [self.loader] if has_own else find_samplers(self.loader)
+        for one in (*told, getattr(self.loader, "dataset", None)):
+            if callable(getattr(one, "set_epoch", None)):
+                one.set_epoch(epoch)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch delivered."""
         loader = self.loader.state_dict() if self._has_state else None

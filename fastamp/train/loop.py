@@ -60,7 +60,8 @@ def fine_tune(
             evaluation mode, all modules train. Afterwards all have the mode they had before.
         train_data: a Dataset or tensors (one, or a tuple or dict of them), which are shuffled; a
             DataLoader; or any iterable of batches, such as a list. See `ModelCall.split` on
-            batches.
+            batches. Before each epoch, from 0, `set_epoch(epoch)` is called, where it exists: of
+            the loader or else of its samplers, and of the loader's dataset.
         val_data: as `train_data`, but not shuffled; None evaluates nothing. A
             `fastamp.DataLoader` that shuffles by a seed has the same order in each evaluation. One
             of torch with a generator of its own begins with that generator's seed again after a
@@ -138,6 +139,8 @@ class _Loop(Run):
         max_steps = config.max_steps or math.inf
         epochs = config.epochs if config.max_steps is None else math.inf
         while self.step < max_steps and self.epoch < epochs:
+            if not self.has_ended:
+                self.data.set_epoch(self.epoch)
             batches = iter(() if self.has_ended else self.data)
             while self.step < max_steps and self._train_step(batches):
                 self._pause(config.eval_every, config.checkpoint_every)
