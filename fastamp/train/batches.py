@@ -1,7 +1,7 @@
 """Batches of any kind of data, with a position to resume at."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -23,7 +23,7 @@ from fastamp.train.ranks import Ranks
 
 
 class Batches:
-    """Batches on a device, each with the number of its samples: the length of its first tensor.
+    """Batches on a device, each with the number of its samples.
 
     A loader with `state_dict` and `load_state_dict`, as fastamp's, resumes by itself. A resumed
     pass over any other iterable starts again, from the same random state, and skips the batches
@@ -76,7 +76,7 @@ class Batches:
                 # On the CPU a batch may be read at once.
                 return tensor.to(self._device, non_blocking=self._device.type != "cpu")
 
-            moved, n = map_tensors(move, batch), next(iter(lengths), 1)
+            moved, n = map_tensors(move, batch), count_samples(batch, lengths)
             if 0 < n_left < n:
                 moved = map_tensors(partial(_first, n_left), moved)
             n_empty += not n
@@ -160,6 +160,23 @@ class Batches:
             msg = f"{self._name}: ended after {n_skipped} batches, and {wanted}"
             raise ValueError(msg)
         return batches
+
+
+def count_samples(batch: Any, lengths: list[int]) -> int:
+    """Return how many samples a batch has, given the lengths of all tensors in it.
+
+    That is the length of its first column that is a tensor. Where every column is a list, these
+    are columns in turn if all tensors are equally long; else they hold a value for each sample, as
+    images or sequences of a size of their own, or a mapping.
+    """
+    columns = [*batch.values()] if isinstance(batch, Mapping) else batch
+    columns = columns if isinstance(columns, (list, tuple)) else [columns]
+    for column in columns:
+        if isinstance(column, torch.Tensor):
+            return len(column) if column.ndim else 1
+    lists = [column for column in columns if isinstance(column, (list, tuple))]
+    are_samples = len(set(lengths)) > 1 or any(isinstance(x, Mapping) for c in lists for x in c)
+    return len(lists[0]) if lists and are_samples else next(iter(lengths), 1)
 
 
 def _first(n: int, tensor: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from fastamp.train.result import CURVES, Curve, TrainResult, compare_ranks
 from fastamp.train.run import Run
 from fastamp.train.signals import DEFERRED, Signals
 
+Part: TypeAlias = tuple[Any, Any, Any]  # a batch's inputs, its target, how many targets count
+
 
 def fine_tune(
     model: nn.Module, train_data: Any, val_data: Any = None, config: TrainConfig | None = None
@@ -30,8 +32,10 @@ def fine_tune(
        the log says "resumed at step N of M", on standard error unless logging is set up.
     2. A step: `config.accumulate` batches are fetched; for each of them forward and loss under
        autocast, and backward of the scaled loss; then unscale, check, clip and step at once. The
-       gradient is that of the mean over the step's samples, of all ranks. The learning rate
-       advances after a step that was taken; the loop learns of that one step later, without a wait.
+       gradient is that of the mean over the step's targets, of all ranks, without those that are
+       -100 (`ModelCall.count`): one batch of 8 or two of 4 make no difference. A step in which none
+       counts has gradients of 0, and NaN as its loss. The learning rate advances after a step that
+       was taken; the loop learns of that one step later, without a wait.
     3. After every epoch, or as often as the config says: evaluation in the same precision, and a
        checkpoint.
 
@@ -194,12 +198,14 @@ class _Loop(Run):
                 self._pause(None, None)
             raise
         self.has_ended = len(found) < self.config.accumulate
-        n_samples = self._count(found)
-        if not found:
+        self.n_samples += sum(n for _, n in found)
+        parts = [self._split(batch, n) for batch, n in found]
+        del found  # `parts` are freed one by one
+        n_targets = self._count(parts)
+        if not parts:
             return False
         self.step, self.val_loss = self.step + 1, math.nan
-        self.n_samples += sum(n for _, n in found)
-        loss = self._accumulate(found, n_samples)
+        loss = self._accumulate(parts, n_targets)
         self.advance()
         self.losses.append((self.step, loss))
         self.tracker.log_scalar("train/lr", self.schedule.lr, self.step)
@@ -210,40 +216,48 @@ class _Loop(Run):
             self.optimizer.zero_grad()
         return True
 
-    def _count(self, found: list[tuple[Any, int]]) -> Any:
-        """Return the mean number of samples that a rank has in a step.
+    def _split(self, batch: Any, n_samples: int) -> Part:
+        """Return the inputs and the target of a batch, and how many targets count."""
+        with self.autocast:
+            inputs, target = self.model_call.split(batch)
+        return inputs, target, self.model_call.count(target, n_samples)
+
+    def _count(self, parts: list[Part]) -> Any:
+        """Return the mean number of targets that a rank has in a step.
 
         Raises:
             ValueError: this rank's data have ended before those of another one, which would wait.
         """
-        n_samples = sum(n for _, n in found)
+        n_targets = sum(n for *_, n in parts)
         if self.ranks.mode is None:
-            return n_samples
-        counts = [n_samples, len(found)]
-        mine = [torch.full((), n, dtype=torch.float64, device=self.device) for n in counts]
+            return n_targets
+        counts = [n_targets, len(parts)]
+        mine = [torch.as_tensor(n, dtype=torch.float64, device=self.device) for n in counts]
         means = self.ranks.sum(mine) / self.ranks.count
-        if self.has_ended and means[1] != len(found):  # else nothing waits for the device
-            has = f"rank {self.ranks.rank} has {len(found)} batches left for step {self.step + 1}"
+        if self.has_ended and means[1] != len(parts):  # else nothing waits for the device
+            has = f"rank {self.ranks.rank} has {len(parts)} batches left for step {self.step + 1}"
             msg = f"train_data: {has}, others another number: each rank needs as many"
             raise ValueError(msg)
         return means[0]
 
-    def _accumulate(self, found: list[tuple[Any, int]], n_samples: Any) -> torch.Tensor:
-        """Add up the gradients of the mean loss over a step's samples; return this rank's part.
+    def _accumulate(self, parts: list[Part], n_targets: Any) -> torch.Tensor:
+        """Add up the gradients of the mean loss over a step's targets; return this rank's part.
 
         Ranks may have batches of different lengths. DDP and FSDP2 average gradients over the ranks:
-        a batch has the weight of its samples in the mean number of samples of a rank.
+        a batch has the weight of its targets in the mean number of targets of a rank.
         """
         timer, mean = self.timer, torch.zeros((), dtype=torch.float32, device=self.device)
-        while found:
-            batch, n = found.pop(0)
-            with self.no_sync() if found else nullcontext():
+        while parts:
+            inputs, target, n = parts.pop(0)
+            with self.no_sync() if parts else nullcontext():
                 with timer("forward"), self.autocast:
-                    loss = self.model_call(self.trained, batch) * (n / n_samples)
+                    output = self.model_call.forward(self.trained, inputs)
+                    loss = share(self.model_call.loss(output, target), n, n_targets)
+                del inputs, target, output
                 with timer("backward"):
                     torch.autograd.backward(self.scaler.scale(loss))
             mean = mean + loss.detach()
-        return mean
+        return mean / (n_targets > 0)
 
     @torch.no_grad()
     def _evaluate(self) -> None:
@@ -254,17 +268,19 @@ class _Loop(Run):
             loader.set_epoch(0)  # the same order each time, wherever the run was resumed
         # Metal has no float64.
         device = torch.device("cpu") if self.device.type == "mps" else self.device
-        total, n_samples = torch.zeros((2,), dtype=torch.float64, device=device)
+        total, n_targets = torch.zeros((2,), dtype=torch.float64, device=device)
         with self.timer("evaluate"), modes_kept(self.model):
             self.model.eval()
-            for batch, n in self.held_out:
+            for batch, n_samples in self.held_out:
+                inputs, target, n = self._split(batch, n_samples)
+                n = n if n_samples else 0  # else all are padding of this rank's share
                 with self.autocast:
-                    loss = self.model_call(self.evaluated, batch).to(device).double()
-                if n:
-                    total += loss * n
-                n_samples += n
-            total, n_samples = self.ranks.sum([total, n_samples])
-        mean = total / n_samples
+                    output = self.model_call.forward(self.evaluated, inputs)
+                    loss = self.model_call.loss(output, target).to(device).double()
+                total += share(loss, n, 1)
+                n_targets += n
+            total, n_targets = self.ranks.sum([total, n_targets])
+        mean = total / n_targets
         self.tracker.log_scalar("val/loss", mean, self.step)
         self.evaluated_at = self.step
         if self.config.keep_best:
@@ -293,6 +309,20 @@ class _Loop(Run):
             wait_share=host_s.get("data", 0) / training_s,
             over_ranks=compare_ranks(self.ranks.gather(mean_s)) if self.ranks.mode else {},
         )
+
+
+def share(loss: torch.Tensor, n: Any, n_targets: Any) -> torch.Tensor:
+    """Return a batch's share of the mean loss over all targets, of which it has `n`.
+
+    The loss of a batch without targets may be NaN: it becomes 0, and so do its gradients.
+    """
+    if isinstance(n, torch.Tensor) or isinstance(n_targets, torch.Tensor):
+        n = torch.as_tensor(n, dtype=torch.float64, device=loss.device)
+        weight = torch.where(n > 0, n / n_targets, 0.0).to(loss.dtype)
+        return torch.where(n > 0, loss, 0.0) * weight
+    if n == n_targets and n:
+        return loss
+    return loss * (n / n_targets) if n else 0.0 * loss.nan_to_num(0.0, 0.0, 0.0)
 
 
 @contextmanager

@@ -17,7 +17,8 @@ class ModelCall:
     """How to call a model and compute its loss.
 
     `model_call(model, batch)` calls `split`, `forward` and `loss` in turn, and returns the loss;
-    subclasses override one of these.
+    subclasses override one of these. `fine_tune` calls the same three, and `count` for the weight
+    of the batch where a step or an evaluation has several.
 
     Args:
         loss_fn: `loss_fn(output, target)` returns a 0-dim tensor; `output` is the tensor of
@@ -74,6 +75,20 @@ class ModelCall:
             (batch,) = batch
         is_language = isinstance(batch, torch.Tensor) and batch.ndim == 2 and _is_integer(batch)
         return batch, _shifted(batch) if is_language else None
+
+    def count(self, target: Any, n_samples: int) -> int | Tensor:
+        """Return how many targets of a batch count: the weight of its loss, which is their mean.
+
+        The elements of the target, without -100 where they are integers; `n_samples` if it is no
+        tensor. A loss that leaves out others, or that is no mean, needs a `count` of its own: 0, or
+        a 0-dim tensor on the target's device, which is not waited for.
+        """
+        if not isinstance(target, Tensor):
+            return n_samples
+        if not _is_integer(target):
+            return target.numel()
+        n_counted = (target.long() != IGNORED).sum()
+        return n_counted if n_counted.is_cuda else int(n_counted)
 
     def forward(self, model: nn.Module, inputs: Any) -> Any:
         """Call the model: with keywords for a mapping, with several arguments for a tuple.
