@@ -8,7 +8,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, IterableDataset
 
 from fastamp.data import ArrayDataset, DataLoader
@@ -33,7 +32,7 @@ class Batches:
     share do not count.
 
     Raises:
-        TypeError: `data` is no Dataset, tensors or iterable, or a list without batches.
+        TypeError: `data` is no Dataset, tensors or iterable.
         ValueError: it has no samples.
     """
 
@@ -187,14 +186,7 @@ def _make_loader(name: str, data: Any, config: TrainConfig, ranks: Ranks, *, shu
     if isinstance(data, (tuple, dict)):
         count_rows((*data,) if isinstance(data, tuple) else data, name)
         data = ArrayDataset(*data) if isinstance(data, tuple) else ArrayDataset(data)
-    first = data[0] if isinstance(data, list) and data else None
-    if isinstance(first, (list, tuple)) and not any(map(torch.is_tensor, tree_leaves(first))):
-        wanted = "expected a batch of tensors, as a list holds batches"
-        got = f"{type(first).__name__} of {len(first)}; pass samples as a Dataset or as tensors"
-        msg = f"{name}[0]: {wanted}, got {got}"
-        raise TypeError(msg)
-    is_sized = hasattr(data, "__getitem__") and not isinstance(data, (list, tuple, dict))
-    if not (is_sized or isinstance(data, Dataset)):
+    if not (hasattr(data, "__getitem__") or isinstance(data, Dataset)):
         return data
     if not isinstance(data, IterableDataset) and hasattr(data, "__len__") and not len(data):
         msg = f"{name}: has no samples"

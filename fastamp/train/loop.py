@@ -62,8 +62,9 @@ def fine_tune(
     Args:
         model: its modules keep their training or evaluation mode; if the model itself is in
             evaluation mode, all modules train. Afterwards all have the mode they had before.
-        train_data: a Dataset or tensors (one, or a tuple or dict of them), which are shuffled; a
-            DataLoader; or any iterable of batches, such as a list. See `ModelCall.split` on
+        train_data: a Dataset, which a list of samples is too, or tensors (one, or a tuple or dict of
+            them), which are shuffled; a DataLoader; or any other iterable of batches, for a list of
+            them `torch.utils.data.DataLoader(batches, batch_size=None)`. See `ModelCall.split` on
             batches. Before each epoch, from 0, `set_epoch(epoch)` is called, where it exists: of
             the loader or else of its samplers, and of the loader's dataset.
         val_data: as `train_data`, but not shuffled; None evaluates nothing. A

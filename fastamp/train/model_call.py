@@ -109,7 +109,7 @@ class ModelCall:
                 inspect.signature(plain.forward).bind(*inputs)
             except TypeError:
                 wanted = "expected a target and inputs that the model takes"
-                read = "a list as train_data holds batches, not columns or samples"
+                read = "a list as train_data holds samples, not columns"
                 msg = f"batch: {wanted}, got {len(inputs)} inputs; {read}"
                 raise TypeError(msg) from error
             raise

@@ -91,7 +91,8 @@ DATA = {
         NoisyStream([*zip(*make_data(), strict=True)]), 8
     ),
     "loader that draws": lambda: DrawingLoader([*DataLoader(DATASET, 8)]),
-    "list of batches": lambda: list(DataLoader(DATASET, 7)),
+    "list of samples": lambda: list(DATASET),
+    "batches": lambda: DataLoader(list(DataLoader(DATASET, 7)), batch_size=None),
 }
 
 

@@ -219,3 +219,16 @@ def test_samples_are_counted_in_lists_too(kind):
     data = fastamp.prefetch([SAMPLES[kind]], "cpu")
     batches = Batches("train_data", data, TrainConfig(device="cpu"), Ranks(), shuffle=False)
     assert [n for _, n in batches] == [2]
+
+
+def test_a_list_is_a_dataset_of_samples():
+    x, y = make_data(20)
+    samples = [(row, int(label)) for row, label in zip(x, y, strict=True)]
+    models = []
+    for data in (samples, TensorDataset(x, y)):
+        model, result = run(data=data, held_out=data, max_steps=6, precision="32-true")
+        models.append((model, result))
+    (ours, listed), (torchs, expected) = models
+    assert all(map(torch.equal, ours.parameters(), torchs.parameters()))
+    for name in ("train_loss", "val_loss"):
+        assert getattr(listed, name).values.tolist() == getattr(expected, name).values.tolist()

@@ -31,6 +31,10 @@ CHOICES = pytest.mark.parametrize(
 )
 
 
+def in_one_batch(x, y):
+    return DataLoader(TensorDataset(x, y), len(x))
+
+
 def last(curve):
     return curve.values[-10:].mean()
 
@@ -113,7 +117,7 @@ def test_it_is_the_loop_that_one_would_write(backend, device):
     ours = classifier()
     options = {"lr": 2e-3, "weight_decay": 0.1, "max_norm": 0.5, "warmup_steps": 5, "seed": 7}
     config = TrainConfig(epochs=3, batch_size=64, precision="bf16-mixed", device=device, **options)
-    result = fine_tune(ours, (x, y), [(val_x, val_y)], config)
+    result = fine_tune(ours, (x, y), in_one_batch(val_x, val_y), config)
     assert result.train_loss.values.tolist() == losses
     with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16):
         output = model(val_x.to(device)).float()
@@ -193,7 +197,7 @@ def test_the_loss_is_summed_in_its_own_dtype(dtype, default):
     before = torch.get_default_dtype()
     torch.set_default_dtype(default)
     try:
-        result = fine_tune(model, [(x, y)], config=TrainConfig(epochs=1, use_amp=False))
+        result = fine_tune(model, (x, y), config=TrainConfig(epochs=1, use_amp=False))
     finally:
         torch.set_default_dtype(before)
     assert result.train_loss.values.tolist() == [expected]
@@ -257,7 +261,7 @@ class Spectral(torch.nn.Module):
 def test_complex_parameters_are_trained(name):
     x, model = torch.randn(8, 4), Spectral()
     config = TrainConfig(optimizer=name, epochs=4, lr=0.1, schedule="constant")
-    result = fine_tune(model, [(x, 2 * x)], config=config)
+    result = fine_tune(model, (x, 2 * x), config=config)
     assert result.train_loss.values[-1] < result.train_loss.values[0]
 
 
@@ -277,7 +281,8 @@ def test_an_empty_batch_is_passed_over():
     x, y = torch.randn(6, 4), torch.randn(6, 1)
     batches = [(x[i:j], y[i:j]) for i, j in ((0, 2), (2, 2), (2, 4), (4, 4), (4, 6))]
     config = TrainConfig(epochs=2, schedule="constant", device="cpu")
-    assert fine_tune(torch.nn.Linear(4, 1), batches, config=config).steps == 6
+    loader = DataLoader(batches, batch_size=None)
+    assert fine_tune(torch.nn.Linear(4, 1), loader, config=config).steps == 6
 
 
 def test_sgd_trains_every_element_of_a_bf16_model():
@@ -380,7 +385,6 @@ def test_a_subclass_of_tuple_is_a_tuple_of_columns():
     assert fine_tune(make_model(), Pair(make_data(8)), config=config).steps == 2
 
 
-_SAMPLES = r"train_data\[0\]: expected a batch of tensors, as a list holds batches, got list of"
 _INPUTS = "batch: expected a target and inputs that the model takes, got 39 inputs; .* train_data"
 
 
@@ -388,16 +392,15 @@ _INPUTS = "batch: expected a target and inputs that the model takes, got 39 inpu
     ("data", "fields", "error", "message"),
     [
         (7, {}, TypeError, "train_data: expected a Dataset, tensors, .*, got int"),
-        ([], {}, ValueError, "train_data: no sample in this pass"),
+        ([], {}, ValueError, "train_data: has no samples"),
         (torch.ones(0, 4), {}, ValueError, "train_data: has no samples"),
         ((torch.ones(4, 2), torch.ones(3)), {}, ValueError, r"train_data\[1\]: has 3 rows, and tr"),
-        ([make_data(0)], {"max_steps": 2}, ValueError, "train_data: no sample in this pass"),
+        (DataLoader([]), {"max_steps": 2}, ValueError, "train_data: no sample in this pass"),
         (iter([make_data(8)]), {"epochs": 2}, ValueError, "an iterator can be read only once"),
         (iter([]), {"schedule": "cosine"}, ValueError, "schedule: 'cosine' needs max_steps"),
         ((torch.ones(8, 8), torch.ones(8)), {}, ValueError, r"output \(8, 2\), target \(8,\) of"),
         ((torch.ones(40, 8).tolist(), [0] * 40), {}, TypeError, r"train_data\[0\].* got float"),
         ({"x": torch.ones(4, 8), "y": [0] * 4}, {}, TypeError, r"train_data\['y'\].* got int"),
-        ([torch.ones(40, 8).tolist(), [0] * 40], {}, TypeError, _SAMPLES),
         ([[*torch.ones(40, 8)], [*torch.ones(40)]], {}, TypeError, _INPUTS),
     ],
 )
@@ -431,7 +434,8 @@ def test_a_batch_from_a_gpu_has_arrived_when_it_is_trained_on_the_cpu():
     with model.installed():
         batch = torch.empty(4, 2, device="cuda:0").fill_(1.0)
         config = TrainConfig(device="cpu")
-        ((moved, n),) = Batches("train_data", [batch], config, Ranks(), shuffle=False)
+        loader = DataLoader([batch], batch_size=None)
+        ((moved, n),) = Batches("train_data", loader, config, Ranks(), shuffle=False)
         assert (moved.sum().item(), n) == (8.0, 4)
     assert model.found == []
 
@@ -462,7 +466,8 @@ class Metal(TorchFunctionMode):
 
 def test_a_device_without_float64_and_without_a_clock_trains_and_evaluates(monkeypatch):
     generator = torch.Generator()
-    expected = fine_tune(make_model(), [make_data()], [make_data(20)], TrainConfig(device="cpu"))
+    data, held_out = in_one_batch(*make_data()), in_one_batch(*make_data(20))
+    expected = fine_tune(make_model(), data, held_out, TrainConfig(device="cpu"))
 
     class Far(ModelCall):
         def loss(self, output, target):
@@ -472,5 +477,5 @@ def test_a_device_without_float64_and_without_a_clock_trains_and_evaluates(monke
     monkeypatch.setattr(random_state, "_generator", lambda _: generator)
     with Metal():
         config = TrainConfig(device=MPS, model_call=Far())
-        result = fine_tune(make_model(), [make_data()], [make_data(20)], config)
+        result = fine_tune(make_model(), data, held_out, config)
     assert result.val_loss.values.tolist() == expected.val_loss.values.tolist()
