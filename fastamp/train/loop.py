@@ -220,7 +220,7 @@ class _Loop(Run):
     def _split(self, batch: Any, n_samples: int) -> Part:
         """Return the inputs and the target of a batch, and how many targets count."""
         with self.autocast:
-            inputs, target = self.model_call.split(batch)
+            inputs, target = self.model_call.split_for(self.model, batch)
         return inputs, target, self.model_call.count(target, n_samples)
 
     def _count(self, parts: list[Part]) -> Any:
