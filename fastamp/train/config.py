@@ -62,7 +62,8 @@ class TrainConfig:
     """Of the optimizer."""
     optimizer: str | Callable[[list[nn.Parameter]], Optimizer] = "adamw"
     """"adamw", "adam", "sgd" or "adagrad", fused where torch supports it; or a callable that makes
-    an optimizer of the parameters, and ignores `lr` and `weight_decay`."""
+    an optimizer of the list of all parameters that require a gradient, those of the loss last, and
+    ignores `lr` and `weight_decay`."""
     moments: str | None = None
     """"float32", "bfloat16" or "8bit": how `optimizer="adamw"` keeps its moments, as
     `fastamp.AdamW`. None is torch's AdamW, unless `weights` asks for fastamp's."""
@@ -124,7 +125,9 @@ class TrainConfig:
     """Receives every scalar: "train/loss", "train/lr", "val/loss", and those of a scaler that it
     watches. Steps count from 1."""
     loss_fn: Callable[[Tensor, Any], Tensor] | None = None
-    """The loss of predictions and target, see `ModelCall.loss`."""
+    """The loss of predictions and target, see `ModelCall.loss`. If it is a module with parameters,
+    as ArcFace or learned weights of tasks, they move to the device, are trained by the optimizer,
+    and are in the checkpoints. Over ranks this is a ValueError: put it into the model."""
     model_call: ModelCall | None = None
     """How to call the model and compute its loss, in place of `loss_fn`."""
 

@@ -54,13 +54,14 @@ class Run:
                     parameter.data = parameter.data.bfloat16()
         self.trained, self.evaluated = ranks.spread(model, config)
         self.model_call = config.model_call or ModelCall(config.loss_fn)
+        self.loss = self._find_loss()
         options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
         if ranks.mode == "fsdp" and config.max_norm is None:
             options["fused"] = None  # torch's fused SGD and Adagrad do not support DTensors
         kind = config.optimizer
         if config.moments is not None or config.weights is not None:
             kind = partial(AdamW, **options, moments=config.moments or "float32")
-        self.optimizer = make_optimizer(model, kind, **options)
+        self.optimizer = make_optimizer(model, kind, loss=self.loss, **options)
         self.scaler = GradScaler(self.device.type, enabled=self.precision == "16-mixed")
         self.schedule = Schedule(
             self.optimizer, self.scaler, lambda n: config.lr_factor(n, self.total)
@@ -115,9 +116,33 @@ class Run:
         self.former_total = state["config"]["total_steps"]
         self.step, self.epoch, self.evaluated_at = self.saved_at
 
+    def _find_loss(self) -> nn.Module | None:
+        """Return the loss on the run's device if it is a module with tensors of its own.
+
+        Raises:
+            ValueError: ranks would train its parameters apart from each other.
+        """
+        loss_fn = getattr(self.model_call, "loss_fn", None)
+        loss = getattr(loss_fn, "__self__", loss_fn)  # of a bound method
+        if not isinstance(loss, nn.Module):
+            return None
+        of_model = {*map(id, self.model.parameters()), *map(id, self.model.buffers())}
+        own = [t for t in (*loss.parameters(), *loss.buffers()) if id(t) not in of_model]
+        if self.ranks.mode is not None and any(t.requires_grad for t in own):
+            kind = type(loss).__name__
+            msg = f"loss_fn: {kind} has parameters, which ranks do not share: train a model with it"
+            raise ValueError(msg + ", which returns its loss")
+        return loss.to(self.device) if own else None
+
     def _make_checkpointer(self, folder: Any) -> Checkpointer:
+        known = {*map(id, self.model.parameters())}
+        known |= set() if self.loss is None else {*map(id, self.loss.parameters())}
+        if any(id(p) not in known for group in self.optimizer.param_groups for p in group["params"]):
+            msg = "optimizer: has parameters of neither the model nor loss_fn, so that checkpoints"
+            raise ValueError(f"{msg} would leave them out: give the module that has them as loss_fn")
         parts: dict[str, Any] = {"run": self, "model": self.model, "optimizer": self.optimizer}
         parts |= {"loader": self.data, "scaler": self.scaler, "scheduler": self.schedule}
+        parts |= {} if self.loss is None else {"loss_fn": self.loss}
         parts |= {"tracker": self.tracker, "best": "min" if self.config.keep_best else None}
         checkpointer = _Checkpointer(folder, keep=self.config.keep, **parts)
         checkpointer._devices = [self.device]
