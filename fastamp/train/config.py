@@ -63,7 +63,8 @@ class TrainConfig:
     optimizer: str | Callable[[list[nn.Parameter]], Optimizer] = "adamw"
     """"adamw", "adam", "sgd" or "adagrad", fused where torch supports it; or a callable that makes
     an optimizer of the list of all parameters that require a gradient, those of the loss last, and
-    ignores `lr` and `weight_decay`."""
+    ignores `lr` and `weight_decay`. As with `lr`, a run resumes only at the learning rates that it
+    began with: a CheckpointError names both."""
     moments: str | None = None
     """"float32", "bfloat16" or "8bit": how `optimizer="adamw"` keeps its moments, as
     `fastamp.AdamW`. None is torch's AdamW, unless `weights` asks for fastamp's."""

@@ -126,6 +126,11 @@ class Schedule:
     def check_state_dict(self, state: Any) -> None:
         """Raise a ValueError unless `load_state_dict` can restore it."""
         check(state, self.state_dict(), "state")
+        groups = state["base_lrs"], self._scheduler.base_lrs
+        theirs, ours = ([float(lr) for lr in lrs] for lrs in groups)
+        if theirs != ours:
+            msg = f"it has the learning rates {theirs} of groups, this run's optimizer {ours}"
+            raise ValueError(msg)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; the optimizer's own state has the rate."""
