@@ -411,8 +411,7 @@ class Checkpointer:
         own = self._own(state)
         # First the loader: it may still refuse its state, and nothing has changed then.
         for name in sorted(self._parts, key=lambda name: name != "loader"):
-            load = self._parts[name].load_state_dict
-            self._attempt(name, partial(load, {**state, **own}[name]))
+            self._attempt(name, partial(load_part, self._parts[name], {**state, **own}[name]))
         self._attempt("model", lambda: self._apply_tensors(state))
         self._best = state["best"]
         if self._as_many:
@@ -423,7 +422,7 @@ class Checkpointer:
             path = self._store.paths[-1]
             _sharded().load_tensors(path, state, self._model, self._optimizer)
         if self._optimizer is not None:
-            self._optimizer.load_state_dict(state["optimizer"])
+            load_part(self._optimizer, state["optimizer"])
         self._model.load_state_dict(state["model"])
 
     def _attempt(self, name: str, action: Callable[[], object]) -> None:
@@ -447,6 +446,33 @@ class Checkpointer:
         """Return the devices whose random numbers are saved, or restored from a state."""
         begins = rng is not None and bool(rng["devices"])
         return all_devices(begins=begins) if self._devices is None else self._devices
+
+
+def load_part(part: Any, state: Any) -> None:
+    """Load the state of a part; of an optimizer's states the dtypes that were saved stay.
+
+    torch casts them to the parameter's: of bfloat16 parameters Adafactor keeps float32 states. An
+    optimizer that loads in a way of its own, as fastamp.AdamW, chooses the dtypes itself.
+    """
+    part.load_state_dict(state)
+    if not isinstance(part, Optimizer) or type(part).load_state_dict is not Optimizer.load_state_dict:
+        return
+    parameters = [p for group in part.param_groups for p in group["params"]]
+    places = [place for group in state["param_groups"] for place in group["params"]]
+    for place, parameter in zip(places, parameters, strict=True):
+        if place in state["state"]:
+            part.state[parameter] = _in_saved_dtype(part.state[parameter], state["state"][place])
+
+
+def _in_saved_dtype(loaded: Any, saved: Any) -> Any:
+    """Return what an optimizer has loaded for a parameter, with the dtypes that were saved."""
+    if isinstance(loaded, dict):
+        return {key: _in_saved_dtype(value, saved[key]) for key, value in loaded.items()}
+    if isinstance(loaded, (list, tuple)):
+        return type(loaded)(map(_in_saved_dtype, loaded, saved))
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor) and loaded.dtype != saved.dtype:
+        return saved.to(loaded.device, copy=True)
+    return loaded
 
 
 def _sharded() -> Any:
