@@ -34,7 +34,7 @@ from fastamp.train.ranks import Ranks
 from fastamp.train.signals import Signals
 from fastamp.train.state_file import CheckpointError, as_plain, read_file, write_file
 from fastamp.train.store import Store
-from fastamp.train.weights import copied, save_weights
+from fastamp.train.weights import check_whole, copied, load_model, save_weights
 
 _EXCHANGE_EVERY = 10  # steps, after which ranks tell each other of a signal
 _SIGNS = {None: 0, "min": 1, "max": -1}  # of a metric that is better when it is lower
@@ -62,7 +62,8 @@ class Checkpointer:
     Args:
         folder: is made if needed.
         model: may be compiled or in DistributedDataParallel; the keys are those of the module
-            inside.
+            inside. Its state_dict may leave out frozen parameters, as with LoRA: these are not
+            saved, and `restore` leaves them as they are.
         optimizer: None if nothing is trained.
         scaler: a `torch.amp.GradScaler`, such as `fastamp.GradScaler`.
         loader: one with a state, such as `fastamp.DataLoader`, so that it resumes after the last
@@ -166,7 +167,8 @@ class Checkpointer:
                 the other checkpoints are unchanged. Or another process saves in the folder, or its
                 file system has no locks.
             CheckpointError: a state holds an object that could not be read back, since it is
-                neither a tensor nor a plain value. The other checkpoints are unchanged.
+                neither a tensor nor a plain value; or the model's leaves out a parameter that is
+                trained, or a persistent buffer. The other checkpoints are unchanged.
             TypeError: `metric` is no number.
             ValueError: the folder has a checkpoint of a later step, which was not restored; or
                 `step` or `every` is too small, or no integer.
@@ -314,6 +316,8 @@ class Checkpointer:
         for name, part in {**self._with_kind, "model": self._model}.items():
             own, may_be_sharded = part.state_dict(), name in {"model", "optimizer"}
             try:
+                if name == "model":
+                    check_whole(self._model, own)
                 state[name] = as_plain(own, may_be_sharded=may_be_sharded)
             except ValueError as error:
                 msg = f"{self._store.title}: nothing is saved: its [{name!r}] {error}"
@@ -423,7 +427,7 @@ class Checkpointer:
             _sharded().load_tensors(path, state, self._model, self._optimizer)
         if self._optimizer is not None:
             load_part(self._optimizer, state["optimizer"])
-        self._model.load_state_dict(state["model"])
+        load_model(self._model, state["model"])
 
     def _attempt(self, name: str, action: Callable[[], object]) -> None:
         """Let every error name the checkpoint and the entry, on all ranks."""
