@@ -121,7 +121,7 @@ class _Loop(Run):
         self.autocast = torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
         # DDP exchanges gradients in the last backward pass of a step only.
         self.no_sync: Any = self.trained.no_sync if self.ranks.mode == "ddp" else nullcontext
-        self.losses: list[tuple[int, torch.Tensor]] = []  # with steps, not yet logged
+        self.losses: list[tuple[int, torch.Tensor, float]] = []  # with step and time, to be logged
         self.advance: Callable[..., object] = lambda: None
         self.signals = Signals(enabled=self.checkpointer is not None)
 
@@ -173,15 +173,15 @@ class _Loop(Run):
 
     def _exchange(self) -> int | None:
         """Log the losses, as means over the ranks; return a signal that a rank has received."""
-        received, means = self.signals.received, [loss for _, loss in self.losses]
+        received, means = self.signals.received, [loss for _, loss, _ in self.losses]
         if self.ranks.mode is not None:
             flags = torch.tensor([received == number for number in DEFERRED]).to(self.device)
             summed = self.ranks.sum([*means, *flags])
             means = [*(summed[: len(means)] / self.ranks.count)]
             counts = zip(DEFERRED, summed[len(means) :], strict=True)
             received = next((number for number, count in counts if count), None)
-        for (step, _), mean in zip(self.losses, means, strict=True):
-            self.tracker.log_scalar("train/loss", mean, step)
+        for (step, _, time_s), mean in zip(self.losses, means, strict=True):
+            self.tracker.log_scalar("train/loss", mean, step, time_s=time_s)
         self.losses.clear()
         return received
 
@@ -208,7 +208,7 @@ class _Loop(Run):
         self.step, self.val_loss = self.step + 1, math.nan
         loss = self._accumulate(parts, n_targets)
         self.advance()
-        self.losses.append((self.step, loss))
+        self.losses.append((self.step, loss, time.time()))
         self.tracker.log_scalar("train/lr", self.schedule.lr, self.step)
         with self.timer("step"):
             self.scaler.step(self.optimizer, max_norm=self.config.max_norm)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fastamp.metrics import MetricsTracker
-from fastamp.metrics.sinks import Scalar
+from fastamp.metrics.sinks import Logged
 from fastamp.step import AdamW, GradScaler
 from fastamp.timer import Timer
 from fastamp.train.batches import Batches
@@ -186,11 +186,12 @@ class Run:
             has_trained = self.step >= config.max_steps
         return has_trained and (self.held_out is None or self.evaluated_at == self.step)
 
-    def _hand_on(self, scalars: list[Scalar]) -> None:
+    def _hand_on(self, scalars: list[Logged]) -> None:
         """Pass our tracker's scalars on to the user's."""
         assert self.config.tracker is not None  # noqa: S101 - else this is no sink
-        for name, step, value in scalars:
-            self.config.tracker.log_scalar(name, value, step)
+        for scalar in scalars:
+            name, step, value = scalar
+            self.config.tracker.log_scalar(name, value, step, time_s=scalar.time_s)
         self.config.tracker.flush()
 
     def _count_steps(self) -> int | None:

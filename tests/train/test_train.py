@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 import re
+import time
 
 import numpy as np
 import pytest
@@ -166,6 +167,22 @@ def test_an_overflow_is_logged_and_the_schedule_waits(precision, optimizer, back
     assert result.loss_scale.values.tolist() == scales
     assert np.isinf(result.grad_norm.values).tolist() == [True, False, False, True, False, False]
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_tracker_is_told_when_each_loss_was_computed():
+    """Not when it was flushed, which is once, at the end."""
+    seen, times_s = [], []
+
+    def loss_fn(output, target):
+        times_s.append(time.time())
+        return functional.cross_entropy(output, target)
+
+    tracker = fastamp.MetricsTracker(sinks=[seen.extend])
+    config = TrainConfig(max_steps=4, loss_fn=loss_fn, log_every=100, tracker=tracker)
+    fine_tune(make_model(), make_data(), config=config)
+    found = [scalar.time_s for scalar in seen if scalar[0] == "train/loss"]
+    assert len(found) == 4
+    assert sorted([*times_s, *found]) == [x for pair in zip(times_s, found, strict=True) for x in pair]
 
 
 @pytest.mark.parametrize("n_samples", [64, 50, 33])
