@@ -60,7 +60,7 @@ class Checkpointer:
     others in the folder stay as they are.
 
     Args:
-        folder: is made if needed.
+        folder: is made if needed; ~ is the home folder.
         model: may be compiled or in DistributedDataParallel; the keys are those of the module
             inside. Its state_dict may leave out frozen parameters, as with LoRA: these are not
             saved, and `restore` leaves them as they are.

@@ -41,6 +41,9 @@ class Run:
     def __init__(
         self, model: nn.Module, train_data: Any, val_data: Any, config: TrainConfig, ranks: Ranks
     ) -> None:
+        if config.keep_best and val_data is None:
+            msg = "keep_best: expected val_data, whose loss says which is best, got None"
+            raise ValueError(msg)
         self.config, self.model, self.ranks = config, model, ranks
         self.device, self.precision = config.chosen_device, config.effective_precision
         self.data = Batches("train_data", train_data, config, ranks, shuffle=True)

@@ -226,3 +226,12 @@ def test_a_save_that_fails_is_neither_the_newest_nor_the_best(fails, tmp_path, m
         loop.checkpointer.save(step, metric=3.0)
     assert names(tmp_path) == [f"step-{step:08d}.pt" for step in (2, 4, 5)]
     assert Loop(tmp_path, keep=2, best="min").checkpointer.restore(best=True) == 2
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_tilde_is_the_home_folder(kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run(kind("~/runs/a"), max_steps=3)
+    assert names(tmp_path / "runs" / "a") == ["step-00000003.pt"]
+    assert fastamp.Checkpointer(kind("~/runs/b"), model=torch.nn.Linear(1, 1)).save(1) is None
+    assert names(tmp_path / "runs" / "b") == ["step-00000001.pt"]

@@ -394,6 +394,28 @@ def test_a_wrong_field_is_named_with_its_value(fields, message):
         TrainConfig(**fields)
 
 
+def test_numpys_numbers_are_pythons():
+    given = {"lr": 0.5, "max_norm": 2.0, "epochs": 2, "seed": 3, "precision": 32, "use_amp": False}
+    numpys = {
+        "lr": np.float32(0.5),
+        "max_norm": np.int32(2),
+        "epochs": np.int64(2),
+        "seed": np.uint8(3),
+        "precision": np.int16(32),
+        "use_amp": np.bool_(0),
+    }
+    config = TrainConfig(**numpys)
+    assert config == TrainConfig(**given)
+    assert [type(getattr(config, name)) for name in given] == [*map(type, given.values())]
+    with pytest.raises(ValueError, match="epochs: expected an integer from 1 to .*, got True"):
+        TrainConfig(epochs=np.bool_(1))
+
+
+def test_the_best_of_no_evaluation_is_refused():
+    with pytest.raises(ValueError, match="keep_best: expected val_data, whose loss says"):
+        fine_tune(make_model(), make_data(), config=TrainConfig(keep_best=True))
+
+
 def test_a_subclass_of_tuple_is_a_tuple_of_columns():
     class Pair(tuple):
         __slots__ = ()
