@@ -9,7 +9,7 @@ Scalar: TypeAlias = tuple[str, int, float]
 Sink: TypeAlias = Callable[[list[Scalar]], object]
 
 
-class Logged(tuple[str, int, float]):
+class Logged(tuple[str, int, float]):  # noqa: SLOT001 - a tuple can have no slots with values
     """A scalar as sinks get it: (name, step, value), which also knows when it was logged."""
 
     time_s: float

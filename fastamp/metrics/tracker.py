@@ -49,9 +49,9 @@ class MetricsTracker:
         capacity: number of values in the history of one name at most; at least 2.
         sinks: callables that accept a list of (name, step, value), or TensorBoard's
             `SummaryWriter`. Each of these tuples has an attribute `time_s`, when it was logged, in
-            seconds since 1970: the time in TensorBoard, and in W&B by `WandbSink`. A sink that raises an error is reported once, in the log, and called
-            again with the next batch. Of the ranks of torch.distributed only the first calls its
-            sinks; all keep histories.
+            seconds since 1970: the time in TensorBoard, and in W&B by `WandbSink`. A sink that
+            raises an error is reported once, in the log, and called again with the next batch. Of
+            the ranks of torch.distributed only the first calls its sinks; all keep histories.
 
     Raises:
         TypeError: a sink is neither a callable nor a SummaryWriter.
@@ -89,9 +89,7 @@ class MetricsTracker:
         if self._sinks:
             atexit.register(self.close)
 
-    def log_scalar(
-        self, name: str, value: Any, step: int, *, time_s: float | None = None
-    ) -> None:
+    def log_scalar(self, name: str, value: Any, step: int, *, time_s: float | None = None) -> None:
         """Record a value; costs well under a microsecond for a Python number.
 
         Args:

@@ -459,7 +459,10 @@ def load_part(part: Any, state: Any) -> None:
     optimizer that loads in a way of its own, as fastamp.AdamW, chooses the dtypes itself.
     """
     part.load_state_dict(state)
-    if not isinstance(part, Optimizer) or type(part).load_state_dict is not Optimizer.load_state_dict:
+    if (
+        not isinstance(part, Optimizer)
+        or type(part).load_state_dict is not Optimizer.load_state_dict
+    ):
         return
     parameters = [p for group in part.param_groups for p in group["params"]]
     places = [place for group in state["param_groups"] for place in group["params"]]

@@ -62,11 +62,11 @@ def fine_tune(
     Args:
         model: its modules keep their training or evaluation mode; if the model itself is in
             evaluation mode, all modules train. Afterwards all have the mode they had before.
-        train_data: a Dataset, which a list of samples is too, or tensors (one, or a tuple or dict of
-            them), which are shuffled; a DataLoader; or any other iterable of batches, for a list of
-            them `torch.utils.data.DataLoader(batches, batch_size=None)`. See `ModelCall.split` on
-            batches. Before each epoch, from 0, `set_epoch(epoch)` is called, where it exists: of
-            the loader or else of its samplers, and of the loader's dataset.
+        train_data: a Dataset, as a list of samples is one, or tensors (one, or a tuple or dict of
+            them), which are shuffled; a DataLoader; or any other iterable of batches. A list of
+            batches is passed as `torch.utils.data.DataLoader(batches, batch_size=None)`. See
+            `ModelCall.split` on batches. Before each epoch, from 0, `set_epoch(epoch)` is called,
+            where it exists: of the loader or else of its samplers, and of the loader's dataset.
         val_data: as `train_data`, but not shuffled; None evaluates nothing. A
             `fastamp.DataLoader` that shuffles by a seed has the same order in each evaluation. One
             of torch with a generator of its own begins with that generator's seed again after a
@@ -258,7 +258,8 @@ class _Loop(Run):
                 with timer("backward"):
                     torch.autograd.backward(self.scaler.scale(loss))
             mean = mean + loss.detach()
-        return mean / (n_targets > 0)
+        averaged: torch.Tensor = mean / (n_targets > 0)  # of none it is NaN
+        return averaged
 
     @torch.no_grad()
     def _evaluate(self) -> None:

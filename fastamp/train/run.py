@@ -132,17 +132,20 @@ class Run:
         of_model = {*map(id, self.model.parameters()), *map(id, self.model.buffers())}
         own = [t for t in (*loss.parameters(), *loss.buffers()) if id(t) not in of_model]
         if self.ranks.mode is not None and any(t.requires_grad for t in own):
-            kind = type(loss).__name__
-            msg = f"loss_fn: {kind} has parameters, which ranks do not share: train a model with it"
-            raise ValueError(msg + ", which returns its loss")
+            has = f"{type(loss).__name__} has parameters, which ranks do not share"
+            msg = f"loss_fn: {has}; train a model that holds it and returns its loss"
+            raise ValueError(msg)
         return loss.to(self.device) if own else None
 
     def _make_checkpointer(self, folder: Any) -> Checkpointer:
         known = {*map(id, self.model.parameters())}
         known |= set() if self.loss is None else {*map(id, self.loss.parameters())}
-        if any(id(p) not in known for group in self.optimizer.param_groups for p in group["params"]):
-            msg = "optimizer: has parameters of neither the model nor loss_fn, so that checkpoints"
-            raise ValueError(f"{msg} would leave them out: give the module that has them as loss_fn")
+        if any(
+            id(p) not in known for group in self.optimizer.param_groups for p in group["params"]
+        ):
+            has = "has parameters of neither the model nor loss_fn, which checkpoints leave out"
+            msg = f"optimizer: {has}: give the module that has them as loss_fn"
+            raise ValueError(msg)
         parts: dict[str, Any] = {"run": self, "model": self.model, "optimizer": self.optimizer}
         parts |= {"loader": self.data, "scaler": self.scaler, "scheduler": self.schedule}
         parts |= {} if self.loss is None else {"loss_fn": self.loss}
@@ -202,11 +205,11 @@ class Run:
         if self.config.schedule == "constant":
             return None
         length = self._length()
-        if isinstance(length, str):
-            problem = "needs max_steps for data without a length; 'constant' does not"
-            msg = f"schedule: {self.config.schedule!r} {problem}"
-            raise ValueError(msg)
-        return length
+        if isinstance(length, int):
+            return length
+        problem = "needs max_steps for data without a length; 'constant' does not"
+        msg = f"schedule: {self.config.schedule!r} {problem}"
+        raise ValueError(msg)
 
     def _length(self) -> int | str:
         """Return the length of the run in steps, or in words for data without a length."""

@@ -76,7 +76,7 @@ def load_model(model: nn.Module, state: dict[str, Any]) -> None:
 
 
 def find_missing(model: nn.Module, state: dict[str, Any]) -> dict[str, Tensor]:
-    """Return a model's parameters and persistent buffers whose names a state of it does not have."""
+    """Return a model's parameters and persistent buffers whose names a state does not have."""
     missing: dict[str, Any] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):

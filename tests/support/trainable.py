@@ -89,7 +89,7 @@ def outcome_of_finished(folder, fields):
     except ValueError as error:
         if "nothing is left to train" not in str(error):
             raise
-    newest_path = max(Path(folder).glob("step-*"))
+    newest_path = max(p for p in Path(folder).glob("step-*") if p.suffix in {"", ".pt"})
     state = torch.load(
         newest_path / "run.pt" if newest_path.is_dir() else newest_path, weights_only=True
     )

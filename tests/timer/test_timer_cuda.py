@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from time import perf_counter_ns
-
 import pytest
 import torch
 from support.fake_gpu import FakeGpu, install

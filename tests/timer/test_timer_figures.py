@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import resource
-import time
 
 import numpy as np
 import pytest

@@ -48,7 +48,7 @@ def test_a_loop_that_crashed_again_and_again_comes_to_the_bit_to_the_same(
 
 
 class InFloat32(torch.optim.Optimizer):
-    """Keeps its mean in float32, as Adafactor and others do for bfloat16 parameters, in containers."""
+    """Keeps float32 means of bfloat16 parameters, as Adafactor does, in containers."""
 
     def __init__(self, parameters, lr):
         super().__init__(parameters, {"lr": lr})

@@ -182,7 +182,9 @@ def test_a_tracker_is_told_when_each_loss_was_computed():
     fine_tune(make_model(), make_data(), config=config)
     found = [scalar.time_s for scalar in seen if scalar[0] == "train/loss"]
     assert len(found) == 4
-    assert sorted([*times_s, *found]) == [x for pair in zip(times_s, found, strict=True) for x in pair]
+    assert sorted([*times_s, *found]) == [
+        x for pair in zip(times_s, found, strict=True) for x in pair
+    ]
 
 
 @pytest.mark.parametrize("n_samples", [64, 50, 33])
@@ -407,7 +409,7 @@ def test_numpys_numbers_are_pythons():
     config = TrainConfig(**numpys)
     assert config == TrainConfig(**given)
     assert [type(getattr(config, name)) for name in given] == [*map(type, given.values())]
-    with pytest.raises(ValueError, match="epochs: expected an integer from 1 to .*, got True"):
+    with pytest.raises(ValueError, match=r"epochs: expected an integer from 1 to .*, got True"):
         TrainConfig(epochs=np.bool_(1))
 
 
@@ -440,7 +442,7 @@ _INPUTS = "batch: expected a target and inputs that the model takes, got 39 inpu
         ((torch.ones(8, 8), torch.ones(8)), {}, ValueError, r"output \(8, 2\), target \(8,\) of"),
         ((torch.ones(40, 8).tolist(), [0] * 40), {}, TypeError, r"train_data\[0\].* got float"),
         ({"x": torch.ones(4, 8), "y": [0] * 4}, {}, TypeError, r"train_data\['y'\].* got int"),
-        ([[*torch.ones(40, 8)], [*torch.ones(40)]], {}, TypeError, _INPUTS),
+        ([[*torch.ones(40)], [*torch.ones(40)]], {}, TypeError, _INPUTS),
     ],
 )
 def test_data_that_cannot_be_trained_on_is_refused(data, fields, error, message):

@@ -15,7 +15,7 @@ class Adapted(torch.nn.Module):
 
     def __init__(self, seed=0):
         super().__init__()
-        self.base = make_model().requires_grad_(False)  # noqa: FBT003
+        self.base = make_model().requires_grad_(False)
         torch.manual_seed(seed)
         self.adapter = torch.nn.Linear(8, 2)
 
@@ -78,7 +78,7 @@ def test_what_training_changes_may_not_be_missing(kind, change, tmp_path):
         model.base.append(torch.nn.BatchNorm1d(2, affine=False))
         model.base[3].register_buffer("constant", torch.ones(1), persistent=False)
     else:
-        model.base[0].requires_grad_(True)  # noqa: FBT003
+        model.base[0].requires_grad_(True)
     gone = r"'base\.3\.\w+' and 2 more" if change == "a buffer" else r"'base\.0\.\w+' and 1 more"
     text = rf"nothing is saved: its \['model'\] leaves out {gone}: model\.state_dict\(\) must"
     with pytest.raises(CheckpointError, match=text):
