@@ -9,6 +9,20 @@ Scalar: TypeAlias = tuple[str, int, float]
 Sink: TypeAlias = Callable[[list[Scalar]], object]
 
 
+class Logged(tuple[str, int, float]):  # noqa: SLOT001 - a tuple can have no slots with values
+    """A scalar as sinks get it: (name, step, value), which also knows when it was logged."""
+
+    time_s: float
+    """Seconds since 1970, as `time.time` returns them."""
+
+
+def logged(scalar: Scalar, time_s: float) -> Logged:
+    """Return a scalar with the time when it was logged."""
+    made = Logged(scalar)
+    made.time_s = time_s
+    return made
+
+
 def require(module: str, extra: str) -> Any:
     """Import a module of an extra, or raise an ImportError that says how to install it."""
     try:
@@ -18,7 +32,7 @@ def require(module: str, extra: str) -> Any:
         raise ImportError(msg) from error
 
 
-def sink_of(given: Any) -> Sink:
+def sink_of(given: Any) -> Callable[[list[Logged]], None]:
     """Return a sink that logs the first error of a callable or SummaryWriter, and raises none.
 
     Raises:
@@ -29,14 +43,15 @@ def sink_of(given: Any) -> Sink:
         raise TypeError(msg)
     has_failed = False
 
-    def write(scalars: list[Scalar]) -> None:
+    def write(scalars: list[Logged]) -> None:
         nonlocal has_failed
         try:
             if callable(given):
                 given(scalars)
                 return
-            for name, step, value in scalars:
-                given.add_scalar(name, value, step)
+            for scalar in scalars:
+                name, step, value = scalar
+                given.add_scalar(name, value, step, walltime=scalar.time_s)
             given.flush()
         except Exception as error:  # noqa: BLE001 - a sink must not end the training
             if not has_failed:

@@ -8,6 +8,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from time import time
 from typing import Any, TypeAlias
 
 import torch
@@ -17,13 +18,13 @@ from torch import Tensor
 
 from fastamp._ops.captures import apart_from_captures
 from fastamp.metrics.series import ScalarStats, Series
-from fastamp.metrics.sinks import Scalar, sink_of
+from fastamp.metrics.sinks import Logged, Scalar, logged, sink_of
 from fastamp.metrics.watch import ScalerWatch, watch_gpu
 from fastamp.step import GradScaler
 
 Name: TypeAlias = str | Callable[[int, float], Iterable[Scalar]]
 OnDevice: TypeAlias = tuple[Tensor, torch.cuda.Stream | None]  # a copy, and its stream
-Entry: TypeAlias = tuple[Name, int, float | OnDevice]
+Entry: TypeAlias = tuple[Name, int, float | OnDevice, float]  # at last the time
 
 QUEUE = 4096
 BATCHES_IN_FLIGHT = 8
@@ -47,9 +48,10 @@ class MetricsTracker:
     Args:
         capacity: number of values in the history of one name at most; at least 2.
         sinks: callables that accept a list of (name, step, value), or TensorBoard's
-            `SummaryWriter`. A sink that raises an error is reported once, in the log, and called
-            again with the next batch. Of the ranks of torch.distributed only the first calls its
-            sinks; all keep histories.
+            `SummaryWriter`. Each of these tuples has an attribute `time_s`, when it was logged, in
+            seconds since 1970: the time in TensorBoard, and in W&B by `WandbSink`. A sink that
+            raises an error is reported once, in the log, and called again with the next batch. Of
+            the ranks of torch.distributed only the first calls its sinks; all keep histories.
 
     Raises:
         TypeError: a sink is neither a callable nor a SummaryWriter.
@@ -87,7 +89,7 @@ class MetricsTracker:
         if self._sinks:
             atexit.register(self.close)
 
-    def log_scalar(self, name: str, value: Any, step: int) -> None:
+    def log_scalar(self, name: str, value: Any, step: int, *, time_s: float | None = None) -> None:
         """Record a value; costs well under a microsecond for a Python number.
 
         Args:
@@ -95,6 +97,7 @@ class MetricsTracker:
             value: a number, or a tensor or array with one element of any real dtype on any device.
                 It may change in place afterwards. inf and NaN are kept.
             step: of the training; any integer of 64 bits, in any order.
+            time_s: when it was measured, for the sinks, in seconds since 1970; None is now.
 
         Raises:
             RuntimeError: the value is on a device and a CUDA graph is being captured.
@@ -107,7 +110,7 @@ class MetricsTracker:
         if type(name) is not str or type(step) is not int or not -LIMIT <= step < LIMIT:
             msg = f"expected a string and an integer of 64 bits, got {name=}, {step=}"
             raise TypeError(msg)
-        self._put(name, value, step)
+        self._put(name, value, step, time_s)
         self.last_step = step
 
     def watch(self, source: Any, *, first_step: int = 0) -> None:
@@ -209,10 +212,13 @@ class MetricsTracker:
         self._sinks, self._watched, self._stops = [], [], []
         atexit.unregister(self.close)
 
-    def _put(self, name: Name, value: Any, step: int | None = None) -> None:
+    def _put(
+        self, name: Name, value: Any, step: int | None = None, time_s: float | None = None
+    ) -> None:
         """Queue a value of a step, or else of `last_step`, which it does not change."""
         step = self.last_step if step is None else step
-        self._queue.append((name, step, value if type(value) is float else _to_scalar(name, value)))
+        scalar = value if type(value) is float else _to_scalar(name, value)
+        self._queue.append((name, step, scalar, time() if time_s is None else time_s))
         if len(self._queue) >= QUEUE:
             self._drain(wait=False)
 
@@ -242,10 +248,11 @@ class MetricsTracker:
 
     def _record(self, batch: list[Entry], arrived: dict[int, float]) -> None:
         """Pass a batch to the histories and the sinks; `arrived` are values by place."""
-        scalars: list[Scalar] = []
-        for place, (name, step, queued) in enumerate(batch):
+        scalars: list[Logged] = []
+        for place, (name, step, queued, time_s) in enumerate(batch):
             value = queued if isinstance(queued, float) else arrived[place]
-            scalars += ((name, step, value),) if isinstance(name, str) else name(step, value)
+            made = ((name, step, value),) if isinstance(name, str) else name(step, value)
+            scalars += [logged(scalar, time_s) for scalar in made]
         columns: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
         for name, step, value in scalars:
             steps, values = columns[name]
@@ -294,7 +301,7 @@ class Transfer:
 def _send(batch: list[Entry]) -> list[Transfer]:
     """Start one copy to the host for each device and stream that a batch has scalars on."""
     by_stream: dict[Any, tuple[list[int], list[Tensor]]] = defaultdict(lambda: ([], []))
-    for place, (_, _, value) in enumerate(batch):
+    for place, (_, _, value, _) in enumerate(batch):
         if not isinstance(value, float):
             places, values = by_stream[value[0].device, value[1]]
             places.append(place)

@@ -1,4 +1,4 @@
-"""What accompanies a region of the timer: CUDA events, a range of the profiler, the trace.
+"""What accompanies a region of the timer: CUDA events and a range of torch's profiler.
 
 Events are pooled and recorded on the current stream. Completed ones are read when the pool is
 empty, all others when the results are read.
@@ -8,8 +8,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from time import perf_counter_ns
-from typing import NamedTuple
 
 import torch
 from torch.autograd import profiler
@@ -21,15 +19,11 @@ _MAX_EVENTS = 4096  # in flight
 _HARVEST_LIMIT = 32  # bounds the time that one region spends on reading earlier events
 
 
-# A region that ended, for a trace: path, "threads" or "streams", which one, start_ns, duration_ns.
-Span = tuple[str, str, int, int, int]
+class Extras:
+    """Begins and ends the events and the profiler's range of each region of a timer."""
 
-
-class Extras(NamedTuple):
-    """Begins and ends the events, the profiler's range and the trace of each region of a timer."""
-
-    clock: "DeviceClock | None"
-    spans: deque[Span]
+    def __init__(self, clock: "DeviceClock | None") -> None:
+        self._clock = clock
 
     def begin(self, region: Region) -> Callable[[int, int], None]:
         """Begin them; return the function to call when the region ends, with the host's times."""
@@ -37,15 +31,13 @@ class Extras(NamedTuple):
         if profiler._is_profiler_enabled:
             opened = torch._C._profiler._RecordFunctionFast(region.path)
             opened.__enter__()
-        interval = self.clock.begin(region.path) if self.clock else None
+        interval = self._clock.begin(region.path) if self._clock else None
 
-        def end(start_ns: int, end_ns: int) -> None:
-            if self.clock and interval is not None:
-                self.clock.record(interval)
+        def end(_start_ns: int, _end_ns: int) -> None:
+            if self._clock and interval is not None:
+                self._clock.record(interval)
             if opened is not None:
                 opened.__exit__(None, None, None)
-            thread = threading.get_native_id()
-            self.spans.append((region.path, "threads", thread, start_ns, end_ns - start_ns))
 
         return end
 
@@ -64,31 +56,28 @@ class _Interval:
     def __init__(self, path: str, stream: torch.cuda.Stream) -> None:
         self.path = path
         self.stream = stream
-        self.start_ns: int | None = None  # on the lane's clock, once it is known
+        self.start_ns: int | None = None  # on the stream's clock, once it is known
 
 
-class _Lane:
+class _StreamClock:
     """A stream's clock: its events complete in order, so the times between them add up."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        # In flight: the event, the interval that it begins or ends, and the host's time then.
-        self.marks: deque[tuple[torch.cuda.Event, _Interval, DeviceFigures, int]] = deque()
+    def __init__(self) -> None:
+        # In flight: the event, and the interval that it begins or ends.
+        self.marks: deque[tuple[torch.cuda.Event, _Interval, DeviceFigures]] = deque()
         self.last: torch.cuda.Event | None = None  # the newest completed one
-        self.clock_ns = 0  # its time, since the lane's first one
-        self.behind_ns = 0  # host's clock - lane's; no event completes before it is recorded
+        self.now_ns = 0  # its time, since the stream's first one
 
 
 class DeviceClock:
     """The events of one timer on one device."""
 
-    def __init__(self, device: torch.device, make_region: RegionMaker, spans: deque[Span]) -> None:
+    def __init__(self, device: torch.device, make_region: RegionMaker) -> None:
         self._figures: dict[str, DeviceFigures] = {}
         self._device = device
         self._make_region = make_region
-        self._spans = spans
         self._lock = threading.RLock()
-        self._lanes: dict[int, _Lane] = {}
+        self._streams: dict[int, _StreamClock] = {}
         self._free: list[torch.cuda.Event] = []
         self._num_events = 0
 
@@ -118,8 +107,8 @@ class DeviceClock:
                 figures.dropped += 1
                 return False
             key = interval.stream.cuda_stream
-            lane = self._lanes.get(key) or self._lanes.setdefault(key, _Lane(len(self._lanes)))
-            lane.marks.append((event, interval, figures, perf_counter_ns()))
+            stream = self._streams.get(key) or self._streams.setdefault(key, _StreamClock())
+            stream.marks.append((event, interval, figures))
             event.record(interval.stream)
         return True
 
@@ -133,28 +122,23 @@ class DeviceClock:
 
     @apart_from_captures()
     def _harvest(self, limit: int) -> None:
-        """Read the completed events, at most `limit` of each lane."""
-        for lane in self._lanes.values():
-            for event, interval, figures, host_ns in list(islice(lane.marks, limit)):
+        """Read the completed events, at most `limit` of each stream."""
+        for stream in self._streams.values():
+            for event, interval, figures in list(islice(stream.marks, limit)):
                 if not event.query():  # type: ignore[no-untyped-call]
                     break
-                lane.marks.popleft()
+                stream.marks.popleft()
                 step_ns = 0
-                if lane.last is not None:
-                    step_ns = round(lane.last.elapsed_time(event) * 1e6)
-                    self._free.append(lane.last)
-                lane.last = event
-                lane.clock_ns += step_ns
-                lane.behind_ns = max(lane.behind_ns, host_ns - lane.clock_ns)
+                if stream.last is not None:
+                    step_ns = round(stream.last.elapsed_time(event) * 1e6)
+                    self._free.append(stream.last)
+                stream.last = event
+                stream.now_ns += step_ns
                 if interval.start_ns is None:
-                    interval.start_ns = lane.clock_ns
+                    interval.start_ns = stream.now_ns
                     figures.gap_ns += step_ns
-                    continue
-                ns = lane.clock_ns - interval.start_ns
-                figures.series.add(ns)
-                start_ns = interval.start_ns + lane.behind_ns
-                if figures is self._figures.get(interval.path):  # else it was reset meanwhile
-                    self._spans.append((interval.path, "streams", lane.number, start_ns, ns))
+                else:
+                    figures.series.add(stream.now_ns - interval.start_ns)
 
     def wait(self) -> None:
         """Wait for the last event of each stream and read them all.
@@ -166,7 +150,7 @@ class DeviceClock:
             msg = "a timer cannot be read while a CUDA graph is captured"
             raise RuntimeError(msg)
         with self._lock:
-            last = [lane.marks[-1][0] for lane in self._lanes.values() if lane.marks]
+            last = [each.marks[-1][0] for each in self._streams.values() if each.marks]
         with apart_from_captures():  # a wait for the whole device would break captures
             for event in last:
                 event.synchronize()

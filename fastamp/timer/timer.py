@@ -9,7 +9,6 @@ import functools
 import inspect
 import json
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from time import perf_counter
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from torch.compiler import is_dynamo_compiling
 
 from fastamp._files import write
-from fastamp.timer.events import DeviceClock, Extras, Span
+from fastamp.timer.events import DeviceClock, Extras
 from fastamp.timer.regions import Region, region_maker
 
 _F = TypeVar("_F", bound="Callable[..., Any]")
@@ -30,7 +29,6 @@ _T = TypeVar("_T")
 _MAX_PATHS = 1000
 _MAX_DEPTH = 200
 _OTHER = "(other)"
-_MAX_SPANS = 65536
 
 
 class RegionStats(NamedTuple):
@@ -83,7 +81,6 @@ class Timer:
     Args:
         device: "cpu" for the host's clock, or a CUDA device; None is the current CUDA device where
             there is one, else "cpu".
-        trace: keep the newest 65,536 regions for `to_chrome_trace`.
 
     Raises:
         ValueError: the device is neither "cpu" nor a CUDA device.
@@ -107,19 +104,17 @@ class Timer:
         "_make",
         "_regions",
         "_root",
-        "_spans",
         "_start_s",
     )
 
-    def __init__(self, device: str | torch.device | None = None, trace: bool = False) -> None:  # noqa: FBT001, FBT002
+    def __init__(self, device: str | torch.device | None = None) -> None:
         self._device = _device(device)
-        self._spans: deque[Span] = deque(maxlen=_MAX_SPANS if trace else 0)
         make_region = region_maker()
         self._clock: DeviceClock | None = None
         if self._device.type == "cuda":
-            self._clock = DeviceClock(self._device, make_region, self._spans)
-        begin = Extras(self._clock, self._spans).begin
-        always = bool(trace) or self._clock is not None
+            self._clock = DeviceClock(self._device, make_region)
+        begin = Extras(self._clock).begin
+        always = self._clock is not None
         self._make: Callable[[str], Region] = lambda path: make_region(path, begin, always)
         self._root = self._make("")
         self._regions: dict[str, Region] = {}
@@ -280,35 +275,12 @@ class Timer:
         content = {**facts, "regions": regions}
         write(Path(path), (json.dumps(content) + "\n").encode())
 
-    def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the newest 65,536 regions as a trace for chrome://tracing or Perfetto.
-
-        On CUDA each region appears twice, for its thread and for its stream. The GPU's times are
-        moved to the host's clock: each stream is as early as its events allow.
-
-        Raises:
-            OSError: the file cannot be written.
-            RuntimeError: the timer was made without `trace=True`.
-        """
-        if not self._spans.maxlen:
-            msg = "to_chrome_trace: this timer keeps no trace; make it with Timer(trace=True)"
-            raise RuntimeError(msg)
-        if self._clock is not None:
-            self._clock.wait()
-        events = [
-            {"ph": "X", "name": name, "pid": kind, "tid": track, "ts": begin / 1e3, "dur": ns / 1e3}
-            for name, kind, track, begin, ns in list(self._spans)
-        ]
-        content = {"traceEvents": events, "displayTimeUnit": "ms"}
-        write(Path(path), (json.dumps(content) + "\n").encode())
-
     def reset(self) -> None:
         """Forget all figures."""
         if self._clock is not None:
             self._clock.reset()
         for region in list(self._regions.values()):
             region.reset()
-        self._spans.clear()
         self._start_s = perf_counter() if self._regions else 0.0
 
 

@@ -1,14 +1,13 @@
 """Batches of any kind of data, with a position to resume at."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, IterableDataset
 
 from fastamp.data import ArrayDataset, DataLoader
@@ -23,7 +22,7 @@ from fastamp.train.ranks import Ranks
 
 
 class Batches:
-    """Batches on a device, each with the number of its samples: the length of its first tensor.
+    """Batches on a device, each with the number of its samples.
 
     A loader with `state_dict` and `load_state_dict`, as fastamp's, resumes by itself. A resumed
     pass over any other iterable starts again, from the same random state, and skips the batches
@@ -33,7 +32,7 @@ class Batches:
     share do not count.
 
     Raises:
-        TypeError: `data` is no Dataset, tensors or iterable, or a list without batches.
+        TypeError: `data` is no Dataset, tensors or iterable.
         ValueError: it has no samples.
     """
 
@@ -76,7 +75,7 @@ class Batches:
                 # On the CPU a batch may be read at once.
                 return tensor.to(self._device, non_blocking=self._device.type != "cpu")
 
-            moved, n = map_tensors(move, batch), next(iter(lengths), 1)
+            moved, n = map_tensors(move, batch), count_samples(batch, lengths)
             if 0 < n_left < n:
                 moved = map_tensors(partial(_first, n_left), moved)
             n_empty += not n
@@ -87,6 +86,17 @@ class Batches:
             msg = f"{self._name}: no sample in this pass; an iterator can be read only once"
             raise ValueError(msg)
         self.n_consumed, self._batches = 0, iter(())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the loader, or else its samplers, and the dataset which epoch comes next.
+
+        So do Hugging Face's Trainer and Lightning. A resumed pass is told its own epoch again.
+        """
+        has_own = callable(getattr(self.loader, "set_epoch", None))
+        told = [self.loader] if has_own else find_samplers(self.loader)
+        for one in (*told, getattr(self.loader, "dataset", None)):
+            if callable(getattr(one, "set_epoch", None)):
+                one.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch delivered."""
@@ -151,6 +161,23 @@ class Batches:
         return batches
 
 
+def count_samples(batch: Any, lengths: list[int]) -> int:
+    """Return how many samples a batch has, given the lengths of all tensors in it.
+
+    That is the length of its first column that is a tensor. Where every column is a list, these
+    are columns in turn if all tensors are equally long; else they hold a value for each sample, as
+    images or sequences of a size of their own, or a mapping.
+    """
+    columns = [*batch.values()] if isinstance(batch, Mapping) else batch
+    columns = columns if isinstance(columns, (list, tuple)) else [columns]
+    for column in columns:
+        if isinstance(column, torch.Tensor):
+            return len(column) if column.ndim else 1
+    lists = [column for column in columns if isinstance(column, (list, tuple))]
+    are_samples = len(set(lengths)) > 1 or any(isinstance(x, Mapping) for c in lists for x in c)
+    return len(lists[0]) if lists and are_samples else next(iter(lengths), 1)
+
+
 def _first(n: int, tensor: torch.Tensor) -> torch.Tensor:
     return tensor[:n] if tensor.ndim else tensor
 
@@ -159,14 +186,7 @@ def _make_loader(name: str, data: Any, config: TrainConfig, ranks: Ranks, *, shu
     if isinstance(data, (tuple, dict)):
         count_rows((*data,) if isinstance(data, tuple) else data, name)
         data = ArrayDataset(*data) if isinstance(data, tuple) else ArrayDataset(data)
-    first = data[0] if isinstance(data, list) and data else None
-    if isinstance(first, (list, tuple)) and not any(map(torch.is_tensor, tree_leaves(first))):
-        wanted = "expected a batch of tensors, as a list holds batches"
-        got = f"{type(first).__name__} of {len(first)}; pass samples as a Dataset or as tensors"
-        msg = f"{name}[0]: {wanted}, got {got}"
-        raise TypeError(msg)
-    is_sized = hasattr(data, "__getitem__") and not isinstance(data, (list, tuple, dict))
-    if not (is_sized or isinstance(data, Dataset)):
+    if not (hasattr(data, "__getitem__") or isinstance(data, Dataset)):
         return data
     if not isinstance(data, IterableDataset) and hasattr(data, "__len__") and not len(data):
         msg = f"{name}: has no samples"

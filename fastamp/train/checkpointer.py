@@ -34,7 +34,7 @@ from fastamp.train.ranks import Ranks
 from fastamp.train.signals import Signals
 from fastamp.train.state_file import CheckpointError, as_plain, read_file, write_file
 from fastamp.train.store import Store
-from fastamp.train.weights import copied, save_weights
+from fastamp.train.weights import check_whole, copied, load_model, save_weights
 
 _EXCHANGE_EVERY = 10  # steps, after which ranks tell each other of a signal
 _SIGNS = {None: 0, "min": 1, "max": -1}  # of a metric that is better when it is lower
@@ -60,9 +60,10 @@ class Checkpointer:
     others in the folder stay as they are.
 
     Args:
-        folder: is made if needed.
+        folder: is made if needed; ~ is the home folder.
         model: may be compiled or in DistributedDataParallel; the keys are those of the module
-            inside.
+            inside. Its state_dict may leave out frozen parameters, as with LoRA: these are not
+            saved, and `restore` leaves them as they are.
         optimizer: None if nothing is trained.
         scaler: a `torch.amp.GradScaler`, such as `fastamp.GradScaler`.
         loader: one with a state, such as `fastamp.DataLoader`, so that it resumes after the last
@@ -166,7 +167,8 @@ class Checkpointer:
                 the other checkpoints are unchanged. Or another process saves in the folder, or its
                 file system has no locks.
             CheckpointError: a state holds an object that could not be read back, since it is
-                neither a tensor nor a plain value. The other checkpoints are unchanged.
+                neither a tensor nor a plain value; or the model's leaves out a parameter that is
+                trained, or a persistent buffer. The other checkpoints are unchanged.
             TypeError: `metric` is no number.
             ValueError: the folder has a checkpoint of a later step, which was not restored; or
                 `step` or `every` is too small, or no integer.
@@ -314,6 +316,8 @@ class Checkpointer:
         for name, part in {**self._with_kind, "model": self._model}.items():
             own, may_be_sharded = part.state_dict(), name in {"model", "optimizer"}
             try:
+                if name == "model":
+                    check_whole(self._model, own)
                 state[name] = as_plain(own, may_be_sharded=may_be_sharded)
             except ValueError as error:
                 msg = f"{self._store.title}: nothing is saved: its [{name!r}] {error}"
@@ -411,8 +415,7 @@ class Checkpointer:
         own = self._own(state)
         # First the loader: it may still refuse its state, and nothing has changed then.
         for name in sorted(self._parts, key=lambda name: name != "loader"):
-            load = self._parts[name].load_state_dict
-            self._attempt(name, partial(load, {**state, **own}[name]))
+            self._attempt(name, partial(load_part, self._parts[name], {**state, **own}[name]))
         self._attempt("model", lambda: self._apply_tensors(state))
         self._best = state["best"]
         if self._as_many:
@@ -423,8 +426,8 @@ class Checkpointer:
             path = self._store.paths[-1]
             _sharded().load_tensors(path, state, self._model, self._optimizer)
         if self._optimizer is not None:
-            self._optimizer.load_state_dict(state["optimizer"])
-        self._model.load_state_dict(state["model"])
+            load_part(self._optimizer, state["optimizer"])
+        load_model(self._model, state["model"])
 
     def _attempt(self, name: str, action: Callable[[], object]) -> None:
         """Let every error name the checkpoint and the entry, on all ranks."""
@@ -447,6 +450,36 @@ class Checkpointer:
         """Return the devices whose random numbers are saved, or restored from a state."""
         begins = rng is not None and bool(rng["devices"])
         return all_devices(begins=begins) if self._devices is None else self._devices
+
+
+def load_part(part: Any, state: Any) -> None:
+    """Load the state of a part; of an optimizer's states the dtypes that were saved stay.
+
+    torch casts them to the parameter's: of bfloat16 parameters Adafactor keeps float32 states. An
+    optimizer that loads in a way of its own, as fastamp.AdamW, chooses the dtypes itself.
+    """
+    part.load_state_dict(state)
+    if (
+        not isinstance(part, Optimizer)
+        or type(part).load_state_dict is not Optimizer.load_state_dict
+    ):
+        return
+    parameters = [p for group in part.param_groups for p in group["params"]]
+    places = [place for group in state["param_groups"] for place in group["params"]]
+    for place, parameter in zip(places, parameters, strict=True):
+        if place in state["state"]:
+            part.state[parameter] = _in_saved_dtype(part.state[parameter], state["state"][place])
+
+
+def _in_saved_dtype(loaded: Any, saved: Any) -> Any:
+    """Return what an optimizer has loaded for a parameter, with the dtypes that were saved."""
+    if isinstance(loaded, dict):
+        return {key: _in_saved_dtype(value, saved[key]) for key, value in loaded.items()}
+    if isinstance(loaded, (list, tuple)):
+        return type(loaded)(map(_in_saved_dtype, loaded, saved))
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor) and loaded.dtype != saved.dtype:
+        return saved.to(loaded.device, copy=True)
+    return loaded
 
 
 def _sharded() -> Any:

@@ -3,9 +3,10 @@
 import os
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -34,7 +35,7 @@ _DEVICE_ERRORS = AssertionError, ImportError, RuntimeError, TypeError, ValueErro
 class TrainConfig:
     """The options of `fastamp.fine_tune`; every field has a default that works.
 
-    A step is one step of the optimizer, of `accumulate` batches.
+    Numbers may be NumPy's. A step is one step of the optimizer, of `accumulate` batches.
 
     Raises:
         ValueError: a field has a wrong value; the message names both.
@@ -62,7 +63,9 @@ class TrainConfig:
     """Of the optimizer."""
     optimizer: str | Callable[[list[nn.Parameter]], Optimizer] = "adamw"
     """"adamw", "adam", "sgd" or "adagrad", fused where torch supports it; or a callable that makes
-    an optimizer of the parameters, and ignores `lr` and `weight_decay`."""
+    an optimizer of the list of all parameters that require a gradient, those of the loss last, and
+    ignores `lr` and `weight_decay`. As with `lr`, a run resumes only at the learning rates that it
+    began with: a CheckpointError names both."""
     moments: str | None = None
     """"float32", "bfloat16" or "8bit": how `optimizer="adamw"` keeps its moments, as
     `fastamp.AdamW`. None is torch's AdamW, unless `weights` asks for fastamp's."""
@@ -105,7 +108,7 @@ class TrainConfig:
     """Steps between flushes to `tracker`, which wait for the device. At the same steps ranks
     exchange their losses, and whether one of them has received a signal."""
     checkpoint_dir: str | os.PathLike[str] | None = None
-    """Folder of this run's checkpoints; None writes none."""
+    """Folder of this run's checkpoints, with ~ for the home folder; None writes none."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; None writes one after every epoch. One is always written at the
     end."""
@@ -113,9 +116,10 @@ class TrainConfig:
     """How many of the newest checkpoints to keep."""
     keep_best: bool = False
     """Writes a checkpoint at each new lowest validation loss, and keeps the best one beside the
-    newest; waits for the device at each evaluation."""
+    newest; waits for the device at each evaluation. Without `val_data` it is a ValueError."""
     resume: bool = True
-    """Resumes from the newest checkpoint. False starts anew, and removes the checkpoints in
+    """Resumes from the newest checkpoint; a run that has finished is a ValueError, unless
+    `max_steps` or `epochs` is larger now. False starts anew, and removes the checkpoints in
     `checkpoint_dir` once it has written one of its own."""
     progress: bool = False
     """Shows a bar on a terminal, if tqdm is installed."""
@@ -123,12 +127,18 @@ class TrainConfig:
     """Receives every scalar: "train/loss", "train/lr", "val/loss", and those of a scaler that it
     watches. Steps count from 1."""
     loss_fn: Callable[[Tensor, Any], Tensor] | None = None
-    """The loss of predictions and target, see `ModelCall.loss`."""
+    """The loss of predictions and target, see `ModelCall.loss`. If it is a module with parameters,
+    as ArcFace or learned weights of tasks, they move to the device, are trained by the optimizer,
+    and are in the checkpoints. Over ranks this is a ValueError: put it into the model."""
     model_call: ModelCall | None = None
     """How to call the model and compute its loss, in place of `loss_fn`."""
 
     def __post_init__(self) -> None:
-        """Check every field."""
+        """Check every field; NumPy's numbers become Python's, which a checkpoint can hold."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.generic):
+                object.__setattr__(self, field.name, value.item())
         for name, least in _INTEGERS.items():
             value = getattr(self, name)
             fine = type(value) is int and least <= value < 2**63  # torch's have 64 bits
@@ -138,7 +148,7 @@ class TrainConfig:
             fine = isinstance(value, (int, float)) and 0 <= value <= sys.float_info.max
             fine = fine and (value > 0 or name == "weight_decay")
             self._check(name, expected, fine=fine or (value is None and name == "max_norm"))
-            if value is not None:  # a checkpoint cannot hold NumPy's numbers
+            if value is not None:
                 object.__setattr__(self, name, float(value))
         for name, known in _CHOICES.items():
             value = getattr(self, name)

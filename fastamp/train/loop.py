@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,17 +20,22 @@ from fastamp.train.result import CURVES, Curve, TrainResult, compare_ranks
 from fastamp.train.run import Run
 from fastamp.train.signals import DEFERRED, Signals
 
+Part: TypeAlias = tuple[Any, Any, Any]  # a batch's inputs, its target, how many targets count
+
 
 def fine_tune(
     model: nn.Module, train_data: Any, val_data: Any = None, config: TrainConfig | None = None
 ) -> TrainResult:
     """Train a model in place: fine-tune a pretrained one, or train one from scratch.
 
-    1. The model moves to the device. If `config.checkpoint_dir` holds a run, it is resumed.
+    1. The model moves to the device. If `config.checkpoint_dir` holds a run, it is resumed, and
+       the log says "resumed at step N of M", on standard error unless logging is set up.
     2. A step: `config.accumulate` batches are fetched; for each of them forward and loss under
        autocast, and backward of the scaled loss; then unscale, check, clip and step at once. The
-       gradient is that of the mean over the step's samples, of all ranks. The learning rate
-       advances after a step that was taken; the loop learns of that one step later, without a wait.
+       gradient is that of the mean over the step's targets, of all ranks, without those that are
+       -100 (`ModelCall.count`): one batch of 8 or two of 4 make no difference. A step in which none
+       counts has gradients of 0, and NaN as its loss. The learning rate advances after a step that
+       was taken; the loop learns of that one step later, without a wait.
     3. After every epoch, or as often as the config says: evaluation in the same precision, and a
        checkpoint.
 
@@ -57,9 +62,11 @@ def fine_tune(
     Args:
         model: its modules keep their training or evaluation mode; if the model itself is in
             evaluation mode, all modules train. Afterwards all have the mode they had before.
-        train_data: a Dataset or tensors (one, or a tuple or dict of them), which are shuffled; a
-            DataLoader; or any iterable of batches, such as a list. See `ModelCall.split` on
-            batches.
+        train_data: a Dataset, as a list of samples is one, or tensors (one, or a tuple or dict of
+            them), which are shuffled; a DataLoader; or any other iterable of batches. A list of
+            batches is passed as `torch.utils.data.DataLoader(batches, batch_size=None)`. See
+            `ModelCall.split` on batches. Before each epoch, from 0, `set_epoch(epoch)` is called,
+            where it exists: of the loader or else of its samplers, and of the loader's dataset.
         val_data: as `train_data`, but not shuffled; None evaluates nothing. A
             `fastamp.DataLoader` that shuffles by a seed has the same order in each evaluation. One
             of torch with a generator of its own begins with that generator's seed again after a
@@ -78,7 +85,9 @@ def fine_tune(
         TypeError: `model` is no module, `config` no TrainConfig, or the data or the model's output
             cannot be trained on.
         ValueError: there is no batch or no parameter to train, the optimizer has other parameters,
-            shapes do not match, or a rank has fewer batches than others.
+            shapes do not match, or a rank has fewer batches than others. Or the run in
+            `config.checkpoint_dir` has finished: more `max_steps` or `epochs` continue it,
+            `resume=False` starts anew; the model has that run's weights then.
 
     Example:
         >>> x, y = torch.randn(64, 4), torch.randint(2, (64,))
@@ -112,7 +121,7 @@ class _Loop(Run):
         self.autocast = torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
         # DDP exchanges gradients in the last backward pass of a step only.
         self.no_sync: Any = self.trained.no_sync if self.ranks.mode == "ddp" else nullcontext
-        self.losses: list[tuple[int, torch.Tensor]] = []  # with steps, not yet logged
+        self.losses: list[tuple[int, torch.Tensor, float]] = []  # with step and time, to be logged
         self.advance: Callable[..., object] = lambda: None
         self.signals = Signals(enabled=self.checkpointer is not None)
 
@@ -135,6 +144,8 @@ class _Loop(Run):
         max_steps = config.max_steps or math.inf
         epochs = config.epochs if config.max_steps is None else math.inf
         while self.step < max_steps and self.epoch < epochs:
+            if not self.has_ended:
+                self.data.set_epoch(self.epoch)
             batches = iter(() if self.has_ended else self.data)
             while self.step < max_steps and self._train_step(batches):
                 self._pause(config.eval_every, config.checkpoint_every)
@@ -162,15 +173,15 @@ class _Loop(Run):
 
     def _exchange(self) -> int | None:
         """Log the losses, as means over the ranks; return a signal that a rank has received."""
-        received, means = self.signals.received, [loss for _, loss in self.losses]
+        received, means = self.signals.received, [loss for _, loss, _ in self.losses]
         if self.ranks.mode is not None:
             flags = torch.tensor([received == number for number in DEFERRED]).to(self.device)
             summed = self.ranks.sum([*means, *flags])
             means = [*(summed[: len(means)] / self.ranks.count)]
             counts = zip(DEFERRED, summed[len(means) :], strict=True)
             received = next((number for number, count in counts if count), None)
-        for (step, _), mean in zip(self.losses, means, strict=True):
-            self.tracker.log_scalar("train/loss", mean, step)
+        for (step, _, time_s), mean in zip(self.losses, means, strict=True):
+            self.tracker.log_scalar("train/loss", mean, step, time_s=time_s)
         self.losses.clear()
         return received
 
@@ -188,14 +199,16 @@ class _Loop(Run):
                 self._pause(None, None)
             raise
         self.has_ended = len(found) < self.config.accumulate
-        n_samples = self._count(found)
-        if not found:
+        self.n_samples += sum(n for _, n in found)
+        parts = [self._split(batch, n) for batch, n in found]
+        del found  # `parts` are freed one by one
+        n_targets = self._count(parts)
+        if not parts:
             return False
         self.step, self.val_loss = self.step + 1, math.nan
-        self.n_samples += sum(n for _, n in found)
-        loss = self._accumulate(found, n_samples)
+        loss = self._accumulate(parts, n_targets)
         self.advance()
-        self.losses.append((self.step, loss))
+        self.losses.append((self.step, loss, time.time()))
         self.tracker.log_scalar("train/lr", self.schedule.lr, self.step)
         with self.timer("step"):
             self.scaler.step(self.optimizer, max_norm=self.config.max_norm)
@@ -204,40 +217,49 @@ class _Loop(Run):
             self.optimizer.zero_grad()
         return True
 
-    def _count(self, found: list[tuple[Any, int]]) -> Any:
-        """Return the mean number of samples that a rank has in a step.
+    def _split(self, batch: Any, n_samples: int) -> Part:
+        """Return the inputs and the target of a batch, and how many targets count."""
+        with self.autocast:
+            inputs, target = self.model_call.split_for(self.model, batch)
+        return inputs, target, self.model_call.count(target, n_samples)
+
+    def _count(self, parts: list[Part]) -> Any:
+        """Return the mean number of targets that a rank has in a step.
 
         Raises:
             ValueError: this rank's data have ended before those of another one, which would wait.
         """
-        n_samples = sum(n for _, n in found)
+        n_targets = sum(n for *_, n in parts)
         if self.ranks.mode is None:
-            return n_samples
-        counts = [n_samples, len(found)]
-        mine = [torch.full((), n, dtype=torch.float64, device=self.device) for n in counts]
+            return n_targets
+        counts = [n_targets, len(parts)]
+        mine = [torch.as_tensor(n, dtype=torch.float64, device=self.device) for n in counts]
         means = self.ranks.sum(mine) / self.ranks.count
-        if self.has_ended and means[1] != len(found):  # else nothing waits for the device
-            has = f"rank {self.ranks.rank} has {len(found)} batches left for step {self.step + 1}"
+        if self.has_ended and means[1] != len(parts):  # else nothing waits for the device
+            has = f"rank {self.ranks.rank} has {len(parts)} batches left for step {self.step + 1}"
             msg = f"train_data: {has}, others another number: each rank needs as many"
             raise ValueError(msg)
         return means[0]
 
-    def _accumulate(self, found: list[tuple[Any, int]], n_samples: Any) -> torch.Tensor:
-        """Add up the gradients of the mean loss over a step's samples; return this rank's part.
+    def _accumulate(self, parts: list[Part], n_targets: Any) -> torch.Tensor:
+        """Add up the gradients of the mean loss over a step's targets; return this rank's part.
 
         Ranks may have batches of different lengths. DDP and FSDP2 average gradients over the ranks:
-        a batch has the weight of its samples in the mean number of samples of a rank.
+        a batch has the weight of its targets in the mean number of targets of a rank.
         """
         timer, mean = self.timer, torch.zeros((), dtype=torch.float32, device=self.device)
-        while found:
-            batch, n = found.pop(0)
-            with self.no_sync() if found else nullcontext():
+        while parts:
+            inputs, target, n = parts.pop(0)
+            with self.no_sync() if parts else nullcontext():
                 with timer("forward"), self.autocast:
-                    loss = self.model_call(self.trained, batch) * (n / n_samples)
+                    output = self.model_call.forward(self.trained, inputs)
+                    loss = share(self.model_call.loss(output, target), n, n_targets)
+                del inputs, target, output
                 with timer("backward"):
                     torch.autograd.backward(self.scaler.scale(loss))
             mean = mean + loss.detach()
-        return mean
+        averaged: torch.Tensor = mean / (n_targets > 0)  # of none it is NaN
+        return averaged
 
     @torch.no_grad()
     def _evaluate(self) -> None:
@@ -248,17 +270,19 @@ class _Loop(Run):
             loader.set_epoch(0)  # the same order each time, wherever the run was resumed
         # Metal has no float64.
         device = torch.device("cpu") if self.device.type == "mps" else self.device
-        total, n_samples = torch.zeros((2,), dtype=torch.float64, device=device)
+        total, n_targets = torch.zeros((2,), dtype=torch.float64, device=device)
         with self.timer("evaluate"), modes_kept(self.model):
             self.model.eval()
-            for batch, n in self.held_out:
+            for batch, n_samples in self.held_out:
+                inputs, target, n = self._split(batch, n_samples)
+                n = n if n_samples else 0  # else all are padding of this rank's share
                 with self.autocast:
-                    loss = self.model_call(self.evaluated, batch).to(device).double()
-                if n:
-                    total += loss * n
-                n_samples += n
-            total, n_samples = self.ranks.sum([total, n_samples])
-        mean = total / n_samples
+                    output = self.model_call.forward(self.evaluated, inputs)
+                    loss = self.model_call.loss(output, target).to(device).double()
+                total += share(loss, n, 1)
+                n_targets += n
+            total, n_targets = self.ranks.sum([total, n_targets])
+        mean = total / n_targets
         self.tracker.log_scalar("val/loss", mean, self.step)
         self.evaluated_at = self.step
         if self.config.keep_best:
@@ -287,6 +311,20 @@ class _Loop(Run):
             wait_share=host_s.get("data", 0) / training_s,
             over_ranks=compare_ranks(self.ranks.gather(mean_s)) if self.ranks.mode else {},
         )
+
+
+def share(loss: torch.Tensor, n: Any, n_targets: Any) -> torch.Tensor:
+    """Return a batch's share of the mean loss over all targets, of which it has `n`.
+
+    The loss of a batch without targets may be NaN: it becomes 0, and so do its gradients.
+    """
+    if isinstance(n, torch.Tensor) or isinstance(n_targets, torch.Tensor):
+        n = torch.as_tensor(n, dtype=torch.float64, device=loss.device)
+        weight = torch.where(n > 0, n / n_targets, 0.0).to(loss.dtype)
+        return torch.where(n > 0, loss, 0.0) * weight
+    if n == n_targets and n:
+        return loss
+    return loss * (n / n_targets) if n else 0.0 * loss.nan_to_num(0.0, 0.0, 0.0)
 
 
 @contextmanager

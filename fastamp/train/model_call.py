@@ -17,7 +17,8 @@ class ModelCall:
     """How to call a model and compute its loss.
 
     `model_call(model, batch)` calls `split`, `forward` and `loss` in turn, and returns the loss;
-    subclasses override one of these.
+    subclasses override one of these. `fine_tune` calls the same three, and `count` for the weight
+    of the batch where a step or an evaluation has several.
 
     Args:
         loss_fn: `loss_fn(output, target)` returns a 0-dim tensor; `output` is the tensor of
@@ -37,13 +38,21 @@ class ModelCall:
         torch.Size([])
     """
 
+    _is_causal = False  # of the model whose batch is split
+
     def __init__(self, loss_fn: Callable[[Tensor, Any], Tensor] | None = None) -> None:
         self.loss_fn = loss_fn
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the loss of a model on a batch: 0-dim, float32 or float64, with its graph."""
-        inputs, target = self.split(batch)
+        inputs, target = self.split_for(model, batch)
         return self.loss(self.forward(model, inputs), target)
+
+    def split_for(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        """Return `split(batch)`, which shifts labels if the model is a causal language model."""
+        if isinstance(batch, Mapping):
+            self._is_causal = _is_causal(_inside(model))
+        return self.split(batch)
 
     def split(self, batch: Any) -> tuple[Any, Any]:
         """Split a batch into the model's inputs and the target of its output.
@@ -54,20 +63,31 @@ class ModelCall:
         (x, y)                         x            y; for a language model it is already shifted
         (a, b, ..., y)                 (a, b, ...)  y
         integers [batch, time], alone  the batch    the same, shifted by one: a language model
-        a mapping                      the batch    "labels", else "input_ids" where
-                                                    "attention_mask" is not 0; both are shifted by
-                                                    one if they have the shape of "input_ids"
+        a mapping                      the batch    "labels"; "label" is renamed so, as by Hugging
+                                                    Face's collators
+        a mapping without labels       the batch    "input_ids" where "attention_mask" is not 0,
+                                                    shifted by one: a language model
         anything else                  the batch    None: the model computes its loss
         =============================  ===========  ============================================
+
+        "labels" of the shape of "input_ids" are each token's own, as of a token classifier or a
+        masked language model. They are shifted by one, so that each token's target is the next
+        label, only for a model that declares itself a causal language model: the name of its class
+        ends with "ForCausalLM" or "LMHeadModel", as in Transformers, or it has the attribute
+        `loss_type = "ForCausalLM"`. A `loss_fn` is given the same target.
         """
         if isinstance(batch, Mapping):
+            if "label" in batch and "labels" not in batch:
+                batch = {{"label": "labels"}.get(key, key): batch[key] for key in batch}
             ids, mask, labels = map(batch.get, ("input_ids", "attention_mask", "labels"))
+            if labels is not None:
+                of_tokens = isinstance(labels, Tensor) and labels.ndim == 2
+                of_tokens = of_tokens and (ids is None or ids.shape == labels.shape)
+                return batch, _shifted(labels) if self._is_causal and of_tokens else labels
             if ids is None:
-                return batch, labels
-            if labels is None:
-                labels = ids if mask is None else ids.masked_fill(mask == 0, IGNORED)
-            is_language = labels.ndim == 2 and labels.shape == ids.shape
-            return batch, _shifted(labels) if is_language else labels
+                return batch, None
+            labels = ids if mask is None else ids.masked_fill(mask == 0, IGNORED)
+            return batch, _shifted(labels) if labels.ndim == 2 else labels
         if isinstance(batch, (tuple, list)) and len(batch) > 1:
             return batch[0] if len(batch) == 2 else tuple(batch[:-1]), batch[-1]
         if isinstance(batch, (tuple, list)):
@@ -75,13 +95,26 @@ class ModelCall:
         is_language = isinstance(batch, torch.Tensor) and batch.ndim == 2 and _is_integer(batch)
         return batch, _shifted(batch) if is_language else None
 
+    def count(self, target: Any, n_samples: int) -> int | Tensor:
+        """Return how many targets of a batch count: the weight of its loss, which is their mean.
+
+        The elements of the target, without -100 where they are integers; `n_samples` if it is no
+        tensor. A loss that leaves out others, or that is no mean, needs a `count` of its own: 0, or
+        a 0-dim tensor on the target's device, which is not waited for.
+        """
+        if not isinstance(target, Tensor):
+            return n_samples
+        if not _is_integer(target):
+            return target.numel()
+        n_counted = (target.long() != IGNORED).sum()
+        return n_counted if n_counted.is_cuda else int(n_counted)
+
     def forward(self, model: nn.Module, inputs: Any) -> Any:
         """Call the model: with keywords for a mapping, with several arguments for a tuple.
 
         "labels" are passed only if the model's `forward` has such an argument.
         """
-        plain = model.module if isinstance(model, DistributedDataParallel) else model
-        plain = getattr(plain, "_orig_mod", plain)  # of torch.compile
+        plain = _inside(model)
         if isinstance(inputs, Mapping):
             takes_labels = _takes_labels(type(plain).forward)
             return model(**{k: v for k, v in inputs.items() if takes_labels or k != "labels"})
@@ -94,7 +127,7 @@ class ModelCall:
                 inspect.signature(plain.forward).bind(*inputs)
             except TypeError:
                 wanted = "expected a target and inputs that the model takes"
-                read = "a list as train_data holds batches, not columns or samples"
+                read = "a list as train_data holds samples, not columns"
                 msg = f"batch: {wanted}, got {len(inputs)} inputs; {read}"
                 raise TypeError(msg) from error
             raise
@@ -132,6 +165,19 @@ class ModelCall:
             msg = f"loss: expected a 0-dim tensor, got {getattr(loss, 'shape', loss)!r}"
             raise ValueError(msg)
         return _in_float32(loss)
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """Return the module inside of DistributedDataParallel and torch.compile."""
+    plain = model.module if isinstance(model, DistributedDataParallel) else model
+    return getattr(plain, "_orig_mod", plain)
+
+
+def _is_causal(model: nn.Module) -> bool:
+    """Say whether a model declares itself a causal language model."""
+    name = type(model).__name__
+    declared = getattr(model, "loss_type", None) == "ForCausalLM"
+    return declared or name.endswith(("ForCausalLM", "LMHeadModel"))
 
 
 def _read(output: Any) -> tuple[Any, Any]:

@@ -26,13 +26,18 @@ SCHEDULES: dict[str, Callable[[float], float]] = {  # by the share of the steps 
 
 
 def make_optimizer(
-    model: nn.Module, kind: str | Callable[[list[nn.Parameter]], Optimizer], **options: Any
+    model: nn.Module,
+    kind: str | Callable[[list[nn.Parameter]], Optimizer],
+    *,
+    loss: nn.Module | None = None,
+    **options: Any,
 ) -> Optimizer:
-    """Return the optimizer of the parameters that require a gradient; a callable gets no options.
+    """Return the optimizer of what requires a gradient, in the model and in a loss of its own.
 
-    Without `fused=` it is fused if torch supports that for the parameters.
+    A callable gets no options. Without `fused=` it is fused if torch supports that.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    trained = nn.ModuleList([model] if loss is None else [model, loss])
+    parameters = [p for p in trained.parameters() if p.requires_grad]
     if not parameters:
         msg = f"model: {type(model).__name__} has no parameter that requires a gradient"
         raise ValueError(msg)
@@ -121,6 +126,11 @@ class Schedule:
     def check_state_dict(self, state: Any) -> None:
         """Raise a ValueError unless `load_state_dict` can restore it."""
         check(state, self.state_dict(), "state")
+        groups = state["base_lrs"], self._scheduler.base_lrs
+        theirs, ours = ([float(lr) for lr in lrs] for lrs in groups)
+        if theirs != ours:
+            msg = f"it has the learning rates {theirs} of groups, this run's optimizer {ours}"
+            raise ValueError(msg)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; the optimizer's own state has the rate."""

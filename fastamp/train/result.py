@@ -71,9 +71,9 @@ class TrainResult:
     """
 
     train_loss: Curve
-    """Mean over the samples of a step."""
+    """Mean over the targets of a step that count; NaN if none does."""
     val_loss: Curve
-    """Mean over the validation set."""
+    """Mean over the validation set's targets that count, whatever the size of its batches."""
     grad_norm: Curve
     """Before clipping; empty where it is not computed: without loss scaling and `max_norm`."""
     loss_scale: Curve

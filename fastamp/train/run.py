@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fastamp.metrics import MetricsTracker
-from fastamp.metrics.sinks import Scalar
+from fastamp.metrics.sinks import Logged
 from fastamp.step import AdamW, GradScaler
 from fastamp.timer import Timer
 from fastamp.train.batches import Batches
@@ -41,6 +41,9 @@ class Run:
     def __init__(
         self, model: nn.Module, train_data: Any, val_data: Any, config: TrainConfig, ranks: Ranks
     ) -> None:
+        if config.keep_best and val_data is None:
+            msg = "keep_best: expected val_data, whose loss says which is best, got None"
+            raise ValueError(msg)
         self.config, self.model, self.ranks = config, model, ranks
         self.device, self.precision = config.chosen_device, config.effective_precision
         self.data = Batches("train_data", train_data, config, ranks, shuffle=True)
@@ -54,13 +57,14 @@ class Run:
                     parameter.data = parameter.data.bfloat16()
         self.trained, self.evaluated = ranks.spread(model, config)
         self.model_call = config.model_call or ModelCall(config.loss_fn)
+        self.loss = self._find_loss()
         options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
         if ranks.mode == "fsdp" and config.max_norm is None:
             options["fused"] = None  # torch's fused SGD and Adagrad do not support DTensors
         kind = config.optimizer
         if config.moments is not None or config.weights is not None:
             kind = partial(AdamW, **options, moments=config.moments or "float32")
-        self.optimizer = make_optimizer(model, kind, **options)
+        self.optimizer = make_optimizer(model, kind, loss=self.loss, **options)
         self.scaler = GradScaler(self.device.type, enabled=self.precision == "16-mixed")
         self.schedule = Schedule(
             self.optimizer, self.scaler, lambda n: config.lr_factor(n, self.total)
@@ -115,9 +119,36 @@ class Run:
         self.former_total = state["config"]["total_steps"]
         self.step, self.epoch, self.evaluated_at = self.saved_at
 
+    def _find_loss(self) -> nn.Module | None:
+        """Return the loss on the run's device if it is a module with tensors of its own.
+
+        Raises:
+            ValueError: ranks would train its parameters apart from each other.
+        """
+        loss_fn = getattr(self.model_call, "loss_fn", None)
+        loss = getattr(loss_fn, "__self__", loss_fn)  # of a bound method
+        if not isinstance(loss, nn.Module):
+            return None
+        of_model = {*map(id, self.model.parameters()), *map(id, self.model.buffers())}
+        own = [t for t in (*loss.parameters(), *loss.buffers()) if id(t) not in of_model]
+        if self.ranks.mode is not None and any(t.requires_grad for t in own):
+            has = f"{type(loss).__name__} has parameters, which ranks do not share"
+            msg = f"loss_fn: {has}; train a model that holds it and returns its loss"
+            raise ValueError(msg)
+        return loss.to(self.device) if own else None
+
     def _make_checkpointer(self, folder: Any) -> Checkpointer:
+        known = {*map(id, self.model.parameters())}
+        known |= set() if self.loss is None else {*map(id, self.loss.parameters())}
+        if any(
+            id(p) not in known for group in self.optimizer.param_groups for p in group["params"]
+        ):
+            has = "has parameters of neither the model nor loss_fn, which checkpoints leave out"
+            msg = f"optimizer: {has}: give the module that has them as loss_fn"
+            raise ValueError(msg)
         parts: dict[str, Any] = {"run": self, "model": self.model, "optimizer": self.optimizer}
         parts |= {"loader": self.data, "scaler": self.scaler, "scheduler": self.schedule}
+        parts |= {} if self.loss is None else {"loss_fn": self.loss}
         parts |= {"tracker": self.tracker, "best": "min" if self.config.keep_best else None}
         checkpointer = _Checkpointer(folder, keep=self.config.keep, **parts)
         checkpointer._devices = [self.device]
@@ -126,6 +157,11 @@ class Run:
         return checkpointer
 
     def _resume(self, checkpointer: Checkpointer) -> None:
+        """Restore the newest checkpoint, if there is one, and say so.
+
+        Raises:
+            ValueError: nothing is left to train.
+        """
         step = checkpointer.restore()
         if step is None:
             return
@@ -134,28 +170,53 @@ class Run:
             seed_all(self.config.seed, self.ranks.rank, self.step)
             if self.total is not None:
                 self.schedule.rescale(former, self.total)
-        elif self.total != former:
+        at = f"step {step} of {self._length()}"
+        if self.has_finished:
+            remedy = "more max_steps or epochs continue it, resume=False starts anew"
+            msg = f"{checkpointer._store.title}: nothing is left to train at {at}: {remedy}"
+            raise ValueError(msg)
+        said = f"resumed at {at}"
+        if checkpointer._as_many and self.total != former:
             self.schedule.set_lr()
-            text = "a run of %d steps goes on to %d: the learning rate of step %d is %g"
-            _LOG.warning(text, former, self.total, self.step + 1, self.schedule.lr)
+            said += f", a longer run than {former}: its next learning rate is {self.schedule.lr:g}"
+        if self.ranks.rank == 0:
+            _LOG.warning("%s: %s", checkpointer._store.title, said)
 
-    def _hand_on(self, scalars: list[Scalar]) -> None:
+    @property
+    def has_finished(self) -> bool:
+        """Whether no step and no evaluation is left."""
+        config = self.config
+        if config.max_steps is None:
+            has_trained = self.epoch >= config.epochs
+        else:
+            has_trained = self.step >= config.max_steps
+        return has_trained and (self.held_out is None or self.evaluated_at == self.step)
+
+    def _hand_on(self, scalars: list[Logged]) -> None:
         """Pass our tracker's scalars on to the user's."""
         assert self.config.tracker is not None  # noqa: S101 - else this is no sink
-        for name, step, value in scalars:
-            self.config.tracker.log_scalar(name, value, step)
+        for scalar in scalars:
+            name, step, value = scalar
+            self.config.tracker.log_scalar(name, value, step, time_s=scalar.time_s)
         self.config.tracker.flush()
 
     def _count_steps(self) -> int | None:
         """Return the length of the schedule in steps, None if it has none."""
-        config = self.config
-        if config.schedule == "constant":
+        if self.config.schedule == "constant":
             return None
+        length = self._length()
+        if isinstance(length, int):
+            return length
+        problem = "needs max_steps for data without a length; 'constant' does not"
+        msg = f"schedule: {self.config.schedule!r} {problem}"
+        raise ValueError(msg)
+
+    def _length(self) -> int | str:
+        """Return the length of the run in steps, or in words for data without a length."""
+        config = self.config
         if config.max_steps is not None:
             return config.max_steps
         try:
             return config.epochs * math.ceil(len(self.data.loader) / config.accumulate)
         except TypeError:
-            problem = "needs max_steps for data without a length; 'constant' does not"
-            msg = f"schedule: {config.schedule!r} {problem}"
-            raise ValueError(msg) from None
+            return f"{config.epochs} epochs"

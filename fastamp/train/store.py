@@ -40,7 +40,8 @@ class Store:
     def __init__(
         self, folder: str | os.PathLike[str], *, keep: int, suffix: str, argument: str
     ) -> None:
-        self._folder, self._keep, self._suffix = Path(folder).absolute(), keep, suffix
+        self._folder = Path(folder).expanduser().absolute()
+        self._keep, self._suffix = keep, suffix
         self.title = f"{argument}={self._folder}"
         """How errors begin."""
         self.paths: list[Path] = []

@@ -137,3 +137,30 @@ def test_without_clipping_the_norm_is_logged_all_the_same(tmp_path):
         trainer.train()
         norms.append(logged(trainer, "grad_norm"))
     assert norms[1] == pytest.approx(norms[0])
+
+
+TINY = {"vocab_size": 11, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+TINY |= {"intermediate_size": 8, "num_labels": 11}
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ("GPT2Config", "GPT2LMHeadModel"),
+        ("LlamaConfig", "LlamaForCausalLM"),
+        ("BertConfig", "BertForMaskedLM"),
+        ("BertConfig", "BertForTokenClassification"),
+    ],
+)
+def test_a_loss_of_ones_own_is_given_the_targets_of_the_models_own_loss(config, kind):
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(getattr(transformers, config)(**TINY)).eval()
+    ids = torch.randint(11, (2, 6))
+    labels = ids.roll(2, 1).index_fill(1, torch.tensor([4]), -100)
+
+    def loss_fn(output, target):
+        return torch.nn.functional.cross_entropy(output.mT, target)
+
+    batch = {"input_ids": ids, "labels": labels}
+    expected = model(**batch).loss.item()
+    assert fastamp.ModelCall(loss_fn)(model, batch).item() == pytest.approx(expected, rel=1e-5)

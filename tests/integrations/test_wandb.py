@@ -135,6 +135,14 @@ def test_a_batch_is_one_row_for_each_step_without_wandbs_own_step():
     ]
 
 
+def test_the_time_of_a_row_is_when_its_values_were_logged(run):
+    tracker = fastamp.MetricsTracker(sinks=[WandbSink(run.run)])
+    for step in range(3):
+        tracker.log_scalar("loss", 1.0, step, time_s=100.0 + step)
+    tracker.close()
+    assert [row["_timestamp"] for row in run.rows() if "loss" in row] == [100.0, 101.0, 102.0]
+
+
 def test_without_a_run_the_sink_is_refused():
     with pytest.raises(ValueError, match=r"no run of W&B is active; call wandb\.init"):
         WandbSink()

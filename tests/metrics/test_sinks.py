@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
+import torch
 from support.processes import run_python
 from support.tracking import Collect, logged
 
@@ -111,11 +114,37 @@ def test_tensorboard_gets_every_value(tmp_path):
     pytest.importorskip("tensorboard")
     from torch.utils.tensorboard import SummaryWriter
 
-    logged([0.0, 0.5, 1.0], sinks=[SummaryWriter(tmp_path)], name="train/loss").close()
+    start_s = time.time()
+    made = logged([0.0, 0.5, 1.0], sinks=[SummaryWriter(tmp_path)], name="train/loss")
+    logged_s = time.time()
+    time.sleep(0.1)
+    made.close()
     code = f"""
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 events = EventAccumulator({str(tmp_path)!r})
 events.Reload()
-print([(e.step, e.value) for e in events.Scalars("train/loss")])
+print([(e.step, e.value, e.wall_time) for e in events.Scalars("train/loss")])
 """
-    assert run_python(code).stdout.strip() == "[(0, 0.0), (1, 0.5), (2, 1.0)]"
+    events = ast.literal_eval(run_python(code).stdout)
+    assert [event[:2] for event in events] == [(0, 0.0), (1, 0.5), (2, 1.0)]
+    assert all(start_s <= event[2] <= logged_s for event in events)
+
+
+def test_a_sink_is_told_when_a_value_was_logged():
+    sink, scaler = Collect(), fastamp.GradScaler("cpu")
+    made = fastamp.MetricsTracker(sinks=[sink])
+    made.watch(scaler)
+    made.log_scalar("earlier", 1.0, 0, time_s=5.0)
+    start_s = time.time()
+    made.log_scalar("tensor", torch.ones(1), 0)
+    weight = torch.nn.Parameter(torch.ones(2))
+    scaler.scale(weight.sum()).backward()
+    scaler.step(torch.optim.SGD([weight], 0.1))
+    scaler.update()
+    logged_s = time.time()
+    time.sleep(0.01)
+    made.close()
+    assert sink[0] == ("earlier", 0, 1.0)
+    assert sink[0].time_s == 5.0
+    assert [name for name, _, _ in sink[1:]] == ["tensor", "train/grad_norm", "train/loss_scale"]
+    assert all(start_s <= scalar.time_s <= logged_s for scalar in sink[1:])

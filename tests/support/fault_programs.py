@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.faults import report
-from support.trainable import Loop, loud, outcome, run
+from support.trainable import Loop, loud, outcome_of_finished
 
 import fastamp
 from fastamp.bench import __main__ as bench
@@ -61,7 +61,8 @@ def train(folder: Path) -> None:
     logging.disable()
     reporting = Reporting()
     reporting.patch()
-    found = outcome(*run(folder, loss_fn=reporting.loss, accumulate=ACCUMULATE, **TRAINING))
+    fields = {"loss_fn": reporting.loss, "accumulate": ACCUMULATE, **TRAINING}
+    found = outcome_of_finished(folder, fields)
     report("outcome", hashlib.sha256(pickle.dumps(found)).hexdigest())
 
 

@@ -90,7 +90,7 @@ class Checkpoint(Target):
         return fastamp.fine_tune(model, (self.x, self.x[:, 0].long() % 2), config=config)
 
     def make(self, rng: random.Random) -> Any:
-        self.goal = 3 if rng.random() < 0.1 else 2
+        self.goal = 4 if rng.random() < 0.1 else 3
         changed = mutate(self.valid, rng, OBJECTS)
         if isinstance(changed, dict) and "format" in changed:  # where it is looked for
             changed = {"format": changed["format"], **changed}
@@ -130,7 +130,7 @@ class CheckpointBytes(Checkpoint):
     """A checkpoint with damaged bytes, in the zip or in what is in it, likewise."""
 
     def make(self, rng: random.Random) -> bytes:
-        self.goal = 2
+        self.goal = 3
         if rng.random() < 0.4:
             return damage(self.data, rng)
         file = io.BytesIO()

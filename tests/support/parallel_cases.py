@@ -34,6 +34,11 @@ def make_data(n=N):
     return tokens[:, :-1], tokens[:, 1:], torch.arange(n)
 
 
+def in_batches(batches):
+    """Return a loader of given batches, as a list would be one of samples."""
+    return torch.utils.data.DataLoader(list(batches), batch_size=None)
+
+
 class Dropping(torch.nn.Module):
     """A GPT with dropout of its logits, so that random numbers matter."""
 
@@ -189,7 +194,7 @@ def train_from_a_list(folder, stop_at=0):
     rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
     columns = [column[rank::count].split(8) for column in make_data()]
     try:
-        return train(folder, stop_at=stop_at, data=list(zip(*columns, strict=True)))
+        return train(folder, stop_at=stop_at, data=in_batches(zip(*columns, strict=True)))
     except CheckpointError as error:
         return str(error)
 
@@ -198,7 +203,7 @@ def train_on_fewer_batches(mode, accumulate):
     """Return the error of training where the second rank has a batch less than the first one."""
     at = torch.distributed.get_rank()
     columns = [column[: 48 - 8 * at].split(8) for column in make_data()]
-    data = list(zip(*columns, strict=True))
+    data = in_batches(zip(*columns, strict=True))
     return error_of(None, data=data, parallel=mode, accumulate=accumulate)
 
 
@@ -219,7 +224,7 @@ def train_on_unequal_batches(mode, accumulate):
     else:
         batches = parts[torch.distributed.get_rank()]
     fields = {"parallel": mode, "accumulate": accumulate, "optimizer": "sgd", "lr": 0.5}
-    return train(data=list(zip(*batches, strict=True)), log_every=1, **fields)
+    return train(data=in_batches(zip(*batches, strict=True)), log_every=1, **fields)
 
 
 def train_with_sinks(mode):

@@ -155,13 +155,13 @@ def stepped(rng, folder):
 
 def timed(rng, folder):
     """Time regions, some of which an exception leaves."""
-    own = fastamp.Timer("cpu", trace=True)
+    own = fastamp.Timer("cpu")
     for timer in (own, shared().timer):
         for _ in range(rng.randrange(30)):
             with suppress(BrokenError), timer(rng.choice(NAMES)), timer("inner"):
                 if rng.random() < 0.2:
                     raise BrokenError
-    own.to_chrome_trace(folder / "trace.json")
+    own.to_json(folder / "timer.json")
     shared().timer.summary()
     if rng.random() < 0.1:
         shared().timer.reset()

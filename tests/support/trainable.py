@@ -12,12 +12,14 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 import fastamp
 from fastamp.train import store
+from fastamp.train.result import CURVES as SCALARS
 
 CURVES = ("train_loss", "val_loss", "grad_norm", "loss_scale", "lr")
 
@@ -77,6 +79,25 @@ def run(folder=None, data=None, model=None, held_out=None, **fields):
     data = make_data() if data is None else data
     held_out = make_data(20) if held_out is None else held_out
     return model, fastamp.fine_tune(model, data, held_out, config)
+
+
+def outcome_of_finished(folder, fields):
+    """Return the outcome of a run, from its newest checkpoint if it has finished before."""
+    model = make_model()
+    try:
+        return outcome(*run(folder, model=model, **fields))
+    except ValueError as error:
+        if "nothing is left to train" not in str(error):
+            raise
+    newest_path = max(p for p in Path(folder).glob("step-*") if p.suffix in {"", ".pt"})
+    state = torch.load(
+        newest_path / "run.pt" if newest_path.is_dir() else newest_path, weights_only=True
+    )
+    tracker = fastamp.MetricsTracker()
+    tracker.load_state_dict(state["tracker"])
+    curves = {name: tracker.history(scalar) for name, scalar in SCALARS.items()}
+    counts = {"steps": state["step"], "skipped_steps": state["scheduler"]["n_skipped"]}
+    return outcome(model, SimpleNamespace(**curves, **counts))
 
 
 class Loop:

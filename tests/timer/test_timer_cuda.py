@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from time import perf_counter_ns
-
 import pytest
 import torch
 from support.fake_gpu import FakeGpu, install
@@ -158,8 +155,8 @@ def test_a_graph_capture_is_left_alone_and_named_in_the_table(gpu):
     assert timer.summary()["x"].captured == 1
 
 
-def test_what_was_recorded_before_a_reset_does_not_count(gpu, tmp_path):
-    timer = fastamp.Timer("cuda:0", trace=True)
+def test_what_was_recorded_before_a_reset_does_not_count(gpu):
+    timer = fastamp.Timer("cuda:0")
     with timer("x"):
         gpu.work(1.0)
     timer.start("open")
@@ -169,27 +166,6 @@ def test_what_was_recorded_before_a_reset_does_not_count(gpu, tmp_path):
     summary = timer.summary()
     assert list(summary) == ["open"]
     assert summary["open"].total == pytest.approx(0.002)
-    timer.to_chrome_trace(tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {event["name"] for event in events} == {"open"}
-
-
-def test_the_trace_has_both_clocks(gpu, tmp_path):
-    timer = fastamp.Timer("cuda:0", trace=True)
-    asked_ns = []
-    for _ in range(3):
-        asked_ns.append(perf_counter_ns())
-        with timer("step"):
-            gpu.work(2.0)
-    timer.to_chrome_trace(tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    device = [event for event in events if event["pid"] == "streams"]
-    host = [event for event in events if event["pid"] == "threads"]
-    assert [event["dur"] for event in device] == pytest.approx([2000.0] * 3)
-    assert len(host) == 3
-    # No region begins before the host asks for it, on either clock; 1 ns is the rounding of ts.
-    for events in (device, host):
-        assert all(e["ts"] * 1e3 + 1 >= t for e, t in zip(events, asked_ns, strict=True))
 
 
 def test_events_are_pooled_and_a_day_is_timed_as_exactly_as_a_second(gpu):
@@ -239,7 +215,7 @@ class TestOnAGpu:
     def timer(self, name, device):
         torch.ones(1, device=device)  # makes the context before anything is timed
         with _ops.use_only(name):
-            yield fastamp.Timer(device, trace=True)
+            yield fastamp.Timer(device)
 
     def test_a_thousand_regions_do_not_synchronize(self, timer):
         x = torch.ones(1 << 20, device="cuda")

@@ -26,6 +26,7 @@ from support.trainable import (
     names,
     newest,
     outcome,
+    outcome_of_finished,
     run,
     train_to_the_end,
 )
@@ -90,7 +91,8 @@ DATA = {
         NoisyStream([*zip(*make_data(), strict=True)]), 8
     ),
     "loader that draws": lambda: DrawingLoader([*DataLoader(DATASET, 8)]),
-    "list of batches": lambda: list(DataLoader(DATASET, 7)),
+    "list of samples": lambda: list(DATASET),
+    "batches": lambda: DataLoader(list(DataLoader(DATASET, 7)), batch_size=None),
 }
 
 
@@ -120,8 +122,51 @@ def test_an_epoch_is_counted_once_and_a_finished_run_stays(tmp_path):
     assert names(tmp_path) == ["step-00000006.pt", "step-00000012.pt"]
     assert outcome(*run(tmp_path, **fields)) == expected
     written = (tmp_path / "step-00000018.pt").stat().st_mtime_ns
-    assert outcome(*run(tmp_path, **fields)) == expected
+    assert outcome_of_finished(tmp_path, fields) == expected
     assert (tmp_path / "step-00000018.pt").stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize("fields", [{"max_steps": 6}, {"max_steps": None, "epochs": 1}], ids=str)
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_a_run_says_where_it_resumes_and_a_finished_one_is_refused(
+    schedule, fields, tmp_path, caplog
+):
+    fields = {"schedule": schedule, "checkpoint_every": 2, "eval_every": 4, **fields}
+    with pytest.raises(CrashError):
+        run(tmp_path, loss_fn=act_at(6, crash), **fields)
+    assert caplog.messages == []
+    run(tmp_path, **fields)
+    assert caplog.messages == [f"checkpoint_dir={tmp_path}: resumed at step 4 of 6"]
+    problem = "nothing is left to train at step 6 of 6"
+    remedies = "more max_steps or epochs continue it, resume=False starts anew"
+    with pytest.raises(ValueError, match=f"checkpoint_dir={tmp_path}: {problem}: {remedies}"):
+        run(tmp_path, **fields)
+    assert run(tmp_path, **fields, resume=False)[1].steps == 6
+
+
+def test_a_run_that_was_ended_before_its_last_evaluation_makes_it(tmp_path, caplog):
+    """Its last step has a checkpoint."""
+    fields = {"max_steps": 4, "checkpoint_every": 2, "epochs": 9}
+    expected = outcome(*run(**fields))
+
+    def crash_in_evaluation(output, target):
+        if not torch.is_grad_enabled():
+            crash()
+        return training.loud(output, target)
+
+    with pytest.raises(CrashError):
+        run(tmp_path, loss_fn=crash_in_evaluation, **fields)
+    assert newest(tmp_path) == 4
+    assert outcome(*run(tmp_path, **fields)) == expected
+    assert caplog.messages == [f"checkpoint_dir={tmp_path}: resumed at step 4 of 4"]
+
+
+def test_a_run_without_a_length_says_its_epochs(tmp_path, caplog):
+    data = [*zip(*make_data(), strict=True)]
+    fields = {"schedule": "constant", "max_steps": None, "checkpoint_every": None}
+    for epochs in (1, 2):
+        run(tmp_path, Stream(data), epochs=epochs, **fields)
+    assert caplog.messages == [f"checkpoint_dir={tmp_path}: resumed at step 6 of 2 epochs"]
 
 
 @pytest.mark.parametrize("kind", DATA)
@@ -206,9 +251,10 @@ def test_a_run_that_has_ended_goes_on_at_the_rate_of_the_longer_one(
     assert np.array_equal(longer.lr.values[: ended.steps], ended.lr.values)
     assert np.array_equal(longer.lr.values[ended.steps :], whole.lr.values[ended.steps :])
     lr = whole.lr.values[ended.steps]
-    text = f"of {ended.steps} steps goes on to {longer.steps}: the learning rate of step "
-    assert caplog.messages == [f"a run {text}{ended.steps + 1} is {lr:g}"]
-    assert outcome(*run(tmp_path, **(fields | {field: long}))) == outcome(model, longer)
+    text = f"resumed at step {ended.steps} of {longer.steps}, a longer run than {ended.steps}"
+    said = f"checkpoint_dir={tmp_path}: {text}: its next learning rate is {lr:g}"
+    assert caplog.messages == [said]
+    assert outcome_of_finished(tmp_path, fields | {field: long}) == outcome(model, longer)
     with pytest.raises(CheckpointError, match=f"it has total_steps={longer.steps}, this run "):
         run(tmp_path, **(fields | {field: short}))
 
@@ -340,7 +386,7 @@ def test_damaged_checkpoints_are_passed_over_with_one_warning(problem, tmp_path,
         assert outcome(*run(tmp_path, max_steps=9)) == expected
     assert (len(warned), warned[0].filename) == (1, training.__file__)
     assert {"step-00000006.pt", "step-00000009.pt"} < {*names(tmp_path)}
-    assert outcome(*run(tmp_path, max_steps=9)) == expected
+    assert outcome_of_finished(tmp_path, {"max_steps": 9}) == expected
     assert names("") == []
 
 

@@ -47,6 +47,43 @@ def test_a_loop_that_crashed_again_and_again_comes_to_the_bit_to_the_same(
     assert "fastamp-checkpoint" not in {thread.name for thread in threading.enumerate()}
 
 
+class InFloat32(torch.optim.Optimizer):
+    """Keeps float32 means of bfloat16 parameters, as Adafactor does, in containers."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                mean = state.setdefault("means", [{"of": parameter.grad.float() * 0}])[0]["of"]
+                mean.lerp_(parameter.grad.float(), 0.1)
+                parameter.sub_((self.param_groups[0]["lr"] * mean).bfloat16())
+
+
+@pytest.mark.parametrize("name", ["optimizer", "another"])
+def test_float32_states_of_bfloat16_parameters_resume_to_the_bit(name, tmp_path):
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def train(folder, start, stop):
+        model = make_model().bfloat16().eval()
+        optimizer = InFloat32(model.parameters(), 0.5)
+        checkpointer = fastamp.Checkpointer(folder, model=model, **{name: optimizer})
+        assert (checkpointer.restore() or 0) == start
+        for _ in range(start, stop):
+            model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        checkpointer.save(stop)
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    train(tmp_path / "parts", 0, 5)
+    parts = train(tmp_path / "parts", 5, 9)
+    assert torch.equal(parts, train(tmp_path / "whole", 0, 9))
+
+
 def snapshot(loop):
     numpy = np.random.get_state()[1].tobytes()  # noqa: NPY002 - the program's
     states = copy.deepcopy([part.state_dict() for part in loop.parts.values()])

@@ -13,7 +13,9 @@ IDS = torch.arange(24).reshape(2, 12) % 7
 MASK = torch.ones_like(IDS).index_fill(1, torch.tensor([0, 1]), 0)
 
 
-class Language(torch.nn.Module):
+class Tagger(torch.nn.Module):
+    """Predicts a class for each token, without a word on what kind of model it is."""
+
     def __init__(self, make):
         super().__init__()
         torch.manual_seed(0)
@@ -21,6 +23,29 @@ class Language(torch.nn.Module):
 
     def forward(self, input_ids, attention_mask=None):
         return self.make(self.head(self.embed(input_ids)))
+
+
+class Language(Tagger):
+    loss_type = "ForCausalLM"
+
+
+class TinyLMHeadModel(Tagger):
+    pass
+
+
+class TinyForCausalLM(Tagger):
+    pass
+
+
+class Compiled(torch.nn.Module):
+    """Wraps a model as `torch.compile` does."""
+
+    def __init__(self, model):
+        super().__init__()
+        self._orig_mod = model
+
+    def forward(self, **inputs):
+        return self._orig_mod(**inputs)
 
 
 class Output:
@@ -50,6 +75,41 @@ def test_a_language_model_predicts_what_comes_next(form):
     assert model_call(model, (IDS[:, :-1], IDS[:, 1:])).item() == loss.item()
     masked = model_call(model, {"input_ids": IDS, "attention_mask": MASK})
     assert masked.item() == pytest.approx(each[:, 1:].mean().item())
+
+
+def mean_of_all(output, target):
+    return functional.cross_entropy(output.mT, target)
+
+
+@pytest.mark.parametrize("loss_fn", [None, mean_of_all])
+def test_labels_are_shifted_only_for_a_model_that_declares_itself_causal(loss_fn):
+    labels = (IDS + 2) % 7
+    batch, model_call = {"input_ids": IDS, "labels": labels}, ModelCall(loss_fn)
+    logits = Tagger(FORMS["tensor"])(IDS)
+    here = functional.cross_entropy(logits.mT, labels).item()
+    following = functional.cross_entropy(logits[:, :-1].mT, labels[:, 1:]).item()
+    for kind in (Language, TinyLMHeadModel, Tagger, TinyForCausalLM):
+        model = kind(FORMS["tensor"])
+        expected = here if kind is Tagger else following
+        for called in (model, Compiled(model)):
+            loss = model_call(called, batch).item()
+            assert loss == pytest.approx(expected, rel=1e-6), kind
+
+
+class Classifier(Tagger):
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        logits = self.head(self.embed(input_ids)).mean(1)
+        return self.make(logits, labels)
+
+
+def test_a_column_label_is_the_target():
+    label = torch.tensor([3, 5])
+    batch = {"input_ids": IDS, "attention_mask": MASK, "label": label}
+    seen = []
+    model = Classifier(lambda logits, labels: seen.append(labels) or logits)
+    loss = ModelCall()(model, batch)
+    assert loss.item() == functional.cross_entropy(model(IDS), label).item()
+    assert seen[0] is label
 
 
 class Computes(torch.nn.Module):

@@ -97,8 +97,9 @@ def test_unequal_batches_are_those_of_one_process_joined(four, mode, accumulate)
 @pytest.mark.parametrize(("optimizer", "max_norm"), [("sgd", None), ("adagrad", 1.0)])
 def test_every_optimizer_takes_shards(four, optimizer, max_norm, tmp_path):
     fields = {"optimizer": optimizer, "max_norm": max_norm, "max_steps": 5}
-    ours, _ = run(four, 2, tmp_path, parallel="fsdp", batch_size=4, **fields)
+    ours, _ = run(four, 2, parallel="fsdp", batch_size=4, **fields)
     assert_alike(ours, train(batch_size=8, **fields))
+    run(four, 2, tmp_path, parallel="fsdp", batch_size=4, stop_at=5, **fields)
     assert bits(run(four, 2, tmp_path, parallel="fsdp", batch_size=4, **fields)[0]) == bits(ours)
 
 
@@ -319,7 +320,10 @@ def test_a_killed_rank_ends_the_others_and_a_signal_to_one_saves_on_all(mode, la
     both[1].terminate()
     for rank, process in enumerate(both):
         process.join(60)
-        assert (process.exitcode, (tmp_path / f"errors-{rank}").read_text()) == (143, "")
+        said = (tmp_path / f"errors-{rank}").read_text().splitlines()
+        assert process.exitcode == 143
+        assert len(said) == (rank == 0), said  # the first one says where the run resumes
+        assert rank or "resumed at step" in said[0]
     last = int(names(folder)[-1][5:])
     assert last % 4 == 0 or last % 3 == 0  # log_every, or the next checkpoint
 
@@ -329,15 +333,16 @@ def test_torchrun_trains_and_another_number_of_ranks_resumes(tmp_path):
     text = tmp_path / "text"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 300)
     args = ["--data", str(text), "--layers", "1", "--width", "16", "--heads", "2"]
-    args += ["--block-size", "16", "--steps", "40", "--batch-size", "8", "--lr", "0.01"]
+    args += ["--block-size", "16", "--batch-size", "8", "--lr", "0.01"]
     args += ["--checkpoint-every", "20", "--checkpoint-dir", str(tmp_path / "run")]
     launcher = ["--master-port", free_port(), str(EXAMPLE)]
     code, said = "from torch.distributed.run import main; main()", []
-    for count, mode in (("2", "ddp"), ("1", "fsdp")):
+    for count, mode, steps in (("2", "ddp", "40"), ("1", "fsdp", "44")):
         options = ["--nproc-per-node", count, *launcher, *args, "--parallel", mode]
-        done = run_python(code, *options, PYTHONPATH=os.pathsep.join(sys.path))
-        assert (done.returncode, done.stderr) == (0, "")
+        done = run_python(code, *options, "--steps", steps, PYTHONPATH=os.pathsep.join(sys.path))
+        assert done.returncode == 0, done.stderr
+        assert ("resumed at step 40 of 44" in done.stderr) == (steps == "44"), done.stderr
         said.append(done.stdout)
     assert said[0].count("40 steps in 32-true, 0 skipped\ntrain_loss: 5.") == 1
     assert float(re.search("val_loss: .* to ([0-9.]+)", said[0])[1]) < 4
-    assert re.search("val_loss: .*", said[1])[0] in said[0]
+    assert "44 steps in 32-true, 0 skipped" in said[1]

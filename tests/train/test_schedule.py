@@ -16,6 +16,7 @@ from support.trainable import CrashError, act_at, crash, outcome, run
 from torch.optim.lr_scheduler import LambdaLR
 
 import fastamp
+from fastamp.train import CheckpointError
 from fastamp.train.optimizer import Schedule
 
 OVERFLOWS = {0, 2, 3}
@@ -142,6 +143,26 @@ def test_the_optimizer_has_the_rate_after_the_last_step(overflows, place):
     )
     fastamp.fine_tune(torch.nn.Linear(4, 1), data, config=config)
     assert found[0].param_groups[0]["lr"] == float(overflows)
+
+
+def test_a_learning_rate_of_a_callable_that_has_changed_is_refused_with_both(tmp_path):
+    """As one of `lr` is."""
+    rates = [0.1, 0.2, 0.1]
+    fields = {"max_steps": 4, "checkpoint_every": 2}
+
+    def make_optimizer(parameters):
+        weights, *rest = parameters
+        return torch.optim.SGD([{"params": [weights]}, {"params": rest, "lr": 1.0}], lr=rates.pop())
+
+    with pytest.raises(CrashError):
+        run(tmp_path, optimizer=make_optimizer, loss_fn=act_at(4, crash), **fields)
+    names_both = (
+        r"\['scheduler'\].*learning rates \[0.1, 1.0\] of groups, this run's optimizer \[0.2"
+    )
+    with pytest.raises(CheckpointError, match=names_both):
+        run(tmp_path, optimizer=make_optimizer, **fields)
+    _, result = run(tmp_path, optimizer=make_optimizer, **fields)
+    assert result.lr.values[0] == pytest.approx(0.1 / 5)
 
 
 def advance_on_streams(seed):

@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 import re
+import time
 
 import numpy as np
 import pytest
@@ -29,6 +30,10 @@ from fastamp.train.result import compare_ranks
 CHOICES = pytest.mark.parametrize(
     ("use_amp", "with_val"), [(None, False), (True, True), (False, True)], ids=str
 )
+
+
+def in_one_batch(x, y):
+    return DataLoader(TensorDataset(x, y), len(x))
 
 
 def last(curve):
@@ -113,7 +118,7 @@ def test_it_is_the_loop_that_one_would_write(backend, device):
     ours = classifier()
     options = {"lr": 2e-3, "weight_decay": 0.1, "max_norm": 0.5, "warmup_steps": 5, "seed": 7}
     config = TrainConfig(epochs=3, batch_size=64, precision="bf16-mixed", device=device, **options)
-    result = fine_tune(ours, (x, y), [(val_x, val_y)], config)
+    result = fine_tune(ours, (x, y), in_one_batch(val_x, val_y), config)
     assert result.train_loss.values.tolist() == losses
     with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16):
         output = model(val_x.to(device)).float()
@@ -164,6 +169,24 @@ def test_an_overflow_is_logged_and_the_schedule_waits(precision, optimizer, back
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+def test_a_tracker_is_told_when_each_loss_was_computed():
+    """Not when it was flushed, which is once, at the end."""
+    seen, times_s = [], []
+
+    def loss_fn(output, target):
+        times_s.append(time.time())
+        return functional.cross_entropy(output, target)
+
+    tracker = fastamp.MetricsTracker(sinks=[seen.extend])
+    config = TrainConfig(max_steps=4, loss_fn=loss_fn, log_every=100, tracker=tracker)
+    fine_tune(make_model(), make_data(), config=config)
+    found = [scalar.time_s for scalar in seen if scalar[0] == "train/loss"]
+    assert len(found) == 4
+    assert sorted([*times_s, *found]) == [
+        x for pair in zip(times_s, found, strict=True) for x in pair
+    ]
+
+
 @pytest.mark.parametrize("n_samples", [64, 50, 33])
 def test_accumulation_is_the_big_batch(n_samples):
     """Also in the last step of an epoch; sums of float32 in another order differ by 1e-6."""
@@ -193,7 +216,7 @@ def test_the_loss_is_summed_in_its_own_dtype(dtype, default):
     before = torch.get_default_dtype()
     torch.set_default_dtype(default)
     try:
-        result = fine_tune(model, [(x, y)], config=TrainConfig(epochs=1, use_amp=False))
+        result = fine_tune(model, (x, y), config=TrainConfig(epochs=1, use_amp=False))
     finally:
         torch.set_default_dtype(before)
     assert result.train_loss.values.tolist() == [expected]
@@ -257,7 +280,7 @@ class Spectral(torch.nn.Module):
 def test_complex_parameters_are_trained(name):
     x, model = torch.randn(8, 4), Spectral()
     config = TrainConfig(optimizer=name, epochs=4, lr=0.1, schedule="constant")
-    result = fine_tune(model, [(x, 2 * x)], config=config)
+    result = fine_tune(model, (x, 2 * x), config=config)
     assert result.train_loss.values[-1] < result.train_loss.values[0]
 
 
@@ -277,7 +300,8 @@ def test_an_empty_batch_is_passed_over():
     x, y = torch.randn(6, 4), torch.randn(6, 1)
     batches = [(x[i:j], y[i:j]) for i, j in ((0, 2), (2, 2), (2, 4), (4, 4), (4, 6))]
     config = TrainConfig(epochs=2, schedule="constant", device="cpu")
-    assert fine_tune(torch.nn.Linear(4, 1), batches, config=config).steps == 6
+    loader = DataLoader(batches, batch_size=None)
+    assert fine_tune(torch.nn.Linear(4, 1), loader, config=config).steps == 6
 
 
 def test_sgd_trains_every_element_of_a_bf16_model():
@@ -372,6 +396,28 @@ def test_a_wrong_field_is_named_with_its_value(fields, message):
         TrainConfig(**fields)
 
 
+def test_numpys_numbers_are_pythons():
+    given = {"lr": 0.5, "max_norm": 2.0, "epochs": 2, "seed": 3, "precision": 32, "use_amp": False}
+    numpys = {
+        "lr": np.float32(0.5),
+        "max_norm": np.int32(2),
+        "epochs": np.int64(2),
+        "seed": np.uint8(3),
+        "precision": np.int16(32),
+        "use_amp": np.bool_(0),
+    }
+    config = TrainConfig(**numpys)
+    assert config == TrainConfig(**given)
+    assert [type(getattr(config, name)) for name in given] == [*map(type, given.values())]
+    with pytest.raises(ValueError, match=r"epochs: expected an integer from 1 to .*, got True"):
+        TrainConfig(epochs=np.bool_(1))
+
+
+def test_the_best_of_no_evaluation_is_refused():
+    with pytest.raises(ValueError, match="keep_best: expected val_data, whose loss says"):
+        fine_tune(make_model(), make_data(), config=TrainConfig(keep_best=True))
+
+
 def test_a_subclass_of_tuple_is_a_tuple_of_columns():
     class Pair(tuple):
         __slots__ = ()
@@ -380,7 +426,6 @@ def test_a_subclass_of_tuple_is_a_tuple_of_columns():
     assert fine_tune(make_model(), Pair(make_data(8)), config=config).steps == 2
 
 
-_SAMPLES = r"train_data\[0\]: expected a batch of tensors, as a list holds batches, got list of"
 _INPUTS = "batch: expected a target and inputs that the model takes, got 39 inputs; .* train_data"
 
 
@@ -388,17 +433,16 @@ _INPUTS = "batch: expected a target and inputs that the model takes, got 39 inpu
     ("data", "fields", "error", "message"),
     [
         (7, {}, TypeError, "train_data: expected a Dataset, tensors, .*, got int"),
-        ([], {}, ValueError, "train_data: no sample in this pass"),
+        ([], {}, ValueError, "train_data: has no samples"),
         (torch.ones(0, 4), {}, ValueError, "train_data: has no samples"),
         ((torch.ones(4, 2), torch.ones(3)), {}, ValueError, r"train_data\[1\]: has 3 rows, and tr"),
-        ([make_data(0)], {"max_steps": 2}, ValueError, "train_data: no sample in this pass"),
+        (DataLoader([]), {"max_steps": 2}, ValueError, "train_data: no sample in this pass"),
         (iter([make_data(8)]), {"epochs": 2}, ValueError, "an iterator can be read only once"),
         (iter([]), {"schedule": "cosine"}, ValueError, "schedule: 'cosine' needs max_steps"),
         ((torch.ones(8, 8), torch.ones(8)), {}, ValueError, r"output \(8, 2\), target \(8,\) of"),
         ((torch.ones(40, 8).tolist(), [0] * 40), {}, TypeError, r"train_data\[0\].* got float"),
         ({"x": torch.ones(4, 8), "y": [0] * 4}, {}, TypeError, r"train_data\['y'\].* got int"),
-        ([torch.ones(40, 8).tolist(), [0] * 40], {}, TypeError, _SAMPLES),
-        ([[*torch.ones(40, 8)], [*torch.ones(40)]], {}, TypeError, _INPUTS),
+        ([[*torch.ones(40)], [*torch.ones(40)]], {}, TypeError, _INPUTS),
     ],
 )
 def test_data_that_cannot_be_trained_on_is_refused(data, fields, error, message):
@@ -431,7 +475,8 @@ def test_a_batch_from_a_gpu_has_arrived_when_it_is_trained_on_the_cpu():
     with model.installed():
         batch = torch.empty(4, 2, device="cuda:0").fill_(1.0)
         config = TrainConfig(device="cpu")
-        ((moved, n),) = Batches("train_data", [batch], config, Ranks(), shuffle=False)
+        loader = DataLoader([batch], batch_size=None)
+        ((moved, n),) = Batches("train_data", loader, config, Ranks(), shuffle=False)
         assert (moved.sum().item(), n) == (8.0, 4)
     assert model.found == []
 
@@ -462,7 +507,8 @@ class Metal(TorchFunctionMode):
 
 def test_a_device_without_float64_and_without_a_clock_trains_and_evaluates(monkeypatch):
     generator = torch.Generator()
-    expected = fine_tune(make_model(), [make_data()], [make_data(20)], TrainConfig(device="cpu"))
+    data, held_out = in_one_batch(*make_data()), in_one_batch(*make_data(20))
+    expected = fine_tune(make_model(), data, held_out, TrainConfig(device="cpu"))
 
     class Far(ModelCall):
         def loss(self, output, target):
@@ -472,5 +518,5 @@ def test_a_device_without_float64_and_without_a_clock_trains_and_evaluates(monke
     monkeypatch.setattr(random_state, "_generator", lambda _: generator)
     with Metal():
         config = TrainConfig(device=MPS, model_call=Far())
-        result = fine_tune(make_model(), [make_data()], [make_data(20)], config)
+        result = fine_tune(make_model(), data, held_out, config)
     assert result.val_loss.values.tolist() == expected.val_loss.values.tolist()
