@@ -107,6 +107,8 @@ struct KeptReader {
                                        PyUnicode_InternFromString("exp_avg_sq_scale")};
     static PyObject* const codes[] = {PyUnicode_InternFromString("exp_avg_codes"),
                                       PyUnicode_InternFromString("exp_avg_sq_codes")};
+    static PyObject* const moments[] = {PyUnicode_InternFromString("exp_avg"),
+                                        PyUnicode_InternFromString("exp_avg_sq")};
     if (view.param_dtype == DType::kFloat16) throw Refusal{"a parameter is float16"};
     Kept kept{nullptr, {}, std::max<std::int64_t>(view.numel, 1), group.seed};
     Strides other;
@@ -119,6 +121,8 @@ struct KeptReader {
       }
     }
     has_codes = find(state, scales[0]) != nullptr;
+    for (int s = 0; s < 2 && has_codes; ++s)
+      if (find(state, moments[s]) != nullptr) throw Refusal{"a moment was set beside its codes"};
     if (!has_codes || view.numel == 0) return kept;
     kept.row = 1;
     for (int dim = 1; dim < layout.ndim; ++dim) kept.row *= layout.shape[dim];

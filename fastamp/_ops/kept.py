@@ -104,6 +104,9 @@ def _refusal(group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> str
         return NO_STATE
     if param.dtype == torch.bfloat16 and has_low(param, group) != ("low" in state):
         return CHANGED
+    if CODES[0] in state and (beside := next((name for name in MOMENTS if name in state), "")):
+        remedy = "del optimizer.state[parameter] lets it begin anew"
+        return f"{beside} was set beside {beside}_codes, which hold the moment: {remedy}"
     kept = {name: state[name] for name in names_of(state)}
     if has_low(param, group):
         kept["low"] = low_of(state)

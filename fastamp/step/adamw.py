@@ -16,6 +16,12 @@ _LEAST_EPS = 1e-12
 # Of a group: these stay as they are when a state is loaded, the rest is loaded.
 _OWN = ("moments", "exact", "fused", "decoupled_weight_decay")
 _NOT_LOADED = ("amsgrad", "foreach", "capturable", "differentiable")  # of torch's groups
+_DTYPES = {
+    **dict.fromkeys(kept.MOMENTS, (torch.float32, torch.bfloat16)),
+    **dict.fromkeys(kept.SCALES, (torch.float32,)),
+    **dict.fromkeys((*kept.CODES, "low"), (torch.uint8,)),
+}
+"""Of the tensors of a saved state."""
 
 
 class AdamW(Optimizer):
@@ -123,8 +129,9 @@ class AdamW(Optimizer):
             closure: computes the loss again, and returns it.
 
         Raises:
-            RuntimeError: a gradient is sparse, complex or on another device; or `exact`, or a
-                parameter's dtype, shape or order of memory, changed after its first step.
+            RuntimeError: a gradient is sparse, complex or on another device; `exact`, or a
+                parameter's dtype, shape or order of memory, changed after its first step; or
+                "exp_avg" was set in a state that has 8-bit codes for it.
         """
         loss = None
         if closure is not None:
@@ -170,8 +177,9 @@ class AdamW(Optimizer):
         halves, as from torch's AdamW, they become zeros.
 
         Raises:
-            ValueError: the groups or shapes differ from this optimizer's, or an option is not
-                supported; the optimizer is unchanged.
+            ValueError: the groups or shapes differ from this optimizer's, an option is not
+                supported, or a state has another dtype than it was saved in; the optimizer is
+                unchanged.
         """
         loaded: dict[Tensor, dict[str, Any]] = {}
 
@@ -247,8 +255,25 @@ def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {"state": states, "param_groups": groups}
 
 
+def _make_floats(group: dict[str, Any]) -> None:
+    """Make numbers of NumPy and tensors floats, which the core reads; the rate may be a tensor."""
+    for name in ("lr", "eps", "weight_decay"):
+        if name != "lr" or not isinstance(group[name], Tensor):
+            group[name] = _as_float(name, group[name])
+    group["betas"] = tuple(_as_float("betas", beta) for beta in group["betas"])
+
+
+def _as_float(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        msg = f"{name}: expected a number, got {value!r}"
+        raise TypeError(msg) from error
+
+
 def _check_group(group: dict[str, Any], place: int) -> None:
-    """Refuse the options and parameters of a group."""
+    """Refuse the options and parameters of a group; its numbers become floats."""
+    _make_floats(group)
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         msg = f"lr: expected a number or a tensor of one, got {lr.numel()} elements"
@@ -326,6 +351,11 @@ def _converted(
         msg = f"state_dict: parameter {place} has no {', '.join(sorted(missing))}"
         raise ValueError(msg)
     own, theirs = _local_state(state), _local_state(saved)
+    for name, dtypes in _DTYPES.items():
+        if name in theirs and theirs[name].dtype not in dtypes:
+            found, expected = theirs[name].dtype, " or ".join(map(str, dtypes))
+            msg = f"state_dict: {name} of parameter {place} is {found}, expected {expected}: "
+            raise ValueError(msg + "something has converted it since it was saved")
     pairs = {name: name for name in own.keys() - {"step"}}
     pairs |= zip(kept.names_of(own), kept.names_of(theirs), strict=True)
     for name, its in pairs.items():

@@ -247,7 +247,8 @@ class _Loop(Run):
         Ranks may have batches of different lengths. DDP and FSDP2 average gradients over the ranks:
         a batch has the weight of its targets in the mean number of targets of a rank.
         """
-        timer, mean = self.timer, torch.zeros((), dtype=torch.float32, device=self.device)
+        timer = self.timer
+        mean: torch.Tensor = torch.zeros((), dtype=torch.float32, device=self.device)
         while parts:
             inputs, target, n = parts.pop(0)
             with self.no_sync() if parts else nullcontext():
