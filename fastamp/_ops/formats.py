@@ -138,7 +138,7 @@ def encode(values: Tensor, *, signed: bool, noise: Tensor | None = None) -> tupl
 
 def _scales_of(largest: Tensor, top: float) -> tuple[Tensor, Tensor]:
     """Return the scales of blocks with these largest magnitudes, and what moments are scaled by."""
-    inverse_top = torch.tensor(1.0) / top
+    inverse_top = torch.tensor(1.0, dtype=torch.float32) / top
     scales, inverses = largest * inverse_top, torch.full_like(largest, top) / largest
     is_finite = bits_of(largest) < _INFINITY
     scales = torch.where(is_finite, scales, torch.inf)

@@ -46,6 +46,24 @@ def test_all_backends_get_the_same_bits(dtype, moments, exact, compiled, device,
     assert (said, everything(parameters, optimizer)) == expected[dtype, moments, exact]
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(("dtype", "moments", "exact"), FORMATS)
+def test_the_default_dtype_changes_no_bit(dtype, moments, exact, default, backend):
+    """torchtune and axolotl set it to that of the weights."""
+    found, before = [], torch.get_default_dtype()
+    for chosen in (before, default):
+        parameters, optimizer = make(dtype, moments, exact)
+        for step in range(3):
+            give(parameters, step)
+            torch.set_default_dtype(chosen)
+            try:
+                fastamp.optimizer_step(optimizer, max_norm=1.0)
+            finally:
+                torch.set_default_dtype(before)
+        found.append(everything(parameters, optimizer))
+    assert found[0] == found[1]
+
+
 @settings(deadline=None, max_examples=30)
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 700)), min_size=1, max_size=4),
