@@ -1,9 +1,12 @@
 // What the binding's files share: a backend of one device, and a list of its tensors.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "module.h"
@@ -49,27 +52,45 @@ struct PackedTensors {
   }
 };
 
-/// Finds addresses that occur twice, so that no two threads write the same memory.
-class AddressSet {
+/// Finds tensors that share memory, in whole or in part, so that no two threads write the same. It
+/// remembers the order of addresses, which is mostly that of the next step: nothing is sorted then.
+class Ranges {
  public:
-  explicit AddressSet(std::size_t expected) {
-    std::size_t size = 16;
-    while (2 * size < 3 * expected) size *= 2;
-    slots_.resize(size, nullptr);
+  void clear() { all_.clear(); }
+  /// Adds a tensor; one without bytes shares nothing, wherever it is.
+  void add(const void* data, std::size_t bytes) {
+    const auto begin = bytes == 0 ? 0 : reinterpret_cast<std::uintptr_t>(data);
+    all_.push_back({begin, begin + bytes});
   }
-  bool insert(const void* address) {
-    const std::size_t mask = slots_.size() - 1;
-    // Fibonacci hashing; allocators align to 64 bytes, so the low bits say nothing.
-    std::size_t i =
-        (reinterpret_cast<std::uintptr_t>(address) * 0x9e3779b97f4a7c15ULL >> 20) & mask;
-    for (; slots_[i] != nullptr; i = (i + 1) & mask)
-      if (slots_[i] == address) return false;
-    slots_[i] = address;
-    return true;
+  /// Returns the places of those that overlap one before them in memory; without them none do.
+  std::vector<std::size_t> overlapping() {
+    if (order_.size() != all_.size()) {
+      order_.resize(all_.size());
+      std::iota(order_.begin(), order_.end(), std::size_t{0});
+    }
+    const auto is_before = [this](std::size_t one, std::size_t other) {
+      return std::make_pair(all_[one].begin, one) < std::make_pair(all_[other].begin, other);
+    };
+    if (!std::is_sorted(order_.begin(), order_.end(), is_before))
+      std::sort(order_.begin(), order_.end(), is_before);
+    std::vector<std::size_t> found;
+    std::uintptr_t end = 0;
+    for (const std::size_t place : order_) {
+      if (all_[place].begin < end)
+        found.push_back(place);
+      else
+        end = all_[place].end;
+    }
+    return found;
   }
 
  private:
-  std::vector<const void*> slots_;
+  struct Range {
+    std::uintptr_t begin;
+    std::uintptr_t end;
+  };
+  std::vector<Range> all_;
+  std::vector<std::size_t> order_;
 };
 
 /// The statistics of a read, and the float64 sum that they come from.

@@ -86,9 +86,8 @@ struct Spare {
   UpdateList list;
   std::vector<py::object> states;
   Prefetcher prefetcher;
+  Ranges ranges;
 };
-
-constexpr int kMostKept = 8;  // tensors of a parameter of fastamp.AdamW, itself included
 
 /// Reads how fastamp.AdamW keeps a parameter: its lower half, and the moments' codes and scales.
 struct KeptReader {
@@ -96,7 +95,7 @@ struct KeptReader {
   const Group& group;
   PyObject* state;
   const Strides& layout;  ///< the parameter's
-  AddressSet& seen;
+  Ranges& ranges;
   std::vector<py::object>& alive;
   bool has_codes = false;
 
@@ -147,7 +146,7 @@ struct KeptReader {
     if (tensor == nullptr) throw Refusal{kNoState};
     const auto data = read_dense_of(tensor, dtype, backend.device, &found);
     if (!data) throw Refusal{text(name) + ": its dtype, layout or device"};
-    if (found.numel() > 0 && !seen.insert(*data)) throw Refusal{"tensors share their memory"};
+    ranges.add(*data, static_cast<std::size_t>(found.numel() * dtype.bits / 8));
     alive.push_back(py::reinterpret_borrow<py::object>(tensor));
     return *data;
   }
@@ -180,8 +179,12 @@ class Update {
     step.list.parameters.clear();
     step.list.kept.clear();
     step.owns_grads = grads.is_none();
-    read_all(backend, groups, states, grads, spare.prefetcher, step);
+    spare.ranges.clear();
+    read_all(backend, groups, states, grads, spare, step);
+    const bool overlap = !spare.ranges.overlapping().empty();
     spare_.prefetcher = std::move(spare.prefetcher);
+    spare_.ranges = std::move(spare.ranges);
+    if (overlap) throw Refusal{"tensors share their memory"};
     return step;
   }
 
@@ -208,7 +211,7 @@ class Update {
 
  private:
   void read_all(const Backend& backend, const py::object& groups, const py::object& states,
-                const py::object& grads, Prefetcher& prefetcher, ReadStep& step) {
+                const py::object& grads, Spare& spare, ReadStep& step) {
     if (!PyDict_Check(states.ptr())) throw Refusal{"the optimizer's state is not a dict"};
     const py::object all = as_list(groups.ptr(), "param_groups");
     std::vector<Group> found;
@@ -220,8 +223,7 @@ class Update {
     py::list own_grads;
     step.tensors = own_grads;
     StateReader reader(states.ptr());
-    prefetcher.begin(count);
-    AddressSet seen((rule_.is_kept ? kMostKept : 2 + kMaxStates) * count);
+    spare.prefetcher.begin(count);
     Py_ssize_t place = 0;
     for (const Group& group : found) {
       step.list.groups.push_back(group.options);
@@ -236,14 +238,15 @@ class Update {
         if (grad.is_none()) continue;
         step.params.append(param);
         own_grads.append(grad);
-        add(backend, group, param, grad, reader, prefetcher, seen, step);
+        add(backend, group, param, grad, reader, spare, step);
       }
     }
     if (step.params.empty()) throw Refusal{"no parameter has a gradient"};
   }
 
   void add(const Backend& backend, const Group& group, py::handle param, py::handle grad,
-           StateReader& reader, Prefetcher& prefetcher, AddressSet& seen, ReadStep& step) const {
+           StateReader& reader, Spare& spare, ReadStep& step) const {
+    Prefetcher& prefetcher = spare.prefetcher;
     Strides layout;
     Strides other;
     const auto own = read_dense(param, backend.device, &layout);
@@ -258,7 +261,7 @@ class Update {
     if (is_negated(param, own->numel) || is_negated(grad, own->numel))
       throw Refusal{"a negated view"};
     const auto take = [&](const TensorView& view) {
-      if (view.numel > 0 && !seen.insert(view.data)) throw Refusal{"tensors share their memory"};
+      spare.ranges.add(view.data, static_cast<std::size_t>(view.numel * size_of(view.dtype)));
       return view.data;
     };
     ParameterView view{};
@@ -277,7 +280,7 @@ class Update {
     }
     bool has_codes = false;
     if (rule_.is_kept) {
-      KeptReader reader{backend, group, state, layout, seen, step.states};
+      KeptReader reader{backend, group, state, layout, spare.ranges, step.states};
       step.list.kept.push_back(reader.read(view));
       has_codes = reader.has_codes;
     }

@@ -173,13 +173,53 @@ def test_dense_layouts_are_updated_as_they_lie(compiled, device):
     torch.testing.assert_close(*by_both(train, "native"))
 
 
-def test_parameters_that_share_memory_are_torchs(compiled, device):
-    memory = torch.ones(10, device=device)
-    parameters = [torch.nn.Parameter(memory[:6]), torch.nn.Parameter(memory[:6])]
-    optimizer = torch.optim.SGD(parameters, lr=1.0)
+@pytest.mark.parametrize("begin", [0, 1, 5])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "fastamp.AdamW"])
+def test_parameters_that_share_memory_are_torchs(name, begin, compiled, device):
+    memory = torch.ones(12, device=device)
+    parameters = [torch.nn.Parameter(memory[at : at + 6]) for at in (begin, 0)]
+    cls = fastamp.AdamW if "." in name else getattr(torch.optim, name)
+    optimizer = cls(parameters, lr=1.0)
+    for _ in range(2):
+        give(parameters)
+        way = fastamp.optimizer_step(optimizer, max_norm=1e9).way
+        assert way == "torch's: tensors share their memory"
+
+
+@pytest.mark.parametrize("shared", ["grad", "exp_avg"])
+def test_gradients_and_states_that_overlap_are_torchs(shared, compiled, device):
+    parameters = [torch.nn.Parameter(torch.ones(6, device=device)) for _ in range(2)]
+    optimizer = torch.optim.Adam(parameters)
     give(parameters)
+    assert fastamp.optimizer_step(optimizer, max_norm=1e9).way == "native"
+    memory = torch.zeros(12, device=device)
+    for at, parameter in enumerate(parameters):
+        if shared == "grad":
+            parameter.grad = memory[at : at + 6]
+        else:
+            optimizer.state[parameter][shared] = memory[at : at + 6]
     way = fastamp.optimizer_step(optimizer, max_norm=1e9).way
     assert way == "torch's: tensors share their memory"
+
+
+def test_neighbours_in_one_memory_are_native(compiled, device):
+    memory = torch.ones(12, device=device)
+    parameters = [torch.nn.Parameter(memory[at : at + 6]) for at in (6, 0)]
+    parameters.append(torch.nn.Parameter(memory[3:3]))
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    give(parameters)
+    assert fastamp.optimizer_step(optimizer, max_norm=1e9).way == "native"
+
+
+def test_gradients_that_overlap_are_multiplied_once_each(compiled, device):
+    memory = torch.ones(3000, device=device)
+    parameters = [torch.nn.Parameter(torch.zeros(2000, device=device)) for _ in range(2)]
+    for at, parameter in zip((1000, 0), parameters, strict=True):
+        parameter.grad = memory[at : at + 2000]
+    norm = fastamp.clip_grad_norm_(parameters, 1.0)
+    expected = torch.full((3000,), 1 / norm.item(), device=device)
+    expected[1000:2000] *= 1 / norm.item()
+    torch.testing.assert_close(memory, expected)
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
