@@ -14,13 +14,22 @@ PackedTensors pack(const Backend& backend, const py::object& tensors) {
   if (!packed.tensors) throw py::error_already_set();
   const auto size = PyTuple_GET_SIZE(packed.tensors.ptr());
   packed.views.reserve(static_cast<std::size_t>(size));
-  AddressSet seen(static_cast<std::size_t>(size));
+  static thread_local Ranges ranges;
+  ranges.clear();
+  std::vector<std::optional<TensorView>> found;
+  found.reserve(static_cast<std::size_t>(size));
   for (Py_ssize_t i = 0; i < size; ++i) {
-    const auto view = read_dense(PyTuple_GET_ITEM(packed.tensors.ptr(), i), backend.device);
-    if (!view || (view->numel > 0 && !seen.insert(view->data)))
-      packed.rest.push_back(i);
-    else
+    found.push_back(read_dense(PyTuple_GET_ITEM(packed.tensors.ptr(), i), backend.device));
+    const TensorView view = found.back().value_or(TensorView{});
+    ranges.add(view.data, static_cast<std::size_t>(view.numel * size_of(view.dtype)));
+  }
+  for (const std::size_t place : ranges.overlapping()) found[place].reset();
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    const auto& view = found[static_cast<std::size_t>(i)];
+    if (view)
       packed.add(*view);
+    else
+      packed.rest.push_back(i);
   }
   return packed;
 }

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <numeric>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "module.h"
@@ -51,48 +52,36 @@ struct PackedTensors {
   }
 };
 
-/// Finds addresses that occur twice, so that no two threads write the same memory.
-class AddressSet {
- public:
-  explicit AddressSet(std::size_t expected) {
-    std::size_t size = 16;
-    while (2 * size < 3 * expected) size *= 2;
-    slots_.resize(size, nullptr);
-  }
-  bool insert(const void* address) {
-    const std::size_t mask = slots_.size() - 1;
-    // Fibonacci hashing; allocators align to 64 bytes, so the low bits say nothing.
-    std::size_t i =
-        (reinterpret_cast<std::uintptr_t>(address) * 0x9e3779b97f4a7c15ULL >> 20) & mask;
-    for (; slots_[i] != nullptr; i = (i + 1) & mask)
-      if (slots_[i] == address) return false;
-    slots_[i] = address;
-    return true;
-  }
-
- private:
-  std::vector<const void*> slots_;
-};
-
-/// Finds tensors that overlap. Their order in memory is kept for the next step, which mostly finds
-/// them where they were, and looks at each once.
+/// Finds tensors that share memory, in whole or in part, so that no two threads write the same. It
+/// remembers the order of addresses, which is mostly that of the next step: nothing is sorted then.
 class Ranges {
  public:
-  void clear() { ranges_.clear(); }
-  void add(const void* data, std::int64_t nbytes) {
-    const auto begin = reinterpret_cast<std::uintptr_t>(data);
-    if (nbytes > 0) ranges_.push_back({begin, begin + static_cast<std::uintptr_t>(nbytes)});
+  void clear() { all_.clear(); }
+  /// Adds a tensor; one without bytes shares nothing, wherever it is.
+  void add(const void* data, std::size_t bytes) {
+    const auto begin = bytes == 0 ? 0 : reinterpret_cast<std::uintptr_t>(data);
+    all_.push_back({begin, begin + bytes});
   }
-  bool overlap() {
-    if (order_.size() != ranges_.size()) {
-      order_.resize(ranges_.size());
+  /// Returns the places of those that overlap one before them in memory; without them none do.
+  std::vector<std::size_t> overlapping() {
+    if (order_.size() != all_.size()) {
+      order_.resize(all_.size());
       std::iota(order_.begin(), order_.end(), std::size_t{0});
     }
-    if (is_apart()) return false;
-    std::sort(order_.begin(), order_.end(), [this](std::size_t one, std::size_t other) {
-      return ranges_[one].begin < ranges_[other].begin;
-    });
-    return !is_apart();
+    const auto is_before = [this](std::size_t one, std::size_t other) {
+      return std::make_pair(all_[one].begin, one) < std::make_pair(all_[other].begin, other);
+    };
+    if (!std::is_sorted(order_.begin(), order_.end(), is_before))
+      std::sort(order_.begin(), order_.end(), is_before);
+    std::vector<std::size_t> found;
+    std::uintptr_t end = 0;
+    for (const std::size_t place : order_) {
+      if (all_[place].begin < end)
+        found.push_back(place);
+      else
+        end = all_[place].end;
+    }
+    return found;
   }
 
  private:
@@ -100,13 +89,7 @@ class Ranges {
     std::uintptr_t begin;
     std::uintptr_t end;
   };
-  bool is_apart() const {
-    for (std::size_t i = 1; i < order_.size(); ++i)
-      if (ranges_[order_[i - 1]].end > ranges_[order_[i]].begin) return false;
-    return true;
-  }
-
-  std::vector<Range> ranges_;
+  std::vector<Range> all_;
   std::vector<std::size_t> order_;
 };
 

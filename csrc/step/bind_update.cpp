@@ -89,15 +89,13 @@ struct Spare {
   Ranges ranges;
 };
 
-constexpr int kMostKept = 8;  // tensors of a parameter of fastamp.AdamW, itself included
-
 /// Reads how fastamp.AdamW keeps a parameter: its lower half, and the moments' codes and scales.
 struct KeptReader {
   const Backend& backend;
   const Group& group;
   PyObject* state;
   const Strides& layout;  ///< the parameter's
-  AddressSet& seen;
+  Ranges& ranges;
   std::vector<py::object>& alive;
   bool has_codes = false;
 
@@ -152,7 +150,7 @@ struct KeptReader {
     if (tensor == nullptr) throw Refusal{kNoState};
     const auto data = read_dense_of(tensor, dtype, backend.device, &found);
     if (!data) throw Refusal{text(name) + ": its dtype, layout or device"};
-    if (found.numel() > 0 && !seen.insert(*data)) throw Refusal{"tensors share their memory"};
+    ranges.add(*data, static_cast<std::size_t>(found.numel() * dtype.bits / 8));
     alive.push_back(py::reinterpret_borrow<py::object>(tensor));
     return *data;
   }
@@ -187,8 +185,10 @@ class Update {
     step.owns_grads = grads.is_none();
     spare.ranges.clear();
     read_all(backend, groups, states, grads, spare, step);
+    const bool overlap = !spare.ranges.overlapping().empty();
     spare_.prefetcher = std::move(spare.prefetcher);
     spare_.ranges = std::move(spare.ranges);
+    if (overlap) throw Refusal{"tensors share their memory"};
     return step;
   }
 
@@ -228,7 +228,6 @@ class Update {
     step.tensors = own_grads;
     StateReader reader(states.ptr());
     spare.prefetcher.begin(count);
-    AddressSet seen((rule_.is_kept ? kMostKept : 2 + kMaxStates) * count);
     Py_ssize_t place = 0;
     for (const Group& group : found) {
       step.list.groups.push_back(group.options);
@@ -243,17 +242,15 @@ class Update {
         if (grad.is_none()) continue;
         step.params.append(param);
         own_grads.append(grad);
-        add(backend, group, param, grad, reader, spare.prefetcher, seen, step);
-        const ParameterView& view = step.list.parameters.back();
-        spare.ranges.add(view.param, view.numel * size_of(view.param_dtype));
+        add(backend, group, param, grad, reader, spare, step);
       }
     }
-    if (spare.ranges.overlap()) throw Refusal{"tensors share their memory"};
     if (step.params.empty()) throw Refusal{"no parameter has a gradient"};
   }
 
   void add(const Backend& backend, const Group& group, py::handle param, py::handle grad,
-           StateReader& reader, Prefetcher& prefetcher, AddressSet& seen, ReadStep& step) const {
+           StateReader& reader, Spare& spare, ReadStep& step) const {
+    Prefetcher& prefetcher = spare.prefetcher;
     Strides layout;
     Strides other;
     const auto own = read_dense(param, backend.device, &layout);
@@ -268,7 +265,7 @@ class Update {
     if (is_negated(param, own->numel) || is_negated(grad, own->numel))
       throw Refusal{"a negated view"};
     const auto take = [&](const TensorView& view) {
-      if (view.numel > 0 && !seen.insert(view.data)) throw Refusal{"tensors share their memory"};
+      spare.ranges.add(view.data, static_cast<std::size_t>(view.numel * size_of(view.dtype)));
       return view.data;
     };
     ParameterView view{};
@@ -287,7 +284,7 @@ class Update {
     }
     bool has_codes = false;
     if (rule_.is_kept) {
-      KeptReader reader{backend, group, state, layout, seen, step.states};
+      KeptReader reader{backend, group, state, layout, spare.ranges, step.states};
       step.list.kept.push_back(reader.read(view));
       has_codes = reader.has_codes;
     }

@@ -437,7 +437,7 @@ def test_a_moment_that_is_set_beside_its_codes_is_refused_by_name(backend, devic
     assert train(parameters, optimizer, 1, first=2, bad=()) == [("native", False)]
 
 
-@pytest.mark.parametrize("number", [np.float32, np.float64, torch.tensor], ids=str)
+@pytest.mark.parametrize("number", [np.float32, np.float64, torch.tensor], ids="fdt")
 def test_numbers_of_numpy_and_tensors_are_floats_to_it(number, compiled, device):
     """The core reads floats: these led into Python, 80 times as slow."""
     results = []

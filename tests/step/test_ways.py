@@ -173,24 +173,53 @@ def test_dense_layouts_are_updated_as_they_lie(compiled, device):
     torch.testing.assert_close(*by_both(train, "native"))
 
 
-@pytest.mark.parametrize("begins", [(0, 0), (0, 4), (5, 0)], ids=str)
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
-def test_parameters_that_share_memory_are_torchs(cls, begins, compiled, device):
-    """Two threads would each write one of them; on a GPU two blocks."""
+@pytest.mark.parametrize("begin", [0, 1, 5])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "fastamp.AdamW"])
+def test_parameters_that_share_memory_are_torchs(name, begin, compiled, device):
+    memory = torch.ones(12, device=device)
+    parameters = [torch.nn.Parameter(memory[at : at + 6]) for at in (begin, 0)]
+    cls = fastamp.AdamW if "." in name else getattr(torch.optim, name)
+    optimizer = cls(parameters, lr=1.0)
+    for _ in range(2):
+        give(parameters)
+        way = fastamp.optimizer_step(optimizer, max_norm=1e9).way
+        assert way == "torch's: tensors share their memory"
 
-    def train(step):
-        memory = torch.ones(40, device=device)
-        parameters = [torch.nn.Parameter(memory[20:26])]
-        parameters += [torch.nn.Parameter(memory[begin : begin + 6]) for begin in begins]
-        optimizer = cls(parameters, lr=1.0)
-        for seed in range(3):
-            give(parameters, seed=seed)
-            step(optimizer)
-        return memory
 
-    ours, theirs = by_both(train, "torch's: tensors share their memory")
-    if device == "cpu":  # torch's kernel for lists on a GPU writes them in any order
-        torch.testing.assert_close(ours, theirs)
+@pytest.mark.parametrize("shared", ["grad", "exp_avg"])
+def test_gradients_and_states_that_overlap_are_torchs(shared, compiled, device):
+    parameters = [torch.nn.Parameter(torch.ones(6, device=device)) for _ in range(2)]
+    optimizer = torch.optim.Adam(parameters)
+    give(parameters)
+    assert fastamp.optimizer_step(optimizer, max_norm=1e9).way == "native"
+    memory = torch.zeros(12, device=device)
+    for at, parameter in enumerate(parameters):
+        if shared == "grad":
+            parameter.grad = memory[at : at + 6]
+        else:
+            optimizer.state[parameter][shared] = memory[at : at + 6]
+    way = fastamp.optimizer_step(optimizer, max_norm=1e9).way
+    assert way == "torch's: tensors share their memory"
+
+
+def test_neighbours_in_one_memory_are_native(compiled, device):
+    memory = torch.ones(12, device=device)
+    parameters = [torch.nn.Parameter(memory[at : at + 6]) for at in (6, 0)]
+    parameters.append(torch.nn.Parameter(memory[3:3]))
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    give(parameters)
+    assert fastamp.optimizer_step(optimizer, max_norm=1e9).way == "native"
+
+
+def test_gradients_that_overlap_are_multiplied_once_each(compiled, device):
+    memory = torch.ones(3000, device=device)
+    parameters = [torch.nn.Parameter(torch.zeros(2000, device=device)) for _ in range(2)]
+    for at, parameter in zip((1000, 0), parameters, strict=True):
+        parameter.grad = memory[at : at + 2000]
+    norm = fastamp.clip_grad_norm_(parameters, 1.0)
+    expected = torch.full((3000,), 1 / norm.item(), device=device)
+    expected[1000:2000] *= 1 / norm.item()
+    torch.testing.assert_close(memory, expected)
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
