@@ -67,7 +67,7 @@ def shards_of(
     parts, of_parts = [], []
     for layout, held in layouts.items():
         # A rank that holds nothing of a layout joins its all-reduce with an empty tensor.
-        found = split(held or [torch.empty(0, device=device)])
+        found = split(held or [torch.empty(0, dtype=torch.float32, device=device)])
         parts += found
         of_parts += [layout] * len(found)
     return Grads(parts, partial(_reduce, of_parts)) if parts else None

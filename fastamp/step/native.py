@@ -222,6 +222,8 @@ def make_state(optimizer: Optimizer) -> str | None:  # noqa: C901, PLR0911, PLR0
             if counts and "step" not in state:
                 if state:
                     return "step: missing"
+                if torch.get_default_dtype() == torch.float64 and not group.get("fused"):
+                    return "torch counts steps in float64, the default dtype"
                 state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
             elif counts and not on_device and state["step"].device != param.device:
                 state["step"] = state["step"].to(param.device)

@@ -516,7 +516,8 @@ class GradScaler(torch.amp.GradScaler):
             norm = None if max_norm is None else self.clip_grad_norm_(each, max_norm)
             results.append(super().step(each, *args, **kwargs))
             found_inf = _joined([state], torch.device("cpu") if norm is None else norm.device)
-            found_inf = torch.zeros(()) if found_inf is None else found_inf
+            if found_inf is None:
+                found_inf = torch.zeros((), dtype=torch.float32)
             self._counter(found_inf.device).add_(found_inf)
             stats = self._read_before([state], found_inf)
             if norm is not None and "stats" not in state:
@@ -582,7 +583,7 @@ class GradScaler(torch.amp.GradScaler):
     def _loss_scale(self) -> Tensor:
         """Return a copy of the loss scale; 1 without scaling."""
         scale: Tensor | None = getattr(self, "_scale", None)
-        return torch.ones(()) if scale is None else scale.clone()
+        return torch.ones((), dtype=torch.float32) if scale is None else scale.clone()
 
     def _read_before(self, states: list[dict[str, Any]], found_inf: Tensor) -> GradStats:
         """Return the statistics of an earlier read in this iteration, with another flag."""

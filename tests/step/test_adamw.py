@@ -1,5 +1,6 @@
 """fastamp.AdamW: exact weights in 16 and 16 bits, moments in 8, the same bits on all backends."""
 
+import contextlib
 import copy
 import math
 import pickle
@@ -44,24 +45,6 @@ def test_all_backends_get_the_same_bits(dtype, moments, exact, compiled, device,
     assert [skipped for _, skipped in said] == [False, False, True, False, False]
     assert {way for way, _ in said} == {"native"}
     assert (said, everything(parameters, optimizer)) == expected[dtype, moments, exact]
-
-
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize(("dtype", "moments", "exact"), FORMATS)
-def test_the_default_dtype_changes_no_bit(dtype, moments, exact, default, backend):
-    """torchtune and axolotl set it to that of the weights."""
-    found, before = [], torch.get_default_dtype()
-    for chosen in (before, default):
-        parameters, optimizer = make(dtype, moments, exact)
-        for step in range(3):
-            give(parameters, step)
-            torch.set_default_dtype(chosen)
-            try:
-                fastamp.optimizer_step(optimizer, max_norm=1.0)
-            finally:
-                torch.set_default_dtype(before)
-        found.append(everything(parameters, optimizer))
-    assert found[0] == found[1]
 
 
 @settings(deadline=None, max_examples=30)
@@ -587,3 +570,57 @@ def test_shards_step_in_torchs_operators():
 def test_a_checkpoint_of_ranks_resumes_to_the_bit(run, tmp_path):
     with ranks.start(2) as started:
         assert started.run(2, run, str(tmp_path)) == [True, True]
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_default_dtype_changes_no_bit(default, backend, device):
+    found = []
+    for dtype in (torch.float32, default):
+        theirs, torchs = make(torch.float32, "float32", True, [(4, 100)])
+        train(theirs, torchs, 1)
+        parameters, optimizer = make(torch.bfloat16, "8bit", True, [(4, 100)])
+        with default_dtype(dtype):
+            optimizer.load_state_dict(fastamp.to_torch(torchs.state_dict()))
+        for step in range(2):
+            give(parameters, step)
+            with default_dtype(dtype):
+                fastamp.optimizer_step(optimizer, max_norm=1.0)
+        found.append(everything(parameters, optimizer))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_reports_are_float32_whatever_the_default_dtype(default, max_norm, backend, device):
+    parameter = torch.nn.Parameter(torch.ones(3, device=device))
+    parameter.grad = None if max_norm is None else torch.ones_like(parameter)
+    with default_dtype(default):
+        optimizer = torch.optim.RMSprop([parameter])
+        report = fastamp.optimizer_step(optimizer, max_norm=max_norm)
+    values = report.norm, report.found_inf, report.clip_coef, report.scale
+    assert {value.dtype for value in values} == {torch.float32}
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_the_count_of_steps_has_torchs_dtype(fused, backend, device):
+    dtypes = []
+    with default_dtype(torch.float64):
+        for step in (torch.optim.Adam.step, fastamp.optimizer_step):
+            values = torch.ones(3, dtype=torch.float32, device=device)
+            parameter = torch.nn.Parameter(values)
+            optimizer = torch.optim.Adam([parameter], fused=fused)
+            for _ in range(2):
+                parameter.grad = torch.ones_like(parameter)
+                step(optimizer)
+            dtypes.append(optimizer.state[parameter]["step"].dtype)
+    assert dtypes[0] == dtypes[1]
