@@ -100,9 +100,10 @@ STYLE = f"""
 @media (prefers-color-scheme: dark) {{ :root {{ {page.DARK} }} }}
 text {{ font-family: system-ui, sans-serif !important }}
 """
-# The record of `amp` needs a machine with bfloat16 units, and is older than builds.
-ABOUT = """A ratio is the mean over builds in fresh processes, with its 95 % interval (`amp`: one
-build). Grey: no gain. `gpt` to `rl`: whole trainings, against two loops of torch. """
+# The record of `amp` needs a machine with bfloat16 units; it and that of `jobs` are older than
+# builds.
+ABOUT = """Ratios: means over builds in fresh processes, 95 % intervals (`jobs`, `amp`: one
+build). Grey: no gain. `gpt` to `rl`: whole trainings. """
 
 
 class Found(NamedTuple):
@@ -143,8 +144,7 @@ def read_gpu() -> tuple[list[Found], str]:
         times = {each["arm"]: f"{float(each['median ms']):.2f} ms" for each in row["table"]}
         figures = [times["torch"], times["fastamp"]]
         found.append(Found(text, base, Interval(value=value, low=low, high=high), figures, ""))
-    machine = f"{facts['device']}, torch {facts['torch']}, {parts['step']['begun'][:10]}"
-    return found, f"{machine}."
+    return found, f"{facts['device']}, {parts['step']['begun'][:10]}."
 
 
 def _find(record: dict[str, Any], row: Row) -> Found:
@@ -202,7 +202,8 @@ def _sources(records: dict[str, Any]) -> Iterator[str]:
     machines: dict[str, list[str]] = {}
     for command, record in records.items():
         env, day = record["environment"], record["created"][:10]
-        machine = f"{env['threads']} cores of {env['device_name']}, torch {env['torch']}, {day}"
+        torch = env["torch"].partition("+")[0]
+        machine = f"{env['threads']} cores of {env['device_name']}, torch {torch}, {day}"
         machines.setdefault(machine, []).append(f"`{command}`")
     for machine, commands in machines.items():
         yield f"{', '.join(commands)}: {machine}."
