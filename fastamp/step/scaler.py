@@ -159,8 +159,9 @@ class GradScaler(torch.amp.GradScaler):
                 have been unscaled and others not; or one of a list failed after others had stepped.
             TypeError: `optimizer` is not an optimizer, or `max_norm` is not a number; or torch has
                 to tell one of several optimizers how to unscale.
-            ValueError: `max_norm` is NaN or below 0; a list is empty or has an optimizer twice; or
-                a gradient is float16 and the optimizer is not fused.
+            ValueError: `max_norm` is NaN or below 0; a list is empty, has an optimizer twice, or
+                one parameter in two optimizers; or a gradient is float16 and the optimizer is not
+                fused.
         """
         several = isinstance(optimizer, list | tuple)
         optimizers: list[Optimizer] = [*optimizer] if several else [optimizer]  # type: ignore[misc, list-item]
@@ -410,10 +411,6 @@ class GradScaler(torch.amp.GradScaler):
         zero_grad: bool,
     ) -> tuple[Grads | None, str]:
         """Measure several optimizers or ranks together, then update; or return why torch has to."""
-        if len(optimizers) > 1:
-            count = sum(len(parameters_of([each])) for each in optimizers)
-            if len(parameters_of(optimizers)) < count:
-                return None, "a parameter is in two optimizers"
         is_ready = states[0]["stage"] is OptState.READY
         measures = is_ready or max_norm is not None
         grads = self._hold(optimizers)
@@ -652,12 +649,26 @@ def _check_several(optimizers: list[Optimizer], states: list[dict[str, Any]]) ->
         if (again := places[id(each)]) != place:
             msg = f"optimizer[{again}]: the same as optimizer[{place}]; expected each once"
             raise ValueError(msg)
+    parameters = [parameters_of([each]) for each in optimizers]
+    if len(parameters_of(optimizers)) < sum(map(len, parameters)):
+        raise ValueError(_shared_by(parameters))
     if len({state["stage"] for state in states}) > 1:
         msg = "optimizer: of several, some were unscaled by unscale_() and some were not"
         raise RuntimeError(msg)
     if any(hasattr(each, "grad_scale") for each in optimizers):
         msg = "optimizer: several cannot step together if one has its own grad_scale attribute"
         raise RuntimeError(msg)
+
+
+def _shared_by(parameters: list[list[Tensor]]) -> str:
+    """Say which optimizers of a list have a parameter in common."""
+    owners: dict[int, int] = {}
+    for place, own in enumerate(parameters):
+        for index, each in enumerate(own):
+            if (first := owners.setdefault(id(each), place)) != place:
+                shared = f"parameter {index}, of shape {tuple(each.shape)}"
+                return f"optimizer[{place}]: {shared}, is also in optimizer[{first}]"
+    return ""
 
 
 def is_told(optimizer: Optimizer) -> bool:

@@ -38,7 +38,8 @@ def optimizer_step(
 
     Raises:
         TypeError: `optimizer` is not an optimizer, or `max_norm` not a number.
-        ValueError: `max_norm` is NaN or below 0; a list is empty or has an optimizer twice.
+        ValueError: `max_norm` is NaN or below 0; a list is empty, has an optimizer twice, or has
+            one parameter in two optimizers.
 
     Example:
         >>> model = torch.nn.Linear(4, 1)
