@@ -57,6 +57,10 @@ class Run:
                     parameter.data = parameter.data.bfloat16()
         self.trained, self.evaluated = ranks.spread(model, config)
         self.model_call = config.model_call or ModelCall(config.loss_fn)
+        if type(self.model_call).__call__ is not ModelCall.__call__:
+            name = type(self.model_call).__name__
+            msg = f"model_call: {name} overrides __call__, which fine_tune does not call: override "
+            raise TypeError(msg + "split, forward, loss or count")
         self.loss = self._find_loss()
         options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
         if ranks.mode == "fsdp" and config.max_norm is None:

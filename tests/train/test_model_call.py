@@ -183,6 +183,16 @@ def test_a_subclass_calls_the_model_and_computes_the_loss():
     assert result.val_loss.values[-1] < result.val_loss.values[0]
 
 
+class Whole(ModelCall):
+    def __call__(self, model, batch):
+        return model(batch[0]).sum()
+
+
+def test_a_call_of_ones_own_is_refused_by_fine_tune_which_does_not_call_it():
+    with pytest.raises(TypeError, match=r"model_call: Whole overrides __call__, .* override"):
+        fine_tune(torch.nn.Linear(8, 2), make_data(), config=TrainConfig(model_call=Whole()))
+
+
 def test_a_loss_that_is_no_number_is_refused():
     with pytest.raises(ValueError, match=r"loss: expected a 0-dim tensor, got torch.Size\(\[4\]\)"):
         ModelCall(lambda output, _: output)(torch.nn.Identity(), (torch.ones(4), torch.ones(4)))
