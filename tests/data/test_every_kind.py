@@ -17,7 +17,7 @@ class Noise(Dataset):
     """Items that are drawn anew for each epoch and place."""
 
     def __len__(self):
-        return 83
+        return 203
 
     def __getitem__(self, index):
         return torch.rand(3, generator=fastamp.sample_rng().torch), index

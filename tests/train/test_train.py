@@ -216,7 +216,8 @@ def test_the_loss_is_summed_in_its_own_dtype(dtype, default):
     before = torch.get_default_dtype()
     torch.set_default_dtype(default)
     try:
-        result = fine_tune(model, (x, y), config=TrainConfig(epochs=1, use_amp=False))
+        loader = DataLoader(TensorDataset(x, y), 8)  # in order, as the sum is
+        result = fine_tune(model, loader, config=TrainConfig(epochs=1, use_amp=False))
     finally:
         torch.set_default_dtype(before)
     assert result.train_loss.values.tolist() == [expected]
