@@ -129,7 +129,7 @@ def pure(session: nox.Session) -> None:
     session.run("python", "-c", check, env=env)
     session.run("python", "-m", "fastamp.bench", "doctor", env=env)
     step, data = ["clip_and_norm", "backends"], ["collate", "padding", "loader", "datasets"]
-    data += ["passes", "resume", "dataset_states", "wrong_states"]
+    data += ["passes", "resume", "wrong_states"]
     tests = [f"tests/step/test_{name}.py" for name in step]
     tests += [f"tests/data/test_{name}.py" for name in data]
     session.run("python", "-m", "pytest", "-q", *(session.posargs or tests), env=env)
