@@ -285,12 +285,6 @@ def sanitize(session: nox.Session) -> None:
     run_sanitized(session, "address", *files, "-k", chosen)
 
 
-@nox.session
-def sanitize_threads(session: nox.Session) -> None:
-    """Run the tests of the gather, which a team of threads makes, under TSan."""
-    run_sanitized(session, "thread", "tests/data/test_gather.py", "-k", "not fallback")
-
-
 def run_script(session: nox.Session, name: str, *options: str) -> None:
     """Run a script of tests/support with the installed package."""
     script = f"tests/support/{name}.py"  # its folder is what Python adds to the path

@@ -71,6 +71,7 @@ std::int64_t gather(const Column& column, const std::int64_t* rows, std::int64_t
   for (std::int64_t i = 0; i < count; ++i)
     if (rows[i] < 0 || rows[i] >= column.num_rows) return i;
   const std::int64_t nbytes = column.row_nbytes;
+  if (nbytes == 0) return -1;  // an empty output has no address
   const std::int64_t to_nbytes =
       column.widened == 0 ? nbytes : nbytes / std::abs(column.widened) * 8;
   const std::int64_t per_task =
