@@ -30,7 +30,7 @@ def make_loader():
 def main():
     torch.manual_seed(0)
     accelerator = Accelerator(mixed_precision="fp16" if torch.cuda.is_available() else "bf16")
-    scaler = prepare(accelerator)  # from now on, clip_grad_norm_ and step are one pass
+    scaler = prepare(accelerator)  # from now on, clip_grad_norm_ and step are fastamp's
     model = GPT(Shape(layers=1, heads=2, width=32, block_size=BLOCK))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)

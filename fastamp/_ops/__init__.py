@@ -6,7 +6,6 @@ from fastamp._ops.grads import Grads
 from fastamp._ops.held import gather, hold, index_in_whole, replicated
 from fastamp._ops.kept import ANOTHER_TYPE, NO_GRADIENT, NO_STATE, TorchBackend
 from fastamp._ops.private import (
-    count_writes,
     has_step_hook,
     in_dispatch_mode,
     is_profiling,

@@ -54,11 +54,6 @@ def note_step_called(stepped: Optimizer) -> None:
     stepped._opt_called = True  # type: ignore[attr-defined]
 
 
-def count_writes(tensor: Tensor) -> int:
-    """Return how often a tensor was written in place, to notice changed gradients."""
-    return tensor._version
-
-
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return the shard of a DTensor, or any other tensor itself.
 

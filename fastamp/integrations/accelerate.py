@@ -1,30 +1,36 @@
-"""Accelerate: after one call its `clip_grad_norm_` and `optimizer.step()` are one fused step."""
+"""Accelerate: after one call its `clip_grad_norm_` and `optimizer.step()` are fastamp's."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastamp.integrations.accelerate_loader import prepare_loader
-from fastamp.integrations.patching import has_methods_of, put_before, replace_scaler, stock
+from fastamp.integrations.patching import (
+    clip_once,
+    has_methods_of,
+    is_unscaled,
+    put_before,
+    replace_scaler,
+    step_and_update,
+    stock,
+)
 from fastamp.step import GradScaler, StepReport, clip_grad_norm_
 from fastamp.step.native import parameters_of
-from fastamp.step.split import SplitStep
 
 __all__ = ["prepare"]
 
 STEP_BY_THEMSELVES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
 
 
-def prepare(accelerator: Any, *, fold: bool = True) -> GradScaler:
+def prepare(accelerator: Any) -> GradScaler:
     """Let an Accelerator clip and step with fastamp: in fp16, and in bf16 and FP32 too.
 
     The loop stays as it is. `accelerator.clip_grad_norm_(parameters, max_norm)` reads the gradients
-    once and returns their norm, a tensor, without a wait for the device. The `optimizer.step()`
-    that follows unscales, clips and updates in one pass. Call it once, before
-    `accelerator.prepare`, or at least before schedulers are made on prepared optimizers.
+    once, unscales and clips them, and returns their norm, a tensor, without a wait for the device.
+    The `optimizer.step()` that follows does not read them a second time to skip. Call it once,
+    before `accelerator.prepare`, or at least before schedulers are made on prepared optimizers.
 
     `accelerator.prepare(loader)` keeps a `fastamp.DataLoader`: over several processes it is that of
     `shard=True`, with the loader's `seed` or the first process's `torch.initial_seed()`. With a
@@ -34,23 +40,15 @@ def prepare(accelerator: Any, *, fold: bool = True) -> GradScaler:
 
     What differs from Accelerate alone:
 
-    - Between the two calls `.grad` is as backward left it: not clipped and, in fp16, not unscaled.
-      After the step it is both. To read or change it before, call `accelerator.unscale_gradients()`
-      after the clip, or pass `fold=False`. A change that would be lost raises a RuntimeError in
-      `optimizer.step()`, except one through `.grad.data` or NumPy.
-    - Gradients are clipped at once, as by Accelerate, where the step cannot clip them: to another
-      norm than 2, if they are not those of whole prepared optimizers, and while they are
-      accumulated, or if torch makes the step. The norm is exact.
-    - A norm that is not finite skips the step, without a scaler too, and
+    - The norm is exact. One that is not finite skips the step, without a scaler too, and
       `accelerator.optimizer_step_was_skipped` says so; reading it waits for the device, and
-      prepared schedulers read it in every step. Without a scaler and a clip nothing is checked.
+      prepared schedulers read it in every step. Without a scaler nothing is checked if nothing is
+      clipped, or the gradients are not those of whole prepared optimizers, or by another norm.
     - Several optimizers may be clipped and stepped in fp16: Accelerate alone unscales the second
       one's gradients twice.
 
     Args:
         accelerator: an `accelerate.Accelerator`, which has its scaler.
-        fold: False clips at once, for programs that read `.grad` before the step; it costs one more
-            pass over the gradients.
 
     Returns:
         The scaler that makes the steps, for its `last_step` and `skipped_steps`, or a tracker's
@@ -75,13 +73,12 @@ def prepare(accelerator: Any, *, fold: bool = True) -> GradScaler:
     if not has_methods_of(accelerator, _Accelerator):
         for optimizer in accelerator._optimizers:
             _check(optimizer)
-        split = SplitStep(replace_scaler(accelerator, "accelerator"))
+        scaler = replace_scaler(accelerator, "accelerator")
         put_before(accelerator, _Accelerator)
-        accelerator._split = split
+        accelerator._stepper = scaler
         for optimizer in accelerator._optimizers:
             accelerator._adopt(optimizer)
-    accelerator._may_fold = partial(bool, fold)
-    return accelerator._split.scaler  # type: ignore[no-any-return]
+    return accelerator._stepper  # type: ignore[no-any-return]
 
 
 def _check(optimizer: Any) -> None:
@@ -99,8 +96,7 @@ class _Accelerator:
     device_placement: bool
     _dataloaders: list[Any]
     _optimizers: list[Any]
-    _split: SplitStep
-    _may_fold: Callable[[], bool]
+    _stepper: GradScaler  # makes the steps; not enabled where Accelerate has no scaler
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
         """Prepare an optimizer, whose steps fastamp makes."""
@@ -126,30 +122,24 @@ class _Accelerator:
             return  # it steps in the backward pass
         _check(optimizer)
         put_before(optimizer, _Optimizer)
-        optimizer._split = self._split
+        optimizer._stepper = self._stepper
         if optimizer.scaler is not None:
             optimizer.scaler = self.scaler
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Scale the loss if there is a scaler, and compute gradients; see Accelerate."""
-        if self.scaler not in (None, self._split.scaler):
+        if self.scaler not in (None, self._stepper):
             msg = "accelerator.scaler: it was set after prepare(accelerator); set it before"
             raise RuntimeError(msg)
-        self._split.before_backward()
         stock(self).backward(loss, **kwargs)
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor:
-        """Return the norm of gradients; the step that follows clips them, see `prepare`."""
+        """Unscale and clip gradients, and return their norm; see `prepare`."""
         parameters = list(parameters)
-        if self.sync_gradients and norm_type == 2:
-            owners = self._find_owners(parameters)
-            if owners:
-                fold = self._may_fold()
-                norm = self._split.clip_grad_norm_(owners, max_norm, fold=fold)
-                if norm is not None:
-                    return norm
+        if self.sync_gradients and norm_type == 2 and (owners := self._find_owners(parameters)):
+            return clip_once(self._stepper, owners, max_norm)
         self.unscale_gradients()
         return clip_grad_norm_(parameters, max_norm, norm_type)
 
@@ -169,13 +159,13 @@ class _Accelerator:
         return owners if held == given else []
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Unscale gradients in fp16, and make the clips that are pending."""
+        """Unscale gradients in fp16, unless a clip has."""
         several = isinstance(optimizer, list | tuple)
         given: list[Any] = [*optimizer] if several else [optimizer]
         if optimizer is None:
             given = [*self._optimizers]
         inside = (each.optimizer if has_methods_of(each, _Optimizer) else each for each in given)
-        rest = [each for each in inside if not self._split.settle(each)]
+        rest = [each for each in inside if not is_unscaled(self._stepper, each)]
         stock(self).unscale_gradients(rest)
 
 
@@ -184,22 +174,16 @@ class _Optimizer:
 
     optimizer: torch.optim.Optimizer
     gradient_state: Any
-    _split: SplitStep
+    _stepper: GradScaler
     _is_overflow: bool  # Accelerate's; programs set it to hold schedulers back
     _report: StepReport | None = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Step if the gradients are complete: one read, then unscale, clip and update."""
+        """Step if the gradients are complete."""
         if self.gradient_state.sync_gradients:
             given = () if closure is None else (closure,)
-            self._split.step(self.optimizer, *given)
-            self._report = self._split.scaler.last_step
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:  # noqa: FBT001 - its signature
-        """Clear the gradients, unless they are being accumulated."""
-        stock(self).zero_grad(set_to_none)
-        if self.gradient_state.sync_gradients:
-            self._split.forget(self.optimizer)
+            step_and_update(self._stepper, self.optimizer, *given)
+            self._report = self._stepper.last_step
 
     @property
     def step_was_skipped(self) -> bool:

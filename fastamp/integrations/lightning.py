@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from fastamp.integrations.lightning_callbacks import AmpCallback, pl
-from fastamp.step import GradScaler, StepReport, clip_grad_norm_
+from fastamp.integrations.patching import is_unscaled, step_and_update
+from fastamp.step import GradScaler, StepReport
 from fastamp.step.native import parameters_of
 from fastamp.train import ModelCall
 
@@ -24,19 +25,18 @@ class AmpPrecision(pl.plugins.MixedPrecision):  # type: ignore[misc]
     """Lightning's MixedPrecision plugin with `fastamp.GradScaler`.
 
     `Trainer(gradient_clip_val=...)` supports fused optimizers (Lightning's own plugin raises an
-    error), and clipping by norm is part of the step. Schedulers with the interval "step" do not
-    advance when a step is skipped, because of inf or NaN in a gradient; reading that waits for the
-    device once a step. "bf16-mixed" and "32-true" scale nothing, but clip and skip in the same way:
-    `scaler` is a disabled one (None in Lightning's own plugins). LBFGS, and optimizers whose `step`
-    is neither torch's nor fastamp's, call the closure by themselves, as in Lightning's own plugins:
-    gradients are clipped when the closure ends, and no step is skipped.
+    error). Schedulers with the interval "step" do not advance when a step is skipped, because of
+    inf or NaN in a gradient; reading that waits for the device once a step. "bf16-mixed" and
+    "32-true" scale nothing, but clip and skip in the same way: `scaler` is a disabled one (None in
+    Lightning's own plugins). LBFGS, and optimizers whose `step` is neither torch's nor fastamp's,
+    call the closure by themselves, as in Lightning's own plugins: gradients are clipped when the
+    closure ends, and no step is skipped.
 
     It works with DDP and with FSDP2 (`ModelParallelStrategy`), where clipping to a norm costs one
     all-reduce of two numbers, and "16-mixed" is possible.
 
-    Gradients are scaled until the step, for example in `on_after_backward`. If the module or a
-    callback has a hook between backward and step, they are unscaled before that. A module that
-    clips by itself, with `clip_gradients`, gets unscaled gradients, clipped at once.
+    Gradients are scaled in `on_after_backward`, and unscaled in all hooks between backward and
+    step. `clip_gradients` clips at once; the step that follows skips by what its read has found.
 
     A module's `optimizer_step` may run the closure by itself and then call `optimizer.step()`, with
     "16-mixed" too (there Lightning's own plugin never steps, without an error).
@@ -81,8 +81,6 @@ class AmpPrecision(pl.plugins.MixedPrecision):  # type: ignore[misc]
         super().__init__("bf16-mixed" if precision == "32-true" else precision, device, scaler)
         self.precision = precision
         self.scaler = scaler or GradScaler(device, enabled=False)
-        self._folding: Any = None  # the optimizer whose step makes a clip to a norm
-        self._max_norm: float | None = None  # of that clip
         self._report: StepReport | None = None  # of the latest batch's step, if it took one
         self._is_left_out = False
         self._module: Any = None
@@ -134,44 +132,29 @@ class AmpPrecision(pl.plugins.MixedPrecision):  # type: ignore[misc]
         self._is_left_out = is_none and not (is_done and _has_grads(optimizer))
         clips_itself = _is_overridden("configure_gradient_clipping", model)
         if is_scaling and not self._is_left_out and (clips_itself or _has_hook_before_step(model)):
-            self._clip_now(optimizer, math.inf)  # unscales
-        # Without a scale and a clip a norm of inf makes the step check.
-        self._max_norm = None if is_scaling else math.inf
-        self._folding = None if clips_itself else optimizer
-        try:
-            self._after_closure(model, optimizer)
-        finally:
-            self._folding = None
+            self.scaler.clip_grad_norm_(optimizer, math.inf)  # unscales
+        self._after_closure(model, optimizer)
         if self._is_left_out:
             return None
-        retval = self.scaler.step(optimizer, max_norm=self._max_norm, **kwargs)
-        self.scaler.update()
+        # Without a scale and a clip a norm of inf makes the step check.
+        is_checked = is_scaling or is_unscaled(self.scaler, optimizer)
+        kwargs["max_norm"] = None if is_checked else math.inf
+        retval = step_and_update(self.scaler, optimizer, **kwargs)
         self._report = self.scaler.last_step
         return result if retval is None and not is_scaling else retval
 
     def clip_gradients(
         self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm"
     ) -> None:
-        """Clip now, or to a norm in the step that follows if the module does not clip by itself."""
+        """Unscale and clip at once; after an overflow the step is skipped."""
         if clip_val <= 0 or self._is_left_out:
             return
         if isinstance(optimizer, _optimizers.LightningOptimizer):
             optimizer = optimizer.optimizer  # `optimizer_step` is given this one
-        if gradient_clip_algorithm == "norm" and optimizer is self._folding:
-            self._max_norm = float(clip_val)
-        elif _has_grads(optimizer):
-            by_norm = gradient_clip_algorithm == "norm"
-            # inf only unscales, and makes NaN of inf, which a clip to a value would hide
-            self._clip_now(optimizer, float(clip_val) if by_norm else math.inf)
-            if not by_norm:
-                self.clip_grad_by_value(optimizer, clip_val)
-
-    def _clip_now(self, optimizer: Any, max_norm: float) -> None:
-        """Unscale and clip at once; after an overflow the step is skipped."""
-        if self.scaler.is_enabled():
-            self.scaler.clip_grad_norm_(optimizer, max_norm)
-        else:
-            clip_grad_norm_(parameters_of([optimizer]), max_norm)
+        by_norm = gradient_clip_algorithm == "norm"
+        self.scaler.clip_grad_norm_(optimizer, float(clip_val) if by_norm else math.inf)
+        if not by_norm:
+            self.clip_grad_by_value(optimizer, clip_val)
 
 
 # A checkpoint holds the plugin's state under this name, as that of Lightning's own plugin; pickle

@@ -1,9 +1,12 @@
-"""Changes to a framework's objects: methods of ours in front of their own, and our scaler."""
+"""Changes to a framework's objects: methods of ours before their own, and our scaler's step."""
 
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
 
 from fastamp.step import GradScaler
 
@@ -24,6 +27,29 @@ def replace_scaler(owner: Any, name: str) -> GradScaler:
     scaler.load_state_dict(stock.state_dict())
     owner.scaler = scaler
     return scaler
+
+
+def is_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
+    """Say whether gradients are unscaled, as by `clip_grad_norm_`, and still to be stepped with."""
+    states = scaler._per_optimizer_states
+    return id(optimizer) in states and states[id(optimizer)]["stage"] is OptState.UNSCALED
+
+
+def clip_once(scaler: GradScaler, optimizers: list[Optimizer], max_norm: float) -> Tensor:
+    """Unscale and clip; raise torch's error where gradients have been unscaled before."""
+    for each in optimizers:
+        if scaler.is_enabled() and is_unscaled(scaler, each):
+            scaler.unscale_(each)
+    return scaler.clip_grad_norm_(optimizers, max_norm)
+
+
+def step_and_update(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    """Step; update the scale once all optimizers that were clipped have stepped."""
+    result = scaler.step(optimizer, *args, **kwargs)
+    states = scaler._per_optimizer_states.values()
+    if all(state["stage"] is not OptState.UNSCALED for state in states):
+        scaler.update()
+    return result
 
 
 def has_methods_of(instance: Any, ours: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer with fastamp's fused step, and skipped steps in the Trainer's logs."""
+"""The Hugging Face Trainer with fastamp's step, and skipped steps in the Trainer's logs."""
 
 from typing import Any
 
@@ -9,14 +9,13 @@ __all__ = ["AmpTrainer"]
 
 
 class AmpTrainer:
-    """A mixin for `transformers.Trainer`, or any class of its kind: clip and step are one pass.
+    """A mixin for `transformers.Trainer`, or any class of its kind: fastamp clips and steps.
 
     `class Trainer(AmpTrainer, transformers.Trainer): pass` is all that it takes; see
     `fastamp.integrations.accelerate.prepare` for what differs. The rows of the Trainer's log have
     its own "grad_norm"; "skipped_steps", the number of steps that an overflow has skipped since the
     start or the resume; and with scaling "loss_scale". Checkpoints are the Trainer's own; either
-    Trainer resumes from them. Callbacks with an `on_pre_optimizer_step` see unscaled and clipped
-    gradients, as in a plain Trainer. A `get_train_dataloader` may return
+    Trainer resumes from them. A `get_train_dataloader` may return
     `self.accelerator.prepare(fastamp.DataLoader(...))`.
 
     Raises:
@@ -32,23 +31,16 @@ class AmpTrainer:
     """
 
     accelerator: Any
-    callback_handler: Any
 
     @property
     def scaler(self) -> GradScaler:
         """The scaler that makes the steps; its `last_step` reports the latest one."""
-        return self.accelerator._split.scaler  # type: ignore[no-any-return]
+        return self.accelerator._stepper  # type: ignore[no-any-return]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the Accelerator, for each trial of a search too, and prepare it."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         prepare(self.accelerator)
-        self.accelerator._may_fold = self._nobody_looks
-
-    def _nobody_looks(self) -> bool:
-        """Say whether no callback may look at the gradients between clip and step."""
-        hooks = (type(each).on_pre_optimizer_step for each in self.callback_handler.callbacks)
-        return all(hook.__module__ == "transformers.trainer_callback" for hook in hooks)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log a row; one with the loss gets the skipped steps and the loss scale."""

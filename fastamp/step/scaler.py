@@ -105,12 +105,12 @@ class GradScaler(torch.amp.GradScaler):
         self._max_scale = None if max_scale is None else high
         check_group(process_group)
         self.process_group = process_group
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)  # disabled, too
         self._skipped: dict[torch.device, Tensor] = {}
         self._skipped_before = 0  # by the instance that this one was unpickled from
         # Weak references to objects to notify after every step and update; see fastamp.metrics.
         self._observers: list[Callable[[], Any]] = []
         self._dropped = False  # whether the last step had zero_grad=True
-        self._known: GradStats | None = None  # used in place of the next read; see `split`
         self.last_step: StepReport = StepReport(None, "no step yet")
         """What the last call of `step` found."""
 
@@ -174,7 +174,7 @@ class GradScaler(torch.amp.GradScaler):
         if not why and (_overrides(cls) or not vars(self).keys().isdisjoint(_CALLED)):
             why = "a method of the scaler is overridden"
         grads: Grads | None = None
-        if not why and not several and self.process_group is None and self._known is None:
+        if not why and not several and self.process_group is None:
             why = self._step_at_once(optimizers[0], states[0], max_norm, zero_grad=zero_grad)
             is_spread = why == ANOTHER_TYPE
         else:
@@ -189,21 +189,24 @@ class GradScaler(torch.amp.GradScaler):
         for each in optimizers if zero_grad else ():
             if why or native.has_own_zero_grad(each):
                 each.zero_grad()
-        reads = self._enabled or max_norm is not None
+        reads = self._enabled or max_norm is not None or states[0]["found_inf_per_device"]
         for reference in self._observers if reads else ():
             if (observer := reference()) is not None:
                 observer.stepped()
         return results if several else results[0]
 
     @_ops.untraced
-    def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
+    def clip_grad_norm_(
+        self, optimizer: Optimizer | Sequence[Optimizer], max_norm: float
+    ) -> Tensor:
         """Unscale the gradients, check them and clip them, in place, for use before the step.
 
-        If a gradient is not finite they are only unscaled, and `step` will skip; that of a scaler
-        that is not enabled skips only with a `max_norm` of its own.
+        If a gradient is not finite they are only unscaled, and the next `step` skips, without a
+        second read, of a scaler that is not enabled, too.
 
         Args:
-            optimizer: owns the gradients; they may have been unscaled already.
+            optimizer: owns the gradients; they may have been unscaled already. Several optimizers
+                in a list or tuple are clipped to one norm.
             max_norm: largest norm of all unscaled gradients together.
 
         Returns:
@@ -215,18 +218,22 @@ class GradScaler(torch.amp.GradScaler):
             ValueError: `max_norm` is NaN or below 0, or a gradient is float16.
         """
         max_norm = as_bound("max_norm", max_norm)
-        states = self._states_of([optimizer], "clip_grad_norm_")
-        if states[0]["stage"] is OptState.READY and _overrides(cast(Any, type(self))):
-            self.unscale_(optimizer)
-        grads = self._hold([optimizer])
+        several = isinstance(optimizer, list | tuple)
+        optimizers: list[Optimizer] = [*optimizer] if several else [optimizer]  # type: ignore[misc, list-item]
+        states = self._states_of(optimizers, "clip_grad_norm_")
+        grads = self._hold(optimizers)
+        is_ready = states[0]["stage"] is OptState.READY
+        if is_ready and (grads is None or _overrides(cast(Any, type(self)))):
+            for each in optimizers:
+                self.unscale_(each)
+        elif is_ready:
+            refuse_float16(cast(Grads, grads))
         if grads is None:
-            if states[0]["stage"] is OptState.READY:
-                self.unscale_(optimizer)
             return torch.tensor(0.0)
-        if states[0]["stage"] is OptState.READY:
-            refuse_float16(grads)
         stats = self._measure(states, grads, max_norm)
         self._rescale(states, grads, stats)
+        if not self._enabled:  # until the next call of `step` or `update`
+            self._per_optimizer_states.update(zip(map(id, optimizers), states, strict=True))
         return stats.norm
 
     @_ops.untraced
@@ -241,7 +248,9 @@ class GradScaler(torch.amp.GradScaler):
             AssertionError: no loss was scaled, or no gradient read since the last `update`; or
                 `new_scale` is a tensor of another device, dtype or length, as in torch.
         """
-        if self._enabled and new_scale is None:
+        if not self._enabled:
+            self._per_optimizer_states.clear()
+        elif new_scale is None:
             states = [*self._per_optimizer_states.values()]
             found = [flag for state in states for flag in state["found_inf_per_device"].values()]
             scale = self._scale
@@ -313,7 +322,10 @@ class GradScaler(torch.amp.GradScaler):
         return "" if is_bare else "the step has arguments"
 
     def _states_of(self, optimizers: list[Optimizer], caller: str = "step") -> list[dict[str, Any]]:
-        """Return the optimizers' states in this iteration; without scaling they are UNSCALED."""
+        """Return the optimizers' states in this iteration.
+
+        Without scaling they are UNSCALED, and taken: `clip_grad_norm_` leaves one for one `step`.
+        """
         needed = "param_groups" if self._enabled else "step"
         states: list[dict[str, Any]] = []
         for place, each in enumerate(optimizers):
@@ -325,7 +337,9 @@ class GradScaler(torch.amp.GradScaler):
                     self._check_scale_growth_tracker(caller)  # raises torch's error
                 state = self._per_optimizer_states[id(each)]
             else:
-                state = {"stage": OptState.UNSCALED, "found_inf_per_device": {}}
+                new = {"stage": OptState.UNSCALED, "found_inf_per_device": {}}
+                known = self._per_optimizer_states.pop(id(each), new)
+                state = known if caller == "step" else new
             if state["stage"] is OptState.STEPPED:
                 again = "has already been called since the last update()"
                 again = again if caller == "step" else "is being called after step()"
@@ -353,7 +367,9 @@ class GradScaler(torch.amp.GradScaler):
         is_ready = state["stage"] is OptState.READY
         measures = is_ready or max_norm is not None
         scale = before = skipped = None
-        if measures or self._enabled:
+        if not is_ready:
+            before = _joined([state], device)
+        if measures or self._enabled or before is not None:
             skipped = self._skipped.get(device)
             if skipped is None or device.type == "cuda":
                 skipped = self._counter(device)
@@ -363,10 +379,8 @@ class GradScaler(torch.amp.GradScaler):
             scale = self._scale.detach()  # type: ignore[union-attr]
             if scale.device != device:
                 scale = _ops.moved(scale, device)
-        elif self._enabled:
-            before = _joined([state], device)
-            if before is None and not measures:
-                return "no gradient was checked"  # torch raises its error
+        elif self._enabled and before is None and not measures:
+            return "no gradient was checked"  # torch raises its error
         drops = zero_grad and not native.has_own_zero_grad(optimizer)
         step = backend.step
         if _ops.is_profiling():
@@ -394,9 +408,9 @@ class GradScaler(torch.amp.GradScaler):
                 state["found_inf_per_device"] = {device: found[1]}
                 if not is_ready:
                     found = GradStats(found).replace(scale=self._loss_scale())
-        elif self._enabled:
-            cast(Tensor, skipped).add_(cast(Tensor, before))
-            found = self._read_before([state], cast(Tensor, before))
+        elif before is not None:
+            cast(Tensor, skipped).add_(before)
+            found = self._read_before([state], before)
         self.last_step = StepReport(found, "native")
         if "step" in vars(optimizer):
             native.note_step(optimizer)
@@ -427,13 +441,13 @@ class GradScaler(torch.amp.GradScaler):
             for state in states:
                 state["found_inf_per_device"] = {held.device: found_inf}
         else:
-            flag = _joined(states, steps[0].backend.device) if self._enabled else None
+            flag = _joined(states, steps[0].backend.device)
             if flag is None and self._enabled:
                 return grads, "no gradient was checked"
             found_inf = cast(Tensor, flag)
-            stats = self._read_before(states, found_inf) if self._enabled else None
-            if self._enabled:
-                self._counter(found_inf.device).add_(found_inf)
+            stats = None if flag is None else self._read_before(states, flag)
+            if flag is not None:
+                self._counter(flag.device).add_(flag)
         self.last_step = StepReport(stats, "native")
         for step in steps:
             place = optimizers.index(step.optimizer)
@@ -471,10 +485,9 @@ class GradScaler(torch.amp.GradScaler):
             stats = self._measure(states, held, max_norm, skipped)
             self._rescale(states, held, stats)
             report = StepReport(stats, report.way)
-        elif self._enabled:
-            device = (
-                parameters_of(optimizers)[0].device if self._scale is None else self._scale.device
-            )
+        elif self._enabled or any(state["found_inf_per_device"] for state in states):
+            scale: Tensor | None = getattr(self, "_scale", None)
+            device = parameters_of(optimizers)[0].device if scale is None else scale.device
             found_inf = _joined(states, device)
             if found_inf is None:
                 msg = "No inf checks were recorded for this optimizer."
@@ -557,17 +570,13 @@ class GradScaler(torch.amp.GradScaler):
         max_norm: float | None,
         skipped: Tensor | None = None,
     ) -> GradStats:
-        """Read every gradient once, unless `split` has done so before."""
-        stats, self._known = self._known, None
-        if stats is None:
-            is_ready, device = states[0]["stage"] is OptState.READY, grads.device
-            scale = _ops.moved(cast(Tensor, self._scale), device) if is_ready else None
-            before = _joined(states, device)
-            stats = grads.measure(Clip(scale, max_norm, before=before, skipped=skipped))
-            if self._enabled and not is_ready:
-                stats = stats.replace(scale=self._loss_scale())
-        elif skipped is not None:
-            skipped.add_(stats.found_inf)
+        """Read every gradient once."""
+        is_ready, device = states[0]["stage"] is OptState.READY, grads.device
+        scale = _ops.moved(cast(Tensor, self._scale), device) if is_ready else None
+        before = _joined(states, device)
+        stats = grads.measure(Clip(scale, max_norm, before=before, skipped=skipped))
+        if self._enabled and not is_ready:
+            stats = stats.replace(scale=self._loss_scale())
         return stats
 
     def _rescale(self, states: list[dict[str, Any]], grads: Grads, stats: GradStats) -> None:
@@ -618,7 +627,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep the number of skipped steps; drop tensors, the process group and observers."""
-        count = {"_skipped_before": self.skipped_steps, "_skipped": {}, "_known": None}
+        count = {"_skipped_before": self.skipped_steps, "_skipped": {}}
         state = super().__getstate__() | count | {"_observers": [], "process_group": None}
         del state["last_step"]  # tensors made here would be gone before a spawned process gets them
         return state

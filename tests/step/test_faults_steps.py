@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 
 import pytest
 import torch
-from support.accelerate_loops import forget, use_fp16
 from support.gradients import parameters_with
 
 import fastamp
-from fastamp.step.split import SplitStep
 
 SCALE = 4.0
 
@@ -82,65 +79,53 @@ def test_a_bad_value_in_a_tensor_subclass_spreads_to_no_other_gradient(name, ena
 
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize("name", SGDS)
-def test_a_split_step_that_failed_is_clipped_when_it_is_called_again(name, enabled, monkeypatch):
+def test_a_step_after_a_clip_that_failed_is_clipped_when_it_is_called_again(
+    name, enabled, monkeypatch
+):
     parameters = scaled_ones(1, 3, enabled=enabled)
-    optimizer = SGDS[name](parameters)
+    optimizer, scaler = SGDS[name](parameters), make_scaler(enabled=enabled)
     fail_once(optimizer, monkeypatch)
-    split = SplitStep(make_scaler(enabled=enabled))
-    assert split.clip_grad_norm_([optimizer], 1.0).item() == 2
+    assert scaler.clip_grad_norm_(optimizer, 1.0).item() == 2
     with pytest.raises(MemoryError):
-        split.step(optimizer)
-    split.step(optimizer)
+        scaler.step(optimizer)
+    scaler.step(optimizer)
     assert_all(parameters, -0.5)
 
 
-def assert_clipped_or_refused(step, parameters):
-    """Make a step: it is clipped; or it raises as for changed gradients, and nothing moves."""
-    with contextlib.suppress(RuntimeError):
-        step()
-        assert_all(parameters, -0.5)
-        return
-    assert_all(parameters, 0.0)
-
-
-@pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize("name", SGDS)
-def test_the_inner_optimizer_steps_with_clipped_gradients_or_not_at_all(name, enabled):
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_clip_that_found_inf_skips_the_next_step_and_no_other(name, enabled):
     parameters = scaled_ones(1, 3, enabled=enabled)
-    optimizer = SGDS[name](parameters)
-    split = SplitStep(make_scaler(enabled=enabled))
-    split.clip_grad_norm_([optimizer], 1.0)
-    assert_clipped_or_refused(optimizer.step, parameters)
+    optimizers = [SGDS[name]([p]) for p in parameters]
+    scaler = make_scaler(enabled=enabled)
+    parameters[0].grad.fill_(math.inf)
+    assert scaler.clip_grad_norm_(optimizers, 1.0).isinf()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+        assert scaler.last_step.skipped
+    scaler.update()
+    assert_all(parameters, 0.0)
+    for number, p in enumerate(parameters, 1):
+        p.grad = torch.ones_like(p) * (scaler.get_scale() if enabled else 1.0)
+        scaler.step(optimizers[number - 1])
+        assert (scaler.last_step.skipped, scaler.skipped_steps) == (False, 2)
+    assert_all(parameters, -1.0)
 
 
-@pytest.mark.parametrize("precision", ["no", "fp16"])
-@pytest.mark.parametrize("what", ["fails once", "steps inside"])
-def test_accelerates_clip_holds_for_a_step_that_failed_and_for_the_inner_one(
-    what, precision, monkeypatch
-):
-    accelerate = pytest.importorskip("accelerate")
-    from fastamp.integrations.accelerate import prepare
-
-    forget()
-    try:
-        own = accelerate.Accelerator(cpu=True)
-        own = use_fp16(own) if precision == "fp16" else own
-        prepare(own)
-        model = torch.nn.Linear(4, 1, bias=False)
-        torch.nn.init.zeros_(model.weight)
-        model, optimizer = own.prepare(model, SGDS["fused"](model.parameters()))
-        own.backward(model(torch.ones(1, 4)).sum())
-        own.clip_grad_norm_(model.parameters(), 1.0)
-        if what == "steps inside":
-            assert_clipped_or_refused(optimizer.optimizer.step, [model.weight])
-        else:
-            fail_once(optimizer.optimizer, monkeypatch)
-            with pytest.raises(MemoryError):
-                optimizer.step()
-            optimizer.step()
-            assert_all([model.weight], -0.5)
-    finally:
-        forget()
+@pytest.mark.parametrize("call", ["clip_grad_norm_", "update"])
+def test_without_a_scale_what_a_clip_found_is_forgotten(call):
+    """By the next clip or update, of a loop that left the step out."""
+    (p,) = scaled_ones(3, enabled=False)
+    optimizer, scaler = SGDS["open"]([p]), make_scaler(enabled=False)
+    p.grad.fill_(math.inf)
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    p.grad.fill_(1.0)
+    if call == "update":
+        scaler.update()
+    else:
+        scaler.clip_grad_norm_(optimizer, 10.0)
+    scaler.step(optimizer)
+    assert_all([p], -1.0)
 
 
 # --- a scaler's methods that a subclass overrides ---

@@ -14,7 +14,6 @@ from support.training import make_scaler
 import fastamp
 from fastamp import _ops
 from fastamp.step import stacks
-from fastamp.step.split import SplitStep
 from fastamp.step.unscaled import optimizer_step
 
 if not hasattr(torch.optim, "Muon"):
@@ -310,22 +309,6 @@ def test_one_bad_gradient_skips_both(backend, device):
     report = fastamp.optimizer_step(optimizers, max_norm=1.0)
     assert report.skipped
     assert same_bits(parameters, before)
-
-
-def test_a_clip_in_a_call_of_its_own_is_folded(backend, device):
-    ours, own = make(device)
-    theirs, stock = make(device)
-    split = SplitStep(fastamp.GradScaler(device, enabled=False))
-    for parameters in (ours, theirs):
-        give(parameters, 0)
-    split.clip_grad_norm_([own], 0.5)
-    split.step(own)
-    assert split.scaler.last_step.way == "native"
-    torch.nn.utils.clip_grad_norm_(theirs, 0.5)
-    stock.step()
-    assert error(everything(ours, own), everything(theirs, stock)) < NEAR[device]
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("by_state", [True, False])

@@ -170,7 +170,7 @@ def train_by_hand(batches: list[list[int]], precision: str) -> list[torch.Tensor
 
 
 def refuse_what_is_not_finite() -> tuple[str, bool, float, bool]:
-    """Return Fabric's error for an overflow, and what a step finds with that error switched off."""
+    """Return Fabric's error for an overflow, and what a step finds after it."""
     from lightning.fabric import Fabric
     from lightning.fabric.plugins import MixedPrecision
 
@@ -188,7 +188,6 @@ def refuse_what_is_not_finite() -> tuple[str, bool, float, bool]:
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
     except RuntimeError as error:
         said = str(error)
-    fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
     optimizer.step()
     kept = torch.equal(layer.weight, before)
     return said, scaler.last_step.skipped, scaler.get_scale(), kept
@@ -213,7 +212,7 @@ def call_backward_of_the_loss(precision: str, is_prepared: bool) -> list[torch.T
     return [*layer.state_dict().values()]
 
 
-def run_fabric(precision: str, change: str) -> list[Any]:
+def run_fabric(precision: str, is_prepared: bool) -> list[Any]:  # noqa: FBT001
     """Train in Fabric, with fastamp's step or Fabric's own; return all that a user can see."""
     from lightning.fabric import Fabric
     from lightning.fabric.plugins import MixedPrecision
@@ -229,7 +228,7 @@ def run_fabric(precision: str, change: str) -> list[Any]:
         count = dist.get_world_size() if dist.is_initialized() else 1
         strategy = "ddp" if count > 1 else "auto"
         fabric = Fabric(accelerator="cpu", devices=count, strategy=strategy, **options)
-        prepared = prepare(fabric, fold=change == "fold") if change != "none" else None
+        prepared = prepare(fabric) if is_prepared else None
         fabric.launch()
         model = make_model()
         wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1e-2))
