@@ -1,6 +1,5 @@
 """Which backend serves which tensor: the norm and the clip, ranks, and the handles of the core."""
 
-from fastamp._ops.captures import apart_from_captures
 from fastamp._ops.choose import backend_for, backends, core, core_for, host_core, use_only
 from fastamp._ops.grads import Grads
 from fastamp._ops.held import gather, hold, index_in_whole, replicated

@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from fastamp._ops import apart_from_captures, untraced
+from fastamp._ops import untraced
 from fastamp.data.items import Failed, Made, Parts, attempt
 from fastamp.data.position import find_save
 from fastamp.data.runners import in_box
@@ -88,10 +88,9 @@ class CudaCopies:
 
     @contextmanager
     def thread(self) -> Iterator[None]:
-        """Set the copying thread's device, and keep it out of CUDA graph captures of others."""
+        """Set the copying thread's device."""
         torch.cuda.set_device(self._device)
-        with apart_from_captures():
-            yield
+        yield
 
     def settle(self) -> None:
         """Wait until no copy reads memory that may be filled again."""

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from fastamp._ops import apart_from_captures
-
 # From this size on fresh memory costs more than a lease: the C library gives freed pages back to
 # the system, and the next batch faults them in again, as the images of `bench loader` show.
 LEASED_NBYTES = 1 << 20
@@ -51,8 +49,7 @@ class Memory:
         if nbytes and get_worker_info() is not None:
             storage = torch.UntypedStorage._new_shared(nbytes)  # type: ignore[no-untyped-call]
         elif self.pinned:
-            with apart_from_captures():
-                return torch.empty(shape, dtype=dtype, device=_CPU, pin_memory=True)
+            return torch.empty(shape, dtype=dtype, device=_CPU, pin_memory=True)
         elif LEASED_NBYTES <= nbytes <= self._max_bytes:
             storage = self._lease(nbytes)
         else:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastamp._ops.captures import apart_from_captures
 from fastamp.metrics.series import ScalarStats, Series
 from fastamp.metrics.sinks import Logged, Scalar, logged, sink_of
 from fastamp.metrics.watch import ScalerWatch, watch_gpu
@@ -224,7 +223,7 @@ class MetricsTracker:
 
     def _drain(self, *, wait: bool) -> None:
         """Empty the queue, and record the batches whose values are on the host, or all of them."""
-        with self._lock, apart_from_captures():
+        with self._lock:
             if self._is_draining or _is_capturing():
                 return
             self._is_draining = True

@@ -12,7 +12,6 @@ from itertools import islice
 import torch
 from torch.autograd import profiler
 
-from fastamp._ops import apart_from_captures
 from fastamp.timer.regions import Region, RegionMaker
 
 _MAX_EVENTS = 4096  # in flight
@@ -120,7 +119,6 @@ class DeviceClock:
             return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         return self._free.pop() if self._free else None
 
-    @apart_from_captures()
     def _harvest(self, limit: int) -> None:
         """Read the completed events, at most `limit` of each stream."""
         for stream in self._streams.values():
@@ -151,9 +149,8 @@ class DeviceClock:
             raise RuntimeError(msg)
         with self._lock:
             last = [each.marks[-1][0] for each in self._streams.values() if each.marks]
-        with apart_from_captures():  # a wait for the whole device would break captures
-            for event in last:
-                event.synchronize()
+        for event in last:  # a wait for the whole device would break captures
+            event.synchronize()
         with self._lock:
             self._harvest(_MAX_EVENTS)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import types
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,12 +12,8 @@ from support.stream_schedules import ALL, PROGRAMS, prefetching, run
 
 import fastamp
 from fastamp import _ops
-from fastamp._ops import captures
-from fastamp.data import memory as memories
 from fastamp.data import passes, runners
 from fastamp.data.memory import Memory
-from fastamp.metrics import tracker as trackers
-from fastamp.timer import events
 
 SOURCE = Path(prefetching.__file__)
 
@@ -46,12 +40,6 @@ BREAKS = {
         "a read of cuda",
     ),
     "the thread has no device": ("torch.cuda.set_device(self._device)", "", (), "a context on"),
-    "a capture refuses what the thread does": (
-        "apart_from_captures()",
-        "nullcontext()",
-        ("captures",),
-        "a capture is broken",
-    ),
     "copies wait for the consumer": (
         "with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(self._side):",
         "self._side.wait_stream(current)\n        with torch.cuda.stream(self._side):",
@@ -94,25 +82,6 @@ def test_the_model_finds_that(name):
     exec(source.replace(old, new), vars(broken))  # noqa: S102 - our own code, with one line changed
     found = (run("prefetch", seed, features, broken) for seed in range(100))
     assert any(each.startswith(fault) for faults in found for each in faults)
-
-
-@pytest.mark.parametrize("error", [0, 3])
-def test_a_thread_is_apart_from_captures_and_then_as_it_was(error, monkeypatch):
-    said = []
-
-    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))
-    def exchange(mode):
-        said.append(mode[0])
-        mode[0] = 2
-        return error
-
-    driver = types.SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: driver)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(captures, "_exchange", captures._exchange.__wrapped__)
-    with captures.apart_from_captures():
-        assert said == [1]
-    assert said == ([1] if error else [1, 2])
 
 
 def test_a_consumer_far_ahead_of_its_stream_does_not_fill_the_device(monkeypatch):
@@ -163,22 +132,3 @@ def test_torchs_own_thread_pins_the_batches_of_workers(monkeypatch):
         dataset = [torch.ones(3)] * 8
         iter(fastamp.DataLoader(dataset, 4, num_workers=2, device="cuda:1"))
     assert options["pin_memory"]
-
-
-@pytest.mark.parametrize(("name", "module"), [("tracker", trackers), ("timer", events)])
-def test_the_model_finds_threads_that_break_a_capture(name, module, monkeypatch):
-    monkeypatch.setattr(module, "apart_from_captures", nullcontext)
-    found = (run(name, seed, ("captures",)) for seed in range(100))
-    assert any(each.startswith("a capture is broken") for faults in found for each in faults)
-
-
-@pytest.mark.parametrize("broken", [False, True])
-def test_a_thread_pins_memory_while_another_captures(broken, monkeypatch):
-    if broken:
-        monkeypatch.setattr(memories, "apart_from_captures", nullcontext)
-    model = Model(0)
-    with model.installed(), model.capture(model.Stream(0)):
-        thread = model.Thread(lambda: Memory(pinned=True).allocate((3,), torch.float32))
-        thread.start()
-        thread.join()
-    assert bool(model.found) == broken

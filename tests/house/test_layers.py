@@ -57,7 +57,7 @@ IMPORTS = {
     **{name: {"fastamp._ops"} for name in BOTTOM},
     "fastamp.data": {"fastamp._ops", "fastamp._files", "fastamp._progress"},
     "fastamp.timer": {"fastamp._ops", "fastamp._files"},
-    "fastamp.metrics": {"fastamp._ops.captures", "fastamp._files", *BOTTOM},
+    "fastamp.metrics": {"fastamp._files", *BOTTOM},
     "fastamp.train": {"fastamp.metrics", "fastamp._files", "fastamp._progress", *BOTTOM},
     "fastamp.integrations": {"fastamp.train", "fastamp.metrics", *BOTTOM},
     "fastamp.bench": {

@@ -141,7 +141,7 @@ def test_a_region_is_captured_while_a_thread_is_at_work(source, device):
     product = weight @ weight  # makes cuBLAS's handle and memory, which no capture may do
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         product = weight
         end_s = time.monotonic() + 0.2
         while time.monotonic() < end_s:

@@ -145,16 +145,10 @@ class Devices(Turns):
     def is_capturing(self) -> bool:
         return self.current_stream() in self.captures
 
-    def exchange_mode(self, mode: Any) -> None:
-        """Stand in for the driver's function, which gets a pointer to an integer."""
-        mine, self.current.mode = self.current.mode, mode._obj.value
-        mode._obj.value = mine
-
     def unsafe(self, call: str) -> None:
-        """Make a call that a capture refuses to its own thread, and to those in global mode."""
+        """Make a call that a capture in thread-local mode refuses to its own thread."""
         self.switch()
-        owners = self.captures.values()
-        if self.current in owners or (owners and self.current.mode == 0):
+        if self.current in self.captures.values():
             self.report(f"a capture is broken by {call}")
 
     @contextlib.contextmanager

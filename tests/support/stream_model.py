@@ -24,8 +24,6 @@ from support.stream_turns import Clock, is_before, join
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from fastamp._ops import captures
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -311,7 +309,6 @@ class Model(Devices, TorchFunctionMode):
         with pytest.MonkeyPatch.context() as patch, self:
             for name, fake in cuda.items():
                 patch.setattr(torch.cuda, name, fake)
-            patch.setattr(captures, "_exchange", lambda: self.exchange_mode)
             # torch checks its arguments before it calls a mode.
             patch.setattr(torch.Tensor, "record_stream", _record_stream)
             patch.setattr(torch.accelerator, "is_available", lambda: True)

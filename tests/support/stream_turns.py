@@ -41,7 +41,7 @@ class Thread:
         model = self.model
         self.name, self._target, self._args = f"thread {len(model.threads)}", target, args
         self.clock: Clock = {}
-        self.device, self.mode = 0, 0  # global
+        self.device = 0
         self.streams: dict[int, Stream] = {}
         self.weight = model.rng.choice((0.1, 1.0, 1.0, 5.0))
         self.turn, self.alive, self.native_id = threading.Semaphore(0), False, 0
