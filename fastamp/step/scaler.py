@@ -25,7 +25,6 @@ from fastamp.step.arguments import (
 )
 from fastamp.step.native import parameters_of
 from fastamp.step.report import NonFinite, StepReport, has_value, nonfinite_parameters, unread
-from fastamp.step.unfused import is_torchs, right_kernels
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -499,7 +498,7 @@ class GradScaler(torch.amp.GradScaler):
         results = []
         self.last_step = report
         for place, (each, state) in enumerate(zip(optimizers, states, strict=True)):
-            with _said(place), right_kernels(each):
+            with _said(place):
                 if has_value(report.found_inf):
                     results.append(self._maybe_opt_step(each, state, *args, **kwargs))
                 else:
@@ -684,7 +683,9 @@ def is_told(optimizer: Optimizer) -> bool:
     """Say whether torch's scaler tells an optimizer how to unscale, and torch's kernels do not."""
     if hasattr(optimizer, "grad_scale"):
         return True
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and not is_torchs(optimizer)
+    module = getattr(type(optimizer).step, "__module__", None) or ""
+    is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return is_fused and not module.startswith("torch.optim.")
 
 
 def _takes_float16(optimizer: Optimizer) -> bool:

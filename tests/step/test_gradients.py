@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.bits import bits
 from support.gradients import KINDS, odd_gradients, parameters_with, random
-from support.training import FUSED, make_folding, one_step
+from support.training import one_step
 
 import fastamp
 
@@ -75,67 +75,6 @@ def test_every_kind_of_gradient_is_checked(backend, device, kind):
     scaler = fastamp.GradScaler(device)
     one_step(scaler, torch.optim.SGD(parameters, lr=0.0), device, max_norm=1.0)
     assert scaler.last_step.skipped
-
-
-@pytest.mark.parametrize("name", FUSED)
-@pytest.mark.parametrize("how", ["step", "unscale_", "clip_grad_norm_"])
-@pytest.mark.parametrize("kind", ["expanded", "gaps"])
-def test_a_fused_optimizer_never_sees_memory_with_gaps(backend, device, kind, how, name):
-    base = random(16, torch.float32, device)
-    grads = {"expanded": base[:1].expand(8), "gaps": base[::2]}
-    results = []
-    for grad in (grads[kind], grads[kind].clone(memory_format=torch.contiguous_format)):
-        parameters = parameters_with(grad)
-        optimizer = make_folding(name, parameters)
-        scaler = fastamp.GradScaler(device, init_scale=4.0)
-        scaler.scale(torch.ones((), device=device))
-        if how != "step":
-            getattr(scaler, how)(optimizer, *([1e9] if how == "clip_grad_norm_" else []))
-        scaler.step(optimizer, max_norm=1e9)
-        results.append(parameters[0].detach())
-    torch.testing.assert_close(*results, rtol=1e-6, atol=0)
-    assert results[0].abs().sum() > 0
-
-
-@pytest.mark.parametrize("name", FUSED_NAMES)
-@pytest.mark.parametrize("max_norm", [None, 1e9])
-@pytest.mark.parametrize("kind", ["parameter with gaps", "transposed gradient"])
-def test_a_fused_optimizer_writes_a_parameter_and_nothing_beside_it(
-    backend, device, kind, max_norm, name
-):
-    results = []
-    for options in ({"fused": True}, {"foreach": False}):
-        memory = random(48, torch.float32, device).reshape(6, 8)
-        beside = memory[:, 4:].clone()
-        parameter = torch.nn.Parameter(memory[:, :4] if "gaps" in kind else memory[:, :4].clone())
-        parameter.grad = random(24, torch.float32, device, seed=1).reshape(6, 4)
-        if "transposed" in kind:
-            parameter.grad = parameter.grad.t().contiguous().t()
-        optimizer = getattr(torch.optim, name)([parameter], lr=0.1, **options)
-        for _ in range(3):
-            fastamp.optimizer_step(optimizer, max_norm)
-        assert torch.equal(memory[:, 4:], beside)
-        results.append(parameter.detach().clone())
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", FUSED_NAMES)
-@pytest.mark.parametrize("max_norm", [None, 1e9])
-def test_a_fused_optimizer_goes_on_in_another_memory_format(backend, device, max_norm, name):
-    results = []
-    for options in ({"fused": True}, {"foreach": False}):
-        values = random(48, torch.float32, device).reshape(2, 6, 2, 2)
-        parameter = torch.nn.Parameter(values.to(memory_format=torch.channels_last))
-        momentum = {"momentum": 0.9} if name == "SGD" else {}
-        optimizer = getattr(torch.optim, name)([parameter], lr=0.1, **options, **momentum)
-        for seed in (1, 2, 3):
-            parameter.grad = random(48, torch.float32, device, seed=seed).reshape(2, 6, 2, 2)
-            parameter.grad = parameter.grad.to(memory_format=torch.channels_last)
-            fastamp.optimizer_step(optimizer, max_norm)
-            state = optimizer.state[parameter]  # as from a run of the plain format
-            state.update({name: each.contiguous() for name, each in state.items()})
-        results.append(parameter.detach().clone())
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
 def test_finite_float64_values_whose_squares_overflow_are_finite(backend, device):
