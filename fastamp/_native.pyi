@@ -31,7 +31,7 @@ class Backend:
         groups: Sequence[dict[str, Any]],
         states: dict[Tensor, Any],
         grads: list[Tensor] | None,
-    ) -> ReadStep | str: ...
+    ) -> ReadStep | tuple[str, str]: ...
     def apply(
         self,
         update: Update,
@@ -42,16 +42,14 @@ class Backend:
     ) -> None: ...
     def step(
         self,
-        update: Update,
-        groups: Sequence[dict[str, Any]],
-        states: dict[Tensor, Any],
+        steps: list[tuple[Update, Sequence[dict[str, Any]], dict[Tensor, Any]]],
         measures: bool,
         scale: Tensor | None,
         max_norm: float | None,
         before: Tensor | None,
         skipped: Tensor | None,
         zero_grad: bool,
-    ) -> Tensor | str | None: ...
+    ) -> Tensor | tuple[str, str] | None: ...
 
 class OpTable:
     def __init__(self, address: int, size: int) -> None: ...
@@ -76,12 +74,11 @@ class Region:
     def innermost(self) -> Region: ...
     def reset(self) -> None: ...
 
-NO_STATE: str
 built_with_cuda: bool
 cpu_ops: OpTable
 cuda_ops: OpTable
 has_exchange_table: bool
-rules: dict[str, tuple[tuple[tuple[str, str], ...], bool, str]]
+rules: dict[str, tuple[tuple[tuple[str, str], ...], bool, str, list[str]]]
 
 def gather(array: Any, rows: Any, out: Any, num_threads: int, widened: int = 0) -> None: ...
 def check_device(device_index: int) -> None: ...

@@ -50,6 +50,11 @@ struct PackedTensors {
     views.push_back(view);
     num_chunks += chunks_of(view.numel);
   }
+  /// Adds the views of a list that is kept alive elsewhere.
+  void join(const PackedTensors& other) {
+    views.insert(views.end(), other.views.begin(), other.views.end());
+    num_chunks += other.num_chunks;
+  }
 };
 
 /// Finds tensors that share memory, in whole or in part, so that no two threads write the same. It
@@ -62,6 +67,8 @@ class Ranges {
     const auto begin = bytes == 0 ? 0 : reinterpret_cast<std::uintptr_t>(data);
     all_.push_back({begin, begin + bytes});
   }
+  /// Adds all tensors of another list.
+  void add(const Ranges& other) { all_.insert(all_.end(), other.all_.begin(), other.all_.end()); }
   /// Returns the places of those that overlap one before them in memory; without them none do.
   std::vector<std::size_t> overlapping() {
     if (order_.size() != all_.size()) {

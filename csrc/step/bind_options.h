@@ -8,10 +8,14 @@
 
 namespace fastamp {
 
-/// Why torch has to make the step itself.
+/// Why a step cannot be made as it was asked for. What follows depends on the kind: fastamp/_ops'
+/// `Why`.
 struct Refusal {
   std::string reason;
+  const char* kind = "torch";
 };
+inline const Refusal kNoState{"no state", "no state"};
+inline const Refusal kNoGradient{"no parameter has a gradient", "no gradient"};
 
 /// One parameter group, for one step.
 struct Group {

@@ -11,10 +11,6 @@
 namespace fastamp {
 namespace {
 
-/// Returned, not raised, where a state is missing or its count not yet on the device: Python makes
-/// the state and asks again.
-constexpr const char* kNoState = "no state";
-
 const Declaration& find_rule(const std::string& name) {
   for (const Declaration& rule : kDeclarations)
     if (name == rule.name) return rule;
@@ -147,7 +143,7 @@ struct KeptReader {
 
   void* read(PyObject* name, dlpack::DataType dtype, Strides& found) {
     PyObject* tensor = find(state, name);
-    if (tensor == nullptr) throw Refusal{kNoState};
+    if (tensor == nullptr) throw kNoState;
     const auto data = read_dense_of(tensor, dtype, backend.device, &found);
     if (!data) throw Refusal{text(name) + ": its dtype, layout or device"};
     ranges.add(*data, static_cast<std::size_t>(found.numel() * dtype.bits / 8));
@@ -213,6 +209,9 @@ class Update {
     increment_versions(written);
   }
 
+  /// The memory of what was read last.
+  const Ranges& ranges() const { return spare_.ranges; }
+
  private:
   void read_all(const Backend& backend, const py::object& groups, const py::object& states,
                 const py::object& grads, Spare& spare, ReadStep& step) {
@@ -238,14 +237,14 @@ class Update {
             grads.is_none()
                 ? grad_of(param)
                 : py::reinterpret_borrow<py::object>(PyList_GET_ITEM(grads.ptr(), place++));
-        if (!grad) throw Refusal{"a parameter is of another type"};
+        if (!grad) throw Refusal{"a parameter is of another type", "halves"};
         if (grad.is_none()) continue;
         step.params.append(param);
         own_grads.append(grad);
         add(backend, group, param, grad, reader, spare, step);
       }
     }
-    if (step.params.empty()) throw Refusal{"no parameter has a gradient"};
+    if (step.params.empty()) throw kNoGradient;
   }
 
   void add(const Backend& backend, const Group& group, py::handle param, py::handle grad,
@@ -312,7 +311,7 @@ class Update {
                                Prefetcher& prefetcher, std::vector<py::object>& kept) {
     static PyObject* const name = PyUnicode_InternFromString("step");
     PyObject* tensor = find(state, name);
-    if (tensor == nullptr) throw Refusal{kNoState};
+    if (tensor == nullptr) throw kNoState;
     const auto is_count = [](const std::optional<TensorView>& view) {
       return view && view->dtype == DType::kFloat32 && view->numel == 1;
     };
@@ -324,7 +323,7 @@ class Update {
       return *found;
     }
     if (backend.is_apart && !group.counts_on_device && is_count(read_dense(tensor, kHost)))
-      throw Refusal{kNoState};
+      throw kNoState;
     throw Refusal{"step: its dtype, layout or device"};
   }
 
@@ -332,7 +331,7 @@ class Update {
   Refusal missing_state(const Group& group) const {
     if (rule_.none_with != nullptr && group.options.*rule_.none_with != 0)
       return {"the first step of SGD with dampening"};
-    return {kNoState};
+    return kNoState;
   }
 
   const Declaration& rule_;
@@ -344,7 +343,7 @@ py::object read_step(const Backend& backend, Update& update, const py::object& g
   try {
     return py::cast(update.read(backend, groups, states, grads));
   } catch (const Refusal& refusal) {
-    return py::str(refusal.reason);
+    return py::make_tuple(refusal.kind, refusal.reason);
   }
 }
 
@@ -355,33 +354,65 @@ void apply_step(const Backend& backend, Update& update, ReadStep& step, const py
   update.apply(backend, step, spec);
 }
 
-/// Reads, measures unless `measures` is false, and updates. Without a measure `before` alone says
-/// whether the step is skipped.
-py::object make_step(const Backend& backend, Update& update, const py::object& groups,
-                     const py::object& states, bool measures, const py::object& scale,
-                     const py::object& max_norm, const py::object& before,
+/// One optimizer of a step: its update, and what has been read.
+struct Part {
+  Update& update;
+  ReadStep step;
+};
+
+/// Reads optimizers of one step, those that have a gradient; throws a Refusal if none has.
+std::vector<Part> read_parts(const Backend& backend, const py::list& steps) {
+  static thread_local Ranges ranges;
+  ranges.clear();
+  std::vector<Part> parts;
+  for (const py::handle each : steps) {
+    const auto own = py::reinterpret_borrow<py::tuple>(each);
+    auto& update = own[0].cast<Update&>();
+    try {
+      parts.push_back({update, update.read(backend, own[1], own[2], py::none())});
+    } catch (const Refusal& refusal) {
+      if (refusal.kind != kNoGradient.kind) throw;
+      continue;
+    }
+    if (steps.size() > 1) ranges.add(update.ranges());
+  }
+  if (parts.empty()) throw kNoGradient;
+  if (!ranges.overlapping().empty()) throw Refusal{"tensors share their memory"};
+  return parts;
+}
+
+/// Reads optimizers, each an update, groups and states; measures all their gradients at once unless
+/// `measures` is false, and updates. Without a measure `before` alone says whether the step is
+/// skipped.
+py::object make_step(const Backend& backend, const py::list& steps, bool measures,
+                     const py::object& scale, const py::object& max_norm, const py::object& before,
                      const py::object& skipped, bool zero_grad) {
   const ClipSpec clip = clip_of(backend, scale, max_norm, true, before, skipped);
   try {
-    ReadStep found = update.read(backend, groups, states, py::none());
-    UpdateSpec spec{nullptr, clip.before, !zero_grad, !measures};
+    std::vector<Part> parts = read_parts(backend, steps);
+    const bool is_one = parts.size() == 1;
+    UpdateSpec spec{nullptr, clip.before, !zero_grad, !measures || !is_one};
     Measured measured{py::none(), py::none()};
     if (measures) {
-      measured = measure(backend, found, clip, false, &found.list);
+      PackedTensors all;
+      for (const Part& part : parts)
+        if (!is_one) all.join(part.step);
+      measured = measure(backend, is_one ? parts[0].step : all, clip, false,
+                         is_one ? &parts[0].step.list : nullptr);
       const auto* stats = static_cast<GradStats*>(
           data_of(measured.stats, kFloat32, kNumStats, backend.device, "stats"));
       spec.factor = &stats->factor;
       spec.found_inf = &stats->found_inf;
     }
-    update.apply(backend, found, spec);
+    for (Part& part : parts) part.update.apply(backend, part.step, spec);
     return measured.stats;
   } catch (const Refusal& refusal) {
-    return py::str(refusal.reason);
+    return py::make_tuple(refusal.kind, refusal.reason);
   }
 }
 
 /// The declarations, for Python: {name: (states with the options that they depend on, whether it
-/// counts steps, how a state begins)}.
+/// counts steps, how a state begins, options)}.
 py::dict declarations() {
   py::dict found;
   for (const Declaration& rule : kDeclarations) {
@@ -389,7 +420,12 @@ py::dict declarations() {
     for (const State& state : rule.states)
       if (state.name != nullptr)
         states.append(py::make_tuple(state.name, state.option == nullptr ? "" : state.option));
-    found[rule.name] = py::make_tuple(py::tuple(states), rule.counts, rule.first);
+    py::list options;
+    for (const Number& each : rule.numbers)
+      if (each.name != nullptr) options.append(each.name);
+    for (const Flag& each : rule.flags)
+      if (each.name != nullptr) options.append(each.name);
+    found[rule.name] = py::make_tuple(py::tuple(states), rule.counts, rule.first, options);
   }
   return found;
 }
@@ -404,10 +440,8 @@ void define_update(py::module_& module, py::class_<Backend>& backend) {
            py::arg("grads"))
       .def("apply", &apply_step, py::arg("update"), py::arg("step"), py::arg("factor"),
            py::arg("found_inf"), py::arg("zero_grad"))
-      .def("step", &make_step, py::arg("update"), py::arg("groups"), py::arg("states"),
-           py::arg("measures"), py::arg("scale"), py::arg("max_norm"), py::arg("before"),
-           py::arg("skipped"), py::arg("zero_grad"));
-  module.attr("NO_STATE") = kNoState;
+      .def("step", &make_step, py::arg("steps"), py::arg("measures"), py::arg("scale"),
+           py::arg("max_norm"), py::arg("before"), py::arg("skipped"), py::arg("zero_grad"));
   module.attr("rules") = declarations();
 }
 

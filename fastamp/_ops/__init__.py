@@ -2,8 +2,8 @@
 
 from fastamp._ops.choose import backend_for, backends, core, core_for, host_core, use_only
 from fastamp._ops.grads import Grads
-from fastamp._ops.held import gather, hold, index_in_whole, replicated
-from fastamp._ops.kept import ANOTHER_TYPE, NO_GRADIENT, NO_STATE, TorchBackend
+from fastamp._ops.held import gather, hold, replicated
+from fastamp._ops.kept import TorchBackend
 from fastamp._ops.private import (
     has_step_hook,
     in_dispatch_mode,
@@ -11,4 +11,13 @@ from fastamp._ops.private import (
     note_step_called,
     untraced,
 )
-from fastamp._ops.types import PLAIN_TYPES, Clip, GradStats, local_of, moved
+from fastamp._ops.types import (
+    NO_GRADIENT,
+    NO_STATE,
+    PLAIN_TYPES,
+    Clip,
+    GradStats,
+    Why,
+    local_of,
+    moved,
+)

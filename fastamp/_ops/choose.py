@@ -173,16 +173,17 @@ def why_fallback(device: torch.device) -> Reason | None:  # noqa: PLR0911 - one 
     return None
 
 
-_handles: dict[torch.device, Any] = {}
+class _Handles(dict[torch.device, Any]):
+    """The core's `Backend` of each device; None where the fallback serves it."""
 
-
-def backend_for(device: torch.device) -> Any:
-    """Return the core's `Backend` of a device; None where the fallback serves it."""
-    try:
-        return _handles[device]
-    except KeyError:
-        found = _handles[device] = _make_handle(device)
+    def __missing__(self, device: torch.device) -> Any:
+        found = self[device] = _make_handle(device)
         return found
+
+
+_handles = _Handles()
+backend_for = _handles.__getitem__
+"""Returns the core's `Backend` of a device; None where the fallback serves it."""
 
 
 def _make_handle(device: torch.device) -> Any:

@@ -95,8 +95,7 @@ def finish(read: Reduced, clip: Clip) -> GradStats:
 @torch.no_grad()
 def rescale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply in place; skip a factor of 1 if it is on the CPU, where reading it is cheap."""
-    is_fake = hasattr(factor, "fake_mode")
-    if factor.device.type == "cpu" and not is_fake and factor.item() == 1.0:
+    if factor.device.type == "cpu" and factor.item() == 1.0:
         return
     for is_wide in (False, True):  # the factor is as wide as the tensors
         alike = [t for t in tensors if (t.dtype in _WIDE) == is_wide]

@@ -48,12 +48,6 @@ def replicated(value: Tensor, like: list[Tensor]) -> Tensor:
     return _sharded().replicated(value, like) if _may_be_spread(like) else value
 
 
-def index_in_whole(tensor: Tensor, index: int) -> int:
-    """Turn an index of this rank's flattened part of a DTensor into one of the flattened whole."""
-    place: int = _sharded().index_in_whole(tensor, index)
-    return place
-
-
 def _may_be_spread(tensors: list[Tensor]) -> bool:
     """Say whether any may be a DTensor; without torch's module there are none."""
     if "torch.distributed.tensor" not in sys.modules:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastamp._ops import fallback, formats
+from fastamp._ops.types import NO_GRADIENT, NO_STATE, Why
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Of parameters. A float16 weight would need a scale, as its gradients do."""
@@ -19,15 +20,6 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 CODES = ("exp_avg_codes", "exp_avg_sq_codes")
 """The names of moments in 8 bits, which torch's AdamW does not know."""
 SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
-
-NO_STATE = "no state"
-"""Returned where a state is missing, as by the core: the optimizer makes it, and asks again."""
-
-NO_GRADIENT = "no parameter has a gradient"
-"""Returned where a step has nothing to do, as by the core."""
-
-ANOTHER_TYPE = "a parameter is of another type"
-"""Returned where a step has to be made in halves, as by the core for DTensors."""
 
 CHANGED = (
     "exact or a parameter's dtype changed after the first step: "
@@ -54,7 +46,7 @@ class TorchBackend:
         groups: list[dict[str, Any]],
         states: dict[Tensor, Any],
         grads: list[Tensor] | None,
-    ) -> ReadStep | str:
+    ) -> ReadStep | Why:
         """Find what a step reads and writes, or say why it cannot be made here."""
         entries = []
         params = [(group, param) for group in groups for param in group["params"]]
@@ -63,9 +55,9 @@ class TorchBackend:
             if grad is None:
                 continue
             if grad.device != self.device or grad.layout is not torch.strided:
-                return "a gradient's dtype, layout or device"
+                return Why("torch", "a gradient's dtype, layout or device")
             if why := _refusal(group, param, states.get(param) or {}):
-                return why
+                return why if isinstance(why, Why) else Why("torch", why)
             entries.append((group, param, grad, states[param]))
         return ReadStep(entries, grads is None) if entries else NO_GRADIENT
 
@@ -89,12 +81,8 @@ class TorchBackend:
             for _, param, _, _ in read.entries:
                 param.grad = None
 
-    def step(self, *_: object) -> str:
-        """Ask for a step in halves, the only one that is made here."""
-        return ANOTHER_TYPE
 
-
-def _refusal(group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> str:
+def _refusal(group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> str | Why:
     """Say why a parameter cannot be updated, as the core does; "" if it can."""
     if param.dtype not in DTYPES:
         return f"a parameter is {param.dtype}"

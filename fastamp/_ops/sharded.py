@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fastamp._ops.grads import Grads, Part, split
 from fastamp._ops.types import Reduced, local_of
@@ -70,7 +70,18 @@ def shards_of(
         found = split(held or [torch.empty(0, dtype=torch.float32, device=device)])
         parts += found
         of_parts += [layout] * len(found)
-    return Grads(parts, partial(_reduce, of_parts)) if parts else None
+    meshes = {id(each.device_mesh): each.device_mesh for each in placed if process_group is None}
+    return Grads(parts, partial(_reduce, of_parts, [*meshes.values()])) if parts else None
+
+
+def _refuse_submeshes(meshes: Sequence[DeviceMesh]) -> None:
+    """Refuse meshes of different ranks, as torch does: other ranks may have other tensors."""
+    ranks = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes if len(meshes) > 1}
+    if len(ranks) > 1:
+        msg = f"gradients on meshes of different ranks, {sorted(ranks)}: ranks would get different "
+        msg += "norms. Give process_group= if each mesh holds tensors of its own (experts); put "
+        msg += "those that all ranks share on the largest mesh, with Replicate()"
+        raise ValueError(msg)
 
 
 def gather(found: list[T], tensors: Iterable[Tensor], group: ProcessGroup | None) -> list[T]:
@@ -86,8 +97,11 @@ def gather(found: list[T], tensors: Iterable[Tensor], group: ProcessGroup | None
 
 
 @torch.no_grad()
-def _reduce(layouts: Sequence[Layout], parts: Sequence[Part]) -> Reduced:
+def _reduce(
+    layouts: Sequence[Layout], meshes: Sequence[DeviceMesh], parts: Sequence[Part]
+) -> Reduced:
     """Read this rank's parts, then add up over all ranks; the result is the same on each."""
+    _refuse_submeshes(meshes)
     reduced = [part.reduce() for part in parts]
     like = reduced[0].total
     found = torch.stack([part.found_inf.to(like) for part in reduced]).amax()
@@ -191,27 +205,3 @@ def _all_reduce(values: Sequence[Tensor], group: ProcessGroup) -> tuple[Tensor, 
     moved = packed if packed.device.type in devices else packed.to(devices[0])
     dist.all_reduce(moved, group=group)
     return moved.to(packed.device).unbind()
-
-
-def index_in_whole(tensor: Any, index: int) -> int:
-    """Turn an index of this rank's flattened part of a DTensor into one of the flattened whole."""
-    place = torch.unravel_index(torch.tensor(index), local_of(tensor).shape)
-    whole = 0
-    for dim, (size, i) in enumerate(zip(tensor.shape, place, strict=True)):
-        # Distribute the dimension's indices as the placements distribute the dimension.
-        rows = [_along(placement, dim) for placement in tensor.placements]
-        # Redistributing replicas takes no collective: other ranks may not call this.
-        indices = DTensor.from_local(torch.arange(size), tensor.device_mesh)
-        held = indices.redistribute(placements=rows)
-        whole = whole * size + int(local_of(held)[i].item())
-    return whole
-
-
-def _along(placement: Any, dim: int) -> Placement:
-    """Return the placement of a 1-dim tensor that does the same as this one does to `dim`."""
-    if getattr(placement, "dim", None) != dim:
-        return Replicate()
-    if type(placement) is Shard:
-        return Shard(0)
-    strided: Placement = type(placement)(0, split_factor=placement.split_factor)
-    return strided

@@ -1,7 +1,7 @@
 """What a read of gradients takes and returns, and which tensors compiled code may read."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,6 +61,20 @@ class Clip(NamedTuple):
     """A found_inf of an earlier read, which still counts."""
     skipped: Tensor | None = None
     """Counter to add found_inf to."""
+
+
+class Why(NamedTuple):
+    """Why a step is not made in one call of the core. What follows depends on the kind alone."""
+
+    kind: Literal["torch", "halves", "no state", "no gradient"]
+    """Torch makes the step; fastamp measures, then updates; the state has to be made first; or
+    there is nothing to do."""
+    text: str
+    """For people."""
+
+
+NO_STATE = Why("no state", "no state")
+NO_GRADIENT = Why("no gradient", "no parameter has a gradient")
 
 
 class Reduced(NamedTuple):

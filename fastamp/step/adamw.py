@@ -140,8 +140,8 @@ class AdamW(Optimizer):
         if all(param.grad is None for param in native.parameters_of([self])):
             return loss
         found = native.read_own(self)
-        if isinstance(found, str):
-            msg = f"fastamp.AdamW cannot make this step: {found}"
+        if isinstance(found, _ops.Why):
+            msg = f"fastamp.AdamW cannot make this step: {found.text}"
             raise RuntimeError(msg)  # noqa: TRY004 - a reason, not a type
         found.apply(None, None, zero_grad=False)
         return loss

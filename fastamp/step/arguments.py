@@ -1,29 +1,25 @@
-"""Checks of arguments and saved states, made before anything changes; errors name the argument."""
+"""Checks of arguments, made before anything changes; errors name the argument."""
 
 import math
-import sys
-from numbers import Integral, Real
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-# A scaler's state: the type and largest value of each entry. The scale is a float32, the tracker an
-# int32.
-_STATE: dict[str, tuple[Any, float]] = {
-    "scale": (Real, torch.finfo(torch.float32).max),
-    "growth_factor": (Real, sys.float_info.max),
-    "backoff_factor": (Real, sys.float_info.max),
-    "growth_interval": (Integral, 2**63 - 1),
-    "_growth_tracker": (Integral, 2**31 - 1),
-}
 
-
-def check_optimizer(optimizer: Any, name: str, needed: str) -> None:
-    """Raise a TypeError that names the argument if it is not an optimizer."""
-    if not hasattr(optimizer, needed):
-        msg = f"{name}: expected an optimizer, got a {type(optimizer).__name__}"
-        raise TypeError(msg)
+def check_optimizers(optimizers: list[Any], needed: str) -> None:
+    """Refuse an empty list, one with an optimizer twice, and what is no optimizer."""
+    if not optimizers:
+        msg = "optimizer: expected at least one, got an empty list"
+        raise ValueError(msg)
+    places: dict[int, int] = {}
+    for place, each in enumerate(optimizers):
+        if not hasattr(each, needed):
+            name = f"optimizer[{place}]" if len(optimizers) > 1 else "optimizer"
+            msg = f"{name}: expected an optimizer, got a {type(each).__name__}"
+            raise TypeError(msg)
+        if (again := places.setdefault(id(each), place)) != place:
+            msg = f"optimizer[{place}]: the same as optimizer[{again}]; expected each once"
+            raise ValueError(msg)
 
 
 def as_bound(name: str, value: float) -> float:
@@ -59,21 +55,3 @@ def check_group(group: Any) -> None:
         return
     msg = f"process_group: expected None or a process group with this rank in it, got {group!r}"
     raise TypeError(msg)
-
-
-def as_state(state: Any) -> dict[str, Any]:
-    """Return a scaler's state with tensors as numbers, or raise a ValueError."""
-    if not isinstance(state, dict):
-        msg = f"state_dict: expected what GradScaler.state_dict returns, got {state!r:.200}"
-        raise ValueError(msg)  # noqa: TRY004 - the same error for every invalid state
-    tensors = {
-        k: v.item() for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() == 0
-    }
-    numbers: dict[str, Any] = {**state, **tensors}
-    for name, (kind, most) in _STATE.items():
-        value = numbers.get(name)
-        if not isinstance(value, kind) or isinstance(value, bool) or not 0 <= value <= most:
-            number = "an integer" if kind is Integral else "a number"
-            msg = f"state_dict[{name!r}]: expected {number} from 0 to {most:g}, got {value!r:.200}"
-            raise ValueError(msg)
-    return numbers

@@ -28,8 +28,8 @@ def clip_grad_norm_(
 
     The gradients are read once, and written once only if their norm is too large. The norm differs
     from torch's on purpose where torch's is inexact: squares are summed in float64, so it cannot
-    overflow and is exact to the last float32 bit. DTensors may have any meshes and placements,
-    mixed with plain tensors that are the same on all ranks of the largest mesh. They cost one
+    overflow and is exact to the last float32 bit. DTensors may have any placements on meshes
+    of the same ranks, mixed with plain tensors that are the same on all these ranks. They cost one
     all-reduce for each process group; all ranks get the same norm. In a graph of torch.compile,
     torch's function handles DTensors.
 

@@ -1,19 +1,21 @@
-"""torch's Muon in three passes over all matrices: momentum, products of stacked matrices, write.
+"""torch's Muon, a stack of matrices at a time: momentum, products of the stack, write.
 
-Left out, so that torch steps: matrices sharded by columns, and options that torch's Muon does not
-have yet.
+Of sharded matrices each rank multiplies some, which it gathers from all ranks. Left out, so that
+torch steps: matrices sharded by columns, and options that torch's Muon does not have yet.
 """
 
 import math
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fastamp import _ops
-from fastamp._ops import ANOTHER_TYPE, NO_GRADIENT, NO_STATE, PLAIN_TYPES, fallback, kept
-from fastamp.step.stacks import Matrix, Stacks, in_rounds
+from fastamp._ops import NO_GRADIENT, NO_STATE, Why
+from fastamp.step.shards import is_spread
 
 RULE = "Muon"
 MODULE = "torch.optim._muon"
@@ -23,17 +25,43 @@ STATES = (("momentum_buffer", ""),), False, "zeros of the gradient"
 OPTIONS = {"lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps"}
 OPTIONS |= {"adjust_lr_fn", "differentiable"}  # the last one is False: a loaded optimizer has it
 
+# Bytes of a stack, which take about three times as much beside; on the CPU two products find them
+# in the caches.
+STACK = 64 << 20
+CPU_STACK = 1 << 19
+
+
+class Matrix(NamedTuple):
+    """What a step reads and writes; of a sharded matrix this rank's rows."""
+
+    whole: Any
+    """The parameter, or the DTensor whose rows are here."""
+    param: Tensor
+    grad: Tensor
+    buffer: Any
+    """The momentum; None where there is none yet."""
+
+
+class Stack(NamedTuple):
+    """Matrices of one group and one shape; all ranks that share them have the same stacks."""
+
+    group: dict[str, Any]
+    ranks: Any
+    """The process group that they are sharded over; None if each rank has all of them."""
+    first: int
+    """How many matrices of these ranks are before this stack: ranks multiply them in turn."""
+    matrices: list[Matrix]
+
 
 class MuonBackend:
     """Steps of Muon on one device; see `Backend` in _native.pyi.
 
     Args:
-        device: of the matrices.
-        core: the core's backend of the device; None makes all passes in torch's operators.
+        core: the core's backend of the device.
     """
 
-    def __init__(self, device: torch.device, core: Any) -> None:
-        self.device, self.core = device, core
+    def __init__(self, core: Any) -> None:
+        self.device, self._core = core.device, core
 
     def read(
         self,
@@ -41,38 +69,46 @@ class MuonBackend:
         groups: list[dict[str, Any]],
         states: dict[Tensor, Any],
         grads: list[Tensor] | None,
-    ) -> list[list[list[Matrix]]] | str:
-        """Find what a step reads and writes, in rounds, or say why it cannot be made here."""
-        by_kind: dict[tuple[Any, ...], dict[int, Matrix]] = {}
-        given, places = iter(grads or ()), list[tuple[int, int]]()
-        for group in groups:
+    ) -> list[Stack] | Why:
+        """Find what a step reads and writes, in stacks, or say why it cannot be made here."""
+        stacks: dict[Any, list[Matrix]] = {}
+        given, tensors = iter(grads or ()), list[Tensor]()
+        for place, group in enumerate(groups):
             wholes = group["params"] if grads is None else group["wholes"]
             for param, whole in zip(group["params"], wholes, strict=True):
                 grad = param.grad if grads is None else next(given)
                 if grad is None:
                     continue
                 state = states.get(param) or {}
-                matrix = Matrix(group, whole, param, grad, state.get("momentum_buffer"))
-                if why := _refusal(matrix, self.device):
-                    return why
-                known = by_kind.setdefault(matrix.kind(), {}).setdefault(id(param), matrix)
-                if known is not matrix:
-                    return "a parameter is twice in a group"
-                for each in (param, grad, matrix.buffer):
-                    # Between the rows of one with gaps there may be another's.
-                    size, begin = each.nbytes if each.is_contiguous() else 1, each.data_ptr()
-                    places += [(begin, begin + size)] if begin else []
-        places.sort()
-        if any(end > begin for (_, end), (begin, _) in pairwise(places)):
-            return "tensors share their memory"
-        found = in_rounds([[*matrices.values()] for matrices in by_kind.values()])
-        return found or NO_GRADIENT
+                matrix = Matrix(whole, param, grad, state.get("momentum_buffer"))
+                if why := _refusal(group, matrix):
+                    return Why("torch", why)
+                stacks.setdefault((place, _ranks_of(whole), whole.shape), []).append(matrix)
+                tensors += [each for each in matrix[1:] if each is not None]
+        if self._core.pack(tensors).rest:
+            return Why("torch", "a matrix's dtype, layout or device, or tensors share their memory")
+        if any(matrix.buffer is None for some in stacks.values() for matrix in some):
+            return NO_STATE
+        return self._cut(groups, stacks) or NO_GRADIENT
+
+    def _cut(self, groups: list[dict[str, Any]], of_shapes: dict[Any, list[Matrix]]) -> list[Stack]:
+        """Cut matrices of one shape into stacks of at most so many bytes, or of one matrix."""
+        stacks, counts = [], dict[Any, int]()
+        for (place, ranks, shape), matrices in of_shapes.items():
+            most = CPU_STACK if self.device.type == "cpu" else STACK
+            size = 1 if ranks is None else ranks.size()
+            count = max(1, most * size // (2 * math.prod(shape)))
+            for i in range(0, len(matrices), count):
+                some = matrices[i : i + count]
+                stacks.append(Stack(groups[place], ranks, counts.get(ranks, 0), some))
+                counts[ranks] = stacks[-1].first + len(some)
+        return stacks
 
     @torch.no_grad()
     def apply(
         self,
         _update: object,
-        read: list[list[list[Matrix]]],
+        read: list[Stack],
         factor: Tensor | None,
         found_inf: Tensor | None,
         drops: bool,  # noqa: FBT001 - the core's signature
@@ -81,48 +117,67 @@ class MuonBackend:
 
         On a device the core's kernels look at the flag, and the products are made in any case.
         """
-        is_skipped = False
-        if found_inf is not None and (self.core is None or not self.core.is_apart):
-            is_skipped = bool(found_inf.item())
-        for of_kinds in () if is_skipped else read:
-            stacks = Stacks(of_kinds, self.device)
-            passes = _Passes(stacks, self.core, found_inf)
-            passes.add_momentum(factor, drops=drops)
-            stacks.orthogonalize_()
-            passes.write()
-        for matrix in (each for kinds in read for some in kinds for each in some if drops):
+        is_skipped = found_inf is not None and not self._core.is_apart and bool(found_inf.item())
+        for group, ranks, first, matrices in () if is_skipped else read:
+            whole, param, *_ = matrices[0]
+            rows = torch.empty(
+                (len(matrices), *param.shape), dtype=torch.bfloat16, device=self.device
+            )
+            directions = rows.unbind()
+            buffers = [{"momentum_buffer": each.buffer} for each in matrices]
+            states = dict(zip(directions, buffers, strict=True))
+            grads = [each.grad for each in matrices]
+            momentum = {**group, "params": directions}
+            self._pass("Muon, momentum", momentum, states, grads, (factor, found_inf, drops))
+            products = group["ns_coefficients"], group["ns_steps"], group["eps"]
+            if ranks is None:
+                orthogonalize_(rows, *products)
+            else:
+                _orthogonalize_shared_(rows, whole.size(0), ranks, first, products)
+            ratio = _lr_ratio(group["adjust_lr_fn"], *whole.shape)
+            write = {**group, "lr_ratio": ratio, "params": [each.param for each in matrices]}
+            self._pass("Muon, write", write, {}, [*directions], (None, found_inf, True))
+        for matrix in (each for stack in read for each in stack.matrices if drops):
             matrix.param.grad = None
 
-    def step(self, *_: object) -> str:
-        """Ask for a step in halves, the only one that is made here."""
-        return ANOTHER_TYPE
+    def _pass(
+        self, rule: str, group: dict[str, Any], states: Any, grads: list[Tensor], how: Any
+    ) -> None:
+        update = _ops.core().Update(rule)
+        found = self._core.read(update, [group], states, grads)
+        if isinstance(found, tuple):
+            msg = f"Muon: {found[1]}"
+            raise RuntimeError(msg)  # noqa: TRY004 - a reason, not a type
+        self._core.apply(update, found, *how)
 
 
-def _refusal(matrix: Matrix, device: torch.device) -> str:  # noqa: PLR0911 - one row a reason
+def _refusal(group: dict[str, Any], matrix: Matrix) -> str:  # noqa: PLR0911 - one row a reason
     """Say why a matrix is left to torch's step, which may raise its own error; "" if it is not."""
-    group, whole, param, grad, buffer = matrix
+    whole, param, grad, buffer = matrix
     spread = [place for place in getattr(whole, "placements", ()) if not place.is_replicate()]
     if len(spread) > 1 or any(hasattr(p, "split_factor") or not p.is_shard(0) for p in spread):
         return "a matrix is sharded by more than its rows"
-    if not grad.device == param.device == device:
-        return "parameters on several devices"
-    if not {type(param), type(grad)}.issubset(PLAIN_TYPES) or param.is_meta:
-        return "a parameter is of another type"
     if whole.dim() != 2 or whole.numel() == 0:
         return "a parameter is no matrix"
-    if {param.dtype, grad.dtype} - {*kept.DTYPES}:
-        return f"a parameter or gradient is neither of {kept.DTYPES}"
     if grad.layout is not torch.strided or grad.shape != param.shape:
         return "a gradient's shape or layout"
+    if not (param.is_contiguous() and grad.is_contiguous()) or grad.is_neg():
+        return "a matrix or gradient is not contiguous"
     if group["adjust_lr_fn"] not in {None, "original", "match_rms_adamw"}:
         return f"adjust_lr_fn={group['adjust_lr_fn']!r}"
     if len(group["ns_coefficients"]) != 3 or group["ns_steps"] >= 100:
         return "ns_coefficients or ns_steps"
-    if buffer is None:
-        return NO_STATE
-    known = (type(buffer) in PLAIN_TYPES, buffer.shape, buffer.dtype, buffer.device)
-    fits = known == (True, grad.shape, grad.dtype, grad.device)
+    fits = buffer is None or (buffer.shape == grad.shape and buffer.dtype == grad.dtype)
+    fits = fits and (buffer is None or buffer.is_contiguous())
     return "" if fits else "a momentum that is not like the gradient"
+
+
+def _ranks_of(whole: Any) -> Any:
+    """Return the process group that a matrix is sharded over; None if each rank has all of it."""
+    for dim, place in enumerate(getattr(whole, "placements", ())):
+        if not place.is_replicate():
+            return whole.device_mesh.get_group(dim)
+    return None
 
 
 def _lr_ratio(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
@@ -132,69 +187,90 @@ def _lr_ratio(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
     return math.sqrt(max(1, rows / columns))
 
 
-class _Passes:
-    """The passes before and after the products: by the core or, with the same bits, by torch."""
+def orthogonalize_(
+    stack: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> None:
+    """Orthogonalize stacked bfloat16 matrices in place, by the Newton-Schulz steps of torch's Muon.
 
-    def __init__(self, stacks: Stacks, core: Any, found_inf: Tensor | None) -> None:
-        self._core, self._found_inf = core, found_inf
-        rates: dict[tuple[int, torch.Size], list[tuple[Matrix, Tensor]]] = {}
-        for matrix, direction in zip(stacks.matrices, stacks.directions, strict=True):
-            key = (id(matrix.group), matrix.whole.shape)
-            rates.setdefault(key, []).append((matrix, direction))
-        self._groups = []
-        for pairs in rates.values():
-            group, whole, *_ = pairs[0][0]
-            ratio = _lr_ratio(group["adjust_lr_fn"], *whole.shape)
-            self._groups.append(({**group, "lr_ratio": ratio}, pairs))
-        self._pairs = [pair for pairs in rates.values() for pair in pairs]
-
-    def add_momentum(self, factor: Tensor | None, *, drops: bool) -> None:
-        """Multiply the gradients by `factor`, and write the momentum and the directions."""
-        groups = [{**own, "params": [pair[1] for pair in pairs]} for own, pairs in self._groups]
-        states = {direction: {"momentum_buffer": own.buffer} for own, direction in self._pairs}
-        grads = [matrix.grad for matrix, _ in self._pairs]
-        if self._is_done("Muon, momentum", groups, states, grads, (factor, drops)):
-            return
-        number = 1.0 if factor is None else factor.item()
-        for (group, _, _, grad, buffer), direction in self._pairs:
-            momentum = group["momentum"]
-            values = grad.float() * number
-            mean = _interpolated(buffer.float(), values, 1 - momentum)
-            buffer.copy_(mean)
-            direction.copy_(_interpolated(values, mean, momentum) if group["nesterov"] else mean)
-        if factor is not None and not drops:
-            fallback.rescale_(grads, factor)
-
-    def write(self) -> None:
-        """Decay the parameters, and subtract the directions."""
-        groups = [{**own, "params": [m.param for m, _ in pairs]} for own, pairs in self._groups]
-        directions = [direction for _, direction in self._pairs]
-        if self._is_done("Muon, write", groups, {}, directions, (None, True)):
-            return
-        for group, pairs in self._groups:
-            lr = float(group["lr"])
-            for matrix, direction in pairs:
-                weights = matrix.param.float() * (1 - lr * group["weight_decay"])
-                matrix.param.copy_(weights - direction.float() * (lr * group["lr_ratio"]))
-
-    def _is_done(
-        self, rule: str, groups: Any, states: Any, grads: Any, how: tuple[Tensor | None, bool]
-    ) -> bool:
-        """Make a pass by the core, if it serves these tensors; say whether the pass is done.
-
-        One that the core does not make is done if it is skipped.
-        """
-        if self._core is not None:
-            update = _ops.core().Update(rule)
-            found = self._core.read(update, groups, states, grads)
-            if not isinstance(found, str):
-                self._core.apply(update, found, how[0], self._found_inf, how[1])
-                return True
-        return self._found_inf is not None and bool(self._found_inf.item())
+    Args:
+        stack: (matrices, rows, columns); each matrix gets the operations that torch's gets.
+        coefficients: of the polynomial.
+        steps: how often it is applied.
+        eps: least norm that a matrix is divided by.
+    """
+    a, b, c = coefficients
+    wide = stack.mT if stack.size(1) > stack.size(2) else stack
+    norms = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
+    found = wide.div_(norms.clamp(min=eps))
+    for _ in range(steps):
+        gram = torch.bmm(found, found.mT)
+        # torch's baddbmm ignores `beta` where alpha is 0, as in the cubic polynomial.
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) if c else gram * b
+        found = torch.baddbmm(found, gram, found, beta=a)
+    wide.copy_(found)
 
 
-def _interpolated(start: Tensor, end: Tensor, weight: float) -> Tensor:
-    """Interpolate from the nearer end, as torch.lerp does."""
-    if abs(weight) < 0.5:
-        return start + (end - start) * weight
-    return end + (end - start) * (weight - 1)
+def _orthogonalize_shared_(
+    rows: Tensor, height: int, ranks: Any, first: int, products: Any
+) -> None:
+    """Orthogonalize matrices of which each rank holds rows; all ranks have to call it.
+
+    Args:
+        rows: (matrices, this rank's rows, columns).
+        height: of the whole matrices.
+        ranks: share them. Each multiplies every `ranks.size()`-th matrix.
+        first: number of the first matrix.
+        products: see `orthogonalize_`.
+    """
+    size, me = ranks.size(), ranks.rank()
+    owned = [range((rank - first) % size, len(rows), size) for rank in range(size)]
+    order = [matrix for own in owned for matrix in own]
+    step = -(-height // size)  # DTensor's rows, as torch.chunk has them
+    heights = [max(0, min(step, height - rank * step)) for rank in range(size)]
+    count, columns = len(owned[me]), rows.size(2)
+    sent = [len(own) * heights[me] * columns for own in owned]
+    received = [count * each * columns for each in heights]
+    given = rows[order]
+    pieces = rows.new_empty(sum(received))
+    _exchange(pieces, received, given, sent, ranks)
+    parts = zip(torch.split(pieces, received), heights, strict=True)
+    stack = torch.cat([part.view(count, each, columns) for part, each in parts], 1)
+    if count:
+        orthogonalize_(stack, *products)
+    pieces = torch.cat([part.flatten() for part in torch.split(stack, heights, 1)])
+    _exchange(given, sent, pieces, received, ranks)
+    rows[order] = given
+
+
+def _exchange(to: Tensor, received: list[int], values: Tensor, sent: list[int], ranks: Any) -> None:
+    sizes = [2 * size for size in received], [2 * size for size in sent]
+    to, values = to.view(-1).view(torch.uint8), values.view(-1).view(torch.uint8)  # gloo: no bf16
+    dist.all_to_all_single(to, values, sizes[0], sizes[1], group=ranks)
+
+
+_compared: "WeakSet[Optimizer]" = WeakSet()
+
+
+@torch.no_grad()
+def compare_ranks(optimizer: Optimizer, why: Why | None) -> None:
+    """Raise an error on all ranks unless they make Muon's first step of their DTensors alike.
+
+    Later a rank that lacks a gradient is waited for, as with torch.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"] if is_spread(p)]
+    if optimizer in _compared or not isinstance(optimizer, getattr(torch.optim, "Muon", ())):
+        return
+    _compared.add(optimizer)
+    are_alike = True
+    for mesh in dict.fromkeys(p.device_mesh for p in params):
+        has = [p.grad is not None for p in params if p.device_mesh == mesh]
+        told: list[Any] = [(why is None, has)]
+        for ranks in mesh.get_all_groups():
+            found: list[Any] = [None] * ranks.size()
+            dist.all_gather_object(found, told, ranks)
+            told = [one for some in found for one in some]
+        are_alike = are_alike and all(one == told[0] for one in told)
+    if not are_alike:
+        msg = "Muon's sharded matrices need the same step hooks, and gradients of the same "
+        msg += "matrices, on all ranks" + ("" if why is None else f"; here torch steps: {why.text}")
+        raise RuntimeError(msg)

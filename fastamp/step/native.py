@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fastamp import _ops
+from fastamp._ops import NO_GRADIENT, NO_STATE, Why
 from fastamp.step import muon
 from fastamp.step.shards import Shards, shards_of
 
@@ -27,7 +28,23 @@ RULES = {
     "fastamp.step.adamw.AdamW": "fastamp.AdamW",
 }
 OWN = "fastamp.AdamW"
-_updates: "WeakKeyDictionary[Optimizer, tuple[str, Any]]" = WeakKeyDictionary()
+# Options of all torch's optimizers, beside those that a rule declares.
+_COMMON = {"lr", "foreach", "capturable", "differentiable", "fused", "initial_accumulator_value"}
+
+
+class Known(NamedTuple):
+    """What is kept of an optimizer between its steps."""
+
+    rule: str
+    update: Any
+    """The core's; None where another backend makes the step, in halves."""
+    unknown: str
+    """Its options that fastamp does not know, as those of a newer torch."""
+    is_flat: bool
+    """Whether FSDP1 has flattened a parameter."""
+
+
+_known: "WeakKeyDictionary[Optimizer, Known]" = WeakKeyDictionary()
 
 
 def parameters_of(optimizers: Any) -> list[Tensor]:
@@ -37,70 +54,76 @@ def parameters_of(optimizers: Any) -> list[Tensor]:
     return [*found.values()]
 
 
-def prepare(optimizer: Optimizer) -> tuple[Any, Any] | str:  # noqa: C901, PLR0911 - one row a reason
-    """Return the core's backend and update for an optimizer; or say why torch has to step."""
+def prepare(optimizer: Optimizer) -> tuple[Any, Known] | Why:  # noqa: C901, PLR0911 - one row a reason
+    """Return the backend of an optimizer and what is kept of it; or say why torch has to step."""
     cls: Any = type(optimizer)
     own = vars(optimizer)
     rule, why = _rule_of(cls, cls.step, getattr(cls, "_init_group", None))
     if not rule:
-        return why
+        return Why("torch", why)
     if _ops.has_step_hook(own):
-        return "there is a step hook"
+        return Why("torch", "there is a step hook")
     if "_init_group" in own:
-        return "optimizer._init_group is patched"
+        return Why("torch", "optimizer._init_group is patched")
     if "grad_scale" in own or "found_inf" in own:
-        return "the optimizer has a grad_scale of its own"
+        return Why("torch", "the optimizer has a grad_scale of its own")
     if "step" in own and not _is_schedulers(own["step"], cls.step):
-        return "optimizer.step is patched"
+        return Why("torch", "optimizer.step is patched")
     if _ops.in_dispatch_mode():
-        return "a TorchDispatchMode is on"
+        return Why("torch", "a TorchDispatchMode is on")
     groups = optimizer.param_groups
     params = groups[0]["params"] if groups else ()
     device = params[0].device if type(params) is list and params else _device_of(groups)
     backend = _ops.backend_for(device)
-    if backend is None and rule == OWN:
-        return _ops.TorchBackend(device), None
-    if backend is None and rule != muon.RULE:
+    known = _known.get(optimizer)
+    if known is None or known.rule != rule:
+        known = _known[optimizer] = _know(optimizer, rule)
+    if backend is None and rule != OWN:
         # An update in Python would take longer than torch's kernels.
-        return f"no compiled code for {device.type}"
+        return Why("torch", f"no compiled code for {device.type}")
+    if known.unknown:
+        return Why("torch", f"fastamp does not know {cls.__name__}'s {known.unknown}")
     if (
         device.type == "cuda"
         and torch.cuda.is_current_stream_capturing()
         and not all(group.get("fused") or group.get("capturable") for group in groups)
     ):
-        return "a graph captures the step of a group that is neither fused nor capturable"
-    if rule == muon.RULE:
-        if unknown := optimizer.defaults.keys() - muon.OPTIONS:
-            return f"fastamp does not know Muon's {', '.join(sorted(unknown))}"
-        _updates[optimizer] = rule, None
-        return muon.MuonBackend(device, backend), None
-    return backend, _update_of(optimizer, rule)
+        why = "a graph captures the step of a group that is neither fused nor capturable"
+        return Why("torch", why)
+    if backend is None:
+        return _ops.TorchBackend(device), known._replace(update=None)
+    return (muon.MuonBackend(backend) if rule == muon.RULE else backend), known
 
 
-def _update_of(optimizer: Optimizer, rule: str) -> Any:
-    known = _updates.get(optimizer)
-    if known is None or known[0] != rule:
-        known = _updates[optimizer] = (rule, _ops.core().Update(rule))
-    return known[1]
+def _know(optimizer: Optimizer, rule: str) -> Known:
+    core = _ops.core()
+    update = None if core is None or rule == muon.RULE else core.Update(rule)
+    options = muon.OPTIONS
+    if update is not None:
+        options = _COMMON.union(core.rules[rule][3])
+    is_own = rule == OWN or core is None
+    unknown = () if is_own else sorted(optimizer.defaults.keys() - options)
+    is_flat = any(map(is_fsdp1s, parameters_of([optimizer])))
+    return Known(rule, update, ", ".join(unknown), is_flat)
+
+
+def is_fsdp1s(parameter: Tensor) -> bool:
+    """Say whether FSDP1 has flattened a parameter: its gradient is this rank's shard."""
+    return hasattr(parameter, "_fsdp_flattened")
 
 
 def has_stepped(optimizer: Optimizer) -> bool | None:
     """Say whether fastamp steps this optimizer; None if it has hooks, so that torch makes steps."""
-    return optimizer in _updates or (None if _ops.has_step_hook(vars(optimizer)) else False)
+    known = _known.get(optimizer)
+    if known is not None:
+        return not known.unknown and _ops.core() is not None
+    return None if _ops.has_step_hook(vars(optimizer)) else False
 
 
 def note_step(optimizer: Optimizer) -> None:
     """Note that a step was made, as the wrapper of torch's schedulers around `step` does."""
     if "step" in vars(optimizer):
         _ops.note_step_called(optimizer)
-
-
-def has_own_zero_grad(optimizer: Optimizer) -> bool:
-    """Say whether somebody has replaced `zero_grad`: then it is called."""
-    own = _inside(type(optimizer).zero_grad, Optimizer.__module__)
-    return "zero_grad" in vars(optimizer) or own is not _inside(
-        Optimizer.zero_grad, Optimizer.__module__
-    )
 
 
 def in_range(optimizer: Optimizer, function: Any) -> Any:
@@ -125,67 +148,70 @@ class NativeStep(NamedTuple):
             found_inf = _ops.moved(found_inf, device)
         if factor is not None:
             factor = _ops.moved(factor, device).to(torch.float32)
-        drops = zero_grad and not has_own_zero_grad(self.optimizer)
         apply = self.backend.apply
         if _ops.is_profiling():
             apply = in_range(self.optimizer, apply)
-        apply(self.update, self.read, factor, found_inf, drops)
+        apply(self.update, self.read, factor, found_inf, zero_grad)
         if self.shards is not None:
-            self.shards.note_writes(drops=drops)
+            self.shards.note_writes(drops=zero_grad)
         note_step(self.optimizer)
 
 
-def read(optimizer: Optimizer) -> NativeStep | str:
+def read(optimizer: Optimizer) -> NativeStep | Why:
     """Read an optimizer, of DTensors this rank's shards; or say why torch has to step."""
     prepared = prepare(optimizer)
-    return prepared if isinstance(prepared, str) else _read(optimizer, *prepared)
+    if isinstance(prepared, Why):
+        return prepared
+    return _read(optimizer, prepared[0], prepared[1].update)
 
 
-def read_all(optimizers: Sequence[Optimizer]) -> list[NativeStep] | str:
+def read_all(optimizers: Sequence[Optimizer]) -> list[NativeStep] | Why:
     """Read those of several optimizers that have a gradient; or say why torch has to step."""
     steps, idle = [], []
     for each in optimizers:
         step = read(each)
-        if not isinstance(step, str):
+        if not isinstance(step, Why):
             steps.append(step)
-        elif step == _ops.NO_GRADIENT:
+        elif step.kind == "no gradient":
             idle.append(each)
         else:
             return step
     if not steps:
-        return _ops.NO_GRADIENT
+        return NO_GRADIENT
     for each in idle:
         note_step(each)  # which does nothing
     return steps
 
 
-def read_own(optimizer: Optimizer) -> NativeStep | str:
+def read_own(optimizer: Optimizer) -> NativeStep | Why:
     """Read a fastamp.AdamW for its own `step`, whatever hooks and patches are around that."""
     device = _device_of(optimizer.param_groups)
-    found: NativeStep | str = "no compiled code"
     if (backend := _ops.backend_for(device)) is not None:
-        found = _read(optimizer, backend, _update_of(optimizer, OWN))
-    if isinstance(found, str):  # gradients with gaps in their memory, for one
-        found = _read(optimizer, _ops.TorchBackend(device), None)
-    return found
+        known = _known.get(optimizer) or _known.setdefault(optimizer, _know(optimizer, OWN))
+        found = _read(optimizer, backend, known.update)
+        if not isinstance(found, Why):
+            return found
+    # Gradients with gaps in their memory, for one.
+    return _read(optimizer, _ops.TorchBackend(device), None)
 
 
-def _read(optimizer: Optimizer, backend: Any, update: Any) -> NativeStep | str:
+def _read(optimizer: Optimizer, backend: Any, update: Any) -> NativeStep | Why:
     for is_again in (False, True):
         shards = shards_of(optimizer)
         if isinstance(shards, str):
-            return shards
+            return Why("torch", shards)
         if shards is None:
             found = backend.read(update, optimizer.param_groups, optimizer.state, None)
         else:
             found = backend.read(update, shards.groups, shards.states, shards.grads)
-        if not isinstance(found, str):
+        why = Why(*found) if type(found) is tuple else found
+        if not isinstance(why, Why):
             return NativeStep(optimizer, backend, update, found, shards)
-        if found != _ops.NO_STATE or is_again:
-            return found
-        if why := make_state(optimizer):
+        if why.kind != "no state" or is_again:
             return why
-    return "no state"
+        if reason := make_state(optimizer):
+            return Why("torch", reason)
+    return NO_STATE
 
 
 @torch.no_grad()
@@ -196,11 +222,12 @@ def make_state(optimizer: Optimizer) -> str | None:  # noqa: C901, PLR0911, PLR0
     skipped step need not be known there: torch's own step then waits for it.
     """
     cls: Any = type(optimizer)
-    rule = _updates[optimizer][0] if optimizer in _updates else OWN  # others need the core
+    known = _known.get(optimizer)
+    rule = OWN if known is None else known.rule
     if rule == OWN:
         why: str | None = cast(Any, optimizer).make_states()
         return why
-    states, counts, first = muon.STATES if rule == muon.RULE else _ops.core().rules[rule]
+    states, counts, first = muon.STATES if rule == muon.RULE else _ops.core().rules[rule][:3]
     if counts and _shares_counts(optimizer):
         return "tensors share their memory"  # torch adds 1 for each parameter
     for group in optimizer.param_groups:

@@ -27,8 +27,8 @@ class StepReport:
     def __init__(self, stats: _ops.GradStats | Tensor | None, way: str) -> None:
         self._stats = stats  # most programs never ask a step that read nothing
         self.way = way
-        """How the step was made: "native", by fastamp, in one call of the core or, of Muon, in
-        three passes; or "torch's: " and the reason, by the optimizer's own `step`."""
+        """How the step was made: "native", by fastamp, in one call of the core or, with Muon
+        and over ranks, in several; or "torch's: " and the reason, by the optimizer's own `step`."""
 
     @property
     def stats(self) -> _ops.GradStats:
@@ -36,6 +36,10 @@ class StepReport:
         if isinstance(self._stats, Tensor):
             return _ops.GradStats(self._stats)
         return self._stats or unread()
+
+    def set_scale(self, scale: Tensor) -> None:
+        """Set the loss scale, of gradients that were unscaled before they were read."""
+        self._stats = self.stats.replace(scale=scale)
 
     @property
     def norm(self) -> Tensor:
@@ -60,17 +64,11 @@ class StepReport:
     @property
     def skipped(self) -> bool:
         """Whether the optimizer left the parameters as they were; waits for the device."""
-        flag = self.found_inf
-        return has_value(flag) and bool(flag.item())
+        return bool(self.found_inf.item())
 
     def __repr__(self) -> str:
         names = ("norm", "clip_coef", "found_inf", "scale", "way")
         return f"StepReport({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
-
-
-def has_value(tensor: Tensor) -> bool:
-    """Say whether a tensor has elements: a meta or fake tensor has none."""
-    return not (tensor.is_meta or hasattr(tensor, "fake_mode"))
 
 
 class _Counts(NamedTuple):
@@ -121,8 +119,8 @@ def nonfinite_parameters(
 
     Returns:
         One entry for each such parameter and each rank that holds such values: the name, the number
-        of NaN, the number of inf, and the index of the first of either in the flattened gradient
-        (the whole gradient, also for a DTensor). `rank` is the rank that holds the values.
+        of NaN, the number of inf, and the index of the first of either in the flattened gradient,
+        of a DTensor in this rank's shard. `rank` is the rank that holds the values.
 
     Raises:
         TypeError: `module` is not a module, or `process_group` not a process group.
@@ -139,9 +137,10 @@ def nonfinite_parameters(
     check_group(process_group)
     named = [(n, p.grad) for n, p in module.named_parameters() if p.grad is not None]
     finite = [_values_of(_ops.local_of(grad)).isfinite().all() for _, grad in named]
+    read = torch.stack([each.to(finite[0].device) for each in finite]).tolist() if finite else []
     found = [
         _count_nonfinite(name, grad)
-        for (name, grad), is_finite in zip(named, finite, strict=True)
+        for (name, grad), is_finite in zip(named, read, strict=True)
         if not is_finite
     ]
     if dist.is_available() and dist.is_initialized():
@@ -167,7 +166,5 @@ def _count_nonfinite(name: str, whole: Tensor) -> NonFinite:
         for size, i in zip(grad.shape, grad.coalesce().indices()[:, entry].tolist(), strict=False):
             place = place * size + i
         first = place * values[0].numel() + inside
-    if grad is not whole:
-        first = _ops.index_in_whole(whole, first)
     n_nan = int(values.isnan().sum().item())
     return NonFinite(name, n_nan, int(bad.sum().item()) - n_nan, first)

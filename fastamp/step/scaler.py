@@ -1,9 +1,8 @@
-"""torch's GradScaler with one read of the gradients before the update, and no wait."""
+"""torch's GradScaler around fastamp's step: the scale, its state, and what each step found."""
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,18 +12,20 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from fastamp import _ops
-from fastamp._ops import ANOTHER_TYPE, Clip, Grads, GradStats
-from fastamp.step import native
-from fastamp.step.alike import compare_ranks
-from fastamp.step.arguments import (
-    above_zero,
-    as_bound,
-    as_state,
-    check_group,
-    check_optimizer,
+from fastamp._ops import Clip, GradStats, Why
+from fastamp.step.arguments import above_zero, as_bound, check_group, check_optimizers
+from fastamp.step.make_step import (
+    NOTHING_CHECKED,
+    SkipCounts,
+    hold_of,
+    make_step,
+    measure,
+    refuse_float16,
+    refuse_fsdp1,
+    rescale,
 )
 from fastamp.step.native import parameters_of
-from fastamp.step.report import NonFinite, StepReport, has_value, nonfinite_parameters, unread
+from fastamp.step.report import NonFinite, StepReport, nonfinite_parameters, unread
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,7 +44,7 @@ class GradScaler(torch.amp.GradScaler):
     out when the factor is 1, and one read of a flag, before its own `step`. So does an optimizer
     with something that only Python would respect, such as a step hook.
 
-    DTensors may have any meshes and placements. They cost one all-reduce for each process group;
+    DTensors may have any placements on meshes of the same ranks. They cost one all-reduce a group;
     all ranks get the same norm, found_inf and scale, and each updates the shards that it holds. The
     same goes for plain gradients with a `process_group`. With DDP leave it out: all ranks have the
     same gradients.
@@ -105,7 +106,7 @@ class GradScaler(torch.amp.GradScaler):
         check_group(process_group)
         self.process_group = process_group
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)  # disabled, too
-        self._skipped: dict[torch.device, Tensor] = {}
+        self._skipped = SkipCounts()
         self._skipped_before = 0  # by the instance that this one was unpickled from
         # Weak references to objects to notify after every step and update; see fastamp.metrics.
         self._observers: list[Callable[[], Any]] = []
@@ -119,7 +120,7 @@ class GradScaler(torch.amp.GradScaler):
         return self._skipped_before + sum(int(count.item()) for count in self._skipped.values())
 
     @_ops.untraced
-    def step(  # noqa: C901 - the two ways, in order
+    def step(  # noqa: C901, PLR0912 - the hot path: no calls of Python to be short
         self,
         optimizer: Optimizer | Sequence[Optimizer],
         *args: Any,
@@ -155,7 +156,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: `closure=` was given to an enabled scaler, or any closure with `max_norm`;
                 or `step` was called twice since the last `update`, or some optimizers of a list
-                have been unscaled and others not; or one of a list failed after others had stepped.
+                have been unscaled and others not.
             TypeError: `optimizer` is not an optimizer, or `max_norm` is not a number; or torch has
                 to tell one of several optimizers how to unscale.
             ValueError: `max_norm` is NaN or below 0; a list is empty, has an optimizer twice, or
@@ -164,31 +165,55 @@ class GradScaler(torch.amp.GradScaler):
         """
         several = isinstance(optimizer, list | tuple)
         optimizers: list[Optimizer] = [*optimizer] if several else [optimizer]  # type: ignore[misc, list-item]
-        why = self._check_arguments(args, kwargs, max_norm) if args or kwargs else ""
+        why = self._check_arguments(args, kwargs, max_norm) if args or kwargs else None
         if max_norm is not None and not (type(max_norm) is float and max_norm >= 0):
             max_norm = as_bound("max_norm", max_norm)
         states = self._states_of(optimizers)
         self._dropped = zero_grad = bool(zero_grad)
+        is_ready = states[0]["stage"] is OptState.READY
+        before = known = None
+        if not is_ready and (before := _joined(states)) is not None:
+            known = self._read_before(states, before)
+        elif self._enabled and not is_ready and max_norm is None:
+            raise AssertionError(NOTHING_CHECKED)
         cls: Any = type(self)
-        if not why and (_overrides(cls) or not vars(self).keys().isdisjoint(_CALLED)):
-            why = "a method of the scaler is overridden"
-        grads: Grads | None = None
-        if not why and not several and self.process_group is None:
-            why = self._step_at_once(optimizers[0], states[0], max_norm, zero_grad=zero_grad)
-            is_spread = why == ANOTHER_TYPE
+        if _overrides(cls) or not vars(self).keys().isdisjoint(_CALLED):
+            told = "a method of the scaler is overridden"
         else:
-            is_spread = not why
-        if is_spread:
-            grads, why = self._step_in_halves(optimizers, states, max_norm, zero_grad=zero_grad)
-        results: list[float | None] = [None] * len(optimizers)
-        if why:
-            results = self._step_by_torch(optimizers, states, max_norm, grads, why, args, kwargs)
+            told = ""
+            for each in optimizers if self._enabled else ():
+                kind: Any = type(each)
+                if hasattr(each, "grad_scale") or (
+                    getattr(each, "_step_supports_amp_scaling", False) and not _is_torchs(kind.step)
+                ):
+                    told = "torch's scaler tells the optimizer how to unscale"
+        if told:
+            results = self._step_as_torch(optimizers, states, max_norm, told, args, kwargs)
+            for each in optimizers if zero_grad else ():
+                each.zero_grad()
+        else:
+            self.last_step, results = make_step(
+                optimizers,
+                Clip(self._scale if is_ready else None, max_norm, before=before),
+                states,
+                group=self.process_group,
+                known=known,
+                counts=self._skipped,
+                zero_grad=zero_grad,
+                why=why,
+                args=args,
+                kwargs=kwargs,
+            )
+            if self._enabled and not is_ready and max_norm is not None:
+                self.last_step.set_scale(self._loss_scale())
+            if self._enabled:
+                stats = self.last_step._stats
+                flag = stats[1] if isinstance(stats, Tensor) else self.last_step.found_inf
+                for state in states:
+                    state["found_inf_per_device"] = {flag.device: flag}
         for state in states:
             state["stage"] = OptState.STEPPED
-        for each in optimizers if zero_grad else ():
-            if why or native.has_own_zero_grad(each):
-                each.zero_grad()
-        reads = self._enabled or max_norm is not None or states[0]["found_inf_per_device"]
+        reads = self._enabled or max_norm is not None or before is not None
         for reference in self._observers if reads else ():
             if (observer := reference()) is not None:
                 observer.stepped()
@@ -220,17 +245,22 @@ class GradScaler(torch.amp.GradScaler):
         several = isinstance(optimizer, list | tuple)
         optimizers: list[Optimizer] = [*optimizer] if several else [optimizer]  # type: ignore[misc, list-item]
         states = self._states_of(optimizers, "clip_grad_norm_")
-        grads = self._hold(optimizers)
+        refuse_fsdp1(optimizers, self.process_group)
+        grads = hold_of(optimizers, self.process_group)
         is_ready = states[0]["stage"] is OptState.READY
         if is_ready and (grads is None or _overrides(cast(Any, type(self)))):
             for each in optimizers:
                 self.unscale_(each)
-        elif is_ready:
-            refuse_float16(cast(Grads, grads))
+            is_ready = False
         if grads is None:
             return torch.tensor(0.0)
-        stats = self._measure(states, grads, max_norm)
-        self._rescale(states, grads, stats)
+        if is_ready:
+            refuse_float16(grads)
+        scale = self._scale if is_ready else None
+        stats = measure(grads, Clip(scale, max_norm, before=_joined(states)))
+        if self._enabled and not is_ready:
+            stats = stats.replace(scale=self._loss_scale())
+        rescale(grads, stats, states)
         if not self._enabled:  # until the next call of `step` or `update`
             self._per_optimizer_states.update(zip(map(id, optimizers), states, strict=True))
         return stats.norm
@@ -256,9 +286,7 @@ class GradScaler(torch.amp.GradScaler):
             if len(found) > 1 or (found and scale is not None and found[0].device != scale.device):
                 # torch would add them up in place, in a tensor that `last_step` may hold, and on
                 # the CPU it would read one from a GPU before it has arrived.
-                flag = cast(
-                    Tensor, _joined(states, found[0].device if scale is None else scale.device)
-                )
+                flag = cast(Tensor, _joined(states, None if scale is None else scale.device))
                 state = _refresh_per_optimizer_state()
                 state["found_inf_per_device"] = {flag.device: flag}
                 self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state, {0: state})
@@ -276,10 +304,8 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: it is empty, as that of a scaler that is not enabled.
-            ValueError: it is not such a state; the scaler is unchanged.
         """
-        if self._enabled and state_dict != {}:
-            state_dict = as_state(state_dict)
+        if self._enabled and "scale" in state_dict:
             least, most = self._min_scale or 0.0, self._max_scale or math.inf
             state_dict = {**state_dict, "scale": min(max(state_dict["scale"], least), most)}
         super().load_state_dict(state_dict)
@@ -308,8 +334,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], max_norm: float | None
-    ) -> str:
-        """Refuse arguments of `step`, or say why they need torch's step: "" if they do not."""
+    ) -> Why | None:
+        """Refuse arguments of `step`, or say why they need torch's step."""
         if self._enabled and "closure" in kwargs:
             msg = "Closure use is not currently supported if GradScaler is enabled."
             raise RuntimeError(msg)
@@ -318,7 +344,7 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError(msg)
         given = (*args, *kwargs.values())
         is_bare = not given or (given == (None,) and not kwargs.keys() - {"closure"})
-        return "" if is_bare else "the step has arguments"
+        return None if is_bare else Why("torch", "the step has arguments")
 
     def _states_of(self, optimizers: list[Optimizer], caller: str = "step") -> list[dict[str, Any]]:
         """Return the optimizers' states in this iteration.
@@ -326,11 +352,10 @@ class GradScaler(torch.amp.GradScaler):
         Without scaling they are UNSCALED, and taken: `clip_grad_norm_` leaves one for one `step`.
         """
         needed = "param_groups" if self._enabled else "step"
+        if len(optimizers) != 1 or not hasattr(optimizers[0], needed):
+            check_optimizers(optimizers, needed)
         states: list[dict[str, Any]] = []
-        for place, each in enumerate(optimizers):
-            if not hasattr(each, needed):
-                name = f"optimizer[{place}]" if len(optimizers) > 1 else "optimizer"
-                check_optimizer(each, name, needed)
+        for each in optimizers:
             if self._enabled:
                 if self._scale is None or self._growth_tracker is None:
                     self._check_scale_growth_tracker(caller)  # raises torch's error
@@ -345,167 +370,10 @@ class GradScaler(torch.amp.GradScaler):
                 msg = f"{caller}() {again}."
                 raise RuntimeError(msg)
             states.append(state)
-        if len(states) != 1:
-            _check_several(optimizers, states)
+            if state["stage"] is not states[0]["stage"]:
+                msg = "optimizer: of several, some were unscaled by unscale_() and some were not"
+                raise RuntimeError(msg)
         return states
-
-    def _step_at_once(  # noqa: C901, PLR0912 - the hot path: no calls of Python to be short
-        self,
-        optimizer: Optimizer,
-        state: dict[str, Any],
-        max_norm: float | None,
-        *,
-        zero_grad: bool,
-    ) -> str:
-        """Make the step in one call of the core; or return why it has to be made otherwise."""
-        prepared = native.prepare(optimizer)
-        if isinstance(prepared, str):
-            return prepared
-        backend, update = prepared
-        device = backend.device
-        is_ready = state["stage"] is OptState.READY
-        measures = is_ready or max_norm is not None
-        scale = before = skipped = None
-        if not is_ready:
-            before = _joined([state], device)
-        if measures or self._enabled or before is not None:
-            skipped = self._skipped.get(device)
-            if skipped is None or device.type == "cuda":
-                skipped = self._counter(device)
-            if self._enabled:
-                skipped = skipped.detach()  # made in a torch.func transform, it is a wrapper
-        if is_ready:
-            scale = self._scale.detach()  # type: ignore[union-attr]
-            if scale.device != device:
-                scale = _ops.moved(scale, device)
-        elif self._enabled and before is None and not measures:
-            return "no gradient was checked"  # torch raises its error
-        drops = zero_grad and not native.has_own_zero_grad(optimizer)
-        step = backend.step
-        if _ops.is_profiling():
-            step = native.in_range(optimizer, step)
-        for is_again in (False, True):
-            found = step(
-                update,
-                optimizer.param_groups,
-                optimizer.state,
-                measures,
-                scale,
-                max_norm,
-                before,
-                skipped,
-                drops,
-            )
-            if not isinstance(found, str):
-                break
-            if found != _ops.NO_STATE or is_again:
-                return found
-            if why := native.make_state(optimizer):
-                return why
-        if measures:
-            if self._enabled:
-                state["found_inf_per_device"] = {device: found[1]}
-                if not is_ready:
-                    found = GradStats(found).replace(scale=self._loss_scale())
-        elif before is not None:
-            cast(Tensor, skipped).add_(before)
-            found = self._read_before([state], before)
-        self.last_step = StepReport(found, "native")
-        if "step" in vars(optimizer):
-            native.note_step(optimizer)
-        return ""
-
-    def _step_in_halves(
-        self,
-        optimizers: list[Optimizer],
-        states: list[dict[str, Any]],
-        max_norm: float | None,
-        *,
-        zero_grad: bool,
-    ) -> tuple[Grads | None, str]:
-        """Measure several optimizers or ranks together, then update; or return why torch has to."""
-        is_ready = states[0]["stage"] is OptState.READY
-        measures = is_ready or max_norm is not None
-        grads = self._hold(optimizers)
-        steps = native.read_all(optimizers)
-        if isinstance(steps, str):
-            return grads, steps
-        compare_ranks(optimizers, "")
-        factor = None
-        stats: GradStats | None
-        if measures:
-            held = cast(Grads, grads)
-            stats = self._measure(states, held, max_norm, self._counter(held.device))
-            factor, found_inf = stats.factor, stats.found_inf
-            for state in states:
-                state["found_inf_per_device"] = {held.device: found_inf}
-        else:
-            flag = _joined(states, steps[0].backend.device)
-            if flag is None and self._enabled:
-                return grads, "no gradient was checked"
-            found_inf = cast(Tensor, flag)
-            stats = None if flag is None else self._read_before(states, flag)
-            if flag is not None:
-                self._counter(flag.device).add_(flag)
-        self.last_step = StepReport(stats, "native")
-        for step in steps:
-            place = optimizers.index(step.optimizer)
-            with _said(place):
-                step.apply(factor, found_inf, zero_grad=zero_grad)
-            states[place]["stage"] = OptState.STEPPED
-        return grads, ""
-
-    def _step_by_torch(
-        self,
-        optimizers: list[Optimizer],
-        states: list[dict[str, Any]],
-        max_norm: float | None,
-        grads: Grads | None,
-        why: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> list[float | None]:
-        """Unscale, check and clip in place, then let each optimizer step unless it is skipped."""
-        is_ready = states[0]["stage"] is OptState.READY
-        measures = is_ready or max_norm is not None
-        if measures and grads is None:
-            grads = self._hold(optimizers)
-        compare_ranks(optimizers, why)
-        overridden = why == "a method of the scaler is overridden"
-        told = self._enabled and any(map(is_told, optimizers))
-        if (measures and grads is None) or overridden or told:
-            return self._step_as_torch(optimizers, states, max_norm, why, args, kwargs)
-        report = StepReport(None, f"torch's: {why}")
-        if measures:
-            if is_ready and not all(map(_takes_float16, optimizers)):
-                refuse_float16(cast(Grads, grads))
-            held = cast(Grads, grads)
-            skipped = self._counter(held.device) if has_value(held.held[0]) else None
-            stats = self._measure(states, held, max_norm, skipped)
-            self._rescale(states, held, stats)
-            report = StepReport(stats, report.way)
-        elif self._enabled or any(state["found_inf_per_device"] for state in states):
-            scale: Tensor | None = getattr(self, "_scale", None)
-            device = parameters_of(optimizers)[0].device if scale is None else scale.device
-            found_inf = _joined(states, device)
-            if found_inf is None:
-                msg = "No inf checks were recorded for this optimizer."
-                raise AssertionError(msg)
-            self._counter(device).add_(found_inf)
-            for state in states:  # what one of several has found, skips all
-                state["found_inf_per_device"] = {device: found_inf}
-            report = StepReport(self._read_before(states, found_inf), report.way)
-        results = []
-        self.last_step = report
-        for place, (each, state) in enumerate(zip(optimizers, states, strict=True)):
-            with _said(place):
-                if has_value(report.found_inf):
-                    results.append(self._maybe_opt_step(each, state, *args, **kwargs))
-                else:
-                    results.append(each.step(*args, **kwargs))
-            state["stage"] = OptState.STEPPED
-        self.last_step = report  # a hook may have made another step
-        return results
 
     def _step_as_torch(
         self,
@@ -524,10 +392,10 @@ class GradScaler(torch.amp.GradScaler):
         for each, state in zip(optimizers, states, strict=True):
             norm = None if max_norm is None else self.clip_grad_norm_(each, max_norm)
             results.append(super().step(each, *args, **kwargs))
-            found_inf = _joined([state], torch.device("cpu") if norm is None else norm.device)
+            found_inf = _joined([state])
             if found_inf is None:
                 found_inf = torch.zeros((), dtype=torch.float32)
-            self._counter(found_inf.device).add_(found_inf)
+            self._skipped.on(found_inf.device).add_(found_inf)
             stats = self._read_before([state], found_inf)
             if norm is not None and "stats" not in state:
                 stats = stats.replace(norm=norm)
@@ -542,8 +410,9 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,  # noqa: FBT001 - torch's signature
     ) -> dict[torch.device, Tensor]:
         """Unscale in place: torch's hook, behind unscale_ and _check_inf_per_device."""
-        check_optimizer(optimizer, "optimizer", "param_groups")
-        grads = self._hold([optimizer])
+        check_optimizers([optimizer], "param_groups")
+        refuse_fsdp1([optimizer], self.process_group)
+        grads = hold_of([optimizer], self.process_group)
         if grads is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if not allow_fp16:
@@ -555,35 +424,6 @@ class GradScaler(torch.amp.GradScaler):
             stats = stats.replace(scale=self._loss_scale())
             self._per_optimizer_states[id(optimizer)]["stats"] = stats
         return {grads.device: stats.found_inf}
-
-    def _hold(self, optimizers: list[Optimizer]) -> Grads | None:
-        """Return the optimizers' gradients on their backends; None where no rank has any."""
-        parameters = parameters_of(optimizers)
-        grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
-        return _ops.hold(grads, self.process_group, owners=parameters)
-
-    def _measure(
-        self,
-        states: list[dict[str, Any]],
-        grads: Grads,
-        max_norm: float | None,
-        skipped: Tensor | None = None,
-    ) -> GradStats:
-        """Read every gradient once."""
-        is_ready, device = states[0]["stage"] is OptState.READY, grads.device
-        scale = _ops.moved(cast(Tensor, self._scale), device) if is_ready else None
-        before = _joined(states, device)
-        stats = grads.measure(Clip(scale, max_norm, before=before, skipped=skipped))
-        if self._enabled and not is_ready:
-            stats = stats.replace(scale=self._loss_scale())
-        return stats
-
-    def _rescale(self, states: list[dict[str, Any]], grads: Grads, stats: GradStats) -> None:
-        """Unscale and clip gradients that were read, in at most one write, and note it."""
-        grads.rescale_(stats.factor)
-        for state in states:
-            state["stage"], state["stats"] = OptState.UNSCALED, stats
-            state["found_inf_per_device"] = {grads.device: stats.found_inf}
 
     def _loss_scale(self) -> Tensor:
         """Return a copy of the loss scale; 1 without scaling."""
@@ -598,35 +438,15 @@ class GradScaler(torch.amp.GradScaler):
             return unread(found_inf, self._loss_scale())
         return stats.replace(found_inf=found_inf)
 
-    def _counter(self, device: torch.device) -> Tensor:
-        """Return the device's count of skipped steps, for the current stream."""
-        count = self._skipped.get(device)
-        if count is None:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                msg = (
-                    f"the first step on {device} is in the capture of a CUDA graph, whose replays "
-                    "would reset the count of skipped steps: make one step before the capture"
-                )
-                raise RuntimeError(msg)
-            # Later steps may count outside of inference mode. torch 2.6 cannot trace the change.
-            inside = torch.is_inference_mode_enabled()
-            with torch.inference_mode(mode=False) if inside else nullcontext():
-                count = torch.zeros((), dtype=torch.float32, device=device)
-            if not hasattr(count, "fake_mode"):
-                self._skipped[device] = count
-        elif device.type == "cuda":  # its memory must not be reused before this stream is done
-            count.record_stream(torch.cuda.current_stream(device))
-        return count
-
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         """Make the scale, as torch does, and the count of skipped steps beside it."""
         super()._lazy_init_scale_growth_tracker(dev)
         if not (dev.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            self._counter(dev)
+            self._skipped.on(dev)
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep the number of skipped steps; drop tensors, the process group and observers."""
-        count = {"_skipped_before": self.skipped_steps, "_skipped": {}}
+        count = {"_skipped_before": self.skipped_steps, "_skipped": SkipCounts()}
         state = super().__getstate__() | count | {"_observers": [], "process_group": None}
         del state["last_step"]  # tensors made here would be gone before a spawned process gets them
         return state
@@ -647,81 +467,17 @@ def _overrides(cls: Any) -> bool:
     )
 
 
-def _check_several(optimizers: list[Optimizer], states: list[dict[str, Any]]) -> None:
-    """Refuse optimizers that cannot step together."""
-    if not optimizers:
-        msg = "optimizer: expected at least one, got an empty list"
-        raise ValueError(msg)
-    places = {id(each): place for place, each in enumerate(optimizers)}
-    for place, each in enumerate(optimizers):
-        if (again := places[id(each)]) != place:
-            msg = f"optimizer[{again}]: the same as optimizer[{place}]; expected each once"
-            raise ValueError(msg)
-    parameters = [parameters_of([each]) for each in optimizers]
-    if len(parameters_of(optimizers)) < sum(map(len, parameters)):
-        raise ValueError(_shared_by(parameters))
-    if len({state["stage"] for state in states}) > 1:
-        msg = "optimizer: of several, some were unscaled by unscale_() and some were not"
-        raise RuntimeError(msg)
-    if any(hasattr(each, "grad_scale") for each in optimizers):
-        msg = "optimizer: several cannot step together if one has its own grad_scale attribute"
-        raise RuntimeError(msg)
+@lru_cache(maxsize=64)
+def _is_torchs(step: Any) -> bool:
+    """Say whether an optimizer's step is one of torch's."""
+    return (getattr(step, "__module__", None) or "").startswith("torch.optim.")
 
 
-def _shared_by(parameters: list[list[Tensor]]) -> str:
-    """Say which optimizers of a list have a parameter in common."""
-    owners: dict[int, int] = {}
-    for place, own in enumerate(parameters):
-        for index, each in enumerate(own):
-            if (first := owners.setdefault(id(each), place)) != place:
-                shared = f"parameter {index}, of shape {tuple(each.shape)}"
-                return f"optimizer[{place}]: {shared}, is also in optimizer[{first}]"
-    return ""
-
-
-def is_told(optimizer: Optimizer) -> bool:
-    """Say whether torch's scaler tells an optimizer how to unscale, and torch's kernels do not."""
-    if hasattr(optimizer, "grad_scale"):
-        return True
-    module = getattr(type(optimizer).step, "__module__", None) or ""
-    is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return is_fused and not module.startswith("torch.optim.")
-
-
-def _takes_float16(optimizer: Optimizer) -> bool:
-    """Say whether torch's scaler would let the optimizer have float16 gradients: it is fused."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
-        group.get("fused") for group in optimizer.param_groups
-    )
-
-
-def refuse_float16(grads: Grads) -> None:
-    """Raise torch's error for float16 gradients, which only fused optimizers support."""
-    if any(grad.dtype == torch.float16 for grad in grads.held):
-        msg = "Attempting to unscale FP16 gradients."
-        raise ValueError(msg)
-
-
-def _joined(states: list[dict[str, Any]], device: torch.device) -> Tensor | None:
+def _joined(states: list[dict[str, Any]], device: torch.device | None = None) -> Tensor | None:
     """Join the flags of optimizers by their maximum, on a device; None if nothing was checked."""
     flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+    if not flags:
+        return None
+    device = flags[0].device if device is None else device
     flags = [*{id(flag): _ops.moved(flag, device) for flag in flags}.values()]
-    if len(flags) < 2:
-        return flags[0] if flags else None
-    return torch.stack(flags).amax()
-
-
-class _said:  # noqa: N801 - reads as a statement
-    """Say which optimizers of a list have stepped when one of them fails."""
-
-    def __init__(self, place: int) -> None:
-        self.place = place
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self.place and isinstance(error, Exception):
-            before = ", ".join(f"optimizer[{place}]" for place in range(self.place))
-            msg = f"optimizer[{self.place}]: its step failed after {before} had stepped"
-            raise RuntimeError(msg) from error
+    return flags[0] if len(flags) == 1 else torch.stack(flags).amax()

@@ -1,15 +1,17 @@
 """The step of training without a loss scale: bf16 and fp32."""
 
-import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
-from fastamp._ops import untraced
+from fastamp._ops import Clip, untraced
+from fastamp.step.arguments import as_bound, check_group, check_optimizers
+from fastamp.step.make_step import make_step
 from fastamp.step.report import StepReport
-from fastamp.step.scaler import GradScaler
 
-_own = threading.local()
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @untraced
@@ -17,6 +19,7 @@ def optimizer_step(
     optimizer: Optimizer | Sequence[Optimizer],
     max_norm: float | None = None,
     zero_grad: bool = False,  # noqa: FBT001, FBT002 - read as optimizer_step(optimizer, 1.0, True)
+    process_group: "ProcessGroup | None" = None,
 ) -> StepReport:
     """Clip the gradients to `max_norm`, check them, and step if all are finite, in one call.
 
@@ -32,14 +35,18 @@ def optimizer_step(
             does into a critic, call `optimizer.zero_grad()` before that pass all the same. A loop
             that catches an error of the backward pass, as out of memory, and tries again calls it
             in the handler: half a gradient is left.
+        process_group: ranks that hold different gradients, as the shards of FSDP1, and that skip
+            together; see `GradScaler`.
 
     Returns:
         What the step found and did; a value that is read on the host waits for the device.
 
     Raises:
-        TypeError: `optimizer` is not an optimizer, or `max_norm` not a number.
+        TypeError: `optimizer` is not an optimizer, `max_norm` not a number, or `process_group` not
+            a process group.
         ValueError: `max_norm` is NaN or below 0; a list is empty, has an optimizer twice, or has
-            one parameter in two optimizers.
+            one parameter in two optimizers; or parameters are FSDP1's, and there is no
+            `process_group`.
 
     Example:
         >>> model = torch.nn.Linear(4, 1)
@@ -49,9 +56,14 @@ def optimizer_step(
         >>> report.norm
         tensor(4.4721)
     """
-    try:
-        scaler: GradScaler = _own.scaler
-    except AttributeError:
-        scaler = _own.scaler = GradScaler(enabled=False)
-    scaler.step(optimizer, max_norm=max_norm, zero_grad=zero_grad)
-    return scaler.last_step
+    several = isinstance(optimizer, list | tuple)
+    optimizers: list[Optimizer] = [*optimizer] if several else [optimizer]  # type: ignore[misc, list-item]
+    if several or not hasattr(optimizer, "step"):
+        check_optimizers(optimizers, "step")
+    if max_norm is not None and not (type(max_norm) is float and max_norm >= 0):
+        max_norm = as_bound("max_norm", max_norm)
+    if process_group is not None:
+        check_group(process_group)
+    clip = Clip(max_norm=max_norm)
+    report, _ = make_step(optimizers, clip, group=process_group, zero_grad=bool(zero_grad))
+    return report

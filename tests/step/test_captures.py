@@ -110,7 +110,7 @@ def test_a_count_of_skipped_steps_is_made_before_a_capture(monkeypatch):
     assert [*scaler._skipped] == [torch.device("cpu")]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="the first step on cuda:0 is in the capture"):
-        scaler._counter(torch.device("cuda:0"))
+        scaler._skipped.on(torch.device("cuda:0"))
     assert len(scaler._skipped) == 1
 
 

@@ -6,6 +6,7 @@ see. What is expected comes from the update in Python.
 
 import copy
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,7 @@ from fastamp.step import native
 
 SIZES = [(3,), (70, 5), (0,), (1025,)]
 OVERFLOWS = {0, 1, 4}
+ADAMW_OPTIONS = ["betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"]
 ADAMW, ADAGRAD = torch.optim.AdamW, torch.optim.Adagrad
 
 
@@ -117,11 +119,11 @@ def test_counts_and_learning_rates_elsewhere_are_torchs(apart, device):
     run.steps(1)
     group, elsewhere = run.optimizer.param_groups[0], torch.zeros((), device="meta")
     group["lr"] = elsewhere
-    assert native.read(run.optimizer) == "lr is not a number that can be read here"
+    assert native.read(run.optimizer).text == "lr is not a number that can be read here"
     group["lr"] = 0.1
     for step in (torch.zeros((), dtype=torch.float64), elsewhere):
         run.optimizer.state[run.parameters[0]]["step"] = step
-        assert native.read(run.optimizer) == "step: its dtype, layout or device"
+        assert native.read(run.optimizer).text == "step: its dtype, layout or device"
 
 
 def test_torchs_steps_in_between_find_the_counts(apart, device):
@@ -247,8 +249,8 @@ def test_gradients_and_parameters_may_begin_anywhere_in_a_bucket(apart, device):
 
 def test_an_optimizer_on_several_devices_is_torchs(compiled, device):
     made = parameters_with(*[torch.ones(3, device=where) for where in (device, "meta")])
-    assert native.read(ADAMW(made)) == "a parameter's dtype, layout or device"
-    assert native.read(ADAMW(made[1:])) == "no compiled code for meta"
+    assert native.read(ADAMW(made)).text == "a parameter's dtype, layout or device"
+    assert native.read(ADAMW(made[1:])).text == "no compiled code for meta"
 
 
 @pytest.mark.cuda
@@ -263,7 +265,7 @@ def test_optimizers_on_different_devices_share_one_norm(device):
 def test_capturable_is_native_on_a_device_that_is_apart(compiled, device):
     found = native.read(ADAMW(parameters_with(torch.ones(3, device=device)), capturable=True))
     if compiled == "cpu":
-        assert found == "capturable=True on the CPU"
+        assert found.text == "capturable=True on the CPU"
     else:
         assert isinstance(found, native.NativeStep)
 
@@ -282,7 +284,74 @@ def test_a_capture_needs_groups_that_are_fused_or_capturable(options, is_native,
     for group, option in zip(optimizer.param_groups, options, strict=True):
         group.update(option, params=[SimpleNamespace(device=torch.device("cuda", 0))])
     monkeypatch.setattr(_ops, "backend_for", lambda device: f"backend of {device}")
-    monkeypatch.setattr(_ops, "core", lambda: SimpleNamespace(Update=str))
+    core = SimpleNamespace(Update=str, rules={"Adam": ((), True, "zeros", ADAMW_OPTIONS)})
+    monkeypatch.setattr(_ops, "core", lambda: core)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     why = "a graph captures the step of a group that is neither fused nor capturable"
-    assert native.prepare(optimizer) == (("backend of cuda:0", "Adam") if is_native else why)
+    found = native.prepare(optimizer)
+    if is_native:
+        assert (found[0], found[1].update) == ("backend of cuda:0", "Adam")
+    else:
+        assert found == ("torch", why)
+
+
+# --- calls of Python ---
+
+
+def called(step):
+    """Return the names of the functions of Python that a step calls."""
+    names = []
+
+    def note(frame, event, _):
+        if event == "call":
+            names.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return names[1:]  # without the step itself, a lambda
+
+
+def with_gradients(count):
+    parameters = parameters_with(*[torch.ones(3, 4) for _ in range(count)])
+    return torch.optim.AdamW(parameters, fused=True)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_steady_step_makes_ten_calls_of_python_and_a_list_of_two_twenty(scaled):
+    if "cpu" not in fastamp.backends():
+        pytest.skip("needs the compiled core")
+    one, two = with_gradients(200), [with_gradients(100) for _ in range(2)]
+    scaler = fastamp.GradScaler("cpu", init_scale=1.0, enabled=scaled)
+    scaler.scale(torch.ones(()))
+    for stepped, most in ((one, 10), ([one], 12), (two, 20)):
+        for _ in range(3):
+            if scaled:
+                names = called(lambda stepped=stepped: scaler.step(stepped, max_norm=1.0))
+                names = [
+                    each for each in names if each != "_refresh_per_optimizer_state"
+                ]  # torch's
+                scaler.update()
+            else:
+                names = called(lambda stepped=stepped: fastamp.optimizer_step(stepped, 1.0))
+        assert len(names) <= most, names
+
+
+def test_a_list_of_two_is_one_read_of_all_and_has_the_bits_of_one_optimizer():
+    if "cpu" not in fastamp.backends():
+        pytest.skip("needs the compiled core")
+    found = []
+    for sizes in ([7], [3, 4]):
+        parameters = parameters_with(*[torch.full((1000 + i,), 0.1 * i) for i in range(7)])
+        optimizers, rest = [], [*parameters]
+        for size in sizes:
+            optimizers.append(torch.optim.AdamW(rest[:size], lr=0.1))
+            del rest[:size]
+        for _ in range(3):
+            report = fastamp.optimizer_step(optimizers, max_norm=0.5)
+        assert report.way == "native"
+        states = [optimizer.state[p] for optimizer in optimizers for p in optimizer.state]
+        found.append([report.norm, *parameters, *(each for s in states for each in s.values())])
+    assert all(map(torch.equal, *found))

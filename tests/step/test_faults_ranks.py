@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from support import ranks, uneven_ranks
+from support.gradients import parameters_with
+
+import fastamp
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
 KINDS = ["DTensors", "DTensors, a plain one left", "process group, another type"]
@@ -13,6 +16,12 @@ KINDS = ["DTensors", "DTensors, a plain one left", "process group, another type"
 @pytest.fixture(scope="module")
 def two():
     with ranks.start(2) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def four():
+    with ranks.start(4) as started:
         yield started
 
 
@@ -45,3 +54,38 @@ def test_the_norm_of_dtensors_is_a_replicated_dtensor_and_plain_in_reports(two, 
     for found, expected, wrong in two.run(2, uneven_ranks.norms_of_dtensors, with_plain):
         assert found == pytest.approx((expected,) * 3, rel=1e-7)
         assert not wrong
+
+
+def test_experts_on_meshes_of_their_own_are_refused_without_a_process_group(four):
+    for said, (norm, expected) in four.run(4, uneven_ranks.experts):
+        assert "gradients on meshes of different ranks, [(" in said
+        assert "process_group=" in said
+        assert norm == pytest.approx(expected, rel=1e-7)
+
+
+def test_without_a_scaler_ranks_with_different_gradients_skip_together(two):
+    for skipped, norm, weight in two.run(2, uneven_ranks.step_in_a_group):
+        assert (skipped, norm) == ([True, False], 2.0)
+        assert weight == pytest.approx([-0.5] * 2)
+
+
+@pytest.mark.parametrize("fused", [None, True, False])
+def test_shards_of_fsdp1_are_refused_without_a_process_group(fused):
+    """Each rank would clip by its own norm."""
+    (p,) = parameters_with(torch.ones(4))
+    p._fsdp_flattened = True
+    options = {"foreach": False} if fused is False else {"fused": fused}
+    optimizer, scaler = torch.optim.AdamW([p], **options), fastamp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    for call in (
+        lambda: fastamp.optimizer_step(optimizer, max_norm=1.0),
+        lambda: fastamp.optimizer_step([optimizer], max_norm=1.0),
+        lambda: scaler.step(optimizer),
+        lambda: scaler.clip_grad_norm_(optimizer, 1.0),
+        lambda: scaler.unscale_(optimizer),
+    ):
+        with pytest.raises(ValueError, match=r"FSDP1 .* Give process_group=, or use FSDP2"):
+            call()
+    assert (p.tolist(), p.grad.tolist()) == ([0.0] * 4, [1.0] * 4)
+    fastamp.optimizer_step(optimizer)  # reads nothing
+    assert p[0].item() < 0

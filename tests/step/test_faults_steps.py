@@ -171,18 +171,16 @@ def test_what_torchs_scaler_calls_on_itself_is_called(name, optimizer_name, max_
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize("name", SGDS)
-def test_a_failure_in_the_second_optimizer_says_that_the_first_has_stepped(
+def test_after_a_failure_in_the_second_optimizer_the_first_has_stepped(
     name, enabled, max_norm, monkeypatch
 ):
     first, second = scaled_ones(1, 3, enabled=enabled)
     optimizers, scaler = [SGDS[name]([p]) for p in (first, second)], make_scaler(enabled=enabled)
     fail_once(optimizers[1], monkeypatch)
-    with pytest.raises((MemoryError, RuntimeError)) as caught:
+    with pytest.raises(MemoryError):
         scaler.step(optimizers, max_norm=max_norm)
     assert first.item() == pytest.approx(-1.0 if max_norm is None else -0.5)
     assert second.eq(0).all()
-    told = [str(caught.value), *getattr(caught.value, "__notes__", [])]
-    assert "optimizer[0]" in "".join(told)
     if enabled:
         with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
             scaler.step(optimizers[0])
@@ -190,13 +188,40 @@ def test_a_failure_in_the_second_optimizer_says_that_the_first_has_stepped(
         torch.testing.assert_close(second.detach(), first.detach().expand(3))
 
 
-@pytest.mark.parametrize("name", SGDS)
-def test_an_optimizer_that_has_stepped_says_so_though_zero_grad_fails(name, monkeypatch, backend):
+def test_an_optimizer_that_has_stepped_says_so_though_zero_grad_fails(monkeypatch, backend):
     parameters = scaled_ones(1, 3)
-    optimizer, scaler = SGDS[name](parameters), make_scaler()
+    optimizer, scaler = SGDS["foreach"](parameters), make_scaler()
     monkeypatch.setattr(optimizer, "zero_grad", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         scaler.step(optimizer, max_norm=1.0, zero_grad=True)
     with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
         scaler.step(optimizer)
     assert parameters[0].item() == pytest.approx(-0.5)
+
+
+# --- options and reads ---
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_an_option_that_fastamp_does_not_know_is_torchs(cls, compiled):
+    """As of a newer torch."""
+    optimizer = cls(scaled_ones(3, enabled=False), lr=1.0)
+    optimizer.defaults["cautious"] = True
+    report = fastamp.optimizer_step(optimizer, max_norm=1.0)
+    assert report.way == f"torch's: fastamp does not know {cls.__name__}'s cautious"
+    known = cls(scaled_ones(3, enabled=False), lr=1.0)
+    assert fastamp.optimizer_step(known, max_norm=1.0).way == "native"
+
+
+def test_naming_bad_values_waits_once_for_all_finite_gradients(monkeypatch):
+    model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(5)])
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    waits = []
+    for name in ("item", "__bool__", "tolist"):
+        read = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda *given, read=read: waits.append(0) or read(*given)
+        )
+    assert fastamp.nonfinite_parameters(model) == []
+    assert len(waits) == 1

@@ -9,7 +9,6 @@ import torch
 from support.gradients import parameters_with
 from support.training import SignMomentum
 from support.updates import RULES, SIZES, everything, give, make
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastamp
 from fastamp import _ops
@@ -320,13 +319,6 @@ def test_who_replaces_the_unscaling_is_asked(backend):
     assert parameter.tolist() == [0.75] * 3
 
 
-def test_the_scaler_of_a_transform_steps_outside_of_it(compiled):
-    scaler, weight = fastamp.GradScaler("cpu"), torch.nn.Parameter(torch.ones(2))
-    weight.grad = torch.func.grad(lambda w: scaler.scale(w.square().sum()))(weight.detach())
-    scaler.step(torch.optim.SGD([weight], lr=0.25), max_norm=10.0)
-    assert weight.tolist() == [0.5, 0.5]
-
-
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize(("asked", "drops"), [("yes", True), ([], False)])
 def test_whether_to_zero_gradients_may_be_any_object(asked, drops, max_norm, compiled):
@@ -356,34 +348,3 @@ def test_a_bare_step_is_native_too(name, compiled, device):
             assert way == "native" or "the first step of SGD with dampening" in way
         found.append(everything(parameters, optimizer))
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("max_norm", [None, 1.0])
-@pytest.mark.parametrize("on_class", [True, False])
-def test_a_zero_grad_that_is_patched_is_called_with_gradients(
-    on_class, max_norm, compiled, monkeypatch
-):
-    parameters, optimizer = given("adamw")
-    seen, own = [], optimizer.zero_grad
-
-    def zero_grad(*_):
-        seen.append([parameter.grad is not None for parameter in parameters])
-        own()
-
-    monkeypatch.setattr(torch.optim.AdamW if on_class else optimizer, "zero_grad", zero_grad)
-    report = fastamp.optimizer_step(optimizer, max_norm=max_norm, zero_grad=True)
-    assert report.way == "native"
-    assert seen == [[True, True]]
-    assert [parameter.grad for parameter in parameters] == [None, None]
-
-
-@pytest.mark.parametrize("is_fake", [True, False])
-def test_a_step_without_values_is_taken(is_fake):
-    """Under FakeTensorMode and on the meta device, as to find out how much memory a step takes."""
-    with FakeTensorMode() if is_fake else torch.device("meta"):
-        weight = torch.nn.Parameter(torch.ones(3))
-        optimizer = torch.optim.SGD([weight], momentum=0.9)  # torch 2.6 reads Adam's count
-        weight.grad = torch.ones(3)
-        report = fastamp.optimizer_step(optimizer, max_norm=1.0, zero_grad=True)
-    assert optimizer.state[weight]["momentum_buffer"].shape == (3,)
-    assert not report.skipped

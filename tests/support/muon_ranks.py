@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import fastamp
 from fastamp import _ops
-from fastamp.step import alike, stacks
+from fastamp.step import muon
 
 SHAPES = [(48, 32), (32, 48), (1, 40), (6, 5), (48, 32), (40, 1), (48, 32), (7, 64)]
 
@@ -57,9 +57,9 @@ def steps(layout, shapes=SHAPES, *, plain=(), enabled=True):
     return ways, [bits(whole(t)).tobytes() for t in [*parameters, *states]]
 
 
-def in_backend(name, layout, options, room=stacks.CPU_ROUND):
+def in_backend(name, layout, options, room=muon.CPU_STACK):
     """Return what steps of sharded matrices and of whole ones leave."""
-    with _ops.use_only(name), mock.patch.object(stacks, "CPU_ROUND", room):
+    with _ops.use_only(name), mock.patch.object(muon, "CPU_STACK", room):
         return steps(layout, **options), steps("alone", **options)
 
 
@@ -74,22 +74,23 @@ def multiplied(count):
     parameters = [torch.nn.Parameter(place(torch.ones(8, 4))) for _ in range(count)]
     for p in parameters:
         p.grad = place(torch.ones(8, 4))
-    with mock.patch.object(stacks, "orthogonalize_", note):
+    with mock.patch.object(muon, "orthogonalize_", note):
         fastamp.optimizer_step(torch.optim.Muon(parameters))
     return found
 
 
-def said_again():
-    """Return how many of three steps have sent new values to the device; the last one has less."""
+def compared():
+    """Return how many collectives of objects three steps make."""
     place = placed("rows")
     parameters = [torch.nn.Parameter(place(torch.ones(8, 4))) for _ in range(2)]
-    optimizer, kept = torch.optim.Muon(parameters), []
-    for step in range(3):
-        for p in parameters[step // 2 :]:
-            p.grad = place(torch.ones(8, 4))
-        fastamp.optimizer_step(optimizer, zero_grad=True)
-        kept.append(alike._said[optimizer][1])
-    return len({*map(id, kept)})
+    optimizer = torch.optim.Muon(parameters)
+    gather = dist.all_gather_object
+    with mock.patch.object(dist, "all_gather_object", side_effect=gather) as gathers:
+        for _ in range(3):
+            for p in parameters:
+                p.grad = place(torch.ones(8, 4))
+            fastamp.optimizer_step(optimizer, zero_grad=True)
+    return gathers.call_count
 
 
 def trained(spreads):
@@ -116,41 +117,28 @@ def trained_by_both():
     return trained(spreads=True), trained(spreads=False)
 
 
-def unlike(layout, unlike, ranks, scaled):
-    """Step three times; in the second one some ranks alone have a hook, or lack a gradient.
+def unlike(layout, unlike, ranks):
+    """Step, where some ranks alone have a hook, or lack a gradient.
 
     Returns:
-        The error of the second step, whether it changed nothing, and the way of the third.
+        The error, and whether the step changed nothing.
     """
     place, is_unlike = placed(layout), dist.get_rank() in ranks
-    parameters = [torch.nn.Parameter(place(torch.ones(8, 4))) for _ in range(3)]
-    muon = torch.optim.Muon(parameters[:2], lr=0.02)
-    optimizers = {"muon": muon, "adamw": torch.optim.AdamW(parameters[2:])}
-    stepped = [*optimizers.values()] if unlike == "adamw" else [muon]
-    scaler = fastamp.GradScaler("cpu", init_scale=4.0, enabled=scaled)
-    scaler.scale(torch.ones(()))
+    parameters = [torch.nn.Parameter(place(torch.ones(8, 4))) for _ in range(2)]
+    optimizer = torch.optim.Muon(parameters, lr=0.02)
+    for p in parameters:
+        p.grad = place(torch.ones(8, 4))
+    before = [bits(whole(p)).tobytes() for p in parameters]
+    if is_unlike and unlike == "gradient":
+        parameters[1].grad = None
+    elif is_unlike:
+        optimizer.register_step_post_hook(lambda *_: None)
     said = None
-    for step in range(3):
-        for p in parameters:
-            p.grad = place(torch.full((8, 4), 4.0))
-        before = [bits(whole(p)).tobytes() for p in parameters]
-        if step != 1:
-            scaler.step(stepped, max_norm=1.0)
-            scaler.update()
-            continue
-        hook = None
-        if is_unlike and unlike == "gradient":
-            parameters[1].grad = None
-        elif is_unlike:
-            hook = optimizers[unlike].register_step_post_hook(lambda *_: None)
-        try:
-            scaler.step(stepped, max_norm=1.0)
-        except RuntimeError as error:
-            said = str(error)
-        is_unchanged = [bits(whole(p)).tobytes() for p in parameters] == before
-        if hook is not None:
-            hook.remove()
-    return said, is_unchanged, scaler.last_step.way
+    try:
+        fastamp.optimizer_step(optimizer, 1.0)
+    except RuntimeError as error:
+        said = str(error)
+    return said, [bits(whole(p)).tobytes() for p in parameters] == before
 
 
 def with_experts(lacking):

@@ -13,7 +13,9 @@ from torch.amp.grad_scaler import OptState
 
 import fastamp
 from fastamp import _ops
+from fastamp._ops import Clip
 from fastamp.step import StepReport
+from fastamp.step.make_step import hold_of, measure
 
 
 class PythonScaler(fastamp.GradScaler):
@@ -22,7 +24,8 @@ class PythonScaler(fastamp.GradScaler):
     def step(self, optimizer, *, max_norm=None, zero_grad=False):
         states = self._states_of([optimizer])
         with _ops.use_only("fallback"):
-            stats = self._measure(states, self._hold([optimizer]), max_norm)
+            scale = self._scale if self.is_enabled() else None
+            stats = measure(hold_of([optimizer], None), Clip(scale, max_norm))
         make_update(optimizer, stats.factor.item(), stats.found_inf.item(), zero_grad=zero_grad)
         self.last_step = StepReport(stats, "by Python")
         states[0]["stage"] = OptState.STEPPED

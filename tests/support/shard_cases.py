@@ -21,12 +21,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
 import fastamp
 from fastamp import _ops
-from fastamp._ops import sharded
 
 HOWS = ("step", "unscale then step", "clip then step")
 SHAPES = [(1,), (3,), (2, 5), (1003, 7), (64, 130), ()]  # uneven over 4, and empty on some
@@ -66,8 +66,8 @@ def grads_on(layout):
     assert layout == "mixed"
     mixed = [
         wholes[0],
-        spread(wholes[1], grid["inner"], Shard(0)),
-        spread(wholes[2], grid["outer"], Shard(1)),
+        spread(wholes[1], line, Shard(0)),
+        spread(wholes[2], grid, Replicate(), Shard(1)),
         spread(wholes[3], grid, Shard(0), Shard(0)),
         spread(wholes[4], grid, Shard(1), Replicate()),
         spread(wholes[5], line, Replicate()),
@@ -268,11 +268,12 @@ def bad_names(layout):
 
 
 def fsdp_over_tensor_parallel():
-    """Step a model on two meshes, and check where every element of this rank lies."""
+    """Step a model on a mesh of two dimensions."""
     grid = mesh_of(2, 2)
     layers = [torch.nn.Linear(5, 14), torch.nn.Linear(14, 3), torch.nn.LayerNorm(3)]
     model = torch.nn.Sequential(*layers)
-    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel(output_layouts=Shard(0))}
+    plan |= {"2": SequenceParallel(sequence_dim=0)}
     parallelize_module(model, grid["inner"], plan)
     fully_shard(model, mesh=grid["outer"])
     scaler = fastamp.GradScaler("cpu", init_scale=4.0)
@@ -280,17 +281,9 @@ def fsdp_over_tensor_parallel():
     wholes = [whole(p.grad) / 4 for p in model.parameters()]
     scaler.step(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), max_norm=0.1)
     scaler.update()
-    wrong = 0
-    for p in model.parameters():
-        places = torch.arange(p.numel(), dtype=torch.float32).view(p.shape)
-        everywhere = [Replicate()] * p.device_mesh.ndim
-        placed = DTensor.from_local(places, p.device_mesh, everywhere)
-        expected = placed.redistribute(placements=p.placements).to_local().flatten().tolist()
-        found = [sharded.index_in_whole(p, i) for i in range(len(expected))]
-        wrong += found != expected
     kinds = " ".join(str(p.placements) for p in model.parameters())
     norm = norm_of(wholes)
-    return scaler.last_step.norm.item(), norm, wrong, kinds
+    return scaler.last_step.norm.item(), norm, kinds
 
 
 def bad_names_of_plain_parts(bad_rank):

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from support.gradients import random
+from support.gradients import parameters_with, random
 from support.shard_cases import as_parameters, mesh_of, spread, whole
 from torch.distributed.tensor import DTensor, Shard
 
@@ -93,3 +93,36 @@ def norms_of_dtensors(with_plain):
     found = norm.full_tensor().item(), norm.item(), report.norm.item()
     wrong = type(norm) is not DTensor or not all(p.is_replicate() for p in norm.placements)
     return found, expected, wrong or type(report.norm) is not torch.Tensor
+
+
+def experts():
+    """Step a dense weight of four ranks, and an expert of each pair: the error, and the norms."""
+    mesh, rank = mesh_of(2, 2), dist.get_rank()
+    whole = torch.arange(1.0, 9.0).view(4, 2)
+    dense, expert = whole, whole * (10 if rank < 2 else 20)
+    made = [spread(dense, mesh, Shard(0), Shard(1)), spread(expert, mesh["inner"], Shard(0))]
+    parameters = [torch.nn.Parameter(torch.zeros_like(each)) for each in made]
+    for p, grad in zip(parameters, made, strict=True):
+        p.grad = grad
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    try:
+        fastamp.optimizer_step(optimizer, max_norm=1.0)
+    except ValueError as error:
+        said = str(error)
+    assert all(not p.to_local().any() for p in parameters)
+    report = fastamp.optimizer_step(optimizer, 1.0, process_group=dist.group.WORLD)
+    norm = math.sqrt((1 + 10**2 + 20**2) * whole.square().sum().item())
+    return said, (report.norm.item(), norm)
+
+
+def step_in_a_group():
+    """Step twice without a scaler; in the first step one rank alone has a bad gradient."""
+    (p,) = parameters_with(torch.ones(2))
+    optimizer, found = torch.optim.SGD([p], lr=1.0), []
+    for bad in (True, False):
+        p.grad = torch.ones(2)
+        if bad and dist.get_rank() == 1:
+            p.grad[0] = math.inf
+        report = fastamp.optimizer_step(optimizer, 1.0, process_group=dist.group.WORLD)
+        found.append(report.skipped)
+    return found, report.norm.item(), p.tolist()

@@ -1,0 +1,244 @@
+"""One step of one or several optimizers, in one of two ways: by fastamp, or by torch.
+
+By fastamp it is one call of the core or, where ranks or Muon take part, a read of all gradients and
+then an update of each optimizer. By torch gradients are unscaled and clipped in place first.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from fastamp import _ops
+from fastamp._ops import Clip, Grads, GradStats, Why
+from fastamp.step import muon, native
+from fastamp.step.report import StepReport, unread
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+NOTHING_CHECKED = "No inf checks were recorded for this optimizer."
+
+
+class SkipCounts(dict[torch.device, Tensor]):
+    """How many steps were skipped: a count on each device, so that nothing waits."""
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the count of a device, for the current stream."""
+        count = self.get(device)
+        if count is None:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                msg = (
+                    f"the first step on {device} is in the capture of a CUDA graph, whose replays "
+                    "would reset the count of skipped steps: make one step before the capture"
+                )
+                raise RuntimeError(msg)
+            # Later steps may count outside of inference mode. torch 2.6 cannot trace the change.
+            inside = torch.is_inference_mode_enabled()
+            with torch.inference_mode(mode=False) if inside else nullcontext():
+                count = self[device] = torch.zeros((), dtype=torch.float32, device=device)
+        elif device.type == "cuda":  # its memory must not be reused before this stream is done
+            count.record_stream(torch.cuda.current_stream(device))
+        return count
+
+
+def make_step(  # noqa: C901, PLR0912 - the two ways, in order
+    optimizers: list[Optimizer],
+    clip: Clip,
+    states: list[dict[str, Any]] | None = None,
+    *,
+    group: "ProcessGroup | None" = None,
+    known: GradStats | None = None,
+    counts: SkipCounts | None = None,
+    zero_grad: bool = False,
+    why: Why | None = None,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> tuple[StepReport, list[Any]]:
+    """Unscale, check, clip and step, unless a gradient or `clip.before` is not finite.
+
+    Without a scale and a bound in `clip` the gradients are not read.
+
+    Args:
+        optimizers: step together, clipped to one norm.
+        clip: how; its tensors may lie on any device.
+        states: of the optimizers in this iteration, as torch's scaler has them: what was done is
+            noted in them.
+        group: ranks that hold other gradients.
+        known: the statistics of an earlier read, with `clip.before` as the flag.
+        counts: where skipped steps are counted.
+        zero_grad: set the gradients to None afterwards.
+        why: torch has to step, whatever the optimizers are.
+        args: of the optimizers' `step`.
+        kwargs: of the optimizers' `step`.
+
+    Returns:
+        What the step found and did; and what each optimizer's `step` returned, None where it was
+        not called.
+    """
+    measures = clip.scale is not None or clip.max_norm is not None
+    if why is None and group is None:
+        found = _step_at_once(optimizers, clip, counts, measures=measures, zero_grad=zero_grad)
+        if not isinstance(found, Why):
+            return StepReport(found if measures else known, "native"), [None] * len(optimizers)
+        why = found
+    states = states or [{} for _ in optimizers]
+    _check_shared(optimizers)
+    if measures:
+        refuse_fsdp1(optimizers, group)
+    in_halves = why is None or why.kind == "halves"
+    grads = hold_of(optimizers, group) if measures or in_halves else None
+    steps: Any = native.read_all(optimizers) if in_halves else why
+    why = steps if isinstance(steps, Why) else None
+    for each in optimizers:
+        muon.compare_ranks(each, why)
+    stats, factor, found_inf = known, None, clip.before
+    if measures and grads is not None:
+        if why is not None and clip.scale is not None and not all(map(_takes_float16, optimizers)):
+            refuse_float16(grads)
+        stats = measure(grads, clip, counts)
+        factor, found_inf = stats.factor, stats.found_inf
+    elif measures:
+        if clip.scale is not None:
+            raise AssertionError(NOTHING_CHECKED)
+        stats = unread().replace(norm=torch.tensor(0.0))
+    elif found_inf is not None and counts is not None:
+        counts.on(found_inf.device).add_(found_inf)
+    if not isinstance(steps, Why):
+        for step in steps:
+            step.apply(factor, found_inf, zero_grad=zero_grad)
+        return StepReport(stats, "native"), [None] * len(optimizers)
+    if grads is not None and measures:
+        rescale(grads, stats, states)
+    results = _step_by_torch(optimizers, states, found_inf, args, kwargs or {})
+    for each in optimizers if zero_grad else ():
+        each.zero_grad()
+    return StepReport(stats, f"torch's: {steps.text}"), results
+
+
+def _step_at_once(  # noqa: C901, PLR0912 - the hot path: no calls of Python to be short
+    optimizers: list[Optimizer],
+    clip: Clip,
+    counts: SkipCounts | None,
+    *,
+    measures: bool,
+    zero_grad: bool,
+) -> Tensor | Why | None:
+    """Make the step in one call of the core, which returns its statistics; or say why not."""
+    steps: list[Any] = []
+    backend: Any = None
+    for each in optimizers:
+        prepared = native.prepare(each)
+        if isinstance(prepared, Why):
+            return prepared
+        own, known = prepared
+        if known.update is None or own is not (backend or own) or known.rule == muon.RULE:
+            return Why("halves", "several backends, or one that has halves alone")
+        if measures and known.is_flat:
+            refuse_fsdp1([each], None)
+        backend = own
+        steps.append((known.update, each.param_groups, each.state))
+    device, scale, before, skipped = backend.device, clip.scale, clip.before, None
+    if counts is not None and (measures or before is not None):
+        skipped = counts.get(device)
+        if skipped is None or device.type == "cuda":
+            skipped = counts.on(device)
+    if scale is not None and scale.device != device:
+        scale = _ops.moved(scale, device)
+    if before is not None and before.device != device:
+        before = _ops.moved(before, device)
+    step = backend.step
+    for each in optimizers if _ops.is_profiling() else ():
+        step = native.in_range(each, step)
+    found = step(steps, measures, scale, clip.max_norm, before, skipped, zero_grad)
+    if type(found) is tuple and found[0] == "no state":
+        for each in optimizers:
+            if reason := native.make_state(each):
+                return Why("torch", reason)
+        found = step(steps, measures, scale, clip.max_norm, before, skipped, zero_grad)
+    if type(found) is tuple:
+        return Why(*found)
+    if skipped is not None and before is not None and not measures:
+        skipped.add_(before)
+    for each in optimizers:
+        if "step" in vars(each):
+            native.note_step(each)
+    return found  # type: ignore[no-any-return]
+
+
+def _step_by_torch(
+    optimizers: list[Optimizer],
+    states: list[dict[str, Any]],
+    found_inf: Tensor | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> list[Any]:
+    """Let each optimizer step, unless `found_inf` is 1.0."""
+    is_skipped = found_inf is not None and bool(found_inf.item())
+    results = []
+    for each, state in zip(optimizers, states, strict=True):
+        results.append(None if is_skipped else each.step(*args, **kwargs))
+        state["stage"] = OptState.STEPPED
+    return results
+
+
+def hold_of(optimizers: Sequence[Optimizer], group: "ProcessGroup | None") -> Grads | None:
+    """Return the optimizers' gradients on their backends; None where no rank has any."""
+    parameters = native.parameters_of(optimizers)
+    grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
+    return _ops.hold(grads, group, owners=parameters)
+
+
+def measure(grads: Grads, clip: Clip, counts: SkipCounts | None = None) -> GradStats:
+    """Read every gradient once; the tensors of `clip` may lie on any device."""
+    device = grads.device
+    scale, before = (
+        None if each is None else _ops.moved(each, device) for each in (clip.scale, clip.before)
+    )
+    skipped = None if counts is None else counts.on(device)
+    return grads.measure(clip._replace(scale=scale, before=before, skipped=skipped))
+
+
+def rescale(grads: Grads, stats: Any, states: list[dict[str, Any]]) -> None:
+    """Unscale and clip gradients that were read, in at most one write, and note it."""
+    grads.rescale_(stats.factor)
+    for state in states:
+        state["stage"], state["stats"] = OptState.UNSCALED, stats
+        state["found_inf_per_device"] = {grads.device: stats.found_inf}
+
+
+def refuse_float16(grads: Grads) -> None:
+    """Raise torch's error for float16 gradients, which only fused optimizers support."""
+    if any(grad.dtype == torch.float16 for grad in grads.held):
+        msg = "Attempting to unscale FP16 gradients."
+        raise ValueError(msg)
+
+
+def _takes_float16(optimizer: Optimizer) -> bool:
+    """Say whether torch's scaler would let the optimizer have float16 gradients: it is fused."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
+        group.get("fused") for group in optimizer.param_groups
+    )
+
+
+def refuse_fsdp1(optimizers: Sequence[Optimizer], group: "ProcessGroup | None") -> None:
+    """Refuse to read the shards of FSDP1 without a process group."""
+    if group is None and any(map(native.is_fsdp1s, native.parameters_of(optimizers))):
+        msg = "FSDP1 has flattened parameters of this optimizer: each rank would clip and skip by "
+        msg += "the norm of its own shard. Give process_group=, or use FSDP2 (fully_shard)"
+        raise ValueError(msg)
+
+
+def _check_shared(optimizers: list[Optimizer]) -> None:
+    """Refuse optimizers of a list that have a parameter in common."""
+    owners: dict[int, int] = {}
+    for place, optimizer in enumerate(optimizers if len(optimizers) > 1 else ()):
+        for index, each in enumerate(native.parameters_of([optimizer])):
+            if (first := owners.setdefault(id(each), place)) != place:
+                shared = f"parameter {index}, of shape {tuple(each.shape)}"
+                msg = f"optimizer[{place}]: {shared}, is also in optimizer[{first}]"
+                raise ValueError(msg)
