@@ -14,10 +14,13 @@ MIXED = {
     "transformer-engine-float16": "transformer-engine-float16",
 }
 ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+ALIASES |= {"None": "32-true", "no": "32-true", "fp16": "16-mixed"}
+ALIASES |= {"torch.float64": "64-true", "torch.float32": "32-true"}
+ALIASES |= {"torch.float16": "16-mixed", "torch.bfloat16": "bf16-mixed"}
 
 
 def compute_effective_precision(
-    requested: str | int,
+    requested: str | int | torch.dtype | None,
     use_amp: bool | None,  # noqa: FBT001 - a fixed signature
     cuda_available: bool | None = None,  # noqa: FBT001
     use_gpu: bool = True,  # noqa: FBT001, FBT002
@@ -40,7 +43,8 @@ def compute_effective_precision(
     Args:
         requested: "64-true", "32-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed",
             "transformer-engine" or "transformer-engine-float16"; or Lightning's old names 64, 32,
-            16 ("16-mixed") and "bf16" ("bf16-mixed"), as numbers or strings.
+            16 ("16-mixed") and "bf16" ("bf16-mixed"), as numbers or strings; Accelerate's "no" and
+            "fp16"; a torch.dtype, as of autocast; or None, Lightning's default: "32-true".
         use_amp: switches mixed precision on or off; None leaves it to `requested`.
         cuda_available: whether there is a GPU; None asks torch, if the result depends on it.
         use_gpu: whether the run would use a GPU.

@@ -23,6 +23,13 @@ TABLE = {
     "16-true": ("16-true", "16-mixed", "32-true"),
     "bf16": ("bf16-mixed", "bf16-mixed", "32-true"),
     "bf16-mixed": ("bf16-mixed", "bf16-mixed", "32-true"),
+    None: ("32-true", "16-mixed", "32-true"),
+    "no": ("32-true", "16-mixed", "32-true"),
+    "fp16": ("16-mixed", "16-mixed", "32-true"),
+    torch.float64: ("64-true", "16-mixed", "64-true"),
+    torch.float32: ("32-true", "16-mixed", "32-true"),
+    torch.float16: ("16-mixed", "16-mixed", "32-true"),
+    torch.bfloat16: ("bf16-mixed", "bf16-mixed", "32-true"),
     "bf16-true": ("bf16-true", "bf16-mixed", "32-true"),
     "transformer-engine": ("transformer-engine", "transformer-engine", "32-true"),
     "transformer-engine-float16": (
@@ -46,11 +53,11 @@ def test_every_combination(monkeypatch, requested):
             assert got == expected, (use_amp, cuda_available, use_gpu, torch_sees_cuda)
 
 
-@pytest.mark.parametrize("requested", ["fp16", "32-mixed", "", 8, 16.5, True, None, ["16"]])
+@pytest.mark.parametrize("requested", ["fp8", "32-mixed", "", 8, 16.5, True, torch.int8, ["16"]])
 @pytest.mark.parametrize("use_amp", [None, True, False])
 def test_unknown_names_are_refused_with_the_list(requested, use_amp):
     with pytest.raises(ValueError, match=r"^requested: expected one of 64-true, ") as error:
         fastamp.compute_effective_precision(requested, use_amp)
-    assert str(error.value).endswith(f", bf16, got {requested!r}")
+    assert str(error.value).endswith(f", torch.bfloat16, got {requested!r}")
     for name in TABLE:
         assert f"{name}, " in str(error.value)
