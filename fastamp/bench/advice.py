@@ -26,7 +26,7 @@ PARTS = (*NAMED, "other", BETWEEN)
 APART = {"eval", "evaluate", "val", "validate", "validation", "test", "checkpoint"}
 LEAST_GAIN = 1.02  # smaller gains are left out
 RACED = "raced on this job"
-NATIVE = {"Adam", "AdamW", "SGD", "Adagrad"}  # torch's optimizers that fastamp updates itself
+NATIVE = {"Adam", "AdamW", "SGD"}  # torch's optimizers that fastamp updates itself
 VANISHES = Interval(value=math.nan, low=1.0, high=math.inf)  # how many times as fast a part gets
 
 
