@@ -1,9 +1,9 @@
-"""A job in Accelerate, Fabric, Lightning, the Hugging Face Trainer, and with other loaders.
+"""A job in Accelerate, Fabric, Lightning and the Hugging Face Trainer.
 
-`python benchmarks/frameworks.py lightning spdl --task mlp`: ms a step of torch's good loop, of each
-alone, and of a framework with fastamp's loader and step. They have one optimizer, precision, order
-of samples and number of workers, and their first losses are compared. A visit is an epoch, with all
-that the framework does around it.
+`python benchmarks/frameworks.py lightning --task mlp`: ms a step of torch's good loop, of each
+framework alone, and of each with fastamp's loader and step. They have one optimizer, precision,
+order of samples and number of workers, and their first losses are compared. A visit is an epoch,
+with all that the framework does around it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from in_frameworks import FRAMEWORKS
-from peer_loaders import LOADERS
 
 from fastamp.bench.environment import DTYPES
 from fastamp.bench.feeds import find_data
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from fastamp.bench.tasks import Training
 
 PLAN = Plan(warmup=2, build_s=3.0, limit_s=45.0)
-PEERS = [*FRAMEWORKS, *LOADERS]
 PACKAGES = {"fabric": "lightning"}  # where they are not named as the peer
 COLUMNS = ["loop", "torch ms", "alone ms", "over torch [95 %]"]
 COLUMNS += ["with fastamp ms", "over alone [95 %]"]
@@ -67,15 +65,13 @@ def begin(
     epoch: Callable[[], object] = loop.visit
     if name in FRAMEWORKS:
         epoch = FRAMEWORKS[name](loop, closing, ours=bool(ours), **workers)
-    elif name in LOADERS:
-        epoch = LOADERS[name](loop, closing, **workers)
     epoch()
     return epoch, [float(loss) for loss in loop.losses[:AGREE_STEPS]]
 
 
 def race(name: str, training: Training, args: argparse.Namespace) -> dict[str, str]:
-    """Race torch's loop, a peer alone, and a framework with fastamp; return a row."""
-    named = ["torch", name, *([f"{name} with fastamp"] if name in FRAMEWORKS else [])]
+    """Race torch's loop, a framework alone, and the same with fastamp; return a row."""
+    named = ["torch", name, f"{name} with fastamp"]
     is_same = find_data(training).is_repeatable()
     with ExitStack() as last:
 
@@ -91,9 +87,7 @@ def race(name: str, training: Training, args: argparse.Namespace) -> dict[str, s
         found = run_race(make, plan, device=args.device, seed=args.seed)
     times = [show(1e3 * found.quartiles_s(arm)[1] / args.steps, ".3f") for arm in named]
     row = dict(zip(COLUMNS, [name, *times[:2], found.ratio(name).text(".2f", "x")], strict=False))
-    if name in FRAMEWORKS:
-        row |= {COLUMNS[4]: times[2], COLUMNS[5]: found.ratio(named[2], name).text(".2f", "x")}
-    return row
+    return row | {COLUMNS[4]: times[2], COLUMNS[5]: found.ratio(named[2], name).text(".2f", "x")}
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Training]:
@@ -101,7 +95,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Training]:
     here = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("names", nargs="*", metavar="NAME", help=f"of {', '.join(PEERS)} (default: all)")
+    add("names", nargs="*", metavar="NAME", help=f"of {', '.join(FRAMEWORKS)} (default: all)")
     add("--task", default="mlp", help=f"a job of `bench jobs`, or FILE.py:make {DEFAULT}")
     add("--device", choices=("cpu", "cuda"), default=here, help=DEFAULT)
     precision = "fp16" if here == "cuda" else "fp32"
@@ -111,8 +105,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Training]:
     add("--rounds", type=number(int, 8), default=PLAN.rounds, help="at most")
     add("--seed", type=number(int, 0), default=0)
     args = parser.parse_args(argv)
-    if unknown := {*args.names} - {*PEERS}:
-        parser.error(f"{', '.join(unknown)}: none of {', '.join(PEERS)}")
+    if unknown := {*args.names} - {*FRAMEWORKS}:
+        parser.error(f"{', '.join(unknown)}: none of {', '.join(FRAMEWORKS)}")
     try:
         training = make_training(find_make(args.task), args.device, args.seed)
     except argparse.ArgumentError as error:
@@ -125,10 +119,10 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Training]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print a row for each peer that is installed."""
+    """Print a row for each framework that is installed."""
     args, training = parse(argv)
     rows = []
-    for name in args.names or PEERS:
+    for name in args.names or FRAMEWORKS:
         if importlib.util.find_spec(PACKAGES.get(name, name)) is None:
             rows.append({"loop": name, "alone ms": "not installed"})
         else:
