@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import replace
 
 import pytest
 import torch
-from support.bench_pages import COMMANDS, RUNS, make_results
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import fastamp
-from fastamp.bench import environment, main_job
-from fastamp.bench.__main__ import main
+from fastamp.bench import environment
 from fastamp.bench.advice import VANISHES, Profile, advise, read_profile
 from fastamp.bench.facts import Facts, describe
 from fastamp.bench.race import Interval
@@ -230,23 +226,3 @@ def test_arrays_are_advised_before_workers_where_they_can_be_made(make):
         assert ("worker='thread'" in said) == isinstance(dataset, Rows)  # threads refuse streams
     for dataset in (TensorDataset(torch.ones(8, 2)), Subset(Rows().x, [3, 1]), torch.ones(8, 2)):
         assert "workers" not in say(dataset)
-
-
-def test_a_gain_leaves_the_time_for_data_as_it_is(tmp_path, monkeypatch, capsys):
-    """A race's batches are drawn off the clock, and a step of the user's program waits for them."""
-    figures = RUNS["gain"]._replace(times_ms=(412.0, 231.0, 100.0))
-    found = make_results(figures)
-    profile = replace(found.profiles["amp"], parts=exact(data=0.3, forward=0.02, step=0.08))
-    found = replace(found, profiles={"amp": profile})
-    monkeypatch.setattr(main_job, "train_arms", lambda *_, **__: found)
-    (tmp_path / "text").write_bytes(bytes(range(200)) * 50)
-    words = [*COMMANDS["amp"].split(), "--data", str(tmp_path / "text")]
-    assert main([*words, "--json", str(tmp_path / "found.json")]) == 0
-    assert "without the wait for data" in capsys.readouterr().out
-    saved = json.loads((tmp_path / "found.json").read_text())
-    gains = {each["part"]: each["gain"] for each in saved["details"]["advice"]}
-    raced = found.race.ratio("amp+fastamp", "amp").value
-    assert raced > 2
-    assert gains["step"]["value"] == pytest.approx(0.4 / (0.3 + 0.1 / raced))
-    assert gains["step"]["high"] < 0.4 / 0.3
-    assert next(iter(gains)) == "loader"  # the largest

@@ -66,18 +66,18 @@ def test_a_job_is_trained_in_other_peoples_loops(name, module, script, monkeypat
         return loaders[-1]
 
     monkeypatch.setattr(in_frameworks, "_make_loader", keep)
-    words = [name, "--task", "tabular", "--device", "cpu", "--steps", "2"]
+    words = [name, "--task", "mlp", "--device", "cpu", "--steps", "2"]
     script("frameworks").main([*words, *QUICK])
     assert read_table(capsys.readouterr().out) == [name]
     are_ours = [isinstance(loader, fastamp.DataLoader) for loader in loaders]
-    assert are_ours == [False, True]
+    assert are_ours == [False, False, True]  # torch's loop, the framework, and with fastamp
 
 
 def test_a_loop_or_a_job_that_is_not_known_is_refused(script, monkeypatch, capsys):
     frameworks = script("frameworks")
     for words, said in (
         (["keras"], "keras: none of accelerate, fabric, lightning"),
-        (["--task", "mlps"], "'mlps' is none of gpt, mlp"),
+        (["--task", "mlps"], "'mlps' is none of gpt, small-gpt"),
     ):
         with pytest.raises(SystemExit) as ended:
             frameworks.main(words)
