@@ -263,8 +263,7 @@ class Timer:
         """Write `summary()` to a file, in seconds, for `python -m fastamp.bench doctor --timer`.
 
         It also has the time since the first region, or since `reset()`: call it right after the
-        loop. The file is written whole or stays as it was. That command says what would help, with
-        more certainty if `fastamp.bench.facts.save` has written the file.
+        loop. The file is written whole or stays as it was. That command says where the time goes.
 
         Raises:
             OSError: the file cannot be written.
