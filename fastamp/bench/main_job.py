@@ -180,5 +180,7 @@ def _notes(args: argparse.Namespace, found: Results, peaks: Peaks) -> list[str]:
         each = ", ".join(f"{a} {n / 2**20:.0f}" for a, n in peaks.items() if n is not None)
         notes.append(f"MiB, {MEMORY_KINDS[args.device]}: {each}")
     notes += [f"{arm}: n/a; {why}" for arm, why in found.left_out.items()]
-    arm = name_of(find_fastest(found))
-    return [*notes, show_shares(arm, found.shares[arm])]
+    if not args.targets:  # whose verdicts stand there
+        arm = name_of(find_fastest(found))
+        notes.append(show_shares(arm, found.shares[arm]))
+    return notes

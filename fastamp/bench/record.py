@@ -283,6 +283,11 @@ def check_kinds(content: dict[str, Any], kinds: Mapping[str, type]) -> None:
             raise TypeError(msg)
 
 
+def is_judged(measurement: dict[str, Any]) -> bool:
+    """Say whether a figure of a record is held to a target, and not only said to be faster."""
+    return measurement["verdict"] not in {"", *SAID}
+
+
 def render(record: dict[str, Any]) -> str:
     """Return the sentence, the table, the environment, the notes, and one line per target."""
     rows = [list(record["table"][0]), *(list(row.values()) for row in record["table"])]
@@ -291,7 +296,7 @@ def render(record: dict[str, Any]) -> str:
         f"torch {env['torch']}, {env['device']} ({env['device_name']}), {env['threads']} threads, "
         f"fastamp {env['fastamp']} (backends {' '.join(env['backends'])})"
     )
-    judged = (each["text"] for each in record["measurements"] if each["reason"])
+    judged = (each["text"] for each in record["measurements"] if is_judged(each))
     first = [record["noise"], *record["failures"], record["sentence"]]
     first = [line for text in first if text for line in wrap(text, WIDTH)]
     closing = [*judged, *record["closing"]]

@@ -54,7 +54,7 @@ def measure_added(found: Results, name: str, ours: str, torch_arm: str) -> Measu
     most = math.inf if found.workers else limit(found.shares.get(torch_arm, {}), *parts)
     if ratio.value <= most or not found.shares.get(torch_arm):
         return measure(name, ratio, ours, torch_arm)
-    why = f"noise beyond the {most:.2f}x of what fastamp replaces"
+    why = f"noise: at most {most:.2f}x can be gained"
     about: dict[str, Any] = {"arm": ours, "base": torch_arm, "unit": "x", "reason": why}
     return Measurement(name=name, interval=ratio, verdict=UNTOLD, **about)
 
@@ -166,20 +166,20 @@ def make_rows(found: Results) -> list[dict[str, str]]:
     for each in find_precisions(found):
         pair = [name_of(each), name_of(each, is_ours=True)]
         over = race.ratio(pair[1], pair[0]).text(".2f", "x")
-        rows.append(_row(found, each, pair, over, race.ratio(pair[1]).text(".2f", "x")))
+        rows.append(_row(found, each, pair, over))
     for arm in (arm for arm in found.arms if arm.is_own):
         over = race.ratio(arm.name, _base_of(found, arm)).text(".2f", "x")
-        whole = race.ratio(arm.name).text(".2f", "x")
-        rows.append(_row(found, arm.name, [arm.name], over, whole))
+        rows.append(_row(found, arm.name, [arm.name], over))
     return rows
 
 
-def _row(found: Results, name: str, arms: list[str], over: str, whole: str) -> dict[str, str]:
+def _row(found: Results, name: str, arms: list[str], over: str) -> dict[str, str]:
     times = [show(1e3 * found.race.quartiles_s(arm)[1], ".4g") for arm in arms]
     losses = ", ".join(show(last_loss(found, arm), ".4g") for arm in arms)
     scores = [found.scores[arm][0].accuracy for arm in arms if found.scores[arm]]
     row = {"": name, "torch ms": times[0], "fastamp ms": times[1] if times[1:] else ""}
-    row |= {"over torch [95 %]": over, "over torch fp32": whole, "loss": losses}
+    whole = show(found.race.ratio(arms[-1]).value, ".2f")
+    row |= {"over torch [95 %]": over, "over torch fp32": f"{whole}x", "loss": losses}
     if any(map(math.isfinite, scores)):
         row["accuracy"] = ", ".join(show(score, ".3f") for score in scores)
     return row

@@ -62,12 +62,13 @@ import multiprocessing, runpy, warnings
 warnings.simplefilter("error")
 # torch 2.6 leaves a folder of torch.distributed's to the end
 warnings.filterwarnings("ignore", "Implicitly cleaning up", ResourceWarning)
-from fastamp.bench import apart, environment, measure, where
+from fastamp.bench import apart, cores, environment, measure, where
 from fastamp.bench.gpt import Shape
 from fastamp.bench.jobs import language
 from fastamp.bench.race import Plan
 where.BLOCKS = 3
 environment.cpu_features = lambda: {"amx_bf16"}
+cores._read = dict  # a busy machine has another first line
 measure.PLAN = Plan(build_s=0.01, builds=(3,))
 language.MAIN_SHAPES["cpu"] = Shape(layers=1, heads=2, width=32, block_size=16)
 # A fork has torch, which takes seconds to import; a test below starts a fresh process.
@@ -100,9 +101,8 @@ def test_first_comes_what_runs_then_at_most_twelve_lines_of_100_columns(finished
     said = "gpt: torch and fastamp in fp32 and bf16; 3 to 3 builds in fresh processes, 0 to inf s"
     assert first == f"{said} of training"
     assert len(lines) <= 12
-    if not found["noise"]:
-        assert " ".join(lines).startswith(found["sentence"])
-        assert max(map(len, lines)) <= 100
+    assert " ".join(lines).startswith(found["sentence"])
+    assert max(map(len, lines)) <= 100
     assert done.stderr == ""
     assert "\r" not in done.stdout
 
@@ -291,7 +291,7 @@ def test_a_gain_beyond_the_share_of_what_fastamp_replaces_is_called_noise():
     found = make_results(speedups=[2.0] * 6, added=1.74)
     [gain] = [each for each in targets.measure_gains(found) if each.name == "fastamp/bf16"]
     assert gain.verdict == "cannot tell"
-    assert gain.reason == "noise beyond the 1.22x of what fastamp replaces"
+    assert gain.reason == "noise: at most 1.22x can be gained"
     assert f"cannot be told (1.74x is {gain.reason}) in bf16" in say(found)
     workers = replace(found, workers=2)  # they slow the model down: no limit is known
     [gain] = [each for each in targets.measure_gains(workers) if each.name == "fastamp/bf16"]

@@ -42,8 +42,8 @@ def make_gpt(device: str, seed: int) -> tuple[Any, ...]:
     batch_size = MAIN_BATCH
     if device == "cuda":
         gib = torch.cuda.get_device_properties(0).total_memory / 2**30
-        # About 0.6 GiB a window in FP32, beside the arms themselves.
-        batch_size = next((size for size in (32, 16, 8, 4, 2) if size <= gib), 1)
+        # About 0.6 GiB a window in FP32, beside six arms of 2 GiB.
+        batch_size = next((size for size in (32, 16, 8, 4, 2) if size <= gib - 12), 1)
     return make_model(seed, MAIN_SHAPES[device], batch_size)
 
 
