@@ -27,14 +27,6 @@ class Made(NamedTuple):
     """Processor time of a thread worker."""
 
 
-class Parts(NamedTuple):
-    """In place of a batch: what it is built of, once that is on its device."""
-
-    tensors: Any
-    keys: torch.Tensor | None
-    """Of the samples, if their random numbers are drawn then."""
-
-
 class Failed(NamedTuple):
     """In place of a batch: the error that is raised where the batch would be taken."""
 
@@ -42,11 +34,11 @@ class Failed(NamedTuple):
     """An exception, or torch's wrapper of one from a worker process."""
 
 
-Make = Callable[[Any, Order, int], Made]
+Make = Callable[..., Made | Failed]
 """Makes the batch of some rows, with the keys of its samples and the number of the first one."""
 
 
-def attempt(make: Callable[..., Made], job: tuple[Any, ...]) -> Made | Failed:
+def attempt(make: Make, job: tuple[Any, ...]) -> Made | Failed:
     """Make a batch; return its error if it has one."""
     try:
         return make(*job)

@@ -11,10 +11,10 @@ from torch.utils.data import IterableDataset, Sampler, SequentialSampler
 from fastamp._ops import untraced
 from fastamp.data.checks import as_integer, check_generator, check_shardable, check_worker
 from fastamp.data.datasets import by_name
+from fastamp.data.making import Options, begin_pass, describe, find_source, no_pass
 from fastamp.data.order import SeededSampler, Share, find_samplers, find_share
-from fastamp.data.passes import LoaderPass, Options, begin_pass, describe, find_source, no_pass
+from fastamp.data.passes import LoaderPass, LoaderStats
 from fastamp.data.position import VERSION, Position, decode, encode, find_save
-from fastamp.data.stats import LoaderStats
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -165,14 +165,12 @@ class DataLoader(TorchDataLoader[T_co]):
         """Begin a pass. Subclasses override it to wrap the pass, as those of torch's loader."""
         return begin_pass(self, self._fastamp.device)
 
-    def _begin_for(self, device: torch.device | None, *, thread: bool) -> LoaderPass | None:
-        """Begin a pass for `prefetch`; None where that asks for the state after each batch."""
+    def _begin_on(self, device: torch.device | None) -> LoaderPass | None:
+        """Begin a pass for `prefetch`; None if a subclass begins passes in its own way."""
         own = type(self)
         if own.__iter__ is not DataLoader.__iter__ or own._get_iterator is not _GET_ITERATOR:
             return None
-        if thread and hasattr(self.dataset, "state_dict"):
-            return None
-        return begin_pass(self, self._fastamp.device if device is None else device, thread=thread)
+        return begin_pass(self, self._fastamp.device if device is None else device)
 
     def __len__(self) -> int:
         return self._count_batches(0)

@@ -21,7 +21,6 @@ from torch.utils.data import Dataset
 from torch.utils.data import get_worker_info as torch_worker_info
 
 from fastamp.data.items import Failed, Items, Made, Make, Stream, attempt
-from fastamp.data.order import Job
 from fastamp.data.sample_rng import Order, current, generators_kept
 
 T = TypeVar("T")
@@ -72,7 +71,7 @@ def get_worker_info() -> Any:
     return torch_worker_info() if _own.info is None else _own.info
 
 
-def here(make: Make, jobs: Iterator[Job]) -> Iterator[Made | Failed]:
+def here(make: Make, jobs: Iterator[Any]) -> Iterator[Made | Failed]:
     """Make each batch when it is asked for."""
     for job in jobs:
         yield attempt(make, job)
@@ -81,7 +80,7 @@ def here(make: Make, jobs: Iterator[Job]) -> Iterator[Made | Failed]:
 def in_threads(
     pool: ThreadPoolExecutor,
     make: Make,
-    jobs: Iterator[Job],
+    jobs: Iterator[Any],
     *,
     ahead: int,
     timeout_s: float = 0.0,
@@ -99,7 +98,7 @@ def in_threads(
 def _in_threads(
     pool: ThreadPoolExecutor,
     make: Make,
-    jobs: Iterator[Job],
+    jobs: Iterator[Any],
     ahead: int,
     timeout_s: float,
     persists: bool,  # noqa: FBT001 - see in_threads
@@ -124,7 +123,7 @@ def _in_threads(
             except Late:
                 msg = f"DataLoader timed out after {timeout_s} seconds"  # as torch's
                 raise RuntimeError(msg) from None
-            if _is_end(box[0]):
+            if is_end(box[0]):
                 return
             del under_way[0]
             submit(1)
@@ -145,7 +144,7 @@ def in_box(function: Callable[..., T], *arguments: Any) -> list[T]:
     return [function(*arguments)]
 
 
-def _is_end(made: Made | Failed) -> bool:
+def is_end(made: Made | Failed) -> bool:
     """Say whether a runner that a thread runs has no more batches."""
     return type(made) is Failed and isinstance(made.error, StopIteration)
 

@@ -24,7 +24,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import fastamp
-from fastamp.data import passes, sources
+from fastamp.data import making, sources
 from fastamp.data.structure import map_tensors
 
 X, Y = torch.arange(120.0).reshape(40, 3), torch.arange(40)
@@ -36,15 +36,15 @@ class Slow(Squares):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("thread", [False, True])
-def test_behind_prefetch_stats_count_what_the_loop_waits_for_and_gets(thread):
-    loader = fastamp.DataLoader(Slow(40), 4)
-    for number, _ in enumerate(fastamp.prefetch(loader, thread=thread), 1):
+@pytest.mark.parametrize("threads", [0, 1])
+def test_behind_prefetch_stats_count_what_the_loop_waits_for_and_gets(threads):
+    loader = fastamp.DataLoader(Slow(40), 4, num_workers=threads, worker="thread")
+    for number, _ in enumerate(fastamp.prefetch(loader), 1):
         assert loader.stats().batches == number
         time.sleep(0.02)
         if number == 5:
             break
-    assert (loader.stats().wait_share < 0.25) == thread
+    assert (loader.stats().wait_share < 0.25) == bool(threads)
 
 
 class Resumable:
@@ -253,7 +253,7 @@ def test_a_program_that_replaces_torchs_next_is_heard(dataset, monkeypatch):
 
     expected = [*fastamp.DataLoader(dataset, 8, shuffle=True, seed=1)]
     monkeypatch.setattr(_BaseDataLoaderIter, "__next__", replaced)
-    assert passes.is_replaced()
+    assert making.is_replaced()
     loader = fastamp.DataLoader(dataset, 8, shuffle=True, seed=1)
     assert_same([*loader], expected)
     assert taken == [dataset] * 5

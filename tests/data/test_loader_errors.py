@@ -291,7 +291,7 @@ forked = {
         None,
     ),
     "prefetched": (
-        lambda: fastamp.prefetch(fastamp.DataLoader(X, 10), thread=True),
+        lambda: fastamp.prefetch(X.split(10), thread=True),
         "call iter() in the child",
     ),
 }

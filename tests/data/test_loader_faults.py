@@ -36,7 +36,7 @@ def test_a_subclass_of_tensor_stays_what_it_is_on_a_device(device):
 def test_a_subclass_of_tensor_is_moved_by_its_own_method_to_cuda():
     model = Model(0)
     with model.installed(importlib.import_module("fastamp.data.copies")):
-        copies = CudaCopies(torch.device("cuda", 0), keeps=False)
+        copies = CudaCopies(torch.device("cuda", 0))
         box, plain = torch.ones(3).as_subclass(Box), torch.ones(3)
         _, copied = copies.start([box, plain])
         assert [type(tensor) for tensor in copied.others] == [Box]

@@ -125,6 +125,11 @@ def test_the_producers_own_exception_is_raised_in_its_place(thread):
     assert ends(lambda: not threads())
 
 
+def test_a_thread_for_a_loader_is_refused():
+    with pytest.raises(ValueError, match=r"thread: expected False for a fastamp\.DataLoader"):
+        fastamp.prefetch(fastamp.DataLoader(torch.ones(3)), thread=True)
+
+
 def test_an_iterable_that_cannot_be_iterated_fails_at_once():
     with pytest.raises(TypeError, match="not iterable"):
         iter(fastamp.prefetch(3))
@@ -141,7 +146,7 @@ def counted(ended):
         while True:
             yield torch.zeros(3)
     finally:
-        ended.append(threading.current_thread().name)
+        ended.append(True)
 
 
 def break_off(iterator, ended):
@@ -154,19 +159,11 @@ def drop(iterator, ended):
     next(iterator)
 
 
-def close(iterator, ended):
-    next(iterator)
-    iterator.close()
-    assert ended == ["fastamp_0"]
-    iterator.close()  # once more does no harm
-    assert next(iterator, None) is None
-
-
 def never_begin(iterator, ended):
     ends(threads)
 
 
-@pytest.mark.parametrize("consume", [break_off, drop, close, never_begin])
+@pytest.mark.parametrize("consume", [break_off, drop, never_begin])
 def test_the_thread_ends_with_its_pass(consume):
     ended = []
     iterator = iter(fastamp.prefetch(counted(ended), thread=True))
@@ -174,7 +171,7 @@ def test_the_thread_ends_with_its_pass(consume):
     consume(iterator, ended)
     del iterator
     assert ends(lambda: not threads())
-    assert ended == ["fastamp_0"]  # the generator is closed in the thread that ran it
+    assert len(ended) == 1  # the generator, too
 
 
 def test_a_pass_that_is_dropped_while_an_error_is_handled_ends_its_thread():

@@ -19,7 +19,7 @@ from support.thread_workers import fail
 from torch.utils.data import RandomSampler, TensorDataset
 
 import fastamp
-from fastamp.data.passes import Making
+from fastamp.data.making import Making
 
 X = make_array(torch.float32, 40, 3)
 
