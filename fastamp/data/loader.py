@@ -67,7 +67,8 @@ class DataLoader(TorchDataLoader[T_co]):
     Raises:
         ValueError: as torch's; `max_bytes` is not positive; the arrays of a dict differ in length;
             a sharded loader has a sampler of the user's; only one of `rank` and `world_size` is
-            given, or `rank` is too large; `in_order` is False with threads.
+            given, or `rank` is too large; threads are given `timeout`, `persistent_workers`,
+            `multiprocessing_context`, or `in_order=False`, which are of processes.
         TypeError: a sharded loader, or one of threads, has an iterable dataset.
         RuntimeError: `shard` is set and a launcher has set WORLD_SIZE, but torch.distributed is not
             initialized.
@@ -114,7 +115,13 @@ class DataLoader(TorchDataLoader[T_co]):
         seed = as_integer("seed", seed, least=0)
         rank = as_integer("rank", rank, least=0)
         world_size = as_integer("world_size", world_size, least=1)
-        worker = check_worker(worker, dataset, multiprocessing_context, in_order=in_order)
+        processes_only = {
+            "multiprocessing_context": (multiprocessing_context, None),
+            "in_order": (in_order, True),
+            "timeout": (timeout, 0),
+            "persistent_workers": (persistent_workers, False),
+        }
+        worker = check_worker(worker, dataset, processes_only)
         check_generator(generator)
         if device is not None:
             torch.device(device)
@@ -271,7 +278,7 @@ class DataLoader(TorchDataLoader[T_co]):
             position.generator = None
         own.begin_at(position, self.sampler)
         own.find_pass = no_pass
-        own.inner = own.pool = own.base_seed = None  # workers have moved on
+        own.inner = own.base_seed = None  # workers have moved on
 
     def stats(self) -> LoaderStats:
         """Return counts and times since the loader was made; `str` of them is the verdict."""

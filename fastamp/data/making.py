@@ -1,6 +1,5 @@
 """Who makes the batches of a pass over a loader, and out of what."""
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -75,8 +74,6 @@ class Options:
     """Of the workers, once a pass has begun."""
     inner: Any = None
     """torch's loader whose workers persist, and what stands in the dataset's place."""
-    pool: tuple[int, ThreadPoolExecutor] | None = None
-    """The process and its threads that persist."""
 
     def begin_at(self, position: Position, sampler: Any) -> None:
         """Let the next pass begin at this position."""
@@ -220,7 +217,6 @@ class Making:
 
     def _in_threads(self) -> Iterator[Made | Failed]:
         loader, own, count = self.loader, self.own, self.loader.num_workers
-        persists, known = loader.persistent_workers, own.pool
         jobs = self._jobs()
 
         def begin(number: int) -> None:
@@ -228,14 +224,9 @@ class Making:
             info = WorkerInfo(number, count, (own.base_seed or 0) + number, dataset)
             become_worker(info, self._items(dataset), loader.worker_init_fn)
 
-        is_here = known is not None and known[0] == os.getpid()
-        pool = known[1] if known is not None and is_here else start_threads(count, begin)
-        own.pool = (os.getpid(), pool) if persists else None
         make = partial(make_in_worker, torch.is_grad_enabled())
         ahead = loader.prefetch_factor * count
-        return in_threads(
-            pool, make, jobs, ahead=ahead, timeout_s=loader.timeout, persists=persists
-        )
+        return in_threads(start_threads(count, begin), make, jobs, ahead=ahead)
 
     def _in_processes(self) -> Iterator[Made | Failed]:
         """Return the batches of torch's iterator over a map-style dataset."""

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -83,14 +82,12 @@ def in_threads(
     jobs: Iterator[Any],
     *,
     ahead: int,
-    timeout_s: float = 0.0,
-    persists: bool = False,
 ) -> Iterator[Made | Failed]:
     """Let a pool make batches, in order, so many ahead of the loop; it ends with the pass.
 
     The first ones are under way when this returns.
     """
-    made = _in_threads(pool, make, jobs, ahead, timeout_s, persists)
+    made = _in_threads(pool, make, jobs, ahead)
     next(made)
     return made  # type: ignore[return-value]
 
@@ -100,8 +97,6 @@ def _in_threads(
     make: Make,
     jobs: Iterator[Any],
     ahead: int,
-    timeout_s: float,
-    persists: bool,  # noqa: FBT001 - see in_threads
 ) -> Iterator[Made | Failed | None]:
     """Yield None once the first batches are under way, and then the batches."""
     owner_pid = os.getpid()
@@ -118,20 +113,15 @@ def _in_threads(
             if owner_pid != os.getpid():
                 msg = "this iterator was made before the process forked: call iter() in the child"
                 raise RuntimeError(msg)
-            try:
-                box = under_way[0].result(timeout_s or None)
-            except Late:
-                msg = f"DataLoader timed out after {timeout_s} seconds"  # as torch's
-                raise RuntimeError(msg) from None
+            box = under_way.popleft().result()
             if is_end(box[0]):
                 return
-            del under_way[0]
             submit(1)
             yield box.pop()
     finally:
         for future in under_way:
             future.cancel()
-        if not persists and owner_pid == os.getpid():
+        if owner_pid == os.getpid():
             pool.shutdown()
 
 
@@ -181,15 +171,8 @@ def become_worker(
     torch.get_num_threads()  # torch sets OpenMP up for this thread now
     with contextlib.suppress(AttributeError, OSError):  # where torch computes without OpenMP
         ctypes.CDLL(None).omp_set_num_threads(1)  # for this thread alone
-    if worker_init_fn is None:
-        return
-    try:
+    if worker_init_fn is not None:
         worker_init_fn(info.id)
-    except AttributeError as error:
-        if "NoneType" not in str(error):
-            raise
-        msg = f"worker_init_fn: {error}; in a thread torch's get_worker_info() is None: "
-        raise AttributeError(msg + "call fastamp.get_worker_info(), which knows both") from error
 
 
 def make_in_worker(grad: bool, rows: Any, order: Order, number: int) -> Made:  # noqa: FBT001
