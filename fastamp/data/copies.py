@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastamp._ops import apart_from_captures, untraced
-from fastamp.data.items import Failed, Made, attempt
+from fastamp.data.items import Failed, Made, attempt, change
 from fastamp.data.passes import LoaderPass, LoaderStats
 from fastamp.data.position import Position, find_save
 from fastamp.data.runners import here, in_threads, is_end
@@ -35,17 +35,16 @@ class Moves:
     def settle(self) -> None:
         """Wait for nothing: a move has ended when it returns."""
 
-    def start(self, batch: Any) -> tuple[Any, None]:
+    def start(self, batch: Any) -> Any:
         """Return a batch on the device."""
         device = self._device
         if device is None:
-            return batch, None
-        return map_tensors(lambda t: t.to(device), batch, movable=True), None
+            return batch
+        return map_tensors(lambda t: t.to(device), batch, movable=True)
 
-    def deliver(self, batch: Any, copied: None) -> Any:
+    def deliver(self, begun: Any) -> Any:
         """Return a batch as it is."""
-        del copied
-        return batch
+        return begun
 
 
 def make_copies(device: torch.device | None) -> "CudaCopies | Moves":
@@ -82,12 +81,12 @@ class CudaCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._reading: torch.cuda.Event | None = None  # ends copies out of the source's memory
         self._device, self.on_device = device, partial(torch.cuda.device, device)
         self._taken: deque[torch.cuda.Event] = deque()  # of the last batches
         if device not in _sides:
             _sides[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._side = _sides[device]
-        self._reading: torch.cuda.Event | None = None  # ends copies out of the source's memory
 
     @contextmanager
     def thread(self) -> Iterator[None]:
@@ -143,8 +142,9 @@ class CudaCopies:
         self._taken.append(taken)
         return moved, copied
 
-    def deliver(self, batch: Any, copied: _Copied) -> Any:
+    def deliver(self, begun: tuple[Any, _Copied]) -> Any:
         """Let the current stream wait for the copy; keep the batch's memory until it is done."""
+        batch, copied = begun
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(copied.done)
         copied.taken.record(stream)
@@ -159,21 +159,8 @@ def begin_copy(copies: "CudaCopies | Moves", batches: Iterator[Made | Failed]) -
     """Take the next batch, and begin its copy."""
     copies.settle()
     made = next(batches)
-    return made if isinstance(made, Failed) else attempt(_start, (copies, made))
-
-
-def _start(copies: "CudaCopies | Moves", made: Made) -> Made:
     with copies.on_device():
-        return made._replace(batch=copies.start(made.batch))
-
-
-def deliver(copies: "CudaCopies | Moves", made: Made | Failed) -> Made | Failed:
-    """Return a batch whose copy has begun, for the current stream."""
-    return made if isinstance(made, Failed) else attempt(_deliver, (copies, made))
-
-
-def _deliver(copies: "CudaCopies | Moves", made: Made) -> Made:
-    return made._replace(batch=copies.deliver(*made.batch))
+        return change(copies.start, made)
 
 
 def copy_all(batches: Iterator[Made | Failed], device: torch.device) -> Iterator[Made | Failed]:
@@ -182,7 +169,7 @@ def copy_all(batches: Iterator[Made | Failed], device: torch.device) -> Iterator
     The consumer's stream waits for the copy, the consumer does not.
     """
     copies = make_copies(device)
-    return map(partial(deliver, copies), iter(partial(begin_copy, copies, batches), None))
+    return map(partial(change, copies.deliver), iter(partial(begin_copy, copies, batches), None))
 
 
 def one_ahead(take: Callable[[], Made | Failed]) -> Iterator[Made | Failed]:
@@ -262,20 +249,19 @@ class Prefetcher(Iterable[T], Generic[T]):
         if self._thread:
             take = partial(_take_in_thread, take, copies, save, torch.is_grad_enabled())
             pool = ThreadPoolExecutor(1, "fastamp")
-            taken = map(self._note_state, in_threads(pool, take, repeat(()), ahead=1))
+            ahead = in_threads(pool, take, repeat(()), ahead=1)
+            taken = map(partial(change, self._note_state), ahead)
         else:
             taken = one_ahead(take) if save is None else here(take, repeat(()))
-        batches = map(partial(deliver, copies), taken)
+        batches = map(partial(change, copies.deliver), taken)
         begun = LoaderPass(batches, Position(), LoaderStats(), self.__len__, deque())
         self._find_pass = ref(begun)
         return begun
 
-    def _note_state(self, made: Made | Failed) -> Made | Failed:
+    def _note_state(self, taken: Any) -> Any:
         """Note the state with which a batch comes out of the thread."""
-        if isinstance(made, Failed):
-            return made
-        begun, self._state = made.batch
-        return made._replace(batch=begun)
+        begun, self._state = taken
+        return begun
 
     def __len__(self) -> int:
         if not isinstance(self._iterable, Sized):
@@ -308,7 +294,4 @@ def _take_in_thread(
     """Take a batch in a thread of its own, with the iterable's state after it."""
     torch.set_grad_enabled(grad)
     with copies.thread():
-        made = take()
-        return (
-            made if isinstance(made, Failed) else made._replace(batch=(made.batch, save and save()))
-        )
+        return change(lambda begun: (begun, save and save()), take())

@@ -46,6 +46,16 @@ def attempt(make: Make, job: tuple[Any, ...]) -> Made | Failed:
         return Failed(error)
 
 
+def change(function: Callable[[Any], Any], made: Made | Failed) -> Made | Failed:
+    """Return a batch as a function returns it, or its error; an error stays what it is."""
+    if isinstance(made, Failed):
+        return made
+    try:
+        return made._replace(batch=function(made.batch))
+    except Exception as error:  # noqa: BLE001 - raised where the batch would be taken
+        return Failed(error)
+
+
 def find_together(dataset: Any) -> Callable[[list[Any]], Any] | None:
     """Return a dataset's `__getitems__`; not a Subset's that only calls `__getitem__` in a loop."""
     inner = dataset
@@ -54,13 +64,10 @@ def find_together(dataset: Any) -> Callable[[list[Any]], Any] | None:
     return getattr(inner, "__getitems__", None) and dataset.__getitems__
 
 
-def note_index(
-    error: BaseException, index: Any, reader: str = "fastamp.DataLoader"
-) -> BaseException:
+def _note_index(error: Exception, index: Any) -> None:
     """Add to an error which item has raised it."""
-    if isinstance(error, Exception) and hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(f"{reader}: raised by dataset[{index}]")
-    return error
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(f"fastamp.DataLoader: raised by dataset[{index}]")
 
 
 class Items:
@@ -92,7 +99,7 @@ class Items:
             end_s = time.perf_counter()
         except Exception as error:
             if index is not None:
-                note_index(error, index if self._together is None else as_list(rows))
+                _note_index(error, index if self._together is None else as_list(rows))
             raise
         finally:
             current.sample = before

@@ -234,7 +234,7 @@ class DataLoader(TorchDataLoader[T_co]):
         check_state(self)
         own, begun = self._fastamp, self._fastamp.find_pass()
         in_pass = begun is not None and not begun.ended
-        position = begun.position.copy() if begun is not None and in_pass else own.next.copy()
+        position = replace(begun.position if begun is not None and in_pass else own.next)
         has_state = find_save(self.dataset) is not None
         if begun is not None and begun.interrupted and has_state:
             msg = "the pass was interrupted while the dataset was read: its position is unknown"
@@ -292,7 +292,7 @@ class DataLoader(TorchDataLoader[T_co]):
         """Leave out statistics, memory and workers, which a copy begins anew."""
         own = self._fastamp
         clone = Options(own.device, own.seed, own.share, own.worker, own.max_bytes)
-        clone.next, clone.told_epoch = own.next.copy(), own.told_epoch
+        clone.next, clone.told_epoch = replace(own.next), own.told_epoch
         return {**vars(self), "_fastamp": clone}
 
     def check_worker_number_rationality(self) -> None:

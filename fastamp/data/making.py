@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -15,8 +15,17 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fastamp.data.arrays import Columns
 from fastamp.data.collate import BatchCollator, FasterCollate
-from fastamp.data.copies import copy_all, deliver, make_copies
-from fastamp.data.items import Failed, Items, Made, Stream, WorkerItems, WorkerJobs, hand_on
+from fastamp.data.copies import copy_all, make_copies
+from fastamp.data.items import (
+    Failed,
+    Items,
+    Made,
+    Stream,
+    WorkerItems,
+    WorkerJobs,
+    change,
+    hand_on,
+)
 from fastamp.data.memory import Memory, can_pin
 from fastamp.data.order import Plan, SeededSampler, Share, find_generator, find_samplers
 from fastamp.data.passes import LoaderPass, LoaderStats
@@ -40,7 +49,6 @@ _OPTIONS = (
     "multiprocessing_context",
     "num_workers",
     "persistent_workers",
-    "pin_memory",
     "pin_memory_device",
     "prefetch_factor",
     "timeout",
@@ -102,7 +110,7 @@ def begin_pass(loader: Any, device: torch.device | str | int | None) -> LoaderPa
         if sampler.told != own.next.epoch:
             loader.set_epoch(sampler.told)
         sampler.told = None
-    position, own.save = own.next.copy(), None
+    position, own.save = replace(own.next), None
     making = Making(loader, own, position, device)
     batches = making.begin()
     own.begin_at(Position(epoch=position.epoch + 1), sampler)
@@ -144,7 +152,8 @@ class Making:
         if state is not None and not is_stream:
             dataset.load_state_dict(state["dataset"])
         if isinstance(columns, Columns):
-            gathered = self._gathered(columns)
+            items = Items(dataset, loader.collate_fn, single=False)
+            gathered = Gathered(columns, self.memory, items, self.own.max_bytes)
             if device is None or is_same(gathered.device, device):
                 device = None
             elif device.type == "cuda" and gathered.device.type == "cpu":
@@ -162,10 +171,6 @@ class Making:
             return batches
         return copy_all(batches, device)
 
-    def _gathered(self, columns: Columns) -> Gathered:
-        items = Items(self.loader.dataset, self.loader.collate_fn, single=False)
-        return Gathered(columns, self.memory, items, self.own.max_bytes)
-
     def _ahead(self, gathered: Gathered, device: torch.device) -> Iterator[Made | Failed]:
         """Return gathered batches; a thread gathers the next one, and begins its copy."""
         copies: Any = make_copies(device)
@@ -175,7 +180,7 @@ class Making:
                 return gathered.make(rows, order, number, copies.start)
 
         pool = ThreadPoolExecutor(1, "fastamp")
-        return map(partial(deliver, copies), in_threads(pool, make, self._jobs(), ahead=1))
+        return map(partial(change, copies.deliver), in_threads(pool, make, self._jobs(), ahead=1))
 
     def _items(self, dataset: Any, *, in_process: bool = False) -> Items:
         collate_fn = self.loader.collate_fn
@@ -195,25 +200,21 @@ class Making:
         return torch.default_generator if generator is None else generator
 
     def _jobs(self, same: torch.Generator | None = None) -> Iterator[Any]:
-        """Begin the order, and draw the seed of workers as torch's iterators do.
+        """Begin the order; see `_draw_base`."""
+        return self.plan.begin(self.position, partial(self._draw_base, same))
+
+    def _draw_base(self, same: torch.Generator | None, apart: bool) -> int:  # noqa: FBT001
+        """Draw the seed of workers as torch's iterators do; workers that persist keep theirs.
 
         `same` becomes the generator that torch's own iterator draws the same seed from.
         """
-        loader, own = self.loader, self.own
-        persists = loader.persistent_workers and own.base_seed is not None
-
-        def draw(apart: bool) -> int:  # noqa: FBT001 - see Plan.begin
-            if not persists or own.base_seed is None:  # workers that persist keep theirs
-                own.base_seed = self._draw_base(apart, same)
-            return own.base_seed
-
-        return self.plan.begin(self.position, draw)
-
-    def _draw_base(self, apart: bool, same: torch.Generator | None) -> int:  # noqa: FBT001
-        source = self._source(apart=apart)
-        if same is not None:
-            same.set_state(source.get_state())
-        return draw_seed(source)
+        own = self.own
+        if own.base_seed is None or not self.loader.persistent_workers:
+            source = self._source(apart=apart)
+            if same is not None:
+                same.set_state(source.get_state())
+            own.base_seed = draw_seed(source)
+        return own.base_seed
 
     def _in_threads(self) -> Iterator[Made | Failed]:
         loader, own, count = self.loader, self.own, self.loader.num_workers
@@ -256,11 +257,9 @@ class Making:
         """Return torch's loader with the options of this one; its own thread pins the batches."""
         options = {name: getattr(self.loader, name) for name in _OPTIONS}
         options["generator"] = None if generator is torch.default_generator else generator
+        options["pin_memory"] = self.memory.pinned
         if not self.loader.num_workers:
             options["prefetch_factor"] = None
-            options["pin_memory"] = self.loader.pin_memory
-        else:
-            options["pin_memory"] = self.memory.pinned
         return TorchDataLoader(dataset, **options, **how)
 
     def _read_stream(self) -> Iterator[Made | Failed]:
@@ -271,7 +270,7 @@ class Making:
         if inner is None and isinstance(loader.dataset, IterDataPipe):
             same = self._source(apart=position.seed is not None)  # torch seeds the pipes, too
         elif inner is None:
-            own.base_seed = self._draw_base(position.seed is not None, same)
+            self._draw_base(same, position.seed is not None)
         if inner is None:
             inner, stream = self._open_stream(same)
             own.inner = (inner, stream) if loader.persistent_workers else None
@@ -287,7 +286,8 @@ class Making:
         own.save = stream.state_dict if find_save(loader.dataset) else None
         if own.save is None and position.batch:
             with generators_kept():  # read what was delivered once more
-                _skip(batches, position.batch)
+                for _ in islice(batches, position.batch):
+                    pass
         stream.cell.number = position.batch
         return batches
 
@@ -302,12 +302,6 @@ class Making:
         stream = Stream(dataset, collate_fn, loader.num_workers, loader.worker_init_fn)
         own = {"collate_fn": stream.collate, "worker_init_fn": stream.init_worker}
         return self._torchs(stream, generator, **how, **own), stream
-
-
-def _skip(batches: Iterator[Made | Failed], count: int) -> None:
-    """Read batches that were delivered; errors among them count, as they did."""
-    for _ in islice(batches, count):
-        pass
 
 
 def is_replaced() -> bool:

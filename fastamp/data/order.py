@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
+from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,7 +30,6 @@ from fastamp.data.sample_rng import Order, draw_seed, find_pass_key, generators_
 Job: TypeAlias = tuple[Any, Order, int]
 """A batch's rows, the keys of the pass, and the number of the batch's first sample."""
 _DRAWING = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
-_BOOLEANS = (bool, np.dtype(bool), torch.bool)
 
 
 class SeededSampler(RandomSampler):
@@ -240,29 +240,11 @@ class Plan:
             if position.seed is None:
                 position.seed = base if self.seed is None else self.seed
             after = source.get_state()
-        order = self._order(position)
-        if skipped:
-            return self._resume(iterator, skipped, owner, order, partial(source.set_state, after))
-        batches = self._place(iterator, owner, number, order)
-        first = [*islice(batches, 1)]  # so that most samplers draw now
-        return chain(first, batches)
-
-    def _resume(
-        self,
-        iterator: Iterator[Any],
-        skipped: int,
-        owner: Any,
-        order: Order,
-        put_back: Callable[[], object],
-    ) -> Iterator[Job]:
-        """Skip what was delivered when the first batch is asked for, and yield the rest.
-
-        Until then a program may call `set_epoch` of its sampler, as Lightning does.
-        """
-        with generators_kept():
-            put_back()
-            number = sum(map(self._count, islice(iterator, skipped)))
-        yield from self._place(iterator, owner, number, order)
+        order, again = self._order(position), partial(source.set_state, after)
+        batches = self._place(iterator, owner, number, order, skipped, again)
+        # Most samplers draw now. One that is resumed draws when its first batch is asked for: until
+        # then a program may call its `set_epoch`, as Lightning does.
+        return batches if skipped else chain([*islice(batches, 1)], batches)
 
     def _seeded(self, epoch: int) -> Any:
         """Return the sampler; one of torch's without a generator gets one, if there is a seed."""
@@ -278,9 +260,22 @@ class Plan:
         return batches
 
     def _place(
-        self, iterator: Iterator[Any], owner: Any, number: int, order: Order
+        self,
+        iterator: Iterator[Any],
+        owner: Any,
+        number: int,
+        order: Order,
+        skipped: int,
+        again: Callable[[], object],
     ) -> Iterator[Job]:
-        """Yield the batches of a sampler; note its state after each, if it has one."""
+        """Yield the batches of a sampler after those that were delivered.
+
+        Its state is noted after each, if it has one. `again` puts the draws of those back.
+        """
+        if skipped:
+            with generators_kept():
+                again()
+                number = sum(map(self._count, islice(iterator, skipped)))
         for batch in iterator:
             first, number = number, number + self._count(batch)
             if owner is not None:
@@ -324,14 +319,13 @@ def as_rows(indices: Any) -> Tensor | None:
     if isinstance(indices, Tensor | range):
         whole = isinstance(indices, range) or indices.dtype == torch.int64
         return torch.as_tensor(indices, device="cpu") if whole and len(indices) else None
-    if isinstance(indices, list | tuple) and set(map(type, indices)) != {int}:
-        dtypes = [getattr(index, "dtype", type(index)) for index in indices]
-        if any(dtype in _BOOLEANS for dtype in dtypes):  # NumPy would convert them to 0 and 1
+    if isinstance(indices, list | tuple):
+        kinds = {*map(type, indices)}
+        if bool in kinds or not all(issubclass(kind, Integral) for kind in kinds):
             return None
-    try:
-        rows = np.asarray(indices)
-    except (TypeError, ValueError, RuntimeError):
+    elif not isinstance(indices, np.ndarray):
         return None
+    rows = np.asarray(indices)
     if rows.ndim != 1 or rows.dtype.kind not in "iu" or rows.dtype == np.uint64:
         return None
     return torch.from_numpy(rows.astype(np.int64))

@@ -3,7 +3,7 @@
 import inspect
 from base64 import b64decode, b64encode
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -33,10 +33,6 @@ class Position:
     """State of a sampler that has one, and the samples that it has yielded, at this place."""
     dataset_state: Any = None
     """State of a dataset that has one, and is read in the loop's process."""
-
-    def copy(self) -> "Position":
-        """Return a copy that does not move with the pass."""
-        return replace(self)
 
 
 _SEED = "sample_seed"  # in a state, whose "seed" is the loader's
@@ -92,7 +88,8 @@ def decode(state: Any, identity: dict[str, Any]) -> tuple[Position, int | None]:
     values["seed"] = values.pop(_SEED)
     if state["generator"] is not None:
         try:
-            values["generator"] = _as_rng_state(state["generator"])
+            text = bytearray(b64decode(state["generator"], validate=True))
+            values["generator"] = torch.frombuffer(text, dtype=torch.uint8)
             torch.Generator().set_state(values["generator"])
         except (RuntimeError, TypeError, ValueError) as error:
             msg = f"state: its generator: expected the state of a generator or None; {error}"
@@ -111,10 +108,3 @@ def _check_identity(state: Any, identity: dict[str, Any]) -> None:
         if type(value) is not type(ours) or value != ours:
             msg = f"state: its {name} is {value!r}, the loader's {ours!r}"
             raise ValueError(msg)
-
-
-def _as_rng_state(text: Any) -> Tensor:
-    """Return a generator's state out of its text; a tensor is returned as it is."""
-    if isinstance(text, Tensor):
-        return text
-    return torch.frombuffer(bytearray(b64decode(text, validate=True)), dtype=torch.uint8)

@@ -174,8 +174,10 @@ class Gathered:
             made = self._items.make(rows, order, number)
             return made if start is None else made._replace(batch=start(made.batch, None))
         parts, keys = gathered
-        finish = partial(self._finish, keys=keys)
-        batch = finish(parts) if start is None else start(parts, finish)
+        if start is None:
+            batch = self._finish(parts, keys)
+        else:
+            batch = start(parts, partial(self._finish, keys=keys))
         return Made(batch, copy_s=time.perf_counter() - start_s)
 
     def gather(
