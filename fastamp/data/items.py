@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from torch.utils.data import get_worker_info as torch_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from fastamp.data.sample_rng import Batch, Order, Placed, current, find_pass_key
+from fastamp.data.sample_rng import Batch, Order, current, find_pass_key
 
 Collate = Callable[[Any], Any]
 
@@ -127,7 +127,7 @@ class WorkerJobs(Iterator[Any]):
 
     def __next__(self) -> Any:
         rows, order, number = next(self._jobs)
-        return Placed(as_list(rows), order, number) if self._is_placed else as_list(rows)
+        return (as_list(rows), order, number) if self._is_placed else as_list(rows)
 
 
 class WorkerItems(Dataset[Any]):
@@ -136,10 +136,10 @@ class WorkerItems(Dataset[Any]):
     def __init__(self, items: Items, worker_init_fn: Callable[[int], None] | None) -> None:
         self._items, self._worker_init_fn = items, worker_init_fn
 
-    def __getitems__(self, placed: Placed) -> Made | Failed:
-        """Return the batch that a sampler has placed, or its error, to torch's iterator."""
+    def __getitems__(self, job: tuple[Any, Order, int]) -> Made | Failed:
+        """Return a batch, or its error, to torch's iterator."""
         try:
-            return self._items.make(*placed)
+            return self._items.make(*job)
         except Exception:  # noqa: BLE001 - raised where the batch would be taken
             info = torch_worker_info()
             where = f"in DataLoader worker process {info and info.id}"

@@ -272,7 +272,7 @@ class DataLoader(TorchDataLoader[T_co]):
         if told_epoch is not None:
             self.set_epoch(told_epoch)
         source = find_source(self)
-        if position.seed is None and position.generator is not None:  # between two passes
+        if position.sample_seed is None and position.generator is not None:  # between two passes
             if source is not None:
                 source.set_state(position.generator)
             position.generator = None

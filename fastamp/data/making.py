@@ -194,7 +194,7 @@ class Making:
         """Return what the seed of workers is drawn from, or one apart: for a pass begun again."""
         own, position, generator = self.own, self.position, self.loader.generator
         if apart:
-            return torch.Generator().manual_seed(position.seed or 0)
+            return torch.Generator().manual_seed(position.sample_seed or 0)
         if generator is None and own.seed is not None and own.share is None:
             return torch.Generator().manual_seed(own.seed + position.epoch)
         return torch.default_generator if generator is None else generator
@@ -203,18 +203,19 @@ class Making:
         """Begin the order; see `_draw_base`."""
         return self.plan.begin(self.position, partial(self._draw_base, same))
 
-    def _draw_base(self, same: torch.Generator | None, apart: bool) -> int:  # noqa: FBT001
+    def _draw_base(self, same: torch.Generator | None, apart: bool) -> None:  # noqa: FBT001
         """Draw the seed of workers as torch's iterators do; workers that persist keep theirs.
 
         `same` becomes the generator that torch's own iterator draws the same seed from.
         """
-        own = self.own
+        own, position, seed = self.own, self.position, self.plan.seed
         if own.base_seed is None or not self.loader.persistent_workers:
             source = self._source(apart=apart)
             if same is not None:
                 same.set_state(source.get_state())
             own.base_seed = draw_seed(source)
-        return own.base_seed
+        if position.sample_seed is None:
+            position.sample_seed = own.base_seed if seed is None else seed
 
     def _in_threads(self) -> Iterator[Made | Failed]:
         loader, own, count = self.loader, self.own, self.loader.num_workers
@@ -267,19 +268,18 @@ class Making:
         loader, own, position = self.loader, self.own, self.position
         count, same = loader.num_workers, torch.Generator()
         inner, stream = own.inner or (None, None)
-        if inner is None and isinstance(loader.dataset, IterDataPipe):
-            same = self._source(apart=position.seed is not None)  # torch seeds the pipes, too
-        elif inner is None:
-            self._draw_base(same, position.seed is not None)
+        if isinstance(loader.dataset, IterDataPipe):
+            same = self._source(apart=position.sample_seed is not None)  # torch seeds the pipes
+            position.sample_seed = position.sample_seed or 0
+        else:
+            self._draw_base(same, position.sample_seed is not None)
         if inner is None:
             inner, stream = self._open_stream(same)
             own.inner = (inner, stream) if loader.persistent_workers else None
-        if position.seed is None:
-            position.seed = (own.base_seed or 0) if own.seed is None else own.seed
         inner._IterableDataset_len_called = loader._IterableDataset_len_called
         if stream is None:
             return map(Made, iter(inner))
-        stream.begin(position.seed, position.epoch, position.dataset_state)
+        stream.begin(position.sample_seed, position.epoch, position.dataset_state)
         if count:
             return iter(inner)
         batches = read_stream(stream, iter(inner))

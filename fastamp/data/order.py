@@ -155,11 +155,11 @@ class Plan:
     states: deque[Any] = field(default_factory=deque)
     """The state of a sampler that has one, after each batch that it has yielded."""
 
-    def begin(self, position: Position, draw_base: Callable[[bool], int]) -> Iterator[Job]:
+    def begin(self, position: Position, draw_base: Callable[[bool], object]) -> Iterator[Job]:
         """Draw what torch's iterators draw at the start, in their order, and return the batches.
 
         Rows are an int64 tensor or a range where the order is computed; else what the sampler
-        yields. `draw_base` returns the seed of workers; True lets the program's generators be.
+        yields. `draw_base` draws the seed of workers; True lets the program's generators be.
         """
         self.states.clear()
         size, drop_last, rows = 1, False, self.sampler
@@ -170,9 +170,7 @@ class Plan:
         source = getattr(rows, "generator", None)
         if source is not self.source or not _is_computed(rows):
             return self._read(position, draw_base)
-        base = draw_base(position.seed is not None)
-        if position.seed is None:
-            position.seed = base if self.seed is None else self.seed
+        draw_base(position.sample_seed is not None)
         order = self._compute(rows, position)
         if self.share is not None:
             order = self.share.take(order, position.consumed, drop_last=drop_last)
@@ -211,7 +209,7 @@ class Plan:
 
     def _order(self, position: Position) -> Order:
         """Return the keys of the pass's samples."""
-        key = find_pass_key(position.seed or 0, position.epoch)
+        key = find_pass_key(position.sample_seed or 0, position.epoch)
         if self.share is not None:
             return Order(key, position.consumed + self.share.rank, self.share.ranks - 1)
         for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):
@@ -219,7 +217,7 @@ class Plan:
                 return Order(key, sampler.rank, sampler.num_replicas - 1)
         return Order(key)
 
-    def _read(self, position: Position, draw_base: Callable[[bool], int]) -> Iterator[Job]:
+    def _read(self, position: Position, draw_base: Callable[[bool], object]) -> Iterator[Job]:
         """Begin a sampler that is no plain one of torch's, and yield its batches."""
         sampler = self._seeded(position.epoch)
         parts = (sampler, getattr(sampler, "sampler", None))  # a sampler may lie in torch's
@@ -236,9 +234,7 @@ class Plan:
             else:
                 source.set_state(position.generator)
             iterator = iter(sampler)
-            base = draw_base(False)
-            if position.seed is None:
-                position.seed = base if self.seed is None else self.seed
+            draw_base(False)
             after = source.get_state()
         order, again = self._order(position), partial(source.set_state, after)
         batches = self._place(iterator, owner, number, order, skipped, again)

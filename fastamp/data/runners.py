@@ -77,11 +77,7 @@ def here(make: Make, jobs: Iterator[Any]) -> Iterator[Made | Failed]:
 
 
 def in_threads(
-    pool: ThreadPoolExecutor,
-    make: Make,
-    jobs: Iterator[Any],
-    *,
-    ahead: int,
+    pool: ThreadPoolExecutor, make: Make, jobs: Iterator[Any], *, ahead: int
 ) -> Iterator[Made | Failed]:
     """Let a pool make batches, in order, so many ahead of the loop; it ends with the pass.
 
@@ -93,10 +89,7 @@ def in_threads(
 
 
 def _in_threads(
-    pool: ThreadPoolExecutor,
-    make: Make,
-    jobs: Iterator[Any],
-    ahead: int,
+    pool: ThreadPoolExecutor, make: Make, jobs: Iterator[Any], ahead: int
 ) -> Iterator[Made | Failed | None]:
     """Yield None once the first batches are under way, and then the batches."""
     owner_pid = os.getpid()
