@@ -1,7 +1,7 @@
 """Copies of batches to a device, on a side stream, while the device computes."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -264,9 +264,6 @@ class Prefetcher(Iterable[T], Generic[T]):
         return begun
 
     def __len__(self) -> int:
-        if not isinstance(self._iterable, Sized):
-            msg = f"{type(self._iterable).__name__} has no length"
-            raise TypeError(msg)
         return len(self._iterable)
 
     def __getattr__(self, name: str) -> Any:

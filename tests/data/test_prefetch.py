@@ -80,7 +80,7 @@ def test_a_batch_on_the_cpu_is_the_producers_own():
 
 def test_a_length_is_there_where_the_iterable_has_one():
     assert len(fastamp.prefetch(fastamp.DataLoader(torch.ones(10), 3))) == 4
-    with pytest.raises(TypeError, match="generator has no length"):
+    with pytest.raises(TypeError, match="'generator' has no len"):
         len(fastamp.prefetch(x for x in ()))
 
 
