@@ -116,8 +116,6 @@ class Program:
             if rng.random() < 0.3:
                 kept.clear()
             del batch, tensors
-        if end < 100 and hasattr(batches, "close") and rng.random() < 0.5:
-            batches.close()
 
     def check(self) -> None:
         """Wait for all threads, and check what they have left."""
