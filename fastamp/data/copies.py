@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import repeat
@@ -16,7 +15,7 @@ from fastamp._ops import apart_from_captures, untraced
 from fastamp.data.items import Failed, Made, attempt
 from fastamp.data.passes import LoaderPass, LoaderStats
 from fastamp.data.position import Position, find_save
-from fastamp.data.runners import here, in_threads, is_end
+from fastamp.data.runners import Threads, here, in_threads, is_end
 from fastamp.data.structure import map_tensors
 
 T = TypeVar("T")
@@ -261,8 +260,8 @@ class Prefetcher(Iterable[T], Generic[T]):
         taken: Iterator[Made | Failed]
         if self._thread:
             take = partial(_take_in_thread, take, copies, save, torch.is_grad_enabled())
-            pool = ThreadPoolExecutor(1, "fastamp")
-            taken = map(self._note_state, in_threads(pool, take, repeat(()), ahead=1))
+            threads = Threads(1, "fastamp")
+            taken = map(self._note_state, in_threads(threads, take, repeat(()), ahead=1))
         else:
             taken = one_ahead(take) if save is None else here(take, repeat(()))
         batches = map(partial(deliver, copies), taken)

@@ -1,7 +1,6 @@
 """Who makes the batches of a pass over a loader, and out of what."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -22,6 +21,7 @@ from fastamp.data.order import Plan, SeededSampler, Share, find_generator, find_
 from fastamp.data.passes import LoaderPass, LoaderStats
 from fastamp.data.position import Position, find_save
 from fastamp.data.runners import (
+    Threads,
     WorkerInfo,
     become_worker,
     here,
@@ -29,7 +29,6 @@ from fastamp.data.runners import (
     make_in_worker,
     own_copy,
     read_stream,
-    start_threads,
 )
 from fastamp.data.sample_rng import Order, draw_seed, generators_kept
 from fastamp.data.sources import Gathered, find_columns, why_not
@@ -174,8 +173,8 @@ class Making:
             with copies.thread():
                 return gathered.make(rows, order, number, copies.start)
 
-        pool = ThreadPoolExecutor(1, "fastamp")
-        return map(partial(deliver, copies), in_threads(pool, make, self._jobs(), ahead=1))
+        threads = Threads(1, "fastamp")
+        return map(partial(deliver, copies), in_threads(threads, make, self._jobs(), ahead=1))
 
     def _items(self, dataset: Any, *, in_process: bool = False) -> Items:
         collate_fn = self.loader.collate_fn
@@ -226,7 +225,7 @@ class Making:
 
         make = partial(make_in_worker, torch.is_grad_enabled())
         ahead = loader.prefetch_factor * count
-        return in_threads(start_threads(count, begin), make, jobs, ahead=ahead)
+        return in_threads(Threads(count, "fastamp worker", begin), make, jobs, ahead=ahead)
 
     def _in_processes(self) -> Iterator[Made | Failed]:
         """Return the batches of torch's iterator over a map-style dataset."""
