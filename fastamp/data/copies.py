@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastamp._ops import apart_from_captures, untraced
-from fastamp.data.items import Failed, Made, attempt
+from fastamp.data.items import Failed, Made, attempt, change
 from fastamp.data.passes import LoaderPass, LoaderStats
 from fastamp.data.position import Position, find_save
 from fastamp.data.runners import Threads, here, in_threads, is_end
@@ -34,17 +34,16 @@ class Moves:
     def settle(self) -> None:
         """Wait for nothing: a move has ended when it returns."""
 
-    def start(self, batch: Any) -> tuple[Any, None]:
+    def start(self, batch: Any) -> Any:
         """Return a batch on the device."""
         device = self._device
         if device is None:
-            return batch, None
-        return map_tensors(lambda t: t.to(device), batch, movable=True), None
+            return batch
+        return map_tensors(lambda t: t.to(device), batch, movable=True)
 
-    def deliver(self, batch: Any, copied: None) -> Any:
+    def deliver(self, begun: Any) -> Any:
         """Return a batch as it is."""
-        del copied
-        return batch
+        return begun
 
 
 def make_copies(device: torch.device | None) -> "CudaCopies | Moves":
@@ -81,12 +80,12 @@ class CudaCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._reading: torch.cuda.Event | None = None  # ends copies out of the source's memory
         self._device, self.on_device = device, partial(torch.cuda.device, device)
         self._taken: deque[torch.cuda.Event] = deque()  # of the last batches
         if device not in _sides:
             _sides[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._side = _sides[device]
-        self._reading: torch.cuda.Event | None = None  # ends copies out of the source's memory
 
     @contextmanager
     def thread(self) -> Iterator[None]:
@@ -142,8 +141,9 @@ class CudaCopies:
         self._taken.append(taken)
         return moved, copied
 
-    def deliver(self, batch: Any, copied: _Copied) -> Any:
+    def deliver(self, begun: tuple[Any, _Copied]) -> Any:
         """Let the current stream wait for the copy; keep the batch's memory until it is done."""
+        batch, copied = begun
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(copied.done)
         copied.taken.record(stream)
@@ -158,21 +158,8 @@ def begin_copy(copies: "CudaCopies | Moves", batches: Iterator[Made | Failed]) -
     """Take the next batch, and begin its copy."""
     copies.settle()
     made = next(batches)
-    return made if isinstance(made, Failed) else attempt(_start, (copies, made))
-
-
-def _start(copies: "CudaCopies | Moves", made: Made) -> Made:
     with copies.on_device():
-        return made._replace(batch=copies.start(made.batch))
-
-
-def deliver(copies: "CudaCopies | Moves", made: Made | Failed) -> Made | Failed:
-    """Return a batch whose copy has begun, for the current stream."""
-    return made if isinstance(made, Failed) else attempt(_deliver, (copies, made))
-
-
-def _deliver(copies: "CudaCopies | Moves", made: Made) -> Made:
-    return made._replace(batch=copies.deliver(*made.batch))
+        return change(copies.start, made)
 
 
 def copy_all(batches: Iterator[Made | Failed], device: torch.device) -> Iterator[Made | Failed]:
@@ -181,7 +168,7 @@ def copy_all(batches: Iterator[Made | Failed], device: torch.device) -> Iterator
     The consumer's stream waits for the copy, the consumer does not.
     """
     copies = make_copies(device)
-    return map(partial(deliver, copies), iter(partial(begin_copy, copies, batches), None))
+    return map(partial(change, copies.deliver), iter(partial(begin_copy, copies, batches), None))
 
 
 def one_ahead(take: Callable[[], Made | Failed]) -> Iterator[Made | Failed]:
@@ -197,9 +184,9 @@ def prefetch(
 ) -> "Prefetcher[T]":
     """Copy the batches of an iterable to a device while the device computes.
 
-    1. A batch is taken from the iterable in the caller's thread, one ahead of the loop. Iterables
-       with a `state_dict`, as a loader's, are asked for a batch when the loop asks: their position
-       is always that of the batch delivered.
+    1. A batch is taken from the iterable in the caller's thread: for a CUDA device one ahead of the
+       loop. Iterables with a `state_dict`, as a loader's, are asked for a batch when the loop asks:
+       their position is always that of the batch delivered.
     2. For a CUDA device the tensors that are not pinned are pinned, and their copy starts on a side
        stream, which also allocates their memory. The copy does not wait for the consumer's stream.
        Memory that the iterable itself has pinned may be filled again: before the next batch is
@@ -261,20 +248,21 @@ class Prefetcher(Iterable[T], Generic[T]):
         if self._thread:
             take = partial(_take_in_thread, take, copies, save, torch.is_grad_enabled())
             threads = Threads(1, "fastamp")
-            taken = map(self._note_state, in_threads(threads, take, repeat(()), ahead=1))
+            ahead = in_threads(threads, take, repeat(()), ahead=1)
+            taken = map(partial(change, self._note_state), ahead)
         else:
-            taken = one_ahead(take) if save is None else here(take, repeat(()))
-        batches = map(partial(deliver, copies), taken)
+            # Only copies are worth it: an iterable may write all batches into the same memory.
+            is_ahead = isinstance(copies, CudaCopies) and save is None
+            taken = one_ahead(take) if is_ahead else here(take, repeat(()))
+        batches = map(partial(change, copies.deliver), taken)
         begun = LoaderPass(batches, Position(), LoaderStats(), self.__len__, deque())
         self._find_pass = ref(begun)
         return begun
 
-    def _note_state(self, made: Made | Failed) -> Made | Failed:
+    def _note_state(self, taken: Any) -> Any:
         """Note the state with which a batch comes out of the thread."""
-        if isinstance(made, Failed):
-            return made
-        begun, self._state = made.batch
-        return made._replace(batch=begun)
+        begun, self._state = taken
+        return begun
 
     def __len__(self) -> int:
         if not isinstance(self._iterable, Sized):
@@ -307,7 +295,4 @@ def _take_in_thread(
     """Take a batch in a thread of its own, with the iterable's state after it."""
     torch.set_grad_enabled(grad)
     with copies.thread():
-        made = take()
-        return (
-            made if isinstance(made, Failed) else made._replace(batch=(made.batch, save and save()))
-        )
+        return change(lambda begun: (begun, save and save()), take())

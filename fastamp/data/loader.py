@@ -213,10 +213,10 @@ class DataLoader(TorchDataLoader[T_co]):
 
         A loader that loads it resumes after the last batch delivered; batches made ahead count as
         undelivered. A state taken inside the loop is in the middle of the epoch. Once the pass's
-        iterator is gone, also by `break`, the epoch has ended: a state taken then begins the next
-        one, as the program itself goes on. (`next(iter(loader))` is such a pass.) With neither
-        `seed` nor `generator`, later epochs draw from torch's default generator, whose state the
-        program has to keep.
+        iterator is gone, also by `break` or by an error in the loop's body, the epoch has ended: a
+        state taken then begins the next one, as the program itself goes on. (`next(iter(loader))`
+        is such a pass.) With neither `seed` nor `generator`, later epochs draw from torch's default
+        generator, whose state the program has to keep.
 
         The state of a sharded loader holds for all ranks, and any number of ranks may load it, with
         any batch size: it says how many samples of the epoch all of them have had, if each has had
@@ -234,7 +234,7 @@ class DataLoader(TorchDataLoader[T_co]):
         check_state(self)
         own, begun = self._fastamp, self._fastamp.find_pass()
         in_pass = begun is not None and not begun.ended
-        position = begun.position.copy() if begun is not None and in_pass else own.next.copy()
+        position = replace(begun.position if begun is not None and in_pass else own.next)
         has_state = find_save(self.dataset) is not None
         if begun is not None and begun.interrupted and has_state:
             msg = "the pass was interrupted while the dataset was read: its position is unknown"
@@ -272,7 +272,7 @@ class DataLoader(TorchDataLoader[T_co]):
         if told_epoch is not None:
             self.set_epoch(told_epoch)
         source = find_source(self)
-        if position.seed is None and position.generator is not None:  # between two passes
+        if position.sample_seed is None and position.generator is not None:  # between two passes
             if source is not None:
                 source.set_state(position.generator)
             position.generator = None
@@ -292,7 +292,7 @@ class DataLoader(TorchDataLoader[T_co]):
         """Leave out statistics, memory and workers, which a copy begins anew."""
         own = self._fastamp
         clone = Options(own.device, own.seed, own.share, own.worker, own.max_bytes)
-        clone.next, clone.told_epoch = own.next.copy(), own.told_epoch
+        clone.next, clone.told_epoch = replace(own.next), own.told_epoch
         return {**vars(self), "_fastamp": clone}
 
     def check_worker_number_rationality(self) -> None:

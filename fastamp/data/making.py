@@ -1,7 +1,7 @@
 """Who makes the batches of a pass over a loader, and out of what."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -14,8 +14,17 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fastamp.data.arrays import Columns
 from fastamp.data.collate import BatchCollator, FasterCollate
-from fastamp.data.copies import copy_all, deliver, make_copies
-from fastamp.data.items import Failed, Items, Made, Stream, WorkerItems, WorkerJobs, hand_on
+from fastamp.data.copies import copy_all, make_copies
+from fastamp.data.items import (
+    Failed,
+    Items,
+    Made,
+    Stream,
+    WorkerItems,
+    WorkerJobs,
+    change,
+    hand_on,
+)
 from fastamp.data.memory import Memory, can_pin
 from fastamp.data.order import Plan, SeededSampler, Share, find_generator, find_samplers
 from fastamp.data.passes import LoaderPass, LoaderStats
@@ -39,7 +48,6 @@ _OPTIONS = (
     "multiprocessing_context",
     "num_workers",
     "persistent_workers",
-    "pin_memory",
     "pin_memory_device",
     "prefetch_factor",
     "timeout",
@@ -101,7 +109,7 @@ def begin_pass(loader: Any, device: torch.device | str | int | None) -> LoaderPa
         if sampler.told != own.next.epoch:
             loader.set_epoch(sampler.told)
         sampler.told = None
-    position, own.save = own.next.copy(), None
+    position, own.save = replace(own.next), None
     making = Making(loader, own, position, device)
     batches = making.begin()
     own.begin_at(Position(epoch=position.epoch + 1), sampler)
@@ -143,7 +151,8 @@ class Making:
         if state is not None and not is_stream:
             dataset.load_state_dict(state["dataset"])
         if isinstance(columns, Columns):
-            gathered = self._gathered(columns)
+            items = Items(dataset, loader.collate_fn, single=False)
+            gathered = Gathered(columns, self.memory, items, self.own.max_bytes)
             if device is None or is_same(gathered.device, device):
                 device = None
             elif device.type == "cuda" and gathered.device.type == "cpu":
@@ -161,10 +170,6 @@ class Making:
             return batches
         return copy_all(batches, device)
 
-    def _gathered(self, columns: Columns) -> Gathered:
-        items = Items(self.loader.dataset, self.loader.collate_fn, single=False)
-        return Gathered(columns, self.memory, items, self.own.max_bytes)
-
     def _ahead(self, gathered: Gathered, device: torch.device) -> Iterator[Made | Failed]:
         """Return gathered batches; a thread gathers the next one, and begins its copy."""
         copies: Any = make_copies(device)
@@ -174,7 +179,8 @@ class Making:
                 return gathered.make(rows, order, number, copies.start)
 
         threads = Threads(1, "fastamp")
-        return map(partial(deliver, copies), in_threads(threads, make, self._jobs(), ahead=1))
+        ahead = in_threads(threads, make, self._jobs(), ahead=1)
+        return map(partial(change, copies.deliver), ahead)
 
     def _items(self, dataset: Any, *, in_process: bool = False) -> Items:
         collate_fn = self.loader.collate_fn
@@ -188,31 +194,28 @@ class Making:
         """Return what the seed of workers is drawn from, or one apart: for a pass begun again."""
         own, position, generator = self.own, self.position, self.loader.generator
         if apart:
-            return torch.Generator().manual_seed(position.seed or 0)
+            return torch.Generator().manual_seed(position.sample_seed or 0)
         if generator is None and own.seed is not None and own.share is None:
             return torch.Generator().manual_seed(own.seed + position.epoch)
         return torch.default_generator if generator is None else generator
 
     def _jobs(self, same: torch.Generator | None = None) -> Iterator[Any]:
-        """Begin the order, and draw the seed of workers as torch's iterators do.
+        """Begin the order; see `_draw_base`."""
+        return self.plan.begin(self.position, partial(self._draw_base, same))
+
+    def _draw_base(self, same: torch.Generator | None, apart: bool) -> None:  # noqa: FBT001
+        """Draw the seed of workers as torch's iterators do; workers that persist keep theirs.
 
         `same` becomes the generator that torch's own iterator draws the same seed from.
         """
-        loader, own = self.loader, self.own
-        persists = loader.persistent_workers and own.base_seed is not None
-
-        def draw(apart: bool) -> int:  # noqa: FBT001 - see Plan.begin
-            if not persists or own.base_seed is None:  # workers that persist keep theirs
-                own.base_seed = self._draw_base(apart, same)
-            return own.base_seed
-
-        return self.plan.begin(self.position, draw)
-
-    def _draw_base(self, apart: bool, same: torch.Generator | None) -> int:  # noqa: FBT001
-        source = self._source(apart=apart)
-        if same is not None:
-            same.set_state(source.get_state())
-        return draw_seed(source)
+        own, position, seed = self.own, self.position, self.plan.seed
+        if own.base_seed is None or not self.loader.persistent_workers:
+            source = self._source(apart=apart)
+            if same is not None:
+                same.set_state(source.get_state())
+            own.base_seed = draw_seed(source)
+        if position.sample_seed is None:
+            position.sample_seed = own.base_seed if seed is None else seed
 
     def _in_threads(self) -> Iterator[Made | Failed]:
         loader, own, count = self.loader, self.own, self.loader.num_workers
@@ -255,11 +258,9 @@ class Making:
         """Return torch's loader with the options of this one; its own thread pins the batches."""
         options = {name: getattr(self.loader, name) for name in _OPTIONS}
         options["generator"] = None if generator is torch.default_generator else generator
+        options["pin_memory"] = self.memory.pinned
         if not self.loader.num_workers:
             options["prefetch_factor"] = None
-            options["pin_memory"] = self.loader.pin_memory
-        else:
-            options["pin_memory"] = self.memory.pinned
         return TorchDataLoader(dataset, **options, **how)
 
     def _read_stream(self) -> Iterator[Made | Failed]:
@@ -267,26 +268,26 @@ class Making:
         loader, own, position = self.loader, self.own, self.position
         count, same = loader.num_workers, torch.Generator()
         inner, stream = own.inner or (None, None)
-        if inner is None and isinstance(loader.dataset, IterDataPipe):
-            same = self._source(apart=position.seed is not None)  # torch seeds the pipes, too
-        elif inner is None:
-            own.base_seed = self._draw_base(position.seed is not None, same)
+        if isinstance(loader.dataset, IterDataPipe):
+            same = self._source(apart=position.sample_seed is not None)  # torch seeds the pipes
+            position.sample_seed = position.sample_seed or 0
+        else:
+            self._draw_base(same, position.sample_seed is not None)
         if inner is None:
             inner, stream = self._open_stream(same)
             own.inner = (inner, stream) if loader.persistent_workers else None
-        if position.seed is None:
-            position.seed = (own.base_seed or 0) if own.seed is None else own.seed
         inner._IterableDataset_len_called = loader._IterableDataset_len_called
         if stream is None:
             return map(Made, iter(inner))
-        stream.begin(position.seed, position.epoch, position.dataset_state)
+        stream.begin(position.sample_seed, position.epoch, position.dataset_state)
         if count:
             return iter(inner)
         batches = read_stream(stream, iter(inner))
         own.save = stream.state_dict if find_save(loader.dataset) else None
         if own.save is None and position.batch:
             with generators_kept():  # read what was delivered once more
-                _skip(batches, position.batch)
+                for _ in islice(batches, position.batch):
+                    pass
         stream.cell.number = position.batch
         return batches
 
@@ -301,12 +302,6 @@ class Making:
         stream = Stream(dataset, collate_fn, loader.num_workers, loader.worker_init_fn)
         own = {"collate_fn": stream.collate, "worker_init_fn": stream.init_worker}
         return self._torchs(stream, generator, **how, **own), stream
-
-
-def _skip(batches: Iterator[Made | Failed], count: int) -> None:
-    """Read batches that were delivered; errors among them count, as they did."""
-    for _ in islice(batches, count):
-        pass
 
 
 def is_replaced() -> bool:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
+from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,7 +30,6 @@ from fastamp.data.sample_rng import Order, draw_seed, find_pass_key, generators_
 Job: TypeAlias = tuple[Any, Order, int]
 """A batch's rows, the keys of the pass, and the number of the batch's first sample."""
 _DRAWING = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
-_BOOLEANS = (bool, np.dtype(bool), torch.bool)
 
 
 class SeededSampler(RandomSampler):
@@ -155,11 +155,11 @@ class Plan:
     states: deque[Any] = field(default_factory=deque)
     """The state of a sampler that has one, after each batch that it has yielded."""
 
-    def begin(self, position: Position, draw_base: Callable[[bool], int]) -> Iterator[Job]:
+    def begin(self, position: Position, draw_base: Callable[[bool], object]) -> Iterator[Job]:
         """Draw what torch's iterators draw at the start, in their order, and return the batches.
 
         Rows are an int64 tensor or a range where the order is computed; else what the sampler
-        yields. `draw_base` returns the seed of workers; True lets the program's generators be.
+        yields. `draw_base` draws the seed of workers; True lets the program's generators be.
         """
         self.states.clear()
         size, drop_last, rows = 1, False, self.sampler
@@ -170,9 +170,7 @@ class Plan:
         source = getattr(rows, "generator", None)
         if source is not self.source or not _is_computed(rows):
             return self._read(position, draw_base)
-        base = draw_base(position.seed is not None)
-        if position.seed is None:
-            position.seed = base if self.seed is None else self.seed
+        draw_base(position.sample_seed is not None)
         order = self._compute(rows, position)
         if self.share is not None:
             order = self.share.take(order, position.consumed, drop_last=drop_last)
@@ -211,7 +209,7 @@ class Plan:
 
     def _order(self, position: Position) -> Order:
         """Return the keys of the pass's samples."""
-        key = find_pass_key(position.seed or 0, position.epoch)
+        key = find_pass_key(position.sample_seed or 0, position.epoch)
         if self.share is not None:
             return Order(key, position.consumed + self.share.rank, self.share.ranks - 1)
         for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):
@@ -219,7 +217,7 @@ class Plan:
                 return Order(key, sampler.rank, sampler.num_replicas - 1)
         return Order(key)
 
-    def _read(self, position: Position, draw_base: Callable[[bool], int]) -> Iterator[Job]:
+    def _read(self, position: Position, draw_base: Callable[[bool], object]) -> Iterator[Job]:
         """Begin a sampler that is no plain one of torch's, and yield its batches."""
         sampler = self._seeded(position.epoch)
         parts = (sampler, getattr(sampler, "sampler", None))  # a sampler may lie in torch's
@@ -236,33 +234,13 @@ class Plan:
             else:
                 source.set_state(position.generator)
             iterator = iter(sampler)
-            base = draw_base(False)
-            if position.seed is None:
-                position.seed = base if self.seed is None else self.seed
+            draw_base(False)
             after = source.get_state()
-        order = self._order(position)
-        if skipped:
-            return self._resume(iterator, skipped, owner, order, partial(source.set_state, after))
-        batches = self._place(iterator, owner, number, order)
-        first = [*islice(batches, 1)]  # so that most samplers draw now
-        return chain(first, batches)
-
-    def _resume(
-        self,
-        iterator: Iterator[Any],
-        skipped: int,
-        owner: Any,
-        order: Order,
-        put_back: Callable[[], object],
-    ) -> Iterator[Job]:
-        """Skip what was delivered when the first batch is asked for, and yield the rest.
-
-        Until then a program may call `set_epoch` of its sampler, as Lightning does.
-        """
-        with generators_kept():
-            put_back()
-            number = sum(map(self._count, islice(iterator, skipped)))
-        yield from self._place(iterator, owner, number, order)
+        order, again = self._order(position), partial(source.set_state, after)
+        batches = self._place(iterator, owner, number, order, skipped, again)
+        # Most samplers draw now. One that is resumed draws when its first batch is asked for: until
+        # then a program may call its `set_epoch`, as Lightning does.
+        return batches if skipped else chain([*islice(batches, 1)], batches)
 
     def _seeded(self, epoch: int) -> Any:
         """Return the sampler; one of torch's without a generator gets one, if there is a seed."""
@@ -278,9 +256,22 @@ class Plan:
         return batches
 
     def _place(
-        self, iterator: Iterator[Any], owner: Any, number: int, order: Order
+        self,
+        iterator: Iterator[Any],
+        owner: Any,
+        number: int,
+        order: Order,
+        skipped: int,
+        again: Callable[[], object],
     ) -> Iterator[Job]:
-        """Yield the batches of a sampler; note its state after each, if it has one."""
+        """Yield the batches of a sampler after those that were delivered.
+
+        Its state is noted after each, if it has one. `again` puts the draws of those back.
+        """
+        if skipped:
+            with generators_kept():
+                again()
+                number = sum(map(self._count, islice(iterator, skipped)))
         for batch in iterator:
             first, number = number, number + self._count(batch)
             if owner is not None:
@@ -324,14 +315,13 @@ def as_rows(indices: Any) -> Tensor | None:
     if isinstance(indices, Tensor | range):
         whole = isinstance(indices, range) or indices.dtype == torch.int64
         return torch.as_tensor(indices, device="cpu") if whole and len(indices) else None
-    if isinstance(indices, list | tuple) and set(map(type, indices)) != {int}:
-        dtypes = [getattr(index, "dtype", type(index)) for index in indices]
-        if any(dtype in _BOOLEANS for dtype in dtypes):  # NumPy would convert them to 0 and 1
+    if isinstance(indices, list | tuple):
+        kinds = {*map(type, indices)}
+        if bool in kinds or not all(issubclass(kind, Integral) for kind in kinds):
             return None
-    try:
-        rows = np.asarray(indices)
-    except (TypeError, ValueError, RuntimeError):
+    elif not isinstance(indices, np.ndarray):
         return None
+    rows = np.asarray(indices)
     if rows.ndim != 1 or rows.dtype.kind not in "iu" or rows.dtype == np.uint64:
         return None
     return torch.from_numpy(rows.astype(np.int64))

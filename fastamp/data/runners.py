@@ -107,8 +107,7 @@ class Threads:
             with generators_kept():
                 start_apart(self._threads, began.put)
                 for _ in self._threads:
-                    if (error := began.get()) is not None:
-                        raise error  # noqa: TRY301 - which ends the others, too
+                    _raise(began.get())
         except BaseException:
             self.shutdown()
             raise
@@ -146,6 +145,14 @@ def _find_error(function: Callable[[int], None] | None, number: int) -> BaseExce
     except BaseException as error:  # noqa: BLE001 - raised where the threads are made
         return error
     return None
+
+
+def _raise(error: BaseException | None) -> None:
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error  # or it would hold itself, and the threads, by the frames of its traceback
 
 
 def _serve(jobs: "SimpleQueue[Any]") -> None:

@@ -121,10 +121,11 @@ def find_columns(  # noqa: PLR0911 - one for each kind
 
 def _inherits(dataset: Any, kind: Any) -> bool:
     """Say whether a dataset is of a kind, or of a subclass that reads its items in no other way."""
-    own = type(dataset)
-    return isinstance(dataset, kind) and all(
-        getattr(own, name, None) is getattr(kind, name, None)
-        for name in ("__getitem__", "__getitems__", "__len__", "columns")
+    own, names = type(dataset), ("__getitem__", "__getitems__", "__len__", "columns")
+    return (
+        isinstance(dataset, kind)
+        and all(getattr(own, name, None) is getattr(kind, name, None) for name in names)
+        and vars(dataset).keys().isdisjoint(names)
     )
 
 
@@ -174,8 +175,10 @@ class Gathered:
             made = self._items.make(rows, order, number)
             return made if start is None else made._replace(batch=start(made.batch, None))
         parts, keys = gathered
-        finish = partial(self._finish, keys=keys)
-        batch = finish(parts) if start is None else start(parts, finish)
+        if start is None:
+            batch = self._finish(parts, keys)
+        else:
+            batch = start(parts, partial(self._finish, keys=keys))
         return Made(batch, copy_s=time.perf_counter() - start_s)
 
     def gather(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import gc
 import subprocess
 import sys
@@ -22,12 +21,6 @@ import fastamp
 class Pair(typing.NamedTuple):
     x: torch.Tensor
     label: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    x: torch.Tensor
-    number: int = 3
 
 
 BATCHES = [
@@ -67,14 +60,6 @@ def test_batches_keep_order_values_and_types(thread, device):
     for _ in range(2):  # every iter is a new pass
         assert_same(list(ahead), to(device, BATCHES))
     assert len(ahead) == len(BATCHES)
-
-
-@pytest.mark.parametrize("device", DEVICES, indirect=True)
-def test_dataclasses_stay_dataclasses(device):
-    (batch,) = fastamp.prefetch([Frozen(torch.ones(3), 7)], device)
-    assert type(batch) is Frozen
-    assert batch.number == 7
-    assert_same(batch.x, torch.ones(3, device=device or "cpu"))
 
 
 @pytest.mark.parametrize("device", [*DEVICES, "meta"], indirect=True)
@@ -128,17 +113,6 @@ def test_the_producers_own_exception_is_raised_in_its_place(thread):
 def test_a_thread_for_a_loader_is_refused():
     with pytest.raises(ValueError, match=r"thread: expected False for a fastamp\.DataLoader"):
         fastamp.prefetch(fastamp.DataLoader(torch.ones(3)), thread=True)
-
-
-def test_an_iterable_that_cannot_be_iterated_fails_at_once():
-    with pytest.raises(TypeError, match="not iterable"):
-        iter(fastamp.prefetch(3))
-
-
-def test_an_exhausted_pass_stays_exhausted():
-    iterator = iter(fastamp.prefetch([1]))
-    assert list(iterator) == [1]
-    assert list(iterator) == []
 
 
 def counted(ended):
@@ -195,16 +169,6 @@ def test_batches_are_not_held_once_delivered():
         del batch
         assert len(alive) <= 2
     assert ends(lambda: not alive)
-
-
-def test_a_broken_off_loader_can_be_prefetched_anew():
-    x = torch.arange(100)
-    ahead = fastamp.prefetch(fastamp.DataLoader(x, 10))
-    for _ in range(50):
-        for batch in ahead:
-            assert batch[0] == 0
-            break
-    assert torch.equal(torch.cat(list(ahead)), x)
 
 
 @pytest.mark.cuda

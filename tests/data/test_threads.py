@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import random
 import sys
 import threading
 
@@ -14,7 +12,7 @@ import torch
 from support.loading import Rows, Squares, Stateful, assert_same, check, ends, make_array
 from support.streams import Stream
 from support.thread_workers import in_threads, workers
-from support.torchs_datasets import KINDS, Augmented
+from support.torchs_datasets import KINDS
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import fastamp
@@ -97,31 +95,6 @@ def test_batches_are_made_ahead_as_far_as_asked():
         assert ends(lambda: len(done) >= 4 * (delivered + 6))  # noqa: B023 - called at once
         assert len(done) == 4 * (delivered + 6)
     assert len(asked) == (7 + 6) * 4
-
-
-@pytest.mark.parametrize("seed", [None, 5])
-def test_a_stopped_pass_resumes_with_any_number_of_threads(seed):
-    rng = random.Random(1)
-
-    def make(num_workers, **options):
-        return in_threads(
-            Augmented(60), shuffle=True, seed=seed, num_workers=num_workers, **options
-        )
-
-    for trial in range(30):
-        torch.manual_seed(trial)
-        loader = make(rng.randrange(5), in_order=True)
-        for _ in range(rng.randrange(2)):
-            list(loader)
-        iterator = iter(loader)
-        for _ in range(rng.randrange(16)):
-            next(iterator)
-        state = json.loads(json.dumps(loader.state_dict()))
-        rest = [*iterator]
-        torch.manual_seed(1000 + trial)
-        resumed = make(rng.randrange(5), device=rng.choice([None, "cpu"]))
-        resumed.load_state_dict(state)
-        assert_same([*resumed], rest)
 
 
 def test_a_dataset_with_a_state_is_refused_a_state_by_name():
