@@ -100,10 +100,9 @@ STYLE = f"""
 @media (prefers-color-scheme: dark) {{ :root {{ {page.DARK} }} }}
 text {{ font-family: system-ui, sans-serif !important }}
 """
-# The record of `amp` needs a machine with bfloat16 units; it and that of `jobs` are older than
-# builds.
-ABOUT = """Ratios: means over builds in fresh processes, 95 % intervals (`jobs`, `amp`: one
-build). Grey: no gain. `gpt` to `rl`: whole trainings. """
+# The record of `amp` needs a machine with bfloat16 units. It is older than builds.
+ABOUT = """Ratios: means over builds in fresh processes, 95 % intervals (`amp`: one build).
+Grey: no gain. `gpt` to `rl`: whole trainings. """
 
 
 class Found(NamedTuple):

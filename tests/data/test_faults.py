@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from support.loading import Rows, Squares, assert_same
+from support.loading import Rows, Squares, assert_same, ends
 from torch.utils.data import (
     ConcatDataset,
     Dataset,
@@ -67,9 +67,11 @@ class Resumable:
 
 @pytest.mark.parametrize("thread", [False, True])
 def test_a_resume_behind_prefetch_loses_no_batch_of_another_loader(thread):
-    wrapped = fastamp.prefetch(Resumable(), thread=thread)
+    source = Resumable()
+    wrapped = fastamp.prefetch(source, thread=thread)
     batches = iter(wrapped)
     seen = [int(next(batches)) for _ in range(3)]
+    assert ends(lambda: source.place == 3 + thread)  # one is ahead in the thread
     state = wrapped.state_dict()
     resumed = fastamp.prefetch(Resumable(), thread=thread)
     resumed.load_state_dict(state)
