@@ -39,12 +39,15 @@ class Slow(Squares):
 @pytest.mark.parametrize("threads", [0, 1])
 def test_behind_prefetch_stats_count_what_the_loop_waits_for_and_gets(threads):
     loader = fastamp.DataLoader(Slow(40), 4, num_workers=threads, worker="thread")
-    for number, _ in enumerate(fastamp.prefetch(loader), 1):
+    batches, waited_s = iter(fastamp.prefetch(loader)), 0.0
+    for number in range(1, 6):
+        start_s = time.perf_counter()
+        next(batches)
+        waited_s += time.perf_counter() - start_s
         assert loader.stats().batches == number
         time.sleep(0.02)
-        if number == 5:
-            break
-    assert (loader.stats().wait_share < 0.25) == bool(threads)
+    assert loader.stats().wait_s <= waited_s
+    assert threads or loader.stats().wait_s > waited_s / 2
 
 
 class Resumable:
