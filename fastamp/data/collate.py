@@ -276,5 +276,7 @@ def _nbytes_of(sample: Any) -> int:
         return sum(map(_nbytes_of, sample.values()))
     if isinstance(sample, list | tuple):
         return sum(map(_nbytes_of, sample))
+    if isinstance(sample, Tensor) and sample.layout is not torch.strided:
+        return 0
     nbytes = getattr(sample, "nbytes", 0)
     return nbytes if isinstance(nbytes, int) else 0

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import repeat
@@ -16,7 +15,7 @@ from fastamp._ops import apart_from_captures, untraced
 from fastamp.data.items import Failed, Made, attempt, change
 from fastamp.data.passes import LoaderPass, LoaderStats
 from fastamp.data.position import Position, find_save
-from fastamp.data.runners import here, in_threads, is_end
+from fastamp.data.runners import Threads, here, in_threads, is_end
 from fastamp.data.structure import map_tensors
 
 T = TypeVar("T")
@@ -185,9 +184,9 @@ def prefetch(
 ) -> "Prefetcher[T]":
     """Copy the batches of an iterable to a device while the device computes.
 
-    1. A batch is taken from the iterable in the caller's thread, one ahead of the loop. Iterables
-       with a `state_dict`, as a loader's, are asked for a batch when the loop asks: their position
-       is always that of the batch delivered.
+    1. A batch is taken from the iterable in the caller's thread: for a CUDA device one ahead of the
+       loop. Iterables with a `state_dict`, as a loader's, are asked for a batch when the loop asks:
+       their position is always that of the batch delivered.
     2. For a CUDA device the tensors that are not pinned are pinned, and their copy starts on a side
        stream, which also allocates their memory. The copy does not wait for the consumer's stream.
        Memory that the iterable itself has pinned may be filled again: before the next batch is
@@ -248,11 +247,13 @@ class Prefetcher(Iterable[T], Generic[T]):
         taken: Iterator[Made | Failed]
         if self._thread:
             take = partial(_take_in_thread, take, copies, save, torch.is_grad_enabled())
-            pool = ThreadPoolExecutor(1, "fastamp")
-            ahead = in_threads(pool, take, repeat(()), ahead=1)
+            threads = Threads(1, "fastamp")
+            ahead = in_threads(threads, take, repeat(()), ahead=1)
             taken = map(partial(change, self._note_state), ahead)
         else:
-            taken = one_ahead(take) if save is None else here(take, repeat(()))
+            # Only copies are worth it: an iterable may write all batches into the same memory.
+            is_ahead = isinstance(copies, CudaCopies) and save is None
+            taken = one_ahead(take) if is_ahead else here(take, repeat(()))
         batches = map(partial(change, copies.deliver), taken)
         begun = LoaderPass(batches, Position(), LoaderStats(), self.__len__, deque())
         self._find_pass = ref(begun)

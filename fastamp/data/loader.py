@@ -213,10 +213,10 @@ class DataLoader(TorchDataLoader[T_co]):
 
         A loader that loads it resumes after the last batch delivered; batches made ahead count as
         undelivered. A state taken inside the loop is in the middle of the epoch. Once the pass's
-        iterator is gone, also by `break`, the epoch has ended: a state taken then begins the next
-        one, as the program itself goes on. (`next(iter(loader))` is such a pass.) With neither
-        `seed` nor `generator`, later epochs draw from torch's default generator, whose state the
-        program has to keep.
+        iterator is gone, also by `break` or by an error in the loop's body, the epoch has ended: a
+        state taken then begins the next one, as the program itself goes on. (`next(iter(loader))`
+        is such a pass.) With neither `seed` nor `generator`, later epochs draw from torch's default
+        generator, whose state the program has to keep.
 
         The state of a sharded loader holds for all ranks, and any number of ranks may load it, with
         any batch size: it says how many samples of the epoch all of them have had, if each has had

@@ -1,7 +1,6 @@
 """Who makes the batches of a pass over a loader, and out of what."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -31,6 +30,7 @@ from fastamp.data.order import Plan, SeededSampler, Share, find_generator, find_
 from fastamp.data.passes import LoaderPass, LoaderStats
 from fastamp.data.position import Position, find_save
 from fastamp.data.runners import (
+    Threads,
     WorkerInfo,
     become_worker,
     here,
@@ -38,7 +38,6 @@ from fastamp.data.runners import (
     make_in_worker,
     own_copy,
     read_stream,
-    start_threads,
 )
 from fastamp.data.sample_rng import Order, draw_seed, generators_kept
 from fastamp.data.sources import Gathered, find_columns, why_not
@@ -179,8 +178,9 @@ class Making:
             with copies.thread():
                 return gathered.make(rows, order, number, copies.start)
 
-        pool = ThreadPoolExecutor(1, "fastamp")
-        return map(partial(change, copies.deliver), in_threads(pool, make, self._jobs(), ahead=1))
+        threads = Threads(1, "fastamp")
+        ahead = in_threads(threads, make, self._jobs(), ahead=1)
+        return map(partial(change, copies.deliver), ahead)
 
     def _items(self, dataset: Any, *, in_process: bool = False) -> Items:
         collate_fn = self.loader.collate_fn
@@ -228,7 +228,7 @@ class Making:
 
         make = partial(make_in_worker, torch.is_grad_enabled())
         ahead = loader.prefetch_factor * count
-        return in_threads(start_threads(count, begin), make, jobs, ahead=ahead)
+        return in_threads(Threads(count, "fastamp worker", begin), make, jobs, ahead=ahead)
 
     def _in_processes(self) -> Iterator[Made | Failed]:
         """Return the batches of torch's iterator over a map-style dataset."""

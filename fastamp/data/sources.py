@@ -121,10 +121,11 @@ def find_columns(  # noqa: PLR0911 - one for each kind
 
 def _inherits(dataset: Any, kind: Any) -> bool:
     """Say whether a dataset is of a kind, or of a subclass that reads its items in no other way."""
-    own = type(dataset)
-    return isinstance(dataset, kind) and all(
-        getattr(own, name, None) is getattr(kind, name, None)
-        for name in ("__getitem__", "__getitems__", "__len__", "columns")
+    own, names = type(dataset), ("__getitem__", "__getitems__", "__len__", "columns")
+    return (
+        isinstance(dataset, kind)
+        and all(getattr(own, name, None) is getattr(kind, name, None) for name in names)
+        and vars(dataset).keys().isdisjoint(names)
     )
 
 

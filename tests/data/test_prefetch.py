@@ -145,7 +145,7 @@ def test_the_thread_ends_with_its_pass(consume):
     consume(iterator, ended)
     del iterator
     assert ends(lambda: not threads())
-    assert len(ended) == 1  # the generator, too
+    assert len(ended) == 1 or (consume is never_begin and not ended)  # the generator, too
 
 
 def test_a_pass_that_is_dropped_while_an_error_is_handled_ends_its_thread():
