@@ -226,8 +226,16 @@ def make(device, seed):
     model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 3))
     return model, DataLoader(data(), 16, shuffle=True), loss, {"max_norm": 0.1}
 """
-    place = task(text)
-    theirs, ours = (run_losses(place, is_ours=is_ours, steps=9) for is_ours in (False, True))
+    pair = [
+        Runner(Arm(name="x", task=place, is_ours=is_ours), "cpu", 0)
+        for place in [task(text)]
+        for is_ours in (False, True)
+    ]
+    for _ in range(9):
+        for runner in pair:
+            runner.prepare()
+            runner.visit()
+    theirs, ours = ([loss.item() for loss in runner.trainer.losses] for runner in pair)
     assert ours == pytest.approx(theirs, rel=1e-5)
     assert len({*theirs}) == 9
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import multiprocessing.resource_tracker
 import multiprocessing.spawn
 import os
 import re
@@ -236,6 +237,7 @@ def test_a_process_that_dies_or_fails_is_an_error_and_no_wait(processes, capfd):
 
 
 def test_a_process_that_dies_before_it_reads_its_work_is_an_error_and_no_wait(processes):
+    multiprocessing.resource_tracker.ensure_running()  # by the same executable
     spawn = multiprocessing.get_context("spawn")
     python, large = multiprocessing.spawn.get_executable(), bytes(10_000_000)
     spawn.set_executable("/bin/false")
