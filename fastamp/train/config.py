@@ -24,7 +24,7 @@ _INTEGERS |= {"checkpoint_every": 1, "keep": 1}  # each with its smallest value
 _NUMBERS = {"lr": "a number above 0", "weight_decay": "a number of at least 0"}
 _NUMBERS |= {"max_norm": "a number above 0 or None"}
 _CHOICES: dict[str, Collection[str]] = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}
-_CHOICES |= {"parallel": ("ddp", "fsdp"), "moments": MOMENTS, "weights": ("bfloat16",)}
+_CHOICES |= {"moments": MOMENTS, "weights": ("bfloat16",)}
 _KINDS: dict[str, Any] = {"loss_fn": Callable, "model_call": ModelCall, "tracker": MetricsTracker}
 _KINDS |= {"checkpoint_dir": str | os.PathLike}
 _KINDS |= dict.fromkeys(["use_amp", "compile", "keep_best", "resume", "progress"], bool)
@@ -94,9 +94,6 @@ class TrainConfig:
     device: str | torch.device | None = None
     """Where the model moves; None is a GPU if there is one. Under torchrun a GPU without a number
     is the rank's own."""
-    parallel: str | None = None
-    """"ddp" or "fsdp", for the ranks of torchrun or of an initialized torch.distributed; None is
-    "ddp" if there are ranks, else a single process."""
     seed: int = 0
     """Seeds all random numbers, together with the rank; the program's own generators are restored
     at the end."""

@@ -15,7 +15,7 @@ from fastamp._progress import progress
 from fastamp.data import DataLoader
 from fastamp.train.config import AUTOCAST, TrainConfig
 from fastamp.train.random_state import rng_state, seed_all, set_rng_state
-from fastamp.train.ranks import join
+from fastamp.train.ranks import find_ranks
 from fastamp.train.result import CURVES, Curve, TrainResult, compare_ranks
 from fastamp.train.run import Run
 from fastamp.train.signals import DEFERRED, Signals
@@ -32,8 +32,8 @@ def fine_tune(
        the log says "resumed at step N of M", on standard error unless logging is set up.
     2. A step: `config.accumulate` batches are fetched; for each of them forward and loss under
        autocast, and backward of the scaled loss; then unscale, check, clip and step at once. The
-       gradient is that of the mean over the step's targets, of all ranks, without those that are
-       -100 (`ModelCall.count`): one batch of 8 or two of 4 make no difference. A step in which none
+       gradient is that of the mean over the step's targets, without those that are -100
+       (`ModelCall.count`): one batch of 8 or two of 4 make no difference. A step in which none
        counts has gradients of 0, and NaN as its loss. The learning rate advances after a step that
        was taken; the loop learns of that one step later, without a wait.
     3. After every epoch, or as often as the config says: evaluation in the same precision, and a
@@ -46,12 +46,13 @@ def fine_tune(
     checkpoint is passed over with one warning. On a CPU a run that is interrupted or killed, and
     resumed, is bit-identical, except for random numbers that worker processes draw within an epoch.
 
-    Under torchrun, or where torch.distributed is initialized, every rank calls this with the same
-    arguments, and trains on its part of a Dataset or tensors, with DDP or FSDP2. A loader or an
-    iterable must yield the rank's part, and as many batches as on the other ranks. If there is no
-    process group yet, one is made, and destroyed at the end: an FSDP2 model stays sharded, and can
-    then no longer be called. Losses are means over all ranks' samples; only the first rank logs to
-    `config.tracker`; a signal to one rank is a signal to all.
+    Over ranks every rank calls this with the same arguments, and with a model on its device that is
+    in DistributedDataParallel or sharded by `fully_shard`. A Dataset or tensors are divided among
+    the ranks. A loader must yield the rank's part, as with `shard=True` or a DistributedSampler,
+    and as many batches as on the other ranks: `len` of it is compared when an epoch begins; without
+    one, you promise it. As in torch, gradients and training losses are means over the ranks, each
+    of its own targets; validation losses are means over all ranks' targets. Only the first rank
+    logs to `config.tracker`; a signal to one rank is a signal to all.
 
     Checkpoints of ranks are folders that all ranks must be able to reach. The same number of ranks
     resumes bit-identically, except for buffers, of which the first rank's are kept, and for DDP on
@@ -85,7 +86,8 @@ def fine_tune(
         TypeError: `model` is no module, `config` no TrainConfig, or the data or the model's output
             cannot be trained on.
         ValueError: there is no batch or no parameter to train, the optimizer has other parameters,
-            shapes do not match, or a rank has fewer batches than others. Or the run in
+            shapes do not match, ranks have unlike numbers of batches or a model that they do not
+            share. Or the run in
             `config.checkpoint_dir` has finished: more `max_steps` or `epochs` continue it,
             `resume=False` starts anew; the model has that run's weights then.
 
@@ -101,7 +103,8 @@ def fine_tune(
         if not isinstance(value, kind):
             msg = f"{name}: expected a {kind.__name__}, got {type(value).__name__}"
             raise TypeError(msg)
-    with join(config) as ranks, modes_kept(model):
+    ranks = find_ranks(model)
+    with modes_kept(model):
         rng = rng_state([config.chosen_device])
         seed_all(config.seed, ranks.rank)
         if not model.training:
@@ -146,6 +149,7 @@ class _Loop(Run):
         while self.step < max_steps and self.epoch < epochs:
             if not self.has_ended:
                 self.data.set_epoch(self.epoch)
+            self._compare_lengths()
             batches = iter(() if self.has_ended else self.data)
             while self.step < max_steps and self._train_step(batches):
                 self._pause(config.eval_every, config.checkpoint_every)
@@ -155,6 +159,17 @@ class _Loop(Run):
                 self.epoch, self.has_ended = self.epoch + 1, False
                 # What has no interval is due after every epoch.
                 self._pause(not config.eval_every, not config.checkpoint_every)
+
+    def _compare_lengths(self) -> None:
+        """Raise a ValueError on all ranks if they have unlike numbers of batches."""
+        compared = {"train_data": self.data}
+        if self.ranks.mode == "fsdp" and self.held_out is not None:
+            compared["val_data"] = self.held_out  # ranks gather parameters for each of its batches
+        for name, data in compared.items() if self.ranks.mode is not None else ():
+            lengths = self.ranks.gather(data.n_batches)
+            if len({*lengths}) > 1:
+                msg = f"{name}: expected as many batches on every rank, got {lengths}"
+                raise ValueError(msg)
 
     def _pause(self, eval_every: int | None, save_every: int | None) -> None:
         """Evaluate and save if the step is a multiple of these, and obey a signal."""
@@ -202,7 +217,7 @@ class _Loop(Run):
         self.n_samples += sum(n for _, n in found)
         parts = [self._split(batch, n) for batch, n in found]
         del found  # `parts` are freed one by one
-        n_targets = self._count(parts)
+        n_targets = sum(n for *_, n in parts)
         if not parts:
             return False
         self.step, self.val_loss = self.step + 1, math.nan
@@ -223,30 +238,8 @@ class _Loop(Run):
             inputs, target = self.model_call.split_for(self.model, batch)
         return inputs, target, self.model_call.count(target, n_samples)
 
-    def _count(self, parts: list[Part]) -> Any:
-        """Return the mean number of targets that a rank has in a step.
-
-        Raises:
-            ValueError: this rank's data have ended before those of another one, which would wait.
-        """
-        n_targets = sum(n for *_, n in parts)
-        if self.ranks.mode is None:
-            return n_targets
-        counts = [n_targets, len(parts)]
-        mine = [torch.as_tensor(n, dtype=torch.float64, device=self.device) for n in counts]
-        means = self.ranks.sum(mine) / self.ranks.count
-        if self.has_ended and means[1] != len(parts):  # else nothing waits for the device
-            has = f"rank {self.ranks.rank} has {len(parts)} batches left for step {self.step + 1}"
-            msg = f"train_data: {has}, others another number: each rank needs as many"
-            raise ValueError(msg)
-        return means[0]
-
     def _accumulate(self, parts: list[Part], n_targets: Any) -> torch.Tensor:
-        """Add up the gradients of the mean loss over a step's targets; return this rank's part.
-
-        Ranks may have batches of different lengths. DDP and FSDP2 average gradients over the ranks:
-        a batch has the weight of its targets in the mean number of targets of a rank.
-        """
+        """Add up the gradients of the mean loss over this rank's targets of a step; return it."""
         timer = self.timer
         mean: torch.Tensor = torch.zeros((), dtype=torch.float32, device=self.device)
         while parts:

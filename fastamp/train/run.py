@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fastamp.metrics import MetricsTracker
 from fastamp.metrics.sinks import Logged
@@ -55,7 +56,7 @@ class Run:
             for parameter in model.parameters():
                 if parameter.dtype == torch.float32:
                     parameter.data = parameter.data.bfloat16()
-        self.trained, self.evaluated = ranks.spread(model, config)
+        self.trained, self.evaluated = self._called()
         self.model_call = config.model_call or ModelCall(config.loss_fn)
         if type(self.model_call).__call__ is not ModelCall.__call__:
             name = type(self.model_call).__name__
@@ -122,6 +123,14 @@ class Run:
         self.saved_at, self.has_ended = state["place"], state["has_ended"]
         self.former_total = state["config"]["total_steps"]
         self.step, self.epoch, self.evaluated_at = self.saved_at
+
+    def _called(self) -> tuple[Any, Any]:
+        """Return the modules to call in training and in evaluation: there without DDP."""
+        model: Any = self.model
+        if self.ranks.mode is None:
+            model.to(self.device)
+        trained = torch.compile(model) if self.config.compile else model
+        return trained, model.module if isinstance(model, DistributedDataParallel) else trained
 
     def _find_loss(self) -> nn.Module | None:
         """Return the loss on the run's device if it is a module with tensors of its own.
@@ -220,7 +229,6 @@ class Run:
         config = self.config
         if config.max_steps is not None:
             return config.max_steps
-        try:
-            return config.epochs * math.ceil(len(self.data.loader) / config.accumulate)
-        except TypeError:
+        if self.data.n_batches is None:
             return f"{config.epochs} epochs"
+        return config.epochs * math.ceil(self.data.n_batches / config.accumulate)

@@ -383,7 +383,6 @@ def test_the_result_is_bounded_and_pickles():
         ({"max_norm": torch.ones(2)}, "max_norm: expected a number above 0 or None, got tensor"),
         ({"optimizer": {}}, r"optimizer: expected a callable or one of .*, got \{\}"),
         ({"schedule": []}, r"schedule: expected one of .*, got \[\]"),
-        ({"parallel": torch.ones(2)}, "parallel: expected one of ddp, fsdp or None, got tensor"),
         ({"use_amp": torch.ones(2)}, "use_amp: expected bool or None, got tensor"),
         ({"compile": "max-autotune"}, "compile: expected bool, got 'max-autotune'"),
         ({"resume": "no"}, "resume: expected bool, got 'no'"),
