@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fastamp.metrics import MetricsTracker
-from fastamp.step.adamw import MOMENTS
 from fastamp.train.model_call import ModelCall
 from fastamp.train.optimizer import OPTIMIZERS, SCHEDULES
 from fastamp.train.precision import compute_effective_precision
@@ -24,10 +23,9 @@ _INTEGERS |= {"checkpoint_every": 1, "keep": 1}  # each with its smallest value
 _NUMBERS = {"lr": "a number above 0", "weight_decay": "a number of at least 0"}
 _NUMBERS |= {"max_norm": "a number above 0 or None"}
 _CHOICES: dict[str, Collection[str]] = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}
-_CHOICES |= {"moments": MOMENTS, "weights": ("bfloat16",)}
 _KINDS: dict[str, Any] = {"loss_fn": Callable, "model_call": ModelCall, "tracker": MetricsTracker}
 _KINDS |= {"checkpoint_dir": str | os.PathLike}
-_KINDS |= dict.fromkeys(["use_amp", "compile", "keep_best", "resume", "progress"], bool)
+_KINDS |= dict.fromkeys(["use_amp", "keep_best", "resume", "progress"], bool)
 _DEVICE_ERRORS = AssertionError, ImportError, RuntimeError, TypeError, ValueError  # each by some
 
 
@@ -66,13 +64,6 @@ class TrainConfig:
     an optimizer of the list of all parameters that require a gradient, those of the loss last, and
     ignores `lr` and `weight_decay`. As with `lr`, a run resumes only at the learning rates that it
     began with: a CheckpointError names both."""
-    moments: str | None = None
-    """"float32", "bfloat16" or "8bit": how `optimizer="adamw"` keeps its moments, as
-    `fastamp.AdamW`. None is torch's AdamW, unless `weights` asks for fastamp's."""
-    weights: str | None = None
-    """"bfloat16" converts the model's float32 parameters, in place, and `optimizer="adamw"` keeps
-    the rest of their bits: see `fastamp.AdamW`. It needs `precision="bf16-mixed"`. None leaves
-    them alone."""
     schedule: str = "cosine"
     """Of the learning rate: "cosine" or "linear", which end at 0, or "constant". Skipped steps do
     not count."""
@@ -89,8 +80,6 @@ class TrainConfig:
     accumulate: int = 1
     """Batches in a step, which are in memory together. The last step of an epoch has the remaining
     ones."""
-    compile: bool = False
-    """Runs the model through `torch.compile`."""
     device: str | torch.device | None = None
     """Where the model moves; None is a GPU if there is one. Under torchrun a GPU without a number
     is the rank's own."""
@@ -156,9 +145,6 @@ class TrainConfig:
         for name, kind in _KINDS.items():
             fine = isinstance(getattr(self, name), kind)
             self._check(name, getattr(kind, "__name__", "a path"), fine=fine)
-        if self.optimizer != "adamw":
-            self._check("moments", "None: it is of optimizer='adamw'", fine=self.moments is None)
-            self._check("weights", "None: it needs optimizer='adamw'", fine=self.weights is None)
         alone = self.loss_fn is None or self.model_call is None
         self._check("loss_fn", "None beside a model_call, which has its own", fine=alone)
         self._check("device", "an available device", fine=self._has_device())
@@ -168,8 +154,6 @@ class TrainConfig:
             raise ValueError(str(error).replace("requested", "precision", 1)) from None
         expected = f"a name for one of {', '.join(AUTOCAST)}; a model of 16-bit parameters"
         self._check("precision", f"{expected} is trained in 32-true", fine=can_train)
-        fine = self.weights is None or self.effective_precision == "bf16-mixed"
-        self._check("precision", "'bf16-mixed' with weights='bfloat16'", fine=fine)
 
     @property
     def chosen_device(self) -> torch.device:

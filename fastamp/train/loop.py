@@ -123,7 +123,7 @@ class _Loop(Run):
         self.n_samples, dtype = 0, AUTOCAST[self.precision]
         self.autocast = torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
         # DDP exchanges gradients in the last backward pass of a step only.
-        self.no_sync: Any = self.trained.no_sync if self.ranks.mode == "ddp" else nullcontext
+        self.no_sync: Any = self.model.no_sync if self.ranks.mode == "ddp" else nullcontext
         self.losses: list[tuple[int, torch.Tensor, float]] = []  # with step and time, to be logged
         self.advance: Callable[..., object] = lambda: None
         self.signals = Signals(enabled=self.checkpointer is not None)
@@ -246,7 +246,7 @@ class _Loop(Run):
             inputs, target, n = parts.pop(0)
             with self.no_sync() if parts else nullcontext():
                 with timer("forward"), self.autocast:
-                    output = self.model_call.forward(self.trained, inputs)
+                    output = self.model_call.forward(self.model, inputs)
                     loss = share(self.model_call.loss(output, target), n, n_targets)
                 del inputs, target, output
                 with timer("backward"):

@@ -2,16 +2,14 @@
 
 import logging
 import math
-from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fastamp.metrics import MetricsTracker
 from fastamp.metrics.sinks import Logged
-from fastamp.step import AdamW, GradScaler
+from fastamp.step import GradScaler
 from fastamp.timer import Timer
 from fastamp.train.batches import Batches
 from fastamp.train.check import ANY, check, check_equal
@@ -52,11 +50,10 @@ class Run:
         if val_data is not None:
             self.held_out = Batches("val_data", val_data, config, ranks, shuffle=False)
         self.total = self._count_steps()
-        if config.weights is not None:
-            for parameter in model.parameters():
-                if parameter.dtype == torch.float32:
-                    parameter.data = parameter.data.bfloat16()
-        self.trained, self.evaluated = self._called()
+        if ranks.mode is None:
+            model.to(self.device)
+        # In evaluation DDP's own call would exchange buffers.
+        self.evaluated = model.module if isinstance(model, DistributedDataParallel) else model
         self.model_call = config.model_call or ModelCall(config.loss_fn)
         if type(self.model_call).__call__ is not ModelCall.__call__:
             name = type(self.model_call).__name__
@@ -66,10 +63,7 @@ class Run:
         options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
         if ranks.mode == "fsdp" and config.max_norm is None:
             options["fused"] = None  # torch's fused SGD and Adagrad do not support DTensors
-        kind = config.optimizer
-        if config.moments is not None or config.weights is not None:
-            kind = partial(AdamW, **options, moments=config.moments or "float32")
-        self.optimizer = make_optimizer(model, kind, loss=self.loss, **options)
+        self.optimizer = make_optimizer(model, config.optimizer, loss=self.loss, **options)
         self.scaler = GradScaler(self.device.type, enabled=self.precision == "16-mixed")
         self.schedule = Schedule(
             self.optimizer, self.scaler, lambda n: config.lr_factor(n, self.total)
@@ -123,14 +117,6 @@ class Run:
         self.saved_at, self.has_ended = state["place"], state["has_ended"]
         self.former_total = state["config"]["total_steps"]
         self.step, self.epoch, self.evaluated_at = self.saved_at
-
-    def _called(self) -> tuple[Any, Any]:
-        """Return the modules to call in training and in evaluation: there without DDP."""
-        model: Any = self.model
-        if self.ranks.mode is None:
-            model.to(self.device)
-        trained = torch.compile(model) if self.config.compile else model
-        return trained, model.module if isinstance(model, DistributedDataParallel) else trained
 
     def _find_loss(self) -> nn.Module | None:
         """Return the loss on the run's device if it is a module with tensors of its own.
