@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,12 +19,14 @@ from fastamp.train.precision import compute_effective_precision
 AUTOCAST = {"32-true": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 _INTEGERS = {"epochs": 1, "max_steps": 1, "batch_size": 1, "warmup_steps": 0, "accumulate": 1}
 _INTEGERS |= {"seed": 0, "num_workers": 0, "eval_every": 1, "log_every": 1}
-_INTEGERS |= {"checkpoint_every": 1, "keep": 1}  # each with its smallest value
+_INTEGERS |= {"checkpoint_every": 1, "keep": 1, "patience": 1}  # each with its smallest value
 _NUMBERS = {"lr": "a number above 0", "weight_decay": "a number of at least 0"}
 _NUMBERS |= {"max_norm": "a number above 0 or None"}
 _CHOICES: dict[str, Collection[str]] = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}
+_CHOICES |= {"mode": ("min", "max")}
 _KINDS: dict[str, Any] = {"loss_fn": Callable, "model_call": ModelCall, "tracker": MetricsTracker}
-_KINDS |= {"checkpoint_dir": str | os.PathLike}
+_KINDS |= {"checkpoint_dir": str | os.PathLike, "metric": str}
+_KINDS |= dict.fromkeys(["evaluate", "on_evaluation"], Callable)
 _KINDS |= dict.fromkeys(["use_amp", "keep_best", "resume", "progress"], bool)
 _DEVICE_ERRORS = AssertionError, ImportError, RuntimeError, TypeError, ValueError  # each by some
 
@@ -90,6 +92,20 @@ class TrainConfig:
     """Processes that load a Dataset which is not in memory."""
     eval_every: int | None = None
     """Steps between evaluations; None evaluates after every epoch. The end is always evaluated."""
+    evaluate: Callable[[nn.Module], Mapping[str, Any]] | None = None
+    """Called at each evaluation with the model in evaluation mode, without gradients; returns named
+    numbers, as {"auc": 0.9}, which `tracker` gets as "val/auc". Over ranks every rank calls it, and
+    the first one's numbers count."""
+    metric: str = "loss"
+    """The number that `keep_best` and `patience` compare: "loss", of `val_data`, or a name that
+    `evaluate` returns."""
+    mode: str = "min"
+    """"min" if a lower `metric` is better, "max" if a higher one is."""
+    patience: int | None = None
+    """The run ends after this many evaluations in a row without a better `metric`; NaN is none."""
+    on_evaluation: Callable[[int, dict[str, float]], object] | None = None
+    """Called after each evaluation with the step and the numbers, "loss" among them if there is
+    `val_data`; if it returns True, the run ends. Waits for the device."""
     log_every: int = 10
     """Steps between flushes to `tracker`, which wait for the device. At the same steps ranks
     exchange their losses, and whether one of them has received a signal."""
@@ -101,8 +117,9 @@ class TrainConfig:
     keep: int = 3
     """How many of the newest checkpoints to keep."""
     keep_best: bool = False
-    """Writes a checkpoint at each new lowest validation loss, and keeps the best one beside the
-    newest; waits for the device at each evaluation. Without `val_data` it is a ValueError."""
+    """Writes a checkpoint at each new best `metric`, and keeps the best one with the newest; waits
+    for the device at each evaluation. Without `val_data`, which the loss needs, it is a
+    ValueError."""
     resume: bool = True
     """Resumes from the newest checkpoint; a run that has finished is a ValueError, unless
     `max_steps` or `epochs` is larger now. False starts anew, and removes the checkpoints in

@@ -13,6 +13,7 @@ from torch import nn
 
 from fastamp._progress import progress
 from fastamp.data import DataLoader
+from fastamp.train.batches import Batches
 from fastamp.train.config import AUTOCAST, TrainConfig
 from fastamp.train.random_state import rng_state, seed_all, set_rng_state
 from fastamp.train.ranks import find_ranks
@@ -36,8 +37,9 @@ def fine_tune(
        (`ModelCall.count`): one batch of 8 or two of 4 make no difference. A step in which none
        counts has gradients of 0, and NaN as its loss. The learning rate advances after a step that
        was taken; the loop learns of that one step later, without a wait.
-    3. After every epoch, or as often as the config says: evaluation in the same precision, and a
-       checkpoint.
+    3. After every epoch, or as often as the config says: evaluation in the same precision, with
+       `config.evaluate`, and a checkpoint. `config.patience` or `config.on_evaluation` may end the
+       run.
 
     With a checkpoint folder, after SIGTERM or Ctrl-C the current step and its evaluation finish,
     and a checkpoint is written. A second signal acts at once, for a step that never ends, as when
@@ -155,10 +157,14 @@ class _Loop(Run):
                 self._pause(config.eval_every, config.checkpoint_every)
                 if config.tracker is not None and self.step % config.log_every == 0:
                     self.tracker.flush()
+                if self.is_stopped:
+                    return
             if self.step < max_steps:
                 self.epoch, self.has_ended = self.epoch + 1, False
                 # What has no interval is due after every epoch.
                 self._pause(not config.eval_every, not config.checkpoint_every)
+                if self.is_stopped:
+                    return
 
     def _compare_lengths(self) -> None:
         """Raise a ValueError on all ranks if they have unlike numbers of batches."""
@@ -177,7 +183,7 @@ class _Loop(Run):
             self._evaluate()
         saves = bool(save_every) and self.step % (save_every or 1) == 0
         saver = self.checkpointer
-        saves = saves or (saver is not None and saver._is_better(self.val_loss))
+        saves = saves or (saver is not None and saver._is_better(self.compared))
         received = None
         if saves or self.ranks.mode is None or self.step % self.config.log_every == 0:
             received = self._exchange()
@@ -220,7 +226,7 @@ class _Loop(Run):
         n_targets = sum(n for *_, n in parts)
         if not parts:
             return False
-        self.step, self.val_loss = self.step + 1, math.nan
+        self.step, self.compared = self.step + 1, math.nan
         loss = self._accumulate(parts, n_targets)
         self.advance()
         self.losses.append((self.step, loss, time.time()))
@@ -257,9 +263,43 @@ class _Loop(Run):
 
     @torch.no_grad()
     def _evaluate(self) -> None:
-        if self.held_out is None:
+        """Evaluate, log the numbers, and find out whether the run ends."""
+        if not self.evaluates:
             return
-        loader = self.held_out.loader
+        config, numbers = self.config, {}
+        if self.held_out is not None:
+            numbers["loss"] = self._mean_loss(self.held_out)
+        if config.evaluate is not None:
+            with self.timer("evaluate"), modes_kept(self.model):
+                self.model.eval()
+                named = config.evaluate(self.evaluated)
+            numbers |= self.ranks.gather({k: float(v) for k, v in named.items()})[0]
+        for name, value in numbers.items():
+            self.tracker.log_scalar(f"val/{name}", value, self.step)
+        self.evaluated_at = self.step
+        if self.compares and config.metric not in numbers:
+            msg = f"metric: expected one of {', '.join(numbers)}, got {config.metric!r}"
+            raise ValueError(msg)
+        if self.compares:
+            self._compare(float(numbers[config.metric]))
+        if config.on_evaluation is not None:
+            seen = {name: float(value) for name, value in numbers.items()}
+            stops = config.on_evaluation(self.step, seen) is True
+            self.is_stopped |= self.ranks.gather(stops)[0]
+
+    def _compare(self, value: float) -> None:
+        """Count the evaluations since the best one; with `patience` enough of them end the run."""
+        self.compared = value if self.config.keep_best else math.nan
+        sign = 1 if self.config.mode == "min" else -1
+        if sign * value < sign * self.best:
+            self.best, self.n_worse = value, 0
+        else:
+            self.n_worse += 1
+        self.is_stopped = self.n_worse >= (self.config.patience or math.inf)
+
+    def _mean_loss(self, data: Batches) -> torch.Tensor:
+        """Return the mean loss over all targets that count."""
+        loader = data.loader
         if isinstance(loader, DataLoader) and loader is not self.data.loader:
             loader.set_epoch(0)  # the same order each time, wherever the run was resumed
         # Metal has no float64.
@@ -267,7 +307,7 @@ class _Loop(Run):
         total, n_targets = torch.zeros((2,), dtype=torch.float64, device=device)
         with self.timer("evaluate"), modes_kept(self.model):
             self.model.eval()
-            for batch, n_samples in self.held_out:
+            for batch, n_samples in data:
                 inputs, target, n = self._split(batch, n_samples)
                 n = n if n_samples else 0  # else all are padding of this rank's share
                 with self.autocast:
@@ -276,11 +316,8 @@ class _Loop(Run):
                 total += share(loss, n, 1)
                 n_targets += n
             total, n_targets = self.ranks.sum([total, n_targets])
-        mean = total / n_targets
-        self.tracker.log_scalar("val/loss", mean, self.step)
-        self.evaluated_at = self.step
-        if self.config.keep_best:
-            self.val_loss = float(mean)
+        mean: torch.Tensor = total / n_targets
+        return mean
 
     def _make_result(self, elapsed_s: float) -> TrainResult:
         regions, known = self.timer.summary(), self.tracker.summary()
@@ -293,8 +330,10 @@ class _Loop(Run):
         training_s = elapsed_s - host_s.get("evaluate", 0) - host_s.get("checkpoint", 0)
         is_cuda = self.device.type == "cuda"
         mean_s = {name: stats.mean for name, stats in regions.items() if stats.count}
+        evaluated = {name[4:] for name in known if name.startswith("val/")} - {"loss"}
         return TrainResult(
             **curves,
+            metrics={name: Curve(*self.tracker.history(f"val/{name}")) for name in evaluated},
             steps=self.step,
             best_checkpoint=None if self.checkpointer is None else self.checkpointer._best_path(),
             skipped_steps=self.schedule.n_skipped,

@@ -22,7 +22,7 @@ from fastamp.train.ranks import Ranks
 
 # A run resumes only if these agree with the checkpoint's, and the precision does.
 _FIXED = ["batch_size", "accumulate", "seed", "lr", "weight_decay", "max_norm", "schedule"]
-_FIXED += ["warmup_steps"]
+_FIXED += ["warmup_steps", "metric", "mode"]
 _OF_RANKS = {"batch_size", "accumulate", "total_steps"}  # another number of ranks may change them
 _OF_LENGTH = {"total_steps", "warmup_steps"}  # a longer run may change them
 _LOG = logging.getLogger(__name__)
@@ -40,8 +40,10 @@ class Run:
     def __init__(
         self, model: nn.Module, train_data: Any, val_data: Any, config: TrainConfig, ranks: Ranks
     ) -> None:
-        if config.keep_best and val_data is None:
-            msg = "keep_best: expected val_data, whose loss says which is best, got None"
+        compares = "keep_best" if config.keep_best else "patience"
+        self.compares = config.keep_best or config.patience is not None
+        if self.compares and val_data is None and config.metric == "loss":
+            msg = f"{compares}: expected val_data, whose loss says which is best, got None"
             raise ValueError(msg)
         self.config, self.model, self.ranks = config, model, ranks
         self.device, self.precision = config.chosen_device, config.effective_precision
@@ -73,7 +75,9 @@ class Run:
         self.step = self.epoch = self.evaluated_at = 0
         self.has_ended = False  # no batch is left in the pass; its last step may not be done yet
         self.saved_at: tuple[int, ...] = ()
-        self.val_loss = math.nan  # of this step, with `keep_best`
+        self.compared = math.nan  # the metric of this step, if it was evaluated and is compared
+        self.best = math.inf if config.mode == "min" else -math.inf  # until the first evaluation
+        self.n_worse, self.is_stopped = 0, False
         self.checkpointer = None
         if config.checkpoint_dir is not None:
             self.checkpointer = self._make_checkpointer(config.checkpoint_dir)
@@ -91,19 +95,23 @@ class Run:
             return
         self.schedule.read_flag()  # the optimizer's state has the rate, too
         with self.timer("checkpoint"):
-            self.checkpointer.save(self.step, metric=self.val_loss)
+            self.checkpointer.save(self.step, metric=self.compared)
         self.saved_at = self.place
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of the run itself."""
         own = {"precision": self.precision, "total_steps": self.total}
         config = own | {name: getattr(self.config, name) for name in _FIXED}
-        return {"config": config, "place": self.place, "has_ended": self.has_ended}
+        state = {"config": config, "place": self.place, "has_ended": self.has_ended}
+        return state | {"best": self.best, "n_worse": self.n_worse}
 
     def check_state_dict(self, state: Any) -> None:
         """Raise a ValueError that says why another run's checkpoint cannot be resumed."""
         like = self.state_dict()
-        check(state, like | {"config": ANY}, "state")
+        check(state, like | {"config": ANY, "best": ANY}, "state")
+        if type(state["best"]) is not float:
+            msg = f"state['best']: expected a float, got {state['best']!r}"
+            raise ValueError(msg)
         as_many = self.checkpointer is None or self.checkpointer._as_many
         theirs, ours, at = state["config"], like["config"], "state['config']"
         total = theirs.get("total_steps") if isinstance(theirs, dict) else None
@@ -117,6 +125,8 @@ class Run:
         self.saved_at, self.has_ended = state["place"], state["has_ended"]
         self.former_total = state["config"]["total_steps"]
         self.step, self.epoch, self.evaluated_at = self.saved_at
+        self.best, self.n_worse = state["best"], state["n_worse"]
+        self.is_stopped = self.n_worse >= (self.config.patience or math.inf)
 
     def _find_loss(self) -> nn.Module | None:
         """Return the loss on the run's device if it is a module with tensors of its own.
@@ -148,7 +158,10 @@ class Run:
         parts: dict[str, Any] = {"run": self, "model": self.model, "optimizer": self.optimizer}
         parts |= {"loader": self.data, "scaler": self.scaler, "scheduler": self.schedule}
         parts |= {} if self.loss is None else {"loss_fn": self.loss}
-        parts |= {"tracker": self.tracker, "best": "min" if self.config.keep_best else None}
+        parts |= {
+            "tracker": self.tracker,
+            "best": self.config.mode if self.config.keep_best else None,
+        }
         checkpointer = _Checkpointer(folder, keep=self.config.keep, **parts)
         checkpointer._devices = [self.device]
         if not self.config.resume:
@@ -189,7 +202,13 @@ class Run:
             has_trained = self.epoch >= config.epochs
         else:
             has_trained = self.step >= config.max_steps
-        return has_trained and (self.held_out is None or self.evaluated_at == self.step)
+        has_trained = has_trained or self.is_stopped
+        return has_trained and (not self.evaluates or self.evaluated_at == self.step)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is something to evaluate."""
+        return self.held_out is not None or self.config.evaluate is not None
 
     def _hand_on(self, scalars: list[Logged]) -> None:
         """Pass our tracker's scalars on to the user's."""
