@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 from collections import deque
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -39,12 +40,13 @@ def load(kind: str, gigabytes: float, workers: int) -> int:
     if kind == "one process":
         loader = torch.utils.data.DataLoader(items, 64, **options)
     elif kind == "threads":
-        options |= {"num_workers": workers, "persistent_workers": True, "worker": "thread"}
+        options |= {"num_workers": workers, "worker": "thread"}
         loader = fastamp.DataLoader(items, 64, **options)
     else:
         options |= {"num_workers": workers, "persistent_workers": True}
         loader = torch.utils.data.DataLoader(items, 64, **options)
-    deque(loader, maxlen=0)
+    batches = iter(loader)  # whose end would end the threads
+    deque(islice(batches, len(loader)), maxlen=0)
     return pss_nbytes()
 
 
