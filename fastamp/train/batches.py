@@ -87,6 +87,14 @@ class Batches:
             raise ValueError(msg)
         self.n_consumed, self._batches = 0, iter(())
 
+    @property
+    def n_batches(self) -> int | None:
+        """Batches in a pass; None if the loader has no length."""
+        try:
+            return len(self.loader)
+        except TypeError:
+            return None
+
     def set_epoch(self, epoch: int) -> None:
         """Tell the loader, or else its samplers, and the dataset which epoch comes next.
 

@@ -78,7 +78,9 @@ def run(folder=None, data=None, model=None, held_out=None, **fields):
     model = make_model() if model is None else model
     data = make_data() if data is None else data
     held_out = make_data(20) if held_out is None else held_out
-    return model, fastamp.fine_tune(model, data, held_out, config)
+    has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    shared = torch.nn.parallel.DistributedDataParallel(model) if has_ranks else model
+    return model, fastamp.fine_tune(shared, data, held_out, config)
 
 
 def outcome_of_finished(folder, fields):

@@ -29,8 +29,8 @@ from support.parallel_cases import (
     train_by_hand,
     train_from_a_list,
     train_on_fewer_batches,
-    train_on_unequal_batches,
     train_with_sinks,
+    train_without_sharing,
 )
 from support.processes import CONTEXT, run_python
 from support.trainable import CURVES, names
@@ -76,22 +76,6 @@ def test_ranks_train_as_one_process_with_all_their_batches(four, mode, accumulat
     assert_alike(ours, expected)
     for parts, whole in zip(zip(*seen, strict=True), expected["seen"], strict=True):
         assert sorted(itertools.chain(*parts)) == sorted(whole)
-
-
-@pytest.mark.parametrize(("mode", "accumulate"), [("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3)])
-def test_unequal_batches_are_those_of_one_process_joined(four, mode, accumulate):
-    """SGD adds the gradients to the weights: a few roundings of float32 in each of six steps."""
-    first, second = four.run(2, train_on_unequal_batches, mode, accumulate)
-    expected = train_on_unequal_batches(None, accumulate)
-    assert bits(first) == bits(second)
-    assert first["steps"] == expected["steps"]
-    close = {"rtol": 1e-5, "atol": 2e-6}
-    for name in ("train_loss", "grad_norm"):
-        curves = [torch.tensor(each["curves"][name][1]) for each in (first, expected)]
-        torch.testing.assert_close(*curves, **close)
-    for name, weight in expected["weights"].items():
-        ours = torch.tensor(first["weights"][name])
-        torch.testing.assert_close(ours, torch.tensor(weight), **close)
 
 
 @pytest.mark.parametrize(("optimizer", "max_norm"), [("sgd", None), ("adagrad", 1.0)])
@@ -164,14 +148,24 @@ def test_loaders_of_the_users_own_resume_with_as_many_ranks_only(four, tmp_path)
     assert [r["seen"] for r in resumed] == [r["seen"][3:] for r in expected]
 
 
-@pytest.mark.parametrize(("mode", "accumulate", "n_left"), [("ddp", 1, 0), ("ddp", 2, 1)])
-def test_a_rank_with_fewer_batches_ends_with_an_error(four, mode, accumulate, n_left):
-    """And does not let the others wait for it."""
-    first, second = four.run(2, train_on_fewer_batches, mode, accumulate)
-    text = rf"train_data: rank 1 has {n_left} batches left for step \d, others another number: each"
-    assert second[0] == "ValueError"
-    assert re.match(text, second[1])
-    assert first[0] == "RuntimeError"  # the other one has gone
+@pytest.mark.parametrize(("mode", "of"), [("ddp", "train_data"), ("fsdp", "val_data")])
+def test_unlike_numbers_of_batches_are_an_error_on_all(four, mode, of):
+    lengths = [12, 11] if of == "train_data" else [4, 3]
+    text = f"{of}: expected as many batches on every rank, got {lengths}"
+    assert four.run(2, train_on_fewer_batches, mode, of) == [("ValueError", text)] * 2
+
+
+def test_a_model_that_ranks_do_not_share_is_refused(four):
+    for kind, text in four.run(2, train_without_sharing):
+        assert kind == "ValueError"
+        assert text.startswith("model: expected a model in DistributedDataParallel, or sharded")
+        assert text.endswith("as there are 2 ranks, got Linear")
+
+
+def test_a_program_under_torchrun_that_makes_no_process_group_is_refused(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "as there are 2 ranks, got Linear" in train_without_sharing()[1]
 
 
 @pytest.mark.parametrize("mode", ["ddp", at_large("fsdp")])
@@ -210,13 +204,6 @@ def test_every_rank_draws_for_itself_and_gradients_are_exchanged_once_a_step(fou
     assert n_first == n_second == 4  # of 6 batches, in steps of 4 and 2
 
 
-def test_blocks_are_sharded_one_by_one(four):
-    ours, _ = run(four, 2, parallel="fsdp", layers=2, max_steps=1)
-    assert ours["units"] == 3  # two blocks, and the rest
-    assert ours["spread"] == len(ours["weights"])
-    assert run(four, 2, max_steps=1)[0]["spread"] == 0  # None is DDP
-
-
 def test_processes_and_ranks_refuse_each_others_checkpoints_and_other_runs(four, tmp_path):
     run(four, 2, tmp_path / "ranks", max_steps=3)
     kind, text = error_of(tmp_path / "ranks", max_steps=3)
@@ -243,28 +230,6 @@ def test_a_rank_that_cannot_write_is_an_error_on_all(four, mode, tmp_path):
             assert begins + problem in text
         assert names(tmp_path) == ["step-00000003"]
     assert run(four, 2, tmp_path, parallel=mode, max_steps=7)[0]["steps"] == 7
-
-
-def test_ranks_are_asked_for_by_who_has_some():
-    with pytest.raises(ValueError, match="parallel: expected None, as neither torchrun nor"):
-        train(parallel="ddp")
-    with pytest.raises(ValueError, match="parallel: expected one of ddp, fsdp or None, got 'zero'"):
-        train(parallel="zero")
-
-
-def test_a_rank_beyond_the_world_is_refused_and_not_waited_for(monkeypatch):
-    for name, value in (("RANK", "2"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="RANK: expected one of WORLD_SIZE=2 ranks, got 2"):
-        train(device="cpu")
-
-
-def test_fsdp_is_refused_where_torch_has_none(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.setenv(name, "0")
-    monkeypatch.setattr(torch.cpu, "Stream", object)  # as torch 2.6's, without record_event
-    with pytest.raises(ValueError, match=r"parallel: torch .* has no FSDP2 on the CPU, got 'fsdp'"):
-        train(parallel="fsdp", device="cpu")
 
 
 def free_port():
