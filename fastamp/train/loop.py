@@ -123,7 +123,7 @@ class _Loop(Run):
         self.no_sync: Any = self.trained.no_sync if self.ranks.mode == "ddp" else nullcontext
         self.losses: list[tuple[int, torch.Tensor, float]] = []  # with step and time, to be logged
         self.advance: Callable[..., object] = lambda: None
-        self.signals = Signals(enabled=self.checkpointer is not None)
+        self.signals = Signals(DEFERRED if self.checkpointer is not None else ())
 
     def train(self) -> TrainResult:
         """Train to the end."""
@@ -303,7 +303,7 @@ class _Loop(Run):
         return TrainResult(
             **curves,
             steps=self.step,
-            best_checkpoint=None if self.checkpointer is None else self.checkpointer._best_path(),
+            best_checkpoint=None if self.checkpointer is None else self.checkpointer.best_path,
             skipped_steps=self.schedule.n_skipped,
             precision=self.precision,
             samples_per_s=sum(self.ranks.gather(self.n_samples)) / training_s,
