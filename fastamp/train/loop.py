@@ -53,7 +53,7 @@ def fine_tune(
     then no longer be called. Losses are means over all ranks' samples; only the first rank logs to
     `config.tracker`; a signal to one rank is a signal to all.
 
-    Checkpoints of ranks are folders that all ranks must be able to reach. The same number of ranks
+    All ranks must be able to read the folder of checkpoints. The same number of ranks
     resumes bit-identically, except for buffers, of which the first rank's are kept, and for DDP on
     more than two ranks, whose first sum may be rounded differently. Any other number of ranks can
     resume too, also with another batch size: with the rest of the epoch, at the same share of the
@@ -77,17 +77,17 @@ def fine_tune(
         Loss curves, norms, skipped steps, throughput and more.
 
     Raises:
-        CheckpointError: the newest whole checkpoint is of another model, optimizer, data or config,
-            or something in it is wrong; the message names the file and the entry, and only the
-            model's device has changed by then. Or all are damaged. Or a state holds an object that
-            is neither a tensor nor a plain value.
+        CheckpointError: the newest whole checkpoint is of another model, optimizer or config; only
+            the model's device has changed by then. Or all are damaged. Or a state holds an object
+            that is neither a tensor nor a plain value.
         OSError: a checkpoint cannot be written; the model and older checkpoints are unchanged.
         TypeError: `model` is no module, `config` no TrainConfig, or the data or the model's output
             cannot be trained on.
         ValueError: there is no batch or no parameter to train, the optimizer has other parameters,
             shapes do not match, or a rank has fewer batches than others. Or the run in
-            `config.checkpoint_dir` has finished: more `max_steps` or `epochs` continue it,
-            `resume=False` starts anew; the model has that run's weights then.
+            `config.checkpoint_dir` has finished: more `max_steps` or `epochs` continue it, another
+            folder starts anew; the model has that run's weights then. Or the folder has
+            checkpoints, and `config.resume` is False.
 
     Example:
         >>> x, y = torch.randn(64, 4), torch.randint(2, (64,))
