@@ -15,8 +15,8 @@ from support.stream_schedules import ALL, PROGRAMS, prefetching, run
 import fastamp
 from fastamp import _ops
 from fastamp._ops import captures
+from fastamp.data import making, runners
 from fastamp.data import memory as memories
-from fastamp.data import passes, runners
 from fastamp.data.memory import Memory
 from fastamp.metrics import tracker as trackers
 from fastamp.timer import events
@@ -45,7 +45,7 @@ BREAKS = {
         ("devices",),
         "a read of cuda",
     ),
-    "the thread has no device": ("torch.cuda.set_device(self._device)", "", (), "a context on"),
+    "the thread has no device": ("torch.cuda.set_device(self._device)", "", (), "a context"),
     "a capture refuses what the thread does": (
         "apart_from_captures()",
         "nullcontext()",
@@ -86,13 +86,15 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_the_model_finds_that(name):
+def test_the_model_finds_that(name, monkeypatch):
     old, new, features, fault = BREAKS[name]
     source = SOURCE.read_text()
     assert source.count(old) == 1
     broken = types.ModuleType("fastamp.data.copies")
     exec(source.replace(old, new), vars(broken))  # noqa: S102 - our own code, with one line changed
-    found = (run("prefetch", seed, features, broken) for seed in range(100))
+    monkeypatch.setattr(making, "make_copies", broken.make_copies)
+    program = "loader" if name == "the thread has no device" else "prefetch"
+    found = (run(program, seed, features, broken) for seed in range(100))
     assert any(each.startswith(fault) for faults in found for each in faults)
 
 
@@ -135,7 +137,7 @@ def test_one_batch_is_ahead_beside_a_gpu(monkeypatch):
     monkeypatch.setattr(Memory, "allocate", lambda *args: made.append(args) or allocate(*args))
     model = Model(0)
     monkeypatch.setattr(prefetching, "_sides", {})
-    with model.installed(prefetching, runners, passes), _ops.use_only("fallback"):
+    with model.installed(prefetching, runners, making), _ops.use_only("fallback"):
         batches = iter(fastamp.DataLoader(torch.arange(100.0), 5, device="cuda:1"))
         for delivered in range(1, 6):
             next(batches)
@@ -147,7 +149,7 @@ def test_all_passes_copy_on_one_stream_of_a_device(monkeypatch):
     """torch hands out 32 in turn, and its allocator keeps memory for each."""
     made, model = [], Model(0)
     monkeypatch.setattr(prefetching, "_sides", {})
-    with model.installed(prefetching, runners, passes):
+    with model.installed(prefetching, runners, making):
         stream = torch.cuda.Stream
         monkeypatch.setattr(torch.cuda, "Stream", lambda *args: made.append(args) or stream(*args))
         for _ in range(5):
@@ -158,8 +160,8 @@ def test_all_passes_copy_on_one_stream_of_a_device(monkeypatch):
 
 def test_torchs_own_thread_pins_the_batches_of_workers(monkeypatch):
     options, model = {}, Model(0)
-    monkeypatch.setattr(passes, "TorchDataLoader", lambda *_, **kw: options.update(kw) or [])
-    with model.installed(prefetching, runners, passes):
+    monkeypatch.setattr(making, "TorchDataLoader", lambda *_, **kw: options.update(kw) or [])
+    with model.installed(prefetching, runners, making):
         dataset = [torch.ones(3)] * 8
         iter(fastamp.DataLoader(dataset, 4, num_workers=2, device="cuda:1"))
     assert options["pin_memory"]
